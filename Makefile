@@ -1,0 +1,48 @@
+# Everything runs in .venv, which the first target that needs it sets up.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+OUT := out
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-all check format bench clean
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(READY)  ## set up .venv with everything that development needs
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(READY)  ## place Inception-V3 on two cores of this machine, really measured
+	@mkdir -p $(OUT)
+	$(BIN)/placer optimize examples/inception.py:build --devices core:0,core:1 --budget 30s \
+		--out $(OUT)/placement.json --timeline $(OUT)/timeline.json
+
+test: $(READY)  ## run the fast tests
+	$(BIN)/python -m pytest -q -m "not slow and not gpu"
+
+test-all: $(READY)  ## run the slow tests too
+	$(BIN)/python -m pytest -q -m "not gpu"
+
+check: $(READY)  ## lint, format, types, floors
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(READY)  ## let ruff mend what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)  ## print the benchmarks, as ratios within one run
+	$(BIN)/python -m benchmarks
+
+clean:  ## remove what the targets made
+	rm -rf $(VENV) $(OUT) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,274 @@
+"""Calibration by measurement: op times per device kind, speeds of devices, latency and bandwidth.
+
+Everything is timed by the executor that will run the placement, with programs of its own kind, so
+that what its hand-offs and its dispatch cost is in the numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import itertools
+import math
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from envs.cluster import Cluster, Device, Link, cluster_to_toml, load_cluster
+from envs.executor.lists import Run, device_lists
+from envs.executor.pool import StepRun, WorkerPool
+from envs.executor.state import load_batch, load_state
+from graphs.extract import Extraction
+from graphs.extract.program import Call, Ref, Source, StepProgram, Value
+
+WARM_UP: Final = 2
+HOPS: Final = 40
+SMALL_BYTES: Final = 64
+LARGE_BYTES: Final = 2 << 20  # a large activation of a convolutional network
+STREAM_BYTES: Final = 96 << 20  # more than the caches of one core
+MATRIX: Final = 768
+REPEATS: Final = 7
+
+
+def profile_ops(
+    extraction: Extraction,
+    cluster: Cluster,
+    *,
+    repeats: int = 5,
+    progress: Callable[[int, int], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> dict[str, NDArray[np.float64]]:
+    """Seconds of every op, in context, {device kind: (N,)}.
+
+    The whole step runs on one device of each kind; an op costs the median over ``repeats`` runs
+    of the CPU time of its call, with the views made for it.
+
+    Raises:
+        WorkerError: an op cannot run on a device.
+    """
+    first_of = {device.kind: device for device in reversed(cluster.devices)}
+    total = len(first_of) * (WARM_UP + repeats)
+    costs: dict[str, NDArray[np.float64]] = {}
+    done = 0
+    for kind, device in sorted(first_of.items()):
+        program = extraction.program
+        lists = device_lists(program, [0] * program.op_count, range(program.op_count), 1)
+        runs: list[NDArray[np.float64]] = []
+        with WorkerPool(program, [device], op_names=tuple(extraction.graph)) as pool:
+            step = extraction.step
+            load_state(pool.arena, step)
+            load_batch(pool.arena, step, step.inputs, step.keywords)
+            number = pool.load(lists)
+            for _ in range(WARM_UP + repeats):
+                if should_stop is not None and should_stop() and len(runs) > WARM_UP:
+                    break
+                runs.append(pool.run(number).cpu_s[0])
+                done += 1
+                if progress is not None:
+                    progress(done, total)
+        typical = np.median(np.stack(runs[WARM_UP:]), axis=0)
+        costs[kind] = np.zeros(program.op_count)
+        for instruction, seconds in zip(lists[0], typical, strict=True):
+            if isinstance(instruction, Run):
+                costs[kind][program.calls[instruction.call].op] = seconds
+    return costs
+
+
+def calibrated(cluster: Cluster, *, again: bool = False) -> Cluster:
+    """The cluster with measured speeds, from the cache where this was done before.
+
+    The cache is a cluster file in ``$PLACER_CACHE`` (default: ``device-placer`` in
+    ``$XDG_CACHE_HOME`` or ``~/.cache``), one for each host, processor, torch version and list of
+    devices. With ``again`` it is measured anew. Memory is always what the given cluster says.
+
+    Raises:
+        WorkerError: the workers do not come up.
+    """
+    path = _cache_path(cluster)
+    known = None if again else _cached(path)
+    if known is None or known.names != cluster.names:
+        known = calibrate(cluster)
+        _store(path, known)
+    memory = {device.name: device.memory_bytes for device in cluster.devices}
+    return replace(
+        known,
+        name=cluster.name,
+        devices=tuple(replace(d, memory_bytes=memory[d.name]) for d in known.devices),
+    )
+
+
+def _cache_path(cluster: Cluster) -> Path:
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    root = Path(os.environ.get("PLACER_CACHE") or caches / "device-placer")
+    about = [platform.node(), _processor(), torch.__version__, *cluster.names]
+    key = hashlib.sha256("\n".join(about).encode()).hexdigest()[:16]
+    return root / f"cluster-{key}.toml"
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    return next((line for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _cached(path: Path) -> Cluster | None:
+    """A cluster that was stored before; None where there is none that can be read."""
+    try:
+        return load_cluster(path)
+    except (OSError, ValueError):
+        return None
+
+
+def _store(path: Path, cluster: Cluster) -> None:
+    """Keep a cluster, whole or not at all; a cache that cannot be written is no reason to fail."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(cluster_to_toml(cluster), encoding="utf-8")
+        partial.replace(path)
+
+
+def calibrate(cluster: Cluster) -> Cluster:
+    """The cluster with measured speeds of its devices and links, as of today.
+
+    Devices of one kind are measured once, links once for the first pair of each two kinds.
+
+    Raises:
+        WorkerError: the workers do not come up.
+    """
+    rates: dict[str, _Rates] = {}
+    hand_offs: dict[tuple[str, str], tuple[float, float]] = {}
+    pairs: list[tuple[Device, Device | None]] = [*_pairs(cluster.devices)]
+    for a, b in pairs or [(cluster.devices[0], None)]:
+        if b is None or (a.kind, b.kind) not in hand_offs:
+            with WorkerPool(_PROGRAM, [a] if b is None else [a, b]) as pool:
+                rates[a.kind] = _device_rates(pool, 0)
+                if b is not None:
+                    rates[b.kind] = _device_rates(pool, 1)
+                    hand_offs[a.kind, b.kind] = _hand_off(pool)
+    source = f"measured {datetime.date.today().isoformat()}, torch {torch.__version__}"
+    devices = tuple(
+        replace(
+            device,
+            peak_flop_per_s=rates[device.kind].flop_per_s,
+            bandwidth_bytes_per_s=rates[device.kind].bytes_per_s,
+            source=source,
+        )
+        for device in cluster.devices
+    )
+    links = tuple(
+        Link(
+            between=(a.name, b.name),
+            latency_s=hand_offs[a.kind, b.kind][0],
+            bandwidth_bytes_per_s=hand_offs[a.kind, b.kind][1],
+            sharing="pair",
+        )
+        for a, b in _pairs(devices)
+    )
+    return replace(cluster, devices=devices, links=links)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rates:
+    flop_per_s: float
+    bytes_per_s: float
+
+
+def _pairs(devices: Sequence[Device]) -> list[tuple[Device, Device]]:
+    return list(itertools.combinations(devices, 2))
+
+
+def _device_rates(pool: WorkerPool, device: int) -> _Rates:
+    """Matrix products for arithmetic, an addition that no cache holds for memory traffic."""
+    multiply_s = float(np.median(_op_times(pool, _MULTIPLY, device)))
+    add_s = float(np.median(_op_times(pool, _ADD, device)))
+    return _Rates(2 * MATRIX**3 / multiply_s, 2 * STREAM_BYTES / add_s)
+
+
+def _hand_off(pool: WorkerPool) -> tuple[float, float]:
+    """Latency in seconds and bytes per second between two devices, from a ping-pong of tensors.
+
+    A hop costs what the chain takes longer on two devices than on one: the copy into shared
+    memory, the signal, waking up, and reading what another core wrote.
+    """
+    hop_s = []
+    for chain in (_SMALL, _LARGE):
+        alone_s = _wall_s(pool, chain, [0] * len(chain))
+        turns_s = _wall_s(pool, chain, [i % 2 for i in range(len(chain))])
+        hop_s.append(max((turns_s - alone_s) / (len(chain) - 1), 1e-9))
+    return hop_s[0], (LARGE_BYTES - SMALL_BYTES) / max(hop_s[1] - hop_s[0], 1e-9)
+
+
+def _op_times(pool: WorkerPool, chain: range, device: int) -> NDArray[np.float64]:
+    """Median CPU seconds of every op of a chain, (ops,)."""
+    runs = _runs(pool, chain, [device] * len(chain))
+    times: NDArray[np.float64] = np.median(np.stack([run.cpu_s[device] for run in runs]), axis=0)
+    return times
+
+
+def _wall_s(pool: WorkerPool, chain: range, placed: Sequence[int]) -> float:
+    return float(np.median([run.wall_s for run in _runs(pool, chain, placed)]))
+
+
+def _runs(pool: WorkerPool, chain: range, placed: Sequence[int]) -> list[StepRun]:
+    """Run one chain of the calibration program, its i-th op on device ``placed[i]``."""
+    devices = [0] * _PROGRAM.op_count
+    devices[chain.start : chain.stop] = placed
+    number = pool.load(device_lists(_PROGRAM, devices, chain, len(pool.devices)))
+    return [pool.run(number) for _ in range(WARM_UP + REPEATS)][WARM_UP:]
+
+
+class _Chains:
+    """Builds the calibration program: independent chains, each op reads the one before."""
+
+    def __init__(self) -> None:
+        self.values: list[Value] = []
+        self.calls: list[Call] = []
+        self.sources: list[Source] = []
+
+    def add(self, target: str, shape: tuple[int, ...], length: int, *, inputs: int) -> range:
+        """Append a chain; every op reads the same tensor ``inputs`` times."""
+        stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+        first = len(self.values)
+        self.sources.append(Source(first, "input", str(len(self.sources))))
+        start = len(self.calls)
+        for i in range(length):
+            self.calls.append(
+                Call(
+                    op=start + i,
+                    target=target,
+                    args=(Ref(first + i),) * inputs,
+                    kwargs={},
+                    outputs=(first + i + 1,),
+                    tuple_result=False,
+                    reads=(first + i,),
+                )
+            )
+        self.values += [Value(shape, stride, torch.float32, first + i) for i in range(length + 1)]
+        return range(start, start + length)
+
+    def program(self) -> StepProgram:
+        """The program of all chains."""
+        return StepProgram(
+            values=tuple(self.values),
+            calls=tuple(self.calls),
+            sources=tuple(self.sources),
+            results=(),
+            op_count=len(self.calls),
+            training=False,
+        )
+
+
+_CHAINS = _Chains()
+_MULTIPLY = _CHAINS.add("aten.mm.default", (MATRIX, MATRIX), 3, inputs=2)
+_ADD = _CHAINS.add("aten.add.Tensor", (STREAM_BYTES // 4,), 3, inputs=2)
+_SMALL = _CHAINS.add("aten.neg.default", (SMALL_BYTES // 4,), HOPS, inputs=1)
+_LARGE = _CHAINS.add("aten.neg.default", (LARGE_BYTES // 4,), HOPS, inputs=1)
+_PROGRAM = _CHAINS.program()

@@ -1,0 +1,285 @@
+"""Devices and the links between them: made by hand, read from TOML, or discovered.
+
+``cluster.toml``::
+
+    format = "placer-cluster/1"
+    name = "two-cores"
+
+    [[device]]
+    name = "core:0"            # kind, memory_bytes, launch_s, peak_flop_per_s,
+    kind = "core"              # bandwidth_bytes_per_s and source as in Device
+    memory_bytes = 8_000_000_000
+
+    [[link]]
+    between = ["core:0", "core:1"]     # every ordered pair among them
+    latency_s = 15e-6
+    bandwidth_bytes_per_s = 5e9        # may be inf
+    sharing = "pair"                   # none | egress | pair | bus
+    full_duplex = true
+    order = "fifo"                     # fifo | priority
+
+    [transfers]
+    once_per_destination = true        # false: every edge is sent on its own
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias
+
+Sharing: TypeAlias = Literal["none", "egress", "pair", "bus"]
+LinkOrder: TypeAlias = Literal["fifo", "priority"]
+SHARINGS: Final[tuple[Sharing, ...]] = ("none", "egress", "pair", "bus")
+LINK_ORDERS: Final[tuple[LinkOrder, ...]] = ("fifo", "priority")
+FORMAT: Final = "placer-cluster/1"
+LARGEST_INT: Final = 2**63 - 1  # as TOML asks every reader to hold
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """Something that runs one op at a time, in decimal units."""
+
+    name: str
+    kind: str
+    memory_bytes: int
+    launch_s: float = 0.0  # added to every op
+    peak_flop_per_s: float = math.nan
+    bandwidth_bytes_per_s: float = math.nan
+    source: str = ""  # where the numbers come from: a data sheet, or "measured <date>"
+
+    def __post_init__(self) -> None:
+        if not self.name or not self.kind:
+            raise ValueError(f"device {self.name!r} of kind {self.kind!r}: neither may be empty")
+        if self.memory_bytes < 0:
+            raise ValueError(f"device {self.name!r}: memory_bytes is {self.memory_bytes}, below 0")
+        if not (math.isfinite(self.launch_s) and self.launch_s >= 0):
+            raise ValueError(f"device {self.name!r}: launch_s is {self.launch_s}, not a time >= 0")
+        for name in ("peak_flop_per_s", "bandwidth_bytes_per_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"device {self.name!r}: {name} must be above 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A way between every ordered pair of the devices it names.
+
+    ``sharing`` says which transfers queue behind each other: "none" (never), "egress" (one queue
+    per sender; half duplex: one port per device for both directions), "pair" (one per ordered
+    pair; half duplex: per unordered pair), "bus" (one for all). Where two links name the same
+    pair, the first listed counts.
+    """
+
+    between: tuple[str, ...]
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    sharing: Sharing = "egress"
+    full_duplex: bool = True
+    order: LinkOrder = "fifo"
+
+    def __post_init__(self) -> None:
+        where = f"link between {', '.join(self.between) or 'nothing'}"
+        if len(self.between) < 2 or len(set(self.between)) != len(self.between):
+            raise ValueError(f"{where}: name at least two different devices")
+        if not (math.isfinite(self.latency_s) and self.latency_s >= 0):
+            raise ValueError(f"{where}: latency_s is {self.latency_s}, not a time >= 0")
+        if not self.bandwidth_bytes_per_s > 0:
+            raise ValueError(
+                f"{where}: bandwidth_bytes_per_s is {self.bandwidth_bytes_per_s}, not above 0"
+            )
+        _one_of(self.sharing, SHARINGS, f"{where}: sharing")
+        _one_of(self.order, LINK_ORDERS, f"{where}: order")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Devices by index, and links; index ``d`` of ``devices`` is how placements name a device."""
+
+    name: str
+    devices: tuple[Device, ...]
+    links: tuple[Link, ...] = ()
+    once_per_destination: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            raise ValueError(f"cluster {self.name!r} has no devices")
+        names = self.names
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"cluster {self.name!r} names {', '.join(twice)} more than once")
+        for link in self.links:
+            for name in link.between:
+                if name not in names:
+                    raise ValueError(
+                        f"cluster {self.name!r}: a link names device {name!r}; "
+                        f"there are {', '.join(names)}"
+                    )
+
+    def __len__(self) -> int:
+        """Number of devices."""
+        return len(self.devices)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Device names in index order."""
+        return tuple(device.name for device in self.devices)
+
+    def index(self, name: str) -> int:
+        """Index of a device.
+
+        Raises:
+            ValueError: there is no such device; the message lists those there are.
+        """
+        if name in self.names:
+            return self.names.index(name)
+        near = difflib.get_close_matches(name, self.names, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(
+            f"cluster {self.name!r} has no device {name!r}: it has {', '.join(self.names)}{hint}"
+        )
+
+    def link_between(self, source: str, destination: str) -> Link | None:
+        """The link that carries source to destination, or None."""
+        for link in self.links:
+            if source in link.between and destination in link.between:
+                return link
+        return None
+
+
+def load_cluster(path: Path) -> Cluster:
+    """Read a cluster file.
+
+    Raises:
+        ValueError: it is not TOML, has unknown or missing keys, or a value is out of range; the
+            message starts with the file and the path of the key.
+        OSError: it cannot be read.
+    """
+    try:
+        return cluster_from_dict(tomllib.loads(path.read_text(encoding="utf-8")))
+    except RecursionError:
+        raise ValueError(f"{path}: nested too deeply for a cluster file") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def cluster_from_dict(data: Mapping[str, Any]) -> Cluster:
+    """A cluster from the parsed content of a cluster file.
+
+    Raises:
+        ValueError: unknown or missing keys, wrong types, or values out of range.
+    """
+    _known(data, {"format", "name", "device", "link", "transfers"}, "")
+    if data.get("format") != FORMAT:
+        raise ValueError(f"format is {data.get('format')!r}, this version reads {FORMAT!r}")
+    transfers = _table(data.get("transfers", {}), "transfers")
+    _known(transfers, {"once_per_destination"}, "transfers.")
+    once = transfers.get("once_per_destination", True)
+    if not isinstance(once, bool):
+        raise ValueError("transfers.once_per_destination is not true or false")
+    devices = [
+        Device(**_record(Device, item, f"device[{i}]"))
+        for i, item in enumerate(_array(data.get("device", []), "device"))
+    ]
+    links = [
+        Link(**_record(Link, item, f"link[{i}]"))
+        for i, item in enumerate(_array(data.get("link", []), "link"))
+    ]
+    name = data.get("name", "cluster")
+    if not isinstance(name, str):
+        raise ValueError("name is not a string")
+    return Cluster(name=name, devices=tuple(devices), links=tuple(links), once_per_destination=once)
+
+
+def cluster_to_toml(cluster: Cluster) -> str:
+    """The content of a cluster file; :func:`load_cluster` reads it back unchanged."""
+    lines = [f'format = "{FORMAT}"', f"name = {_toml(cluster.name)}"]
+    for table, items in (("device", cluster.devices), ("link", cluster.links)):
+        for item in items:
+            lines += ["", f"[[{table}]]"]
+            values = {f.name: getattr(item, f.name) for f in fields(item)}
+            # Unknown numbers are left out: a nan that is read back equals no other.
+            lines += [
+                f"{name} = {_toml(value)}" for name, value in values.items() if not _nan(value)
+            ]
+    lines += ["", "[transfers]", f"once_per_destination = {_toml(cluster.once_per_destination)}"]
+    return "\n".join(lines) + "\n"
+
+
+def _nan(value: object) -> bool:
+    return isinstance(value, float) and math.isnan(value)
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_toml(item) for item in value) + "]"
+    if isinstance(value, int):
+        return str(int(value))
+    if isinstance(value, float):  # also numpy's, whose repr says so
+        return repr(float(value))
+    raise TypeError(f"{value!r} cannot be written as TOML")
+
+
+def _record(kind: type[Device] | type[Link], item: object, where: str) -> dict[str, Any]:
+    table = _table(item, where)
+    own = {f.name: f for f in fields(kind)}
+    _known(table, set(own), f"{where}.")
+    missing = [n for n, f in own.items() if f.default is MISSING and n not in table]
+    if missing:
+        raise ValueError(f"{where} lacks {', '.join(missing)}")
+    return {
+        name: _typed(value, str(own[name].type), f"{where}.{name}") for name, value in table.items()
+    }
+
+
+def _typed(value: object, annotation: str, where: str) -> object:
+    if isinstance(value, int) and abs(value) > LARGEST_INT:
+        raise ValueError(f"{where} is too large a number")
+    if annotation == "float" and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    if annotation == "int" and isinstance(value, int | float) and not isinstance(value, bool):
+        if math.isfinite(value) and value == int(value):
+            return int(value)
+        raise ValueError(f"{where} is {value}, not a whole number")
+    if annotation == "bool" and isinstance(value, bool):
+        return value
+    if annotation in ("str", "Sharing", "LinkOrder") and isinstance(value, str):
+        return value
+    if annotation.startswith("tuple"):
+        if isinstance(value, list) and all(isinstance(item, str) for item in value):
+            return tuple(value)
+        raise ValueError(f"{where} is not a list of device names")
+    raise ValueError(f"{where} is {value!r}, not of type {annotation}")
+
+
+def _known(table: Mapping[str, Any], known: set[str], prefix: str) -> None:
+    for key in table:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"unknown key {prefix}{key}{hint}")
+
+
+def _table(value: object, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} is not a table")
+    return value
+
+
+def _array(value: object, where: str) -> Sequence[object]:
+    if not isinstance(value, list):
+        raise ValueError(f"{where} is not an array of tables: write [[{where}]]")
+    return value
+
+
+def _one_of(value: str, choices: Sequence[str], where: str) -> None:
+    if value not in choices:
+        raise ValueError(f"{where} is {value!r}, not one of {', '.join(choices)}")

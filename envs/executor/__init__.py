@@ -1,0 +1,1 @@
+"""Runs a placed step for real: one pinned worker process per device."""

@@ -1,0 +1,83 @@
+"""Memory that the parent and all workers share: one anonymous file, mapped by each of them.
+
+It has no name in the file system, so nothing is left behind however the processes end. Every
+source and result of a step, and every tensor that may move between devices, has a fixed place in
+it; pages that are never touched take no memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import torch
+
+from graphs.extract.program import StepProgram, Value
+
+ALIGNMENT = 64  # as torch's own allocator
+
+
+class Arena:
+    """Tensors at fixed offsets of a shared mapping, by value and by result index of a program."""
+
+    def __init__(self, program: StepProgram, descriptor: int | None = None) -> None:
+        """Map the arena of a program: a new one, or the one behind a file descriptor.
+
+        Raises:
+            OSError: there is not enough address space or memory.
+        """
+        self.program = program
+        self.values: dict[int, int] = {}
+        self.results: list[int] = []
+        size = self._lay_out()
+        if descriptor is None:
+            descriptor = os.memfd_create("placer-arena", os.MFD_CLOEXEC)
+            os.ftruncate(descriptor, size)
+        self.descriptor = descriptor
+        self._bytes = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+
+    def value(self, value: int) -> torch.Tensor:
+        """The shared tensor of a source, or of an op's output."""
+        return self._tensor(self.program.values[value], self.values[value])
+
+    def result(self, index: int) -> torch.Tensor:
+        """The shared tensor that a result of the step is handed back in."""
+        return self._tensor(
+            self.program.values[self.program.results[index].value], self.results[index]
+        )
+
+    def close(self) -> None:
+        """Let go of the mapping; it goes when the last tensor on it does."""
+        os.close(self.descriptor)
+        del self._bytes
+
+    def _lay_out(self) -> int:
+        end = 0
+        tied: dict[str, int] = {}
+        for source in self.program.sources:
+            name = self.program.ties.get(source.name, source.name)
+            if source.role in ("parameter", "buffer") and name in tied:
+                self.values[source.value] = tied[name]
+                continue
+            self.values[source.value] = tied[name] = end
+            end += self._room(source.value)
+        for call in self.program.calls:
+            for value in call.outputs:
+                if value is not None and self.program.values[value].root == value:
+                    self.values[value] = end
+                    end += self._room(value)
+        for result in self.program.results:
+            self.results.append(end)
+            end += self._room(result.value)
+        return max(end, ALIGNMENT)
+
+    def _room(self, value: int) -> int:
+        size = self.program.values[value].numel * self.program.values[value].dtype.itemsize
+        return -(-max(size, 1) // ALIGNMENT) * ALIGNMENT
+
+    def _tensor(self, value: Value, offset: int) -> torch.Tensor:
+        size = value.numel * value.dtype.itemsize
+        flat = self._bytes[offset : offset + size].view(value.dtype)
+        if value.span == value.numel:
+            return flat.as_strided(value.shape, value.stride)
+        return flat.view(value.shape)

@@ -1,0 +1,63 @@
+"""What parent and worker say to each other: one message each way, in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from envs.executor.lists import Instruction
+from graphs.extract.program import StepProgram
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """The first message: the step, and the file descriptors of what is shared."""
+
+    device: int
+    threads: int
+    seed: int
+    program: StepProgram
+    arena: int
+    board: int
+    board_bytes: int
+    counters: Mapping[tuple[int, int], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Compile an instruction list under a number."""
+
+    number: int
+    instructions: tuple[Instruction, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Drop the list of a number."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunStep:
+    """Run a loaded list at ``start_ns`` (monotonic clock); ``give`` copies the results out."""
+
+    number: int
+    start_ns: int
+    give: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """It worked. Of a step: its start and end, and the thread's CPU clock around instructions."""
+
+    start_ns: int = 0
+    end_ns: int = 0
+    stamps: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """An instruction raised: the last line of the traceback."""
+
+    reason: str

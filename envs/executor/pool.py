@@ -1,0 +1,325 @@
+"""The parent's side of the pinned workers: starts them, loads lists, runs steps, sees trouble."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from envs.cluster import Device
+from envs.discover import cores_of
+from envs.executor.arena import Arena
+from envs.executor.lists import Give, Instruction, Receive, Run, Send
+from envs.executor.messages import Done, Failed, Forget, Load, RunStep, Setup
+from graphs.extract.program import StepProgram
+
+LEAD_NS: Final = 300_000
+"""Workers start a step this long after it was announced, all at the same instant."""
+START_TIMEOUT_S: Final = 120.0
+NOT_STARTED: Final = -1
+MALLOC: Final = {
+    "MALLOC_MMAP_MAX_": "0",  # page faults are a fifth of a step when tensors come from mmap
+    "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
+    "MALLOC_TOP_PAD_": str(256 << 20),
+    "MALLOC_ARENA_MAX": "1",
+}
+
+
+class WorkerError(RuntimeError):
+    """A worker died, hung or could not run an op; says which device and op. The pool is closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRun:
+    """One run: wall seconds from the common start to the last end, CPU seconds per instruction."""
+
+    wall_s: float
+    cpu_s: tuple[NDArray[np.float64], ...]  # per device, (instructions of its list,)
+
+
+@dataclass(slots=True)
+class _Worker:
+    device: Device
+    process: subprocess.Popen[bytes]
+    connection: Connection
+    errors: IO[bytes]
+
+
+class WorkerPool:
+    """One worker per device for one program. Use as a context manager.
+
+    Any WorkerError closes the pool: the others may be waiting for a signal that never comes.
+    """
+
+    def __init__(
+        self,
+        program: StepProgram,
+        devices: Sequence[Device],
+        *,
+        step_timeout_s: float = 60.0,
+        op_names: Sequence[str] = (),
+    ) -> None:
+        """Start the workers and wait until they are ready.
+
+        Raises:
+            ValueError: a device is not a set of cores of this machine, or two share a core.
+            WorkerError: a worker did not come up.
+        """
+        cores = [cores_of(device.name) for device in devices]
+        shared = {core for own in cores for core in own}
+        if len(shared) < sum(map(len, cores)):
+            names = ", ".join(device.name for device in devices)
+            raise ValueError(f"devices {names} overlap: every core can belong to one device only")
+        self.program = program
+        self.devices = tuple(devices)
+        self.step_timeout_s = step_timeout_s
+        self.op_names = op_names
+        self._lists: dict[int, tuple[tuple[Instruction, ...], ...]] = {}
+        self._number = 0
+        self._descriptors: list[int] = []
+        self._workers: list[_Worker] = []
+        self.arena = Arena(program)
+        self._open = True
+        try:
+            self._load_constants()
+            self._start(cores)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> WorkerPool:
+        """The pool itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the pool."""
+        self.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the workers are gone."""
+        return not self._open
+
+    def load(self, lists: Sequence[Sequence[Instruction]]) -> int:
+        """Give every worker its list; the number runs them.
+
+        Raises:
+            WorkerError: a worker could not compile its list.
+        """
+        self._number += 1
+        self._lists[self._number] = tuple(tuple(own) for own in lists)
+        self._ask([Load(self._number, own) for own in self._lists[self._number]])
+        return self._number
+
+    def forget(self, number: int) -> None:
+        """Drop loaded lists."""
+        del self._lists[number]
+        self._ask([Forget(number)] * len(self._workers))
+
+    def run(self, number: int, *, give: bool = False) -> StepRun:
+        """Run one step on all devices; with ``give`` the arena's results are filled afterwards.
+
+        Raises:
+            WorkerError: a worker died, an op raised, or the step took longer than the timeout.
+        """
+        for d in range(len(self.devices)):
+            self._board[d] = NOT_STARTED
+        start_ns = time.perf_counter_ns() + LEAD_NS
+        answers = self._ask([RunStep(number, start_ns, give)] * len(self._workers), number)
+        stamps = [np.frombuffer(answer.stamps, np.int64) for answer in answers]
+        lists = self._lists[number]
+        cpu_s = tuple(
+            np.where([isinstance(i, Receive) for i in own], 0.0, np.diff(stamp) * 1e-9)
+            for own, stamp in zip(lists, stamps, strict=True)
+        )
+        busy = [a for a, own in zip(answers, lists, strict=True) if own]
+        first = min(answer.start_ns for answer in busy)
+        return StepRun((max(answer.end_ns for answer in busy) - first) * 1e-9, cpu_s)
+
+    def close(self) -> None:
+        """End the workers, at once; safe to call twice."""
+        if not self._open:
+            return
+        self._open = False
+        for worker in self._workers:
+            worker.process.kill()
+        for worker in self._workers:
+            worker.process.wait()
+            worker.connection.close()
+            worker.errors.close()
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self.arena.close()
+        self._workers, self._descriptors = [], []
+
+    def _load_constants(self) -> None:
+        for source in self.program.sources:
+            if source.role == "constant" and source.tensor is not None:
+                self.arena.value(source.value).copy_(source.tensor)
+            elif source.role == "tangent":
+                self.arena.value(source.value).fill_(1.0)
+
+    def _start(self, cores: Sequence[tuple[int, ...]]) -> None:
+        count = len(self.devices)
+        board = os.memfd_create("placer-board", os.MFD_CLOEXEC)
+        self._descriptors.append(board)
+        os.ftruncate(board, 8 * count)
+        self._board = memoryview(mmap.mmap(board, 8 * count)).cast("q")
+        counters = {}
+        for s in range(count):
+            for d in range(count):
+                if s != d:
+                    counters[s, d] = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+                    self._descriptors.append(counters[s, d])
+        shared = [self.arena.descriptor, board, *counters.values()]
+        for device, own in zip(self.devices, cores, strict=True):
+            self._workers.append(_spawn(device, own, shared))
+        setups = [
+            Setup(
+                device=d,
+                threads=len(own),
+                seed=(torch.initial_seed() + d) % 2**64,
+                program=self.program,
+                arena=self.arena.descriptor,
+                board=board,
+                board_bytes=8 * count,
+                counters=counters,
+            )
+            for d, own in enumerate(cores)
+        ]
+        self._ask(setups, timeout_s=START_TIMEOUT_S)
+
+    def _ask(
+        self, messages: Sequence[object], number: int | None = None, timeout_s: float | None = None
+    ) -> list[Done]:
+        if self.closed:
+            raise WorkerError("the workers of this pool have ended")
+        try:
+            return self._exchange(messages, number, timeout_s or self.step_timeout_s)
+        except BaseException:
+            self.close()  # interrupted in between, an old answer would pass for the next one
+            raise
+
+    def _exchange(
+        self, messages: Sequence[object], number: int | None, timeout_s: float
+    ) -> list[Done]:
+        for worker, message in zip(self._workers, messages, strict=True):
+            try:
+                worker.connection.send(message)
+            except OSError:
+                raise self._failure(worker, "died", number) from None
+        deadline = time.monotonic() + timeout_s
+        answers: dict[int, Done] = {}
+        open_ends = {id(w.connection): d for d, w in enumerate(self._workers)}
+        while len(answers) < len(self._workers):
+            waiting = [w.connection for d, w in enumerate(self._workers) if d not in answers]
+            ready = wait(waiting, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise self._hung([open_ends[id(c)] for c in waiting], number, timeout_s)
+            for connection in ready:
+                d = open_ends[id(connection)]
+                answers[d] = self._answer(self._workers[d], number)
+        return [answers[d] for d in range(len(self._workers))]
+
+    def _answer(self, worker: _Worker, number: int | None) -> Done:
+        try:
+            answer = worker.connection.recv()
+        except (EOFError, OSError):
+            raise self._failure(worker, "died", number) from None
+        if isinstance(answer, Failed):
+            raise self._failure(worker, f"failed: {answer.reason}", number)
+        assert isinstance(answer, Done)
+        return answer
+
+    def _hung(self, late: Sequence[int], number: int | None, timeout_s: float) -> WorkerError:
+        """Of the late workers, blame one that does not wait for a value that was never sent."""
+        guilty = next((d for d in late if number is None or not self._waits(number, d)), late[0])
+        text = f"did not answer within {timeout_s:g} s"
+        return self._failure(self._workers[guilty], text, number)
+
+    def _waits(self, number: int, device: int) -> bool:
+        """Whether a worker rightly stands still: its sender has not come to the send."""
+        own, position = self._lists[number][device], self._board[device]
+        if not 0 <= position < len(own):
+            return False
+        instruction = own[position]
+        if not isinstance(instruction, Receive):
+            return False
+        sender = self._lists[number][instruction.source]
+        sent = {s.value: i for i, s in enumerate(sender) if isinstance(s, Send)}
+        return self._board[instruction.source] <= sent[instruction.value]
+
+    def _failure(self, worker: _Worker, what: str, number: int | None) -> WorkerError:
+        """Close the pool and say what happened where."""
+        d = self._workers.index(worker)
+        text = f"the worker of {worker.device.name} {what}"
+        if number is not None:
+            text += f"; its last op was {self._op_at(number, d, self._board[d])}"
+        status = worker.process.poll()
+        if status is None and what == "died":
+            status = worker.process.wait(timeout=5)
+        if status is not None and status < 0:
+            text += f" (signal {-status})"
+        worker.errors.seek(0)
+        noise = worker.errors.read().decode(errors="replace").strip().splitlines()
+        if noise:
+            text += f"; it wrote: {noise[-1][:300]}"
+        self.close()
+        return WorkerError(text)
+
+    def _op_at(self, number: int, device: int, position: int) -> str:
+        own = self._lists[number][device]
+        if not 0 <= position < len(own):
+            return "none"
+        match own[position]:
+            case Run(call):
+                op = self.program.calls[call].op
+                target = self.program.calls[call].target
+                return self.op_names[op] if op < len(self.op_names) else target
+            case Give(result):
+                handed = self.program.results[result]
+                return f"handing back the {handed.role} {handed.name}"
+            case instruction:
+                producer = self.program.producers()[instruction.value]
+                op = self.program.calls[producer].op
+                name = self.op_names[op] if op < len(self.op_names) else str(op)
+                return f"moving the output of {name}"
+
+
+def _spawn(device: Device, cores: Sequence[int], shared: Sequence[int]) -> _Worker:
+    ours, theirs = Pipe()
+    # The worker must find this very package, whatever lies in its working directory.
+    root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH", "")) if p)
+    environment = os.environ | MALLOC | {"PYTHONPATH": path, "OMP_NUM_THREADS": str(len(cores))}
+    errors = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the worker
+    arguments = [str(theirs.fileno()), ",".join(map(str, cores))]
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "envs.executor.worker", *arguments],
+        pass_fds=[theirs.fileno(), *shared],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=errors,
+        env=environment,
+        process_group=0,  # Ctrl-C is for the parent, which may want to finish its step
+    )
+    theirs.close()
+    return _Worker(device, process, ours, errors)

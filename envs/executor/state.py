@@ -1,0 +1,77 @@
+"""What a step reads: a model's parameters and buffers, and a batch, copied into an arena."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import keystr, tree_flatten_with_path
+
+from envs.executor.arena import Arena
+from graphs.extract import Step
+
+
+def load_state(arena: Arena, step: Step) -> None:
+    """Copy the parameters and buffers of a step into the arena."""
+    state = step.named_state()
+    for source in arena.program.sources:
+        if source.role in ("parameter", "buffer"):
+            arena.value(source.value).copy_(state[source.name].detach())
+
+
+def load_batch(
+    arena: Arena, step: Step, inputs: Sequence[Any], keywords: Mapping[str, Any]
+) -> None:
+    """Copy the tensors of a batch into the arena.
+
+    Args:
+        arena: where the step finds them.
+        step: the step that was extracted, with its example inputs.
+        inputs: positional inputs; of an inference step that has a loss, with or without target.
+        keywords: further inputs, in any order.
+
+    Raises:
+        ValueError: an input is missing, there is one too many, it has another shape or dtype than
+            in the example, or it is no tensor and has another value.
+    """
+    if len(inputs) == len(step.inputs) > len(step.step_inputs):
+        inputs = inputs[:-1]
+    given = leaves_by_path(inputs, keywords)
+    examples = leaves_by_path(step.step_inputs, step.keywords)
+    for path in given:
+        if path not in examples:
+            raise ValueError(f"the batch holds input {path}, the example inputs do not")
+    slots = {int(s.name): s.value for s in arena.program.sources if s.role == "input"}
+    tensors = 0
+    for path, example in examples.items():
+        if path not in given:
+            raise ValueError(f"the batch lacks input {path} of the example inputs")
+        _check(path, given[path], example)
+        if isinstance(example, torch.Tensor):
+            if tensors in slots:
+                arena.value(slots[tensors]).copy_(given[path].detach())
+            tensors += 1
+
+
+def leaves_by_path(inputs: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Every leaf of a batch under its place in it, such as ``[0]`` or ``['mask']``."""
+    positional = tree_flatten_with_path(tuple(inputs))[0]
+    named = tree_flatten_with_path(dict(keywords))[0]
+    return {keystr(path): leaf for path, leaf in (*positional, *named)}
+
+
+def _check(path: str, given: object, example: object) -> None:
+    if not isinstance(example, torch.Tensor):
+        if given is not example and (isinstance(given, torch.Tensor) or given != example):
+            raise ValueError(
+                f"input {path} of the batch is {given!r}, the placement was made for {example!r}: "
+                "only tensors may change from batch to batch"
+            )
+    elif not isinstance(given, torch.Tensor):
+        raise ValueError(f"input {path} of the batch is {type(given).__name__}, not a tensor")
+    elif given.shape != example.shape or given.dtype != example.dtype:
+        raise ValueError(
+            f"input {path} of the batch is {given.dtype} of shape {tuple(given.shape)}, the "
+            f"placement was made for {example.dtype} of shape {tuple(example.shape)}"
+        )

@@ -1,0 +1,130 @@
+"""One pinned worker process: maps the arena, compiles instruction lists, runs them on demand.
+
+Started by WorkerPool as ``python -P -m envs.executor.worker``; the messages on its pipe are those
+of envs/executor/messages.py. It never outlives its parent.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from array import array
+from multiprocessing.connection import Connection
+
+import torch
+
+from envs.executor.arena import Arena
+from envs.executor.compiled_list import CompiledList
+from envs.executor.messages import Done, Failed, Forget, Load, RunStep, Setup
+from envs.executor.signals import Signals
+
+
+class Worker:
+    """Answers every message with one message."""
+
+    def __init__(self, setup: Setup, progress: memoryview) -> None:
+        torch.set_num_threads(setup.threads)
+        torch.manual_seed(setup.seed)
+        self.program = setup.program
+        self.arena = Arena(setup.program, setup.arena)
+        self.signals = Signals(setup.device, setup.counters)
+        self.lists: dict[int, CompiledList] = {}
+        self.progress = progress
+        # The thread's clock does not see the other threads of a core set.
+        self.clock = time.thread_time_ns if setup.threads == 1 else time.perf_counter_ns
+
+    def load(self, message: Load) -> None:
+        """Compile a list under a number."""
+        self.lists[message.number] = CompiledList(
+            message.instructions, self.program, self.arena, self.signals
+        )
+
+    def run(self, message: RunStep) -> Done:
+        """Run one step; the clock is read before the first and after every instruction."""
+        compiled = self.lists[message.number]
+        table, progress = compiled.table, self.progress
+        clock = self.clock
+        stamps = array("q", bytes(8 * (len(compiled.steps) + 1)))
+        self.signals.reset()
+        while time.perf_counter_ns() < message.start_ns:
+            pass
+        stamps[0] = clock()
+        start_ns = time.perf_counter_ns()
+        for position, step in enumerate(compiled.steps):
+            progress[0] = position
+            step(table)
+            stamps[position + 1] = clock()
+        end_ns = time.perf_counter_ns()
+        if message.give:
+            compiled.give()
+        compiled.forget()
+        return Done(start_ns, end_ns, stamps.tobytes())
+
+
+def serve(connection: Connection) -> None:
+    """Answer messages until the parent closes the pipe."""
+    setup = connection.recv()
+    assert isinstance(setup, Setup)
+    with torch.inference_mode():
+        worker = Worker(setup, _progress(setup))
+        connection.send(Done())
+        while True:
+            try:
+                message = connection.recv()
+            except EOFError:
+                return
+            try:
+                connection.send(_answer(worker, message))
+            except Exception as error:  # noqa: BLE001 - whatever an op raises goes to the parent
+                last = traceback.format_exception_only(error)[-1].strip()
+                connection.send(Failed(last))
+
+
+def _answer(worker: Worker, message: object) -> Done:
+    match message:
+        case Load():
+            worker.load(message)
+        case Forget(number):
+            worker.lists.pop(number, None)
+        case RunStep():
+            return worker.run(message)
+        case _:
+            raise ValueError(f"a worker got {type(message).__name__}")
+    return Done()
+
+
+def _progress(setup: Setup) -> memoryview:
+    """This worker's cell of the shared progress board: the position of its current instruction."""
+    import mmap
+
+    board = memoryview(mmap.mmap(setup.board, setup.board_bytes)).cast("q")
+    return board[setup.device : setup.device + 1]
+
+
+def _end_with_parent(descriptor: int) -> None:
+    """End this process, whatever it waits for, when the parent's end of the pipe is closed.
+
+    (A death signal would come too early: when the thread ends that started the worker.)
+    """
+    hang_up = select.poll()
+    hang_up.register(descriptor, 0)
+    hang_up.poll()
+    os._exit(0)
+
+
+def main() -> None:
+    """Entry: file descriptor of the pipe, cores."""
+    descriptor, cores = int(sys.argv[1]), sys.argv[2]
+    threading.Thread(target=_end_with_parent, args=(descriptor,), daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
+    serve(Connection(descriptor))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,285 @@
+"""The Measured backend: runs placements on this machine's cores and times them.
+
+All candidates are loaded at once and run in turn, so that a change of the machine's load hits all
+of them alike; each is judged by the median of its runs. Beside the wall time stands the time
+rebuilt from CPU clocks (envs/executor/rebuilt.py), and their ratio, the contention: above
+``CONTENDED`` somebody else used the cores, and the rebuilt time is the truer one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envs.backend import StepResult
+from envs.executor.lists import Instruction, device_lists
+from envs.executor.pool import StepRun, WorkerError, WorkerPool
+from envs.executor.rebuilt import rebuilt_s
+from envs.executor.state import load_batch, load_state
+from envs.placement import Placement
+from envs.problem import Problem
+from envs.simulator import Simulator
+from graphs.extract import Extraction
+
+CONTENDED: Final = 1.15
+SMALLEST_DIFFERENCE: Final = 0.005
+"""Two placements closer than this are a tie, however often they were run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """Repeated runs of one placement. Arrays are in order of the rounds."""
+
+    wall_s: NDArray[np.float64]
+    rebuilt_s: NDArray[np.float64]
+    failure: str = ""
+
+    @property
+    def counts(self) -> bool:
+        """Whether it was run, well or not: False where the measuring was stopped before."""
+        return bool(self.failure) or len(self.wall_s) > 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether it ran without failure."""
+        return not self.failure and len(self.wall_s) > 0
+
+    @property
+    def median_s(self) -> float:
+        """Median wall time of a step."""
+        return float(np.median(self.wall_s)) if self.ok else np.inf
+
+    @property
+    def min_s(self) -> float:
+        """Shortest wall time."""
+        return float(self.wall_s.min()) if self.ok else np.inf
+
+    @property
+    def spread(self) -> float:
+        """Distance of the quartiles, relative to the median."""
+        if not self.ok:
+            return np.nan
+        low, high = np.percentile(self.wall_s, [25, 75])
+        return float(high - low) / self.median_s
+
+    @property
+    def rebuilt_median_s(self) -> float:
+        """Median of the step times rebuilt from CPU clocks."""
+        return float(np.median(self.rebuilt_s)) if self.ok else np.inf
+
+    @property
+    def contention(self) -> float:
+        """Wall time over rebuilt time."""
+        return self.median_s / self.rebuilt_median_s if self.ok else np.nan
+
+    def step_s(self, *, contended: bool = False) -> float:
+        """The time to judge by: wall, or rebuilt where the machine is loaded."""
+        return self.rebuilt_median_s if contended else self.median_s
+
+
+def contended(measurements: Sequence[Measurement]) -> bool:
+    """Whether the machine was loaded during these measurements."""
+    seen = [m.contention for m in measurements if m.ok]
+    return bool(seen) and float(np.median(seen)) > CONTENDED
+
+
+def tied(a: Measurement, b: Measurement, *, loaded: bool = False) -> bool:
+    """Whether noise hides which of two placements, run in the same rounds, is faster.
+
+    The rounds are paired: with r the logarithms of the time ratios, they differ when
+    ``|median(r)|`` exceeds both the smallest difference and two standard errors of the median,
+    1.253 * 1.4826 * MAD(r) / sqrt(rounds).
+    """
+    if not (a.ok and b.ok):
+        return a.ok == b.ok
+    ratio = np.log(a.rebuilt_s / b.rebuilt_s) if loaded else np.log(a.wall_s / b.wall_s)
+    middle = float(np.median(ratio))
+    error = 1.253 * 1.4826 * float(np.median(np.abs(ratio - middle))) / np.sqrt(len(ratio))
+    return bool(abs(middle) <= max(SMALLEST_DIFFERENCE, 2 * error))
+
+
+class Measured:
+    """Times placements of an extracted step on ``core:*`` devices. Use as a context manager.
+
+    Raises:
+        ValueError: a device is not a set of cores of this machine.
+        WorkerError: the workers do not come up.
+    """
+
+    def __init__(
+        self,
+        extraction: Extraction,
+        problem: Problem,
+        *,
+        latency_s: float = 15e-6,
+        rounds: int = 7,
+        warm_up: int = 2,
+        step_timeout_s: float = 60.0,
+    ) -> None:
+        self.extraction = extraction
+        self.problem = problem
+        self.latency_s = latency_s
+        self.rounds = rounds
+        self.warm_up = warm_up
+        self.step_timeout_s = step_timeout_s
+        self.interrupted = False
+        self._simulator = Simulator(problem)
+        self._pool = self._new_pool()
+
+    def __enter__(self) -> Measured:
+        """The backend itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the workers."""
+        self.close()
+
+    def close(self) -> None:
+        """End the workers."""
+        self._pool.close()
+
+    def evaluate(self, placements: Sequence[Placement]) -> list[StepResult]:
+        """Time every placement; the ``parts`` tell how noisy that was."""
+        measurements = self.measure(placements)
+        loaded = contended(measurements)
+        return [
+            self._result(placement, measurement, loaded)
+            for placement, measurement in zip(placements, measurements, strict=True)
+        ]
+
+    def measure(
+        self,
+        placements: Sequence[Placement],
+        progress: Callable[[int, int], None] | None = None,
+    ) -> list[Measurement]:
+        """Run placements in turn, ``rounds`` times each after the warm-up.
+
+        ``progress`` hears (runs done, runs to do). A placement whose worker dies, hangs or cannot
+        run an op is a failure, and so is one of another graph or cluster; the others go on with new
+        workers. Ctrl-C ends the measuring: the rounds completed until then count, and
+        ``interrupted`` is True.
+        """
+        failures = [self._misfit(placement) for placement in placements]
+        lists = [
+            [] if why else self._lists(placement)
+            for placement, why in zip(placements, failures, strict=True)
+        ]
+        runs: list[list[StepRun]] = [[] for _ in placements]
+        try:
+            if self._pool.closed:
+                self._pool = self._new_pool()
+            self._run_rounds(lists, runs, failures, progress)
+        except KeyboardInterrupt:
+            self.interrupted = True
+            self._pool.close()
+        return self._measurements(lists, runs, failures)
+
+    def _run_rounds(
+        self,
+        lists: Sequence[list[list[Instruction]]],
+        runs: list[list[StepRun]],
+        failures: list[str],
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        numbers: dict[int, int] = {}
+        total = (self.rounds + self.warm_up) * len(lists)
+        for done in range(total):
+            round_number, i = divmod(done, len(lists))
+            if failures[i]:
+                continue
+            try:
+                if i not in numbers:
+                    numbers[i] = self._pool.load(lists[i])
+                    if round_number >= self.warm_up:  # new workers start cold
+                        self._pool.run(numbers[i])
+                run = self._pool.run(numbers[i])
+            except WorkerError as error:
+                failures[i] = str(error)
+                numbers.clear()
+                self._pool = self._new_pool()
+                continue
+            if round_number >= self.warm_up:
+                runs[i].append(run)
+            if progress is not None:
+                progress(done + 1, total)
+
+    def _measurements(
+        self,
+        lists: Sequence[list[list[Instruction]]],
+        runs: Sequence[Sequence[StepRun]],
+        failures: Sequence[str],
+    ) -> list[Measurement]:
+        complete = min(
+            (len(r) for r, why in zip(runs, failures, strict=True) if not why), default=0
+        )
+        return [
+            Measurement(
+                wall_s=np.array([run.wall_s for run in own[:complete]]),
+                rebuilt_s=np.array(
+                    [rebuilt_s(lists[i], run.cpu_s, self.latency_s) for run in own[:complete]]
+                ),
+                failure=why,
+            )
+            for i, (own, why) in enumerate(zip(runs, failures, strict=True))
+        ]
+
+    def _misfit(self, placement: Placement) -> str:
+        try:
+            placement.check(self.problem.graph, self.problem.cluster)
+        except ValueError as error:
+            return str(error)
+        if placement.micro_batches != 1:
+            return f"the workers run whole steps, not {placement.micro_batches} micro-batches"
+        return ""
+
+    def _lists(self, placement: Placement) -> list[list[Instruction]]:
+        devices, priority = placement.arrays()
+        schedule = self._simulator.run(devices, priority)
+        return device_lists(
+            self.extraction.program,
+            placement.devices,
+            run_order(self.problem, schedule.start_ns),
+            self.problem.device_count,
+        )
+
+    def _new_pool(self) -> WorkerPool:
+        pool = WorkerPool(
+            self.extraction.program,
+            self.problem.cluster.devices,
+            step_timeout_s=self.step_timeout_s,
+            op_names=self.problem.graph.ids,
+        )
+        step = self.extraction.step
+        load_state(pool.arena, step)
+        load_batch(pool.arena, step, step.inputs, step.keywords)
+        return pool
+
+    def _result(self, placement: Placement, seen: Measurement, loaded: bool) -> StepResult:
+        if not seen.ok:
+            why = seen.failure or "the measuring was stopped before it was run"
+            return StepResult(step_s=np.inf, peak_memory_bytes={}, feasible=False, why=why)
+        peaks = self._simulator.run(*placement.arrays()).peak_bytes
+        names = self.problem.cluster.names
+        return StepResult(
+            step_s=seen.step_s(contended=loaded),
+            peak_memory_bytes=dict(zip(names, peaks.tolist(), strict=True)),
+            parts={
+                "median_s": seen.median_s,
+                "min_s": seen.min_s,
+                "spread": seen.spread,
+                "rebuilt_s": seen.rebuilt_median_s,
+                "contention": seen.contention,
+            },
+        )
+
+
+def run_order(problem: Problem, start_ns: NDArray[np.int64]) -> list[int]:
+    """All ops by simulated start; at one instant sources before their readers."""
+    rank = np.empty(problem.op_count, np.int64)
+    rank[problem.graph.topological] = np.arange(problem.op_count)
+    order: list[int] = np.lexsort((rank, start_ns)).tolist()
+    return order

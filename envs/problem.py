@@ -1,0 +1,199 @@
+"""A graph to be placed on a cluster, as the flat arrays that simulator and search work on.
+
+Time is integer nanoseconds: an op's cost (seconds on the device's kind + the device's launch
+overhead) and a transfer (latency + bytes / bandwidth) are each rounded once, half to even.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envs.cluster import Cluster, Link
+from graphs.graph import PHASES, GraphArrays
+
+NO_QUEUE = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Problem:
+    """N ops of ``graph`` to be placed on the D devices of ``cluster``.
+
+    Where ``allowed[i, d]`` is False, op i may not run on device d (no cost is known there, or the
+    graph forbids it) and ``cost_ns[i, d]`` is 0. ``queue[s, d]`` is the index of the queue (of
+    ``queue_count``) that transfers from s to d wait in, -1 where they never wait; queues with
+    ``queue_by_priority`` serve the transfer with the highest-priority consumer first.
+    ``second_queue[s, d]`` is -1 except on half-duplex "egress" links: there a queue is the one
+    port of a device, and a transfer occupies the port of its sender (``queue``) and that of its
+    receiver (``second_queue``) at once. ``connected[s, d]`` is False where no link joins s to d.
+    """
+
+    graph: GraphArrays
+    cluster: Cluster
+    cost_ns: NDArray[np.int64]  # (N, D)
+    allowed: NDArray[np.bool_]  # (N, D)
+    latency_s: NDArray[np.float64]  # (D, D)
+    bandwidth_bytes_per_s: NDArray[np.float64]  # (D, D), may be inf
+    connected: NDArray[np.bool_]  # (D, D), True on the diagonal
+    queue: NDArray[np.int32]  # (D, D)
+    second_queue: NDArray[np.int32]  # (D, D)
+    queue_count: int
+    queue_by_priority: NDArray[np.bool_]  # (queue_count,)
+    memory_bytes: NDArray[np.int64]  # (D,)
+    held_bytes: NDArray[np.int64]  # (N,) stays on the op's device from its start to the step's end
+
+    @property
+    def op_count(self) -> int:
+        """N."""
+        return len(self.graph)
+
+    @property
+    def device_count(self) -> int:
+        """D."""
+        return len(self.cluster)
+
+    @classmethod
+    def of(cls, graph: GraphArrays, cluster: Cluster) -> Problem:
+        """Join a graph and a cluster.
+
+        Raises:
+            ValueError: an op can run on no device, or a co-location group on no common device; the
+                message names it and says what is missing.
+        """
+        allowed, cost_ns = _costs(graph, cluster)
+        links = _Links.of(cluster)
+        return cls(
+            graph=graph,
+            cluster=cluster,
+            cost_ns=_frozen(cost_ns),
+            allowed=_frozen(allowed),
+            latency_s=_frozen(links.latency_s),
+            bandwidth_bytes_per_s=_frozen(links.bandwidth_bytes_per_s),
+            connected=_frozen(links.connected),
+            queue=_frozen(links.queue),
+            second_queue=_frozen(links.second_queue),
+            queue_count=len(links.by_priority),
+            queue_by_priority=_frozen(np.array(links.by_priority, np.bool_)),
+            memory_bytes=_frozen(np.array([d.memory_bytes for d in cluster.devices], np.int64)),
+            held_bytes=_frozen(_held_bytes(graph)),
+        )
+
+    def cheapest_ns(self) -> NDArray[np.int64]:
+        """Cost of every op on the fastest device that it may run on, (N,)."""
+        never = np.iinfo(np.int64).max
+        return np.asarray(np.where(self.allowed, self.cost_ns, never).min(axis=1), np.int64)
+
+    def transfer_ns(self, size: int, source: int, destination: int) -> int:
+        """Nanoseconds that ``size`` bytes take from one device to another, without queueing."""
+        seconds = (
+            self.latency_s[source, destination]
+            + size / self.bandwidth_bytes_per_s[source, destination]
+        )
+        return round(float(seconds) * 1e9)
+
+
+def _costs(graph: GraphArrays, cluster: Cluster) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+    count = len(graph)
+    allowed = np.ones((count, len(cluster)), np.bool_)
+    cost_s = np.zeros((count, len(cluster)), np.float64)
+    for d, device in enumerate(cluster.devices):
+        known = graph.costs_for(device.kind)
+        allowed[:, d] = ~np.isnan(known)
+        cost_s[:, d] = np.nan_to_num(known) + device.launch_s
+    for i, names in enumerate(graph.allowed):
+        if names is not None:
+            allowed[i] &= np.isin(np.array(cluster.names), np.array(names))
+    for g in range(int(graph.group.max(initial=-1)) + 1):
+        members = graph.group == g
+        allowed[members] = allowed[members].all(axis=0)
+    stuck = np.flatnonzero(~allowed.any(axis=1))
+    if len(stuck):
+        raise ValueError(_why_stuck(graph, cluster, int(stuck[0]), len(stuck)))
+    if cost_s.max(initial=0.0) >= 500.0:
+        worst = int(cost_s.max(axis=1).argmax())
+        raise ValueError(
+            f"op {graph.ids[worst]!r} costs {cost_s[worst].max():.3g} s; steps must stay below "
+            "500 s, scale all costs down"
+        )
+    return allowed, np.where(allowed, np.rint(cost_s * 1e9), 0).astype(np.int64)
+
+
+def _why_stuck(graph: GraphArrays, cluster: Cluster, op: int, count: int) -> str:
+    known = [k for k, costs in graph.cost_s.items() if not np.isnan(costs[op])]
+    kinds = sorted({device.kind for device in cluster.devices})
+    limits = graph.allowed[op]
+    more = f" (and {count - 1} more ops)" if count > 1 else ""
+    text = (
+        f"op {graph.ids[op]!r}{more} can run on no device of {cluster.name!r}: its costs are known "
+        f"for kind {', '.join(known) or 'none'}, the devices are of kind {', '.join(kinds)}"
+    )
+    if limits is not None:
+        text += f"; the graph allows only {', '.join(limits)}"
+    if graph.group[op] >= 0:
+        text += "; all ops of its co-location group need one common device"
+    return text + ". Profile it on these devices, or name others."
+
+
+class _Links:
+    """What joins each ordered pair of devices, and the queues that its transfers wait in."""
+
+    def __init__(self, count: int) -> None:
+        self.latency_s = np.zeros((count, count))
+        self.bandwidth_bytes_per_s = np.full((count, count), np.inf)
+        self.connected = np.eye(count, dtype=np.bool_)
+        self.queue = np.full((count, count), NO_QUEUE, np.int32)
+        self.second_queue = np.full((count, count), NO_QUEUE, np.int32)
+        self.by_priority: list[bool] = []
+        self._number: dict[tuple[object, ...], int] = {}
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> _Links:
+        links = cls(len(cluster))
+        for s, source in enumerate(cluster.names):
+            for d, destination in enumerate(cluster.names):
+                link = cluster.link_between(source, destination) if s != d else None
+                if link is not None:
+                    links._join(link, cluster.links.index(link), s, d)
+        return links
+
+    def _join(self, link: Link, number: int, s: int, d: int) -> None:
+        self.connected[s, d] = True
+        self.latency_s[s, d] = link.latency_s
+        self.bandwidth_bytes_per_s[s, d] = link.bandwidth_bytes_per_s
+        match link.sharing:
+            case "bus":
+                self.queue[s, d] = self._queue(link, number)
+            case "pair" if link.full_duplex:
+                self.queue[s, d] = self._queue(link, number, s, d)
+            case "pair":
+                self.queue[s, d] = self._queue(link, number, *sorted((s, d)))
+            case "egress":
+                self.queue[s, d] = self._queue(link, number, s)
+                if not link.full_duplex:
+                    self.second_queue[s, d] = self._queue(link, number, d)
+            case "none":
+                pass
+
+    def _queue(self, link: Link, *key: int) -> int:
+        """The queue that all transfers with this key (its link first) share."""
+        if key not in self._number:
+            self._number[key] = len(self._number)
+            self.by_priority.append(link.order == "priority")
+        return self._number[key]
+
+
+def _held_bytes(graph: GraphArrays) -> NDArray[np.int64]:
+    """Saved bytes of ops whose backward is not in the graph; otherwise the edges keep them."""
+    backward = PHASES.index("backward")
+    has_backward = np.zeros(len(graph), np.bool_)
+    source = np.repeat(np.arange(len(graph)), np.diff(graph.successor_start))
+    has_backward[source[graph.phase[graph.successors] == backward]] = True
+    return np.where(has_backward, 0, graph.saved_bytes)
+
+
+def _frozen(array: NDArray[Any]) -> NDArray[Any]:
+    array.setflags(write=False)
+    return array

@@ -1,0 +1,23 @@
+"""Registers the environments of this floor with Gymnasium, by name, without loading them.
+
+Importing this module registers them, so that Gymnasium finds them without any other import::
+
+    gymnasium.make("envs.registration:placer/Placement-v0", problem=problem)
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import gymnasium
+
+PLACEMENT_ID: Final = "placer/Placement-v0"
+
+
+def register_environments() -> None:
+    """Register every environment that is not registered yet."""
+    if PLACEMENT_ID not in gymnasium.registry:
+        gymnasium.register(PLACEMENT_ID, entry_point="envs.placement_env:PlacementEnv")
+
+
+register_environments()

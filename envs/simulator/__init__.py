@@ -1,0 +1,41 @@
+"""Event-driven simulation of one step: exact, deterministic, compiled.
+
+:class:`Simulator` times arrays of placements, :class:`Simulated` is the backend. Compiled code
+calls :func:`simulate_core` with the named tuples of :func:`arrays_of` and :func:`workspace_for`.
+The semantics are told in ``envs.simulator.kernel``.
+"""
+
+from envs.simulator.arrays import (
+    BEYOND_HORIZON,
+    IGNORE_MEMORY,
+    INFEASIBLE_NS,
+    NO_LIMIT_NS,
+    RECORD_MEMORY,
+    STOP_WHEN_FULL,
+    ProblemArrays,
+    Workspace,
+    arrays_of,
+    workspace_for,
+)
+from envs.simulator.kernel import simulate_batch, simulate_core
+from envs.simulator.schedule import Schedule, Transfers
+from envs.simulator.simulated import Simulated, Simulator
+
+__all__ = [
+    "BEYOND_HORIZON",
+    "IGNORE_MEMORY",
+    "INFEASIBLE_NS",
+    "NO_LIMIT_NS",
+    "RECORD_MEMORY",
+    "STOP_WHEN_FULL",
+    "ProblemArrays",
+    "Schedule",
+    "Simulated",
+    "Simulator",
+    "Transfers",
+    "Workspace",
+    "arrays_of",
+    "simulate_batch",
+    "simulate_core",
+    "workspace_for",
+]

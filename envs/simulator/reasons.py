@@ -1,0 +1,73 @@
+"""Why a placement is infeasible, for people."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envs.problem import Problem
+
+LARGEST_SHOWN = 3
+
+
+def why_full(problem: Problem, devices: NDArray[np.int32], peak_bytes: NDArray[np.int64]) -> str:
+    """Which devices lack how much memory and the largest ops there; "" where all fits."""
+    return " ".join(
+        _lack(problem, devices, int(d), int(peak_bytes[d]))
+        for d in np.flatnonzero(peak_bytes > problem.memory_bytes)
+    )
+
+
+def _lack(problem: Problem, devices: NDArray[np.int32], d: int, peak: int) -> str:
+    graph = problem.graph
+    here = np.flatnonzero(devices == d)
+    size = graph.parameter_bytes[here] + graph.output_bytes[here]
+    largest = np.argsort(-size, kind="stable")[:LARGEST_SHOWN]
+    shown = "; ".join(
+        f"{graph.ids[here[k]]}, {human_bytes(int(size[k]))}" for k in largest if size[k] > 0
+    )
+    room = int(problem.memory_bytes[d])
+    ops = "1 op" if len(here) == 1 else f"{len(here)} ops"
+    return (
+        f"{problem.cluster.names[d]} needs {human_bytes(peak)} for {ops} but has "
+        f"{human_bytes(room)}, {human_bytes(peak - room)} too little"
+        + (f" (largest: {shown})" if shown else "")
+        + ". Put fewer ops there, or add a device."
+    )
+
+
+def why_blocked(problem: Problem, devices: NDArray[np.int32]) -> str:
+    """Which op is where it may not run, or which edge has no link; "" where nothing is wrong."""
+    graph, names = problem.graph, problem.cluster.names
+    wrong = np.flatnonzero(~problem.allowed[np.arange(len(graph)), devices])
+    if len(wrong):
+        i = int(wrong[0])
+        where = ", ".join(names[d] for d in np.flatnonzero(problem.allowed[i]))
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        return f"op {graph.ids[i]!r}{more} cannot run on {names[devices[i]]}, only on {where}."
+    source = np.repeat(np.arange(len(graph)), np.diff(graph.successor_start))
+    cut = np.flatnonzero(~problem.connected[devices[source], devices[graph.successors]])
+    if len(cut):
+        a, b = int(source[cut[0]]), int(graph.successors[cut[0]])
+        return (
+            f"op {graph.ids[b]!r} on {names[devices[b]]} needs the output of {graph.ids[a]!r} on "
+            f"{names[devices[a]]}, but no link joins these devices "
+            f"(edges without a link: {len(cut)})."
+        )
+    return ""
+
+
+def human_bytes(size: int) -> str:
+    """A size in decimal units, as data sheets give them.
+
+    >>> human_bytes(21_400_000_000)
+    '21.4 GB'
+    >>> human_bytes(512)
+    '512 B'
+    """
+    value = float(size)
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if value < 999.95 or unit == "TB":
+            break
+        value /= 1000
+    return f"{size} B" if unit == "B" else f"{value:.1f} {unit}"

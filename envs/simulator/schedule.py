@@ -1,0 +1,74 @@
+"""The full result of one simulated step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Transfers:
+    """T transfers between devices, by start, then producer, destination and edge; all (T,)."""
+
+    edge: NDArray[np.int32]  # of the graph; the first of those that it serves
+    producer: NDArray[np.int32]  # op whose output is sent
+    source: NDArray[np.int32]  # device
+    destination: NDArray[np.int32]  # device
+    request_ns: NDArray[np.int64]  # from here to start_ns it waits for its link
+    start_ns: NDArray[np.int64]
+    end_ns: NDArray[np.int64]
+    bytes: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        """T."""
+        return len(self.producer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Schedule:
+    """One step of N ops on D devices; times are from the start of the step.
+
+    A placement that does not fit into memory is not ``feasible``, yet has its times and peaks. One
+    that cannot run at all (see ``why``) has ``step_ns`` ``INFEASIBLE_NS``, 0 elsewhere and no
+    transfers.
+    """
+
+    devices: NDArray[np.int32]  # (N,)
+    step_ns: int
+    start_ns: NDArray[np.int64]  # (N,)
+    end_ns: NDArray[np.int64]  # (N,)
+    cause: NDArray[np.int32]  # (N,) the op that made this one start then; -1 for a start at 0
+    peak_bytes: NDArray[np.int64]  # (D,)
+    transfers: Transfers
+    feasible: bool
+    why: str = ""
+
+    def critical_chain(self) -> list[int]:
+        """Ops from the start of the step to its end, each the cause of the next.
+
+        Between two of them there is no gap, or a transfer (and what it waited for).
+        """
+        i = int(np.argmax(self.end_ns))
+        chain = [i]
+        while (i := int(self.cause[i])) >= 0:
+            chain.append(i)
+        return chain[::-1]
+
+
+def no_transfers() -> Transfers:
+    """Nothing was sent."""
+    whole: NDArray[Any] = np.zeros(0, np.int64)
+    index = np.zeros(0, np.int32)
+    return Transfers(
+        edge=index,
+        producer=index,
+        source=index,
+        destination=index,
+        request_ns=whole,
+        start_ns=whole,
+        end_ns=whole,
+        bytes=whole,
+    )

@@ -1,0 +1,154 @@
+"""Transfers: they wait in the line of their link, occupy it, and end at their consumers."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from envs.compiled import compiled_inline
+from envs.simulator.arrays import (
+    BEYOND_HORIZON,
+    CODE_BITS,
+    FULL,
+    HORIZON_NS,
+    IGNORE_MEMORY,
+    STOP_WHEN_FULL,
+    TOUCHED_QUEUES,
+    UNQUEUED,
+    Ints,
+    ProblemArrays,
+    Workspace,
+)
+from envs.simulator.heaps import pop_waiting, push_event, push_waiting
+from envs.simulator.ready import arrive
+
+
+@compiled_inline
+def request(arrays: ProblemArrays, work: Workspace, devices: Ints, number: int, now: int) -> None:
+    """Put a transfer into its line, or on the list of those that never wait."""
+    transfer, edge = work.transfers[number], arrays.edges[number]
+    destination = devices[edge.target]
+    pair = arrays.pairs[devices[edge.source], destination]
+    size = work.copies[len(work.ops) + number].size
+    seconds = pair.latency_s + size / pair.bandwidth_bytes_per_s
+    # What is too long for an integer is beyond the horizon anyway.
+    transfer.duration_ns = np.int64(np.rint(min(seconds * 1e9, float(HORIZON_NS))))
+    transfer.request_ns = now
+    line = pair.line
+    if line < 0:
+        work.unqueued[work.counts[UNQUEUED]] = number
+        work.counts[UNQUEUED] += 1
+        return
+    if not arrays.queues[line].by_priority:
+        transfer.urgency = 0.0
+    by_ends = edge.source * len(work.devices) + destination
+    transfer.sequence = by_ends * len(work.transfers) + number
+    push_waiting(work, line, number)
+    _touch_queue(work, line)
+
+
+@compiled_inline
+def start_transfers(
+    arrays: ProblemArrays, work: Workspace, devices: Ints, now: int, memory: int
+) -> None:
+    """Start what never waits, and what the touched lines let through."""
+    for k in range(work.counts[UNQUEUED]):
+        _start_transfer(arrays, work, devices, work.unqueued[k], now, memory)
+    work.counts[UNQUEUED] = 0
+    for k in range(work.counts[TOUCHED_QUEUES]):
+        line = work.touched_queues[k]
+        queue = work.queues[line]
+        queue.touched = False
+        if arrays.queues[line].ports > 1:
+            _serve_ports(arrays, work, devices, line, now, memory)
+        elif not queue.busy and queue.waiting >= 0:
+            queue.busy = True
+            _start_transfer(arrays, work, devices, pop_waiting(work, line), now, memory)
+    work.counts[TOUCHED_QUEUES] = 0
+
+
+@compiled_inline
+def end_transfer(
+    arrays: ProblemArrays, work: Workspace, devices: Ints, number: int, now: int, memory: int
+) -> None:
+    """The copy is there: free the link, feed the consumers."""
+    producer = arrays.edges[number].source
+    source, destination = devices[producer], devices[arrays.edges[number].target]
+    pair = arrays.pairs[source, destination]
+    line = pair.line
+    if line >= 0:
+        work.queues[pair.queue].busy = False
+        if arrays.queues[line].ports > 1:
+            work.queues[pair.second_queue].busy = False
+            work.queues[line].idle_ports += 2
+        _touch_queue(work, line)
+    if memory != IGNORE_MEMORY:
+        output = work.copies[producer]
+        output.users -= 1
+        if output.users == 0:
+            work.devices[source].used_bytes -= output.size
+    edge = number
+    while edge >= 0:
+        arrive(work, arrays.edges[edge].target, destination, producer, now)
+        edge = work.transfers[edge].next_edge
+
+
+@compiled_inline
+def _serve_ports(
+    arrays: ProblemArrays, work: Workspace, devices: Ints, line: int, now: int, memory: int
+) -> None:
+    """Look at a line in order; each transfer whose two ports are idle starts."""
+    queue = work.queues[line]
+    passed_over = 0
+    while queue.idle_ports > 1 and queue.waiting >= 0:
+        number = pop_waiting(work, line)
+        edge = arrays.edges[number]
+        pair = arrays.pairs[devices[edge.source], devices[edge.target]]
+        out, into = work.queues[pair.queue], work.queues[pair.second_queue]
+        if out.busy or into.busy:
+            work.unqueued[passed_over] = number
+            passed_over += 1
+        else:
+            out.busy = True
+            into.busy = True
+            queue.idle_ports -= 2
+            _start_transfer(arrays, work, devices, number, now, memory)
+    for k in range(passed_over):
+        push_waiting(work, line, work.unqueued[k])
+
+
+@compiled_inline
+def _start_transfer(
+    arrays: ProblemArrays, work: Workspace, devices: Ints, number: int, now: int, memory: int
+) -> None:
+    """Occupy the destination's memory from now on, and end in time."""
+    transfer = work.transfers[number]
+    transfer.start_ns = now
+    end = now + transfer.duration_ns
+    if end >= HORIZON_NS:
+        work.counts[BEYOND_HORIZON] = 1
+        return
+    push_event(work, (end << CODE_BITS) | (len(work.devices) + number))
+    if memory != IGNORE_MEMORY:
+        size = work.copies[len(work.ops) + number].size
+        allocate(arrays, work, devices[arrays.edges[number].target], size, memory)
+
+
+@compiled_inline
+def _touch_queue(work: Workspace, line: int) -> None:
+    """Let a line serve when all that ends now has been handled."""
+    queue = work.queues[line]
+    if not queue.touched:
+        queue.touched = True
+        work.touched_queues[work.counts[TOUCHED_QUEUES]] = line
+        work.counts[TOUCHED_QUEUES] += 1
+
+
+@compiled_inline
+def allocate(arrays: ProblemArrays, work: Workspace, d: int, size: int, memory: int) -> None:
+    """Take memory on a device; past its end, set ``counts[FULL]`` if that is to stop the step."""
+    device = work.devices[d]
+    device.used_bytes += size
+    if device.used_bytes > device.peak_bytes:
+        device.peak_bytes = device.used_bytes
+        if memory == STOP_WHEN_FULL and device.used_bytes > arrays.memory_bytes[d]:
+            work.counts[FULL] = 1

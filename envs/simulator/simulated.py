@@ -1,0 +1,208 @@
+"""The simulator for arrays of placements, and the backend that answers with it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envs.backend import StepResult
+from envs.placement import Placement
+from envs.problem import Problem
+from envs.simulator.arrays import (
+    BEYOND_HORIZON,
+    HORIZON_NS,
+    IGNORE_MEMORY,
+    INFEASIBLE_NS,
+    NO_LIMIT_NS,
+    RECORD_MEMORY,
+    SENT,
+    STOP_WHEN_FULL,
+    arrays_of,
+    workspace_for,
+)
+from envs.simulator.kernel import simulate_batch, simulate_core
+from envs.simulator.reasons import why_blocked, why_full
+from envs.simulator.schedule import Schedule, Transfers, no_transfers
+
+
+class Simulator:
+    """Times placements of one problem. Not for several threads at once: make one for each.
+
+    With ``memory`` False, no placement is infeasible for want of memory, and timing is faster.
+    """
+
+    def __init__(self, problem: Problem, *, memory: bool = True) -> None:
+        self.problem = problem
+        self.memory = memory
+        self.arrays = arrays_of(problem)
+        self.work = workspace_for(problem)
+
+    def step_ns(
+        self, devices: NDArray[np.int32], priority: NDArray[np.float64]
+    ) -> NDArray[np.int64]:
+        """Steps of a batch of placements.
+
+        Args:
+            devices: (B, N) or (N,), device of every op.
+            priority: (B, N) or (N,), the same shape; of ready ops the highest first, ties by index.
+
+        Returns:
+            (B,), B is 1 for (N,); ``INFEASIBLE_NS`` for a placement that does not fit into memory,
+            has an op where it may not run, or needs a link that is not there.
+
+        Raises:
+            ValueError: a wrong shape, a device that does not exist, a priority that is not finite,
+                or a step of 550 s and more.
+        """
+        devices, priority = self._checked(devices, priority)
+        steps = np.empty(len(devices), np.int64)
+        memory = STOP_WHEN_FULL if self.memory else IGNORE_MEMORY
+        stopped = simulate_batch(self.arrays, self.work, devices, priority, memory, steps)
+        if stopped >= 0:
+            raise _too_long(self.problem)
+        return steps
+
+    def run(self, devices: NDArray[np.int32], priority: NDArray[np.float64]) -> Schedule:
+        """The whole step of one placement, (N,) each.
+
+        Raises:
+            ValueError: as for :meth:`step_ns`.
+        """
+        devices, priority = self._checked(devices, priority)
+        if len(devices) != 1:
+            raise ValueError(f"run takes one placement, not {len(devices)}")
+        where = devices[0]
+        step_ns = simulate_core(
+            self.arrays, self.work, where, priority[0], NO_LIMIT_NS, RECORD_MEMORY
+        )
+        if self.work.counts[BEYOND_HORIZON]:
+            raise _too_long(self.problem)
+        if step_ns == INFEASIBLE_NS:
+            return self._blocked(where)
+        start_ns = self.work.start_ns.copy()
+        peak_bytes = self.work.devices["peak_bytes"].copy()
+        why = why_full(self.problem, where, peak_bytes) if self.memory else ""
+        return Schedule(
+            devices=where,
+            step_ns=step_ns,
+            start_ns=start_ns,
+            end_ns=start_ns + self.arrays.cost_ns[np.arange(len(where)), where],
+            cause=self.work.cause.copy(),
+            peak_bytes=peak_bytes,
+            transfers=self._transfers(where),
+            feasible=not why,
+            why=why,
+        )
+
+    def _checked(
+        self, devices: NDArray[np.int32], priority: NDArray[np.float64]
+    ) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
+        """Both as (B, N), contiguous and writable: another type of array would compile again."""
+        count = self.problem.op_count
+        if devices.shape != priority.shape or devices.ndim > 2 or devices.shape[-1:] != (count,):
+            raise ValueError(
+                f"devices {devices.shape} and priority {priority.shape} must both be (B, {count}) "
+                f"or ({count},)"
+            )
+        if devices.dtype.kind not in "iu":
+            raise ValueError(f"devices are of type {devices.dtype}, not whole numbers")
+        if devices.size and not 0 <= devices.min() <= devices.max() < self.problem.device_count:
+            wrong = next(d for d in devices.flat if not 0 <= d < self.problem.device_count)
+            raise ValueError(
+                f"device {wrong} does not exist, {self.problem.cluster.name!r} has "
+                f"{self.problem.device_count}: 0 to {self.problem.device_count - 1}"
+            )
+        if not np.isfinite(priority).all():
+            raise ValueError("a priority is not a finite number")
+        return (
+            np.require(devices, np.int32, ["C", "W"]).reshape(-1, count),
+            np.require(priority, np.float64, ["C", "W"]).reshape(-1, count),
+        )
+
+    def _transfers(self, devices: NDArray[np.int32]) -> Transfers:
+        work, arrays = self.work, self.arrays
+        edge = work.sent[: work.counts[SENT]].copy()
+        producer = arrays.edges["source"][edge]
+        destination = devices[arrays.edges["target"][edge]]
+        sent = work.transfers[edge]
+        order = np.lexsort((edge, destination, producer, sent["start_ns"]))
+        producer, destination, sent = producer[order], destination[order], sent[order]
+        return Transfers(
+            edge=edge[order],
+            producer=producer,
+            source=devices[producer],
+            destination=destination,
+            request_ns=sent["request_ns"],
+            start_ns=sent["start_ns"],
+            end_ns=sent["start_ns"] + sent["duration_ns"],
+            bytes=work.copies["size"][len(devices) + edge[order]],
+        )
+
+    def _blocked(self, devices: NDArray[np.int32]) -> Schedule:
+        nothing = np.zeros(len(devices), np.int64)
+        return Schedule(
+            devices=devices,
+            step_ns=INFEASIBLE_NS,
+            start_ns=nothing,
+            end_ns=nothing,
+            cause=np.full(len(devices), -1, np.int32),
+            peak_bytes=np.zeros(self.problem.device_count, np.int64),
+            transfers=no_transfers(),
+            feasible=False,
+            why=why_blocked(self.problem, devices),
+        )
+
+
+class Simulated:
+    """The backend that simulates: deterministic, and the same on every machine.
+
+    ``parts`` of a result are ``compute``, the ops of the critical chain, and ``transfer``, what it
+    spends on transfers and on waiting for their links; they add up to the step.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.simulator = Simulator(problem)
+
+    def evaluate(self, placements: Sequence[Placement]) -> list[StepResult]:
+        """Time every placement, in order; one that is not for this problem is infeasible."""
+        return [self._evaluate(placement) for placement in placements]
+
+    def _evaluate(self, placement: Placement) -> StepResult:
+        try:
+            placement.check(self.problem.graph, self.problem.cluster)
+            if placement.micro_batches != 1:
+                raise ValueError(
+                    f"the placement asks for {placement.micro_batches} micro-batches, but this "
+                    "problem is one whole step; simulate the graph of all micro-batches"
+                )
+            schedule = self.simulator.run(*placement.arrays())
+        except ValueError as error:
+            return _infeasible({}, str(error))
+        peaks = dict(zip(self.problem.cluster.names, schedule.peak_bytes.tolist(), strict=True))
+        if not schedule.feasible:
+            return _infeasible(peaks, schedule.why)
+        chain = schedule.critical_chain()
+        compute_ns = int((schedule.end_ns - schedule.start_ns)[chain].sum())
+        return StepResult(
+            step_s=schedule.step_ns / 1e9,
+            peak_memory_bytes=peaks,
+            parts={
+                "compute": compute_ns / 1e9,
+                "transfer": (schedule.step_ns - compute_ns) / 1e9,
+            },
+        )
+
+
+def _infeasible(peaks: dict[str, int], why: str) -> StepResult:
+    return StepResult(step_s=math.inf, peak_memory_bytes=peaks, feasible=False, why=why)
+
+
+def _too_long(problem: Problem) -> ValueError:
+    return ValueError(
+        f"a step of {problem.graph.name!r} takes more than {HORIZON_NS / 1e9:.0f} s, the most that "
+        "the simulator counts; scale all costs and transfers down"
+    )

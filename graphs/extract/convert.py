@@ -1,0 +1,265 @@
+"""A traced aten graph -> the program that runs it, and what the trace knows of its ops.
+
+An op of the DAG is every call that computes something, and every view of a part of what another
+op computed. Other views belong to no op (see program.py), members of tuples to the call that
+returns the tuple. Backward convolutions are split into the part
+for the input and the part for the weight: torch computes them apart anyway, and apart they can run
+on two devices.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final, cast
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from graphs.costs import call_flops
+from graphs.extract.export import Traced
+from graphs.extract.program import VIEW, Call, Ref, Source, StepProgram, Value
+from graphs.extract.step import ExtractionError
+from graphs.graph import Phase
+
+MAYBE_COPIES: Final = ("reshape", "contiguous", "to", "_reshape_alias")
+ALSO_VIEWS: Final = ("_unsafe_view",)
+IGNORED: Final = ("_assert_tensor_metadata", "_assert_async", "_assert_scalar")
+
+
+@dataclass(frozen=True, slots=True)
+class OpFacts:
+    """What the trace tells of an op beyond its calls."""
+
+    name: str
+    module: str
+    call_key: str  # module path with the number of its call
+    phase: Phase
+    flops: int
+
+
+def convert(traced: Traced, ties: Mapping[str, str]) -> tuple[StepProgram, tuple[OpFacts, ...]]:
+    """The program of a traced step, and the facts of its ops by index.
+
+    Raises:
+        ExtractionError: the trace holds something that cannot be placed; the message says what,
+            and where in the model's code.
+    """
+    converter = _Converter(traced)
+    return converter.program(ties), tuple(converter.ops)
+
+
+class _Converter:
+    """Walks a traced graph once and collects values, calls and ops."""
+
+    def __init__(self, traced: Traced) -> None:
+        self.traced = traced
+        self.values: list[Value] = []
+        self.calls: list[Call] = []
+        self.ops: list[OpFacts] = []
+        self.sources: list[Source] = []
+        self.from_source: set[int] = set()
+        self.value_of: dict[fx.Node, int] = {}
+        self.modules: dict[fx.Node, tuple[str, str]] = {}
+
+    def program(self, ties: Mapping[str, str]) -> StepProgram:
+        """The program of the whole step."""
+        for node in self.traced.graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                self._source(node)
+            elif node.op == "call_function" and node.target is not operator.getitem:
+                self._call(node)
+        results = [
+            replace(result, value=self.value_of[node]) for node, result in self.traced.results
+        ]
+        return StepProgram(
+            values=tuple(self.values),
+            calls=tuple(self.calls),
+            sources=tuple(self.sources),
+            results=tuple(results),
+            op_count=len(self.ops),
+            training=self.traced.training,
+            ties=ties,
+        )
+
+    def _source(self, node: fx.Node) -> None:
+        source = self.traced.sources.get(node)
+        if source is None:
+            if node.users:
+                raise ExtractionError(f"the step reads {node.name!r}, which is not a tensor")
+            return
+        tensor = node.meta.get("val", source.tensor)
+        self.sources.append(replace(source, value=self._value(node, tensor, None)))
+        self.from_source.add(self.sources[-1].value)
+
+    def _value(self, node: fx.Node, tensor: Any, root: int | None) -> int:
+        if not isinstance(tensor, torch.Tensor):
+            raise ExtractionError(_place(node, f"{node.target} gives a {type(tensor).__name__}"))
+        if any(not isinstance(size, int) for size in (*tensor.shape, *tensor.stride())):
+            raise ExtractionError(
+                _place(node, f"{node.target} has a size that depends on data or is dynamic")
+            )
+        index = len(self.values)
+        self.values.append(
+            Value(
+                tuple(tensor.shape),
+                tuple(tensor.stride()),
+                tensor.dtype,
+                index if root is None else root,
+            )
+        )
+        self.value_of[node] = index
+        return index
+
+    def _call(self, node: fx.Node) -> None:
+        target = node.target
+        if not isinstance(target, torch._ops.OpOverload):
+            raise ExtractionError(_place(node, f"{target} is no plain operator"))
+        if target._schema.name.partition("::")[2] in IGNORED:
+            return
+        if target is torch.ops.aten.convolution_backward.default and self._split(node):
+            return
+        if is_view(target) and not self._shows_a_part(node):
+            self._add(node, VIEW, node.args, _members(node))
+        else:
+            name = target._schema.name.partition("::")[2]
+            self._add(node, self._op(node, name, node.args), node.args, _members(node))
+
+    def _shows_a_part(self, node: fx.Node) -> bool:
+        """Whether a view leaves out some of a computed tensor (as_strided may: strides move)."""
+        root = self.values[self.value_of[node.all_input_nodes[0]]].root
+        if root in self.from_source:
+            return False
+        result = node.meta["val"]
+        parts = [result] if isinstance(result, torch.Tensor) else result
+        return "as_strided" in str(node.target) or any(
+            part.numel() < self.values[root].numel for part in parts
+        )
+
+    def _split(self, node: fx.Node) -> bool:
+        members = _members(node)
+        assert isinstance(members, list)
+        wanted = [member is not None for member in members]
+        if not (wanted[0] and any(wanted[1:])):
+            return False
+        for part, keep in (("input", (0,)), ("weight", (1, 2))):
+            mask = [wanted[i] and i in keep for i in range(3)]
+            args = (*node.args[:-1], mask)
+            op = self._op(node, f"convolution_backward.{part}", args)
+            self._add(node, op, args, [m if i in keep else None for i, m in enumerate(members)])
+        return True
+
+    def _op(self, node: fx.Node, name: str, args: tuple[Any, ...]) -> int:
+        module, call_key = self._module(node)
+        phase: Phase = "forward"
+        if node.meta.get("partitioner_tag") == "is_backward":
+            phase = "backward"
+        flops = call_flops(node.target, *_fake(args, node.kwargs), node.meta.get("val"))
+        self.ops.append(OpFacts(name, module, call_key, phase, flops))
+        return len(self.ops) - 1
+
+    def _module(self, node: fx.Node) -> tuple[str, str]:
+        """Path of the owning module and the same with the number of its call.
+
+        Gradient additions have none of their own: they go with the op that feeds them.
+        """
+        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+        if stack:
+            key, (path, _) = list(stack.items())[-1]
+            module = _stripped(path, self.traced.prefix)
+            _, at, number = key.partition("@")
+            found = (module, f"{module}@{number}" if at else module)
+        else:
+            feeding = (self.modules[n] for n in node.all_input_nodes if n in self.modules)
+            found = next(feeding, ("", ""))
+        self.modules[node] = found
+        return found
+
+    def _add(
+        self, node: fx.Node, op: int, args: tuple[Any, ...], members: list[fx.Node | None] | None
+    ) -> None:
+        arguments = self._plain(tuple(args))
+        keywords = self._plain(dict(node.kwargs))
+        reads = dict.fromkeys(_refs((arguments, keywords)))
+        root = self.values[next(iter(reads))].root if op == VIEW else None
+        result = node.meta["val"]
+        if members is None:
+            outputs: list[int | None] = [self._value(node, result, root)]
+        else:
+            outputs = [
+                None if member is None else self._value(member, result[i], root)
+                for i, member in enumerate(members)
+            ]
+        self.calls.append(
+            Call(
+                op=op,
+                target=str(node.target),
+                args=arguments,
+                kwargs=keywords,
+                outputs=tuple(outputs),
+                tuple_result=members is not None,
+                reads=tuple(reads),
+                shows_part=op != VIEW and is_view(cast("torch._ops.OpOverload", node.target)),
+            )
+        )
+        found = self._module(node)
+        self.modules |= {member: found for member in members or () if member is not None}
+
+    def _plain(self, argument: Any) -> Any:
+        """An fx argument as plain containers, with a Ref for every node."""
+        match argument:
+            case fx.Node():
+                return Ref(self.value_of[argument])
+            case tuple():
+                return tuple(self._plain(item) for item in argument)
+            case list():
+                return [self._plain(item) for item in argument]
+            case dict():
+                return {key: self._plain(item) for key, item in argument.items()}
+            case _:
+                return argument
+
+
+def is_view(target: torch._ops.OpOverload) -> bool:
+    """Whether a call only looks at its input's storage in another way, never copies."""
+    name = target._schema.name.partition("::")[2]
+    return name in ALSO_VIEWS or (target.is_view and name not in MAYBE_COPIES)
+
+
+def _members(node: fx.Node) -> list[fx.Node | None] | None:
+    """The getitem node for each member of a tuple result, None where the result is one tensor."""
+    result = node.meta.get("val")
+    if isinstance(result, torch.Tensor):
+        return None
+    if not isinstance(result, tuple | list):
+        raise ExtractionError(_place(node, f"{node.target} gives a {type(result).__name__}"))
+    members: list[fx.Node | None] = [None] * len(result)
+    for user in node.users:
+        if user.target is operator.getitem:
+            members[cast(int, user.args[1])] = user
+    return members
+
+
+def _refs(tree: Any) -> list[int]:
+    leaves = tree_leaves(tree, is_leaf=lambda leaf: isinstance(leaf, Ref))
+    return [leaf.value for leaf in leaves if isinstance(leaf, Ref)]
+
+
+def _fake(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+    return cast(
+        "tuple[Any, Any]", fx.node.map_arg((args, dict(kwargs)), lambda n: n.meta.get("val"))
+    )
+
+
+def _stripped(path: str, prefix: str) -> str:
+    """A module path without the wrapper's own part."""
+    return "" if path == prefix else path.removeprefix(prefix + ".") if prefix else path
+
+
+def _place(node: fx.Node, what: str) -> str:
+    """The fault with the last line of the user's code that led there."""
+    lines = [line.strip() for line in str(node.meta.get("stack_trace", "")).splitlines()]
+    places = [line for line in lines if line.startswith('File "')]
+    return f"{what} and cannot be placed" + (f" ({places[-1]})" if places else "")

@@ -1,0 +1,91 @@
+"""A step program and the facts of its ops -> the placeable DAG."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+import networkx as nx
+
+from graphs.extract.colocation import colocation_groups
+from graphs.extract.convert import OpFacts
+from graphs.extract.program import VIEW, StepProgram
+from graphs.graph import add_edge, add_op, new_graph
+
+
+def build_graph(program: StepProgram, facts: Sequence[OpFacts], name: str) -> nx.DiGraph[str]:
+    """The DAG of a program; its ``i``-th node is op ``i``, costs are not known yet.
+
+    Bytes of an edge are those of the tensors (not of views of them) that the target reads.
+    """
+    sizes = _Sizes(program, facts)
+    ids = op_ids(facts)
+    groups = colocation_groups(program, facts, ids)
+    graph = new_graph(name)
+    for i, op in enumerate(facts):
+        add_op(
+            graph,
+            ids[i],
+            cost_s={},
+            op=op.name,
+            phase=op.phase,
+            module=op.module,
+            flops=op.flops,
+            moved_bytes=sizes.moved[i],
+            output_bytes=sizes.output[i],
+            parameter_bytes=sizes.parameter[i],
+            saved_bytes=sizes.saved[i],
+            colocate=groups.get(i),
+        )
+    for (source, target), roots in sizes.edges.items():
+        add_edge(graph, ids[source], ids[target], sum(roots.values()))
+    return graph
+
+
+def op_ids(facts: Sequence[OpFacts]) -> list[str]:
+    """Stable keys ``module[@call]:[backward/]op[#occurrence]``."""
+    seen: Counter[str] = Counter()
+    ids = []
+    for op in facts:
+        phase = "" if op.phase == "forward" else f"{op.phase}/"
+        key = f"{op.call_key}:{phase}{op.name}"
+        number = seen[key]
+        seen[key] += 1
+        ids.append(f"{key}#{number}" if number else key)
+    return ids
+
+
+class _Sizes:
+    """Bytes that ops write, read, own and keep, and bytes on the edges between them."""
+
+    def __init__(self, program: StepProgram, facts: Sequence[OpFacts]) -> None:
+        self.output: Counter[int] = Counter()
+        self.moved: Counter[int] = Counter()
+        self.saved: Counter[int] = Counter()
+        self.parameter: Counter[int] = Counter()
+        self.edges: defaultdict[tuple[int, int], dict[int, int]] = defaultdict(dict)
+        producer = program.producers()
+        parameters = {s.value: s.name for s in program.sources if s.role == "parameter"}
+        homeless = {program.ties.get(name, name) for name in parameters.values()}
+        saved: set[int] = set()
+        for call in program.calls:
+            if call.op == VIEW:
+                continue
+            written = sum(program.values[v].size_bytes for v in call.outputs if v is not None)
+            self.output[call.op] += written
+            self.moved[call.op] += written
+            for root in dict.fromkeys(program.values[value].root for value in call.reads):
+                size = program.values[root].size_bytes
+                self.moved[call.op] += size
+                if root in producer:
+                    source = program.calls[producer[root]].op
+                    self.edges[source, call.op][root] = size
+                    phases = facts[source].phase, facts[call.op].phase
+                    if phases == ("forward", "backward") and root not in saved:
+                        saved.add(root)
+                        self.saved[source] += size
+                elif root in parameters:
+                    name = program.ties.get(parameters[root], parameters[root])
+                    if name in homeless:
+                        homeless.remove(name)
+                        self.parameter[call.op] += size

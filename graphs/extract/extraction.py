@@ -1,0 +1,49 @@
+"""Extraction: the one call that turns a step of a model into a graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import networkx as nx
+
+from graphs.extract.convert import convert
+from graphs.extract.dag import build_graph
+from graphs.extract.export import trace
+from graphs.extract.program import StepProgram
+from graphs.extract.step import Step
+
+
+@dataclass(frozen=True, slots=True)
+class Extraction:
+    """A step, its graph (costs not known yet) and its program; op ``i`` is the same in both.
+
+    ``outputs`` is what the step returns, with a Position in place of every tensor.
+    """
+
+    step: Step
+    graph: nx.DiGraph[str]
+    program: StepProgram
+    outputs: Any
+
+
+def extract(step: Step) -> Extraction:
+    """Extract the graph of one step.
+
+    Raises:
+        ExtractionError: the model cannot be exported, or holds something that cannot be placed.
+    """
+    traced = trace(step)
+    program, facts = convert(traced, ties_of(step))
+    graph = build_graph(program, facts, type(step.model).__name__)
+    return Extraction(step, graph, program, traced.outputs)
+
+
+def ties_of(step: Step) -> dict[str, str]:
+    """{further name: first name} of parameters and buffers that are the same tensor."""
+    first: dict[int, str] = {}
+    ties: dict[str, str] = {}
+    for name, tensor in step.named_state().items():
+        if (known := first.setdefault(id(tensor), name)) != name:
+            ties[name] = known
+    return ties

@@ -1,0 +1,115 @@
+"""A step as a list of torch calls that any device can replay: what an extracted graph runs.
+
+A program is plain data (names, numbers, dtypes), so that it can be sent to another process. Views
+are calls of no op (``op == VIEW``): whoever needs a view makes it, and only the tensors under the
+views ever move between devices. Views that show a part of a computed tensor are ops, though, at
+home with their tensor, so that only the part moves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, TypeAlias
+
+import torch
+
+VIEW: Final = -1
+Role: TypeAlias = Literal["parameter", "buffer", "constant", "input", "tangent"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """Stands for a tensor in the arguments of a call: ``program.values[value]``."""
+
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor of the step. ``root`` is the value whose storage it shares, itself if no view."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    root: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def span(self) -> int:
+        """Elements from the first to the last in storage, gaps included."""
+        if not self.numel:
+            return 0
+        return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes it takes without gaps and repetitions."""
+        return min(self.span, self.numel) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a torch operator, ``target`` such as "aten.convolution.default".
+
+    ``outputs`` gives the value for each result: of the one tensor it returns (``tuple_result``
+    False) or of the members of the tuple, None for a member nobody reads.
+    """
+
+    op: int  # index of the graph's op, or VIEW
+    target: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    outputs: tuple[int | None, ...]
+    tuple_result: bool
+    reads: tuple[int, ...]  # values among the arguments, each once
+    shows_part: bool = False  # an op that is a view of a part of the first value it reads
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A value that is there before the step starts."""
+
+    value: int
+    role: Role
+    name: str  # parameter, buffer or constant name; position of an input
+    tensor: torch.Tensor | None = None  # of a constant
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A value that the step hands back: an output, a gradient, the new value of mutated state."""
+
+    value: int
+    role: Literal["output", "gradient", "state"]
+    name: str  # parameter or buffer name; position of an output
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepProgram:
+    """Calls in an order that runs them all, and what goes in and comes out.
+
+    ``training`` says whether gradients are among the results; output 0 is then the loss.
+    """
+
+    values: tuple[Value, ...]
+    calls: tuple[Call, ...]
+    sources: tuple[Source, ...]
+    results: tuple[Result, ...]
+    op_count: int
+    training: bool
+    ties: Mapping[str, str] = field(default_factory=dict)  # {further name: first name} of a tensor
+
+    def producers(self) -> dict[int, int]:
+        """{value: index of the call that makes it}, sources left out."""
+        return {
+            value: index
+            for index, call in enumerate(self.calls)
+            for value in call.outputs
+            if value is not None
+        }

@@ -1,0 +1,121 @@
+"""The step to be extracted: a model, example inputs, and how a loss comes out of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+WRAPPED: Final = "model"
+LOSS: Final = "<loss>"
+"""Stands for the loss function in names of state: no module of a model can be called so."""
+
+
+class ExtractionError(ValueError):
+    """The model cannot be taken as it is; the message says where and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of ``model`` on ``inputs``.
+
+    With a ``loss`` function the last input is the target: the step's loss is
+    ``loss(model(*inputs[:-1]), inputs[-1])``. Without one, a training step takes the model's own
+    output: a scalar, or an output with a scalar ``loss``.
+    """
+
+    model: nn.Module
+    inputs: tuple[Any, ...] = ()
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+    loss: Callable[[Any, Any], torch.Tensor] | None = None
+    training: bool = True
+
+    def __post_init__(self) -> None:
+        if self.loss is not None and self.training and not self.inputs:
+            raise ExtractionError(
+                "a loss function takes the last of the inputs as target, but there are no inputs"
+            )
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        example_inputs: Any,
+        loss: Callable[[Any, Any], torch.Tensor] | None = None,
+        *,
+        training: bool = True,
+    ) -> Step:
+        """A step from what a user has: a tensor, a tuple or list of arguments, or keywords."""
+        if isinstance(example_inputs, Mapping):
+            return cls(model, (), dict(example_inputs), loss, training)
+        if isinstance(example_inputs, tuple | list):
+            return cls(model, tuple(example_inputs), {}, loss, training)
+        return cls(model, (example_inputs,), {}, loss, training)
+
+    @property
+    def model_inputs(self) -> tuple[Any, ...]:
+        """The positional arguments of the model itself."""
+        return self.inputs[:-1] if self.loss is not None else self.inputs
+
+    @property
+    def step_inputs(self) -> tuple[Any, ...]:
+        """The positional inputs of the step: those of the model, in training also the target."""
+        return self.inputs if self.training else self.model_inputs
+
+    def named_state(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers under every name they have, as in the model's state.
+
+        Those of a loss function that is a module come after them, as ``<loss>.name``.
+        """
+        state = _named_state(self.model)
+        if self.training and isinstance(self.loss, nn.Module):
+            state |= {f"{LOSS}.{name}": own for name, own in _named_state(self.loss).items()}
+        return state
+
+
+class LossModule(nn.Module):
+    """The model with its loss: takes all inputs of a training step, returns the scalar loss."""
+
+    def __init__(self, step: Step) -> None:
+        super().__init__()
+        self.model = step.model
+        self.loss = step.loss
+
+    def forward(self, *inputs: Any, **keywords: Any) -> torch.Tensor:
+        """The loss of one step."""
+        if self.loss is None:
+            return scalar_loss(self.model(*inputs, **keywords))
+        return scalar_loss(self.loss(self.model(*inputs[:-1], **keywords), inputs[-1]))
+
+
+def unwrapped(name: str) -> str:
+    """The name that :meth:`Step.named_state` gives to a parameter or buffer of a LossModule."""
+    owner, _, rest = name.partition(".")
+    return rest if owner == WRAPPED else f"{LOSS}.{rest}"
+
+
+def _named_state(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+
+
+def scalar_loss(output: Any) -> torch.Tensor:
+    """The scalar loss in an output.
+
+    Raises:
+        ExtractionError: there is none.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+    if not isinstance(loss, torch.Tensor) or loss.dim() > 0 or not loss.is_floating_point():
+        shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
+        raise ExtractionError(
+            f"a training step needs a scalar loss, but the model returned "
+            f"{shown or type(output).__name__}. Give a loss function (the target function returns "
+            "model, inputs, loss), let the model return its loss, or place inference."
+        )
+    return loss

@@ -1,0 +1,313 @@
+"""The computation graph of one step: a documented schema over networkx, and flat arrays.
+
+A graph is an ``nx.DiGraph``. A node is an op; its key is a stable string. Node attributes are
+those of :class:`OpAttributes`, every edge carries ``bytes``: what its target needs of the output
+of its source. ``graph.graph`` holds ``name`` and ``cost_source`` ({device kind: where from}).
+
+The hot path never touches networkx: :class:`GraphArrays` is made once per graph. Op ``i`` is the
+``i``-th node in insertion order, everywhere: ties between ops are broken by this index.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias, TypedDict, cast
+
+import networkx as nx
+import numpy as np
+from numpy.typing import NDArray
+
+Phase: TypeAlias = Literal["forward", "backward", "optimizer"]
+PHASES: Final[tuple[Phase, ...]] = ("forward", "backward", "optimizer")
+ANY_KIND: Final = "*"
+"""Key of ``cost_s`` that stands for every device kind not named."""
+LARGEST_BYTES: Final = 1 << 60
+
+
+class OpAttributes(TypedDict):
+    """Attributes of a node, all present once :func:`add_op` has added it."""
+
+    op: str  # name of the operation, such as "convolution"
+    phase: Phase
+    module: str  # path of the owning module, "" for the model itself
+    flops: int
+    moved_bytes: int  # inputs read + outputs written
+    output_bytes: int
+    parameter_bytes: int  # parameters that live where this op runs
+    saved_bytes: int  # part of the output that backward needs
+    workspace_bytes: int  # scratch memory while it runs
+    colocate: str | None  # ops with the same group id share a device
+    devices: tuple[str, ...] | None  # the only devices allowed, None: all
+    cost_s: Mapping[str, float]  # {device kind or "*": seconds}
+
+
+def add_op(
+    graph: nx.DiGraph[str],
+    op_id: str,
+    *,
+    cost_s: Mapping[str, float],
+    op: str = "",
+    phase: Phase = "forward",
+    module: str = "",
+    flops: int = 0,
+    moved_bytes: int = 0,
+    output_bytes: int = 0,
+    parameter_bytes: int = 0,
+    saved_bytes: int = 0,
+    workspace_bytes: int = 0,
+    colocate: str | None = None,
+    devices: tuple[str, ...] | None = None,
+) -> None:
+    """Add an op with checked attributes.
+
+    Raises:
+        ValueError: the id exists already or is not printable text, a number is negative, not
+            finite or too large, or the phase is unknown. The message starts with the op's id.
+    """
+    if not op_id or not op_id.isprintable():
+        raise ValueError(f"op {op_id!r}: an id must be printable text, not empty")
+    if op_id in graph:
+        raise ValueError(f"op {op_id!r} is there already; ids must be unique")
+    if phase not in PHASES:
+        raise ValueError(f"op {op_id!r}: phase is {phase!r}, not one of {', '.join(PHASES)}")
+    for kind, seconds in cost_s.items():
+        if not (math.isfinite(seconds) and seconds >= 0):
+            raise ValueError(f"op {op_id!r}: cost_s[{kind!r}] is {seconds}, not a time >= 0")
+    sizes = {
+        "flops": flops,
+        "moved_bytes": moved_bytes,
+        "output_bytes": output_bytes,
+        "parameter_bytes": parameter_bytes,
+        "saved_bytes": saved_bytes,
+        "workspace_bytes": workspace_bytes,
+    }
+    for name, size in sizes.items():
+        if not 0 <= size <= LARGEST_BYTES:
+            raise ValueError(f"op {op_id!r}: {name} is {size}, not within 0 .. 2**60")
+    if devices is not None and not devices:
+        raise ValueError(f"op {op_id!r}: the list of allowed devices is empty")
+    attributes: OpAttributes = {
+        "op": op or op_id,
+        "phase": phase,
+        "module": module,
+        "flops": flops,
+        "moved_bytes": moved_bytes,
+        "output_bytes": output_bytes,
+        "parameter_bytes": parameter_bytes,
+        "saved_bytes": saved_bytes,
+        "workspace_bytes": workspace_bytes,
+        "colocate": colocate,
+        "devices": devices,
+        "cost_s": dict(cost_s),
+    }
+    graph.add_node(op_id, **attributes)
+
+
+def add_edge(graph: nx.DiGraph[str], source: str, target: str, moved: int | None = None) -> None:
+    """Let ``target`` read ``moved`` bytes of ``source``'s output (default: all of it).
+
+    Raises:
+        ValueError: an end is missing, the edge exists or is a loop, or the bytes are out of range.
+    """
+    for end in (source, target):
+        if end not in graph:
+            raise ValueError(f"edge {source!r} -> {target!r}: there is no op {end!r}")
+    if source == target:
+        raise ValueError(f"op {source!r} cannot read its own output")
+    if graph.has_edge(source, target):
+        raise ValueError(f"edge {source!r} -> {target!r} is there already; add its bytes up")
+    size = attributes_of(graph, source)["output_bytes"] if moved is None else moved
+    if not 0 <= size <= LARGEST_BYTES:
+        raise ValueError(f"edge {source!r} -> {target!r}: bytes is {size}, not within 0 .. 2**60")
+    graph.add_edge(source, target, bytes=size)
+
+
+def attributes_of(graph: nx.DiGraph[str], op_id: str) -> OpAttributes:
+    """The attributes of one op."""
+    return cast(OpAttributes, graph.nodes[op_id])
+
+
+def topological_order(graph: nx.DiGraph[str]) -> list[str]:
+    """All ops, sources first; among those that could come next, the one added first.
+
+    Raises:
+        ValueError: the graph has a cycle (the message shows one).
+    """
+    index = {op_id: i for i, op_id in enumerate(graph)}
+    try:
+        return list(nx.lexicographical_topological_sort(graph, key=index.__getitem__))
+    except nx.NetworkXUnfeasible:
+        cycle = [edge[0] for edge in nx.find_cycle(graph)]
+        shown = " -> ".join([*cycle[:6], "..."] if len(cycle) > 6 else [*cycle, cycle[0]])
+        raise ValueError(f"the graph has a cycle of {len(cycle)} ops: {shown}") from None
+
+
+def new_graph(name: str, cost_source: Mapping[str, str] | None = None) -> nx.DiGraph[str]:
+    """An empty graph with the graph-level attributes that the schema asks for."""
+    return nx.DiGraph(name=name, cost_source=dict(cost_source or {}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GraphArrays:
+    """A graph as flat, read-only arrays: N ops, E edges, C co-location groups.
+
+    ``successor_start`` (N+1) and ``successors`` (E) are the CSR form by source, both int32, with
+    successors ascending; ``edge_bytes`` (E) int64 belongs to ``successors``. ``predecessor_start``,
+    ``predecessors`` are the same by target, and ``predecessor_edge`` (E) says which entry of
+    ``successors`` each one is. ``topological`` (N) int32 lists the ops so that sources come first.
+    """
+
+    name: str
+    hash: str
+    ids: tuple[str, ...]
+    ops: tuple[str, ...]
+    modules: tuple[str, ...]
+    phase: NDArray[np.int8]  # index into PHASES
+    flops: NDArray[np.int64]
+    moved_bytes: NDArray[np.int64]
+    output_bytes: NDArray[np.int64]
+    parameter_bytes: NDArray[np.int64]
+    saved_bytes: NDArray[np.int64]
+    workspace_bytes: NDArray[np.int64]
+    group: NDArray[np.int32]  # dense co-location group, -1 for none
+    allowed: tuple[tuple[str, ...] | None, ...]
+    cost_s: Mapping[str, NDArray[np.float64]]  # {kind: (N,)}, nan where an op has no such cost
+    successor_start: NDArray[np.int32]
+    successors: NDArray[np.int32]
+    edge_bytes: NDArray[np.int64]
+    predecessor_start: NDArray[np.int32]
+    predecessors: NDArray[np.int32]
+    predecessor_edge: NDArray[np.int32]
+    topological: NDArray[np.int32]
+
+    def __len__(self) -> int:
+        """Number of ops."""
+        return len(self.ids)
+
+    @property
+    def edge_count(self) -> int:
+        """Number of edges."""
+        return len(self.successors)
+
+    @classmethod
+    def from_graph(cls, graph: nx.DiGraph[str]) -> GraphArrays:
+        """Flatten a graph.
+
+        Raises:
+            ValueError: the graph is empty, has a cycle (the message shows one), or has a node or
+                an edge without the attributes of the schema.
+        """
+        if len(graph) == 0:
+            raise ValueError(f"graph {graph.graph.get('name', '')!r} has no ops")
+        _check_schema(graph)
+        ids = tuple(graph)
+        index = {op_id: i for i, op_id in enumerate(ids)}
+        nodes = [attributes_of(graph, op_id) for op_id in ids]
+        source, target, size = _edges(graph, index)
+        start, successors, order = _csr(source, target, len(ids))
+        edge_bytes = size[order]
+        edge_source = source[order]
+        predecessor_start, predecessors, predecessor_edge = _csr(successors, edge_source, len(ids))
+        groups: dict[str, int] = {}
+        group = [
+            -1 if (g := node["colocate"]) is None else groups.setdefault(g, len(groups))
+            for node in nodes
+        ]
+        kinds = sorted({kind for node in nodes for kind in node["cost_s"]})
+
+        def column(name: str, dtype: type[np.generic]) -> NDArray[Any]:
+            values = [cast(Mapping[str, Any], node)[name] for node in nodes]
+            return _frozen(np.array(values, dtype=dtype))
+
+        return cls(
+            name=str(graph.graph.get("name", "")),
+            hash=graph_hash(graph),
+            ids=ids,
+            ops=tuple(node["op"] for node in nodes),
+            modules=tuple(node["module"] for node in nodes),
+            phase=_frozen(np.array([PHASES.index(node["phase"]) for node in nodes], np.int8)),
+            flops=column("flops", np.int64),
+            moved_bytes=column("moved_bytes", np.int64),
+            output_bytes=column("output_bytes", np.int64),
+            parameter_bytes=column("parameter_bytes", np.int64),
+            saved_bytes=column("saved_bytes", np.int64),
+            workspace_bytes=column("workspace_bytes", np.int64),
+            group=_frozen(np.array(group, np.int32)),
+            allowed=tuple(node["devices"] for node in nodes),
+            cost_s={
+                kind: _frozen(
+                    np.array([node["cost_s"].get(kind, np.nan) for node in nodes], np.float64)
+                )
+                for kind in kinds
+            },
+            successor_start=_frozen(start),
+            successors=_frozen(successors),
+            edge_bytes=_frozen(edge_bytes),
+            predecessor_start=_frozen(predecessor_start),
+            predecessors=_frozen(predecessors),
+            predecessor_edge=_frozen(predecessor_edge),
+            topological=_frozen(
+                np.array([index[op_id] for op_id in topological_order(graph)], np.int32)
+            ),
+        )
+
+    def costs_for(self, kind: str) -> NDArray[np.float64]:
+        """Seconds of every op on a device kind, (N,); nan where nothing is known."""
+        fallback = self.cost_s.get(ANY_KIND)
+        own = self.cost_s.get(kind)
+        if own is None:
+            return fallback if fallback is not None else np.full(len(self), np.nan)
+        return own if fallback is None else np.where(np.isnan(own), fallback, own)
+
+
+def graph_hash(graph: nx.DiGraph[str]) -> str:
+    """SHA-256 of ids, edges and sizes, in insertion order.
+
+    Costs are left out: a placement stays a placement of the same graph when costs are measured
+    again.
+    """
+    digest = hashlib.sha256(b"placer-graph/1")
+    for op_id in graph:
+        node = attributes_of(graph, op_id)
+        digest.update(f"\0{op_id}\0{node['output_bytes']}\0{node['parameter_bytes']}".encode())
+    index = {op_id: i for i, op_id in enumerate(graph)}
+    edges = sorted((index[a], index[b], data["bytes"]) for a, b, data in graph.edges(data=True))
+    digest.update(repr(edges).encode())
+    return digest.hexdigest()
+
+
+def _check_schema(graph: nx.DiGraph[str]) -> None:
+    for op_id, data in graph.nodes(data=True):
+        if missing := sorted(OpAttributes.__required_keys__ - data.keys()):
+            raise ValueError(f"op {op_id!r} lacks {', '.join(missing)}: add ops with add_op")
+    for source, target, data in graph.edges(data=True):
+        if "bytes" not in data:
+            raise ValueError(f"edge {source!r} -> {target!r} lacks bytes: add edges with add_edge")
+
+
+def _edges(
+    graph: nx.DiGraph[str], index: Mapping[str, int]
+) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]:
+    edges = [(index[a], index[b], data["bytes"]) for a, b, data in graph.edges(data=True)]
+    source = np.array([e[0] for e in edges], np.int32)
+    target = np.array([e[1] for e in edges], np.int32)
+    return source, target, np.array([e[2] for e in edges], np.int64)
+
+
+def _csr(
+    rows: NDArray[np.int32], columns: NDArray[np.int32], count: int
+) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
+    """Row starts (count+1), columns sorted by row and column, and the permutation that did it."""
+    order = np.lexsort((columns, rows)).astype(np.int32)
+    start = np.zeros(count + 1, np.int32)
+    np.cumsum(np.bincount(rows, minlength=count), out=start[1:])
+    return start, columns[order], order
+
+
+def _frozen(array: NDArray[Any]) -> NDArray[Any]:
+    array = np.ascontiguousarray(array)
+    array.setflags(write=False)
+    return array

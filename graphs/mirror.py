@@ -1,0 +1,83 @@
+"""The backward pass of a forward graph, mirrored: for graphs that have no model behind them."""
+
+from __future__ import annotations
+
+import networkx as nx
+
+from graphs.graph import add_edge, add_op, attributes_of, new_graph, topological_order
+
+WEIGHT: str = "weight"
+"""Op that only holds parameters: its backward adds up the gradients of all who read it."""
+
+
+def backward_id(op_id: str) -> str:
+    """The id of an op's backward op.
+
+    >>> backward_id("layers.3:linear")
+    'layers.3:backward/linear'
+    """
+    module, colon, name = op_id.rpartition(":")
+    return f"{module}{colon}backward/{name}"
+
+
+def with_backward(
+    forward: nx.DiGraph[str], *, cost_factor: float = 2.0, together: bool = False
+) -> nx.DiGraph[str]:
+    """A training step: every forward op, then a backward op for each, in reverse order.
+
+    A backward op costs ``cost_factor`` times its forward op. It reads the gradients of its op's
+    output (every forward edge turned around, with the same bytes), what its op saved for it, and
+    the weights that its op read.
+
+    Args:
+        forward: a graph of forward ops only.
+        cost_factor: 2 by default: a matrix product has one product forward and two backward.
+        together: co-locate each backward op with its forward op.
+
+    Raises:
+        ValueError: the graph has a cycle, or ops of another phase.
+    """
+    order = topological_order(forward)
+    graph = new_graph(str(forward.graph.get("name", "")), forward.graph.get("cost_source"))
+    for op_id in forward:
+        node = attributes_of(forward, op_id)
+        if node["phase"] != "forward":
+            raise ValueError(f"op {op_id!r} is of phase {node['phase']} already")
+        group = node["colocate"]
+        if together and group is None:
+            node = {**node, "colocate": op_id}
+        add_op(graph, op_id, **node)
+    for source, target, edge in forward.edges(data=True):
+        add_edge(graph, source, target, edge["bytes"])
+    for op_id in reversed(order):
+        _add_backward_op(graph, forward, op_id, cost_factor)
+    return graph
+
+
+def _add_backward_op(
+    graph: nx.DiGraph[str], forward: nx.DiGraph[str], op_id: str, cost_factor: float
+) -> None:
+    node = attributes_of(graph, op_id)
+    gradients = {source: forward.edges[source, op_id]["bytes"] for source in forward.pred[op_id]}
+    own_id = backward_id(op_id)
+    add_op(
+        graph,
+        own_id,
+        cost_s={kind: cost_factor * seconds for kind, seconds in node["cost_s"].items()},
+        op=f"{node['op']}_backward",
+        phase="backward",
+        module=node["module"],
+        flops=round(cost_factor * node["flops"]),
+        moved_bytes=round(cost_factor * node["moved_bytes"]),
+        output_bytes=sum(gradients.values()),
+        workspace_bytes=node["workspace_bytes"],
+        colocate=node["colocate"],
+        devices=node["devices"],
+    )
+    for consumer in forward.succ[op_id]:
+        add_edge(graph, backward_id(consumer), own_id, forward.edges[op_id, consumer]["bytes"])
+    for source, size in gradients.items():
+        if attributes_of(forward, source)["op"] == WEIGHT:
+            add_edge(graph, source, own_id, size)
+    if node["op"] != WEIGHT:
+        add_edge(graph, op_id, own_id, node["saved_bytes"])

@@ -1,0 +1,42 @@
+"""Two towers that meet in a dot product, as in retrieval: two devices could halve its step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TwoTowersConfig:
+    """Sizes of each tower."""
+
+    features: int = 1024
+    layers: int = 4
+
+    def __post_init__(self) -> None:
+        if min(self.features, self.layers) < 1:
+            raise ValueError(f"every size of {self} must be at least 1")
+
+
+class TwoTowers(nn.Module):
+    """Two stacks of linear layers with ReLU between them; they share no parameters."""
+
+    def __init__(self, config: TwoTowersConfig | None = None) -> None:
+        super().__init__()
+        config = config or TwoTowersConfig()
+        self.left = _tower(config)
+        self.right = _tower(config)
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        """Map features (B, F) and (B, F) to one logit per pair, (B,)."""
+        scale: float = left.shape[1] ** -0.5
+        logits: Tensor = (self.left(left) * self.right(right)).sum(1) * scale
+        return logits
+
+
+def _tower(config: TwoTowersConfig) -> nn.Sequential:
+    layers: list[nn.Module] = [nn.Linear(config.features, config.features)]
+    for _ in range(config.layers - 1):
+        layers += [nn.ReLU(), nn.Linear(config.features, config.features)]
+    return nn.Sequential(*layers)

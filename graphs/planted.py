@@ -1,0 +1,92 @@
+"""Graphs whose best placement is known by construction."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+
+import networkx as nx
+import numpy as np
+
+from graphs.graph import ANY_KIND, add_edge, add_op, new_graph
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planted:
+    """A graph and an optimal placement of it: op i runs on ``devices[i]``, in op order.
+
+    No placement on as many equal devices is faster than ``step_s``, because none of them is ever
+    idle. It is reached if a transfer of ``largest_bytes`` takes ``gap_s`` or less, transfers do
+    not queue, and devices have no launch time.
+    """
+
+    graph: nx.DiGraph[str]
+    devices: tuple[int, ...]
+    step_s: float
+    gap_s: float
+    largest_bytes: int
+
+
+def planted(
+    rng: np.random.Generator,
+    *,
+    devices: int = 4,
+    ops_per_device: int = 10,
+    degree: float = 2.0,
+    step_s: float = 1e-3,
+    gap_s: float = 20e-6,
+    largest_bytes: int = 1 << 20,
+) -> Planted:
+    """A graph cut out of a schedule without idle time, so that its optimum is known.
+
+    Each device's ``step_s`` is cut into ``ops_per_device`` ops at random; an op then reads ops that
+    end before it starts, by ``gap_s`` at least where they ran on another device.
+
+    Raises:
+        ValueError: a size is below 1, or step_s is too short for so many ops.
+    """
+    if min(devices, ops_per_device, largest_bytes) < 1:
+        raise ValueError(
+            f"{devices} devices of {ops_per_device} ops of up to {largest_bytes} bytes: "
+            "each must be at least 1"
+        )
+    total_ns = round(step_s * 1e9)
+    if total_ns < 2 * ops_per_device:
+        raise ValueError(f"step_s is {step_s}, too short for {ops_per_device} ops of a nanosecond")
+    slots: list[tuple[int, int, int]] = []  # start, end, device
+    for device in range(devices):
+        cuts = rng.choice(np.arange(1, total_ns), ops_per_device - 1, replace=False)
+        bounds = [0, *sorted(cuts.tolist()), total_ns]
+        slots += [(a, b, device) for a, b in pairwise(bounds)]
+    slots.sort()
+    graph = new_graph("planted")
+    ids = [f"slots.{i}:op" for i in range(len(slots))]
+    for op_id, (start, end, _) in zip(ids, slots, strict=True):
+        size = int(rng.integers(1, largest_bytes + 1))
+        path = op_id.partition(":")[0]
+        add_op(
+            graph,
+            op_id,
+            cost_s={ANY_KIND: (end - start) / 1e9},
+            op="op",
+            module=path,
+            output_bytes=size,
+        )
+    gap_ns = math.ceil(gap_s * 1e9)
+    for target, (start, _, device) in enumerate(slots):
+        ready = [
+            source
+            for source, (_, end, other) in enumerate(slots[:target])
+            if end + (0 if other == device else gap_ns) <= start
+        ]
+        count = min(len(ready), 1 + int(rng.poisson(max(degree - 1, 0))))
+        for source in sorted(rng.choice(ready, count, replace=False).tolist()) if ready else []:
+            add_edge(graph, ids[source], ids[target])
+    return Planted(
+        graph=graph,
+        devices=tuple(device for *_, device in slots),
+        step_s=total_ns / 1e9,
+        gap_s=gap_s,
+        largest_bytes=largest_bytes,
+    )

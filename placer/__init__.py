@@ -1,0 +1,46 @@
+"""Finds which op of a PyTorch model should run on which device, by measured step time.
+
+::
+
+    import placer
+
+    placement = placer.optimize(model, example_inputs, loss=loss, devices="auto", budget="60s")
+    placement.device_of("mixed_5b.branch1x1")
+    with placer.apply(model, placement) as placed:
+        loss = placed.step(batch)
+
+Names load what they need when they are first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from placer.shadow_guard import refuse_shadows
+
+if TYPE_CHECKING:
+    from envs.placement import Placement
+    from placer.api import apply, optimize, train
+    from placer.outcome import Optimization
+
+__version__ = "0.1.0"
+__all__ = ["Optimization", "Placement", "__version__", "apply", "optimize", "train"]
+
+_HOMES = {
+    "apply": "placer.api",
+    "optimize": "placer.api",
+    "train": "placer.api",
+    "Optimization": "placer.outcome",
+    "Placement": "envs.placement",
+}
+
+refuse_shadows()
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its home."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'placer' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,132 @@
+"""The Python doors: what ``import placer`` hands out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from envs.cluster import Cluster
+from envs.discover import discover
+from envs.executor.lists import priority_order
+from envs.executor.placed import PlacedModel
+from envs.placement import Placement
+from graphs.extract import Step, extract
+from graphs.graph import GraphArrays
+from placer.outcome import Optimization
+from placer.pipeline import Options, optimize_step
+from placer.policies import load
+from placer.report.progress import progress_for
+from placer.search.budget import Budget
+
+
+def optimize(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    training: bool = True,
+    devices: str | Cluster = "auto",
+    budget: str = "20s",
+    seed: int = 0,
+    policy: str | None = "generalist",
+    measure: bool = True,
+    progress: bool = True,
+) -> Optimization:
+    """Find which op of a model should run on which device so that a step takes the least time.
+
+    Args:
+        model: the model; it is not changed.
+        example_inputs: a tensor, a tuple of arguments or a dict of keywords. Shapes count: the
+            placement is for steps of these shapes.
+        loss: called with the model's output and the last of the inputs, gives a scalar. Without
+            it a training step needs a model that returns its loss.
+        training: a step is forward and backward; with False the model's inference.
+        devices: ``"auto"``, names such as ``"core:0,core:1"``, or a Cluster of such devices.
+        budget: of the search: ``"60s"``, or evaluations, ``"4000e"``. Extraction, measuring op
+            costs and running the best candidates come on top.
+        seed: of everything random in the search.
+        policy: name of a trained policy, None to search without one.
+        measure: run the best candidates for real; without it the simulator's answer counts.
+        progress: show on stderr what is going on.
+
+    Returns:
+        The placement and what it was compared with. Stopped by Ctrl-C it is the best so far.
+
+    Raises:
+        ExtractionError: the model cannot be exported; says why.
+        ValueError: a device, budget or policy does not exist.
+        PlacementError: the model fits nowhere, or no candidate could be run.
+        KeyboardInterrupt: stopped before there was any placement.
+    """
+    options = Options(
+        budget=Budget.parse(budget),
+        seed=seed,
+        policy=None if policy is None else load(policy),
+        measure=measure,
+    )
+    cluster = devices if isinstance(devices, Cluster) else discover(devices)
+    step = Step.of(model, example_inputs, loss, training=training)
+    if not progress:
+        return optimize_step(step, cluster, options)
+    with progress_for(sys.stderr.isatty()) as shown:
+        return optimize_step(step, cluster, options, shown)
+
+
+def apply(
+    model: nn.Module,
+    placement: Optimization | Placement | str | Path,
+    example_inputs: Any = None,
+    *,
+    loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    training: bool = True,
+) -> PlacedModel:
+    """Make a model run as placed; see :class:`envs.executor.placed.PlacedModel`.
+
+    Args:
+        model: the model that was placed, or one with the same architecture.
+        placement: what :func:`optimize` returned, or a placement (file) made before.
+        example_inputs: as for :func:`optimize`; needed with a placement (file).
+        loss: as for :func:`optimize`.
+        training: as for :func:`optimize`.
+
+    Raises:
+        ExtractionError: the model cannot be exported.
+        ValueError: the placement is of another graph, its devices are not here, or the example
+            inputs are missing.
+        WorkerError: the workers do not come up.
+    """
+    if isinstance(placement, Optimization) and placement.extraction is not None:
+        made_for = placement.extraction
+        same = made_for.step.model is model
+        extraction = made_for if same else extract(_same_step(made_for.step, model))
+    elif example_inputs is None:
+        raise ValueError(
+            "a placement from a file knows its ops but not the model's inputs: give "
+            "example_inputs (and loss) as for optimize"
+        )
+    else:
+        extraction = extract(Step.of(model, example_inputs, loss, training=training))
+    found = placement.placement if isinstance(placement, Optimization) else placement
+    if not isinstance(found, Placement):
+        found = Placement.load(Path(found))
+    cluster = discover(",".join(found.device_names))
+    graph = GraphArrays.from_graph(extraction.graph)
+    fitting = found.aligned(graph, cluster)
+    order = priority_order(extraction.program, fitting.priority)
+    return PlacedModel(extraction, cluster, fitting.devices, order)
+
+
+def train(*args: Any, **keywords: Any) -> Any:
+    """Train a policy; see :func:`placer.policies.training.train`."""
+    from placer.policies.training import train as train_policy
+
+    return train_policy(*args, **keywords)
+
+
+def _same_step(step: Step, model: nn.Module) -> Step:
+    return Step(model, step.inputs, step.keywords, step.loss, step.training)

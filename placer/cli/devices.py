@@ -1,0 +1,46 @@
+"""``placer devices``: what was discovered, with calibrated speeds."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_writable
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "devices", help="show this machine's devices and links, with measured speeds"
+    )
+    parser.add_argument("--devices", default="auto", metavar="NAMES", help="which (default: auto)")
+    parser.add_argument("--again", action="store_true", help="measure anew, not from the cache")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="write them as a cluster file (TOML)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Discover, calibrate, print."""
+    if args.out is not None and (why := why_not_writable(args.out)) is not None:
+        return fail(BAD_USAGE, why)
+    from envs.calibrate import calibrated
+    from envs.cluster import cluster_to_toml
+    from envs.discover import discover
+    from envs.executor.pool import WorkerError
+    from placer.report.console import stdout_console
+    from placer.report.table import print_cluster
+
+    try:
+        cluster = discover(args.devices)
+    except ValueError as error:
+        return fail(BAD_USAGE, error)
+    try:
+        cluster = calibrated(cluster, again=args.again)
+    except WorkerError as error:
+        return fail(JOB_FAILED, error)
+    print_cluster(cluster, stdout_console())
+    if args.out is not None:
+        args.out.write_text(cluster_to_toml(cluster), encoding="utf-8")
+    return 0

@@ -1,0 +1,43 @@
+"""The command ``placer``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+import placer
+from placer.cli import devices, optimize, show, simulate, train
+
+COMMANDS = (optimize, simulate, devices, show, train)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands; each sets ``run``, which takes the parsed arguments."""
+    parser = argparse.ArgumentParser(
+        prog="placer",
+        description="Finds which op of a PyTorch model should run on which device, by measured "
+        "step time.",
+    )
+    parser.add_argument("--version", action="version", version=f"placer {placer.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.add_to(commands)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; the exit code is 0, 1 for a job that failed, 2 for bad usage."""
+    parsed = build_parser().parse_args(arguments)
+    run: Callable[[argparse.Namespace], int] = parsed.run
+    try:
+        return run(parsed)
+    except KeyboardInterrupt:
+        print("placer: stopped before there was anything to keep", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        return 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,183 @@
+"""``placer optimize``: the main job."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_writable
+
+if TYPE_CHECKING:
+    from envs.cluster import Cluster
+    from placer.outcome import Optimization
+    from placer.pipeline import Options
+    from placer.report.progress import Progress
+
+EPILOG = """\
+targets:
+  path/to/model.py:function   called without arguments, returns (model, inputs) or
+                              (model, inputs, loss); with a loss the last input is the target:
+                              loss(model(*inputs[:-1]), inputs[-1])
+  graph.json                  a graph with known costs (needs --cluster); nothing is run
+
+examples:
+  placer optimize examples/inception.py:build --devices core:0,core:1 --budget 60s
+  placer optimize model.py:build --inference --out placement.json --timeline timeline.json
+"""
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "optimize",
+        help="find the fastest placement of a model and write it",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("target", help="path/to/model.py:function or graph.json")
+    parser.add_argument(
+        "--devices",
+        metavar="NAMES",
+        help="core:0,core:1 (pinned cores), core:0-3 (a core set), or auto (default)",
+    )
+    parser.add_argument(
+        "--cluster", type=Path, metavar="FILE", help="devices and links from a cluster file (TOML)"
+    )
+    parser.add_argument("--inference", action="store_true", help="place inference, not training")
+    parser.add_argument(
+        "--budget",
+        default="20s",
+        help="of the search: seconds (60s, 2m) or evaluations (4000e), the default is 20s",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the search, the default is 0")
+    parser.add_argument(
+        "--objective", choices=["latency"], default="latency", help="what to make small"
+    )
+    parser.add_argument(
+        "--policy",
+        default="generalist",
+        metavar="NAME",
+        help="trained policy that proposes placements, or none (default: generalist)",
+    )
+    parser.add_argument(
+        "--no-measure", action="store_true", help="end with the simulator's answer, run nothing"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("placement.json"),
+        metavar="FILE",
+        help="where the placement goes (default: placement.json)",
+    )
+    parser.add_argument(
+        "--timeline", type=Path, metavar="FILE", help="write the simulated step as Chrome trace"
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON to stdout")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Optimize, print the table, write the placement and the timeline."""
+    for path in (args.out, args.timeline):
+        if path is not None and (why := why_not_writable(path)) is not None:
+            return fail(BAD_USAGE, why)
+    try:
+        options, cluster = _options(args), _cluster(args)
+    except (ValueError, OSError) as error:
+        return fail(BAD_USAGE, error)
+    from graphs.extract import ExtractionError
+    from placer.outcome import PlacementError
+    from placer.report.progress import progress_for
+    from placer.target import TargetError
+
+    try:
+        with progress_for(sys.stderr.isatty()) as progress:
+            found = _optimize(args, cluster, options, progress)
+    except TargetError as error:
+        return fail(BAD_USAGE, error)
+    except (ExtractionError, PlacementError, ValueError, OSError, RuntimeError) as error:
+        return fail(JOB_FAILED, error)
+    _write(found, args)
+    return 0
+
+
+def _options(args: argparse.Namespace) -> Options:
+    from placer.pipeline import Options
+    from placer.policies import load
+    from placer.search.budget import Budget
+
+    return Options(
+        budget=Budget.parse(args.budget),
+        seed=args.seed,
+        policy=None if args.policy == "none" else load(args.policy),
+        measure=not args.no_measure,
+    )
+
+
+def _cluster(args: argparse.Namespace) -> Cluster:
+    from envs.cluster import load_cluster
+    from envs.discover import discover
+
+    if args.cluster is not None and args.devices is not None:
+        raise ValueError("give --devices or --cluster, not both")
+    if args.cluster is not None:
+        return load_cluster(args.cluster)
+    if args.target.endswith(".json"):
+        raise ValueError("a graph file has no devices of its own: give --cluster cluster.toml")
+    return discover(args.devices or "auto")
+
+
+def _optimize(
+    args: argparse.Namespace, cluster: Cluster, options: Options, progress: Progress
+) -> Optimization:
+    from placer.pipeline import optimize_graph, optimize_step
+    from placer.target import is_graph_file, load_step
+
+    if is_graph_file(args.target):
+        from graphs.files import load_graph
+
+        return optimize_graph(load_graph(Path(args.target)), cluster, options, progress)
+    progress.stage("Loading the model")
+    step = load_step(args.target, training=not args.inference)
+    return optimize_step(step, cluster, options, progress)
+
+
+def _write(found: Optimization, args: argparse.Namespace) -> None:
+    from placer.report.console import stdout_console
+    from placer.report.table import print_optimization
+    from placer.report.timeline import write_timeline
+
+    found.save(args.out)
+    if args.timeline is not None:
+        write_timeline(found, args.timeline)
+    if args.json:
+        print(json.dumps(_summary(found, args)))
+    else:
+        print_optimization(found, stdout_console())
+    talk = [f"placement: {args.out}"]
+    if args.timeline is not None:
+        talk.append(f"timeline: {args.timeline} (opens in ui.perfetto.dev)")
+    talk.append(f"search: {found.search_s:.1f} s, seed {args.seed}")
+    if found.stopped:
+        talk.insert(0, "stopped early, this is the best so far")
+    print("; ".join(talk), file=sys.stderr)
+
+
+def _summary(found: Optimization, args: argparse.Namespace) -> dict[str, Any]:
+    data = found.placement.to_dict()
+    return {
+        "best": found.best.name,
+        "step_s": found.step_s(found.best),
+        "predicted": data["predicted"],
+        "measured": data["measured"],
+        "speed_up": found.speed_up,
+        "lower_bound_s": found.lower_bound_s,
+        "verdict": found.verdict,
+        "search_s": found.search_s,
+        "seed": args.seed,
+        "stopped": found.stopped,
+        "out": str(args.out),
+    }

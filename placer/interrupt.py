@@ -1,0 +1,53 @@
+"""Ctrl-C as a request: searches stop at the next look, and what was found is kept."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+
+class Interrupt:
+    """Use as a context manager around the main job.
+
+    While a stage polls (``with interrupt.polled()``), the first Ctrl-C only sets ``requested``, a
+    second one raises; elsewhere KeyboardInterrupt is raised at once, as usual. In threads other
+    than the main one, where Python handles no signals, nothing changes.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._polled = False
+        self._ours = False
+
+    def __enter__(self) -> Interrupt:
+        """Take over SIGINT."""
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._handle)
+            self._ours = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give SIGINT back."""
+        if self._ours:
+            signal.signal(signal.SIGINT, self._before)
+
+    def asked(self) -> bool:
+        """Whether somebody asked to stop."""
+        return self.requested
+
+    @contextlib.contextmanager
+    def polled(self) -> Iterator[None]:
+        """A stage that looks at :meth:`asked` itself, several times a second."""
+        self._polled = True
+        try:
+            yield
+        finally:
+            self._polled = False
+
+    def _handle(self, _signal: int, _frame: FrameType | None) -> None:
+        again, self.requested = self.requested, True
+        if again or not self._polled:
+            raise KeyboardInterrupt

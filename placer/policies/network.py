@@ -1,0 +1,164 @@
+"""A trained policy: a small network in numpy, read from safetensors beside a readable card."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save
+
+from placer.policies.summary import FEATURES, summarise
+from placer.search.candidate import Candidate
+from placer.search.decoder import HEFT, WEIGHT_COUNT
+from placer.search.judge import Judge
+
+FORMAT: Final = "placer-policy/1"
+ACTION_SCALE: Final = 2.0
+"""Decoder weights are those of HEFT + ACTION_SCALE * action, actions within -1 .. 1."""
+FARTHEST: Final = 5.0
+"""Normalised features are clipped to -FARTHEST .. FARTHEST."""
+DECIMALS: Final = 6
+"""Weights are rounded, so that the last bit of a linear algebra library does not matter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Policy:
+    """Maps the summary of a problem to decoder weights.
+
+    ``layers`` are (out, in) matrices with their biases (out,); tanh between them, none at the end.
+    """
+
+    name: str
+    card: Mapping[str, Any]
+    feature_mean: NDArray[np.float32]  # (22,)
+    feature_deviation: NDArray[np.float32]  # (22,)
+    layers: tuple[tuple[NDArray[np.float32], NDArray[np.float32]], ...]
+    log_std: NDArray[np.float32]  # (21,) of actions
+
+    def propose(
+        self, judge: Judge, known: list[Candidate]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Mean (21,) and standard deviation (21,) of the weights that suit a problem.
+
+        ``known`` are the candidates of :func:`placer.search.heuristics.heuristics`.
+        """
+        return self.weights(summarise(judge, known))
+
+    def weights(
+        self, summary: NDArray[np.float64]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """The same from the summary (22,)."""
+        x = normalised(summary, self.feature_mean, self.feature_deviation)
+        for number, (matrix, bias) in enumerate(self.layers):
+            x = np.asarray(matrix @ x + bias)
+            if number + 1 < len(self.layers):
+                x = np.tanh(x)
+        mean = HEFT + ACTION_SCALE * np.clip(x.astype(np.float64), -1.0, 1.0)
+        deviation = ACTION_SCALE * np.exp(self.log_std.astype(np.float64))
+        return mean.round(DECIMALS), deviation.round(DECIMALS)
+
+    def save(self, path: Path) -> None:
+        """Write ``path``.safetensors and ``path``.json; each is complete or absent.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        tensors = {
+            "feature_mean": self.feature_mean,
+            "feature_deviation": self.feature_deviation,
+            "log_std": self.log_std,
+        }
+        for number, (matrix, bias) in enumerate(self.layers):
+            tensors[f"layers.{number}.weight"] = np.ascontiguousarray(matrix)
+            tensors[f"layers.{number}.bias"] = bias
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_bytes(save(tensors))
+        partial.replace(path.with_name(f"{path.name}.safetensors"))
+        partial.write_text(json.dumps(self.card, indent=1) + "\n", encoding="utf-8")
+        partial.replace(path.with_name(f"{path.name}.json"))
+
+
+def normalised(
+    summary: NDArray[np.float64], mean: NDArray[np.float32], deviation: NDArray[np.float32]
+) -> NDArray[np.float32]:
+    """Summaries (..., 22) in units of the training pool's standard deviations, clipped."""
+    return np.asarray(np.clip((summary - mean) / deviation, -FARTHEST, FARTHEST), np.float32)
+
+
+def names() -> tuple[str, ...]:
+    """The policies that ship with this project."""
+    return tuple(sorted(path.stem for path in _shipped().glob("*.safetensors")))
+
+
+def load(name: str) -> Policy:
+    """A shipped policy by name, or one of your own by its path without ending.
+
+    Raises:
+        ValueError: there is no such policy (the message lists those there are), or its files are
+            not those of a policy of this version.
+    """
+    path = _shipped() / name if name in names() else Path(name).with_suffix("")
+    tensors_path, card_path = path.with_suffix(".safetensors"), path.with_suffix(".json")
+    if not tensors_path.is_file():
+        near = difflib.get_close_matches(name, names(), n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(
+            f"there is no policy {name!r}: {', '.join(names()) or 'none'} ship with placer, and "
+            f"{tensors_path} does not exist{hint}"
+        )
+    try:
+        card = json.loads(card_path.read_text(encoding="utf-8"))
+        tensors = load_file(tensors_path)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(f"{path}: not a policy: {error}") from error
+    if not isinstance(card, dict) or card.get("format") != FORMAT:
+        raise ValueError(f"{card_path}: the format is not {FORMAT!r}; train the policy again")
+    return _from_tensors(path.name, card, tensors, tensors_path)
+
+
+def _from_tensors(
+    name: str, card: Mapping[str, Any], tensors: dict[str, NDArray[Any]], path: Path
+) -> Policy:
+    depth = sum(key.startswith("layers.") for key in tensors) // 2
+    shapes: dict[str, tuple[int, ...]] = {
+        "feature_mean": (len(FEATURES),),
+        "feature_deviation": (len(FEATURES),),
+        "log_std": (WEIGHT_COUNT,),
+    }
+    size = len(FEATURES)
+    for number in range(depth):
+        bias = tensors.get(f"layers.{number}.bias")
+        out = WEIGHT_COUNT if number + 1 == depth or bias is None else len(bias)
+        shapes[f"layers.{number}.weight"] = (out, size)
+        shapes[f"layers.{number}.bias"] = (out,)
+        size = out
+    for key, shape in shapes.items():
+        found = tensors[key].shape if key in tensors else None
+        if found != shape or not np.isfinite(tensors[key]).all():
+            raise ValueError(f"{path}: {key} is {found}, not {shape} finite numbers")
+    return Policy(
+        name=name,
+        card=card,
+        feature_mean=tensors["feature_mean"],
+        feature_deviation=tensors["feature_deviation"],
+        layers=tuple(
+            (tensors[f"layers.{number}.weight"], tensors[f"layers.{number}.bias"])
+            for number in range(depth)
+        ),
+        log_std=tensors["log_std"],
+    )
+
+
+def _shipped() -> Path:
+    """Where the shipped policies are: inside an installed package, else beside the sources."""
+    package = Path(__file__).resolve().parents[1]
+    inside = package / "trained_policies"
+    return inside if inside.is_dir() else package.parent / "trained_policies"

@@ -1,0 +1,159 @@
+"""Choosing decoder weights as a one-step environment: plain, and as a batch for training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+from stable_baselines3.common.vec_env import VecEnv
+from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvStepReturn
+
+from envs.two_towers import two_towers
+from placer.policies.network import ACTION_SCALE, FARTHEST, normalised
+from placer.policies.pool import Exercise, exercise
+from placer.policies.summary import FEATURES
+from placer.search.decoder import HEFT, WEIGHT_COUNT
+
+REWARD_SCALE: Final = 10.0
+WORST_REWARD: Final = -20.0
+"""Of a plan that cannot run, and of one that takes more than seven times the reference."""
+
+
+class PlacementParamsEnv(gym.Env[NDArray[np.float32], NDArray[np.float32]]):
+    """Chooses the weights of the list scheduler for a problem; one step is an episode.
+
+    Observation: (22,) float32 in -5 .. 5: the summary of a problem drawn from the pool, normalised
+                 by the pool's mean and standard deviation.
+    Action:      (21,) float32 in -1 .. 1; weights = HEFT + 2 * action.
+    Reward:      -10 log(step / reference), the reference being the best of single device, HEFT and
+                 ETF; not below WORST_REWARD. Higher is better, 0 is as good as the heuristics.
+    Info:        ``step_ns``, ``reference_ns`` and ``family``.
+    """
+
+    metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012 - declared so by Gymnasium
+
+    def __init__(self, pool: Sequence[Exercise] | None = None) -> None:
+        """Draw from ``pool``; by default from one small problem."""
+        self.pool = list(pool or [exercise(two_towers(), "two-towers")])
+        self.feature_mean, self.feature_deviation = pool_scale(self.pool)
+        self.observation_space = observation_space()
+        self.action_space = action_space()
+        self._current = self.pool[0]
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[NDArray[np.float32], dict[str, Any]]:
+        """Draw a problem."""
+        super().reset(seed=seed)
+        self._current = self.pool[int(self.np_random.integers(len(self.pool)))]
+        return self._observe(), {}
+
+    def step(
+        self, action: NDArray[np.float32]
+    ) -> tuple[NDArray[np.float32], float, bool, bool, dict[str, Any]]:
+        """Decode with these weights; the episode ends."""
+        cost = decoded_cost(self._current, action)
+        info = {
+            "step_ns": cost,
+            "reference_ns": self._current.reference_ns,
+            "family": self._current.family,
+        }
+        return self._observe(), reward_of(self._current, cost), True, False, info
+
+    def _observe(self) -> NDArray[np.float32]:
+        return normalised(self._current.summary, self.feature_mean, self.feature_deviation)
+
+
+class ParamsBatch(VecEnv):
+    """The same environment, many at once in one thread: problems differ from episode to episode."""
+
+    def __init__(self, pool: Sequence[Exercise], count: int, seed: int) -> None:
+        """``count`` environments that draw from one pool."""
+        super().__init__(count, observation_space(), action_space())
+        self.pool = list(pool)
+        self._random = np.random.default_rng(seed)
+        mean, deviation = pool_scale(self.pool)
+        self._observations = np.stack(
+            [normalised(item.summary, mean, deviation) for item in self.pool]
+        )
+        self._current = np.zeros(count, np.int64)
+        self._actions = np.zeros((count, WEIGHT_COUNT), np.float32)
+
+    def reset(self) -> NDArray[np.float32]:
+        """Draw problems; their observations (count, 22)."""
+        self._current = self._random.integers(len(self.pool), size=self.num_envs)
+        return self._observations[self._current]
+
+    def step_async(self, actions: NDArray[np.float32]) -> None:
+        """Take the actions (count, 21)."""
+        self._actions = actions
+
+    def step_wait(self) -> VecEnvStepReturn:
+        """Decode all, and draw the next problems."""
+        rewards = np.empty(self.num_envs, np.float32)
+        infos: list[dict[str, Any]] = []
+        for row, number in enumerate(self._current):
+            item = self.pool[number]
+            rewards[row] = reward_of(item, decoded_cost(item, self._actions[row]))
+            infos.append({"terminal_observation": self._observations[number]})
+        return self.reset(), rewards, np.ones(self.num_envs, np.bool_), infos
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def get_attr(self, attr_name: str, indices: VecEnvIndices = None) -> list[Any]:
+        """An attribute, once for each environment asked for."""
+        return [getattr(self, attr_name, None) for _ in self._get_indices(indices)]
+
+    def set_attr(self, attr_name: str, value: Any, indices: VecEnvIndices = None) -> None:
+        """Set an attribute of the batch, which all environments share."""
+        setattr(self, attr_name, value)
+
+    def env_method(
+        self, method_name: str, *method_args: Any, indices: VecEnvIndices = None, **kwargs: Any
+    ) -> list[Any]:
+        """Call a method, once for each environment asked for."""
+        method = getattr(self, method_name)
+        return [method(*method_args, **kwargs) for _ in self._get_indices(indices)]
+
+    def env_is_wrapped(
+        self, wrapper_class: type[gym.Wrapper[Any, Any, Any, Any]], indices: VecEnvIndices = None
+    ) -> list[bool]:
+        """No environment is wrapped."""
+        return [False for _ in self._get_indices(indices)]
+
+
+def observation_space() -> gym.Space[NDArray[np.float32]]:
+    """Normalised summaries (22,)."""
+    return spaces.Box(-FARTHEST, FARTHEST, (len(FEATURES),), np.float32)
+
+
+def action_space() -> gym.Space[NDArray[np.float32]]:
+    """Offsets from HEFT (21,), in units of ACTION_SCALE."""
+    return spaces.Box(-1.0, 1.0, (WEIGHT_COUNT,), np.float32)
+
+
+def pool_scale(pool: Sequence[Exercise]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Mean (22,) and standard deviation (22,) of the summaries of a pool; 1 where all are equal."""
+    summaries = np.stack([item.summary for item in pool])
+    deviation = summaries.std(axis=0)
+    return (
+        summaries.mean(axis=0).astype(np.float32),
+        np.where(deviation > 1e-6, deviation, 1.0).astype(np.float32),
+    )
+
+
+def decoded_cost(item: Exercise, action: NDArray[np.float32]) -> int:
+    """Cost of what an action (21,) decodes to."""
+    weights = HEFT + ACTION_SCALE * np.clip(action.astype(np.float64), -1.0, 1.0)
+    return int(item.judge.decoded(weights[None])[2][0])
+
+
+def reward_of(item: Exercise, cost: int) -> float:
+    """Reward of a cost, in WORST_REWARD .. infinity."""
+    return max(WORST_REWARD, -REWARD_SCALE * math.log(max(cost, 1) / item.reference_ns))

@@ -1,0 +1,31 @@
+"""Registers all environments with Gymnasium, by name, without loading them.
+
+Importing this module registers them, so either of these works::
+
+    import placer.registration
+    gymnasium.make("placer/PlacementParams-v0", pool=pool)
+
+    gymnasium.make("placer.registration:placer/Placement-v0", problem=problem)
+
+Gymnasium 1.0 and later look for no plug-ins by themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import gymnasium
+
+from envs import registration
+
+PARAMS_ID: Final = "placer/PlacementParams-v0"
+
+
+def register_environments() -> None:
+    """Register the environments of this floor and of the one below, where they are not yet."""
+    registration.register_environments()
+    if PARAMS_ID not in gymnasium.registry:
+        gymnasium.register(PARAMS_ID, entry_point="placer.policies.params_env:PlacementParamsEnv")
+
+
+register_environments()

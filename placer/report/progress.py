@@ -1,0 +1,135 @@
+"""Progress of the main job: bars on a terminal, plain lines elsewhere, nothing for a library."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Protocol
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+SECONDS_BETWEEN_FRAMES: Final = 0.1
+
+
+class Progress(Protocol):
+    """Hears what the main job is doing."""
+
+    def stage(self, title: str) -> None:
+        """A new stage begins; the one before it is complete."""
+        ...
+
+    def advance(self, share: float, text: str = "") -> None:
+        """The stage is done to a share, 0 .. 1; ``text`` says what is going on in it."""
+        ...
+
+
+class Silent:
+    """Shows nothing."""
+
+    def stage(self, title: str) -> None:
+        """Ignored."""
+
+    def advance(self, share: float, text: str = "") -> None:
+        """Ignored."""
+
+
+class PlainLines:
+    """A line on stderr when a stage begins and one when it ends, for logs."""
+
+    def __init__(self) -> None:
+        self._title = ""
+        self._began = 0.0
+
+    def __enter__(self) -> PlainLines:
+        """Itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Complete the last stage."""
+        if kind is None:
+            self._complete()
+
+    def stage(self, title: str) -> None:
+        """Print the end of the last stage and the new title."""
+        self._complete()
+        self._title, self._began = title, time.perf_counter()
+        print(f"{title} ...", file=sys.stderr, flush=True)
+
+    def advance(self, share: float, text: str = "") -> None:
+        """Nothing between beginning and end."""
+
+    def _complete(self) -> None:
+        if self._title:
+            seconds = time.perf_counter() - self._began
+            print(f"{self._title}: {seconds:.1f} s", file=sys.stderr, flush=True)
+
+
+class Bars:
+    """A bar per stage on a terminal.
+
+    Drawn only when something is reported: a drawing thread would disturb the measurements.
+    """
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as RichProgress
+
+        self._bars = RichProgress(
+            TextColumn("{task.description:<24}"),
+            BarColumn(bar_width=30),
+            TimeElapsedColumn(),
+            TextColumn("[dim]{task.fields[text]}"),
+            console=Console(stderr=True),
+            auto_refresh=False,
+        )
+        self._task: TaskID | None = None
+        self._drawn = 0.0
+
+    def __enter__(self) -> Bars:
+        """Start drawing."""
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Complete the last bar and stop drawing."""
+        if kind is None:
+            self._complete()
+        self._bars.stop()
+
+    def stage(self, title: str) -> None:
+        """Complete the last bar and add one."""
+        self._complete()
+        self._task = self._bars.add_task(title, total=1.0, text="")
+        self._bars.refresh()
+
+    def advance(self, share: float, text: str = "") -> None:
+        """Move the bar, at most ten times a second."""
+        if self._task is None or time.perf_counter() - self._drawn < SECONDS_BETWEEN_FRAMES:
+            return
+        self._bars.update(self._task, completed=share, text=text)
+        self._bars.refresh()
+        self._drawn = time.perf_counter()
+
+    def _complete(self) -> None:
+        if self._task is not None:
+            self._bars.update(self._task, completed=1.0, text="")
+            self._bars.stop_task(self._task)
+            self._bars.refresh()
+
+
+def progress_for(stream_is_terminal: bool) -> Bars | PlainLines:
+    """Bars for a terminal, plain lines for anything else."""
+    return Bars() if stream_is_terminal else PlainLines()

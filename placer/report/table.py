@@ -1,0 +1,167 @@
+"""Terminal tables of an optimization, a cluster and a placement."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from envs.placement import module_of
+
+if TYPE_CHECKING:
+    from envs.cluster import Cluster
+    from envs.placement import Placement
+    from placer.outcome import Optimization, Row
+
+UNITS: Final = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+MEASURED_COLUMNS: Final = ("measured", "min", "spread", "rebuilt")
+
+
+def print_optimization(found: Optimization, console: Console) -> None:
+    """All candidates with predicted and measured step, speed-up and memory, then the verdict."""
+    ran = any(row.measurement is not None for row in found.rows)
+    table = Table(
+        box=box.SIMPLE_HEAD, title=_title(found), title_justify="left", collapse_padding=True
+    )
+    table.add_column("candidate", no_wrap=True)
+    for column in ("predicted", *(MEASURED_COLUMNS if ran else ()), "speed-up", "memory"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in found.rows:
+        measured = _measured_cells(row) if ran else []
+        table.add_row(
+            row.name,
+            _ms(row.predicted_s),
+            *measured,
+            _speed_up(found, row),
+            _memory(row),
+            style="bold green" if row is found.best else "",
+        )
+    console.print(table)
+    console.print(_legend(found, ran), style="dim", highlight=False)
+    for row in found.rows:
+        if row.measurement is not None and not row.measurement.ok:
+            console.print(f"{row.name} failed: {row.measurement.failure}", markup=False)
+    console.print(f"Best: {found.best.name}. {found.verdict}", markup=False, highlight=False)
+
+
+def _legend(found: Optimization, ran: bool) -> str:
+    """What the columns mean, as far as they do not say it."""
+    text = f"Times in ms; peak memory of {' / '.join(found.problem.cluster.names)}"
+    if ran:
+        text += "; rebuilt: from CPU clocks, without what others did to this machine"
+    if ran and found.loaded:
+        text += ". It was busy (wall time above 1.15 x rebuilt): speed-ups are by rebuilt times"
+    return text + "."
+
+
+def print_cluster(cluster: Cluster, console: Console) -> None:
+    """Devices with their speeds, links with theirs."""
+    devices = Table(box=box.SIMPLE_HEAD, title=cluster.name, title_justify="left")
+    for column in ("device", "kind", "memory", "GFLOP/s", "GB/s", "source"):
+        devices.add_column(column, justify="left" if column in "device kind source" else "right")
+    for device in cluster.devices:
+        devices.add_row(
+            device.name,
+            device.kind,
+            human_bytes(device.memory_bytes),
+            f"{device.peak_flop_per_s / 1e9:.1f}",
+            f"{device.bandwidth_bytes_per_s / 1e9:.1f}",
+            device.source,
+        )
+    console.print(devices)
+    if not cluster.links:
+        return
+    links = Table(box=box.SIMPLE_HEAD)
+    for column in ("link", "latency", "GB/s", "sharing"):
+        links.add_column(column)
+    for link in cluster.links:
+        links.add_row(
+            " - ".join(link.between),
+            f"{link.latency_s * 1e6:.1f} us",
+            f"{link.bandwidth_bytes_per_s / 1e9:.2f}",
+            link.sharing,
+        )
+    console.print(links)
+
+
+def print_placement(placement: Placement, console: Console) -> None:
+    """Ops per device for the top modules of a placement, and what is known of its step."""
+    table = Table(box=box.SIMPLE_HEAD, title=_origin(placement), title_justify="left")
+    table.add_column("module")
+    for name in placement.device_names:
+        table.add_column(name, justify="right")
+    counts: dict[str, Counter[str]] = {}
+    for op_id, d in zip(placement.ops, placement.devices, strict=True):
+        top = module_of(op_id).partition(".")[0] or "(model)"
+        counts.setdefault(top, Counter())[placement.device_names[d]] += 1
+    for module, count in counts.items():
+        table.add_row(module, *(str(count[name] or "") for name in placement.device_names))
+    console.print(table)
+    for key in ("predicted", "measured"):
+        known = getattr(placement, key)
+        if known and "step_s" in known:
+            console.print(f"{key} step: {_ms(known['step_s'])} ms", highlight=False)
+
+
+def human_bytes(size: float) -> str:
+    """Bytes with a decimal unit, as in "21.4 GB"."""
+    for unit, scale in UNITS:
+        if size >= scale:
+            return f"{size / scale:.1f} {unit}"
+    return f"{size:.0f} B"
+
+
+def _title(found: Optimization) -> str:
+    graph = found.problem.graph
+    return (
+        f"{graph.name}: {len(graph)} ops on {', '.join(found.problem.cluster.names)}; "
+        f"lower bound {_ms(found.lower_bound_s)} ms"
+    )
+
+
+def _origin(placement: Placement) -> str:
+    made = placement.made_by
+    parts = [f"{len(placement.ops)} ops of graph {placement.graph[:12]}"]
+    if made.placer:
+        parts.append(f"by {made.placer}, budget {made.budget}, seed {made.seed}")
+    return ", ".join(parts)
+
+
+def _measured_cells(row: Row) -> list[str]:
+    seen = row.measurement
+    if seen is None:
+        return ["-"] * 4
+    if not seen.ok:
+        return ["failed", "", "", ""]
+    return [_ms(seen.median_s), _ms(seen.min_s), f"{seen.spread:.1%}", _ms(seen.rebuilt_median_s)]
+
+
+def _speed_up(found: Optimization, row: Row) -> str:
+    """Against the best single device, like with like: measured or predicted times."""
+    single = found.single
+    if single is None or not np.isfinite(row.predicted_s):
+        return "-"
+    if row.measurement is None and single.measurement is not None:
+        return f"({single.predicted_s / row.predicted_s:.2f}x)"
+    return f"{found.step_s(single) / found.step_s(row):.2f}x"
+
+
+def _memory(row: Row) -> str:
+    """Peak of every device in one unit, as in "246 / 202 MB"."""
+    largest = max(row.peak_memory_bytes.values(), default=0)
+    unit, scale = next(((u, s) for u, s in UNITS if largest >= s), ("B", 1.0))
+    digits = 0 if largest / scale >= 10 else 1
+    sizes = (f"{size / scale:.{digits}f}" for size in row.peak_memory_bytes.values())
+    return f"{' / '.join(sizes)} {unit}"
+
+
+def _ms(seconds: float) -> str:
+    """Milliseconds with four significant digits or more."""
+    if not np.isfinite(seconds):
+        return "no room"
+    ms = seconds * 1e3
+    return f"{ms:.1f}" if ms >= 100 else f"{ms:.4g}"

@@ -1,0 +1,301 @@
+"""Simulated annealing of devices and order, guided by the critical chain.
+
+A move changes the rank of an op, or the device of an op (with its co-location group), of a
+connected cluster, or of two ops that swap. The op is mostly taken from the critical chain of the
+current plan: what started later could not have ended earlier. The acceptance threshold is drawn
+before the simulation, so that it can be aborted as soon as it must exceed it.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envs.compiled import compiled_borrowing, compiled_inline
+from envs.simulator import INFEASIBLE_NS, NO_LIMIT_NS, ProblemArrays, Workspace
+from placer.search.candidate import Candidate
+from placer.search.judge import Judge, plan_cost
+from placer.search.outline import Outline
+from placer.search.randomness import below, exponential, seeded, uniform
+
+HOT: Final = 1e-3
+COLD: Final = 1e-5
+"""Relative temperature at the begin and at the end, geometric in between."""
+ON_CHAIN: Final = 0.9
+RANK_MOVES: Final = 0.2
+EARLIER: Final = 0.7
+MEAN_SHIFT: Final = 12.0
+SWAPS: Final = 0.1
+CLUSTERS: Final = 0.3
+SPREADING: Final = 0.7
+MEAN_CLUSTER: Final = 6.0
+TO_NEIGHBOUR: Final = 0.6
+
+CURRENT: Final = 0
+BEST: Final = 1
+CHAIN: Final = 2
+LOG: Final = 3
+_COUNTERS: Final = 4
+
+
+class Walk(NamedTuple):
+    """State of a run, and scratch space; N ops."""
+
+    devices: NDArray[np.int32]
+    priority: NDArray[np.float64]  # N - rank
+    order: NDArray[np.int32]  # ops by rank
+    rank: NDArray[np.int32]
+    best_devices: NDArray[np.int32]
+    best_priority: NDArray[np.float64]
+    group_start: NDArray[np.int32]  # (C + 1,) members of co-location groups
+    members: NDArray[np.int32]
+    group: NDArray[np.int32]  # (N,)
+    chain: NDArray[np.int32]  # the first counters[CHAIN] are the critical chain
+    log_op: NDArray[np.int32]  # the first counters[LOG] ops have been moved
+    log_device: NDArray[np.int32]  # from here
+    counters: NDArray[np.int64]
+    random: NDArray[np.uint64]  # (1,)
+
+
+class Annealing:
+    """One annealing run; it can be run in pieces, and its best plan is never worse than the start.
+
+    The result depends on start, seed and the schedule alone, not on how it is cut into pieces.
+    """
+
+    def __init__(self, judge: Judge, start: Candidate, seed: int) -> None:
+        """Begin with a plan that every op may run."""
+        count = len(start.devices)
+        order = np.lexsort((np.arange(count), -start.priority)).astype(np.int32)
+        rank = np.empty(count, np.int32)
+        rank[order] = np.arange(count, dtype=np.int32)
+        priority = (count - rank).astype(np.float64)
+        group = judge.outline.group
+        grouped = np.flatnonzero(group >= 0).astype(np.int32)
+        sizes = np.bincount(group[grouped], minlength=0)
+        self._judge = judge
+        self._walk = Walk(
+            devices=np.array(start.devices, np.int32),
+            priority=priority,
+            order=order,
+            rank=rank,
+            best_devices=np.array(start.devices, np.int32),
+            best_priority=priority.copy(),
+            group_start=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32),
+            members=grouped[np.argsort(group[grouped], kind="stable")],
+            group=group,
+            chain=np.zeros(count, np.int32),
+            log_op=np.zeros(2 * count, np.int32),
+            log_device=np.zeros(2 * count, np.int32),
+            counters=np.zeros(_COUNTERS, np.int64),
+            random=seeded(seed),
+        )
+        _begin(judge.outline, judge.arrays, judge.work, self._walk)
+
+    @property
+    def best_cost(self) -> int:
+        """Cost of the best plan so far, as :class:`Judge` counts it."""
+        return int(self._walk.counters[BEST])
+
+    def run(self, steps: int, *, first: int, stride: int, total: int) -> None:
+        """Make ``steps`` moves, at most one evaluation each.
+
+        Move j happens at ``(first + j * stride) / total`` of the temperature schedule.
+        """
+        _anneal(
+            self._judge.outline,
+            self._judge.arrays,
+            self._judge.work,
+            self._walk,
+            int(steps),
+            int(first),
+            int(stride),
+            int(total),
+        )
+
+    def best(self, name: str = "annealing") -> Candidate:
+        """The best plan so far."""
+        return self._judge.candidate(name, self._walk.best_devices, self._walk.best_priority)
+
+
+@compiled_borrowing
+def _begin(o: Outline, arrays: ProblemArrays, work: Workspace, walk: Walk) -> None:
+    cost = plan_cost(arrays, work, walk.devices, walk.priority, NO_LIMIT_NS, o.memory_matters)
+    walk.counters[CURRENT] = cost
+    walk.counters[BEST] = cost
+    if cost != INFEASIBLE_NS:
+        _follow_chain(o, work, walk)
+
+
+@compiled_borrowing
+def _anneal(
+    o: Outline,
+    arrays: ProblemArrays,
+    work: Workspace,
+    walk: Walk,
+    steps: int,
+    first: int,
+    stride: int,
+    total: int,
+) -> None:
+    count = len(walk.devices)
+    device_count = len(arrays.memory_bytes)
+    random = walk.random
+    counters = walk.counters
+    for step in range(steps):
+        progress = min((first + step * stride) / total, 1.0)
+        temperature = HOT * (COLD / HOT) ** progress
+        op = below(random, count)
+        if counters[CHAIN] > 0 and uniform(random) < ON_CHAIN:
+            op = walk.chain[below(random, counters[CHAIN])]
+        counters[LOG] = 0
+        old_rank = walk.rank[op]
+        if device_count == 1 or uniform(random) < RANK_MOVES:
+            shift = 1 + int(min(exponential(random, MEAN_SHIFT), count))
+            if uniform(random) < EARLIER:
+                shift = -shift
+            _shift(walk, op, min(max(old_rank + shift, 0), count - 1))
+            if walk.rank[op] == old_rank:
+                continue
+        else:
+            _change_devices(o, walk, op, device_count)
+            if counters[LOG] == 0:
+                continue
+
+        current = counters[CURRENT]
+        limit = NO_LIMIT_NS
+        if current != INFEASIBLE_NS:
+            limit = current + int(current * exponential(random, temperature))
+        cost = plan_cost(arrays, work, walk.devices, walk.priority, limit, o.memory_matters)
+        if cost <= limit:
+            counters[CURRENT] = cost
+            if cost != INFEASIBLE_NS:
+                _follow_chain(o, work, walk)
+            if cost < counters[BEST]:
+                counters[BEST] = cost
+                for i in range(count):
+                    walk.best_devices[i] = walk.devices[i]
+                    walk.best_priority[i] = walk.priority[i]
+        else:
+            for k in range(counters[LOG] - 1, -1, -1):
+                walk.devices[walk.log_op[k]] = walk.log_device[k]
+            if walk.rank[op] != old_rank:
+                _shift(walk, op, old_rank)
+
+
+@compiled_inline
+def _follow_chain(o: Outline, work: Workspace, walk: Walk) -> None:
+    """The ops that decided when the last one ended, in the schedule just simulated."""
+    last = 0
+    latest = -1.0
+    for i in range(len(walk.devices)):
+        end = work.start_ns[i] + o.cost[i, walk.devices[i]]
+        if end > latest:
+            latest = end
+            last = i
+    length = 0
+    while last >= 0:
+        walk.chain[length] = last
+        length += 1
+        last = work.cause[last]
+    walk.counters[CHAIN] = length
+
+
+@compiled_inline
+def _shift(walk: Walk, op: int, target: int) -> None:
+    """Give an op the rank ``target``; those in between move by one."""
+    count = len(walk.order)
+    at = walk.rank[op]
+    step = 1 if target > at else -1
+    while at != target:
+        other = walk.order[at + step]
+        walk.order[at] = other
+        walk.rank[other] = at
+        walk.priority[other] = count - at
+        at += step
+    walk.order[at] = op
+    walk.rank[op] = at
+    walk.priority[op] = count - at
+
+
+@compiled_inline
+def _change_devices(o: Outline, walk: Walk, op: int, device_count: int) -> None:
+    """Move an op, a cluster around it, or two ops that swap; all moves are logged."""
+    random = walk.random
+    home = walk.devices[op]
+    kind = uniform(random)
+    if kind < SWAPS:
+        other = below(random, len(walk.devices))
+        there = walk.devices[other]
+        apart = walk.group[op] < 0 or walk.group[op] != walk.group[other]
+        if there != home and apart and o.allowed[op, there] and o.allowed[other, home]:
+            _move(walk, op, there)
+            _move(walk, other, home)
+        return
+    target = below(random, device_count)
+    if uniform(random) < TO_NEIGHBOUR:
+        neighbour = _neighbour(o, op, below(random, max(_degree(o, op), 1)))
+        if neighbour >= 0:
+            target = walk.devices[neighbour]
+    if target == home:
+        target = (home + 1 + below(random, device_count - 1)) % device_count
+    if not o.allowed[op, target]:
+        return
+    _move(walk, op, target)
+    if kind < SWAPS + CLUSTERS:
+        _move_cluster(o, walk, home, target)
+
+
+@compiled_inline
+def _move_cluster(o: Outline, walk: Walk, home: int, target: int) -> None:
+    """Let neighbours on ``home`` follow the ops that have been moved, breadth first."""
+    random = walk.random
+    size = 2 + int(min(exponential(random, MEAN_CLUSTER), len(walk.devices)))
+    follower = 0
+    while follower < walk.counters[LOG] and walk.counters[LOG] < size:
+        op = walk.log_op[follower]
+        follower += 1
+        for k in range(_degree(o, op)):
+            other = _neighbour(o, op, k)
+            if (
+                walk.devices[other] == home
+                and o.allowed[other, target]
+                and uniform(random) < SPREADING
+            ):
+                _move(walk, other, target)
+                if walk.counters[LOG] >= size:
+                    return
+
+
+@compiled_inline
+def _move(walk: Walk, op: int, target: int) -> None:
+    """Put an op and its group on a device, and log where they were."""
+    group = walk.group[op]
+    first, end = 0, 1
+    if group >= 0:
+        first, end = walk.group_start[group], walk.group_start[group + 1]
+    for k in range(first, end):
+        member = walk.members[k] if group >= 0 else op
+        at = walk.counters[LOG]
+        walk.log_op[at] = member
+        walk.log_device[at] = walk.devices[member]
+        walk.counters[LOG] = at + 1
+        walk.devices[member] = target
+
+
+@compiled_inline
+def _degree(o: Outline, op: int) -> int:
+    inputs = o.predecessor_start[op + 1] - o.predecessor_start[op]
+    return int(inputs + o.successor_start[op + 1] - o.successor_start[op])
+
+
+@compiled_inline
+def _neighbour(o: Outline, op: int, k: int) -> int:
+    """Neighbour k of an op, inputs first; -1 where it has none."""
+    inputs = o.predecessor_start[op + 1] - o.predecessor_start[op]
+    if k < inputs:
+        return int(o.predecessors[o.predecessor_start[op] + k])
+    k += o.successor_start[op] - inputs
+    return int(o.successors[k]) if k < o.successor_start[op + 1] else -1

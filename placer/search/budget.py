@@ -1,0 +1,110 @@
+"""How long a search may take: seconds, or evaluations of the simulator."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+_FORM: Final = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:e[0-9]+(?=[a-z]))?)\s*(s|m|min|e|evals?)")
+LONGEST_CHUNK_S: Final = 0.05
+_SECONDS: Final = {"s": 1.0, "m": 60.0, "min": 60.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Either ``seconds`` or ``evaluations``, the other is None.
+
+    With evaluations, a search with the same seed gives the same result on every machine.
+    """
+
+    seconds: float | None = None
+    evaluations: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.seconds is None) == (self.evaluations is None):
+            raise ValueError("a budget is either seconds or evaluations, such as '20s' or '4000e'")
+        amount = self.seconds if self.seconds is not None else self.evaluations
+        if amount is None or not (math.isfinite(amount) and amount > 0):
+            raise ValueError(f"a budget of {amount} is no amount above 0; try '20s' or '4000e'")
+
+    @classmethod
+    def parse(cls, text: str) -> Budget:
+        """Read ``"20s"``, ``"2m"`` or ``"4000e"``.
+
+        >>> Budget.parse("1.5s")
+        Budget(seconds=1.5, evaluations=None)
+        >>> Budget.parse("4000e")
+        Budget(seconds=None, evaluations=4000)
+
+        Raises:
+            ValueError: it is none of these, zero, or a fraction of an evaluation.
+        """
+        match = _FORM.fullmatch(text.strip().lower())
+        if match is None:
+            raise ValueError(
+                f"budget {text!r} is neither seconds, such as '20s' or '1.5m', nor evaluations, "
+                "such as '4000e'"
+            )
+        amount, unit = float(match[1]), match[2]
+        if unit in _SECONDS:
+            return cls(seconds=amount * _SECONDS[unit])
+        if not math.isfinite(amount) or amount != int(amount):
+            raise ValueError(f"budget {text!r} is no whole number of evaluations; try '4000e'")
+        return cls(evaluations=int(amount))
+
+    def __str__(self) -> str:
+        """As :meth:`parse` reads it."""
+        return f"{self.seconds:g}s" if self.seconds is not None else f"{self.evaluations}e"
+
+
+@dataclass(slots=True)
+class Meter:
+    """What has been spent of a budget, and whether somebody asked to stop.
+
+    Compiled loops run in chunks of about ``chunk_s`` between two looks at
+    ``should_stop``.
+    """
+
+    budget: Budget
+    should_stop: Callable[[], bool] | None = None
+    spent: int = 0
+    stopped: bool = False
+    _began: float = field(default_factory=time.perf_counter)
+
+    @property
+    def chunk_s(self) -> float:
+        """0.05 s, less where that is a good part of the budget."""
+        if self.budget.seconds is None:
+            return LONGEST_CHUNK_S
+        return min(LONGEST_CHUNK_S, self.budget.seconds / 50.0)
+
+    def seconds(self) -> float:
+        """Seconds since the meter was made."""
+        return time.perf_counter() - self._began
+
+    def share(self) -> float:
+        """Spent part of the budget, 0 .. 1 (and above when it was overdrawn)."""
+        if self.budget.seconds is not None:
+            return self.seconds() / self.budget.seconds
+        assert self.budget.evaluations is not None
+        return self.spent / self.budget.evaluations
+
+    def spend(self, evaluations: int) -> None:
+        """Note evaluations that were done."""
+        self.spent += evaluations
+
+    def left(self) -> int | None:
+        """Evaluations left, None when the budget is in seconds."""
+        if self.budget.evaluations is None:
+            return None
+        return max(self.budget.evaluations - self.spent, 0)
+
+    def over(self, share: float = 1.0) -> bool:
+        """Whether ``share`` of the budget is spent, or somebody asked to stop."""
+        if not self.stopped and self.should_stop is not None and self.should_stop():
+            self.stopped = True
+        return self.stopped or self.share() >= share

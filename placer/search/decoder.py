@@ -1,0 +1,241 @@
+"""The learned list scheduler: 21 weights turn a problem into a plan.
+
+Repeatedly the ready op with the highest order score is put on the device with the highest device
+score. The order score of op v is ``order_base[v] + w[:7] . op_features[v]``; the score of device d
+is ``w[7:] . f(v, d)`` with fourteen live features, times in units of the outline's scale, "regret"
+being the distance to the smallest value over the devices, L the soft logarithm of
+:func:`placer.search.outline.soft_log`:
+
+ 0 L(finish regret)                 7 L(wait for the device once the data is there)
+ 1 min(finish regret, 10)           8 share of my consumers' other inputs that sit on d
+ 2 L(start regret)                  9 L(load regret)
+ 3 L(free-time regret)             10 L(backlog of d's outgoing queue beyond the start)
+ 4 share of my inputs already on d 11 d is the home of my heaviest input
+ 5 L(transfer time still to bring) 12 d is the home of my latest input
+ 6 L(wait for data on a free d)    13 L(ready ops whose heaviest input is on d)
+
+The first op of a co-location group decides for the group. A device that would run out of memory
+is left out where another has room, and so is one that an input cannot reach. With the weights
+:data:`HEFT` this is Heterogeneous Earliest Finish Time (Topcuoglu et al. 2002, without insertion).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envs.compiled import compiled, compiled_borrowing, compiled_inline
+from placer.search.live import (
+    Live,
+    commit,
+    find_heaviest,
+    gather_inputs,
+    live_for,
+    pop,
+    push,
+    rank_devices,
+    release,
+    reset,
+)
+from placer.search.outline import OP_FEATURE_COUNT, Outline
+
+DEVICE_FEATURE_COUNT: Final = 14
+WEIGHT_COUNT: Final = OP_FEATURE_COUNT + DEVICE_FEATURE_COUNT
+MOST_CONSUMERS: Final = 6
+MOST_SIBLINGS: Final = 8
+FARTHEST_FINISH: Final = 10.0
+
+
+def _heft() -> NDArray[np.float64]:
+    weights = np.zeros(WEIGHT_COUNT)
+    weights[OP_FEATURE_COUNT + 1] = -2.0
+    weights.setflags(write=False)
+    return weights
+
+
+HEFT: Final = _heft()
+"""Weights (21,) of the classic heuristic: highest bottom level first, earliest finish time."""
+
+
+def decode(
+    problem: Outline, weights: NDArray[np.floating[Any]]
+) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
+    """Devices (N,) and priorities (N,) that ``weights`` (21,) decode to."""
+    devices, priority = decode_batch(problem, np.asarray(weights)[None])
+    return devices[0], priority[0]
+
+
+def decode_batch(
+    problem: Outline, weights: NDArray[np.floating[Any]]
+) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
+    """Devices (B, N) and priorities (B, N) that ``weights`` (B, 21) decode to.
+
+    Raises:
+        ValueError: the weights are not of that shape, or not all finite.
+    """
+    rows = np.array(weights, np.float64, order="C")
+    if rows.ndim != 2 or rows.shape[1] != WEIGHT_COUNT:
+        raise ValueError(f"weights are of shape {rows.shape}, not (B, {WEIGHT_COUNT})")
+    if not np.isfinite(rows).all():
+        raise ValueError("weights are not all finite numbers")
+    shape = (len(rows), len(problem.group))
+    devices = np.full(shape, -1, np.int32)
+    priority = np.zeros(shape)
+    live = live_for(problem)
+    for row in range(len(rows)):
+        _decode(problem, live, rows[row], devices[row], priority[row])
+    return devices, priority
+
+
+@compiled_inline
+def soft_log1(x: float) -> float:
+    """Scalar twin of :func:`placer.search.outline.soft_log`."""
+    root = np.sqrt(np.sqrt(1.0 + x))
+    return float(2.0 * (root - 1.0 / root))
+
+
+@compiled
+def _decode(
+    o: Outline,
+    live: Live,
+    weights: NDArray[np.float64],
+    devices: NDArray[np.int32],
+    priority: NDArray[np.float64],
+) -> None:
+    """Fill ``devices`` (N,), given as -1, and ``priority`` (N,)."""
+    count = len(devices)
+    score = o.order_base.copy()
+    for i in range(count):
+        for k in range(OP_FEATURE_COUNT):
+            score[i] += weights[k] * o.op_features[i, k]
+    order = np.argsort(-score, kind="mergesort")
+    for k in range(count):
+        live.rank[order[k]] = k
+    _decode_in_order(o, live, order, weights[OP_FEATURE_COUNT:], devices, priority)
+
+
+@compiled_borrowing
+def _decode_in_order(
+    o: Outline,
+    live: Live,
+    order: NDArray[np.int64],
+    u: NDArray[np.float64],
+    devices: NDArray[np.int32],
+    priority: NDArray[np.float64],
+) -> None:
+    count = len(devices)
+    size = reset(o, live)
+    for position in range(count):
+        v = order[pop(live.heap, size)]
+        size -= 1
+        latest = gather_inputs(o, live, devices, v)
+        best_tier = rank_devices(o, live, v)
+        chosen = _choose(o, live, devices, u, v, latest, best_tier)
+        devices[v] = chosen
+        priority[v] = count - position
+        if live.heaviest_home[v] >= 0:
+            live.crowd[live.heaviest_home[v]] -= 1.0
+        commit(o, live, devices, v, chosen)
+        release(o, live, devices, v, chosen)
+        for s in range(o.successor_start[v], o.successor_start[v + 1]):
+            w = o.successors[s]
+            live.waiting[w] -= 1
+            if live.waiting[w] == 0:
+                size = push(live.heap, size, live.rank[w])
+                find_heaviest(o, live, devices, w)
+
+
+@compiled_inline
+def _choose(
+    o: Outline,
+    live: Live,
+    devices: NDArray[np.int32],
+    u: NDArray[np.float64],
+    v: int,
+    latest: int,
+    best_tier: int,
+) -> int:
+    """The device of the best tier with the highest score."""
+    device_count = len(live.free)
+    least_start = np.inf
+    least_finish = np.inf
+    least_free = np.inf
+    least_load = np.inf
+    for d in range(device_count):
+        if live.tier[d] == best_tier:
+            begin = max(live.free[d], live.data[d])
+            least_start = min(least_start, begin)
+            least_finish = min(least_finish, begin + o.cost[v, d])
+            least_free = min(least_free, live.free[d])
+            least_load = min(least_load, live.load[d])
+    total_in = 0.0
+    for e in range(o.predecessor_start[v], o.predecessor_start[v + 1]):
+        total_in += o.edge_ns[e]
+    total_sibling = 0.0
+    if u[8] != 0.0:
+        total_sibling = _siblings(o, v, devices, live.sibling)
+
+    chosen = -1
+    best = -np.inf
+    for d in range(device_count):
+        if live.tier[d] != best_tier:
+            continue
+        free, data = live.free[d], live.data[d]
+        begin = max(free, data)
+        regret = (begin + o.cost[v, d] - least_finish) / o.scale
+        value = u[1] * min(regret, FARTHEST_FINISH)
+        if u[0] != 0.0:
+            value += u[0] * soft_log1(regret)
+        if u[2] != 0.0:
+            value += u[2] * soft_log1((begin - least_start) / o.scale)
+        if u[3] != 0.0:
+            value += u[3] * soft_log1((free - least_free) / o.scale)
+        if u[4] != 0.0 and total_in > 0.0:
+            value += u[4] * live.have[d] / total_in
+        if u[5] != 0.0:
+            value += u[5] * soft_log1(live.bring[d] / o.scale)
+        if u[6] != 0.0 and data > free:
+            value += u[6] * soft_log1((data - free) / o.scale)
+        if u[7] != 0.0 and free > data:
+            value += u[7] * soft_log1((free - data) / o.scale)
+        if total_sibling > 0.0:
+            value += u[8] * live.sibling[d] / total_sibling
+        if u[9] != 0.0:
+            value += u[9] * soft_log1((live.load[d] - least_load) / o.scale)
+        q = o.out_queue[d]
+        if u[10] != 0.0 and q >= 0 and live.queue_free[q] > begin:
+            value += u[10] * soft_log1((live.queue_free[q] - begin) / o.scale)
+        if d == live.heaviest_home[v]:
+            value += u[11]
+        if d == latest:
+            value += u[12]
+        if u[13] != 0.0:
+            value += u[13] * soft_log1(live.crowd[d])
+        if value > best:
+            best = value
+            chosen = d
+    return chosen
+
+
+@compiled_inline
+def _siblings(
+    o: Outline, v: int, devices: NDArray[np.int32], sibling: NDArray[np.float64]
+) -> float:
+    """Transfer time of my consumers' other placed inputs: by device, and in all.
+
+    Of the first :data:`MOST_CONSUMERS` consumers the first :data:`MOST_SIBLINGS` inputs count.
+    """
+    sibling[:] = 0.0
+    total = 0.0
+    first = o.successor_start[v]
+    for s in range(first, min(o.successor_start[v + 1], first + MOST_CONSUMERS)):
+        w = o.successors[s]
+        begin = o.predecessor_start[w]
+        for e in range(begin, min(o.predecessor_start[w + 1], begin + MOST_SIBLINGS)):
+            p = o.predecessors[e]
+            if p != v and devices[p] >= 0:
+                sibling[devices[p]] += o.edge_ns[e]
+                total += o.edge_ns[e]
+    return total

@@ -1,0 +1,137 @@
+"""Earliest Task First: the (op, device) pair that can start soonest goes first.
+
+Hwang, Chow, Anger, Lee: Scheduling precedence graphs in systems with interprocessor communication
+times (1989). Equal starts are decided by the highest bottom level, then by the lowest device.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envs.compiled import compiled, compiled_inline
+from placer.search.outline import Outline
+
+WINDOW: Final = 128
+"""Ready ops looked at in each round, those with the highest bottom levels: N * 128 * D steps."""
+
+
+def etf(problem: Outline) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
+    """Devices (N,) and priorities (N,) of Earliest Task First.
+
+    Memory is a matter of parameters alone here: a device without room for an op's parameters and
+    output is left out where another has it.
+    """
+    devices = np.full(len(problem.group), -1, np.int32)
+    priority = np.zeros(len(problem.group))
+    _etf(problem, devices, priority)
+    return devices, priority
+
+
+@compiled
+def _etf(o: Outline, devices: NDArray[np.int32], priority: NDArray[np.float64]) -> None:
+    count, device_count = o.cost.shape
+    order = np.argsort(-o.bottom_level, kind="mergesort")
+    rank = np.empty(count, np.int64)
+    rank[order] = np.arange(count)
+    waiting = np.diff(o.predecessor_start)
+    finish = np.zeros(count)
+    sent = np.full((count, device_count), -1.0)
+    pinned = np.full(max(len(o.group_parameter), 1), -1, np.int32)
+    free = np.zeros(device_count)
+    queue_free = np.zeros(max(o.queue_count, 1))
+    used = np.zeros(device_count)
+    data = np.zeros((count, device_count))  # arrival of all inputs of a ready op
+    reach = np.ones((count, device_count), np.bool_)
+    ready = np.empty(count, np.int64)  # ranks, ascending
+    size = 0
+    for r in range(count):
+        if waiting[order[r]] == 0:
+            ready[size] = r
+            size += 1
+
+    for position in range(count):
+        best = np.inf
+        best_tier = 0
+        at = -1
+        device = -1
+        for k in range(min(size, WINDOW)):
+            v = order[ready[k]]
+            group = o.group[v]
+            for d in range(device_count):
+                if not o.allowed[v, d] or (group >= 0 and pinned[group] not in (-1, d)):
+                    continue
+                tier = 2 if reach[v, d] else 1
+                if o.memory_matters:
+                    tier *= 2
+                    tier += used[d] + o.parameter[v] + o.held[v] + o.output[v] <= o.memory[d]
+                begin = max(free[d], data[v, d])
+                if tier > best_tier or (tier == best_tier and begin < best):
+                    best, best_tier, at, device = begin, tier, k, d
+        v = order[ready[at]]
+        size -= 1
+        for k in range(at, size):
+            ready[k] = ready[k + 1]
+
+        devices[v] = device
+        priority[v] = count - position
+        used[device] += o.parameter[v] + o.held[v]
+        if o.group[v] >= 0:
+            pinned[o.group[v]] = device
+        begin = free[device]
+        for e in range(o.predecessor_start[v], o.predecessor_start[v + 1]):
+            p = o.predecessors[e]
+            arrival = finish[p]
+            if devices[p] != device:
+                arrival = _arrival(o, e, devices[p], device, finish[p], sent, queue_free)
+                if sent[p, device] < 0.0:
+                    q = o.queue[devices[p], device]
+                    if q >= 0:
+                        queue_free[q] = arrival
+                    if o.once_per_destination:
+                        sent[p, device] = arrival
+            begin = max(begin, arrival)
+        finish[v] = begin + o.cost[v, device]
+        free[device] = finish[v]
+
+        for s in range(o.successor_start[v], o.successor_start[v + 1]):
+            w = o.successors[s]
+            waiting[w] -= 1
+            if waiting[w] > 0:
+                continue
+            hole = size
+            while hole > 0 and ready[hole - 1] > rank[w]:
+                ready[hole] = ready[hole - 1]
+                hole -= 1
+            ready[hole] = rank[w]
+            size += 1
+            for e in range(o.predecessor_start[w], o.predecessor_start[w + 1]):
+                p = o.predecessors[e]
+                for d in range(device_count):
+                    arrival = finish[p]
+                    if d != devices[p]:
+                        arrival = _arrival(o, e, devices[p], d, finish[p], sent, queue_free)
+                        reach[w, d] &= o.connected[devices[p], d]
+                    data[w, d] = max(data[w, d], arrival)
+
+
+@compiled_inline
+def _arrival(
+    o: Outline,
+    e: int,
+    home: int,
+    device: int,
+    finish: float,
+    sent: NDArray[np.float64],
+    queue_free: NDArray[np.float64],
+) -> float:
+    """When edge ``e``, produced at ``finish`` on ``home``, is on ``device``."""
+    copied = sent[o.predecessors[e], device]
+    if copied >= 0.0:
+        return float(copied)
+    q = o.queue[home, device]
+    if q >= 0:
+        finish = max(finish, queue_free[q])
+    return float(finish + o.latency[home, device] + o.edge_bytes[e] * o.ns_per_byte[home, device])

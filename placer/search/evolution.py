@@ -1,0 +1,111 @@
+"""CMA-ES: evolution of a normal distribution, with the standard coefficients.
+
+Hansen, "The CMA Evolution Strategy: A Tutorial" (arXiv 1604.00772), table 1, without negative
+weights. Samples are drawn by a Cholesky factor in place of the symmetric root, and rounded, so that
+the last bit of a linear algebra library does not decide what is found.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+DECIMALS = 9
+
+
+class Evolution:
+    """Minimises a function of K numbers that is given as costs of samples.
+
+    >>> evolution = Evolution(np.zeros(3), sigma=0.5, seed=0)
+    >>> for _ in range(100):
+    ...     samples = evolution.ask()
+    ...     evolution.tell(samples, ((samples - 1.0) ** 2).sum(axis=1))
+    >>> evolution.mean.round(3)
+    array([1., 1., 1.])
+    """
+
+    def __init__(
+        self,
+        start: NDArray[np.floating[Any]],
+        *,
+        sigma: float,
+        seed: int,
+        population: int | None = None,
+    ) -> None:
+        """Start at ``start`` (K,) with standard deviation ``sigma`` in every direction.
+
+        Raises:
+            ValueError: sigma is not above 0, or the population is below 2.
+        """
+        size = len(start)
+        self.population = population or 4 + int(3 * math.log(size))
+        if not sigma > 0:
+            raise ValueError(f"sigma is {sigma}, not above 0")
+        if self.population < 2:
+            raise ValueError(f"a population of {self.population} cannot evolve: take at least 2")
+        self.mean = np.array(start, np.float64)
+        self.sigma = float(sigma)
+        self._random = np.random.default_rng(seed)
+        parents = self.population // 2
+        weights = math.log(self.population / 2 + 0.5) - np.log(np.arange(1, parents + 1))
+        self._weights = weights / weights.sum()
+        effective = 1.0 / float((self._weights**2).sum())
+        self._effective = effective
+        self._path_rate = (effective + 2) / (size + effective + 5)
+        self._damping = (
+            1 + 2 * max(0.0, math.sqrt((effective - 1) / (size + 1)) - 1) + self._path_rate
+        )
+        self._cumulation = (4 + effective / size) / (size + 4 + 2 * effective / size)
+        self._rank_one = 2 / ((size + 1.3) ** 2 + effective)
+        self._rank_mu = min(
+            1 - self._rank_one, 2 * (effective - 2 + 1 / effective) / ((size + 2) ** 2 + effective)
+        )
+        self._expected = math.sqrt(size) * (1 - 1 / (4 * size) + 1 / (21 * size**2))
+        self._covariance: NDArray[np.floating[Any]] = np.eye(size)
+        self._factor: NDArray[np.floating[Any]] = np.eye(size)
+        self._sigma_path = np.zeros(size)
+        self._path = np.zeros(size)
+        self._generation = 0
+
+    def ask(self) -> NDArray[np.float64]:
+        """Samples (population, K) to be judged."""
+        normal = self._random.standard_normal((self.population, len(self.mean)))
+        samples = self.mean + self.sigma * normal @ self._factor.T
+        return np.asarray(samples.round(DECIMALS))
+
+    def tell(
+        self, samples: NDArray[np.float64], costs: NDArray[np.floating[Any] | np.integer[Any]]
+    ) -> None:
+        """Learn from the costs (population,) of ``samples``; of equal ones the first is better."""
+        self._generation += 1
+        best = np.argsort(costs, kind="stable")[: len(self._weights)]
+        steps = (samples[best] - self.mean) / self.sigma
+        step = self._weights @ steps
+        self.mean = self.mean + self.sigma * step
+
+        rate = self._path_rate
+        self._sigma_path *= 1 - rate
+        self._sigma_path += math.sqrt(rate * (2 - rate) * self._effective) * np.linalg.solve(
+            self._factor, step
+        )
+        length = float(np.linalg.norm(self._sigma_path))
+        decay = math.sqrt(1 - (1 - rate) ** (2 * self._generation))
+        calm = length / decay < (1.4 + 2 / (len(self.mean) + 1)) * self._expected
+
+        rate = self._cumulation
+        self._path *= 1 - rate
+        if calm:
+            self._path += math.sqrt(rate * (2 - rate) * self._effective) * step
+        kept = 1 - self._rank_one - self._rank_mu + (not calm) * self._rank_one * rate * (2 - rate)
+        self._covariance = (
+            kept * self._covariance
+            + self._rank_one * np.outer(self._path, self._path)
+            + self._rank_mu * (steps.T * self._weights) @ steps
+        )
+        self._factor = np.linalg.cholesky(self._covariance)
+        self.sigma *= math.exp(
+            min(1.0, self._path_rate / self._damping * (length / self._expected - 1))
+        )

@@ -1,0 +1,250 @@
+"""What a list schedule knows while it is being made, and how it grows op by op."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envs.compiled import compiled_inline
+from placer.search.outline import Outline
+
+
+class Live(NamedTuple):
+    """What a decode knows so far; N ops, D devices. Make it with :func:`live_for`, reuse it."""
+
+    rank: NDArray[np.int64]  # (N,) of the order score
+    heap: NDArray[np.int64]  # (N,) ranks of ready ops
+    waiting: NDArray[np.int32]  # (N,) inputs that are not placed
+    unread: NDArray[np.int32]  # (N,) consumers that are not placed
+    heaviest_home: NDArray[np.int32]  # (N,) device of a ready op's heaviest input, or -1
+    finish: NDArray[np.float64]  # (N,) ns
+    sent: NDArray[np.float64]  # (N, D) when a copy of an output is there, -1: it is not sent
+    pinned: NDArray[np.int32]  # device of each co-location group, or -1
+    queue_free: NDArray[np.float64]  # by queue, ns
+    free: NDArray[np.float64]  # from here (D,) each; ns
+    load: NDArray[np.float64]
+    resident: NDArray[np.float64]  # bytes of parameters
+    active: NDArray[np.float64]  # bytes of outputs and copies that are still needed
+    peak: NDArray[np.float64]  # the most of them so far
+    crowd: NDArray[np.float64]  # ready ops whose heaviest input is there
+    data: NDArray[np.float64]  # of the current op: when all inputs could be there
+    bring: NDArray[np.float64]  # and the transfer time of those that are not
+    bring_bytes: NDArray[np.float64]
+    have: NDArray[np.float64]  # mean transfer time of those that are
+    reach: NDArray[np.bool_]
+    sibling: NDArray[np.float64]
+    tier: NDArray[np.int64]
+
+
+def live_for(problem: Outline) -> Live:
+    """Scratch space for decodes of a problem."""
+    count, devices = problem.cost.shape
+    return Live(
+        rank=np.zeros(count, np.int64),
+        heap=np.zeros(count, np.int64),
+        waiting=np.zeros(count, np.int32),
+        unread=np.zeros(count, np.int32),
+        heaviest_home=np.zeros(count, np.int32),
+        finish=np.zeros(count),
+        sent=np.zeros((count, devices)),
+        pinned=np.zeros(len(problem.group_parameter), np.int32),
+        queue_free=np.zeros(problem.queue_count),
+        free=np.zeros(devices),
+        load=np.zeros(devices),
+        resident=np.zeros(devices),
+        active=np.zeros(devices),
+        peak=np.zeros(devices),
+        crowd=np.zeros(devices),
+        data=np.zeros(devices),
+        bring=np.zeros(devices),
+        bring_bytes=np.zeros(devices),
+        have=np.zeros(devices),
+        reach=np.zeros(devices, np.bool_),
+        sibling=np.zeros(devices),
+        tier=np.zeros(devices, np.int64),
+    )
+
+
+@compiled_inline
+def reset(o: Outline, live: Live) -> int:
+    """Nothing placed, the sources on the heap; returns its size."""
+    count, device_count = o.cost.shape
+    size = 0
+    for i in range(count):
+        live.waiting[i] = o.predecessor_start[i + 1] - o.predecessor_start[i]
+        live.unread[i] = o.successor_start[i + 1] - o.successor_start[i]
+        live.heaviest_home[i] = -1
+        for d in range(device_count):
+            live.sent[i, d] = -1.0
+        if live.waiting[i] == 0:
+            size = push(live.heap, size, live.rank[i])
+    for group in range(len(live.pinned)):
+        live.pinned[group] = -1
+    for q in range(len(live.queue_free)):
+        live.queue_free[q] = 0.0
+    for d in range(device_count):
+        live.free[d] = 0.0
+        live.load[d] = 0.0
+        live.resident[d] = 0.0
+        live.active[d] = 0.0
+        live.peak[d] = 0.0
+        live.crowd[d] = 0.0
+    return size
+
+
+@compiled_inline
+def gather_inputs(o: Outline, live: Live, devices: NDArray[np.int32], v: int) -> int:
+    """What op v would wait for and bring to every device; returns the home of its latest input."""
+    device_count = len(live.free)
+    for d in range(device_count):
+        live.data[d] = 0.0
+        live.bring[d] = 0.0
+        live.bring_bytes[d] = 0.0
+        live.have[d] = 0.0
+        live.reach[d] = True
+    latest = -1
+    latest_finish = -1.0
+    for e in range(o.predecessor_start[v], o.predecessor_start[v + 1]):
+        p = o.predecessors[e]
+        home = devices[p]
+        if live.finish[p] > latest_finish:
+            latest_finish = live.finish[p]
+            latest = home
+        for d in range(device_count):
+            arrival = live.finish[p]
+            if d == home:
+                live.have[d] += o.edge_ns[e]
+            elif live.sent[p, d] >= 0.0:
+                arrival = live.sent[p, d]
+                live.have[d] += o.edge_ns[e]
+            else:
+                live.reach[d] &= o.connected[home, d]
+                transfer = o.latency[home, d] + o.edge_bytes[e] * o.ns_per_byte[home, d]
+                q = o.queue[home, d]
+                if q >= 0:
+                    arrival = max(arrival, live.queue_free[q])
+                arrival += transfer
+                live.bring[d] += transfer
+                live.bring_bytes[d] += o.edge_bytes[e]
+            live.data[d] = max(live.data[d], arrival)
+    return latest
+
+
+@compiled_inline
+def rank_devices(o: Outline, live: Live, v: int) -> int:
+    """Tier of every device for op v: 3 good, 2 full, 1 out of reach, 0 forbidden; the best one."""
+    group = o.group[v]
+    pinned = live.pinned[group] if group >= 0 else -1
+    parameter = _new_parameter_bytes(o, live, v)
+    best_tier = 0
+    for d in range(len(live.free)):
+        tier = 0
+        if o.allowed[v, d] and (pinned < 0 or pinned == d):
+            tier = 3 if live.reach[d] else 1
+            if o.memory_matters:
+                output = o.output[v] + o.held[v] + o.workspace[v]
+                active = live.active[d] + output + live.bring_bytes[d]
+                if live.resident[d] + parameter + max(live.peak[d], active) > o.memory[d]:
+                    tier = max(tier - 1, 1)
+        live.tier[d] = tier
+        best_tier = max(best_tier, tier)
+    return best_tier
+
+
+@compiled_inline
+def commit(o: Outline, live: Live, devices: NDArray[np.int32], v: int, d: int) -> None:
+    """Send the inputs that device d lacks, and let op v run there."""
+    live.resident[d] += _new_parameter_bytes(o, live, v)
+    if o.group[v] >= 0:
+        live.pinned[o.group[v]] = d
+    begin = live.free[d]
+    for e in range(o.predecessor_start[v], o.predecessor_start[v + 1]):
+        p = o.predecessors[e]
+        home = devices[p]
+        arrival = live.finish[p]
+        if home != d:
+            if live.sent[p, d] >= 0.0:
+                arrival = live.sent[p, d]
+            else:
+                q = o.queue[home, d]
+                if q >= 0:
+                    arrival = max(arrival, live.queue_free[q])
+                arrival += o.latency[home, d] + o.edge_bytes[e] * o.ns_per_byte[home, d]
+                if q >= 0:
+                    live.queue_free[q] = arrival
+                if o.once_per_destination:
+                    live.sent[p, d] = arrival
+                    live.active[d] += o.output[p]
+        begin = max(begin, arrival)
+    live.finish[v] = begin + o.cost[v, d]
+    live.free[d] = live.finish[v]
+    live.load[d] += o.cost[v, d]
+
+
+@compiled_inline
+def release(o: Outline, live: Live, devices: NDArray[np.int32], v: int, d: int) -> None:
+    """Memory: op v's output is there; inputs that nobody else needs are gone, with all copies."""
+    live.active[d] += o.output[v] + o.held[v]
+    live.peak[d] = max(live.peak[d], live.active[d] + o.workspace[v])
+    if live.unread[v] == 0:
+        live.active[d] -= o.output[v]
+    for e in range(o.predecessor_start[v], o.predecessor_start[v + 1]):
+        p = o.predecessors[e]
+        live.unread[p] -= 1
+        if live.unread[p] == 0:
+            live.active[devices[p]] -= o.output[p]
+            for other in range(len(live.free)):
+                if live.sent[p, other] >= 0.0:
+                    live.active[other] -= o.output[p]
+
+
+@compiled_inline
+def _new_parameter_bytes(o: Outline, live: Live, v: int) -> float:
+    """What op v adds to the parameters of its device: the first of a group brings all of them."""
+    group = o.group[v]
+    if group < 0:
+        return float(o.parameter[v])
+    return float(o.group_parameter[group]) if live.pinned[group] < 0 else 0.0
+
+
+@compiled_inline
+def find_heaviest(o: Outline, live: Live, devices: NDArray[np.int32], w: int) -> None:
+    """Note where the heaviest input of op w is, which has become ready."""
+    heavy = -1.0
+    for e in range(o.predecessor_start[w], o.predecessor_start[w + 1]):
+        if o.edge_ns[e] > heavy:
+            heavy = o.edge_ns[e]
+            live.heaviest_home[w] = devices[o.predecessors[e]]
+    live.crowd[live.heaviest_home[w]] += 1.0
+
+
+@compiled_inline
+def push(heap: NDArray[np.int64], size: int, rank: int) -> int:
+    """Add a rank to a binary heap of ``size``; returns the new size."""
+    hole = size
+    while hole > 0 and heap[(hole - 1) >> 1] > rank:
+        heap[hole] = heap[(hole - 1) >> 1]
+        hole = (hole - 1) >> 1
+    heap[hole] = rank
+    return size + 1
+
+
+@compiled_inline
+def pop(heap: NDArray[np.int64], size: int) -> int:
+    """Remove and return the smallest rank; the heap then has ``size - 1``."""
+    top = heap[0]
+    last = heap[size - 1]
+    size -= 1
+    hole = 0
+    while 2 * hole + 1 < size:
+        child = 2 * hole + 1
+        if child + 1 < size and heap[child + 1] < heap[child]:
+            child += 1
+        if heap[child] >= last:
+            break
+        heap[hole] = heap[child]
+        hole = child
+    heap[hole] = last
+    return int(top)

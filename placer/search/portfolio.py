@@ -1,0 +1,253 @@
+"""The default search: heuristics, then what was learned, then evolution and annealing on top.
+
+Evolution moves the decoder's 21 weights and finds good plans within a thousand decodes; annealing
+moves single ops and is better at the end. The best of all is kept, so nothing is ever worse than
+the heuristics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envs.bounds import lower_bound_ns
+from envs.problem import Problem
+from envs.two_towers import two_towers
+from placer.search.annealing import Annealing
+from placer.search.budget import Budget, Meter
+from placer.search.candidate import Candidate, distinct, ranked
+from placer.search.decoder import HEFT, WEIGHT_COUNT
+from placer.search.evolution import Evolution
+from placer.search.heuristics import heuristics
+from placer.search.judge import Judge
+
+SAMPLES: Final = 32
+SAMPLE_SHARE: Final = 0.25
+"""Samples of the policy take at most this share of the budget."""
+SAMPLE_SPREAD: Final = 1.5
+EVOLUTION_SHARE: Final = 0.6
+"""Evolution takes at most this share, and at most so many decodes, then annealing goes on."""
+EVOLUTION_DECODES: Final = 1500
+POPULATION: Final = 10
+TRAINED_SIGMA: Final = 0.25
+UNTRAINED_SIGMA: Final = 0.5
+STARTS: Final = 3
+STEPS_PER_START: Final = 15_000
+"""Annealing starts again from another plan where each start gets at least so many steps."""
+LARGEST_CHUNK: Final = 4096
+LONG_S: Final = 1.0
+LARGEST_BOUNDED: Final = 20_000
+FINE: Final = 1_000_000_000
+"""Whole-number resolution of the annealing schedule under a budget of seconds."""
+
+Progress = Callable[[float, str], None]
+
+
+class Proposer(Protocol):
+    """A learned policy: says which decoder weights suit a problem."""
+
+    def propose(
+        self, judge: Judge, known: list[Candidate]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Mean (21,) and standard deviation (21,) of weights; ``known`` are the heuristics."""
+        ...
+
+
+def search(
+    problem: Problem,
+    budget: Budget,
+    seed: int,
+    policy: Proposer | None = None,
+    *,
+    progress: Progress | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> list[Candidate]:
+    """Search for a plan with a short step.
+
+    Args:
+        problem: what to place where.
+        budget: seconds of this thread, counted when compiled code is loaded, or evaluations. The
+            heuristics always run in full. With evaluations the result depends on ``seed`` alone.
+        seed: of everything random.
+        policy: proposes decoder weights; without one evolution starts from HEFT.
+        progress: called with the spent share, 0 .. 1, and what is going on.
+        should_stop: asked about every 0.05 s (never more often than one evaluation takes); once it
+            says True the best so far is returned.
+
+    A search also ends when its best step is a lower bound of all.
+
+    Returns:
+        All heuristics, and the best distinct plans of "policy", "evolution" and "annealing", the
+        shortest step first; plans that cannot run come last with INFEASIBLE_NS.
+    """
+    if progress is not None:
+        progress(0.0, "loading compiled code, which takes long the first time")
+    _load_compiled_code()
+    run = _Search(problem, Meter(budget, should_stop), seed, progress)
+    run.begin()
+    if problem.device_count > 1:
+        weights, sigma = run.learned(policy) if policy else (HEFT, UNTRAINED_SIGMA)
+        run.evolve(weights, sigma)
+        run.anneal()
+    run.report(1.0, "done")
+    return run.candidates()
+
+
+class _Search:
+    """What one search has found so far."""
+
+    def __init__(
+        self, problem: Problem, meter: Meter, seed: int, progress: Progress | None
+    ) -> None:
+        self.judge = Judge(problem)
+        self.meter = meter
+        self.seeds = np.random.SeedSequence(seed).generate_state(2 + STARTS).tolist()
+        self.progress = progress
+        self.bound_ns = lower_bound_ns(problem) if _pays(problem, meter.budget) else 0
+        self.known: list[Candidate] = []
+        self.found: list[Candidate] = []
+        self.chunk = 1
+
+    def begin(self) -> None:
+        self.known = heuristics(self.judge)
+        self.meter.spend(len(self.known))
+        self._settle(min(c.step_ns for c in self.known))
+        self.report(self.meter.share(), "heuristics")
+
+    def learned(self, policy: Proposer) -> tuple[NDArray[np.float64], float]:
+        """Decode the policy's mean and samples around it; returns the best weights."""
+        mean, deviation = policy.propose(self.judge, self.known)
+        normal = np.random.default_rng(self.seeds[0]).standard_normal((SAMPLES, WEIGHT_COUNT))
+        rows = np.vstack([mean, mean + SAMPLE_SPREAD * deviation * normal]).round(9)
+        costs = self.decode("policy", rows, SAMPLE_SHARE)
+        best = rows[int(costs.argmin())] if len(costs) else mean
+        return best, TRAINED_SIGMA
+
+    def evolve(self, weights: NDArray[np.float64], sigma: float) -> None:
+        """Improve decoder weights."""
+        evolution = Evolution(weights, sigma=sigma, seed=self.seeds[1], population=POPULATION)
+        for _ in range(EVOLUTION_DECODES // POPULATION):
+            rows = evolution.ask()
+            costs = self.decode("evolution", rows, EVOLUTION_SHARE)
+            if len(costs) < len(rows):
+                break
+            evolution.tell(rows, costs)
+
+    def decode(self, name: str, rows: NDArray[np.float64], share: float) -> NDArray[np.int64]:
+        """Costs of the weights (B, 21), of fewer where ``share`` of the budget does not suffice."""
+        costs: list[int] = []
+        best: Candidate | None = None
+        while len(costs) < len(rows) and not self.meter.over(share):
+            left = self.meter.left()
+            size = min(self.chunk, len(rows) - len(costs), left if left is not None else FINE)
+            began = self.meter.seconds()
+            devices, priority, new = self.judge.decoded(rows[len(costs) : len(costs) + size])
+            costs += new.tolist()
+            self.meter.spend(size)
+            self._adapt(size, self.meter.seconds() - began)
+            row = int(new.argmin())
+            if best is None or new[row] < best.step_ns:
+                best = self.judge.candidate(name, devices[row], priority[row])
+        self.report(self.meter.share(), name)
+        if best is not None:
+            self._keep(best)
+        return np.array(costs, np.int64)
+
+    def anneal(self) -> None:
+        """Improve the best plans op by op, each in an equal part of what is left."""
+        if self.meter.over():
+            return
+        self.chunk = 1
+        starts = self._starts()
+        began = self.meter.share()
+        for number, start in enumerate(starts):
+            annealing = Annealing(self.judge, start, self.seeds[2 + number])
+            self.meter.spend(1)
+            end = began + (1.0 - began) * (number + 1) / len(starts)
+            self._walk(annealing, end)
+            self._keep(annealing.best())
+            if self.meter.over():
+                break
+
+    def _walk(self, annealing: Annealing, end: float) -> None:
+        """Anneal until ``end`` of the budget is spent, the schedule stretched over what is left."""
+        first_share = self.meter.share()
+        evaluations = self.meter.budget.evaluations
+        total = max(int(end * evaluations) - self.meter.spent, 0) if evaluations is not None else 0
+        done = 0
+        while not self.meter.over(end):
+            began = self.meter.seconds()
+            if evaluations is not None:
+                steps = min(self.chunk, total - done)
+                if steps <= 0:
+                    break
+                annealing.run(steps, first=done, stride=1, total=total)
+                done += steps
+            else:
+                steps = self.chunk
+                part = (self.meter.share() - first_share) / max(end - first_share, 1e-9)
+                annealing.run(steps, first=int(part * FINE), stride=0, total=FINE)
+            self.meter.spend(steps)
+            self._settle(annealing.best_cost)
+            self._adapt(steps, self.meter.seconds() - began)
+            self.report(self.meter.share(), f"annealing, {annealing.best_cost / 1e6:.3f} ms")
+
+    def _starts(self) -> list[Candidate]:
+        """The best plan; where there is time also the best heuristic and the next best plan."""
+        best = distinct(ranked(self.found + self.known), STARTS)
+        began = self.meter.seconds()
+        self.judge.costs(best[0].devices[None], best[0].priority[None])
+        self.meter.spend(1)
+        left = self.meter.left()
+        if left is None:
+            assert self.meter.budget.seconds is not None
+            cost_s = max(self.meter.seconds() - began, 1e-6)
+            left = int((self.meter.budget.seconds - self.meter.seconds()) / cost_s)
+        count = max(1, min(STARTS, left // STEPS_PER_START))
+        return distinct([best[0], *ranked(self.known), *best], count)
+
+    def candidates(self) -> list[Candidate]:
+        """All heuristics and the best few search results that put ops elsewhere, best first."""
+        everything = ranked(self.known + self.found)
+        new = [c for c in distinct(everything, len(everything)) if c in self.found]
+        return ranked(self.known + new[: 2 * STARTS])
+
+    def report(self, share: float, text: str) -> None:
+        if self.progress is not None:
+            self.progress(min(share, 1.0), text)
+
+    def _keep(self, candidate: Candidate) -> None:
+        """Keep the best few plans of each name."""
+        same = [c for c in self.found if c.name == candidate.name]
+        others = [c for c in self.found if c.name != candidate.name]
+        self._settle(candidate.step_ns)
+        self.found = others + distinct(ranked([*same, candidate]), STARTS)
+
+    def _settle(self, cost: int) -> None:
+        """Stop where nothing can be better."""
+        if cost <= self.bound_ns:
+            self.meter.stopped = True
+
+    def _adapt(self, steps: int, seconds: float) -> None:
+        """Choose how much to do until the next look at the clock."""
+        rate = steps / max(seconds, 1e-6)
+        self.chunk = int(min(max(rate * self.meter.chunk_s, 1), 2 * self.chunk, LARGEST_CHUNK))
+
+
+def _pays(problem: Problem, budget: Budget) -> bool:
+    """Whether a bound is worth its time, about 0.05 s for 1,000 ops."""
+    long = budget.seconds is None or budget.seconds >= LONG_S
+    return long and problem.op_count <= LARGEST_BOUNDED
+
+
+@cache
+def _load_compiled_code() -> None:
+    """Compile, or load from the cache, what a search runs: not at the cost of its budget."""
+    run = _Search(two_towers(), Meter(Budget(evaluations=100)), 0, None)
+    run.begin()
+    run.evolve(HEFT, UNTRAINED_SIGMA)
+    run.anneal()

@@ -1,0 +1,68 @@
+"""Placements that need no search: what every result has to beat.
+
+All respect where an op may run and keep a co-location group on one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envs.problem import Problem
+
+
+def trivial_plans(problem: Problem) -> Iterator[tuple[str, NDArray[np.int32]]]:
+    """Names and devices (N,): every single device, then the layer split and round robin."""
+    for d, name in enumerate(problem.cluster.names):
+        yield f"single {name}", single_device(problem, d)
+    if problem.device_count > 1:
+        yield "layer split", layer_split(problem)
+        yield "round robin", round_robin(problem)
+
+
+def single_device(problem: Problem, device: int) -> NDArray[np.int32]:
+    """Everything on one device; an op that may not run there, on the cheapest that it may."""
+    return _spread(problem, np.full(problem.op_count, device))
+
+
+def layer_split(problem: Problem) -> NDArray[np.int32]:
+    """Contiguous parts in topological order, one per device, in proportion to its speed."""
+    order = problem.graph.topological
+    total = np.where(problem.allowed, problem.cost_ns, 0).sum(axis=1)
+    cost = (total / problem.allowed.sum(axis=1))[order]
+    runs = np.maximum(problem.allowed.sum(axis=0), 1)
+    device_cost = np.where(problem.allowed, problem.cost_ns, 0).sum(axis=0) / runs
+    speed = 1.0 / np.maximum(device_cost, 1.0)
+    borders = np.cumsum(speed)[:-1] / speed.sum() * cost.sum()
+    wish = np.empty(problem.op_count, np.int64)
+    wish[order] = np.searchsorted(borders, np.cumsum(cost) - cost / 2.0, side="right")
+    return _spread(problem, wish)
+
+
+def round_robin(problem: Problem) -> NDArray[np.int32]:
+    """Ops in topological order, one device after the other."""
+    wish = np.empty(problem.op_count, np.int64)
+    wish[problem.graph.topological] = np.arange(problem.op_count) % problem.device_count
+    return _spread(problem, wish)
+
+
+def _spread(problem: Problem, wish: NDArray[np.int64]) -> NDArray[np.int32]:
+    """Give each op the device it wishes, or the cheapest allowed one.
+
+    A group goes where its topologically first member wishes.
+    """
+    order = problem.graph.topological
+    group = problem.graph.group[order]
+    cost = np.array(problem.cost_ns)
+    grouped = group >= 0
+    if grouped.any():
+        first = np.unique(group[grouped], return_index=True)[1]
+        wish[order[grouped]] = wish[order[grouped][first]][group[grouped]]
+        total = np.zeros((len(first), problem.device_count), np.int64)
+        np.add.at(total, group[grouped], cost[order[grouped]])
+        cost[order[grouped]] = total[group[grouped]]
+    cheapest = np.where(problem.allowed, cost, np.iinfo(np.int64).max).argmin(axis=1)
+    fits = problem.allowed[np.arange(problem.op_count), wish]
+    return np.where(fits, wish, cheapest).astype(np.int32)

@@ -1,0 +1,47 @@
+"""The project's packages have short names; a user's folder of the same name may hide one.
+
+Imports would then fail somewhere deep, with a message about a missing module. This check fails
+early, with what shadows what, and what to do.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Final
+
+FLOORS: Final = ("envs", "graphs")
+
+
+def refuse_shadows() -> None:
+    """Make sure that ``envs`` and ``graphs`` are those that belong to this ``placer``.
+
+    Raises:
+        ImportError: another package or folder comes first on the import path.
+    """
+    home = Path(__file__).resolve().parents[1]
+    for name in FLOORS:
+        place = _place_of(name)
+        if place is not None and place.resolve() == home / name:
+            continue
+        found = f"{place} comes first on the import path" if place else "it is nowhere to be found"
+        raise ImportError(
+            f"placer needs its own package {name!r} ({home / name}), but {found}. "
+            f"Rename that {name!r}, start Python from another folder, or run the command `placer`, "
+            "which does not look into the current folder."
+            if place
+            else f"placer needs its own package {name!r} ({home / name}), but {found}: "
+            "install device-placer again."
+        )
+
+
+def _place_of(name: str) -> Path | None:
+    """The folder that ``import name`` takes, or has taken."""
+    loaded = sys.modules.get(name)
+    spec = loaded.__spec__ if loaded is not None else importlib.util.find_spec(name)
+    if spec is None:
+        return None
+    if spec.submodule_search_locations:
+        return Path(next(iter(spec.submodule_search_locations)))
+    return Path(spec.origin) if spec.origin else None

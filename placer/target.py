@@ -1,0 +1,97 @@
+"""What the user wants placed: ``path/to/model.py:function``, or a graph file."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from graphs.extract import Step
+
+
+class TargetError(ValueError):
+    """The target does not exist or does not give a model."""
+
+
+def load_step(target: str, *, training: bool) -> Step:
+    """Call the function that a target names and take the step from what it returns.
+
+    The function takes no arguments and returns ``(model, inputs)`` or ``(model, inputs, loss)``;
+    ``inputs`` is a tensor, a tuple of arguments or a dict of keywords. With a loss function the
+    last of the inputs is the target, see :class:`graphs.extract.Step`.
+
+    Raises:
+        TargetError: there is no such file or function, it fails, or it returns something else.
+    """
+    path, colon, name = target.rpartition(":")
+    if not colon or not path or not name:
+        raise TargetError(
+            f"target {target!r} is neither path/to/model.py:function nor a graph file (.json)"
+        )
+    function = _function(_module(Path(path)), name, path)
+    try:
+        made = function()
+    except Exception as error:
+        raise TargetError(f"{target} failed: {type(error).__name__}: {error}") from error
+    return _step(made, target, training)
+
+
+def is_graph_file(target: str) -> bool:
+    """Whether a target is a graph file, not a function."""
+    return target.endswith(".json")
+
+
+def _module(path: Path) -> ModuleType:
+    if not path.is_file():
+        near = difflib.get_close_matches(
+            path.name, [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        )
+        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+        raise TargetError(f"there is no file {path}{hint}")
+    spec = importlib.util.spec_from_file_location(f"placer_target_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise TargetError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    # At the end: the target's neighbours must not hide packages that are installed.
+    sys.path.append(str(path.resolve().parent))
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise TargetError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _function(module: ModuleType, name: str, path: str) -> Callable[[], object]:
+    functions = {
+        key: value
+        for key, value in vars(module).items()
+        if callable(value) and not key.startswith("_")
+    }
+    if name in functions:
+        found: Callable[[], object] = functions[name]
+        return found
+    own = [k for k, v in functions.items() if getattr(v, "__module__", "") == module.__name__]
+    raise TargetError(
+        f"{path} has no function {name!r}; it defines {', '.join(own) if own else 'none'}"
+    )
+
+
+def _step(made: object, target: str, training: bool) -> Step:
+    parts: tuple[Any, ...] = made if isinstance(made, tuple) else (made,)
+    if len(parts) not in (2, 3) or not isinstance(parts[0], nn.Module):
+        shown = ", ".join(type(part).__name__ for part in parts)
+        raise TargetError(
+            f"{target} must return (model, inputs) or (model, inputs, loss) with a "
+            f"torch.nn.Module first; it returned ({shown})"
+        )
+    loss = parts[2] if len(parts) == 3 else None
+    if loss is not None and not callable(loss):
+        raise TargetError(f"{target}: the third thing it returns, the loss, cannot be called")
+    return Step.of(parts[0], parts[1], loss, training=training)

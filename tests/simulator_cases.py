@@ -1,0 +1,141 @@
+"""Random problems for the simulator, with every option of its input, and small ones by hand."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any, TypeAlias
+
+import networkx as nx
+import numpy as np
+
+from envs.cluster import LINK_ORDERS, SHARINGS, Cluster, Device, Link
+from envs.problem import Problem
+from envs.simulator import (
+    Schedule,
+    Simulator,
+)
+from graphs.graph import GraphArrays, add_edge, add_op, new_graph
+
+Case: TypeAlias = "tuple[nx.DiGraph[str], Cluster, list[int], list[float]]"
+
+
+def random_graph(rng: random.Random, cluster: Cluster, *, bad_places: bool) -> nx.DiGraph[str]:
+    """Up to 16 ops in random order of insertion, with zeros and ties on purpose."""
+    graph = new_graph("random")
+    count = rng.randint(1, 16)
+    names = [f"op{i}" for i in range(count)]
+    rng.shuffle(names)
+    costs = rng.choice([[0.0, 1e-6], [1e-6], [1e-6, 2e-6, 3e-6], [0.0, 1.2345e-6, 5e-7, 3.3e-5]])
+    sizes = rng.choice([[0, 1000], [1000], [0, 1, 999, 123_456, 10**6]])
+    kinds = {device.kind for device in cluster.devices}
+    for name in names:
+        cost = {kind: rng.choice(costs) for kind in kinds}
+        if bad_places and len(kinds) > 1 and rng.random() < 0.1:
+            del cost[rng.choice(sorted(kinds))]
+        add_op(
+            graph,
+            name,
+            cost_s=cost if rng.random() < 0.5 else {"*": rng.choice(costs), **cost},
+            phase="backward" if rng.random() < 0.2 else "forward",
+            output_bytes=rng.choice(sizes),
+            parameter_bytes=rng.choice(sizes),
+            saved_bytes=rng.choice(sizes),
+            workspace_bytes=rng.choice(sizes),
+            devices=cluster.names[:1] if bad_places and rng.random() < 0.05 else None,
+        )
+    dense = rng.choice([0.1, 0.3, 0.6])
+    for k, target in enumerate(sorted(names)):
+        for source in sorted(names)[:k]:
+            if rng.random() < dense:
+                add_edge(graph, source, target, rng.choice([None, *sizes]))
+    return graph
+
+
+def random_cluster(rng: random.Random) -> Cluster:
+    devices = tuple(
+        Device(
+            name=f"d{k}",
+            kind=rng.choice(["gpu", "cpu"]),
+            memory_bytes=rng.choice([3000, 200_000, 10**6, 10**9]),
+            launch_s=rng.choice([0.0, 1e-6, 2.5e-7]),
+        )
+        for k in range(rng.randint(1, 5))
+    )
+    names = [device.name for device in devices]
+
+    def link(between: list[str]) -> Link:
+        return Link(
+            between=tuple(between),
+            latency_s=rng.choice([0.0, 1e-6, 3.7e-6]),
+            bandwidth_bytes_per_s=rng.choice([math.inf, 1e9, 7e8]),
+            sharing=rng.choice(SHARINGS),
+            full_duplex=rng.random() < 0.5,
+            order=rng.choice(LINK_ORDERS),
+        )
+
+    links = []
+    if len(names) > 1:
+        links = [
+            link(rng.sample(names, rng.randint(2, len(names)))) for _ in range(rng.randint(0, 2))
+        ]
+        if rng.random() < 0.9:
+            links.append(link(names))
+    return Cluster(
+        name="random",
+        devices=devices,
+        links=tuple(links),
+        once_per_destination=rng.random() < 0.7,
+    )
+
+
+def random_case(seed: int, *, bad_places: bool = True) -> Case:
+    rng = random.Random(seed)
+    cluster = random_cluster(rng)
+    while True:
+        graph = random_graph(rng, cluster, bad_places=bad_places)
+        try:
+            Problem.of(GraphArrays.from_graph(graph), cluster)
+        except ValueError:  # an op that no device may run
+            continue
+        break
+    devices = [rng.randrange(len(cluster)) for _ in graph]
+    levels = rng.choice([1, 3, 1000])
+    return graph, cluster, devices, [float(rng.randrange(levels)) for _ in graph]
+
+
+def problem_of(case: Case) -> tuple[Problem, np.ndarray, np.ndarray]:
+    graph, cluster, devices, priority = case
+    problem = Problem.of(GraphArrays.from_graph(graph), cluster)
+    return problem, np.array(devices, np.int32), np.array(priority)
+
+
+def one_kind(count: int, **link: Any) -> Cluster:
+    """Devices d0, d1, ... without launch cost; 1 GB/s and 1 us between them unless told."""
+    names = tuple(f"d{k}" for k in range(count))
+    options: dict[str, Any] = {"latency_s": 1e-6, "bandwidth_bytes_per_s": 1e9, **link}
+    links = (Link(between=names, **options),) if count > 1 else ()
+    devices = tuple(Device(name=name, kind="gpu", memory_bytes=10**9) for name in names)
+    return Cluster(name="plain", devices=devices, links=links)
+
+
+def fork(width: int, moved: int = 1000) -> nx.DiGraph[str]:
+    """Op s of 1 us feeds ops 0, 1, ... of 1 us each with ``moved`` bytes."""
+    graph = new_graph("fork")
+    add_op(graph, "s", cost_s={"*": 1e-6}, output_bytes=moved)
+    for k in range(width):
+        add_op(graph, str(k), cost_s={"*": 1e-6})
+        add_edge(graph, "s", str(k))
+    return graph
+
+
+def run(
+    graph: nx.DiGraph[str],
+    cluster: Cluster,
+    devices: list[int],
+    priority: list[float] | None = None,
+) -> Schedule:
+    problem = Problem.of(GraphArrays.from_graph(graph), cluster)
+    return Simulator(problem).run(
+        np.array(devices, np.int32), np.array(priority or [0.0] * len(devices))
+    )

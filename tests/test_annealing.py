@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+from itertools import permutations, product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_problems import keeps_groups, keeps_limits, random_problem
+
+from envs.simulator import INFEASIBLE_NS, Simulator
+from placer.search.annealing import Annealing
+from placer.search.heuristics import heuristics
+from placer.search.judge import OVERFULL_NS, Judge
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_annealing_finds_the_optimum_of_a_tiny_graph(seed: int) -> None:
+    problem = random_problem(seed, ops=6, devices=2, unequal=seed % 2 == 1)
+    judge = Judge(problem)
+    orders = np.array(list(permutations(range(6))), np.float64)
+    plans = np.array(list(product(range(2), repeat=6)), np.int32)
+    optimum = min(int(judge.costs(np.tile(plan, (len(orders), 1)), orders).min()) for plan in plans)
+    best = min(
+        run.best_cost for run in (annealed(judge, start, 2000) for start in range(len(plans[0])))
+    )
+    assert best == optimum
+
+
+def annealed(judge: Judge, start: int, steps: int) -> Annealing:
+    known = heuristics(judge)
+    run = Annealing(judge, known[start % len(known)], seed=start)
+    run.run(steps, first=0, stride=1, total=steps)
+    return run
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 1000), st.integers(1, 4), st.integers(0, 6), st.booleans())
+def test_annealing_is_never_worse_than_its_start_and_keeps_all_rules(
+    seed: int, devices: int, start: int, tight: bool
+) -> None:
+    problem = random_problem(
+        seed,
+        devices=devices,
+        groups=True,
+        pins=True,
+        unequal=True,
+        memory_bytes=20_000_000 if tight else 10**12,
+    )
+    judge = Judge(problem)
+    known = heuristics(judge)
+    begin = known[start % len(known)]
+    run = Annealing(judge, begin, seed)
+    run.run(300, first=0, stride=1, total=300)
+    best = run.best()
+    assert best.step_ns <= begin.step_ns
+    assert keeps_groups(problem, best.devices)
+    assert keeps_limits(problem, best.devices)
+    step_ns = Simulator(problem).step_ns(best.devices, best.priority)[0]
+    assert step_ns == best.step_ns
+    assert best.step_ns in (run.best_cost, INFEASIBLE_NS)
+
+
+def test_annealing_in_pieces_is_annealing_at_once() -> None:
+    judge = Judge(random_problem(5, groups=True))
+    start = heuristics(judge)[0]
+    whole, pieces = Annealing(judge, start, 7), Annealing(judge, start, 7)
+    whole.run(1000, first=0, stride=1, total=1000)
+    for first, steps in ((0, 1), (1, 399), (400, 600)):
+        pieces.run(steps, first=first, stride=1, total=1000)
+    assert whole.best_cost == pieces.best_cost
+    assert (whole.best().devices == pieces.best().devices).all()
+    assert (whole.best().priority == pieces.best().priority).all()
+
+
+def test_annealing_repairs_a_plan_that_does_not_fit() -> None:
+    roomy = random_problem(1, devices=3)
+    parameters = int(roomy.graph.parameter_bytes.sum())
+    problem = random_problem(1, devices=3, memory_bytes=int(0.75 * parameters))
+    judge = Judge(problem)
+    start = heuristics(judge)[0]
+    assert start.step_ns == INFEASIBLE_NS
+    run = Annealing(judge, start, 0)
+    assert run.best_cost >= OVERFULL_NS
+    run.run(2000, first=0, stride=1, total=2000)
+    assert run.best_cost < OVERFULL_NS
+    assert Simulator(problem).step_ns(run.best().devices, run.best().priority)[0] == run.best_cost

@@ -1,0 +1,241 @@
+"""Clusters: what is written as TOML is read back, and what is wrong is refused with its place."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from envs.cluster import (
+    FORMAT,
+    LINK_ORDERS,
+    SHARINGS,
+    Cluster,
+    Device,
+    Link,
+    cluster_from_dict,
+    cluster_to_toml,
+    load_cluster,
+)
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+NAMES = TEXT.filter(bool)
+TIMES = st.floats(0, 1e3)
+RATES = st.floats(0, exclude_min=True, allow_nan=False) | st.just(math.nan)
+BANDWIDTHS = st.floats(0, exclude_min=True, allow_nan=False)
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> Cluster:
+    names = draw(st.lists(NAMES, unique=True, min_size=1, max_size=4))
+    devices = tuple(
+        Device(
+            name=name,
+            kind=draw(NAMES),
+            memory_bytes=draw(st.integers(0, 2**63 - 1)),
+            launch_s=draw(TIMES),
+            peak_flop_per_s=draw(RATES),
+            bandwidth_bytes_per_s=draw(RATES),
+            source=draw(TEXT),
+        )
+        for name in names
+    )
+    ends = st.lists(st.sampled_from(names), unique=True, min_size=2).map(tuple)
+    link = st.builds(
+        Link,
+        between=ends,
+        latency_s=TIMES,
+        bandwidth_bytes_per_s=BANDWIDTHS,
+        sharing=st.sampled_from(SHARINGS),
+        full_duplex=st.booleans(),
+        order=st.sampled_from(LINK_ORDERS),
+    )
+    links = draw(st.lists(link, max_size=3)) if len(names) > 1 else []
+    return Cluster(
+        name=draw(TEXT),
+        devices=devices,
+        links=tuple(links),
+        once_per_destination=draw(st.booleans()),
+    )
+
+
+def device(**changes: Any) -> dict[str, Any]:
+    return {"name": "core:0", "kind": "core", "memory_bytes": 8} | changes
+
+
+def link(**changes: Any) -> dict[str, Any]:
+    ends = ["core:0", "core:1"]
+    return {"between": ends, "latency_s": 1e-6, "bandwidth_bytes_per_s": 1e9} | changes
+
+
+def pair(**changes: Any) -> dict[str, Any]:
+    """The content of a valid file of two cores and a link, with changed top-level keys."""
+    devices = [device(), device(name="core:1")]
+    return {"format": FORMAT, "name": "pair", "device": devices, "link": [link()]} | changes
+
+
+@settings(max_examples=60, deadline=None)
+@given(cluster=clusters())
+def test_cluster_survives_the_round_trip_through_toml(
+    tmp_path_factory: pytest.TempPathFactory, cluster: Cluster
+) -> None:
+    path = tmp_path_factory.mktemp("clusters") / "cluster.toml"
+    path.write_bytes(cluster_to_toml(cluster).encode())
+    again = load_cluster(path)
+    assert repr(again) == repr(cluster)
+    assert cluster_to_toml(again) == cluster_to_toml(cluster)
+
+
+def test_cluster_of_known_numbers_equals_its_copy(tmp_path: Path) -> None:
+    cluster = cluster_from_dict(pair())
+    path = tmp_path / "cluster.toml"
+    path.write_text(cluster_to_toml(cluster))
+    assert load_cluster(path) == cluster
+
+
+def test_measured_numpy_numbers_are_written_as_plain_ones() -> None:
+    made = Device(
+        name="core:0",
+        kind="core",
+        memory_bytes=8,
+        launch_s=np.float64(2e-6),
+        peak_flop_per_s=np.float64(np.inf),
+    )
+    text = cluster_to_toml(Cluster(name="measured", devices=(made,)))
+    assert "launch_s = 2e-06\n" in text
+    assert "peak_flop_per_s = inf\n" in text
+
+
+def test_documented_file_is_read() -> None:
+    cluster = cluster_from_dict(
+        pair(
+            link=[link(bandwidth_bytes_per_s=math.inf, sharing="pair", full_duplex=False)],
+            transfers={"once_per_destination": False},
+        )
+    )
+    assert cluster.names == ("core:0", "core:1")
+    assert len(cluster) == 2
+    assert not cluster.once_per_destination
+    assert cluster.links[0] == Link(
+        between=("core:0", "core:1"),
+        latency_s=1e-6,
+        bandwidth_bytes_per_s=math.inf,
+        sharing="pair",
+        full_duplex=False,
+    )
+
+
+def test_first_link_listed_counts() -> None:
+    devices = [device(name=name) for name in "abc"]
+    fast, slow = link(between=["a", "b"], latency_s=1.0), link(between=["a", "b", "c"])
+    cluster = cluster_from_dict(pair(device=devices, link=[fast, slow]))
+    assert cluster.link_between("a", "b") is cluster.links[0]
+    assert cluster.link_between("b", "a") is cluster.links[0]
+    assert cluster.link_between("c", "a") is cluster.links[1]
+
+
+def test_devices_without_a_common_link_have_none() -> None:
+    cluster = cluster_from_dict(pair(link=[]))
+    assert cluster.link_between("core:0", "core:1") is None
+
+
+def test_device_is_found_by_name_or_the_nearest_one_is_suggested() -> None:
+    cluster = cluster_from_dict(pair())
+    assert cluster.index("core:1") == 1
+    with pytest.raises(ValueError, match="no device 'core1': it has core:0, core:1; did you mean"):
+        cluster.index("core1")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (pair(format="placer-cluster/2"), "format is 'placer-cluster/2', this version reads"),
+        ({"name": "no format"}, "format is None"),
+        (pair(devices=[]), "unknown key devices; did you mean device?"),
+        (pair(name=3), "name is not a string"),
+        (pair(device={}), r"device is not an array of tables: write \[\[device\]\]"),
+        (pair(device=[3]), r"device\[0\] is not a table"),
+        (pair(device=[]), "cluster 'pair' has no devices"),
+        (pair(device=[{"name": "x"}]), r"device\[0\] lacks kind, memory_bytes"),
+        (
+            pair(device=[device(memory=3)]),
+            r"unknown key device\[0\]\.memory; did you mean memory_bytes",
+        ),
+        (pair(device=[device(), device()]), "names core:0 more than once"),
+        (pair(device=[device(name="")]), "device '' of kind 'core': neither may be empty"),
+        (pair(device=[device(kind="")]), "of kind '': neither may be empty"),
+        (pair(device=[device(name=1)]), r"device\[0\]\.name is 1, not of type str"),
+        (
+            pair(device=[device(memory_bytes=1.5)]),
+            r"device\[0\]\.memory_bytes is 1\.5, not a whole",
+        ),
+        (
+            pair(device=[device(memory_bytes=True)]),
+            r"device\[0\]\.memory_bytes is True, not of type",
+        ),
+        (pair(device=[device(memory_bytes=math.inf)]), "memory_bytes is inf, not a whole number"),
+        (pair(device=[device(memory_bytes=-1)]), "device 'core:0': memory_bytes is -1, below 0"),
+        (pair(device=[device(launch_s=10**400)]), r"device\[0\]\.launch_s is too large a number"),
+        (pair(device=[device(launch_s=-1)]), "device 'core:0': launch_s is -1.0, not a time >= 0"),
+        (pair(device=[device(launch_s=math.nan)]), "launch_s is nan, not a time >= 0"),
+        (pair(device=[device(peak_flop_per_s=0)]), "peak_flop_per_s must be above 0"),
+        (pair(device=[device(bandwidth_bytes_per_s=-1)]), "bandwidth_bytes_per_s must be above 0"),
+        (
+            pair(link=[link(bandwidth=1)]),
+            r"unknown key link\[0\]\.bandwidth; did you mean bandwidth_",
+        ),
+        (pair(link=[{"latency_s": 1}]), r"link\[0\] lacks between, bandwidth_bytes_per_s"),
+        (pair(link=[link(between="core:0")]), r"link\[0\]\.between is not a list of device names"),
+        (pair(link=[link(between=["core:0"])]), "name at least two different devices"),
+        (pair(link=[link(between=["core:0"] * 2)]), "name at least two different devices"),
+        (
+            pair(link=[link(between=["core:0", "gpu"])]),
+            "names device 'gpu'; there are core:0, core:1",
+        ),
+        (pair(link=[link(latency_s=-1)]), "link between core:0, core:1: latency_s is -1.0, not a"),
+        (pair(link=[link(latency_s=math.inf)]), "latency_s is inf, not a time >= 0"),
+        (pair(link=[link(bandwidth_bytes_per_s=0)]), "bandwidth_bytes_per_s is 0.0, not above 0"),
+        (
+            pair(link=[link(bandwidth_bytes_per_s=math.nan)]),
+            "bandwidth_bytes_per_s is nan, not above",
+        ),
+        (
+            pair(link=[link(sharing="ring")]),
+            "sharing is 'ring', not one of none, egress, pair, bus",
+        ),
+        (pair(link=[link(order="lifo")]), "order is 'lifo', not one of fifo, priority"),
+        (pair(link=[link(full_duplex=1)]), r"link\[0\]\.full_duplex is 1, not of type bool"),
+        (pair(transfers=[]), "transfers is not a table"),
+        (pair(transfers={"once": True}), r"unknown key transfers\.once"),
+        (
+            pair(transfers={"once_per_destination": 1}),
+            r"transfers\.once_per_destination is not true or false",
+        ),
+    ],
+)
+def test_fault_is_refused_with_its_place(content: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        cluster_from_dict(content)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("format = ", "Invalid value"),
+        ("a = 1\na = 2", "Cannot overwrite a value"),
+        ("a = " + "[" * 100_000, "nested too deeply"),
+        ('format = "x"', "format is 'x'"),
+        ("\xff", "can't decode"),
+    ],
+)
+def test_refusal_of_a_file_starts_with_its_name(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=message) as refusal:
+        load_cluster(path)
+    assert str(refusal.value).startswith(f"{path}: ")

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from placer.search.evolution import Evolution
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_evolution_minimises_an_ill_conditioned_quadratic(seed: int) -> None:
+    size = 8
+    rng = np.random.default_rng(seed)
+    rotation = np.linalg.qr(rng.standard_normal((size, size)))[0]
+    target = rng.standard_normal(size)
+    stretch = 10.0 ** np.linspace(0, 3, size)
+    evolution = Evolution(np.zeros(size), sigma=0.5, seed=seed)
+    for _ in range(600):
+        samples = evolution.ask()
+        evolution.tell(samples, (((samples - target) @ rotation) ** 2 @ stretch))
+    assert np.abs(evolution.mean - target).max() < 1e-3
+
+
+def test_evolution_depends_on_its_seed_alone() -> None:
+    found = []
+    for seed in (1, 1, 2):
+        evolution = Evolution(np.ones(4), sigma=0.3, seed=seed)
+        for _ in range(10):
+            samples = evolution.ask()
+            evolution.tell(samples, (samples**2).sum(axis=1))
+        found.append(evolution.mean)
+    assert (found[0] == found[1]).all()
+    assert (found[0] != found[2]).any()
+
+
+def test_evolution_walks_off_a_slope_without_shrinking() -> None:
+    evolution = Evolution(np.zeros(5), sigma=0.1, seed=0)
+    for _ in range(60):
+        samples = evolution.ask()
+        evolution.tell(samples, samples[:, 0])
+    assert evolution.sigma > 0.1
+    assert evolution.mean[0] < -5.0
+
+
+def test_a_population_that_cannot_evolve_is_refused() -> None:
+    with pytest.raises(ValueError, match="population of 1"):
+        Evolution(np.zeros(3), sigma=1.0, seed=0, population=1)
+    with pytest.raises(ValueError, match="sigma is 0"):
+        Evolution(np.zeros(3), sigma=0, seed=0)

@@ -1,0 +1,239 @@
+"""Graph files: what is written is read back, and what is wrong is refused with its place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import networkx as nx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphs.files import FORMAT, graph_from_dict, graph_to_dict, load_graph, save_graph
+from graphs.graph import PHASES, GraphArrays, add_edge, add_op, new_graph
+
+TEXT = st.text(max_size=8)
+IDS = st.text(min_size=1, max_size=8).filter(str.isprintable)
+SIZES = st.integers(0, 2**60)
+COSTS = st.dictionaries(
+    st.sampled_from(["cuda", "cpu", "core", "*"]),
+    st.floats(0, 1e3, allow_nan=False, allow_subnormal=True),
+    max_size=3,
+)
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> nx.DiGraph[str]:
+    graph = new_graph(draw(TEXT), draw(st.dictionaries(TEXT, TEXT, max_size=2)))
+    ids = draw(st.lists(IDS, unique=True, max_size=6))
+    for op_id in ids:
+        add_op(
+            graph,
+            op_id,
+            cost_s=draw(COSTS),
+            op=draw(TEXT),
+            phase=draw(st.sampled_from(PHASES)),
+            module=draw(TEXT),
+            flops=draw(SIZES),
+            moved_bytes=draw(SIZES),
+            output_bytes=draw(SIZES),
+            parameter_bytes=draw(SIZES),
+            saved_bytes=draw(SIZES),
+            workspace_bytes=draw(SIZES),
+            colocate=draw(st.none() | TEXT),
+            devices=draw(st.none() | st.lists(TEXT, min_size=1, max_size=2).map(tuple)),
+        )
+    order = draw(st.permutations(ids))
+    pairs = [(a, b) for i, a in enumerate(order) for b in order[i + 1 :]]
+    for source, target in draw(st.lists(st.sampled_from(pairs), unique=True)) if pairs else []:
+        add_edge(graph, source, target, draw(st.none() | SIZES))
+    return graph
+
+
+def small(**changes: Any) -> dict[str, Any]:
+    """The content of a valid file: a -> b -> c, with changed top-level keys."""
+    return {
+        "format": FORMAT,
+        "name": "small",
+        "nodes": [{"id": name, "cost_s": {"*": 1e-3}, "output_bytes": 8} for name in "abc"],
+        "edges": [{"source": "a", "target": "b"}, {"source": "b", "target": "c", "bytes": 3}],
+    } | changes
+
+
+def node(**changes: Any) -> dict[str, Any]:
+    """A file whose second node is changed."""
+    whole = small()
+    whole["nodes"][1] |= changes
+    return whole
+
+
+def edge(**changes: Any) -> dict[str, Any]:
+    """A file whose second edge is changed."""
+    whole = small()
+    whole["edges"][1] |= changes
+    return whole
+
+
+def test_edge_bytes_default_to_the_output_of_the_source() -> None:
+    graph = graph_from_dict(small())
+    assert graph.edges["a", "b"]["bytes"] == 8
+    assert graph.edges["b", "c"]["bytes"] == 3
+
+
+def test_only_id_and_costs_are_required() -> None:
+    graph = graph_from_dict({"format": FORMAT, "nodes": [{"id": "a", "cost_s": {}}]})
+    assert dict(graph.nodes["a"]) == {
+        "op": "a",
+        "phase": "forward",
+        "module": "",
+        "flops": 0,
+        "moved_bytes": 0,
+        "output_bytes": 0,
+        "parameter_bytes": 0,
+        "saved_bytes": 0,
+        "workspace_bytes": 0,
+        "colocate": None,
+        "devices": None,
+        "cost_s": {},
+    }
+
+
+def test_null_means_no_group_and_every_device() -> None:
+    graph = graph_from_dict(node(colocate=None, devices=None))
+    assert graph.nodes["b"]["colocate"] is None
+    assert graph.nodes["b"]["devices"] is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(graphs())
+def test_graph_survives_the_round_trip_through_json(graph: nx.DiGraph[str]) -> None:
+    text = json.dumps(graph_to_dict(graph), allow_nan=False)
+    again = graph_from_dict(json.loads(text))
+    assert list(again.nodes(data=True)) == list(graph.nodes(data=True))
+    assert set(again.edges(data="bytes")) == set(graph.edges(data="bytes"))
+    assert again.graph == graph.graph
+    if len(graph):
+        assert GraphArrays.from_graph(again).hash == GraphArrays.from_graph(graph).hash
+
+
+@settings(max_examples=20, deadline=None)
+@given(graphs())
+def test_graph_survives_the_round_trip_through_a_file(
+    tmp_path_factory: pytest.TempPathFactory, graph: nx.DiGraph[str]
+) -> None:
+    path = tmp_path_factory.mktemp("graphs") / "graph.json"
+    save_graph(graph, path)
+    assert graph_to_dict(load_graph(path)) == graph_to_dict(graph)
+    assert [file.name for file in path.parent.iterdir()] == ["graph.json"]
+
+
+def test_saved_file_has_one_op_or_edge_per_line(tmp_path: Path) -> None:
+    path = tmp_path / "graph.json"
+    save_graph(graph_from_dict(small()), path)
+    lines = path.read_text().splitlines()
+    assert sum('"id"' in line for line in lines) == 3
+    assert sum('"source"' in line for line in lines) == 2
+    assert max(line.count('"id"') + line.count('"source"') for line in lines) == 1
+
+
+def test_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "graph.json"
+    save_graph(graph_from_dict(small()), path)
+    before = path.read_text()
+    looped = graph_from_dict(small())
+    add_edge(looped, "c", "a")
+    with pytest.raises(ValueError, match="cycle of 3 ops"):
+        save_graph(looped, path)
+    assert path.read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([], r"the file is \[\], not an object"),
+        ({"format": FORMAT}, "the file lacks nodes"),
+        (small(format="placer-graph/2"), "format is 'placer-graph/2', this version reads"),
+        (small(nodse=[]), "unknown key nodse; did you mean nodes?"),
+        (small(name=3), "name is 3, not a string"),
+        (small(nodes={}), r"nodes is \{\}, not a list"),
+        (small(nodes=[3]), r"nodes\[0\] is 3, not an object"),
+        (small(nodes=[{"id": "a"}]), r"nodes\[0\] lacks cost_s"),
+        (small(cost_source={"cuda": 1}), r"cost_source\['cuda'\] is 1, not a string"),
+        (node(outputbytes=3), r"unknown key nodes\[1\]\.outputbytes; did you mean output_bytes"),
+        (node(id="a"), r"nodes\[1\]: op 'a' is there already"),
+        (node(id=""), r"nodes\[1\]: op '': an id must be printable text"),
+        (node(id="x\0y"), r"nodes\[1\]: op 'x\\x00y': an id must be printable text"),
+        (node(id=7), r"nodes\[1\]\.id is 7, not a string"),
+        (node(cost_s=1.0), r"nodes\[1\]\.cost_s is 1.0, not an object"),
+        (node(cost_s={"*": -1}), r"nodes\[1\]: op 'b': cost_s\['\*'\] is -1.0, not a time >= 0"),
+        (node(cost_s={"*": float("nan")}), r"nodes\[1\]: op 'b': cost_s\['\*'\] is nan"),
+        (node(cost_s={"*": float("inf")}), r"nodes\[1\]: op 'b': cost_s\['\*'\] is inf"),
+        (node(cost_s={"*": True}), r"nodes\[1\]\.cost_s\['\*'\] is True, not a number"),
+        (node(cost_s={"*": 10**400}), r"nodes\[1\]\.cost_s\['\*'\] is too large a number"),
+        (node(output_bytes=1.5), r"nodes\[1\]\.output_bytes is 1.5, not a whole number"),
+        (node(output_bytes="8"), r"nodes\[1\]\.output_bytes is '8', not a number"),
+        (node(output_bytes=-8), r"nodes\[1\]: op 'b': output_bytes is -8, not within"),
+        (node(flops=2**61), r"nodes\[1\]: op 'b': flops is .*, not within"),
+        (node(phase="sideways"), r"nodes\[1\]: op 'b': phase is 'sideways', not one of forward"),
+        (node(devices=[]), r"nodes\[1\]: op 'b': the list of allowed devices is empty"),
+        (node(devices=["cpu", 1]), r"nodes\[1\]\.devices\[1\] is 1, not a string"),
+        (node(colocate=1), r"nodes\[1\]\.colocate is 1, not a string"),
+        (edge(size=3), r"unknown key edges\[1\]\.size"),
+        (edge(target="d"), r"edges\[1\]: edge 'b' -> 'd': there is no op 'd'"),
+        (edge(source="a", target="b"), r"edges\[1\]: edge 'a' -> 'b' is there already"),
+        (edge(target="b"), r"edges\[1\]: op 'b' cannot read its own output"),
+        (edge(bytes=-1), r"edges\[1\]: edge 'b' -> 'c': bytes is -1"),
+        (edge(target="a"), r"edges: the graph has a cycle of 2 ops: a -> b -> a"),
+    ],
+)
+def test_fault_is_refused_with_its_place(content: object, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "graph.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=message) as refusal:
+        load_graph(path)
+    assert str(refusal.value).startswith(f"{path}: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "not JSON: Expecting value: line 1 column 1"),
+        ("[" * 200_000, "nested too deeply"),
+        (f'{{"format": "{FORMAT}", "nodes": [', "not JSON"),
+        (f'{{"format": "{FORMAT}", "nodes": [], "nodes": []}}', "nodes is given twice"),
+        (
+            f'{{"format": "{FORMAT}", "nodes": [{{"id": "a", "cost_s": {{"*": 1, "*": 2}}}}]}}',
+            r"nodes\[0\]\.cost_s\.\* is given twice",
+        ),
+        (f'{{"format": {"9" * 5000}, "nodes": []}}', "Exceeds the limit"),
+    ],
+)
+def test_text_that_is_no_plain_json_object_is_refused(
+    text: str, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "graph.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        load_graph(path)
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "graph.json"
+    path.write_bytes(b"\xff\xfe\x00\x80")
+    with pytest.raises(ValueError, match="can't decode"):
+        load_graph(path)
+
+
+def test_huge_file_is_refused_unread(tmp_path: Path) -> None:
+    path = tmp_path / "graph.json"
+    with path.open("wb") as file:
+        file.truncate(10**9)
+    with pytest.raises(ValueError, match=r"1\.0 GB is more than a graph file may have"):
+        load_graph(path)
+
+
+def test_missing_file_is_an_os_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        load_graph(tmp_path / "none.json")

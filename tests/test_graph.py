@@ -1,0 +1,266 @@
+"""The graph's schema, and its flat arrays against networkx."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import networkx as nx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphs.graph import (
+    PHASES,
+    GraphArrays,
+    add_edge,
+    add_op,
+    attributes_of,
+    graph_hash,
+    new_graph,
+    topological_order,
+)
+
+
+def diamond() -> nx.DiGraph[str]:
+    """A fork and a join: a -> b, c -> d, added out of order."""
+    graph = new_graph("diamond", {"*": "by hand"})
+    for op_id, seconds in {"d": 4.0, "b": 2.0, "a": 1.0, "c": 3.0}.items():
+        add_op(graph, op_id, cost_s={"*": seconds}, output_bytes=10)
+    for source, target in ("ab", "ac", "bd", "cd"):
+        add_edge(graph, source, target)
+    return graph
+
+
+@st.composite
+def random_dags(draw: st.DrawFn) -> nx.DiGraph[str]:
+    """Up to twelve ops in an order of insertion that is no topological one."""
+    count = draw(st.integers(1, 12))
+    graph = new_graph("random")
+    for i in draw(st.permutations(range(count))):
+        add_op(graph, f"op{i}", cost_s={"*": i / 7}, output_bytes=draw(st.integers(0, 99)))
+    pairs = [(i, j) for i in range(count) for j in range(i + 1, count)]
+    for i, j in draw(st.lists(st.sampled_from(pairs), unique=True)) if pairs else []:
+        add_edge(graph, f"op{i}", f"op{j}", draw(st.integers(0, 2**60)))
+    return graph
+
+
+@settings(max_examples=80, deadline=None)
+@given(random_dags())
+def test_arrays_say_what_networkx_says(graph: nx.DiGraph[str]) -> None:
+    arrays = GraphArrays.from_graph(graph)
+    assert arrays.ids == tuple(graph)
+    assert len(arrays) == len(graph)
+    assert arrays.edge_count == graph.number_of_edges()
+    for i, op_id in enumerate(arrays.ids):
+        out = slice(arrays.successor_start[i], arrays.successor_start[i + 1])
+        successors = arrays.successors[out].tolist()
+        assert successors == sorted(successors)
+        assert {arrays.ids[j] for j in successors} == set(graph.succ[op_id])
+        sizes = {arrays.ids[j]: b for j, b in zip(successors, arrays.edge_bytes[out], strict=True)}
+        assert sizes == {target: edge["bytes"] for target, edge in graph.succ[op_id].items()}
+        into = slice(arrays.predecessor_start[i], arrays.predecessor_start[i + 1])
+        assert {arrays.ids[j] for j in arrays.predecessors[into]} == set(graph.pred[op_id])
+        for j, e in zip(arrays.predecessors[into], arrays.predecessor_edge[into], strict=True):
+            assert arrays.successors[e] == i
+            assert arrays.successor_start[j] <= e < arrays.successor_start[j + 1]
+        assert arrays.output_bytes[i] == attributes_of(graph, op_id)["output_bytes"]
+    place = np.argsort(arrays.topological)
+    for source, target in graph.edges:
+        assert place[arrays.ids.index(source)] < place[arrays.ids.index(target)]
+
+
+@settings(max_examples=30, deadline=None)
+@given(random_dags())
+def test_topological_order_takes_the_first_added_of_those_that_could_come_next(
+    graph: nx.DiGraph[str],
+) -> None:
+    left = dict.fromkeys(graph)
+    expected = []
+    while left:
+        ready = next(op for op in left if not any(source in left for source in graph.pred[op]))
+        expected.append(ready)
+        del left[ready]
+    assert topological_order(graph) == expected
+
+
+def test_arrays_cannot_be_written() -> None:
+    arrays = GraphArrays.from_graph(diamond())
+    for array in (arrays.successors, arrays.edge_bytes, arrays.topological, arrays.cost_s["*"]):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 0
+
+
+def test_groups_are_numbered_by_first_use() -> None:
+    graph = new_graph("groups")
+    for op_id, group in {"a": "y", "b": None, "c": "x", "d": "y"}.items():
+        add_op(graph, op_id, cost_s={}, colocate=group)
+    assert GraphArrays.from_graph(graph).group.tolist() == [0, -1, 1, 0]
+
+
+def test_attributes_reach_the_arrays_unchanged() -> None:
+    graph = new_graph("one")
+    sizes: dict[str, Any] = {
+        "flops": 1,
+        "moved_bytes": 2,
+        "output_bytes": 3,
+        "parameter_bytes": 4,
+        "saved_bytes": 5,
+        "workspace_bytes": 6,
+    }
+    add_op(graph, "a", cost_s={}, op="mm", phase="backward", module="m", devices=("cpu",), **sizes)
+    arrays = GraphArrays.from_graph(graph)
+    assert (arrays.name, arrays.ops, arrays.modules) == ("one", ("mm",), ("m",))
+    assert PHASES[arrays.phase[0]] == "backward"
+    assert arrays.allowed == (("cpu",),)
+    assert {name: getattr(arrays, name).tolist() for name in sizes} == {
+        name: [size] for name, size in sizes.items()
+    }
+
+
+def test_cost_of_a_kind_falls_back_to_that_of_any_kind() -> None:
+    graph = new_graph("costs")
+    add_op(graph, "both", cost_s={"cuda": 1.0, "*": 2.0})
+    add_op(graph, "any", cost_s={"*": 3.0})
+    add_op(graph, "cuda only", cost_s={"cuda": 4.0})
+    arrays = GraphArrays.from_graph(graph)
+    np.testing.assert_array_equal(arrays.costs_for("cuda"), [1, 3, 4])
+    np.testing.assert_array_equal(arrays.costs_for("cpu"), [2, 3, np.nan])
+
+
+def test_cost_of_a_kind_without_fallback_is_unknown_elsewhere() -> None:
+    graph = new_graph("costs")
+    add_op(graph, "a", cost_s={"cuda": 1.0})
+    arrays = GraphArrays.from_graph(graph)
+    np.testing.assert_array_equal(arrays.costs_for("cuda"), [1])
+    np.testing.assert_array_equal(arrays.costs_for("cpu"), [np.nan])
+
+
+def test_hash_leaves_out_costs_names_and_the_order_of_edges() -> None:
+    graph, other = diamond(), diamond()
+    other.graph["name"] = "renamed"
+    attributes_of(other, "a")["cost_s"] = {"cuda": 9.0}
+    other.remove_edge("a", "b")
+    add_edge(other, "a", "b")
+    assert graph_hash(other) == graph_hash(graph)
+    assert GraphArrays.from_graph(other).hash == graph_hash(graph)
+
+
+def test_hash_does_not_change_between_runs() -> None:
+    """Placement files name it: a change would make every stored one invalid."""
+    assert graph_hash(diamond()).startswith("002fe08d71b4f785")
+
+
+@pytest.mark.parametrize("name", ["output_bytes", "parameter_bytes"])
+def test_hash_changes_with_sizes(name: str) -> None:
+    graph, other = diamond(), diamond()
+    other.nodes["b"][name] += 1
+    assert graph_hash(other) != graph_hash(graph)
+
+
+def test_hash_changes_with_edges_ids_and_order_of_ops() -> None:
+    hashes = {graph_hash(diamond())}
+    heavier = diamond()
+    heavier.edges["a", "b"]["bytes"] = 11
+    hashes.add(graph_hash(heavier))
+    fewer = diamond()
+    fewer.remove_edge("b", "d")
+    hashes.add(graph_hash(fewer))
+    renamed = nx.relabel_nodes(diamond(), {"a": "z"})
+    hashes.add(graph_hash(renamed))
+    reordered = new_graph("diamond")
+    for op_id in "abcd":
+        add_op(reordered, op_id, cost_s={}, output_bytes=10)
+    reordered.add_edges_from(diamond().edges(data=True))
+    hashes.add(graph_hash(reordered))
+    assert len(hashes) == 5
+
+
+def test_cycle_is_refused_and_shown() -> None:
+    graph = diamond()
+    add_edge(graph, "d", "a")
+    with pytest.raises(ValueError, match=r"cycle of 3 ops: (\w -> ){3}\w$") as refusal:
+        GraphArrays.from_graph(graph)
+    shown = str(refusal.value).rpartition(": ")[2].split(" -> ")
+    assert shown[0] == shown[-1]
+    assert all(graph.has_edge(a, b) for a, b in pairwise(shown))
+
+
+def test_long_cycle_is_shown_in_part() -> None:
+    graph = new_graph("ring")
+    for i in range(20):
+        add_op(graph, f"op{i}", cost_s={})
+    for i in range(20):
+        add_edge(graph, f"op{i}", f"op{(i + 1) % 20}")
+    with pytest.raises(ValueError, match=r"cycle of 20 ops: (op\d+ -> ){6}\.\.\.$"):
+        topological_order(graph)
+
+
+def test_empty_graph_is_refused() -> None:
+    with pytest.raises(ValueError, match="graph 'void' has no ops"):
+        GraphArrays.from_graph(new_graph("void"))
+
+
+def test_plain_networkx_graph_is_refused_with_what_it_lacks() -> None:
+    graph: nx.DiGraph[str] = nx.DiGraph()
+    graph.add_node("a", cost_s={"*": 1.0})
+    with pytest.raises(
+        ValueError, match=r"op 'a' lacks colocate, devices, .*: add ops with add_op"
+    ):
+        GraphArrays.from_graph(graph)
+    graph = diamond()
+    graph.add_edge("a", "d")
+    with pytest.raises(ValueError, match="edge 'a' -> 'd' lacks bytes: add edges with add_edge"):
+        GraphArrays.from_graph(graph)
+
+
+@pytest.mark.parametrize(
+    ("op_id", "attributes", "message"),
+    [
+        ("", {}, "op '': an id must be printable text, not empty"),
+        ("a\nb", {}, r"op 'a\\nb': an id must be printable"),
+        ("a", {}, "op 'a' is there already; ids must be unique"),
+        ("x", {"phase": "sideways"}, "op 'x': phase is 'sideways', not one of forward, backward"),
+        ("x", {"cost_s": {"cpu": -1e-9}}, r"op 'x': cost_s\['cpu'\] is -1e-09, not a time >= 0"),
+        ("x", {"cost_s": {"cpu": float("nan")}}, r"op 'x': cost_s\['cpu'\] is nan"),
+        ("x", {"cost_s": {"cpu": float("inf")}}, r"op 'x': cost_s\['cpu'\] is inf"),
+        ("x", {"saved_bytes": -1}, r"op 'x': saved_bytes is -1, not within 0 \.\. 2\*\*60"),
+        ("x", {"flops": 2**60 + 1}, "op 'x': flops is 1152921504606846977, not within"),
+        ("x", {"devices": ()}, "op 'x': the list of allowed devices is empty"),
+    ],
+)
+def test_bad_op_is_refused_and_not_added(
+    op_id: str, attributes: dict[str, Any], message: str
+) -> None:
+    graph = diamond()
+    with pytest.raises(ValueError, match=message):
+        add_op(graph, op_id, **{"cost_s": {}, **attributes})
+    assert graph_hash(graph) == graph_hash(diamond())
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "moved", "message"),
+    [
+        ("a", "z", None, "edge 'a' -> 'z': there is no op 'z'"),
+        ("z", "a", None, "edge 'z' -> 'a': there is no op 'z'"),
+        ("a", "a", None, "op 'a' cannot read its own output"),
+        ("a", "b", 3, "edge 'a' -> 'b' is there already; add its bytes up"),
+        ("a", "d", -3, r"edge 'a' -> 'd': bytes is -3, not within 0 \.\. 2\*\*60"),
+        ("a", "d", 2**61, "edge 'a' -> 'd': bytes is 2305843009213693952, not within"),
+    ],
+)
+def test_bad_edge_is_refused_and_not_added(
+    source: str, target: str, moved: int | None, message: str
+) -> None:
+    graph = diamond()
+    with pytest.raises(ValueError, match=message):
+        add_edge(graph, source, target, moved)
+    assert graph_hash(graph) == graph_hash(diamond())
+
+
+def test_edge_moves_the_whole_output_unless_told() -> None:
+    graph = diamond()
+    add_edge(graph, "a", "d", 3)
+    assert graph.edges["a", "b"]["bytes"] == 10
+    assert graph.edges["a", "d"]["bytes"] == 3

@@ -1,0 +1,246 @@
+"""The main job on real models and real cores, and how it chooses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import networkx as nx
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import placer
+from envs.cluster import Cluster, Device, Link
+from envs.measured import Measurement
+from envs.placement import Placement
+from graphs.graph import add_edge, add_op, new_graph
+from placer.outcome import PlacementError, Row, choose
+from placer.pipeline import Options, optimize_graph, worth_running
+from placer.search.budget import Budget
+
+two_cores = pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) < 2, reason="a placement over two cores needs two cores"
+)
+PAIR = Cluster(
+    name="pair",
+    devices=(
+        Device(name="a", kind="x", memory_bytes=1 << 40),
+        Device(name="b", kind="x", memory_bytes=1 << 40),
+    ),
+    links=(Link(between=("a", "b"), latency_s=1e-5, bandwidth_bytes_per_s=1e9),),
+)
+
+
+def row(name: str, predicted_s: float, runs_s: list[float] | None, *, single: bool = False) -> Row:
+    """A candidate of two ops with hand-made measurements; rebuilt time is wall time."""
+    placement = Placement(
+        graph="",
+        cluster="pair",
+        ops=("x", "y"),
+        device_names=("a", "b"),
+        devices=(0, 0) if single else (0, 1),
+        priority=(1.0, 0.0),
+    )
+    seen = None
+    if runs_s is not None:
+        times = np.array(runs_s)
+        seen = Measurement(wall_s=times, rebuilt_s=times, failure="" if runs_s else "it died")
+    return Row(
+        name=name,
+        placement=placement,
+        predicted_s=predicted_s,
+        peak_memory_bytes={"a": 1, "b": 1},
+        why="" if np.isfinite(predicted_s) else "a needs 2 B but has 1 B",
+        measurement=seen,
+    )
+
+
+def test_the_fastest_measured_wins_whatever_was_predicted() -> None:
+    rows = [
+        row("annealing", 1.0, [2.0, 2.1, 2.0]),
+        row("HEFT", 1.5, [1.5, 1.6, 1.5]),
+        row("single a", 3.0, [3.0, 3.0, 3.1], single=True),
+    ]
+    assert choose(rows).name == "HEFT"
+
+
+def test_nothing_measured_slower_than_one_device_is_ever_best() -> None:
+    rows = [
+        row("annealing", 1.0, [3.2, 3.1, 3.2]),
+        row("single a", 3.0, [3.0, 3.0, 3.0], single=True),
+    ]
+    assert choose(rows).name == "single a"
+
+
+def test_of_a_tie_the_simpler_wins() -> None:
+    rows = [
+        row("annealing", 1.0, [1.000, 1.050, 0.990]),
+        row("layer split", 1.0, [1.001, 1.040, 1.000]),
+        row("single a", 3.0, [3.0, 3.0, 3.1], single=True),
+    ]
+    assert choose(rows).name == "layer split"
+
+
+def test_a_simpler_tie_that_is_slower_than_one_device_does_not_win() -> None:
+    rows = [
+        row("annealing", 1.0, [0.98, 1.30, 0.99]),
+        row("layer split", 1.0, [1.02, 1.28, 0.98]),
+        row("single a", 1.0, [1.0, 1.31, 1.005], single=True),
+    ]
+    assert choose(rows).name == "annealing"
+    assert choose(rows[:2]).name == "layer split"
+
+
+def test_failed_candidates_do_not_win_and_do_not_stop_the_rest() -> None:
+    rows = [row("annealing", 1.0, []), row("single a", 3.0, [3.0, 3.0], single=True)]
+    assert choose(rows).name == "single a"
+    with pytest.raises(PlacementError, match="it died"):
+        choose(rows[:1])
+
+
+def test_without_measurements_the_prediction_decides_and_memory_is_a_reason() -> None:
+    assert choose([row("ETF", 1.0, None), row("single a", 2.0, None)]).name == "ETF"
+    with pytest.raises(PlacementError, match="fits nowhere: a needs 2 B but has 1 B"):
+        choose([row("ETF", np.inf, None)])
+
+
+def test_one_of_each_kind_is_run_before_the_second_of_any() -> None:
+    rows = [row(f"annealing {i}", 1.0 + i / 10, None) for i in range(6)]
+    rows += [row("HEFT", 2.0, None), row("ETF", 2.1, None), row("evolution", np.inf, None)]
+    rows += [row("single a", 3.0, None, single=True), row("single b", 3.0, None, single=True)]
+    chosen = [rows[i].name for i in worth_running(rows)]
+    assert chosen == ["single a", "annealing 0", "HEFT", "ETF", "annealing 1", "annealing 2"]
+
+
+def chain(length: int) -> nx.DiGraph[str]:
+    graph = new_graph("chain")
+    for i in range(length):
+        add_op(graph, str(i), cost_s={"*": 1e-3}, output_bytes=1000)
+        if i:
+            add_edge(graph, str(i - 1), str(i))
+    return graph
+
+
+def test_a_chain_has_no_headroom_and_stays_on_one_device() -> None:
+    found = optimize_graph(chain(12), PAIR, Options(budget=Budget.parse("200e")))
+    assert found.best.is_single
+    assert found.verdict.startswith("No headroom")
+    assert found.best.predicted_s == pytest.approx(12e-3)
+    assert found.lower_bound_s == pytest.approx(12e-3)
+
+
+def test_independent_ops_are_split_and_the_gain_is_told() -> None:
+    graph = new_graph("independent")
+    for i in range(8):
+        add_op(graph, str(i), cost_s={"*": 1e-3})
+    found = optimize_graph(graph, PAIR, Options(budget=Budget.parse("200e")))
+    assert found.best.predicted_s == pytest.approx(4e-3)
+    assert found.speed_up == pytest.approx(2.0)
+    assert found.verdict == "2.00x faster than a, predicted."
+
+
+class Towers(nn.Module):
+    """Two independent branches that are heavy enough for two cores to pay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
+        self.right = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        product: torch.Tensor = self.left(x) * self.right(x)
+        return product.mean()
+
+
+@two_cores
+def test_a_model_is_placed_measured_and_runs_as_placed(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model, x = Towers(), torch.randn(128, 256)
+    found = placer.optimize(model, x, devices="core:0,core:1", budget="300e", progress=False)
+    single = found.single
+    assert single is not None
+    assert single.measurement is not None
+    assert found.step_s(found.best) <= found.step_s(single)
+    assert found.placement.measured is not None
+    assert found.placement.measured["rounds"] == 7
+    assert found.device_of("left.0") in ("core:0", "core:1")
+    assert sum(found.devices_of("right").values()) > 3
+
+    found.save(tmp_path / "placement.json")
+    expected = model(x)
+    expected.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for placement in (found, tmp_path / "placement.json"):
+        model.zero_grad()
+        with placer.apply(model, placement, x) as placed:
+            assert torch.equal(placed.step(x), expected.detach())
+        for name, p in model.named_parameters():
+            assert p.grad is not None
+            assert torch.equal(p.grad, gradients[name])
+
+
+def test_a_placement_file_needs_example_inputs_and_its_own_graph(tmp_path: Path) -> None:
+    found = optimize_graph(chain(3), PAIR, Options(budget=Budget.parse("50e")))
+    found.save(tmp_path / "placement.json")
+    with pytest.raises(ValueError, match="example_inputs"):
+        placer.apply(Towers(), tmp_path / "placement.json")
+
+
+def stop_at(stage: str, arguments: list[str]) -> tuple[int, str]:
+    """Run ``placer optimize`` as a user would, press Ctrl-C in a stage; exit code and stderr."""
+    command = [sys.executable, "-m", "placer.cli.main", "optimize", "examples/two_towers.py:build"]
+    root = Path(__file__).parents[1]
+    told = []
+    with subprocess.Popen(
+        [*command, *arguments],
+        cwd=root,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            told.append(line)
+            if line.startswith(stage):
+                process.send_signal(signal.SIGINT)
+                break
+        told += process.stderr.readlines()
+        return process.wait(timeout=60), "".join(told)
+
+
+@two_cores
+def test_ctrl_c_ends_the_search_and_keeps_the_best_so_far(tmp_path: Path) -> None:
+    out = tmp_path / "placement.json"
+    arguments = ["--devices", "core:0,core:1", "--budget", "60m", "--out", str(out)]
+    code, told = stop_at("Searching placements", arguments)
+    assert code == 0, told
+    assert "stopped early" in told
+    written = json.loads(out.read_text())
+    assert written["predicted"]["step_s"] > 0
+    assert written["measured"] is None
+
+
+@two_cores
+def test_ctrl_c_while_measuring_keeps_the_best_so_far(tmp_path: Path) -> None:
+    out = tmp_path / "placement.json"
+    arguments = ["--devices", "core:0,core:1", "--budget", "200e", "--out", str(out)]
+    code, told = stop_at("Running the best for real", arguments)
+    assert code == 0, told
+    assert "stopped early" in told
+    assert json.loads(out.read_text())["predicted"]["step_s"] > 0
+
+
+def test_ctrl_c_before_there_is_anything_says_so(tmp_path: Path) -> None:
+    out = tmp_path / "placement.json"
+    code, told = stop_at("Measuring op costs", ["--devices", "core:0", "--out", str(out)])
+    assert code == 1
+    assert "stopped before" in told
+    assert "Traceback" not in told
+    assert not out.exists()

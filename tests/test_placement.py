@@ -1,0 +1,259 @@
+"""Placements: what replays them, what they answer, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from envs.cluster import Cluster, Device
+from envs.placement import FORMAT, OBJECTIVES, MadeBy, Placement, module_of
+from graphs.graph import GraphArrays, add_edge, add_op, new_graph
+
+IDS = (
+    "stem:convolution",
+    "stem.bn@1:batch_norm#2",
+    "stemless:relu",
+    "stem:backward/convolution",
+    ":loss",
+)
+JSON_OBJECT = st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=5), max_size=2)
+
+
+def cluster_of(*names: str) -> Cluster:
+    return Cluster(
+        name="test", devices=tuple(Device(name=n, kind="core", memory_bytes=8) for n in names)
+    )
+
+
+def chain(**changes: Any) -> GraphArrays:
+    """The ops of IDS one after the other; ``changes`` go to each of them."""
+    graph = new_graph("chain")
+    for op_id in IDS:
+        add_op(graph, op_id, cost_s={"*": 1.0}, **changes)
+    for source, target in pairwise(IDS):
+        add_edge(graph, source, target)
+    return GraphArrays.from_graph(graph)
+
+
+def place(graph: GraphArrays, cluster: Cluster, devices: list[int]) -> Placement:
+    return Placement.of(graph, cluster, np.array(devices), np.arange(len(devices), 0, -1))
+
+
+CLUSTER = cluster_of("core:0", "core:1")
+GRAPH = chain()
+
+
+@st.composite
+def placements(draw: st.DrawFn) -> Placement:
+    names = draw(st.lists(st.text(max_size=5), unique=True, min_size=1, max_size=3))
+    ops = draw(st.lists(st.text(max_size=5), unique=True, max_size=5))
+    return Placement(
+        graph=draw(st.text(max_size=5)),
+        cluster=draw(st.text(max_size=5)),
+        ops=tuple(ops),
+        device_names=tuple(names),
+        devices=tuple(draw(st.integers(0, len(names) - 1)) for _ in ops),
+        priority=tuple(draw(st.floats(allow_nan=False, allow_infinity=False)) for _ in ops),
+        objective=draw(st.sampled_from(OBJECTIVES)),
+        micro_batches=draw(st.integers(1, 64)),
+        predicted=draw(st.none() | JSON_OBJECT),
+        measured=draw(st.none() | JSON_OBJECT),
+        made_by=MadeBy(placer="p", seed=draw(st.none() | st.integers()), budget="9e", version="0"),
+    )
+
+
+@settings(max_examples=50, deadline=None)
+@given(placement=placements())
+def test_placement_survives_the_round_trip_through_a_file(
+    tmp_path_factory: pytest.TempPathFactory, placement: Placement
+) -> None:
+    path = tmp_path_factory.mktemp("placements") / "placement.json"
+    placement.save(path)
+    assert Placement.load(path, placement.device_names) == placement
+    assert [file.name for file in path.parent.iterdir()] == ["placement.json"]
+
+
+def test_devices_are_in_order_of_first_use_where_no_order_is_given() -> None:
+    read = Placement.from_dict({"format": FORMAT, "devices": {"a": "y", "b": "x", "c": "y"}})
+    assert read.device_names == ("y", "x")
+    assert read.devices == (0, 1, 0)
+    assert read.priority == (0.0, 0.0, 0.0)
+
+
+def test_arrays_are_those_it_was_made_of() -> None:
+    devices, priority = place(GRAPH, CLUSTER, [0, 1, 1, 0, 1]).arrays()
+    assert devices.tolist() == [0, 1, 1, 0, 1]
+    assert priority.tolist() == [5, 4, 3, 2, 1]
+
+
+def test_device_of_an_op_and_of_a_module() -> None:
+    placement = place(GRAPH, CLUSTER, [0, 1, 1, 1, 0])
+    assert placement.device_of("stem.bn@1:batch_norm#2") == "core:1"
+    assert placement.device_of("stem") == "core:0"
+    assert placement.device_of("stem.bn") == "core:1"
+    assert placement.devices_of("stem") == {"core:1": 2, "core:0": 1}
+    assert placement.devices_of("stemless") == {"core:1": 1}
+
+
+def test_unknown_module_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(KeyError, match=r"no op or module 'stem\.bm'.*did you mean 'stem\.bn'"):
+        place(GRAPH, CLUSTER, [0] * 5).device_of("stem.bm")
+
+
+@pytest.mark.parametrize(
+    ("op_id", "module"),
+    [
+        ("a.b:mm", "a.b"),
+        ("a.b@3:backward/mm#2", "a.b"),
+        (":add", ""),
+        ("plain", ""),
+    ],
+)
+def test_module_of_an_op_is_in_its_id(op_id: str, module: str) -> None:
+    assert module_of(op_id) == module
+
+
+def test_placement_fits_the_graph_and_cluster_it_was_made_for() -> None:
+    place(GRAPH, CLUSTER, [0, 1, 0, 1, 0]).check(GRAPH, CLUSTER)
+
+
+def test_placement_of_another_graph_is_refused() -> None:
+    placement = place(GRAPH, CLUSTER, [0] * 5)
+    other = chain(output_bytes=1)
+    for refused in (placement.check, placement.aligned):
+        with pytest.raises(ValueError, match=f"made for graph {GRAPH.hash[:12]}, not for 'chain'"):
+            refused(other, CLUSTER)
+
+
+def test_placement_on_other_devices_is_refused() -> None:
+    with pytest.raises(ValueError, match="for devices core:0, core:1, the cluster 'test' has cpu"):
+        place(GRAPH, CLUSTER, [0] * 5).check(GRAPH, cluster_of("cpu"))
+
+
+def test_split_group_is_refused() -> None:
+    tied = chain(colocate="tied")
+    place(tied, CLUSTER, [1] * 5).check(tied, CLUSTER)
+    with pytest.raises(ValueError, match=r"'stem:convolution' and 'stemless:relu' share state"):
+        place(tied, CLUSTER, [1, 1, 0, 1, 1]).check(tied, CLUSTER)
+
+
+def test_op_where_the_graph_does_not_allow_it_is_refused() -> None:
+    limited = chain(devices=("core:1", "cpu"))
+    with pytest.raises(ValueError, match="is on core:0, but may only run on core:1, cpu"):
+        place(limited, CLUSTER, [1, 0, 1, 1, 1]).check(limited, CLUSTER)
+
+
+@given(order=st.permutations(range(5)), flipped=st.booleans(), hashed=st.booleans())
+def test_aligned_placement_means_the_same_in_the_graphs_order(
+    order: list[int], flipped: bool, hashed: bool
+) -> None:
+    original = place(GRAPH, CLUSTER, [0, 1, 1, 0, 1])
+    data = original.to_dict() | {"graph": GRAPH.hash if hashed else "", "cluster": "other"}
+    data["devices"] = {IDS[i]: data["devices"][IDS[i]] for i in order}
+    names = ("core:1", "core:0") if flipped else ("core:0", "core:1")
+    aligned = Placement.from_dict(data, names).aligned(GRAPH, CLUSTER)
+    assert aligned == original
+
+
+def test_aligned_placement_may_leave_devices_unused() -> None:
+    read = Placement.from_dict({"format": FORMAT, "devices": dict.fromkeys(IDS, "core:1")})
+    assert read.aligned(GRAPH, CLUSTER).devices == (1,) * 5
+
+
+def test_aligned_refuses_missing_and_surplus_ops_and_unknown_devices() -> None:
+    whole = dict.fromkeys(IDS, "core:1")
+
+    def align(devices: dict[str, str]) -> None:
+        Placement.from_dict({"format": FORMAT, "devices": devices}).aligned(GRAPH, CLUSTER)
+
+    with pytest.raises(
+        ValueError, match="lacks 3 of the 5 ops of 'chain', such as 'stemless:relu'"
+    ):
+        align(dict.fromkeys(IDS[:2], "core:1"))
+    with pytest.raises(ValueError, match="has 2 ops that 'chain' has not, such as 'x'"):
+        align({"x": "core:1", "y": "core:1"} | whole)
+    with pytest.raises(ValueError, match="'test' has no device 'core:7'"):
+        align(whole | {IDS[3]: "core:7"})
+
+
+def test_aligned_placement_is_checked() -> None:
+    tied = chain(colocate="tied")
+    devices = dict.fromkeys(IDS, "core:1") | {IDS[4]: "core:0"}
+    with pytest.raises(ValueError, match="share state and must be on one device"):
+        Placement.from_dict({"format": FORMAT, "devices": devices}).aligned(tied, CLUSTER)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"priority": (1.0,)}, "a placement of 2 ops has 2 devices and 1 priorities"),
+        ({"devices": (0, 2)}, "op 'b' is on device 2 of 2 devices"),
+        ({"devices": (-1, 0)}, "op 'a' is on device -1 of 2 devices"),
+        ({"priority": (0.0, math.nan)}, "op 'b': priority is nan, not a finite number"),
+        ({"objective": "speed"}, "objective is 'speed', not one of latency, throughput, max-load"),
+        ({"micro_batches": 0}, "micro_batches is 0, below 1"),
+    ],
+)
+def test_placement_without_meaning_cannot_be_made(changes: dict[str, Any], message: str) -> None:
+    fields: dict[str, Any] = {
+        "graph": "",
+        "cluster": "",
+        "ops": ("a", "b"),
+        "device_names": ("x", "y"),
+        "devices": (0, 1),
+        "priority": (0.0, 1.0),
+    }
+    Placement(**fields)
+    with pytest.raises(ValueError, match=message):
+        Placement(**fields | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": "placer-placement/9"}, "format is 'placer-placement/9', this version reads"),
+        ({"device": {}}, "unknown key device; did you mean devices?"),
+        ({"devices": None}, "devices is missing or not an object"),
+        ({"devices": {"a": 0}}, r"devices\['a'\] is 0"),
+        ({"devices": {"a": "z"}}, r"devices\['a'\] is 'z'; the cluster has x, y"),
+        ({"priority": {"c": 1}}, r"priority\['c'\]: devices has no such op"),
+        ({"priority": {"a": True}}, r"priority\['a'\] is True"),
+        ({"priority": {"a": 10**400}}, "too large"),
+        ({"priority": {"a": math.inf}}, "op 'a': priority is inf, not a finite number"),
+        ({"graph": 3}, "graph is not a string"),
+        ({"micro_batches": 1.5}, "micro_batches is not a whole number"),
+        ({"micro_batches": True}, "micro_batches is not a whole number"),
+        ({"measured": []}, "measured is neither an object nor null"),
+        ({"made_by": {"author": "x"}}, "made_by is not an object of placer, seed, budget"),
+    ],
+)
+def test_refusal_of_a_file_starts_with_its_name(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "placement.json"
+    valid = {"format": FORMAT, "devices": {"a": "x", "b": "y"}}
+    path.write_text(json.dumps(valid))
+    Placement.load(path, ("x", "y"))
+    path.write_text(json.dumps(valid | changes))
+    with pytest.raises(ValueError, match=message) as refusal:
+        Placement.load(path, ("x", "y"))
+    assert str(refusal.value).startswith(f"{path}: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("", "Expecting value"), ("[]", "holds no JSON object"), ("[" * 200_000, "recursion")],
+)
+def test_file_that_is_no_json_object_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "placement.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        Placement.load(path)

@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium.utils.env_checker import check_env
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_problems import keeps_groups, keeps_limits, random_problem
+from sb3_contrib.common.wrappers import ActionMasker
+from stable_baselines3.common.env_checker import check_env as check_env_of_sb3
+
+from envs.backend import StepResult
+from envs.placement import Placement
+from envs.placement_env import INVALID_REWARD, PlacementEnv
+from envs.registration import register_environments
+from envs.two_towers import two_towers
+from placer.registration import register_environments as register_all
+
+IDS = ("placer/Placement-v0", "placer/PlacementParams-v0")
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_both_checkers_pass(name: str) -> None:
+    environment = gym.make(name).unwrapped
+    check_env(environment, skip_render_check=True)
+    check_env_of_sb3(environment)
+
+
+def test_checkers_pass_with_another_problem() -> None:
+    problem = random_problem(4, devices=5, groups=True, pins=True, unequal=True)
+    environment = gym.make(IDS[0], problem=problem).unwrapped
+    check_env(environment, skip_render_check=True)
+    check_env_of_sb3(environment)
+    check_env_of_sb3(ActionMasker(environment, lambda inner: inner.action_masks()))  # type: ignore[attr-defined]  # gym.Env has no masks
+
+
+def test_registering_again_changes_nothing() -> None:
+    before = dict(gym.registry)
+    register_environments()
+    register_all()
+    assert dict(gym.registry) == before
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [("envs.registration", IDS[0]), ("placer.registration", IDS[1])]
+)
+def test_gymnasium_finds_them_by_module_and_name(module: str, name: str) -> None:
+    code = f"import gymnasium; print(gymnasium.make('{module}:{name}').reset(seed=0)[0].shape)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("(")
+
+
+def test_registration_loads_neither_torch_nor_numba() -> None:
+    code = (
+        "import sys, placer.registration\n"
+        "print([m for m in ('torch', 'numba', 'stable_baselines3') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10_000), st.integers(1, 6), st.booleans())
+def test_masked_rollouts_end_in_placements_that_keep_all_rules(
+    seed: int, devices: int, tight: bool
+) -> None:
+    problem = random_problem(
+        seed,
+        ops=20,
+        devices=devices,
+        groups=True,
+        pins=True,
+        unequal=True,
+        memory_bytes=12_000_000 if tight else 10**12,
+    )
+    environment = PlacementEnv(problem)
+    rng = np.random.default_rng(seed)
+    observation, _ = environment.reset(seed=seed)
+    ended, reward = False, 0.0
+    info: dict[str, Any] = {}
+    while not ended:
+        assert environment.observation_space.contains(observation)
+        mask = environment.action_masks()
+        assert mask.any()
+        assert reward == 0.0
+        observation, reward, ended, _, info = environment.step(rng.choice(np.flatnonzero(mask)))
+    placed = info["placement"].arrays()[0]
+    assert keeps_groups(problem, placed)
+    assert keeps_limits(problem, placed)
+    if info["feasible"]:
+        assert reward == pytest.approx(math.log(info["baseline_s"] / info["step_s"]))
+    else:
+        assert reward == INVALID_REWARD
+        assert info["why"]
+
+
+def test_random_actions_never_break_it() -> None:
+    problem = random_problem(3, ops=25, devices=3, groups=True, pins=True)
+    environment = PlacementEnv(problem)
+    environment.action_space.seed(0)
+    environment.reset(seed=0)
+    ends = 0
+    for _ in range(1000):
+        _, reward, ended, _, info = environment.step(environment.action_space.sample())
+        if ended:
+            ends += 1
+            assert ("placement" in info) or (reward == INVALID_REWARD and "masked" in info["why"])
+            environment.reset()
+    assert ends > 10
+
+
+def test_everything_on_the_best_device_is_worth_nothing() -> None:
+    environment = PlacementEnv(random_problem(3, devices=3))
+    environment.reset()
+    ended, reward = False, 1.0
+    while not ended:
+        _, reward, ended, _, _ = environment.step(0)
+    assert reward == 0.0
+
+
+def test_a_split_of_two_towers_is_worth_more() -> None:
+    environment = PlacementEnv()
+    assert environment.problem.graph.name == two_towers().graph.name
+    environment.reset()
+    rewards = []
+    for op in environment.problem.graph.topological:
+        on_right = environment.problem.graph.ids[op].startswith("right")
+        rewards.append(environment.step(int(on_right))[1])
+    assert rewards[:-1] == [0.0] * (len(rewards) - 1)
+    assert rewards[-1] > 0.5
+
+
+def test_a_device_that_is_masked_or_does_not_exist_ends_the_episode() -> None:
+    environment = PlacementEnv(random_problem(3, devices=2))
+    for action in (2, -1):
+        environment.reset()
+        _, reward, ended, _, info = environment.step(action)
+        assert (reward, ended) == (INVALID_REWARD, True)
+        assert "masked" in info["why"]
+        with pytest.raises(RuntimeError, match="reset"):
+            environment.step(0)
+
+
+def test_a_group_is_placed_in_one_step() -> None:
+    problem = random_problem(8, groups=True)
+    group = problem.graph.group
+    units = len(set(group[group >= 0].tolist())) + int((group < 0).sum())
+    environment = PlacementEnv(problem)
+    environment.reset()
+    steps, ended = 0, False
+    while not ended:
+        ended = environment.step(0)[2]
+        steps += 1
+    assert steps == units < problem.op_count
+
+
+class Constant:
+    """A backend that finds every step equally long."""
+
+    def evaluate(self, placements: Sequence[Placement]) -> list[StepResult]:
+        """Two seconds each."""
+        return [StepResult(step_s=2.0, peak_memory_bytes={}, parts={"all": 2.0})] * len(placements)
+
+
+def test_the_reward_comes_from_the_given_backend() -> None:
+    environment = PlacementEnv(backend=Constant())
+    environment.reset()
+    ended, reward = False, 1.0
+    info: dict[str, Any] = {}
+    while not ended:
+        _, reward, ended, _, info = environment.step(1)
+    assert reward == 0.0
+    assert (info["step_s"], info["baseline_s"], info["parts"]) == (2.0, 2.0, {"all": 2.0})

@@ -1,0 +1,240 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from random_problems import keeps_groups, random_problem
+
+import placer.registration
+from placer.policies import Policy, load, names
+from placer.policies.maskable import maskable_ppo
+from placer.policies.network import ACTION_SCALE, FORMAT
+from placer.policies.params_env import WORST_REWARD, ParamsBatch, PlacementParamsEnv
+from placer.policies.pool import draw_pool, exercise, families
+from placer.policies.summary import FEATURES, summarise
+from placer.policies.training import scores, train
+from placer.search.budget import Budget
+from placer.search.decoder import HEFT, WEIGHT_COUNT
+from placer.search.heuristics import HEFT_NAME, heuristics
+from placer.search.judge import Judge
+from placer.search.portfolio import search
+from placer.search.randomness import below, exponential, seeded, uniform
+
+torch.set_num_threads(1)
+
+
+def made_up_policy(seed: int = 0) -> Policy:
+    rng = np.random.default_rng(seed)
+    sizes = (len(FEATURES), 8, WEIGHT_COUNT)
+    return Policy(
+        name="made-up",
+        card={"format": FORMAT},
+        feature_mean=rng.normal(size=len(FEATURES)).astype(np.float32),
+        feature_deviation=rng.uniform(0.5, 2.0, len(FEATURES)).astype(np.float32),
+        layers=tuple(
+            (
+                rng.normal(0.0, 0.3, (out, size)).astype(np.float32),
+                rng.normal(0.0, 0.3, out).astype(np.float32),
+            )
+            for size, out in pairwise(sizes)
+        ),
+        log_std=np.full(WEIGHT_COUNT, -1.6, np.float32),
+    )
+
+
+def test_a_policy_that_was_saved_says_the_same(tmp_path: Path) -> None:
+    policy = made_up_policy()
+    policy.save(tmp_path / "here" / "made-up")
+    again = load(str(tmp_path / "here" / "made-up"))
+    assert again.name == "made-up"
+    assert again.card == policy.card
+    for seed in range(5):
+        summary = np.random.default_rng(seed).normal(size=len(FEATURES))
+        for ours, theirs in zip(policy.weights(summary), again.weights(summary), strict=True):
+            assert (ours == theirs).all()
+    assert sorted(p.name for p in (tmp_path / "here").iterdir()) == [
+        "made-up.json",
+        "made-up.safetensors",
+    ]
+
+
+def test_a_policy_without_layers_proposes_heft() -> None:
+    policy = made_up_policy()
+    silent = tuple((0 * matrix, 0 * bias) for matrix, bias in policy.layers)
+    mean, deviation = replace(policy, layers=silent).weights(np.zeros(len(FEATURES)))
+    assert (mean == HEFT).all()
+    assert deviation == pytest.approx(ACTION_SCALE * np.exp(-1.6), abs=1e-6)
+
+
+def test_an_unknown_policy_is_named_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match="generalist"):
+        load("generalst")
+
+
+def test_files_that_are_no_policy_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mine"
+    made_up_policy().save(path)
+    card = path.with_suffix(".json")
+    card.write_text("[]")
+    with pytest.raises(ValueError, match="format"):
+        load(str(path))
+    card.write_text("{")
+    with pytest.raises(ValueError, match="not a policy"):
+        load(str(path))
+    card.write_text(json.dumps({"format": FORMAT}))
+    path.with_suffix(".safetensors").write_bytes(b"nothing")
+    with pytest.raises(ValueError, match="not a policy"):
+        load(str(path))
+
+
+def test_a_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:
+    policy = made_up_policy()
+    replace(policy, log_std=policy.log_std[:5]).save(tmp_path / "short")
+    with pytest.raises(ValueError, match=r"log_std is \(5,\), not \(21,\)"):
+        load(str(tmp_path / "short"))
+
+
+def test_the_shipped_policies_load_and_beat_heft_on_unseen_graphs() -> None:
+    assert "generalist" in names()
+    policy = load("generalist")
+    pool = draw_pool(77, 21, 200)
+    alone, sampled = scores(policy, pool)
+    heft = [item.ratio(c.step_ns) for item in pool for c in item.known if c.name == HEFT_NAME]
+    assert np.log(alone).mean() < np.log(heft).mean()
+    assert (sampled <= alone).all()
+    assert np.log(sampled).mean() < 0.0
+
+
+def test_a_search_with_a_policy_has_its_plan() -> None:
+    problem = random_problem(2, ops=80, devices=4)
+    found = search(problem, Budget(evaluations=60), 0, load("generalist"))
+    assert "policy" in {c.name for c in found}
+
+
+def test_a_summary_says_how_many_ops_and_devices_and_how_heuristics_compare() -> None:
+    judge = Judge(random_problem(1, unequal=True))
+    summary = summarise(judge, heuristics(judge))
+    assert summary.shape == (len(FEATURES),)
+    assert np.isfinite(summary).all()
+    assert summary[0] == pytest.approx(np.log(30))
+    assert summary[1] == pytest.approx(np.log2(3))
+    assert summary[19:21].min() == pytest.approx(1.0)
+
+
+def test_summaries_of_extreme_problems_are_finite() -> None:
+    for problem in (
+        random_problem(1, ops=1),
+        random_problem(1, devices=1),
+        random_problem(1, memory_bytes=0),
+    ):
+        judge = Judge(problem)
+        assert np.isfinite(summarise(judge, heuristics(judge))).all()
+
+
+def test_a_pool_is_drawn_by_its_seed_and_families_take_turns() -> None:
+    first, second = (draw_pool(5, 8, 120, ["layered", "grid"]) for _ in range(2))
+    assert [item.family for item in first] == ["layered", "grid"] * 4
+    for ours, theirs in zip(first, second, strict=True):
+        assert (ours.summary == theirs.summary).all()
+    with pytest.raises(ValueError, match="layered"):
+        families(["layred"])
+
+
+def test_zero_action_is_heft_in_the_environment() -> None:
+    item = exercise(random_problem(3, devices=4), "made-up")
+    environment = PlacementParamsEnv([item])
+    environment.reset(seed=0)
+    _, reward, ended, _, info = environment.step(np.zeros(WEIGHT_COUNT, np.float32))
+    assert ended
+    heft = next(c.step_ns for c in item.known if c.name == HEFT_NAME)
+    assert info == {"step_ns": heft, "reference_ns": item.reference_ns, "family": "made-up"}
+    assert reward == pytest.approx(-10.0 * np.log(heft / item.reference_ns))
+
+
+def test_the_same_seed_draws_the_same_problems() -> None:
+    pool = draw_pool(5, 6, 100)
+    observed = []
+    for seed in (1, 1, 2):
+        environment = PlacementParamsEnv(pool)
+        first = environment.reset(seed=seed)[0]
+        observed.append(np.stack([first, *(environment.reset()[0] for _ in range(8))]))
+    assert (observed[0] == observed[1]).all()
+    assert (observed[0] != observed[2]).any()
+
+
+def test_the_batch_rewards_as_the_plain_environment_does() -> None:
+    pool = draw_pool(5, 4, 100)
+    batch = ParamsBatch(pool, 16, seed=3)
+    observations = batch.reset()
+    plain = [PlacementParamsEnv([item]) for item in pool]
+    numbers = [
+        int(np.flatnonzero((batch._observations == row).all(axis=1))[0]) for row in observations
+    ]
+    actions = np.random.default_rng(0).uniform(-1, 1, (16, WEIGHT_COUNT)).astype(np.float32)
+    _, rewards, done, infos = batch.step(actions)
+    assert done.all()
+    for row, number in enumerate(numbers):
+        plain[number].reset(seed=0)
+        assert rewards[row] == np.float32(plain[number].step(actions[row])[1])
+        assert (infos[row]["terminal_observation"] == observations[row]).all()
+        assert rewards[row] >= WORST_REWARD
+
+
+def test_training_writes_a_policy_with_every_seed_in_its_card(tmp_path: Path) -> None:
+    texts: list[str] = []
+    written = train(
+        tmp_path / "tiny",
+        seconds=0.5,
+        seeds=2,
+        chosen=["layered"],
+        graphs=6,
+        max_ops=80,
+        test_graphs=7,
+        test_max_ops=120,
+        progress=lambda share, text: texts.append(text),
+    )
+    policy = load(str(tmp_path / "tiny"))
+    assert policy.card == written.card == json.loads((tmp_path / "tiny.json").read_text())
+    assert [row["seed"] for row in policy.card["seeds"]] == [0, 1]
+    assert policy.card["seed"] in (0, 1)
+    assert policy.card["trained_on"]["families"] == ["layered"]
+    assert {"single", "HEFT", "ETF", "untrained, best of 16"} == set(policy.card["baselines"])
+    assert any(text.startswith("seed 1") for text in texts)
+
+
+@pytest.mark.parametrize(("seconds", "seeds"), [(0.0, 1), (1.0, 0)])
+def test_training_for_no_time_is_refused(tmp_path: Path, seconds: float, seeds: int) -> None:
+    with pytest.raises(ValueError, match="above 0"):
+        train(tmp_path / "tiny", seconds=seconds, seeds=seeds)
+
+
+def test_maskable_ppo_places_a_small_graph() -> None:
+    problem = random_problem(2, ops=12, devices=2, groups=True)
+    found = maskable_ppo(problem, Budget(evaluations=40), seed=0)
+    again = maskable_ppo(problem, Budget(evaluations=40), seed=0)
+    assert keeps_groups(problem, found.devices)
+    assert (found.step_ns, found.devices.tolist()) == (again.step_ns, again.devices.tolist())
+    assert found.name == "maskable ppo"
+
+
+def test_environments_are_there_by_name() -> None:
+    assert placer.registration.PARAMS_ID in gym.registry
+    reset = gym.make(placer.registration.PARAMS_ID).reset(seed=0)[0]
+    assert reset.shape == (len(FEATURES),)
+
+
+def test_compiled_random_numbers_have_the_right_means() -> None:
+    state = seeded(1)
+    draws = np.array([uniform(state) for _ in range(4000)])
+    assert draws.min() >= 0.0
+    assert draws.max() < 1.0
+    assert draws.mean() == pytest.approx(0.5, abs=0.02)
+    assert np.mean([exponential(state, 3.0) for _ in range(4000)]) == pytest.approx(3.0, abs=0.2)
+    assert {below(state, 3) for _ in range(100)} == {0, 1, 2}
+    assert seeded(1)[0] != seeded(2)[0]

@@ -1,0 +1,231 @@
+"""Made-up graphs: what their parameters promise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import networkx as nx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphs import sketches
+from graphs.files import graph_from_dict, graph_to_dict
+from graphs.graph import GraphArrays, add_edge, add_op, new_graph
+from graphs.mirror import backward_id, with_backward
+from graphs.planted import planted
+from graphs.shapes import Weights, chain, fork_join, grid, layered
+from graphs.synthetic import FAMILIES, FEWEST_OPS, draw
+
+SHAPES: dict[str, Callable[[np.random.Generator, Weights], nx.DiGraph[str]]] = {
+    "chain": lambda rng, weights: chain(rng, ops=30, weights=weights),
+    "layered": lambda rng, weights: layered(rng, ops=50, width=7, weights=weights),
+    "fork-join": lambda rng, weights: fork_join(rng, weights=weights),
+    "grid": lambda rng, weights: grid(rng, weights=weights),
+}
+SEEDS = st.integers(0, 2**32)
+
+
+def rng(seed: int = 0) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@given(
+    seed=SEEDS,
+    ratio=st.floats(0.05, 5),
+    bandwidth=st.floats(1e8, 1e12),
+    spread=st.floats(0, 1.5),
+)
+@settings(max_examples=15, deadline=None)
+def test_shape_has_the_cost_and_ratio_asked_for(
+    shape: str, seed: int, ratio: float, bandwidth: float, spread: float
+) -> None:
+    weights = Weights(mean_cost_s=2e-3, ratio=ratio, bandwidth_bytes_per_s=bandwidth, spread=spread)
+    graph = SHAPES[shape](rng(seed), weights)
+    costs_s = [node["cost_s"]["*"] for _, node in graph.nodes(data=True)]
+    transfers_s = [edge["bytes"] / bandwidth for _, _, edge in graph.edges(data=True)]
+    assert np.mean(costs_s) == pytest.approx(2e-3)
+    assert np.mean(transfers_s) / np.mean(costs_s) == pytest.approx(ratio, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("graph", "ops", "edges", "longest_path"),
+    [
+        (chain(rng(), ops=9), 9, 8, 9),
+        (chain(rng(), ops=1), 1, 0, 1),
+        (fork_join(rng(), stages=2, width=5, depth=3), 2 * 17, 2 * 20 + 1, 2 * 5),
+        (grid(rng(), rows=4, columns=6), 24, 4 * 5 + 3 * 6, 4 + 6 - 1),
+    ],
+)
+def test_shape_has_the_ops_and_edges_of_its_drawing(
+    graph: nx.DiGraph[str], ops: int, edges: int, longest_path: int
+) -> None:
+    assert len(graph) == ops
+    assert graph.number_of_edges() == edges
+    assert len(nx.dag_longest_path(graph, weight="")) == longest_path
+
+
+@given(
+    seed=SEEDS,
+    ops=st.integers(1, 60),
+    width=st.integers(1, 20),
+    degree=st.floats(1, 4),
+    skip=st.floats(0, 1),
+)
+@settings(max_examples=40, deadline=None)
+def test_layered_ops_read_earlier_layers_only(
+    seed: int, ops: int, width: int, degree: float, skip: float
+) -> None:
+    graph = layered(rng(seed), ops=ops, width=width, degree=degree, skip=skip)
+    layer = {op_id: i // width for i, op_id in enumerate(graph)}
+    assert len(graph) == ops
+    for source, target in graph.edges:
+        assert layer[source] < layer[target]
+        assert skip > 0 or layer[source] == layer[target] - 1
+    assert all(graph.in_degree(op_id) >= 1 for op_id in graph if layer[op_id] > 0)
+
+
+def test_same_seed_draws_the_same_graph_and_another_seed_another() -> None:
+    for family in FAMILIES:
+        first, again, other = (draw(rng(seed), family) for seed in (5, 5, 6))
+        assert graph_to_dict(first) == graph_to_dict(again), family
+        assert graph_to_dict(first) != graph_to_dict(other), family
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, None])
+@given(seed=SEEDS, max_ops=st.integers(FEWEST_OPS, 400))
+@settings(max_examples=12, deadline=None)
+def test_drawn_graph_is_a_valid_graph_within_its_limit(
+    family: str | None, seed: int, max_ops: int
+) -> None:
+    graph = draw(rng(seed), family, max_ops=max_ops)
+    arrays = GraphArrays.from_graph(graph)
+    assert 8 <= len(arrays) <= max_ops
+    assert arrays.edge_count > 0
+    assert np.isfinite(arrays.costs_for("any kind")).all()
+    assert graph_to_dict(graph_from_dict(graph_to_dict(graph))) == graph_to_dict(graph)
+
+
+def test_draw_refuses_unknown_families_and_too_few_ops() -> None:
+    with pytest.raises(ValueError, match="no family 'rnn': there are chain, layered"):
+        draw(rng(), "rnn")
+    with pytest.raises(ValueError, match=f"max_ops is 9, below the {FEWEST_OPS}"):
+        draw(rng(), max_ops=9)
+
+
+def test_shapes_and_weights_refuse_sizes_without_meaning() -> None:
+    with pytest.raises(ValueError, match="ops is 0, below 1"):
+        chain(rng(), ops=0)
+    with pytest.raises(ValueError, match=r"degree is 0\.5, below 1"):
+        layered(rng(), degree=0.5)
+    with pytest.raises(ValueError, match=r"skip is 1\.5, not within"):
+        layered(rng(), skip=1.5)
+    with pytest.raises(ValueError, match="ratio is nan, not a number >= 0"):
+        Weights(ratio=float("nan"))
+    with pytest.raises(ValueError, match="mean_cost_s is 0, not a number above 0"):
+        Weights(mean_cost_s=0)
+
+
+@given(seed=SEEDS)
+@settings(max_examples=20, deadline=None)
+def test_backward_mirrors_forward(seed: int) -> None:
+    forward = layered(rng(seed), ops=25, width=5)
+    step = with_backward(forward, cost_factor=3.0)
+    assert len(step) == 2 * len(forward)
+    assert nx.is_directed_acyclic_graph(step)
+    for op_id, node in forward.nodes(data=True):
+        backward = step.nodes[backward_id(op_id)]
+        assert step.nodes[op_id] == node
+        assert backward["phase"] == "backward"
+        assert backward["cost_s"]["*"] == pytest.approx(3 * node["cost_s"]["*"])
+        assert step.edges[op_id, backward_id(op_id)]["bytes"] == node["saved_bytes"]
+        assert backward["parameter_bytes"] == 0
+    for source, target, edge in forward.edges(data=True):
+        turned = step.edges[backward_id(target), backward_id(source)]
+        assert turned["bytes"] == step.edges[source, target]["bytes"] == edge["bytes"]
+    assert step.number_of_edges() == 2 * forward.number_of_edges() + len(forward)
+
+
+def test_backward_of_a_weight_adds_gradients_and_its_readers_read_it_again() -> None:
+    forward = new_graph("shared weight")
+    add_op(forward, "m:weight", cost_s={"*": 0.0}, op="weight", output_bytes=40)
+    for call in range(2):
+        add_op(forward, f"m@{call}:linear", cost_s={"*": 1.0}, output_bytes=8, saved_bytes=8)
+        add_edge(forward, "m:weight", f"m@{call}:linear")
+    step = with_backward(forward)
+    assert set(step.pred["m:backward/weight"]) == {"m@0:backward/linear", "m@1:backward/linear"}
+    assert set(step.pred["m@1:backward/linear"]) == {"m:weight", "m@1:linear"}
+    assert step.edges["m:weight", "m@1:backward/linear"]["bytes"] == 40
+
+
+def test_backward_shares_a_device_with_forward_when_asked() -> None:
+    step = with_backward(chain(rng(), ops=3), together=True)
+    groups = GraphArrays.from_graph(step).group
+    assert groups.tolist() == [0, 1, 2, 2, 1, 0]
+
+
+def test_backward_of_a_training_step_is_refused() -> None:
+    step = with_backward(chain(rng(), ops=2))
+    with pytest.raises(ValueError, match="is of phase backward already"):
+        with_backward(step)
+
+
+@pytest.mark.parametrize(
+    ("graph", "parameters"),
+    [
+        # Inception-V3 without its auxiliary classifier and the bias of its last layer.
+        (sketches.inception(batch=1), 27_161_264 - 3_326_696 - 1000),
+        (
+            sketches.nmt(layers=2, steps=3, batch=2, hidden=16, vocabulary=50),
+            2 * (50 * 16 + 2 * 8 * 16 * 16) + 3 * 16 * 16 + 16 * 50,
+        ),
+        (
+            sketches.transformer(layers=3, micro_batches=2, tokens=4, hidden=8),
+            3 * 12 * 8 * 8 + 2 * 8000 * 8,
+        ),
+        (
+            sketches.moe(rng(), layers=2, experts=3, tokens=4, hidden=8),
+            2 * (4 * 8 * 8 + 8 * 3 + 3 * 8 * 8 * 8) + 2 * 8000 * 8,
+        ),
+    ],
+    ids=lambda value: value.graph["name"] if isinstance(value, nx.DiGraph) else "",
+)
+def test_sketch_has_the_parameters_of_its_model(graph: nx.DiGraph[str], parameters: int) -> None:
+    assert int(GraphArrays.from_graph(graph).parameter_bytes.sum()) == 4 * parameters
+
+
+def test_inception_sketch_refuses_blocks_it_does_not_have() -> None:
+    with pytest.raises(ValueError, match=r"blocks is 12, not within 1 \.\. 11"):
+        sketches.inception(blocks=12)
+
+
+@given(seed=SEEDS, devices=st.integers(1, 5), ops_per_device=st.integers(1, 12))
+@settings(max_examples=40, deadline=None)
+def test_planted_placement_leaves_no_device_idle(
+    seed: int, devices: int, ops_per_device: int
+) -> None:
+    made = planted(rng(seed), devices=devices, ops_per_device=ops_per_device)
+    arrays = GraphArrays.from_graph(made.graph)
+    costs_ns = np.rint(arrays.cost_s["*"] * 1e9).astype(int).tolist()
+    free_ns = [0] * devices
+    end_ns: list[int] = []
+    for op, device in enumerate(made.devices):
+        inputs = arrays.predecessors[
+            arrays.predecessor_start[op] : arrays.predecessor_start[op + 1]
+        ].tolist()
+        for source in inputs:
+            far = made.devices[source] != device
+            assert end_ns[source] + far * round(made.gap_s * 1e9) <= free_ns[device]
+        free_ns[device] += costs_ns[op]
+        end_ns.append(free_ns[device])
+    assert free_ns == [round(made.step_s * 1e9)] * devices
+    assert arrays.output_bytes.max() <= made.largest_bytes
+
+
+def test_planted_refuses_steps_too_short_for_their_ops() -> None:
+    with pytest.raises(ValueError, match="too short for 10 ops"):
+        planted(rng(), step_s=1e-9)
+    with pytest.raises(ValueError, match="each must be at least 1"):
+        planted(rng(), devices=0)
