@@ -9,11 +9,14 @@
     with placer.apply(model, placement) as placed:
         loss = placed.step(batch)
 
-Names load what they need when they are first used.
+Names load what they need when they are first used. With Gymnasium imported first, the environments
+``placer/Placement-v0`` and ``placer/PlacementParams-v0`` are registered; otherwise
+``import placer.registration`` does it.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from placer.shadow_guard import refuse_shadows
@@ -35,6 +38,8 @@ _HOMES = {
 }
 
 refuse_shadows()
+if "gymnasium" in sys.modules:  # who uses it finds our environments registered
+    import placer.registration as _registration  # noqa: F401 - importing it registers them
 
 
 def __getattr__(name: str) -> Any:

@@ -57,6 +57,13 @@ def test_gymnasium_finds_them_by_module_and_name(module: str, name: str) -> None
     assert done.stdout.startswith("(")
 
 
+@pytest.mark.parametrize("name", IDS)
+def test_placer_registers_them_for_who_uses_gymnasium(name: str) -> None:
+    code = f"import gymnasium, placer; print(gymnasium.make('{name}').reset(seed=0)[0].shape)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("(")
+
+
 def test_registration_loads_neither_torch_nor_numba() -> None:
     code = (
         "import sys, placer.registration\n"

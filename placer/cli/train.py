@@ -3,28 +3,53 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
-from placer.cli.failures import BAD_USAGE, fail
+from placer.cli.failures import BAD_USAGE, fail, why_not_writable
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
     parser = commands.add_parser("train", help="train a policy on generated graphs")
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="FOLDER/NAME", help="where the policy goes"
+        "--out",
+        type=Path,
+        required=True,
+        metavar="FOLDER/NAME",
+        help="where NAME.safetensors and its card NAME.json go",
     )
-    parser.add_argument("--seconds", type=float, default=100.0, help="per seed (default: 100)")
+    parser.add_argument(
+        "--seconds", type=float, default=100.0, help="processor time per seed (default: 100)"
+    )
     parser.add_argument("--seeds", type=int, default=3, help="how many (default: 3); best is kept")
+    parser.add_argument("--first-seed", type=int, default=0, help="the default is 0")
+    parser.add_argument(
+        "--families", nargs="+", metavar="NAME", help="to train on (default: all but chains)"
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train and write the policy with its card."""
+    """Train, write the policy with its card, say which seed was kept."""
+    weights = args.out.with_name(args.out.name + ".safetensors")
+    if (why := why_not_writable(weights)) is not None:
+        return fail(BAD_USAGE, why)
     from placer.policies.training import train
+    from placer.report.progress import progress_for
 
     try:
-        train(args.out, seconds=args.seconds, seeds=args.seeds)
-    except (ValueError, OSError) as error:
+        with progress_for(sys.stderr.isatty()) as progress:
+            progress.stage(f"Training {args.out.name}")
+            policy = train(
+                args.out,
+                seconds=args.seconds,
+                seeds=args.seeds,
+                first_seed=args.first_seed,
+                chosen=args.families,
+                progress=progress.advance,
+            )
+    except ValueError as error:
         return fail(BAD_USAGE, error)
+    print(f"{policy.name}: seed {policy.card['seed']} of {args.seeds}, written to {weights}")
     return 0

@@ -1,6 +1,6 @@
 """Trains a policy: PPO of stable-baselines3 on one-step decoding, several seeds, the best is kept.
 
-    python -m placer.policies.training --out trained_policies/generalist --seconds 100 --seeds 3
+    placer train --out trained_policies/generalist --seconds 100 --seeds 3
 
 Seeds vary as much as training gains, so every seed's scores go into the card, beside those of an
 untrained control: the best of sixteen random weights around HEFT.
@@ -8,7 +8,6 @@ untrained control: the best of sixteen random weights around HEFT.
 
 from __future__ import annotations
 
-import argparse
 import platform
 import sys
 import time
@@ -253,32 +252,3 @@ def _part(tell: Progress, number: int, seeds: int, share: float) -> None:
 
 def _silent(share: float, text: str) -> None:
     """Tell nobody."""
-
-
-def _print(share: float, text: str) -> None:
-    if text:
-        print(f"{share:4.0%} {text}", file=sys.stderr, flush=True)
-
-
-def main() -> None:
-    """Train from the command line."""
-    parser = argparse.ArgumentParser(prog="python -m placer.policies.training")
-    parser.add_argument("--out", type=Path, required=True, help="where to, without ending")
-    parser.add_argument("--seconds", type=float, default=100.0, help="processor time for each seed")
-    parser.add_argument("--seeds", type=int, default=3, help="how many, the best one is kept")
-    parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--families", nargs="+", help="to train on, by default all but chains")
-    given = parser.parse_args()
-    policy = train(
-        given.out,
-        seconds=given.seconds,
-        seeds=given.seeds,
-        first_seed=given.first_seed,
-        chosen=given.families,
-        progress=_print,
-    )
-    print(f"{policy.name}: seed {policy.card['seed']}, written to {given.out}.safetensors")
-
-
-if __name__ == "__main__":
-    main()
