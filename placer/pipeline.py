@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -27,7 +26,7 @@ from placer.outcome import Optimization, Row, choose
 from placer.report.progress import Progress, Silent
 from placer.search.budget import Budget
 from placer.search.candidate import Candidate
-from placer.search.portfolio import Proposer, search
+from placer.search.portfolio import Proposer, load_compiled_code, search
 
 MEASURED_CANDIDATES: Final = 5
 """How many of the best are run for real, besides the best single device."""
@@ -105,6 +104,8 @@ def _decided(
 
     Once the search has begun, Ctrl-C ends the stage and what was found until then counts.
     """
+    hear.stage("Loading compiled code")
+    load_compiled_code()
     rows: list[Row] = []
     began = ended = time.perf_counter()
     try:
@@ -134,39 +135,23 @@ def _searched(
         should_stop=interrupt.asked,
     )
     simulator = Simulator(problem)
-    return [
-        _row(name, problem, simulator, candidate, options)
-        for name, candidate in zip(_numbered(candidates), candidates, strict=True)
-    ]
+    return [_row(problem, simulator, candidate, options) for candidate in candidates]
 
 
-def _numbered(candidates: Sequence[Candidate]) -> list[str]:
-    """Names of the candidates, the second of a name with a 2 behind it, and so on."""
-    seen: Counter[str] = Counter()
-    names = []
-    for candidate in candidates:
-        seen[candidate.name] += 1
-        number = seen[candidate.name]
-        names.append(candidate.name if number == 1 else f"{candidate.name} {number}")
-    return names
-
-
-def _row(
-    name: str, problem: Problem, simulator: Simulator, candidate: Candidate, options: Options
-) -> Row:
+def _row(problem: Problem, simulator: Simulator, candidate: Candidate, options: Options) -> Row:
     """A candidate with its schedule; the placement's priorities spell the simulated order out."""
     schedule = simulator.run(candidate.devices, candidate.priority)
     feasible = candidate.step_ns < INFEASIBLE_NS
     priority = np.empty(problem.op_count)
     priority[run_order(problem, schedule.start_ns)] = np.arange(problem.op_count, 0, -1)
     made_by = MadeBy(
-        placer=name,
+        placer=candidate.name,
         seed=options.seed,
         budget=str(options.budget),
         version=placer.__version__,
     )
     return Row(
-        name=name,
+        name=candidate.name,
         placement=Placement.of(
             problem.graph, problem.cluster, candidate.devices, priority, made_by
         ),
@@ -210,22 +195,11 @@ def _measured(
 
 
 def worth_running(rows: Sequence[Row]) -> list[int]:
-    """Indices of the candidates to be run: the best single device, and the best few others.
-
-    The best of each kind comes before the second best of any: plans of one search are alike, and
-    so are the errors of their predictions.
-    """
+    """Indices of the candidates to be run: the best single device, and the best few others."""
     feasible = [i for i, row in enumerate(rows) if np.isfinite(row.predicted_s)]
     by_time = sorted(feasible, key=lambda i: rows[i].predicted_s)
     single = [i for i in by_time if rows[i].is_single][:1]
-    others = [i for i in by_time if not rows[i].is_single]
-    seen: Counter[int] = Counter()
-    turn = {}
-    for i in others:
-        turn[i] = seen[rows[i].simplicity]
-        seen[rows[i].simplicity] += 1
-    best = sorted(others, key=lambda i: (turn[i], rows[i].predicted_s))[:MEASURED_CANDIDATES]
-    return [*single, *best]
+    return [*single, *[i for i in by_time if not rows[i].is_single][:MEASURED_CANDIDATES]]
 
 
 def _outcome(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_writable
@@ -30,6 +31,7 @@ def run(args: argparse.Namespace) -> int:
     from envs.discover import discover
     from envs.executor.pool import WorkerError
     from placer.report.console import stdout_console
+    from placer.report.progress import progress_for
     from placer.report.table import print_cluster
 
     try:
@@ -37,7 +39,9 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         return fail(BAD_USAGE, error)
     try:
-        cluster = calibrated(cluster, again=args.again)
+        with progress_for(sys.stderr.isatty()) as progress:
+            progress.stage("Calibrating devices")
+            cluster = calibrated(cluster, again=args.again)
     except WorkerError as error:
         return fail(JOB_FAILED, error)
     print_cluster(cluster, stdout_console())

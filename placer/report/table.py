@@ -24,9 +24,8 @@ MEASURED_COLUMNS: Final = ("measured", "min", "spread", "rebuilt")
 def print_optimization(found: Optimization, console: Console) -> None:
     """All candidates with predicted and measured step, speed-up and memory, then the verdict."""
     ran = any(row.measurement is not None for row in found.rows)
-    table = Table(
-        box=box.SIMPLE_HEAD, title=_title(found), title_justify="left", collapse_padding=True
-    )
+    console.print(_title(found), highlight=False)
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
     table.add_column("candidate", no_wrap=True)
     for column in ("predicted", *(MEASURED_COLUMNS if ran else ()), "speed-up", "memory"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -60,7 +59,8 @@ def _legend(found: Optimization, ran: bool) -> str:
 
 def print_cluster(cluster: Cluster, console: Console) -> None:
     """Devices with their speeds, links with theirs."""
-    devices = Table(box=box.SIMPLE_HEAD, title=cluster.name, title_justify="left")
+    console.print(cluster.name, highlight=False)
+    devices = Table(box=box.SIMPLE_HEAD)
     for column in ("device", "kind", "memory", "GFLOP/s", "GB/s", "source"):
         devices.add_column(column, justify="left" if column in "device kind source" else "right")
     for device in cluster.devices:
@@ -90,7 +90,8 @@ def print_cluster(cluster: Cluster, console: Console) -> None:
 
 def print_placement(placement: Placement, console: Console) -> None:
     """Ops per device for the top modules of a placement, and what is known of its step."""
-    table = Table(box=box.SIMPLE_HEAD, title=_origin(placement), title_justify="left")
+    console.print(_origin(placement), highlight=False)
+    table = Table(box=box.SIMPLE_HEAD)
     table.add_column("module")
     for name in placement.device_names:
         table.add_column(name, justify="right")

@@ -81,12 +81,12 @@ def search(
     A search also ends when its best step is a lower bound of all.
 
     Returns:
-        All heuristics, and the best distinct plans of "policy", "evolution" and "annealing", the
+        All heuristics, and the best plan of each of "policy", "evolution" and "annealing", the
         shortest step first; plans that cannot run come last with INFEASIBLE_NS.
     """
     if progress is not None:
         progress(0.0, "loading compiled code, which takes long the first time")
-    _load_compiled_code()
+    load_compiled_code()  # not at the cost of the budget
     run = _Search(problem, Meter(budget, should_stop), seed, progress)
     run.begin()
     if problem.device_count > 1:
@@ -211,10 +211,11 @@ class _Search:
         return distinct([best[0], *ranked(self.known), *best], count)
 
     def candidates(self) -> list[Candidate]:
-        """All heuristics and the best few search results that put ops elsewhere, best first."""
+        """All heuristics and of each kind of search its best plan that is new, best first."""
         everything = ranked(self.known + self.found)
         new = [c for c in distinct(everything, len(everything)) if c in self.found]
-        return ranked(self.known + new[: 2 * STARTS])
+        best_of = {candidate.name: candidate for candidate in reversed(new)}
+        return ranked([*self.known, *best_of.values()])
 
     def report(self, share: float, text: str) -> None:
         if self.progress is not None:
@@ -245,8 +246,8 @@ def _pays(problem: Problem, budget: Budget) -> bool:
 
 
 @cache
-def _load_compiled_code() -> None:
-    """Compile, or load from the cache, what a search runs: not at the cost of its budget."""
+def load_compiled_code() -> None:
+    """Compile what a search runs (20 s, once for each installation), or load it from the cache."""
     run = _Search(two_towers(), Meter(Budget(evaluations=100)), 0, None)
     run.begin()
     run.evolve(HEFT, UNTRAINED_SIGMA)
