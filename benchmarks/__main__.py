@@ -1,10 +1,11 @@
 """All benchmarks, one after the other: ``python -m benchmarks``."""
 
-from benchmarks import placement, simulator
+from benchmarks import placement, search, simulator
 
 
 def main() -> None:
     simulator.main()
+    search.main()
     placement.main()
 
 

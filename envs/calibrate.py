@@ -93,8 +93,8 @@ def calibrated(cluster: Cluster, *, again: bool = False) -> Cluster:
         WorkerError: the workers do not come up.
     """
     path = _cache_path(cluster)
-    known = None if again else _cached(path)
-    if known is None or known.names != cluster.names:
+    known = None if again else _cached(path, cluster)
+    if known is None:
         known = calibrate(cluster)
         _store(path, known)
     memory = {device.name: device.memory_bytes for device in cluster.devices}
@@ -118,12 +118,14 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith("model name")), platform.machine())
 
 
-def _cached(path: Path) -> Cluster | None:
-    """A cluster that was stored before; None where there is none that can be read."""
+def _cached(path: Path, cluster: Cluster) -> Cluster | None:
+    """The cluster as it was stored before; None where it was not, or is not whole."""
     try:
-        return load_cluster(path)
+        known = load_cluster(path)
     except (OSError, ValueError):
         return None
+    whole = known.names == cluster.names and len(known.links) == len(_pairs(cluster.devices))
+    return known if whole else None
 
 
 def _store(path: Path, cluster: Cluster) -> None:

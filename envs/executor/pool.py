@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from types import TracebackType
@@ -192,12 +192,16 @@ class WorkerPool:
         shared = [self.arena.descriptor, board, *counters.values()]
         for device, own in zip(self.devices, cores, strict=True):
             self._workers.append(_spawn(device, own, shared))
+        without_constants = replace(  # the arena holds them
+            self.program,
+            sources=tuple(replace(source, tensor=None) for source in self.program.sources),
+        )
         setups = [
             Setup(
                 device=d,
                 threads=len(own),
                 seed=(torch.initial_seed() + d) % 2**64,
-                program=self.program,
+                program=without_constants,
                 arena=self.arena.descriptor,
                 board=board,
                 board_bytes=8 * count,

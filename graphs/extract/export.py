@@ -11,7 +11,7 @@ import io
 import logging
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,7 +19,7 @@ import torch
 from torch import fx, nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from graphs.extract.program import Result, Source
 from graphs.extract.step import WRAPPED, ExtractionError, LossModule, Step, unwrapped
@@ -65,7 +65,8 @@ def trace(step: Step) -> Traced:
         step.model.train(step.training)
     try:
         with _quiet(), torch.set_grad_enabled(step.training):
-            return _joint(step) if step.training else _inference(step)
+            distinct = _with_distinct_inputs(step)
+            return _joint(distinct) if step.training else _inference(distinct)
     except ExtractionError:
         raise
     except Exception as error:
@@ -73,6 +74,21 @@ def trace(step: Step) -> Traced:
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+def _with_distinct_inputs(step: Step) -> Step:
+    """The step on copies: a tensor that is given twice would be traced as one input for good."""
+
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+
+    return replace(
+        step,
+        inputs=tree_map(copied, step.inputs),
+        keywords=tree_map(copied, dict(step.keywords)),
+    )
 
 
 def _joint(step: Step) -> Traced:

@@ -1,0 +1,91 @@
+"""Runs the instruction lists of a placement within this process, the devices taking turns."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from tiny_models import Outcome
+from torch.utils._pytree import tree_map
+
+from envs.executor.arena import Arena
+from envs.executor.compiled_list import CompiledList
+from envs.executor.lists import Instruction, Receive, Send
+from envs.executor.signals import Signals
+from envs.executor.state import load_batch, load_state
+from graphs.extract import Extraction
+from graphs.extract.export import Position
+
+
+def turns(lists: Sequence[Sequence[Instruction]]) -> Iterator[tuple[int, int]]:
+    """(device, position) of every instruction in an order that the lists allow.
+
+    A device runs until it must wait for a signal; then the next one goes on.
+    """
+    position = [0] * len(lists)
+    sent: Counter[tuple[int, int]] = Counter()
+    while any(p < len(own) for p, own in zip(position, lists, strict=True)):
+        before = list(position)
+        for d, own in enumerate(lists):
+            while position[d] < len(own):
+                instruction = own[position[d]]
+                if isinstance(instruction, Receive):
+                    if sent[instruction.source, d] < instruction.number:
+                        break
+                elif isinstance(instruction, Send):
+                    sent.update((d, destination) for destination in instruction.destinations)
+                yield d, position[d]
+                position[d] += 1
+        assert position != before, "the lists wait for each other"
+
+
+def run(extraction: Extraction, lists: Sequence[Sequence[Instruction]]) -> Outcome:
+    """One step from the model's present state; the model is left alone."""
+    step, program = extraction.step, extraction.program
+    arena = Arena(program)
+    for source in program.sources:
+        if source.role == "tangent":
+            arena.value(source.value).fill_(1.0)
+        elif source.tensor is not None:
+            arena.value(source.value).copy_(source.tensor)
+    load_state(arena, step)
+    load_batch(arena, step, step.inputs, step.keywords)
+    with torch.inference_mode(), _counters(len(lists)) as counters:
+        compiled = [
+            CompiledList(own, program, arena, Signals(d, counters)) for d, own in enumerate(lists)
+        ]
+        for d, position in turns(lists):
+            compiled[d].steps[position](compiled[d].table)
+        for own in compiled:
+            own.give()
+    state = {name: tensor.detach().clone() for name, tensor in step.named_state().items()}
+    gradients, outputs = {}, {}
+    for index, result in enumerate(program.results):
+        tensor = arena.result(index).clone()
+        match result.role:
+            case "output":
+                outputs[int(result.name)] = tensor
+            case "gradient":
+                gradients[result.name] = tensor
+            case "state":
+                state[result.name] = tensor
+    arena.close()
+    output = tree_map(
+        lambda leaf: outputs[leaf.number] if isinstance(leaf, Position) else leaf,
+        extraction.outputs,
+    )
+    return Outcome(output, gradients, state)
+
+
+@contextmanager
+def _counters(count: int) -> Iterator[dict[tuple[int, int], int]]:
+    pairs = [(s, d) for s in range(count) for d in range(count) if s != d]
+    counters = {pair: os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for pair in pairs}
+    try:
+        yield counters
+    finally:
+        for descriptor in counters.values():
+            os.close(descriptor)

@@ -1,0 +1,176 @@
+"""Calibration: really measured speeds and op costs, and the cache of them."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny_models
+import torch
+
+from envs import calibrate
+from envs.calibrate import calibrated, profile_ops
+from envs.cluster import Cluster, Device, Link
+from envs.discover import discover
+from graphs.costs import with_costs
+from graphs.extract import extract
+from graphs.graph import GraphArrays
+
+torch.set_num_threads(1)
+
+CORES = sorted(os.sched_getaffinity(0))
+needs_two_cores = pytest.mark.skipif(len(CORES) < 2, reason="a link needs two cores")
+
+
+def two_cores() -> Cluster:
+    return discover(f"core:{CORES[0]},core:{CORES[1]}")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PLACER_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[Cluster]:
+    """Clusters that were measured, with made-up numbers."""
+    seen: list[Cluster] = []
+
+    def measure(cluster: Cluster) -> Cluster:
+        seen.append(cluster)
+        devices = tuple(
+            replace(d, peak_flop_per_s=7e10 + len(seen), bandwidth_bytes_per_s=1e10, source="made")
+            for d in cluster.devices
+        )
+        link = Link(between=cluster.names, latency_s=1e-5, bandwidth_bytes_per_s=math.inf)
+        return replace(cluster, devices=devices, links=(link,))
+
+    monkeypatch.setattr(calibrate, "calibrate", measure)
+    return seen
+
+
+def made_up(*names: str, memory_bytes: int = 1000) -> Cluster:
+    devices = tuple(Device(name=n, kind="core", memory_bytes=memory_bytes) for n in names)
+    return Cluster(name="cluster of " + ", ".join(names), devices=devices)
+
+
+# --- real measurements
+
+
+@needs_two_cores
+def test_speeds_of_devices_and_links_are_measured() -> None:
+    cluster = two_cores()
+    found = calibrate.calibrate(cluster)
+    assert found.names == cluster.names
+    for device, plain in zip(found.devices, cluster.devices, strict=True):
+        assert 1e8 < device.peak_flop_per_s < 1e13
+        assert 1e7 < device.bandwidth_bytes_per_s < 1e13
+        assert device.source.startswith("measured 20")
+        assert device.memory_bytes == plain.memory_bytes
+    (link,) = found.links
+    assert link.between == cluster.names
+    assert 1e-9 <= link.latency_s < 0.1
+    assert 1e6 < link.bandwidth_bytes_per_s <= 1e18
+
+
+def test_a_single_device_has_no_link() -> None:
+    found = calibrate.calibrate(discover(f"core:{CORES[0]}"))
+    assert found.links == ()
+    assert found.devices[0].peak_flop_per_s > 0
+
+
+def test_every_op_has_a_cost() -> None:
+    extraction = extract(tiny_models.conv_net())
+    heard: list[tuple[int, int]] = []
+    cluster = discover(f"core:{CORES[0]}")
+    costs_s = profile_ops(extraction, cluster, repeats=3, progress=lambda *at: heard.append(at))
+    assert costs_s.keys() == {"core"}
+    assert costs_s["core"].shape == (extraction.program.op_count,)
+    assert (costs_s["core"] > 0).all()
+    assert 1e-5 < costs_s["core"].sum() < 10
+    assert heard == [(i + 1, 5) for i in range(5)]
+    arrays = GraphArrays.from_graph(with_costs(extraction.graph, costs_s, {"core": "measured"}))
+    assert arrays.costs_for("core").tolist() == costs_s["core"].tolist()
+
+
+def test_profiling_can_be_stopped_after_the_first_run_that_counts() -> None:
+    extraction = extract(tiny_models.structured_output())
+    runs: list[int] = []
+    costs_s = profile_ops(
+        extraction,
+        discover(f"core:{CORES[0]}"),
+        repeats=50,
+        progress=lambda done, _: runs.append(done),
+        should_stop=lambda: True,
+    )
+    assert runs == [1, 2, 3]
+    assert (costs_s["core"] > 0).all()
+
+
+# --- the cache
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_cluster_is_measured_once(measured: list[Cluster]) -> None:
+    first = calibrated(made_up("core:0", "core:1"))
+    second = calibrated(made_up("core:0", "core:1"))
+    assert second == first
+    assert len(measured) == 1
+
+
+@pytest.mark.usefixtures("cache")
+def test_it_is_measured_again_when_asked(measured: list[Cluster]) -> None:
+    first = calibrated(made_up("core:0", "core:1"))
+    again = calibrated(made_up("core:0", "core:1"), again=True)
+    assert again.devices[0].peak_flop_per_s == first.devices[0].peak_flop_per_s + 1
+    assert calibrated(made_up("core:0", "core:1")) == again
+    assert len(measured) == 2
+
+
+@pytest.mark.usefixtures("cache")
+def test_other_devices_are_measured_on_their_own(measured: list[Cluster]) -> None:
+    calibrated(made_up("core:0", "core:1"))
+    calibrated(made_up("core:0", "core:2"))
+    calibrated(made_up("core:1", "core:0"))
+    assert len(measured) == 3
+
+
+@pytest.mark.usefixtures("cache", "measured")
+def test_name_and_memory_are_those_of_today() -> None:
+    calibrated(made_up("core:0", "core:1"))
+    today = replace(made_up("core:0", "core:1", memory_bytes=77), name="renamed")
+    found = calibrated(today)
+    assert found.name == "renamed"
+    assert [device.memory_bytes for device in found.devices] == [77, 77]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: "",
+        lambda text: text[: len(text) // 2],
+        lambda text: text.replace("placer-cluster/1", "placer-cluster/9"),
+        lambda text: text.replace("core:1", "core:5"),
+        lambda text: "\0\xff",
+    ],
+)
+def test_a_damaged_cache_is_measured_again(
+    damage: object, cache: Path, measured: list[Cluster]
+) -> None:
+    assert callable(damage)
+    first = calibrated(made_up("core:0", "core:1"))
+    (file,) = cache.iterdir()
+    file.write_text(damage(file.read_text()))
+    assert calibrated(made_up("core:0", "core:1")).links == first.links
+    assert len(measured) == 2
+    assert list(cache.iterdir()) == [file]
+
+
+def test_a_cache_that_cannot_be_written_is_no_failure(cache: Path, measured: list[Cluster]) -> None:
+    cache.write_text("a file where the folder should be")
+    assert calibrated(made_up("core:0", "core:1")).devices[0].source == "made"
+    assert len(measured) == 1

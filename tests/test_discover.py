@@ -1,0 +1,99 @@
+"""Discovery: the devices of this machine, by name."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from envs import discover as discovery
+from envs.discover import available_memory_bytes, cores_of, discover, kind_of
+
+CORES = sorted(os.sched_getaffinity(0))
+FIRST = f"core:{CORES[0]}"
+
+
+@pytest.fixture
+def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(8), 11})
+
+
+def test_auto_takes_the_cores_that_this_process_may_run_on() -> None:
+    expected = tuple(f"core:{core}" for core in CORES[: discovery.MOST_CORES])
+    assert discover().names == expected
+    assert discover(" auto ").names == expected
+
+
+@pytest.mark.usefixtures("eight_cores")
+def test_auto_takes_eight_at_most() -> None:
+    assert discover().names == tuple(f"core:{core}" for core in range(8))
+
+
+@pytest.mark.usefixtures("eight_cores")
+def test_core_sets_and_single_cores() -> None:
+    cluster = discover("core:0-3, core:5,core:11")
+    assert cluster.names == ("core:0-3", "core:5", "core:11")
+    assert [device.kind for device in cluster.devices] == ["core*4", "core", "core"]
+    assert cores_of("core:0-3") == (0, 1, 2, 3)
+    assert cluster.links == ()
+
+
+@pytest.mark.usefixtures("eight_cores")
+def test_devices_share_the_free_memory_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery, "available_memory_bytes", lambda: 1001)
+    assert [d.memory_bytes for d in discover("core:1,core:2-4").devices] == [500, 500]
+
+
+@pytest.mark.usefixtures("eight_cores")
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ("core:0,core:0", "devices core:0 and core:0 overlap in core 0"),
+        ("core:0-3,core:3", "devices core:0-3 and core:3 overlap in core 3"),
+        ("core:8", "may run on cores 0, 1, 2, 3, 4, 5, 6, 7, 11"),
+        ("core:5-11", "there is no device core:5-11"),
+        ("core:0-99999999999999", "there is no device core:0-9999"),
+        ("core:3-1", "empty: write the lower core first"),
+        ("cuda:0", "cannot be used yet"),
+        ("cpu", "cannot be used yet"),
+        ("core", "there is no device 'core'; write core:N"),
+        ("core:", "there is no device 'core:'"),
+        ("core:a", "there is no device 'core:a'"),
+        ("core:0-", "there is no device 'core:0-'"),
+        ("core:-1", "there is no device 'core:-1'"),
+        ("core:0-1-2", "there is no device 'core:0-1-2'"),
+        ("core:²", "there is no device 'core:²'"),
+        ("gpu:0", "there is no device 'gpu:0'"),
+        ("", "no devices were named"),
+        (" , ", "no devices were named"),
+    ],
+)
+def test_other_names_are_refused_with_what_to_write(names: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        discover(names)
+
+
+@given(st.text(max_size=12))
+def test_any_name_is_a_device_or_a_value_error(name: str) -> None:
+    try:
+        cores = cores_of(f"core:{name}")
+    except ValueError as error:
+        cores, text = (), str(error)
+    else:
+        text = ""
+    assert set(cores) <= set(CORES)
+    assert bool(cores) is not text.startswith(("there is no device", "device"))
+
+
+def test_free_memory_is_what_the_machine_has_at_most() -> None:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 0 < available_memory_bytes() <= total
+
+
+def test_all_single_cores_are_of_one_kind() -> None:
+    assert kind_of(1) == "core"
+    assert kind_of(2) != kind_of(3)
+    assert discover(FIRST).devices[0].kind == "core"

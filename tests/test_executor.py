@@ -1,0 +1,394 @@
+"""Pinned workers: placed models run as unplaced ones, and trouble is seen and cleaned up."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import tiny_models
+import torch
+from tiny_models import assert_same, eager, forward, gradients_of, state_of
+from torch import Tensor, nn
+
+from envs.cluster import Cluster, Device
+from envs.discover import discover
+from envs.executor.lists import device_lists, priority_order
+from envs.executor.placed import PlacedModel
+from envs.executor.pool import WorkerError, WorkerPool
+from envs.executor.state import load_batch, load_state
+from graphs.extract import Extraction, Step, extract
+
+torch.set_num_threads(1)
+
+CORES = sorted(os.sched_getaffinity(0))
+pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="two devices need two cores")
+
+
+def two_cores() -> Cluster:
+    return discover(f"core:{CORES[0]},core:{CORES[1]}")
+
+
+def placed_at_random(step: Step, seed: int = 0) -> PlacedModel:
+    extraction = extract(step)
+    randomly = random.Random(seed)
+    devices = [randomly.randrange(2) for _ in range(extraction.program.op_count)]
+    order = priority_order(extraction.program, [randomly.random() for _ in devices])
+    return PlacedModel(extraction, two_cores(), devices, order)
+
+
+def worker_ids(placed: PlacedModel | WorkerPool) -> list[int]:
+    pool = placed._pool if isinstance(placed, PlacedModel) else placed
+    return [worker.process.pid for worker in pool._workers]
+
+
+def alive(process_id: int) -> bool:
+    try:
+        state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def gone_within(seconds: float, process_ids: list[int]) -> bool:
+    end = time.monotonic() + seconds
+    while any(map(alive, process_ids)) and time.monotonic() < end:
+        time.sleep(0.02)
+    return not any(map(alive, process_ids))
+
+
+# --- placed steps
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["conv_net", "tied_weights", "norm_twice", "views", "nmt", "inception", "structured_output"],
+)
+def test_a_random_placement_is_bit_for_bit_the_unplaced_step(name: str) -> None:
+    step = tiny_models.STEPS[name]()
+    expected = eager(step)
+    with placed_at_random(step, seed=len(name)) as placed:
+        output = placed.step(*step.inputs, **step.keywords)
+        assert_same(output, expected.output)
+        assert_same(gradients_of(step), expected.gradients)
+        assert_same(state_of(step), expected.state)
+    assert_same(gradients_of(step), expected.gradients)
+    assert_same(state_of(step), expected.state)
+
+
+@pytest.fixture(scope="module")
+def conv() -> Iterator[PlacedModel]:
+    """A placed convolutional network; whoever uses it leaves it able to run."""
+    with placed_at_random(tiny_models.conv_net()) as placed:
+        yield placed
+
+
+@pytest.fixture
+def twins(conv: PlacedModel) -> tuple[PlacedModel, nn.Module, Step]:
+    """The placed model without gradients, and an unplaced copy of the step's model as it is."""
+    conv.model.zero_grad()
+    step = copy.deepcopy(conv._step)
+    return conv, step.model, step
+
+
+def batches(count: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(7)
+    return [
+        (
+            torch.randn(4, 3, 16, 16, generator=generator),
+            torch.randint(5, (4,), generator=generator),
+        )
+        for _ in range(count)
+    ]
+
+
+def unplaced_step(step: Step, batch: tuple[Tensor, Tensor]) -> Tensor:
+    loss = forward(Step.of(step.model, batch, step.loss))
+    loss.backward()
+    detached: Tensor = loss.detach()
+    return detached
+
+
+@pytest.mark.parametrize("zero_grad", [{"set_to_none": True}, {"set_to_none": False}, None])
+def test_training_is_bit_for_bit_the_unplaced_training(
+    twins: tuple[PlacedModel, nn.Module, Step], zero_grad: dict[str, bool] | None
+) -> None:
+    placed, model, step = twins
+    optimizers = [
+        torch.optim.SGD(own.parameters(), lr=0.05, momentum=0.9) for own in (placed.model, model)
+    ]
+    for batch in batches(5):
+        for optimizer in optimizers:
+            if zero_grad is not None:
+                optimizer.zero_grad(**zero_grad)
+        assert_same(placed.step(*batch), unplaced_step(step, batch))
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_same(gradients_of(placed._step), gradients_of(step))
+    assert_same(state_of(placed._step), state_of(step))
+
+
+def test_a_batch_may_come_as_one_tuple_or_list(
+    twins: tuple[PlacedModel, nn.Module, Step],
+) -> None:
+    placed, _, step = twins
+    (batch,) = batches(1)
+    expected = eager(Step.of(step.model, batch, step.loss)).output
+    for given in (batch, list(batch)):
+        state = state_of(placed._step)
+        assert_same(placed.step(given), expected.detach())
+        placed.model.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda x, y: (x[:2], y[:2]),
+            r"input \[0\] .* shape \(2, 3, .* of shape \(4, 3, ",
+        ),
+        (lambda x, y: (x.double(), y), r"input \[0\] .* torch.float64"),
+        (lambda x, y: (x,), r"lacks input \[1\]"),
+        (lambda x, y: (x, y, y), r"holds input \[2\]"),
+        (lambda x, y: (x, 3), r"input \[1\] .* int, not a tensor"),
+    ],
+)
+def test_a_batch_that_does_not_fit_is_refused(
+    twins: tuple[PlacedModel, nn.Module, Step],
+    change: Callable[[Tensor, Tensor], tuple[object, ...]],
+    message: str,
+) -> None:
+    placed, _, step = twins
+    before = state_of(step)
+    with pytest.raises(ValueError, match=message):
+        placed.step(*change(*batches(1)[0]))
+    assert_same(state_of(placed._step), before)
+
+
+def test_keywords_come_in_any_order_and_numbers_must_stay() -> None:
+    step = tiny_models.own_loss()
+    expected = eager(step)
+    mirrored = dict(reversed(list(step.keywords.items())))
+    with placed_at_random(step) as placed:
+        with pytest.raises(ValueError, match=r"\['times'\] of the batch is 4, .* made for 3"):
+            placed.step(**{**mirrored, "times": 4})
+        assert_same(placed.step(mirrored), expected.output.detach())
+    assert_same(gradients_of(step), expected.gradients)
+
+
+def test_close_gives_the_model_back() -> None:
+    step = tiny_models.tied_weights()
+    names, parameters = list(step.model.state_dict()), list(step.model.parameters())
+    placed = placed_at_random(step)
+    processes = worker_ids(placed)
+    descriptors = open_descriptors()
+    placed.step(*step.inputs)
+    assert list(step.model.state_dict()) == names
+    assert [id(p) for p in step.model.parameters()] == [id(p) for p in parameters]
+    expected = state_of(step)
+    placed.close()
+    placed.close()
+    assert placed._pool.closed
+    assert gone_within(1, processes)
+    gc.collect()
+    assert open_descriptors() < descriptors
+    assert_same(state_of(step), expected)
+    assert step.model.get_parameter("head.weight") is step.model.get_parameter("embedding.weight")
+    for tensor in step.named_state().values():
+        assert not any(tensor.data_ptr() in area for area in shared_areas())
+    before = gradients_of(step)
+    forward(step).backward()
+    assert_same(gradients_of(step)["middle.bias"], before["middle.bias"] * 2)
+    with pytest.raises(WorkerError, match="have ended"):
+        placed.step(*step.inputs)
+
+
+def shared_areas() -> list[range]:
+    """Addresses of this process's mappings of arenas."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    bounds = [line.split()[0].split("-") for line in lines if "placer-arena" in line]
+    return [range(int(low, 16), int(high, 16)) for low, high in bounds]
+
+
+def test_workers_outlive_the_thread_that_started_them() -> None:
+    step = tiny_models.views()
+    made: list[PlacedModel] = []
+    thread = threading.Thread(target=lambda: made.append(placed_at_random(step)))
+    thread.start()
+    thread.join()
+    with made[0] as placed:
+        time.sleep(0.1)
+        assert_same(placed.step(*step.inputs), eager(step).output.detach())
+
+
+# --- trouble
+
+
+class Pool(WorkerPool):
+    """The workers of a step that takes device 0 a while, between two ops of device 1."""
+
+    def __init__(self, *, step_timeout_s: float) -> None:
+        def forward(model: nn.Module, x: Tensor) -> Tensor:
+            for _ in range(30):
+                x = x @ x / 1000.0
+            return x.relu()
+
+        model = tiny_models.Plain(forward)
+        step = Step.of(model, torch.ones(1000, 1000), training=False)
+        self.extraction: Extraction = extract(step)
+        count = self.extraction.program.op_count
+        super().__init__(
+            self.extraction.program,
+            two_cores().devices,
+            step_timeout_s=step_timeout_s,
+            op_names=tuple(self.extraction.graph),
+        )
+        load_state(self.arena, step)
+        load_batch(self.arena, step, step.inputs, {})
+        devices = [0] * (count - 1) + [1]
+        self.number = self.load(device_lists(self.program, devices, range(count), 2))
+
+
+def run_for_ever(pool: Pool) -> None:
+    while True:
+        pool.run(pool.number)
+
+
+def signalled_during(pool: Pool, device: int, number: signal.Signals) -> tuple[str, float]:
+    """The error of a run whose worker gets a signal after 0.1 s, and the seconds it took."""
+    ids = worker_ids(pool)
+    timer = threading.Timer(0.1, os.kill, (ids[device], number))
+    start_s = time.monotonic()
+    timer.start()
+    with pytest.raises(WorkerError) as failure:
+        run_for_ever(pool)
+    took_s = time.monotonic() - start_s
+    assert pool.closed
+    assert gone_within(1, ids)
+    return str(failure.value), took_s
+
+
+def test_a_worker_that_dies_is_named_with_its_last_op() -> None:
+    pool = Pool(step_timeout_s=60)
+    descriptors = open_descriptors()
+    text, took_s = signalled_during(pool, 0, signal.SIGKILL)
+    assert re.search(rf"worker of core:{CORES[0]} died; its last op was :(matmul|div)", text)
+    assert "(signal 9)" in text
+    assert took_s < 10
+    with pytest.raises(WorkerError, match="have ended"):
+        pool.run(pool.number)
+    del pool
+    gc.collect()
+    assert open_descriptors() < descriptors
+
+
+@pytest.mark.parametrize("device", [0, 1])
+def test_a_worker_that_hangs_is_named_not_the_one_that_waits_for_it(device: int) -> None:
+    pool = Pool(step_timeout_s=2)
+    text, took_s = signalled_during(pool, device, signal.SIGSTOP)
+    assert f"worker of core:{CORES[device]} did not answer within 2 s" in text
+    assert took_s < 15
+
+
+def test_an_interrupted_step_ends_the_pool() -> None:
+    """Otherwise the answer that was not waited for would pass for that of the next step."""
+    pool = Pool(step_timeout_s=60)
+    with pool:
+        ids = worker_ids(pool)
+        os.kill(ids[0], signal.SIGSTOP)
+        main = threading.main_thread().ident
+        assert main is not None
+        threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            pool.run(pool.number)
+        assert pool.closed
+        assert gone_within(1, ids)
+
+
+def test_an_op_that_fails_is_told_with_torchs_reason() -> None:
+    step = tiny_models.tied_weights()
+    placed = placed_at_random(step)
+    ids = worker_ids(placed)
+    tokens, target = step.inputs
+    expected = state_of(step)
+    with pytest.raises(WorkerError, match=r"last op was embedding:embedding") as failure:
+        placed.step(tokens + 100, target)
+    assert "index out of range" in str(failure.value)
+    assert gone_within(1, ids)
+    placed.close()
+    assert_same(state_of(step), expected)
+    assert forward(step).isfinite()
+
+
+def test_workers_end_with_their_parent() -> None:
+    script = """
+import sys, time, torch
+sys.path.insert(0, {tests!r})
+from test_executor import Pool, worker_ids
+if __name__ == "__main__":
+    pool = Pool(step_timeout_s=60)
+    print(*worker_ids(pool), flush=True)
+    while True:
+        pool.run(pool.number)
+"""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script.format(tests=str(Path(__file__).parent))],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert parent.stdout is not None
+    with parent.stdout:
+        ids = [int(word) for word in parent.stdout.readline().split()]
+        assert len(ids) == 2
+        assert all(map(alive, ids))
+        parent.kill()
+        parent.wait()
+    assert gone_within(2, ids)
+
+
+def test_pools_leave_no_descriptor_and_no_process_behind() -> None:
+    extraction = extract(tiny_models.structured_output())
+    gc.collect()
+    before = open_descriptors()
+    ids = []
+    for _ in range(3):
+        with WorkerPool(extraction.program, two_cores().devices) as pool:
+            ids += worker_ids(pool)
+    del pool
+    gc.collect()
+    assert open_descriptors() == before
+    assert not any(map(alive, ids))
+
+
+def open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("core:0", "core:0"), "overlap"),
+        (("core:99999",), "there is no device core:99999"),
+        (("cuda:0",), "cannot be used yet"),
+        (("gpu",), "there is no device 'gpu'"),
+    ],
+)
+def test_devices_that_cannot_be_had_are_refused_before_anything_starts(
+    names: tuple[str, ...], message: str
+) -> None:
+    program = extract(tiny_models.structured_output()).program
+    devices = [Device(name=name, kind="core", memory_bytes=1) for name in names]
+    before = open_descriptors()
+    with pytest.raises(ValueError, match=message):
+        WorkerPool(program, devices)
+    assert open_descriptors() == before

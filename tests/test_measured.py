@@ -1,0 +1,226 @@
+"""The Measured backend: what it measures, what it calls a tie, and what it survives."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import tiny_models
+import torch
+
+from envs.cluster import Link
+from envs.discover import discover
+from envs.measured import Measured, Measurement, contended, run_order, tied
+from envs.placement import Placement
+from envs.problem import Problem
+from graphs.costs import with_costs
+from graphs.extract import Extraction, extract
+from graphs.graph import GraphArrays
+
+torch.set_num_threads(1)
+
+CORES = sorted(os.sched_getaffinity(0))
+
+
+def measurement(wall_s: list[float], rebuilt_s: list[float] | None = None) -> Measurement:
+    return Measurement(wall_s=np.array(wall_s), rebuilt_s=np.array(rebuilt_s or wall_s))
+
+
+# --- arithmetic
+
+
+def test_the_numbers_of_a_measurement() -> None:
+    seen = measurement([4.0, 2.0, 3.0, 10.0, 3.0], [2.0, 2.0, 2.0, 2.0, 3.0])
+    assert seen.ok
+    assert seen.counts
+    assert seen.median_s == 3.0
+    assert seen.min_s == 2.0
+    assert seen.spread == pytest.approx((4 - 3) / 3)
+    assert seen.rebuilt_median_s == 2.0
+    assert seen.contention == 1.5
+    assert seen.step_s() == 3.0
+    assert seen.step_s(contended=True) == 2.0
+
+
+def test_a_failure_counts_as_infinitely_slow() -> None:
+    failed = Measurement(wall_s=np.array([]), rebuilt_s=np.array([]), failure="it died")
+    assert failed.counts
+    assert not failed.ok
+    assert failed.median_s == failed.min_s == failed.step_s() == np.inf
+    assert np.isnan(failed.spread)
+
+
+def test_what_was_never_run_does_not_count() -> None:
+    never = measurement([])
+    assert not never.counts
+    assert not never.ok
+
+
+def test_the_machine_is_contended_by_the_median_of_all() -> None:
+    quiet, loaded = measurement([1.0], [1.0]), measurement([2.0], [1.0])
+    assert not contended([])
+    assert not contended([quiet, loaded, quiet])
+    assert contended([loaded, loaded, quiet])
+
+
+def test_a_difference_in_every_round_is_no_tie_however_the_rounds_vary() -> None:
+    slow = measurement([1.0, 5.0, 2.0, 9.0, 3.0])
+    fast = measurement([0.9, 4.5, 1.8, 8.1, 2.7])
+    assert not tied(slow, fast)
+    assert not tied(fast, slow)
+
+
+def test_noise_as_large_as_the_difference_is_a_tie() -> None:
+    a = measurement([1.0, 1.3, 0.9, 1.2, 1.0, 1.1])
+    b = measurement([1.1, 1.0, 1.2, 1.0, 0.9, 1.1])
+    assert tied(a, b)
+    assert tied(b, a)
+
+
+def test_less_than_half_a_percent_is_a_tie_however_sure() -> None:
+    a = measurement([1.0] * 9)
+    assert tied(a, measurement([1.004] * 9))
+    assert not tied(a, measurement([1.006] * 9))
+
+
+def test_under_load_the_rebuilt_times_are_compared() -> None:
+    a = measurement([1.0, 2.0, 1.0, 2.0], [1.0, 1.0, 1.0, 1.0])
+    b = measurement([2.0, 1.0, 2.0, 1.0], [2.0, 2.0, 2.0, 2.0])
+    assert tied(a, b)
+    assert not tied(a, b, loaded=True)
+
+
+def test_one_round_shows_no_noise_and_decides_nothing() -> None:
+    assert tied(measurement([1.0]), measurement([2.0]))
+
+
+def test_a_failure_ties_with_failures_only() -> None:
+    failed = Measurement(wall_s=np.array([]), rebuilt_s=np.array([]), failure="it died")
+    assert tied(failed, failed)
+    assert not tied(failed, measurement([1.0]))
+
+
+# --- real runs
+
+needs_two_cores = pytest.mark.skipif(len(CORES) < 2, reason="two devices need two cores")
+
+
+def small_problem() -> tuple[Extraction, Problem]:
+    extraction = extract(tiny_models.conv_net())
+    graph = with_costs(
+        extraction.graph, {"core": np.full(len(extraction.graph), 1e-5)}, {"core": "made up"}
+    )
+    cluster = discover(f"core:{CORES[0]},core:{CORES[-1]}")
+    link = Link(between=cluster.names, latency_s=1e-5, bandwidth_bytes_per_s=1e10)
+    return extraction, Problem.of(GraphArrays.from_graph(graph), replace(cluster, links=(link,)))
+
+
+@pytest.fixture(scope="module")
+def backend() -> Iterator[Measured]:
+    extraction, problem = small_problem()
+    with Measured(extraction, problem, rounds=3, warm_up=1, step_timeout_s=20) as measured:
+        yield measured
+
+
+def candidates(backend: Measured) -> list[Placement]:
+    """All on the first device; alternating; all on the second."""
+    problem = backend.problem
+    index = np.arange(problem.op_count)
+    arrays = [np.zeros_like(index), index % 2, np.ones_like(index)]
+    return [
+        Placement.of(problem.graph, problem.cluster, devices, -index.astype(float))
+        for devices in arrays
+    ]
+
+
+def kill_a_worker(backend: Measured) -> None:
+    os.kill(backend._pool._workers[0].process.pid, signal.SIGKILL)
+
+
+@needs_two_cores
+def test_placements_are_really_run(backend: Measured) -> None:
+    heard: list[tuple[int, int]] = []
+    seen = backend.measure(candidates(backend), lambda done, total: heard.append((done, total)))
+    assert heard == [(i + 1, 12) for i in range(12)]
+    assert not backend.interrupted
+    for one in seen:
+        assert one.ok
+        assert one.wall_s.shape == one.rebuilt_s.shape == (3,)
+        assert (one.wall_s > 0).all()
+        assert (one.rebuilt_s > 0).all()
+
+
+@needs_two_cores
+def test_evaluate_tells_time_memory_and_noise(backend: Measured) -> None:
+    alone, split, _ = backend.evaluate(candidates(backend))
+    assert alone.feasible
+    assert split.feasible
+    assert alone.parts.keys() == {"median_s", "min_s", "spread", "rebuilt_s", "contention"}
+    assert alone.step_s in (alone.parts["median_s"], alone.parts["rebuilt_s"])
+    first, second = backend.problem.cluster.names
+    assert alone.peak_memory_bytes[first] > alone.peak_memory_bytes[second] == 0
+    assert split.peak_memory_bytes[second] > 0
+
+
+@needs_two_cores
+def test_a_candidate_whose_worker_dies_fails_and_the_others_go_on(backend: Measured) -> None:
+    def progress(done: int, total: int) -> None:
+        if done == 4:  # the second candidate is next
+            kill_a_worker(backend)
+
+    first, second, third = backend.measure(candidates(backend), progress)
+    assert second.failure.startswith(f"the worker of {backend.problem.cluster.names[0]} died")
+    assert not second.ok
+    for other in (first, third):
+        assert other.ok
+        assert len(other.wall_s) == 3
+
+
+@needs_two_cores
+def test_a_placement_of_another_graph_is_infeasible_and_the_others_go_on(
+    backend: Measured,
+) -> None:
+    good, *_ = candidates(backend)
+    foreign = replace(good, graph="0" * 64)
+    in_parts = replace(good, micro_batches=4)
+    found = backend.evaluate([foreign, good, in_parts])
+    assert [result.feasible for result in found] == [False, True, False]
+    assert "made for graph 000000" in found[0].why
+    assert "4 micro-batches" in found[2].why
+    assert found[0].step_s == np.inf
+
+
+@needs_two_cores
+def test_ctrl_c_keeps_the_rounds_that_are_complete_and_measuring_can_go_on(
+    backend: Measured,
+) -> None:
+    def progress(done: int, total: int) -> None:
+        if done == 8:  # one warm-up and one round of three, two of the next
+            raise KeyboardInterrupt
+
+    seen = backend.measure(candidates(backend), progress)
+    assert backend.interrupted
+    assert [len(one.wall_s) for one in seen] == [1, 1, 1]
+    again = backend.measure(candidates(backend)[:1])
+    assert again[0].ok
+    assert len(again[0].wall_s) == 3
+    assert not backend.interrupted
+
+
+@needs_two_cores
+def test_ctrl_c_in_the_warm_up_leaves_nothing(backend: Measured) -> None:
+    def progress(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    seen = backend.measure(candidates(backend), progress)
+    assert not any(one.counts for one in seen)
+
+
+def test_ops_that_start_at_once_run_after_what_they_read() -> None:
+    _, problem = small_problem()
+    order = run_order(problem, np.zeros(problem.op_count, np.int64))
+    assert order == problem.graph.topological.tolist()

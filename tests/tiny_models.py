@@ -1,0 +1,314 @@
+"""Small models, one for each thing that extraction and the executor must get right."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 - the name the field knows it by
+
+from graphs.extract import Step
+from graphs.models import InceptionConfig, InceptionV3, Nmt, NmtConfig
+
+
+class Plain(nn.Module):
+    """Whatever ``function(model, *inputs)`` computes, with the modules it uses."""
+
+    def __init__(self, function: Callable[..., Any], **modules: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        return self.function(self, *inputs, **keywords)
+
+
+def squared(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).pow(2).mean()
+
+
+def conv_net() -> Step:
+    """Convolutions, batch norm, dropout of nothing, a bias."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 6, 3, stride=2),
+        nn.Dropout(0.0),
+        nn.Flatten(),
+        nn.Linear(6 * 3 * 3, 5),
+    )
+    return Step.of(model, (torch.randn(4, 3, 16, 16), torch.arange(4)), F.cross_entropy)
+
+
+def channels_last() -> Step:
+    """The same with the channels innermost in memory."""
+    step = conv_net()
+    images, labels = step.inputs
+    model = step.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's overloads forget it
+    inputs = (images.to(memory_format=torch.channels_last), labels)
+    return Step.of(model, inputs, step.loss)
+
+
+def tied_weights() -> Step:
+    """An embedding that is also the projection."""
+    torch.manual_seed(1)
+    model = Plain(
+        lambda m, tokens: m.head(torch.tanh(m.middle(m.embedding(tokens)))),
+        embedding=nn.Embedding(11, 6),
+        middle=nn.Linear(6, 6),
+        head=nn.Linear(6, 11, bias=False),
+    )
+    model.get_submodule("head").weight = model.get_submodule("embedding").weight
+    tokens = torch.randint(11, (3, 4))
+    return Step.of(
+        model, (tokens, tokens), lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten())
+    )
+
+
+def norm_twice() -> Step:
+    """A batch norm that is called twice: the second call reads what the first wrote."""
+    torch.manual_seed(2)
+    model = Plain(
+        lambda m, x: m.norm(m.first(x)) + m.norm(m.second(x) * 2),
+        first=nn.Linear(6, 4),
+        second=nn.Linear(6, 4),
+        norm=nn.BatchNorm1d(4),
+    )
+    return Step.of(model, (torch.randn(5, 6), torch.randn(5, 4)), squared)
+
+
+def views() -> Step:
+    """Slices, select, split, expand, chunk, transpose, unbind and views of views."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        left, right = m.first(x).chunk(2, 1)
+        part = m.second(left[:, 1:].transpose(0, 1).reshape(5, -1)).split([1, 2], 1)
+        wide = part[1].unsqueeze(2).expand(-1, -1, 3).contiguous()
+        rows = torch.stack(wide.unbind(2), 0)[1]
+        return torch.cat([part[0] * right.select(1, 0).view(5, 1), rows], 1)
+
+    torch.manual_seed(3)
+    model = Plain(forward, first=nn.Linear(7, 8), second=nn.Linear(3, 3))
+    return Step.of(model, (torch.randn(5, 7), torch.randn(5, 3)), squared)
+
+
+def lstm() -> Step:
+    """A recurrent layer, which torch runs as one kernel and traces cell by cell."""
+    torch.manual_seed(4)
+    model = Plain(lambda m, x: m.rnn(x)[0], rnn=nn.LSTM(4, 3, 2))
+    return Step.of(model, (torch.randn(3, 2, 4), torch.randn(3, 2, 3)), squared)
+
+
+def attention() -> Step:
+    """A transformer layer, whose projection is cut into query, key and value."""
+    torch.manual_seed(5)
+    model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    return Step.of(model, (torch.randn(2, 3, 8), torch.randn(2, 3, 8)), squared)
+
+
+def own_loss() -> Step:
+    """Keywords that are not in the order of the signature, numbers, and an output with a loss."""
+
+    class Scorer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.unused = nn.Linear(4, 4)
+            self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+        def forward(
+            self, x: Tensor, times: int, mask: Tensor | None = None, y: Tensor | None = None
+        ) -> SimpleNamespace:
+            assert mask is not None
+            assert y is not None
+            assert isinstance(self.seen, Tensor)
+            self.seen += 1
+            return SimpleNamespace(loss=((self.linear(x) * times - y) * mask).pow(2).sum())
+
+    torch.manual_seed(6)
+    inputs = {"y": torch.randn(3, 4), "times": 3, "x": torch.randn(3, 4), "mask": torch.rand(3, 4)}
+    return Step.of(Scorer(), inputs)
+
+
+def weighted_loss() -> Step:
+    """A loss that is a module with state, of a model whose own module is called loss."""
+    torch.manual_seed(7)
+    model = Plain(lambda m, x: m.loss(x), loss=nn.Linear(4, 3))
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([0.2, 1.0, 3.0]))
+    return Step.of(model, (torch.randn(5, 4), torch.tensor([0, 1, 2, 1, 0])), loss)
+
+
+def decaying_weight() -> Step:
+    """A forward pass that changes a parameter."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            m.linear.weight.mul_(0.9)
+        out: Tensor = m.linear(x)
+        return out
+
+    torch.manual_seed(8)
+    model = Plain(forward, linear=nn.Linear(4, 3))
+    return Step.of(model, (torch.randn(5, 4), torch.randn(5, 3)), squared)
+
+
+def frozen_norm() -> Step:
+    """A model in training whose batch norm is in eval mode, as in fine-tuning."""
+    torch.manual_seed(9)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    model[1].eval()
+    return Step.of(model, (torch.randn(5, 4), torch.randn(5, 3)), squared)
+
+
+def nmt() -> Step:
+    """The translation model, tiny."""
+    torch.manual_seed(10)
+    model = Nmt(NmtConfig(vocabulary=13, hidden=4, layers=2))
+    source, target = torch.randint(13, (2, 3)), torch.randint(13, (2, 4))
+    return Step.of(
+        model,
+        (source, target, target),
+        lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten()),
+    )
+
+
+def inception() -> Step:
+    """Inception-V3 with a sixty-fourth of its channels, on the smallest image that it takes."""
+    torch.manual_seed(11)
+    model = InceptionV3(InceptionConfig(classes=5, width=1 / 64, dropout=0.0, auxiliary=False))
+    return Step.of(model, (torch.randn(2, 3, 75, 75), torch.tensor([1, 3])), F.cross_entropy)
+
+
+def structured_output() -> Step:
+    """Inference that returns inputs, parameters, constants and nested containers."""
+
+    def forward(m: Any, x: Tensor) -> dict[str, Any]:
+        hidden = m.linear(x)
+        return {
+            "hidden": hidden,
+            "nothing": None,
+            "number": 3,
+            "same": x,
+            "weight": m.linear.weight,
+            "parts": [hidden[:, 0], (hidden.sum(), hidden.sum() * torch.tensor([2.0, 3.0]))],
+        }
+
+    torch.manual_seed(12)
+    return Step.of(Plain(forward, linear=nn.Linear(4, 3)), torch.randn(5, 4), training=False)
+
+
+def inference(make: Callable[[], Step]) -> Callable[[], Step]:
+    """The same step without gradients."""
+
+    def made() -> Step:
+        step = make()
+        return Step(step.model, step.inputs, step.keywords, step.loss, training=False)
+
+    return made
+
+
+TRAINING: dict[str, Callable[[], Step]] = {
+    make.__name__: make
+    for make in (
+        conv_net,
+        channels_last,
+        tied_weights,
+        norm_twice,
+        views,
+        attention,
+        own_loss,
+        weighted_loss,
+        decaying_weight,
+        frozen_norm,
+        nmt,
+        inception,
+    )
+}
+INFERENCE: dict[str, Callable[[], Step]] = {
+    "structured_output": structured_output,
+    **{
+        f"{make.__name__}_inference": inference(make)
+        for make in (conv_net, channels_last, norm_twice, views, lstm, decaying_weight)
+    },
+}
+STEPS = {**TRAINING, **INFERENCE}
+"""By name; placed, they all give bit for bit what torch gives."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step leaves behind."""
+
+    output: Any
+    gradients: dict[str, Tensor]
+    state: dict[str, Tensor]
+
+
+def eager(step: Step) -> Outcome:
+    """What torch itself makes of a step; the step's model is left alone."""
+    step = copy.deepcopy(step)
+    output = forward(step)
+    if step.training:
+        output.backward()
+    return Outcome(output, gradients_of(step), state_of(step))
+
+
+def forward(step: Step) -> Any:
+    """The loss of a training step, the output of an inference step; changes the model's state."""
+    if step.model.training is not step.training:
+        step.model.train(step.training)
+    with torch.set_grad_enabled(step.training):
+        output = step.model(*step.model_inputs, **step.keywords)
+        if step.training:
+            output = getattr(output, "loss", output)
+            output = step.loss(output, step.inputs[-1]) if step.loss is not None else output
+    return output
+
+
+def gradients_of(step: Step) -> dict[str, Tensor]:
+    state = step.named_state()
+    return {name: own.grad.clone() for name, own in state.items() if own.grad is not None}
+
+
+def state_of(step: Step) -> dict[str, Tensor]:
+    return {name: own.detach().clone() for name, own in step.named_state().items()}
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """Bit for bit, in any nesting."""
+    if isinstance(expected, Tensor):
+        assert isinstance(found, Tensor)
+        assert torch.equal(found, expected), (found - expected).abs().max()
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for key, item in expected.items():
+            assert_same(found[key], item)
+    elif isinstance(expected, list | tuple):
+        assert type(found) is type(expected)
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other)
+    elif isinstance(expected, SimpleNamespace):
+        assert_same(vars(found), vars(expected))
+    else:
+        assert found == expected
+
+
+def tied_gradients(gradients: dict[str, Tensor], step: Step) -> dict[str, Tensor]:
+    """Gradients by the object that has them: tied parameters share theirs under all names."""
+    state = step.named_state()
+    return {
+        name: gradients[first]
+        for name in state
+        for first in gradients
+        if state[name] is state[first]
+    }
