@@ -1,7 +1,30 @@
 """Reference models that are in no library, for examples, tests and benchmarks."""
 
+from graphs.models.dlrm import Dlrm, DlrmConfig
 from graphs.models.inception import InceptionConfig, InceptionV3
+from graphs.models.moe import Moe, MoeConfig, stack_experts
+from graphs.models.nasnet import NasNet, NasNetConfig
 from graphs.models.nmt import Nmt, NmtConfig
+from graphs.models.resnet import ResNet, ResNetConfig
+from graphs.models.rnnlm import Rnnlm, RnnlmConfig
 from graphs.models.two_towers import TwoTowers, TwoTowersConfig
 
-__all__ = ["InceptionConfig", "InceptionV3", "Nmt", "NmtConfig", "TwoTowers", "TwoTowersConfig"]
+__all__ = [
+    "Dlrm",
+    "DlrmConfig",
+    "InceptionConfig",
+    "InceptionV3",
+    "Moe",
+    "MoeConfig",
+    "NasNet",
+    "NasNetConfig",
+    "Nmt",
+    "NmtConfig",
+    "ResNet",
+    "ResNetConfig",
+    "Rnnlm",
+    "RnnlmConfig",
+    "TwoTowers",
+    "TwoTowersConfig",
+    "stack_experts",
+]

@@ -1,0 +1,23 @@
+"""NASNet-A (4 @ 1056), one training step: ``placer optimize examples/nasnet.py:build``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812 - the name the field knows it by
+
+from graphs.models import NasNet, NasNetConfig
+
+BATCH = 2
+PIXELS = 224  # per side
+
+
+def build() -> tuple[NasNet, tuple[Tensor, Tensor], Callable[..., Tensor]]:
+    """The model, (images, labels), and the loss."""
+    torch.manual_seed(0)
+    # Without dropout, so that a placed run can be compared with an unplaced one number by number.
+    model = NasNet(NasNetConfig(dropout=0.0)).train()
+    images = torch.randn(BATCH, 3, PIXELS, PIXELS)
+    return model, (images, torch.randint(1000, (BATCH,))), F.cross_entropy

@@ -1,0 +1,29 @@
+"""Recurrent language model, one training step: ``placer optimize examples/rnnlm.py:build``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812 - the name the field knows it by
+
+from graphs.models import Rnnlm, RnnlmConfig
+
+BATCH = 20
+TOKENS = 10  # the paper unrolls 35
+
+
+def build() -> tuple[Rnnlm, tuple[Tensor, Tensor], Callable[..., Tensor]]:
+    """The model, (tokens, next tokens), and the loss."""
+    torch.manual_seed(0)
+    # Without dropout, so that a placed run can be compared with an unplaced one number by number.
+    config = RnnlmConfig(dropout=0.0)
+    model = Rnnlm(config).train()
+    text = torch.randint(config.vocabulary, (BATCH, TOKENS + 1))
+    return model, (text[:, :-1].contiguous(), text[:, 1:].contiguous()), loss
+
+
+def loss(logits: Tensor, next_tokens: Tensor) -> Tensor:
+    """Cross-entropy of every next token."""
+    return F.cross_entropy(logits.flatten(0, 1), next_tokens.flatten())
