@@ -23,9 +23,10 @@ import torch
 from numpy.typing import NDArray
 
 from envs.cluster import Cluster, Device, Link, cluster_to_toml, load_cluster
+from envs.discover import cores_of, kind_of
 from envs.executor.lists import Run, device_lists
 from envs.executor.pool import StepRun, WorkerPool
-from envs.executor.state import load_batch, load_state
+from envs.executor.state import load_example
 from graphs.extract import Extraction
 from graphs.extract.program import Call, Ref, Source, StepProgram, Value
 
@@ -36,6 +37,8 @@ LARGE_BYTES: Final = 2 << 20  # a large activation of a convolutional network
 STREAM_BYTES: Final = 96 << 20  # more than the caches of one core
 MATRIX: Final = 768
 REPEATS: Final = 7
+HAND_OFF_REPEATS: Final = 25
+SHORTEST_HOP_S: Final = 1e-6
 
 
 def profile_ops(
@@ -44,7 +47,6 @@ def profile_ops(
     *,
     repeats: int = 5,
     progress: Callable[[int, int], None] | None = None,
-    should_stop: Callable[[], bool] | None = None,
 ) -> dict[str, NDArray[np.float64]]:
     """Seconds of every op, in context, {device kind: (N,)}.
 
@@ -63,13 +65,9 @@ def profile_ops(
         lists = device_lists(program, [0] * program.op_count, range(program.op_count), 1)
         runs: list[NDArray[np.float64]] = []
         with WorkerPool(program, [device], op_names=tuple(extraction.graph)) as pool:
-            step = extraction.step
-            load_state(pool.arena, step)
-            load_batch(pool.arena, step, step.inputs, step.keywords)
+            load_example(pool.arena, extraction.step)
             number = pool.load(lists)
             for _ in range(WARM_UP + repeats):
-                if should_stop is not None and should_stop() and len(runs) > WARM_UP:
-                    break
                 runs.append(pool.run(number).cpu_s[0])
                 done += 1
                 if progress is not None:
@@ -83,26 +81,48 @@ def profile_ops(
 
 
 def calibrated(cluster: Cluster, *, again: bool = False) -> Cluster:
-    """The cluster with measured speeds, from the cache where this was done before.
+    """The cluster, with measured numbers where it lacks them: links, peak flop/s and bandwidth.
 
-    The cache is a cluster file in ``$PLACER_CACHE`` (default: ``device-placer`` in
-    ``$XDG_CACHE_HOME`` or ``~/.cache``), one for each host, processor, torch version and list of
-    devices. With ``again`` it is measured anew. Memory is always what the given cluster says.
+    Whatever the given cluster does say stays as it is. What was measured is kept, by core sets, in
+    a cluster file in ``$PLACER_CACHE`` (default: ``device-placer`` in ``$XDG_CACHE_HOME`` or
+    ``~/.cache``), one for each host, processor, torch version and list of devices. With ``again``
+    it is measured anew.
 
     Raises:
+        ValueError: a device is not a set of cores of this machine.
         WorkerError: the workers do not come up.
+        OSError: there is too little memory, or too many processes or open files.
     """
-    path = _cache_path(cluster)
-    known = None if again else _cached(path, cluster)
-    if known is None:
-        known = calibrate(cluster)
-        _store(path, known)
-    memory = {device.name: device.memory_bytes for device in cluster.devices}
-    return replace(
-        known,
-        name=cluster.name,
-        devices=tuple(replace(d, memory_bytes=memory[d.name]) for d in known.devices),
+    cores = Cluster(
+        name="cores",
+        devices=tuple(
+            Device(name=name, kind=kind_of(len(cores_of(name))), memory_bytes=0)
+            for name in cluster.names
+        ),
     )
+    path = _cache_path(cores)
+    known = None if again else _cached(path, cores)
+    if known is None:
+        known = calibrate(cores)
+        _store(path, known)
+    return replace(
+        cluster,
+        devices=tuple(map(_filled, cluster.devices, known.devices)),
+        links=cluster.links or known.links,
+    )
+
+
+def _filled(device: Device, measured: Device) -> Device:
+    """The device, with measured speeds where it has none."""
+    lacking = {
+        name: getattr(measured, name)
+        for name in ("peak_flop_per_s", "bandwidth_bytes_per_s")
+        if math.isnan(getattr(device, name))
+    }
+    if not lacking:
+        return device
+    source = "; ".join(text for text in (device.source, measured.source) if text)
+    return replace(device, source=source, **lacking)
 
 
 def _cache_path(cluster: Cluster) -> Path:
@@ -110,7 +130,7 @@ def _cache_path(cluster: Cluster) -> Path:
     root = Path(os.environ.get("PLACER_CACHE") or caches / "device-placer")
     about = [platform.node(), _processor(), torch.__version__, *cluster.names]
     key = hashlib.sha256("\n".join(about).encode()).hexdigest()[:16]
-    return root / f"cluster-{key}.toml"
+    return root / f"cores-{key}.toml"
 
 
 def _processor() -> str:
@@ -154,7 +174,8 @@ def calibrate(cluster: Cluster) -> Cluster:
                 rates[a.kind] = _device_rates(pool, 0)
                 if b is not None:
                     rates[b.kind] = _device_rates(pool, 1)
-                    hand_offs[a.kind, b.kind] = _hand_off(pool)
+                    slower = min(rates[a.kind].bytes_per_s, rates[b.kind].bytes_per_s)
+                    hand_offs[a.kind, b.kind] = _hand_off(pool, slower)
     source = f"measured {datetime.date.today().isoformat()}, torch {torch.__version__}"
     devices = tuple(
         replace(
@@ -194,37 +215,55 @@ def _device_rates(pool: WorkerPool, device: int) -> _Rates:
     return _Rates(2 * MATRIX**3 / multiply_s, 2 * STREAM_BYTES / add_s)
 
 
-def _hand_off(pool: WorkerPool) -> tuple[float, float]:
+def _hand_off(pool: WorkerPool, memory_bytes_per_s: float) -> tuple[float, float]:
     """Latency in seconds and bytes per second between two devices, from a ping-pong of tensors.
 
     A hop costs what the chain takes longer on two devices than on one: the copy into shared
-    memory, the signal, waking up, and reading what another core wrote.
+    memory, the signal, waking up, and reading what another core wrote. Other load only ever adds
+    to a run, so the lowest decile of many counts, not their middle.
     """
     hop_s = []
     for chain in (_SMALL, _LARGE):
         alone_s = _wall_s(pool, chain, [0] * len(chain))
         turns_s = _wall_s(pool, chain, [i % 2 for i in range(len(chain))])
-        hop_s.append(max((turns_s - alone_s) / (len(chain) - 1), 1e-9))
-    return hop_s[0], (LARGE_BYTES - SMALL_BYTES) / max(hop_s[1] - hop_s[0], 1e-9)
+        hop_s.append((turns_s - alone_s) / (len(chain) - 1))
+    return hop_rates(hop_s[0], hop_s[1], memory_bytes_per_s)
+
+
+def hop_rates(small_s: float, large_s: float, memory_bytes_per_s: float) -> tuple[float, float]:
+    """Latency in seconds and bytes per second, from the time of a small hop and of a large one.
+
+    Noise may make a hop shorter than it can be, even negative: the latency is 1 us at least, and
+    no hand-off moves bytes faster than the memory of the slower device.
+
+    >>> hop_rates(10e-6, 10e-6 + (LARGE_BYTES - SMALL_BYTES) / 4e9, 8e9)
+    (1e-05, 4000000000.0)
+    """
+    fastest_s = (LARGE_BYTES - SMALL_BYTES) / memory_bytes_per_s
+    return (
+        max(small_s, SHORTEST_HOP_S),
+        (LARGE_BYTES - SMALL_BYTES) / max(large_s - small_s, fastest_s),
+    )
 
 
 def _op_times(pool: WorkerPool, chain: range, device: int) -> NDArray[np.float64]:
     """Median CPU seconds of every op of a chain, (ops,)."""
-    runs = _runs(pool, chain, [device] * len(chain))
+    runs = _runs(pool, chain, [device] * len(chain), REPEATS)
     times: NDArray[np.float64] = np.median(np.stack([run.cpu_s[device] for run in runs]), axis=0)
     return times
 
 
 def _wall_s(pool: WorkerPool, chain: range, placed: Sequence[int]) -> float:
-    return float(np.median([run.wall_s for run in _runs(pool, chain, placed)]))
+    runs = _runs(pool, chain, placed, HAND_OFF_REPEATS)
+    return float(np.quantile([run.wall_s for run in runs], 0.1))
 
 
-def _runs(pool: WorkerPool, chain: range, placed: Sequence[int]) -> list[StepRun]:
+def _runs(pool: WorkerPool, chain: range, placed: Sequence[int], repeats: int) -> list[StepRun]:
     """Run one chain of the calibration program, its i-th op on device ``placed[i]``."""
     devices = [0] * _PROGRAM.op_count
     devices[chain.start : chain.stop] = placed
     number = pool.load(device_lists(_PROGRAM, devices, chain, len(pool.devices)))
-    return [pool.run(number) for _ in range(WARM_UP + REPEATS)][WARM_UP:]
+    return [pool.run(number) for _ in range(WARM_UP + repeats)][WARM_UP:]
 
 
 class _Chains:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -16,9 +17,9 @@ def discover(names: str = "auto") -> Cluster:
     """A cluster of this machine's cores, without links and speeds (see envs/calibrate.py).
 
     Args:
-        names: comma-separated devices, ``core:N`` or a core set ``core:N-M``; "auto" takes every
-            core that this process may run on, at most eight. Each gets an equal share of the
-            memory that is free now.
+        names: comma-separated devices, ``core:N`` or a core set, ``core:N-M`` or, with gaps,
+            ``core:N+M-K``; "auto" takes every core that this process may run on, at most eight.
+            Each gets an equal share of the memory that is free now.
 
     Raises:
         ValueError: a name is of no known form, names a core twice or one that is not there.
@@ -30,15 +31,7 @@ def discover(names: str = "auto") -> Cluster:
         chosen = [name.strip() for name in names.split(",") if name.strip()]
     if not chosen:
         raise ValueError("no devices were named; write for example core:0,core:1 or auto")
-    taken: dict[int, str] = {}
-    for name in chosen:
-        for core in cores_of(name):
-            if core in taken:
-                raise ValueError(
-                    f"devices {taken[core]} and {name} overlap in core {core}: every core can "
-                    "belong to one device only"
-                )
-            taken[core] = name
+    check_cores(chosen)
     share = available_memory_bytes() // len(chosen)
     devices = tuple(
         Device(name=name, kind=kind_of(len(cores_of(name))), memory_bytes=share) for name in chosen
@@ -46,32 +39,68 @@ def discover(names: str = "auto") -> Cluster:
     return Cluster(name="this-machine:" + ",".join(chosen), devices=devices)
 
 
-def cores_of(name: str) -> tuple[int, ...]:
-    """The cores of a device named ``core:0`` or ``core:0-3``.
+def check_cores(names: Sequence[str]) -> None:
+    """Make sure that devices are cores of this machine, each core in one device only.
 
     Raises:
-        ValueError: the name has another form, or this process may not run on one of the cores.
+        ValueError: a name is of no known form, names a core twice or one that is not there.
+    """
+    taken: dict[int, str] = {}
+    for name in names:
+        for core in cores_of(name):
+            if core in taken:
+                raise ValueError(
+                    f"devices {taken[core]} and {name} overlap in core {core}: every core can "
+                    "belong to one device only"
+                )
+            taken[core] = name
+
+
+def cores_of(name: str) -> tuple[int, ...]:
+    """The cores of a device named ``core:0``, ``core:0-3`` or ``core:0+2-3``, in order.
+
+    Raises:
+        ValueError: the name has another form or names a core twice, or this process may not run
+            on one of the cores.
     """
     kind, _, text = name.partition(":")
-    first, dash, last = text.partition("-")
     if kind == "cuda" or name == "cpu":
         raise ValueError(
             f"device {name} cannot be used yet: placements run on pinned cores; name core:N or a "
             "core set core:N-M"
         )
-    if kind != "core" or not first.isdecimal() or (dash and not last.isdecimal()):
-        raise ValueError(f"there is no device {name!r}; write core:N or a core set core:N-M")
-    low, high = int(first), int(last or first)
-    if low > high:
-        raise ValueError(f"device {name} is empty: write the lower core first")
     allowed = sorted(os.sched_getaffinity(0))
-    cores = tuple(core for core in allowed if low <= core <= high)
-    if len(cores) != high - low + 1:
-        raise ValueError(
-            f"there is no device {name}: this process may run on cores "
-            f"{', '.join(map(str, allowed))}"
-        )
-    return cores
+    cores: list[int] = []
+    for part in text.split("+"):
+        first, dash, last = part.partition("-")
+        if kind != "core" or not first.isdecimal() or (dash and not last.isdecimal()):
+            raise ValueError(
+                f"there is no device {name!r}; write core:N or a core set core:N-M or core:N+M"
+            )
+        low, high = int(first), int(last or first)
+        if low > high:
+            raise ValueError(f"device {name} is empty: write the lower core first")
+        found = [core for core in allowed if low <= core <= high]
+        if len(found) != high - low + 1:
+            raise ValueError(
+                f"there is no device {name}: this process may run on cores "
+                f"{', '.join(map(str, allowed))}"
+            )
+        cores += found
+    if len(set(cores)) < len(cores):
+        raise ValueError(f"device {name} names a core twice")
+    return tuple(sorted(cores))
+
+
+def core_set(cores: Iterable[int]) -> str:
+    """The name of a set of cores as one device, such as ``core:0-3`` or ``core:0+2``."""
+    runs: list[list[int]] = []
+    for core in sorted(cores):
+        if runs and core == runs[-1][-1] + 1:
+            runs[-1].append(core)
+        else:
+            runs.append([core])
+    return "core:" + "+".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
 
 
 def kind_of(core_count: int) -> str:

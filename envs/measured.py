@@ -1,7 +1,8 @@
 """The Measured backend: runs placements on this machine's cores and times them.
 
 All candidates are loaded at once and run in turn, so that a change of the machine's load hits all
-of them alike; each is judged by the median of its runs. Beside the wall time stands the time
+of them alike; each is judged by the median of its runs. The unplaced step on all cores can be run
+in the same rounds, as a reference (envs/reference.py). Beside the wall time stands the time
 rebuilt from CPU clocks (envs/executor/rebuilt.py), and their ratio, the contention: above
 ``CONTENDED`` somebody else used the cores, and the rebuilt time is the truer one.
 """
@@ -19,9 +20,10 @@ from envs.backend import StepResult
 from envs.executor.lists import Instruction, device_lists
 from envs.executor.pool import StepRun, WorkerError, WorkerPool
 from envs.executor.rebuilt import rebuilt_s
-from envs.executor.state import load_batch, load_state
+from envs.executor.state import load_example
 from envs.placement import Placement
 from envs.problem import Problem
+from envs.reference import Reference
 from envs.simulator import Simulator
 from graphs.extract import Extraction
 
@@ -104,12 +106,20 @@ def tied(a: Measurement, b: Measurement, *, loaded: bool = False) -> bool:
     return bool(abs(middle) <= max(SMALLEST_DIFFERENCE, 2 * error))
 
 
+class _NoWorkersError(Exception):
+    """The workers of a failed placement cannot be replaced."""
+
+
 class Measured:
     """Times placements of an extracted step on ``core:*`` devices. Use as a context manager.
+
+    ``reference`` is what :meth:`measure` last found for the unplaced step on all cores, None where
+    it was not asked for or there is but one device. It fails on its own, like a placement.
 
     Raises:
         ValueError: a device is not a set of cores of this machine.
         WorkerError: the workers do not come up.
+        OSError: there is too little memory, or too many processes or open files.
     """
 
     def __init__(
@@ -129,6 +139,7 @@ class Measured:
         self.warm_up = warm_up
         self.step_timeout_s = step_timeout_s
         self.interrupted = False
+        self.reference: Measurement | None = None
         self._simulator = Simulator(problem)
         self._pool = self._new_pool()
 
@@ -157,13 +168,20 @@ class Measured:
         self,
         placements: Sequence[Placement],
         progress: Callable[[int, int], None] | None = None,
+        *,
+        reference: bool = False,
     ) -> list[Measurement]:
         """Run placements in turn, ``rounds`` times each after the warm-up.
 
         ``progress`` hears (runs done, runs to do). A placement whose worker dies, hangs or cannot
         run an op is a failure, and so is one of another graph or cluster; the others go on with new
-        workers. Ctrl-C ends the measuring: the rounds completed until then count, and
-        ``interrupted`` is True.
+        workers. Where none can be started any more, the rounds completed until then count, and what
+        was in none of them is a failure. Ctrl-C ends the measuring in the same way: then
+        ``interrupted`` is True and what was not run does not count.
+
+        With ``reference`` the unplaced step on all cores runs first in every round, which makes it
+        comparable by :func:`tied`; see ``self.reference``. Torch's threads have no common CPU
+        clock, so its rebuilt time is its wall time.
         """
         failures = [self._misfit(placement) for placement in placements]
         lists = [
@@ -172,53 +190,26 @@ class Measured:
         ]
         runs: list[list[StepRun]] = [[] for _ in placements]
         self.interrupted = False
+        self.reference = None
+        beside: Reference | None = None
         try:
-            if self._pool.closed:
-                self._pool = self._new_pool()
-            self._run_rounds(lists, runs, failures, progress)
+            if reference and self.problem.device_count > 1:
+                beside = Reference(
+                    self.extraction, self.problem.cluster, step_timeout_s=self.step_timeout_s
+                )
+            self._run_rounds(lists, runs, failures, beside, progress)
         except KeyboardInterrupt:
             self.interrupted = True
             self._pool.close()
-        return self._measurements(lists, runs, failures)
-
-    def _run_rounds(
-        self,
-        lists: Sequence[list[list[Instruction]]],
-        runs: list[list[StepRun]],
-        failures: list[str],
-        progress: Callable[[int, int], None] | None,
-    ) -> None:
-        numbers: dict[int, int] = {}
-        total = (self.rounds + self.warm_up) * len(lists)
-        for done in range(total):
-            round_number, i = divmod(done, len(lists))
-            if failures[i]:
-                continue
-            try:
-                if i not in numbers:
-                    numbers[i] = self._pool.load(lists[i])
-                    if round_number >= self.warm_up:  # new workers start cold
-                        self._pool.run(numbers[i])
-                run = self._pool.run(numbers[i])
-            except WorkerError as error:
-                failures[i] = str(error)
-                numbers.clear()
-                self._pool = self._new_pool()
-                continue
-            if round_number >= self.warm_up:
-                runs[i].append(run)
-            if progress is not None:
-                progress(done + 1, total)
-
-    def _measurements(
-        self,
-        lists: Sequence[list[list[Instruction]]],
-        runs: Sequence[Sequence[StepRun]],
-        failures: Sequence[str],
-    ) -> list[Measurement]:
+        finally:
+            if beside is not None:
+                beside.close()
         complete = min(
-            (len(r) for r, why in zip(runs, failures, strict=True) if not why), default=0
+            (len(own) for own, why in zip(runs, failures, strict=True) if not why),
+            default=self.rounds,
         )
+        if beside is not None:
+            self.reference = _measurement_of(beside, complete)
         return [
             Measurement(
                 wall_s=np.array([run.wall_s for run in own[:complete]]),
@@ -229,6 +220,57 @@ class Measured:
             )
             for i, (own, why) in enumerate(zip(runs, failures, strict=True))
         ]
+
+    def _run_rounds(
+        self,
+        lists: Sequence[list[list[Instruction]]],
+        runs: list[list[StepRun]],
+        failures: list[str],
+        beside: Reference | None,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        numbers: dict[int, int] = {}
+        turns = [*([] if beside is None else [None]), *range(len(lists))]
+        total = (self.rounds + self.warm_up) * len(turns)
+        for done in range(total):
+            round_number, turn = divmod(done, len(turns))
+            counts = round_number >= self.warm_up
+            i = turns[turn]
+            if i is None:
+                assert beside is not None
+                beside.run(keep=counts)
+            elif failures[i]:
+                continue
+            else:
+                try:
+                    run = self._run(i, lists[i], numbers, warm=counts)
+                except WorkerError as error:
+                    failures[i] = str(error)
+                    continue
+                except _NoWorkersError as error:
+                    for j in range(len(lists)):
+                        failures[j] = failures[j] or ("" if runs[j] else str(error))
+                    return
+                if counts:
+                    runs[i].append(run)
+            if progress is not None:
+                progress(done + 1, total)
+
+    def _run(
+        self, i: int, lists: list[list[Instruction]], numbers: dict[int, int], *, warm: bool
+    ) -> StepRun:
+        """Run a placement, by new workers if the last one ended them."""
+        if self._pool.closed:
+            numbers.clear()
+            try:
+                self._pool = self._new_pool()
+            except (WorkerError, OSError) as error:
+                raise _NoWorkersError(f"no new workers could be started: {error}") from error
+        if i not in numbers:
+            numbers[i] = self._pool.load(lists)
+            if warm:  # new workers start cold
+                self._pool.run(numbers[i])
+        return self._pool.run(numbers[i])
 
     def _misfit(self, placement: Placement) -> str:
         try:
@@ -256,9 +298,11 @@ class Measured:
             step_timeout_s=self.step_timeout_s,
             op_names=self.problem.graph.ids,
         )
-        step = self.extraction.step
-        load_state(pool.arena, step)
-        load_batch(pool.arena, step, step.inputs, step.keywords)
+        try:
+            load_example(pool.arena, self.extraction.step)
+        except BaseException:
+            pool.close()
+            raise
         return pool
 
     def _result(self, placement: Placement, seen: Measurement, loaded: bool) -> StepResult:
@@ -278,6 +322,12 @@ class Measured:
                 "contention": seen.contention,
             },
         )
+
+
+def _measurement_of(reference: Reference, rounds: int) -> Measurement:
+    """The reference in the rounds that the placements completed, too."""
+    wall_s = np.array([run.wall_s for run in reference.runs[:rounds]])
+    return Measurement(wall_s=wall_s, rebuilt_s=wall_s, failure=reference.failure)
 
 
 def run_order(problem: Problem, start_ns: NDArray[np.int64]) -> list[int]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import reprlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -26,9 +27,16 @@ from numpy.typing import NDArray
 
 from envs.cluster import Cluster
 from graphs.graph import GraphArrays
+from graphs.strict_json import fields, inside, load_checked, number, table, text
+from graphs.whole_file import write_whole
 
 FORMAT: Final = "placer-placement/1"
 OBJECTIVES: Final = ("latency", "throughput", "max-load")
+_KEYS: Final = frozenset(
+    {"format", "graph", "cluster", "devices", "priority", "objective", "micro_batches"}
+    | {"predicted", "measured", "made_by"}
+)
+_MAKER_KEYS: Final = frozenset({"placer", "seed", "budget", "version"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +53,8 @@ class MadeBy:
 class Placement:
     """``ops[i]`` runs on ``device_names[devices[i]]``; of ready ops the highest ``priority`` first.
 
-    ``predicted`` and ``measured`` hold at least ``step_s`` where they are known.
+    ``predicted`` and ``measured`` hold at least ``step_s`` where they are known. Of their values,
+    those whose names end in ``_s`` or ``_bytes`` are finite numbers >= 0, or mappings to such.
     """
 
     graph: str  # hash of the graph
@@ -61,6 +70,8 @@ class Placement:
     made_by: MadeBy = field(default_factory=MadeBy)
 
     def __post_init__(self) -> None:
+        if not self.ops:
+            raise ValueError("a placement has at least one op; this one has none")
         if not len(self.ops) == len(self.devices) == len(self.priority):
             raise ValueError(
                 f"a placement of {len(self.ops)} ops has {len(self.devices)} devices and "
@@ -77,6 +88,9 @@ class Placement:
             raise ValueError(f"objective is {self.objective!r}, not one of {', '.join(OBJECTIVES)}")
         if self.micro_batches < 1:
             raise ValueError(f"micro_batches is {self.micro_batches}, below 1")
+        for where, record in (("predicted", self.predicted), ("measured", self.measured)):
+            for key, value in (record or {}).items():
+                _check_value(value, inside(where, key), quantity=key.endswith(("_s", "_bytes")))
 
     @classmethod
     def of(
@@ -235,49 +249,48 @@ class Placement:
         Raises:
             ValueError: unknown or missing keys, or values of a wrong type or out of range.
         """
-        names = {"format", "graph", "cluster", "devices", "priority", "objective", "micro_batches"}
-        names |= {"predicted", "measured", "made_by"}
-        if unknown := sorted(set(data) - names):
-            near = difflib.get_close_matches(unknown[0], names, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ValueError(f"unknown key {unknown[0]}{hint}")
-        if data.get("format") != FORMAT:
-            raise ValueError(f"format is {data.get('format')!r}, this version reads {FORMAT!r}")
-        devices = _mapping(data, "devices", str)
-        priority = _mapping(data, "priority", (int, float)) if "priority" in data else {}
-        if stray := [op_id for op_id in priority if op_id not in devices]:
-            raise ValueError(f"priority[{stray[0]!r}]: devices has no such op")
+        top = fields(data, "", _KEYS, required=("format", "devices"))
+        if top["format"] != FORMAT:
+            raise ValueError(f"format is {top['format']!r}, this version reads {FORMAT!r}")
+        devices = {
+            op_id: text(name, f"devices[{op_id!r}]")
+            for op_id, name in table(top["devices"], "devices").items()
+        }
         known = device_names or tuple(dict.fromkeys(devices.values()))
+        index = {name: d for d, name in enumerate(known)}
         for op_id, name in devices.items():
-            if name not in known:
+            if name not in index:
                 raise ValueError(
                     f"devices[{op_id!r}] is {name!r}; the cluster has {', '.join(known)}"
                 )
-        for key, kind in (("graph", str), ("cluster", str), ("objective", str)):
-            if not isinstance(data.get(key, ""), kind):
-                raise ValueError(f"{key} is not a string")
-        micro_batches = data.get("micro_batches", 1)
-        if not isinstance(micro_batches, int) or isinstance(micro_batches, bool):
-            raise ValueError("micro_batches is not a whole number")
+        priority = {
+            op_id: number(value, f"priority[{op_id!r}]")
+            for op_id, value in table(top.get("priority", {}), "priority").items()
+        }
+        for op_id in priority:
+            if op_id not in devices:
+                raise ValueError(f"priority[{op_id!r}]: devices has no such op")
         return cls(
-            graph=data.get("graph", ""),
-            cluster=data.get("cluster", ""),
+            graph=text(top.get("graph", ""), "graph"),
+            cluster=text(top.get("cluster", ""), "cluster"),
             ops=tuple(devices),
             device_names=known,
-            devices=tuple(known.index(name) for name in devices.values()),
-            priority=tuple(float(priority.get(op_id, 0.0)) for op_id in devices),
-            objective=data.get("objective", "latency"),
-            micro_batches=micro_batches,
-            predicted=_optional(data, "predicted"),
-            measured=_optional(data, "measured"),
-            made_by=_made_by(data.get("made_by") or {}),
+            devices=tuple(index[name] for name in devices.values()),
+            priority=tuple(priority.get(op_id, 0.0) for op_id in devices),
+            objective=text(top.get("objective", "latency"), "objective"),
+            micro_batches=_count(top.get("micro_batches", 1), "micro_batches"),
+            predicted=_optional(top, "predicted"),
+            measured=_optional(top, "measured"),
+            made_by=_made_by(top.get("made_by") or {}),
         )
 
     def save(self, path: Path) -> None:
-        """Write the placement as JSON; the file is complete or absent, never half-written."""
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
-        partial.replace(path)
+        """Write the placement as JSON; the file is complete or absent, never half-written.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        write_whole(path, json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n")
 
     @classmethod
     def load(cls, path: Path, device_names: tuple[str, ...] = ()) -> Placement:
@@ -287,13 +300,7 @@ class Placement:
             ValueError: it is not JSON or not a placement; the message starts with the file.
             OSError: it cannot be read.
         """
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(data, dict):
-                raise ValueError("the file holds no JSON object")
-            return cls.from_dict(data, device_names)
-        except (ValueError, OverflowError, RecursionError) as error:
-            raise ValueError(f"{path}: {error}") from error
+        return load_checked(path, lambda data: cls.from_dict(table(data, ""), device_names))
 
 
 def module_of(op_id: str) -> str:
@@ -302,24 +309,34 @@ def module_of(op_id: str) -> str:
     return path.partition("@")[0] if colon else ""
 
 
-def _mapping(data: Mapping[str, Any], key: str, kind: type | tuple[type, ...]) -> Mapping[str, Any]:
-    value = data.get(key)
-    if not isinstance(value, dict):
-        raise ValueError(f"{key} is missing or not an object")
-    for op_id, item in value.items():
-        if not isinstance(item, kind) or isinstance(item, bool):
-            raise ValueError(f"{key}[{op_id!r}] is {item!r}")
-    return value
-
-
 def _optional(data: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:
-    value = data.get(key)
-    if value is not None and not isinstance(value, dict):
-        raise ValueError(f"{key} is neither an object nor null")
-    return value
+    return None if data.get(key) is None else table(data[key], key)
+
+
+def _check_value(value: object, where: str, *, quantity: bool) -> None:
+    """Refuse what strict JSON cannot hold, and a quantity that is none."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            _check_value(item, inside(where, str(key)), quantity=quantity)
+    elif quantity and not number(value, where) >= 0:
+        raise ValueError(f"{where} is {value}, not a number >= 0")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{where} is {value}, not a finite number")
 
 
 def _made_by(data: object) -> MadeBy:
-    if not isinstance(data, dict) or set(data) - {"placer", "seed", "budget", "version"}:
-        raise ValueError("made_by is not an object of placer, seed, budget and version")
-    return MadeBy(**data)
+    made = fields(data, "made_by", _MAKER_KEYS, required=())
+    seed = made.get("seed")
+    return MadeBy(
+        placer=text(made.get("placer", ""), "made_by.placer"),
+        seed=None if seed is None else _count(seed, "made_by.seed"),
+        budget=text(made.get("budget", ""), "made_by.budget"),
+        version=text(made.get("version", ""), "made_by.version"),
+    )
+
+
+def _count(value: object, where: str) -> int:
+    """A whole number that is written as one."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{where} is {reprlib.repr(value)}, not a whole number")
+    return value

@@ -15,7 +15,7 @@ from envs.levels import levels
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator import Simulated
-from envs.two_towers import two_towers
+from envs.toy_problem import toy_problem
 
 OP_FEATURES: Final = (
     "cost",
@@ -68,7 +68,7 @@ class PlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
 
         The default backend simulates.
         """
-        self.problem = problem or two_towers()
+        self.problem = problem or toy_problem()
         self.backend: Backend = backend or Simulated(self.problem)
         devices = self.problem.device_count
         shape = (len(OP_FEATURES) + devices * len(DEVICE_FEATURES),)

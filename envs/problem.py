@@ -7,12 +7,12 @@ overhead) and a transfer (latency + bytes / bandwidth) are each rounded once, ha
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from envs.cluster import Cluster, Link
+from graphs.frozen import frozen
 from graphs.graph import PHASES, GraphArrays
 
 NO_QUEUE = -1
@@ -68,17 +68,17 @@ class Problem:
         return cls(
             graph=graph,
             cluster=cluster,
-            cost_ns=_frozen(cost_ns),
-            allowed=_frozen(allowed),
-            latency_s=_frozen(links.latency_s),
-            bandwidth_bytes_per_s=_frozen(links.bandwidth_bytes_per_s),
-            connected=_frozen(links.connected),
-            queue=_frozen(links.queue),
-            second_queue=_frozen(links.second_queue),
+            cost_ns=frozen(cost_ns),
+            allowed=frozen(allowed),
+            latency_s=frozen(links.latency_s),
+            bandwidth_bytes_per_s=frozen(links.bandwidth_bytes_per_s),
+            connected=frozen(links.connected),
+            queue=frozen(links.queue),
+            second_queue=frozen(links.second_queue),
             queue_count=len(links.by_priority),
-            queue_by_priority=_frozen(np.array(links.by_priority, np.bool_)),
-            memory_bytes=_frozen(np.array([d.memory_bytes for d in cluster.devices], np.int64)),
-            held_bytes=_frozen(_held_bytes(graph)),
+            queue_by_priority=frozen(np.array(links.by_priority, np.bool_)),
+            memory_bytes=frozen(np.array([d.memory_bytes for d in cluster.devices], np.int64)),
+            held_bytes=frozen(_held_bytes(graph)),
         )
 
     def cheapest_ns(self) -> NDArray[np.int64]:
@@ -192,8 +192,3 @@ def _held_bytes(graph: GraphArrays) -> NDArray[np.int64]:
     source = np.repeat(np.arange(len(graph)), np.diff(graph.successor_start))
     has_backward[source[graph.phase[graph.successors] == backward]] = True
     return np.where(has_backward, 0, graph.saved_bytes)
-
-
-def _frozen(array: NDArray[Any]) -> NDArray[Any]:
-    array.setflags(write=False)
-    return array

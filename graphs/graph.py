@@ -20,6 +20,8 @@ import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
+from graphs.frozen import frozen
+
 Phase: TypeAlias = Literal["forward", "backward", "optimizer"]
 PHASES: Final[tuple[Phase, ...]] = ("forward", "backward", "optimizer")
 ANY_KIND: Final = "*"
@@ -220,7 +222,7 @@ class GraphArrays:
 
         def column(name: str, dtype: type[np.generic]) -> NDArray[Any]:
             values = [cast(Mapping[str, Any], node)[name] for node in nodes]
-            return _frozen(np.array(values, dtype=dtype))
+            return frozen(np.array(values, dtype=dtype))
 
         return cls(
             name=str(graph.graph.get("name", "")),
@@ -228,28 +230,28 @@ class GraphArrays:
             ids=ids,
             ops=tuple(node["op"] for node in nodes),
             modules=tuple(node["module"] for node in nodes),
-            phase=_frozen(np.array([PHASES.index(node["phase"]) for node in nodes], np.int8)),
+            phase=frozen(np.array([PHASES.index(node["phase"]) for node in nodes], np.int8)),
             flops=column("flops", np.int64),
             moved_bytes=column("moved_bytes", np.int64),
             output_bytes=column("output_bytes", np.int64),
             parameter_bytes=column("parameter_bytes", np.int64),
             saved_bytes=column("saved_bytes", np.int64),
             workspace_bytes=column("workspace_bytes", np.int64),
-            group=_frozen(np.array(group, np.int32)),
+            group=frozen(np.array(group, np.int32)),
             allowed=tuple(node["devices"] for node in nodes),
             cost_s={
-                kind: _frozen(
+                kind: frozen(
                     np.array([node["cost_s"].get(kind, np.nan) for node in nodes], np.float64)
                 )
                 for kind in kinds
             },
-            successor_start=_frozen(start),
-            successors=_frozen(successors),
-            edge_bytes=_frozen(edge_bytes),
-            predecessor_start=_frozen(predecessor_start),
-            predecessors=_frozen(predecessors),
-            predecessor_edge=_frozen(predecessor_edge),
-            topological=_frozen(
+            successor_start=frozen(start),
+            successors=frozen(successors),
+            edge_bytes=frozen(edge_bytes),
+            predecessor_start=frozen(predecessor_start),
+            predecessors=frozen(predecessors),
+            predecessor_edge=frozen(predecessor_edge),
+            topological=frozen(
                 np.array([index[op_id] for op_id in topological_order(graph)], np.int32)
             ),
         )
@@ -305,9 +307,3 @@ def _csr(
     start = np.zeros(count + 1, np.int32)
     np.cumsum(np.bincount(rows, minlength=count), out=start[1:])
     return start, columns[order], order
-
-
-def _frozen(array: NDArray[Any]) -> NDArray[Any]:
-    array = np.ascontiguousarray(array)
-    array.setflags(write=False)
-    return array

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from graphs.extract import Step, extract
 from graphs.graph import GraphArrays
 from placer.outcome import Optimization
 from placer.pipeline import Options, optimize_step
-from placer.policies import load
+from placer.policies import Policy, load
 from placer.report.progress import progress_for
 from placer.search.budget import Budget
 
@@ -114,6 +114,11 @@ def apply(
     found = placement.placement if isinstance(placement, Optimization) else placement
     if not isinstance(found, Placement):
         found = Placement.load(Path(found))
+    if found.micro_batches != 1:
+        raise ValueError(
+            f"the placement splits a step into {found.micro_batches} micro-batches, which cannot "
+            "be run yet"
+        )
     cluster = discover(",".join(found.device_names))
     graph = GraphArrays.from_graph(extraction.graph)
     fitting = found.aligned(graph, cluster)
@@ -121,11 +126,27 @@ def apply(
     return PlacedModel(extraction, cluster, fitting.devices, order)
 
 
-def train(*args: Any, **keywords: Any) -> Any:
-    """Train a policy; see :func:`placer.policies.training.train`."""
+def train(
+    out: str | Path,
+    *,
+    seconds: float = 100.0,
+    seeds: int = 3,
+    families: Sequence[str] | None = None,
+) -> Policy:
+    """Train a policy by PPO on generated graphs and keep the best seed.
+
+    Args:
+        out: where ``out``.safetensors and its card ``out``.json go; the last part is the name.
+        seconds: of processor time for each seed.
+        seeds: how many.
+        families: of :mod:`graphs.synthetic` to train on, by default all but chains.
+
+    Raises:
+        ValueError: a family does not exist, seconds or seeds is not above 0.
+    """
     from placer.policies.training import train as train_policy
 
-    return train_policy(*args, **keywords)
+    return train_policy(Path(out), seconds=seconds, seeds=seeds, chosen=families)
 
 
 def _same_step(step: Step, model: nn.Module) -> Step:

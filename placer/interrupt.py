@@ -51,3 +51,19 @@ class Interrupt:
         again, self.requested = self.requested, True
         if again or not self._polled:
             raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """A moment in which Ctrl-C does nothing, for writing what took long to find.
+
+    In threads other than the main one, where Python handles no signals, nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

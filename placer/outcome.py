@@ -16,6 +16,9 @@ from graphs.extract import Extraction
 
 NO_HEADROOM: Final = 0.02
 """One device this close to the lower bound leaves nothing to win."""
+NOISY: Final = 0.2
+"""Quartiles of the runs farther apart than this share of the median deserve a remark."""
+PREDICTION_ERROR: Final = 0.15
 SIMPLEST_FIRST: Final = (
     "single",
     "layer split",
@@ -49,6 +52,16 @@ class Row:
         return len(set(self.placement.devices)) == 1
 
     @property
+    def failure(self) -> str:
+        """Why it could not be run; "" if it was, or was not tried."""
+        return "" if self.measurement is None else self.measurement.failure
+
+    @property
+    def can_run(self) -> bool:
+        """Whether it fits, and did not fail when it was run."""
+        return bool(np.isfinite(self.predicted_s)) and not self.failure
+
+    @property
     def simplicity(self) -> int:
         """Lower is simpler: everything on one device, then fixed rules, then search."""
         if self.is_single:
@@ -62,7 +75,8 @@ class Optimization:
     """The result of the main job: a placement map that knows how it came about.
 
     ``rows`` are all candidates, ``best`` the chosen one; ``placement`` is its placement with
-    predicted and measured times filled in.
+    predicted and measured times filled in. ``all_cores`` is the unplaced step in one process with
+    torch's own threads on all the cores: what its user would do without placing anything.
     """
 
     placement: Placement
@@ -73,6 +87,8 @@ class Optimization:
     search_s: float
     stopped: bool  # the user stopped it early
     extraction: Extraction | None = None
+    all_cores: Measurement | None = None
+    trouble: str = ""  # why nothing could be run, although it should have been
 
     def device_of(self, name: str) -> str:
         """The device of an op, or the home of a module; see :meth:`Placement.device_of`."""
@@ -93,27 +109,42 @@ class Optimization:
 
     @property
     def single(self) -> Row | None:
-        """The best single device: measured if one was, else predicted; None if none is feasible."""
-        singles = [row for row in self.rows if row.is_single and np.isfinite(row.predicted_s)]
-        return _fastest(singles, self.loaded)
+        """The best single device: measured if one was, else predicted; None if none can run."""
+        singles = [row for row in self.rows if row.is_single and row.can_run]
+        measured = [row for row in singles if row.measurement is not None]
+        return min(measured or singles, key=lambda r: judged_s(r, self.loaded), default=None)
 
     def step_s(self, row: Row) -> float:
         """What a candidate is judged by: its measured step, else the predicted one."""
         return judged_s(row, self.loaded)
 
+    def speed_up_of(self, row: Row) -> float:
+        """Step of the best single device over that of a candidate, like with like; nan if unknown.
+
+        Measured times where both were run, else predicted ones.
+        """
+        single = self.single
+        if single is None or not row.can_run:
+            return np.nan
+        if single.measurement is not None and row.measurement is not None:
+            return self.step_s(single) / self.step_s(row)
+        return single.predicted_s / row.predicted_s
+
     @property
     def speed_up(self) -> float:
-        """Step time of the best single device over that of the best placement."""
-        single = self.single
-        return np.nan if single is None else self.step_s(single) / self.step_s(self.best)
+        """Step of the best single device over that of the best placement; nan if unknown."""
+        return self.speed_up_of(self.best)
 
     @property
     def verdict(self) -> str:
         """One sentence for people: how much was won, or why there was nothing to win."""
         single = self.single
         if single is None:
+            failed = [row for row in self.rows if row.is_single and row.failure]
+            if failed:
+                return f"No single device could be run to compare with: {failed[0].failure}"
             return "No single device has room for the whole step; this placement makes it fit."
-        gap = single.predicted_s / self.lower_bound_s - 1
+        gap = single.predicted_s / self.lower_bound_s - 1 if self.lower_bound_s else 0.0
         if self.best.is_single and gap <= NO_HEADROOM:
             return (
                 f"No headroom: one device is within {gap:.1%} of the lower bound of "
@@ -124,8 +155,34 @@ class Optimization:
                 "No headroom was found: no other placement is faster than one device by more than "
                 f"noise (the lower bound leaves {gap:.0%})."
             )
-        how = "measured" if self.best.measurement is not None else "predicted"
+        both = self.best.measurement is not None and single.measurement is not None
+        how = "measured" if both else "predicted"
         return f"{self.speed_up:.2f}x faster than {single.name.removeprefix('single ')}, {how}."
+
+    @property
+    def remarks(self) -> list[str]:
+        """What a reader of the numbers should know, each a sentence."""
+        found = [f"Nothing was measured: {self.trouble}"] if self.trouble else []
+        found += [f"{row.name} failed: {row.failure}" for row in self.rows if row.failure]
+        seen, step_s = self.best.measurement, self.step_s(self.best)
+        if seen is not None and seen.spread > NOISY:
+            found.append(
+                f"The runs of {self.best.name} scatter by {seen.spread:.0%}: a quieter machine may "
+                "rank differently."
+            )
+        if seen is not None and abs(self.best.predicted_s / step_s - 1) > PREDICTION_ERROR:
+            found.append(
+                f"The prediction for {self.best.name} is {self.best.predicted_s / step_s:.2f} of "
+                "what was measured: the search was guided by a rough model."
+            )
+        if seen is not None and self.all_cores is not None and self.all_cores.ok:
+            # Threads of OpenMP have slow phases of their own, so the best steps are compared.
+            found.append(
+                "Without placing, one process with torch's threads on all these cores takes "
+                f"{self.all_cores.min_s * 1e3:.4g} ms at best, this placement "
+                f"{seen.min_s * 1e3:.4g} ms: {_compared(self.all_cores.min_s, seen.min_s)}."
+            )
+        return found
 
 
 def judged_s(row: Row, loaded: bool) -> float:
@@ -136,6 +193,9 @@ def judged_s(row: Row, loaded: bool) -> float:
 
 def choose(rows: Sequence[Row]) -> Row:
     """The best candidate: measured before predicted, and of those in a tie the simplest.
+
+    A candidate that noise cannot separate from the best single device, or that is slower, never
+    wins over it.
 
     Raises:
         PlacementError: no candidate is feasible, or every one failed when it was run.
@@ -148,16 +208,31 @@ def choose(rows: Sequence[Row]) -> Row:
         return min(feasible, key=lambda row: (row.predicted_s, row.simplicity))
     ran = [(row, m) for row in seen if (m := row.measurement) is not None and m.ok]
     if not ran:
-        failures = {row.measurement.failure for row in seen if row.measurement is not None}
+        failures = dict.fromkeys(row.failure for row in seen)
         raise PlacementError("Every candidate failed when it was run: " + "; ".join(failures))
     loaded = contended([m for _, m in ran])
-    fastest, fastest_runs = min(ran, key=lambda pair: pair[1].step_s(contended=loaded))
-    equal = [row for row, m in ran if tied(m, fastest_runs, loaded=loaded)]
-    ceiling = min((judged_s(row, loaded) for row, _ in ran if row.is_single), default=np.inf)
-    simple = [row for row in equal if judged_s(row, loaded) <= ceiling]
-    return min([*simple, fastest], key=lambda row: (row.simplicity, judged_s(row, loaded)))
+
+    def order(pair: tuple[Row, Measurement]) -> float:
+        return judged_s(pair[0], loaded)
+
+    fastest, best_runs = min(ran, key=order)
+    equal = [(row, m) for row, m in ran if tied(m, best_runs, loaded=loaded)]
+    single = min((pair for pair in ran if pair[0].is_single), key=order, default=None)
+    if single is not None and single not in equal:
+        equal = [
+            (row, m)
+            for row, m in equal
+            if order((row, m)) < order(single) and not tied(m, single[1], loaded=loaded)
+        ]
+    if not equal:
+        return single[0] if single is not None else fastest
+    return min(equal, key=lambda pair: (pair[0].simplicity, order(pair)))[0]
 
 
-def _fastest(rows: Sequence[Row], loaded: bool) -> Row | None:
-    measured = [row for row in rows if row.measurement is not None and row.measurement.ok]
-    return min(measured or rows, key=lambda row: judged_s(row, loaded), default=None)
+def _compared(unplaced_s: float, placed_s: float) -> str:
+    """Which of two steps is faster, and how much, for people."""
+    if unplaced_s > placed_s * 1.01:
+        return f"placing is {unplaced_s / placed_s:.2f}x faster"
+    if placed_s > unplaced_s * 1.01:
+        return f"not placing is {placed_s / unplaced_s:.2f}x faster"
+    return "a tie"

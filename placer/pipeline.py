@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -14,6 +15,8 @@ import placer
 from envs.bounds import lower_bound_ns
 from envs.calibrate import calibrated, profile_ops
 from envs.cluster import Cluster
+from envs.discover import check_cores
+from envs.executor.pool import WorkerError
 from envs.measured import Measured, Measurement, run_order
 from envs.placement import MadeBy, Placement
 from envs.problem import Problem
@@ -61,6 +64,7 @@ def optimize_step(
         KeyboardInterrupt: stopped before there was any placement.
     """
     hear = progress or Silent()
+    check_cores(cluster.names)
     with Interrupt() as interrupt:
         hear.stage("Extracting the graph")
         extraction = extract(step)
@@ -70,9 +74,8 @@ def optimize_step(
         costs_s = profile_ops(
             extraction, cluster, progress=lambda done, total: hear.advance(done / total)
         )
-        graph = with_costs(
-            extraction.graph, costs_s, dict.fromkeys(costs_s, cluster.devices[0].source)
-        )
+        source = f"measured {datetime.date.today().isoformat()}, in context"
+        graph = with_costs(extraction.graph, costs_s, dict.fromkeys(costs_s, source))
         problem = Problem.of(GraphArrays.from_graph(graph), cluster)
         return _decided(problem, options, interrupt, hear, extraction)
 
@@ -102,11 +105,13 @@ def _decided(
 ) -> Optimization:
     """Search, run the best if there is something to run, choose.
 
-    Once the search has begun, Ctrl-C ends the stage and what was found until then counts.
+    Once the search has begun nothing is lost: Ctrl-C ends the stage, and where workers cannot be
+    started the prediction decides.
     """
     hear.stage("Loading compiled code")
     load_compiled_code()
     rows: list[Row] = []
+    runs, trouble = _Runs(), ""
     began = ended = time.perf_counter()
     try:
         with interrupt.polled():
@@ -115,12 +120,30 @@ def _decided(
             ended = time.perf_counter()
         if extraction is not None and options.measure and not interrupt.requested:
             hear.stage("Running the best for real")
-            rows = _measured(rows, extraction, problem, options, interrupt, hear)
+            runs = _run_best(rows, extraction, problem, options, hear)
     except KeyboardInterrupt:
         interrupt.requested = True
         if not rows:
             raise
-    return _outcome(rows, problem, ended - began, interrupt.requested, extraction)
+    except (WorkerError, OSError) as error:
+        trouble = str(error)
+    with interrupt.polled():
+        rows = [replace(row, measurement=runs.of_row.get(i)) for i, row in enumerate(rows)]
+        best = choose(rows)
+        return _recorded(
+            Optimization(
+                placement=best.placement,
+                problem=problem,
+                rows=tuple(rows),
+                best=best,
+                lower_bound_s=lower_bound_ns(problem) * 1e-9,
+                search_s=ended - began,
+                stopped=interrupt.requested or runs.interrupted,
+                extraction=extraction,
+                all_cores=runs.all_cores,
+                trouble=trouble,
+            )
+        )
 
 
 def _searched(
@@ -163,16 +186,28 @@ def _row(problem: Problem, simulator: Simulator, candidate: Candidate, options: 
     )
 
 
-def _measured(
-    rows: list[Row],
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Runs:
+    """What running candidates for real gave."""
+
+    of_row: Mapping[int, Measurement] = field(default_factory=dict)
+    all_cores: Measurement | None = None
+    interrupted: bool = False
+
+
+def _run_best(
+    rows: Sequence[Row],
     extraction: Extraction,
     problem: Problem,
     options: Options,
-    interrupt: Interrupt,
     hear: Progress,
-) -> list[Row]:
-    """The rows, of which the best and the best single device were run."""
-    chosen = worth_running(rows)
+) -> _Runs:
+    """Run the best few and the best single devices in turn.
+
+    Raises:
+        WorkerError: the workers do not come up.
+    """
+    chosen = worth_running(rows, problem.cluster)
     latency_s = max((link.latency_s for link in problem.cluster.links), default=0.0)
     timeout_s = 60.0 + 100.0 * max((rows[i].predicted_s for i in chosen), default=0.0)
     with Measured(
@@ -185,68 +220,51 @@ def _measured(
         measurements = backend.measure(
             [rows[i].placement for i in chosen],
             progress=lambda done, total: hear.advance(done / total),
+            reference=True,
         )
-        interrupt.requested |= backend.interrupted
-    seen: dict[int, Measurement] = dict(zip(chosen, measurements, strict=True))
-    return [
-        replace(row, measurement=seen[i]) if i in seen and seen[i].counts else row
-        for i, row in enumerate(rows)
-    ]
+        return _Runs(
+            of_row={i: m for i, m in zip(chosen, measurements, strict=True) if m.counts},
+            all_cores=backend.reference,
+            interrupted=backend.interrupted,
+        )
 
 
-def worth_running(rows: Sequence[Row]) -> list[int]:
-    """Indices of the candidates to be run: the best single device, and the best few others."""
+def worth_running(rows: Sequence[Row], cluster: Cluster) -> list[int]:
+    """Indices of the candidates to be run: the best single device of each kind, the best others."""
+    kind_of = {device.name: device.kind for device in cluster.devices}
     feasible = [i for i, row in enumerate(rows) if np.isfinite(row.predicted_s)]
     by_time = sorted(feasible, key=lambda i: rows[i].predicted_s)
-    single = [i for i in by_time if rows[i].is_single][:1]
-    return [*single, *[i for i in by_time if not rows[i].is_single][:MEASURED_CANDIDATES]]
+    singles: dict[str, int] = {}
+    for i in by_time:
+        if rows[i].is_single:
+            placement = rows[i].placement
+            singles.setdefault(kind_of[placement.device_names[placement.devices[0]]], i)
+    others = [i for i in by_time if not rows[i].is_single]
+    return [*singles.values(), *others[:MEASURED_CANDIDATES]]
 
 
-def _outcome(
-    rows: Sequence[Row],
-    problem: Problem,
-    search_s: float,
-    stopped: bool,
-    extraction: Extraction | None,
-) -> Optimization:
-    best = choose(rows)
-    bound_s = lower_bound_ns(problem) * 1e-9
-    found = Optimization(
-        placement=best.placement,
-        problem=problem,
-        rows=tuple(rows),
-        best=best,
-        lower_bound_s=bound_s,
-        search_s=search_s,
-        stopped=stopped,
-        extraction=extraction,
-    )
+def _recorded(found: Optimization) -> Optimization:
+    """The same with the best row's times in the placement."""
+    best, single, seen = found.best, found.single, found.best.measurement
     predicted = {
         "step_s": best.predicted_s,
         "peak_memory_bytes": best.peak_memory_bytes,
-        "lower_bound_s": bound_s,
+        "lower_bound_s": found.lower_bound_s,
     }
-    return replace(
-        found,
-        placement=replace(best.placement, predicted=predicted, measured=_record(found)),
-    )
-
-
-def _record(found: Optimization) -> dict[str, float] | None:
-    """The measured part of the placement file."""
-    seen = found.best.measurement
-    if seen is None:
-        return None
-    single = found.single
-    record = {
-        "step_s": seen.step_s(contended=found.loaded),
-        "wall_median_s": seen.median_s,
-        "wall_min_s": seen.min_s,
-        "spread": seen.spread,
-        "rebuilt_s": seen.rebuilt_median_s,
-        "contention": seen.contention,
-        "rounds": len(seen.wall_s),
-    }
-    if single is not None and single.measurement is not None:
-        record["single_device_step_s"] = found.step_s(single)
-    return record
+    measured: dict[str, float] | None = None
+    if seen is not None:
+        measured = {
+            "step_s": found.step_s(best),
+            "wall_median_s": seen.median_s,
+            "wall_min_s": seen.min_s,
+            "spread": seen.spread,
+            "rebuilt_s": seen.rebuilt_median_s,
+            "contention": seen.contention,
+            "rounds": len(seen.wall_s),
+        }
+        if single is not None and single.measurement is not None:
+            measured["single_device_step_s"] = found.step_s(single)
+        if found.all_cores is not None and found.all_cores.ok:
+            measured["all_cores_min_s"] = found.all_cores.min_s
+    placement = replace(found.placement, predicted=predicted, measured=measured)
+    return replace(found, placement=placement)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -10,9 +9,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import networkx as nx
 from torch import nn
 
 from graphs.extract import Step
+from graphs.files import load_graph
+from placer.missing_file import missing_file, why_not_read
 
 
 class TargetError(ValueError):
@@ -37,6 +39,8 @@ def load_step(target: str, *, training: bool) -> Step:
     function = _function(_module(Path(path)), name, path)
     try:
         made = function()
+    except SystemExit as leaving:
+        raise TargetError(f"{target} {_left(leaving)} instead of returning a model") from leaving
     except Exception as error:
         raise TargetError(f"{target} failed: {type(error).__name__}: {error}") from error
     return _step(made, target, training)
@@ -47,13 +51,23 @@ def is_graph_file(target: str) -> bool:
     return target.endswith(".json")
 
 
+def load_graph_target(target: str) -> nx.DiGraph[str]:
+    """Read the graph file that a target names.
+
+    Raises:
+        TargetError: there is no such file, or it is not a graph.
+    """
+    try:
+        return load_graph(Path(target))
+    except OSError as error:
+        raise TargetError(why_not_read(error)) from error
+    except ValueError as error:
+        raise TargetError(str(error)) from error
+
+
 def _module(path: Path) -> ModuleType:
     if not path.is_file():
-        near = difflib.get_close_matches(
-            path.name, [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        )
-        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
-        raise TargetError(f"there is no file {path}{hint}")
+        raise TargetError(missing_file(path))
     spec = importlib.util.spec_from_file_location(f"placer_target_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise TargetError(f"{path} is not a Python file")
@@ -63,9 +77,18 @@ def _module(path: Path) -> ModuleType:
     sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
+    except SystemExit as leaving:
+        raise TargetError(
+            f"{path} {_left(leaving)} while it was imported; put what runs it as a script under "
+            'if __name__ == "__main__"'
+        ) from leaving
     except Exception as error:
         raise TargetError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
     return module
+
+
+def _left(leaving: SystemExit) -> str:
+    return f"called sys.exit({'' if leaving.code is None else repr(leaving.code)})"
 
 
 def _function(module: ModuleType, name: str, path: str) -> Callable[[], object]:

@@ -12,7 +12,7 @@ import tiny_models
 import torch
 
 from envs import calibrate
-from envs.calibrate import calibrated, profile_ops
+from envs.calibrate import calibrated, hop_rates, profile_ops
 from envs.cluster import Cluster, Device, Link
 from envs.discover import discover
 from graphs.costs import with_costs
@@ -37,7 +37,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[Cluster]:
-    """Clusters that were measured, with made-up numbers."""
+    """Clusters that were measured, with made-up numbers, on a machine of eight cores."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     seen: list[Cluster] = []
 
     def measure(cluster: Cluster) -> Cluster:
@@ -73,8 +74,9 @@ def test_speeds_of_devices_and_links_are_measured() -> None:
         assert device.memory_bytes == plain.memory_bytes
     (link,) = found.links
     assert link.between == cluster.names
-    assert 1e-9 <= link.latency_s < 0.1
-    assert 1e6 < link.bandwidth_bytes_per_s <= 1e18
+    assert 1e-6 <= link.latency_s < 0.1
+    slower = min(device.bandwidth_bytes_per_s for device in found.devices)
+    assert 1e6 < link.bandwidth_bytes_per_s <= slower * (1 + 1e-9)
 
 
 def test_a_single_device_has_no_link() -> None:
@@ -97,18 +99,18 @@ def test_every_op_has_a_cost() -> None:
     assert arrays.costs_for("core").tolist() == costs_s["core"].tolist()
 
 
-def test_profiling_can_be_stopped_after_the_first_run_that_counts() -> None:
-    extraction = extract(tiny_models.structured_output())
-    runs: list[int] = []
-    costs_s = profile_ops(
-        extraction,
-        discover(f"core:{CORES[0]}"),
-        repeats=50,
-        progress=lambda done, _: runs.append(done),
-        should_stop=lambda: True,
-    )
-    assert runs == [1, 2, 3]
-    assert (costs_s["core"] > 0).all()
+@pytest.mark.parametrize("noise_s", [0.0, -1e-4, 1e-15])
+def test_a_hop_that_noise_made_too_short_is_no_faster_than_memory(noise_s: float) -> None:
+    latency_s, bytes_per_s = hop_rates(noise_s, noise_s, 5e9)
+    assert latency_s == 1e-6
+    assert bytes_per_s == pytest.approx(5e9)
+
+
+def test_latency_and_bandwidth_of_hops_by_hand() -> None:
+    more_bytes = calibrate.LARGE_BYTES - calibrate.SMALL_BYTES
+    latency_s, bytes_per_s = hop_rates(2e-5, 2e-5 + more_bytes / 1e9, 8e9)
+    assert latency_s == 2e-5
+    assert bytes_per_s == pytest.approx(1e9)
 
 
 # --- the cache
@@ -146,6 +148,47 @@ def test_name_and_memory_are_those_of_today() -> None:
     found = calibrated(today)
     assert found.name == "renamed"
     assert [device.memory_bytes for device in found.devices] == [77, 77]
+
+
+OWN_LINK = Link(between=("core:0", "core:1"), latency_s=3.0, bandwidth_bytes_per_s=3.0)
+TOLD = Cluster(
+    name="told",
+    devices=(
+        Device(name="core:0", kind="xpu", memory_bytes=5, launch_s=0.5, peak_flop_per_s=2.0),
+        Device(name="core:1", kind="xpu", memory_bytes=6, source="a data sheet"),
+    ),
+    links=(OWN_LINK,),
+    once_per_destination=False,
+)
+
+
+@pytest.mark.usefixtures("cache", "measured")
+@pytest.mark.parametrize("warm", [True, False])
+def test_what_a_cluster_says_is_kept_and_what_it_lacks_is_measured(warm: bool) -> None:
+    if warm:
+        calibrated(made_up("core:0", "core:1"))
+    found = calibrated(TOLD)
+    first, second = found.devices
+    assert replace(found, devices=TOLD.devices) == TOLD
+    assert (first.kind, first.memory_bytes, first.launch_s) == ("xpu", 5, 0.5)
+    assert (first.peak_flop_per_s, first.bandwidth_bytes_per_s) == (2.0, 1e10)
+    assert second.peak_flop_per_s > 7e10
+    assert first.source == "made"
+    assert second.source == "a data sheet; made"
+    whole = calibrated(found)
+    assert whole == found
+
+
+@pytest.mark.usefixtures("cache")
+def test_what_a_cluster_says_is_not_taken_for_measured(measured: list[Cluster]) -> None:
+    calibrated(replace(TOLD, links=()))
+    plain = calibrated(made_up("core:0", "core:1"))
+    assert [device.kind for device in measured[0].devices] == ["core", "core"]
+    assert len(measured) == 1
+    for device in plain.devices:
+        assert (device.kind, device.launch_s, device.source) == ("core", 0.0, "made")
+    assert plain.once_per_destination
+    assert plain.links[0].latency_s == 1e-5
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envs import discover as discovery
-from envs.discover import available_memory_bytes, cores_of, discover, kind_of
+from envs.discover import available_memory_bytes, core_set, cores_of, discover, kind_of
 
 CORES = sorted(os.sched_getaffinity(0))
 FIRST = f"core:{CORES[0]}"
@@ -42,6 +42,23 @@ def test_core_sets_and_single_cores() -> None:
 
 
 @pytest.mark.usefixtures("eight_cores")
+def test_a_core_set_may_have_gaps() -> None:
+    assert cores_of("core:11+0+5-7") == (0, 5, 6, 7, 11)
+    assert discover("core:0+2,core:1").devices[0].kind == "core*2"
+
+
+@given(st.sets(st.sampled_from(CORES), min_size=1))
+def test_a_core_set_is_named_so_that_its_cores_are_found(cores: set[int]) -> None:
+    assert cores_of(core_set(cores)) == tuple(sorted(cores))
+
+
+def test_neighbouring_cores_are_named_as_a_range() -> None:
+    assert core_set([2]) == "core:2"
+    assert core_set([3, 0, 2, 1]) == "core:0-3"
+    assert core_set([7, 0, 1, 4]) == "core:0-1+4+7"
+
+
+@pytest.mark.usefixtures("eight_cores")
 def test_devices_share_the_free_memory_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "available_memory_bytes", lambda: 1001)
     assert [d.memory_bytes for d in discover("core:1,core:2-4").devices] == [500, 500]
@@ -56,6 +73,9 @@ def test_devices_share_the_free_memory_alike(monkeypatch: pytest.MonkeyPatch) ->
         ("core:8", "may run on cores 0, 1, 2, 3, 4, 5, 6, 7, 11"),
         ("core:5-11", "there is no device core:5-11"),
         ("core:0-99999999999999", "there is no device core:0-9999"),
+        ("core:0-2+2", "device core:0-2+2 names a core twice"),
+        ("core:0+", "there is no device 'core:0+'"),
+        ("core:0+9", "there is no device core:0+9"),
         ("core:3-1", "empty: write the lower core first"),
         ("cuda:0", "cannot be used yet"),
         ("cpu", "cannot be used yet"),

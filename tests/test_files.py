@@ -199,7 +199,8 @@ def test_fault_is_refused_with_its_place(content: object, message: str, tmp_path
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "not JSON: Expecting value: line 1 column 1"),
+        ("", "the file is empty"),
+        ("nothing", "not JSON: Expecting value: line 1 column 1"),
         ("[" * 200_000, "nested too deeply"),
         (f'{{"format": "{FORMAT}", "nodes": [', "not JSON"),
         (f'{{"format": "{FORMAT}", "nodes": [], "nodes": []}}', "nodes is given twice"),
@@ -230,7 +231,7 @@ def test_huge_file_is_refused_unread(tmp_path: Path) -> None:
     path = tmp_path / "graph.json"
     with path.open("wb") as file:
         file.truncate(10**9)
-    with pytest.raises(ValueError, match=r"1\.0 GB is more than a graph file may have"):
+    with pytest.raises(ValueError, match=r"1\.0 GB is more than such a file may have"):
         load_graph(path)
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +15,11 @@ import torch
 
 from envs.cluster import Link
 from envs.discover import discover
+from envs.executor.pool import WorkerError, WorkerPool
 from envs.measured import Measured, Measurement, contended, run_order, tied
 from envs.placement import Placement
 from envs.problem import Problem
+from envs.reference import Reference
 from graphs.costs import with_costs
 from graphs.extract import Extraction, extract
 from graphs.graph import GraphArrays
@@ -218,6 +221,100 @@ def test_ctrl_c_in_the_warm_up_leaves_nothing(backend: Measured) -> None:
 
     seen = backend.measure(candidates(backend), progress)
     assert not any(one.counts for one in seen)
+
+
+@needs_two_cores
+def test_without_new_workers_what_was_measured_counts_and_the_rest_failed(
+    backend: Measured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def progress(done: int, total: int) -> None:
+        if done == 4:  # the second candidate is next, in the first round that counts
+            kill_a_worker(backend)
+
+    def refuse() -> WorkerPool:
+        raise OSError("too many open files")
+
+    backend.measure(candidates(backend)[:1])  # there are workers now
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "_new_pool", refuse)
+        first, second, third = backend.measure(candidates(backend), progress)
+    assert first.ok
+    assert len(first.wall_s) == 1
+    assert "died" in second.failure
+    assert third.failure == "no new workers could be started: too many open files"
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "_new_pool", refuse)
+        assert not any(one.ok for one in backend.measure(candidates(backend)))
+    assert not backend.interrupted
+    assert backend.measure(candidates(backend)[:1])[0].ok
+
+
+@needs_two_cores
+def test_the_unplaced_step_on_all_cores_runs_in_the_same_rounds(backend: Measured) -> None:
+    heard: list[tuple[int, int]] = []
+    placements = candidates(backend)[:2]
+    seen = backend.measure(placements, lambda *at: heard.append(at), reference=True)
+    reference = backend.reference
+    assert reference is not None
+    assert reference.ok
+    assert reference.wall_s.shape == seen[0].wall_s.shape == (3,)
+    assert (reference.wall_s > 0).all()
+    assert reference.rebuilt_s.tolist() == reference.wall_s.tolist()
+    assert heard == [(i + 1, 12) for i in range(12)]
+    backend.measure(placements[:1])
+    assert backend.reference is None
+
+
+@needs_two_cores
+def test_a_reference_that_fails_leaves_the_placements_alone(
+    backend: Measured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> WorkerPool:
+        raise WorkerError("it did not come up")
+
+    monkeypatch.setattr("envs.reference.WorkerPool", refuse)
+    seen = backend.measure(candidates(backend)[:2], reference=True)
+    assert [len(one.wall_s) for one in seen] == [3, 3]
+    assert backend.reference is not None
+    assert backend.reference.failure == "it did not come up"
+
+
+@needs_two_cores
+def test_the_reference_has_the_cores_of_all_devices() -> None:
+    extraction, problem = small_problem()
+    reference = Reference(extraction, problem.cluster, step_timeout_s=20)
+    try:
+        assert reference._pool is not None
+        (worker,) = reference._pool._workers
+        assert os.sched_getaffinity(worker.process.pid) == {CORES[0], CORES[-1]}
+        reference.run(keep=False)
+        reference.run(keep=True)
+        assert len(reference.runs) == 1
+        os.kill(worker.process.pid, signal.SIGKILL)
+        reference.run(keep=True)
+        reference.run(keep=True)
+    finally:
+        reference.close()
+    assert len(reference.runs) == 1
+    assert "died" in reference.failure
+
+
+def test_workers_end_when_their_state_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[WorkerPool] = []
+
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    class Seen(WorkerPool):
+        def __init__(self, *args: Any, **keywords: Any) -> None:
+            super().__init__(*args, **keywords)
+            started.append(self)
+
+    monkeypatch.setattr("envs.measured.WorkerPool", Seen)
+    monkeypatch.setattr("envs.measured.load_example", fail)
+    with pytest.raises(KeyboardInterrupt):
+        Measured(*small_problem())
+    assert started[0].closed
 
 
 def test_ops_that_start_at_once_run_after_what_they_read() -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import networkx as nx
@@ -19,8 +20,9 @@ import placer
 from envs.cluster import Cluster, Device, Link
 from envs.measured import Measurement
 from envs.placement import Placement
-from graphs.graph import add_edge, add_op, new_graph
-from placer.outcome import PlacementError, Row, choose
+from envs.problem import Problem
+from graphs.graph import GraphArrays, add_edge, add_op, new_graph
+from placer.outcome import Optimization, PlacementError, Row, choose
 from placer.pipeline import Options, optimize_graph, worth_running
 from placer.search.budget import Budget
 
@@ -97,6 +99,57 @@ def test_a_simpler_tie_that_is_slower_than_one_device_does_not_win() -> None:
     assert choose(rows[:2]).name == "layer split"
 
 
+def test_what_noise_cannot_tell_from_one_device_does_not_win_over_it() -> None:
+    rows = [
+        row("annealing", 1.0, [1.90, 1.95, 1.92]),
+        row("HEFT", 1.0, [1.91, 2.30, 1.99]),
+        row("single a", 2.0, [2.00, 2.05, 2.01], single=True),
+    ]
+    assert choose(rows).name == "annealing"
+    assert choose([rows[1], rows[2]]).name == "single a"
+
+
+def outcome(rows: list[Row]) -> Optimization:
+    """An optimization of two ops that found these candidates."""
+    graph = new_graph("two")
+    for op_id in ("x", "y"):
+        add_op(graph, op_id, cost_s={"*": 1.0})
+    best = choose(rows)
+    return Optimization(
+        placement=best.placement,
+        problem=Problem.of(GraphArrays.from_graph(graph), PAIR),
+        rows=tuple(rows),
+        best=best,
+        lower_bound_s=1.0,
+        search_s=0.0,
+        stopped=False,
+    )
+
+
+def test_a_single_device_that_failed_is_no_yardstick() -> None:
+    fast, broken = row("HEFT", 1.0, [1.0, 1.0, 1.0]), row("single a", 2.0, [], single=True)
+    found = outcome([fast, broken])
+    assert np.isnan(found.speed_up)
+    assert found.verdict == "No single device could be run to compare with: it died"
+    assert found.remarks == ["single a failed: it died"]
+    found = outcome([fast, broken, row("single b", 4.0, None, single=True)])
+    assert found.speed_up == pytest.approx(4.0)
+    assert found.verdict == "4.00x faster than b, predicted."
+
+
+def test_remarks_tell_of_scatter_wrong_predictions_and_of_not_placing_at_all() -> None:
+    rows = [
+        row("HEFT", 0.5, [1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0]),
+        row("single a", 4.0, [4.0] * 7, single=True),
+    ]
+    times = np.full(7, 0.5)
+    found = replace(outcome(rows), all_cores=Measurement(wall_s=times, rebuilt_s=times))
+    scatter, wrong, unplaced = found.remarks
+    assert "scatter by 100%" in scatter
+    assert "0.50 of what was measured" in wrong
+    assert "takes 500 ms at best, this placement 1000 ms: not placing is 2.00x faster" in unplaced
+
+
 def test_failed_candidates_do_not_win_and_do_not_stop_the_rest() -> None:
     rows = [row("annealing", 1.0, []), row("single a", 3.0, [3.0, 3.0], single=True)]
     assert choose(rows).name == "single a"
@@ -114,7 +167,7 @@ def test_the_best_single_device_and_the_best_few_others_are_run() -> None:
     rows = [row(f"annealing {i}", 1.0 + i / 10, None) for i in range(4)]
     rows += [row("HEFT", 2.0, None), row("ETF", 2.1, None), row("evolution", np.inf, None)]
     rows += [row("single a", 3.1, None, single=True), row("single b", 3.0, None, single=True)]
-    chosen = [rows[i].name for i in worth_running(rows)]
+    chosen = [rows[i].name for i in worth_running(rows, PAIR)]
     assert chosen == ["single b", *(f"annealing {i}" for i in range(4)), "HEFT"]
 
 

@@ -24,7 +24,12 @@ IDS = (
     "stem:backward/convolution",
     ":loss",
 )
-JSON_OBJECT = st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=5), max_size=2)
+RECORD = st.fixed_dictionaries(
+    {"step_s": st.floats(0, allow_infinity=False), "note": st.text(max_size=5) | st.integers()},
+    optional={
+        "peak_memory_bytes": st.dictionaries(st.text(max_size=5), st.integers(0), max_size=2)
+    },
+)
 
 
 def cluster_of(*names: str) -> Cluster:
@@ -54,7 +59,7 @@ GRAPH = chain()
 @st.composite
 def placements(draw: st.DrawFn) -> Placement:
     names = draw(st.lists(st.text(max_size=5), unique=True, min_size=1, max_size=3))
-    ops = draw(st.lists(st.text(max_size=5), unique=True, max_size=5))
+    ops = draw(st.lists(st.text(max_size=5), unique=True, min_size=1, max_size=5))
     return Placement(
         graph=draw(st.text(max_size=5)),
         cluster=draw(st.text(max_size=5)),
@@ -64,8 +69,8 @@ def placements(draw: st.DrawFn) -> Placement:
         priority=tuple(draw(st.floats(allow_nan=False, allow_infinity=False)) for _ in ops),
         objective=draw(st.sampled_from(OBJECTIVES)),
         micro_batches=draw(st.integers(1, 64)),
-        predicted=draw(st.none() | JSON_OBJECT),
-        measured=draw(st.none() | JSON_OBJECT),
+        predicted=draw(st.none() | RECORD),
+        measured=draw(st.none() | RECORD),
         made_by=MadeBy(placer="p", seed=draw(st.none() | st.integers()), budget="9e", version="0"),
     )
 
@@ -200,6 +205,9 @@ def test_aligned_placement_is_checked() -> None:
         ({"priority": (0.0, math.nan)}, "op 'b': priority is nan, not a finite number"),
         ({"objective": "speed"}, "objective is 'speed', not one of latency, throughput, max-load"),
         ({"micro_batches": 0}, "micro_batches is 0, below 1"),
+        ({"ops": (), "devices": (), "priority": ()}, "at least one op"),
+        ({"predicted": {"step_s": math.inf}}, r"predicted\.step_s is inf, not a finite number"),
+        ({"measured": {"contention": math.nan}}, r"measured\.contention is nan, not a finite"),
     ],
 )
 def test_placement_without_meaning_cannot_be_made(changes: dict[str, Any], message: str) -> None:
@@ -221,18 +229,29 @@ def test_placement_without_meaning_cannot_be_made(changes: dict[str, Any], messa
     [
         ({"format": "placer-placement/9"}, "format is 'placer-placement/9', this version reads"),
         ({"device": {}}, "unknown key device; did you mean devices?"),
-        ({"devices": None}, "devices is missing or not an object"),
-        ({"devices": {"a": 0}}, r"devices\['a'\] is 0"),
+        ({"devices": None}, "devices is None, not an object"),
+        ({"devices": {"a": 0}}, r"devices\['a'\] is 0, not a string"),
+        ({"devices": {}}, "at least one op"),
         ({"devices": {"a": "z"}}, r"devices\['a'\] is 'z'; the cluster has x, y"),
         ({"priority": {"c": 1}}, r"priority\['c'\]: devices has no such op"),
-        ({"priority": {"a": True}}, r"priority\['a'\] is True"),
+        ({"priority": {"a": True}}, r"priority\['a'\] is True, not a number"),
         ({"priority": {"a": 10**400}}, "too large"),
         ({"priority": {"a": math.inf}}, "op 'a': priority is inf, not a finite number"),
-        ({"graph": 3}, "graph is not a string"),
-        ({"micro_batches": 1.5}, "micro_batches is not a whole number"),
-        ({"micro_batches": True}, "micro_batches is not a whole number"),
-        ({"measured": []}, "measured is neither an object nor null"),
-        ({"made_by": {"author": "x"}}, "made_by is not an object of placer, seed, budget"),
+        ({"graph": 3}, "graph is 3, not a string"),
+        ({"micro_batches": 1.5}, "micro_batches is 1.5, not a whole number"),
+        ({"micro_batches": True}, "micro_batches is True, not a whole number"),
+        ({"measured": []}, r"measured is \[\], not an object"),
+        ({"predicted": {"step_s": "abc"}}, r"predicted\.step_s is 'abc', not a number"),
+        ({"predicted": {"step_s": None}}, r"predicted\.step_s is None, not a number"),
+        ({"measured": {"step_s": -1.0}}, r"measured\.step_s is -1.0, not a number >= 0"),
+        ({"measured": {"step_s": math.inf}}, r"measured\.step_s is inf, not a finite number"),
+        (
+            {"predicted": {"peak_memory_bytes": {"x": "1 GB"}}},
+            r"predicted\.peak_memory_bytes\.x is '1 GB', not a number",
+        ),
+        ({"made_by": {"author": "x"}}, r"unknown key made_by\.author"),
+        ({"made_by": {"seed": "x"}}, r"made_by\.seed is 'x', not a whole number"),
+        ({"made_by": {"placer": 3}}, r"made_by\.placer is 3, not a string"),
     ],
 )
 def test_refusal_of_a_file_starts_with_its_name(
@@ -250,7 +269,17 @@ def test_refusal_of_a_file_starts_with_its_name(
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("", "Expecting value"), ("[]", "holds no JSON object"), ("[" * 200_000, "recursion")],
+    [
+        ("", "the file is empty"),
+        ("{", "not JSON: Expecting"),
+        ("[]", r"the file is \[\], not an object"),
+        ("[" * 200_000, "nested too deeply"),
+        (
+            f'{{"format": "{FORMAT}", "devices": {{"a": "x", "a": "y"}}}}',
+            "devices.a is given twice",
+        ),
+        (f'{{"format": "{FORMAT}"}}', "the file lacks devices"),
+    ],
 )
 def test_file_that_is_no_json_object_is_refused(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "placement.json"

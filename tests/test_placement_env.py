@@ -20,7 +20,7 @@ from envs.backend import StepResult
 from envs.placement import Placement
 from envs.placement_env import INVALID_REWARD, PlacementEnv
 from envs.registration import register_environments
-from envs.two_towers import two_towers
+from envs.toy_problem import toy_problem
 from placer.registration import register_environments as register_all
 
 IDS = ("placer/Placement-v0", "placer/PlacementParams-v0")
@@ -134,7 +134,7 @@ def test_everything_on_the_best_device_is_worth_nothing() -> None:
 
 def test_a_split_of_two_towers_is_worth_more() -> None:
     environment = PlacementEnv()
-    assert environment.problem.graph.name == two_towers().graph.name
+    assert environment.problem.graph.name == toy_problem().graph.name
     environment.reset()
     rewards = []
     for op in environment.problem.graph.topological:

@@ -223,6 +223,27 @@ def test_maskable_ppo_places_a_small_graph() -> None:
     assert found.name == "maskable ppo"
 
 
+def test_learning_leaves_torchs_threads_as_they_were(tmp_path: Path) -> None:
+    problem = random_problem(2, ops=5, devices=2)
+    torch.set_num_threads(2)
+    try:
+        maskable_ppo(problem, Budget(evaluations=1), seed=0)
+        assert torch.get_num_threads() == 2
+        train(
+            tmp_path / "tiny",
+            seconds=0.01,
+            seeds=1,
+            chosen=["layered"],
+            graphs=1,
+            max_ops=80,
+            test_graphs=1,
+            test_max_ops=80,
+        )
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+
+
 def test_environments_are_there_by_name() -> None:
     assert placer.registration.PARAMS_ID in gym.registry
     reset = gym.make(placer.registration.PARAMS_ID).reset(seed=0)[0]

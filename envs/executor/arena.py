@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from typing import IO
 
 import torch
 
@@ -30,11 +31,17 @@ class Arena:
         self.values: dict[int, int] = {}
         self.results: list[int] = []
         size = self._lay_out()
+        new = descriptor is None
         if descriptor is None:
             descriptor = os.memfd_create("placer-arena", os.MFD_CLOEXEC)
-            os.ftruncate(descriptor, size)
-        self.descriptor = descriptor
-        self._bytes = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+        self.file: IO[bytes] = os.fdopen(descriptor, "rb", buffering=0)
+        try:
+            if new:
+                os.ftruncate(descriptor, size)
+            self._bytes = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+        except BaseException:
+            self.file.close()
+            raise
 
     def value(self, value: int) -> torch.Tensor:
         """The shared tensor of a source, or of an op's output."""
@@ -47,9 +54,9 @@ class Arena:
         )
 
     def close(self) -> None:
-        """Let go of the mapping; it goes when the last tensor on it does."""
-        os.close(self.descriptor)
-        del self._bytes
+        """Let go of the mapping, which goes when the last tensor on it does; safe to call twice."""
+        self.file.close()
+        self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def _lay_out(self) -> int:
         end = 0
@@ -72,12 +79,21 @@ class Arena:
         return max(end, ALIGNMENT)
 
     def _room(self, value: int) -> int:
-        size = self.program.values[value].numel * self.program.values[value].dtype.itemsize
+        size = _elements(self.program.values[value]) * self.program.values[value].dtype.itemsize
         return -(-max(size, 1) // ALIGNMENT) * ALIGNMENT
 
     def _tensor(self, value: Value, offset: int) -> torch.Tensor:
-        size = value.numel * value.dtype.itemsize
+        size = _elements(value) * value.dtype.itemsize
         flat = self._bytes[offset : offset + size].view(value.dtype)
-        if value.span == value.numel:
-            return flat.as_strided(value.shape, value.stride)
-        return flat.view(value.shape)
+        if value.overlaps:
+            return flat.view(value.shape)
+        return flat.as_strided(value.shape, value.stride)
+
+
+def _elements(value: Value) -> int:
+    """Room for a value with the strides it has at home, gaps included.
+
+    Kernels sum in an order that depends on strides: packed, a moved part of a tensor would give
+    results that differ in the last bits.
+    """
+    return value.numel if value.overlaps else value.span

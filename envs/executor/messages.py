@@ -32,13 +32,6 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Forget:
-    """Drop the list of a number."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
 class RunStep:
     """Run a loaded list at ``start_ns`` (monotonic clock); ``give`` copies the results out."""
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 from envs.cluster import Cluster
 from envs.executor.lists import device_lists
 from envs.executor.pool import WorkerError, WorkerPool
-from envs.executor.state import leaves_by_path, load_batch, load_state
+from envs.executor.state import leaves_by_path, load_batch
 from graphs.extract import Extraction, Step
 from graphs.extract.export import Position
 
@@ -24,7 +24,10 @@ class PlacedModel:
     names and as the same objects: any torch optimizer on ``model.parameters()`` works as before,
     and gradients appear in ``parameter.grad`` as ``backward()`` would leave them (added to what
     is there). A gradient lies in shared memory until the next step: clone what you keep longer.
+    State that was moved elsewhere (``model.to``, ``load_state_dict(assign=True)``, another placed
+    model on the same one) is copied back by the next step; taking turns costs that copy each time.
     Use as a context manager, or call :meth:`close`, which gives the model its own memory back.
+    Without either the workers end when the placed model is dropped.
     """
 
     def __init__(
@@ -46,28 +49,40 @@ class PlacedModel:
             step_timeout_s: a step that takes longer counts as hung.
 
         Raises:
-            ValueError: a device is not a set of cores of this machine.
+            ValueError: a device is not a set of cores of this machine, or the order is none.
             WorkerError: a worker did not come up.
+            OSError: there is too little memory, or too many processes or open files.
         """
         self.model = extraction.step.model
         self.program = extraction.program
         self._outputs = extraction.outputs
         self._step = extraction.step
-        self._state = extraction.step.named_state()
+        self._slots: dict[str, torch.Tensor] = {}
+        self._gradients: dict[str, torch.Tensor] = {}
+        lists = device_lists(self.program, devices, order, len(cluster))
         self._pool = WorkerPool(
             self.program,
             cluster.devices,
             step_timeout_s=step_timeout_s,
             op_names=tuple(extraction.graph),
         )
-        self._number = self._pool.load(device_lists(self.program, devices, order, len(cluster)))
-        self._gradients = {
-            result.name: self._pool.arena.result(index)
-            for index, result in enumerate(self.program.results)
-            if result.role == "gradient"
-        }
-        self._share()
-        self._shared = True
+        try:
+            self._number = self._pool.load(lists)
+            arena = self._pool.arena
+            self._slots = {
+                source.name: arena.value(source.value)
+                for source in self.program.sources
+                if source.role in ("parameter", "buffer")
+            }
+            self._gradients = {
+                result.name: arena.result(index)
+                for index, result in enumerate(self.program.results)
+                if result.role == "gradient"
+            }
+            self._share()
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> PlacedModel:
         """The placed model itself."""
@@ -91,45 +106,63 @@ class PlacedModel:
         that a data loader's batch can be given as it is.
 
         Raises:
-            ValueError: the batch does not fit the example inputs.
+            ValueError: the batch does not fit the example inputs, or a parameter or buffer has
+                another shape, dtype or device than when the model was placed.
             WorkerError: a worker died, hung, or could not run an op.
         """
         if self._pool.closed:
             raise WorkerError("the workers of this placed model have ended; place it again")
         load_batch(self._pool.arena, self._step, *_unpacked(self._step, batch, keywords))
-        self._keep_gradients()
+        state = self._share()
+        self._keep_gradients(state)
         self._pool.run(self._number, give=True)
-        return self._take_results()
+        return self._take_results(state)
 
     def close(self) -> None:
         """End the workers; the model keeps its values, in memory of its own."""
-        if not self._shared:
-            return
-        self._shared = False
-        self._keep_gradients()
-        for name, tensor in self._state.items():
-            if name not in self.program.ties:
-                tensor.data = tensor.detach().clone()
-        self._gradients.clear()
-        self._pool.close()
+        try:
+            state = self._step.named_state()
+            self._keep_gradients(state)
+            for name, slot in self._slots.items():
+                tensor = state.get(name)
+                if tensor is not None and tensor.data_ptr() == slot.data_ptr():
+                    tensor.data = tensor.detach().clone()
+        finally:
+            self._slots.clear()
+            self._gradients.clear()
+            self._pool.close()
 
-    def _share(self) -> None:
-        arena = self._pool.arena
-        load_state(arena, self._step)
-        with torch.no_grad():
-            for source in self.program.sources:
-                if source.role in ("parameter", "buffer"):
-                    self._state[source.name].data = arena.value(source.value)
+    @torch.no_grad()
+    def _share(self) -> dict[str, torch.Tensor]:
+        """The model's state by name, all of it in the arena: what lies elsewhere is copied in."""
+        state = self._step.named_state()
+        for name, first in self.program.ties.items():
+            if state.get(name) is not state.get(first):
+                raise ValueError(f"{name} and {first} are no longer one tensor: place it again")
+        for name, slot in self._slots.items():
+            tensor = state.get(name)
+            if tensor is None:
+                raise ValueError(f"the model no longer has {name}: place it again")
+            if tensor.data_ptr() == slot.data_ptr() and tensor.stride() == slot.stride():
+                continue
+            now, then = _form(tensor), _form(slot)
+            if now != then:
+                raise ValueError(f"{name} is now {now}, the placement was made for {then}")
+            slot.copy_(tensor.clone())  # it may be another view of the slot's own memory
+            tensor.data = slot
+        return state
 
-    def _keep_gradients(self) -> None:
+    def _keep_gradients(self, state: Mapping[str, torch.Tensor]) -> None:
         """Gradients that still lie in the arena would be overwritten by the next step."""
         for name, shared in self._gradients.items():
-            parameter = self._state[name]
+            parameter = state.get(name)
+            if parameter is None:
+                continue
             if parameter.grad is not None and parameter.grad.data_ptr() == shared.data_ptr():
                 parameter.grad = parameter.grad.clone()
 
     @torch.no_grad()
-    def _take_results(self) -> Any:
+    def _take_results(self, state: Mapping[str, torch.Tensor]) -> Any:
         outputs: dict[int, torch.Tensor] = {}
         for index, result in enumerate(self.program.results):
             shared = self._pool.arena.result(index)
@@ -137,9 +170,9 @@ class PlacedModel:
                 case "output":
                     outputs[int(result.name)] = shared.clone()
                 case "state":
-                    self._state[result.name].copy_(shared)
+                    state[result.name].copy_(shared)
                 case "gradient":
-                    parameter = self._state[result.name]
+                    parameter = state[result.name]
                     if parameter.grad is None:
                         parameter.grad = shared
                     else:
@@ -148,6 +181,10 @@ class PlacedModel:
             lambda leaf: outputs[leaf.number] if isinstance(leaf, Position) else leaf,
             self._outputs,
         )
+
+
+def _form(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"
 
 
 def _unpacked(

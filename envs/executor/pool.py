@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import mmap
 import os
-import subprocess
-import sys
-import tempfile
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection, Pipe, wait
-from pathlib import Path
+from multiprocessing.connection import wait
 from types import TracebackType
-from typing import IO, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -23,19 +20,14 @@ from envs.cluster import Device
 from envs.discover import cores_of
 from envs.executor.arena import Arena
 from envs.executor.lists import Give, Instruction, Receive, Run, Send
-from envs.executor.messages import Done, Failed, Forget, Load, RunStep, Setup
+from envs.executor.messages import Done, Failed, Load, RunStep, Setup
+from envs.executor.processes import Holdings, WorkerProcess
 from graphs.extract.program import StepProgram
 
 LEAD_NS: Final = 300_000
 """Workers start a step this long after it was announced, all at the same instant."""
 START_TIMEOUT_S: Final = 120.0
 NOT_STARTED: Final = -1
-MALLOC: Final = {
-    "MALLOC_MMAP_MAX_": "0",  # page faults are a fifth of a step when tensors come from mmap
-    "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
-    "MALLOC_TOP_PAD_": str(256 << 20),
-    "MALLOC_ARENA_MAX": "1",
-}
 
 
 class WorkerError(RuntimeError):
@@ -50,18 +42,11 @@ class StepRun:
     cpu_s: tuple[NDArray[np.float64], ...]  # per device, (instructions of its list,)
 
 
-@dataclass(slots=True)
-class _Worker:
-    device: Device
-    process: subprocess.Popen[bytes]
-    connection: Connection
-    errors: IO[bytes]
-
-
 class WorkerPool:
     """One worker per device for one program. Use as a context manager.
 
-    Any WorkerError closes the pool: the others may be waiting for a signal that never comes.
+    Any WorkerError closes the pool: the others may be waiting for a signal that never comes. A pool
+    that is dropped without being closed ends its workers, too.
     """
 
     def __init__(
@@ -77,6 +62,7 @@ class WorkerPool:
         Raises:
             ValueError: a device is not a set of cores of this machine, or two share a core.
             WorkerError: a worker did not come up.
+            OSError: there is too little memory, or too many processes or open files.
         """
         cores = [cores_of(device.name) for device in devices]
         shared = {core for own in cores for core in own}
@@ -89,10 +75,12 @@ class WorkerPool:
         self.op_names = op_names
         self._lists: dict[int, tuple[tuple[Instruction, ...], ...]] = {}
         self._number = 0
-        self._descriptors: list[int] = []
-        self._workers: list[_Worker] = []
-        self.arena = Arena(program)
+        self._holdings = Holdings()
+        self._workers = self._holdings.workers
+        weakref.finalize(self, self._holdings.release)
         self._open = True
+        self.arena = Arena(program)
+        self._holdings.files.append(self.arena.file)
         try:
             self._load_constants()
             self._start(cores)
@@ -129,11 +117,6 @@ class WorkerPool:
         self._ask([Load(self._number, own) for own in self._lists[self._number]])
         return self._number
 
-    def forget(self, number: int) -> None:
-        """Drop loaded lists."""
-        del self._lists[number]
-        self._ask([Forget(number)] * len(self._workers))
-
     def run(self, number: int, *, give: bool = False) -> StepRun:
         """Run one step on all devices; with ``give`` the arena's results are filled afterwards.
 
@@ -156,19 +139,9 @@ class WorkerPool:
 
     def close(self) -> None:
         """End the workers, at once; safe to call twice."""
-        if not self._open:
-            return
         self._open = False
-        for worker in self._workers:
-            worker.process.kill()
-        for worker in self._workers:
-            worker.process.wait()
-            worker.connection.close()
-            worker.errors.close()
-        for descriptor in self._descriptors:
-            os.close(descriptor)
+        self._holdings.release()
         self.arena.close()
-        self._workers, self._descriptors = [], []
 
     def _load_constants(self) -> None:
         for source in self.program.sources:
@@ -179,19 +152,17 @@ class WorkerPool:
 
     def _start(self, cores: Sequence[tuple[int, ...]]) -> None:
         count = len(self.devices)
-        board = os.memfd_create("placer-board", os.MFD_CLOEXEC)
-        self._descriptors.append(board)
+        board = self._kept(os.memfd_create("placer-board", os.MFD_CLOEXEC))
         os.ftruncate(board, 8 * count)
         self._board = memoryview(mmap.mmap(board, 8 * count)).cast("q")
         counters = {}
         for s in range(count):
             for d in range(count):
                 if s != d:
-                    counters[s, d] = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-                    self._descriptors.append(counters[s, d])
-        shared = [self.arena.descriptor, board, *counters.values()]
+                    counters[s, d] = self._kept(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+        shared = [self.arena.file.fileno(), board, *counters.values()]
         for device, own in zip(self.devices, cores, strict=True):
-            self._workers.append(_spawn(device, own, shared))
+            self._workers.append(WorkerProcess(device, own, shared, START_TIMEOUT_S))
         without_constants = replace(  # the arena holds them
             self.program,
             sources=tuple(replace(source, tensor=None) for source in self.program.sources),
@@ -202,7 +173,7 @@ class WorkerPool:
                 threads=len(own),
                 seed=(torch.initial_seed() + d) % 2**64,
                 program=without_constants,
-                arena=self.arena.descriptor,
+                arena=self.arena.file.fileno(),
                 board=board,
                 board_bytes=8 * count,
                 counters=counters,
@@ -210,6 +181,13 @@ class WorkerPool:
             for d, own in enumerate(cores)
         ]
         self._ask(setups, timeout_s=START_TIMEOUT_S)
+        for worker in self._workers:
+            worker.bound(self.step_timeout_s)
+
+    def _kept(self, descriptor: int) -> int:
+        """The descriptor, which is from now on closed with the pool."""
+        self._holdings.files.append(os.fdopen(descriptor, "rb", buffering=0))
+        return descriptor
 
     def _ask(
         self, messages: Sequence[object], number: int | None = None, timeout_s: float | None = None
@@ -225,9 +203,11 @@ class WorkerPool:
     def _exchange(
         self, messages: Sequence[object], number: int | None, timeout_s: float
     ) -> list[Done]:
-        for worker, message in zip(self._workers, messages, strict=True):
+        for d, (worker, message) in enumerate(zip(self._workers, messages, strict=True)):
             try:
                 worker.connection.send(message)
+            except BlockingIOError:
+                raise self._hung([d], number, timeout_s) from None
             except OSError:
                 raise self._failure(worker, "died", number) from None
         deadline = time.monotonic() + timeout_s
@@ -240,12 +220,15 @@ class WorkerPool:
                 raise self._hung([open_ends[id(c)] for c in waiting], number, timeout_s)
             for connection in ready:
                 d = open_ends[id(connection)]
-                answers[d] = self._answer(self._workers[d], number)
+                answers[d] = self._answer(d, number, timeout_s)
         return [answers[d] for d in range(len(self._workers))]
 
-    def _answer(self, worker: _Worker, number: int | None) -> Done:
+    def _answer(self, device: int, number: int | None, timeout_s: float) -> Done:
+        worker = self._workers[device]
         try:
             answer = worker.connection.recv()
+        except BlockingIOError:  # it stopped in the middle
+            raise self._hung([device], number, timeout_s) from None
         except (EOFError, OSError):
             raise self._failure(worker, "died", number) from None
         if isinstance(answer, Failed):
@@ -271,7 +254,7 @@ class WorkerPool:
         sent = {s.value: i for i, s in enumerate(sender) if isinstance(s, Send)}
         return self._board[instruction.source] <= sent[instruction.value]
 
-    def _failure(self, worker: _Worker, what: str, number: int | None) -> WorkerError:
+    def _failure(self, worker: WorkerProcess, what: str, number: int | None) -> WorkerError:
         """Close the pool and say what happened where."""
         d = self._workers.index(worker)
         text = f"the worker of {worker.device.name} {what}"
@@ -282,10 +265,8 @@ class WorkerPool:
             status = worker.process.wait(timeout=5)
         if status is not None and status < 0:
             text += f" (signal {-status})"
-        worker.errors.seek(0)
-        noise = worker.errors.read().decode(errors="replace").strip().splitlines()
-        if noise:
-            text += f"; it wrote: {noise[-1][:300]}"
+        if noise := worker.last_line():
+            text += f"; it wrote: {noise[:300]}"
         self.close()
         return WorkerError(text)
 
@@ -306,24 +287,3 @@ class WorkerPool:
                 op = self.program.calls[producer].op
                 name = self.op_names[op] if op < len(self.op_names) else str(op)
                 return f"moving the output of {name}"
-
-
-def _spawn(device: Device, cores: Sequence[int], shared: Sequence[int]) -> _Worker:
-    ours, theirs = Pipe()
-    # The worker must find this very package, whatever lies in its working directory.
-    root = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH", "")) if p)
-    environment = os.environ | MALLOC | {"PYTHONPATH": path, "OMP_NUM_THREADS": str(len(cores))}
-    errors = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the worker
-    arguments = [str(theirs.fileno()), ",".join(map(str, cores))]
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "envs.executor.worker", *arguments],
-        pass_fds=[theirs.fileno(), *shared],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=errors,
-        env=environment,
-        process_group=0,  # Ctrl-C is for the parent, which may want to finish its step
-    )
-    theirs.close()
-    return _Worker(device, process, ours, errors)

@@ -12,6 +12,12 @@ from envs.executor.arena import Arena
 from graphs.extract import Step
 
 
+def load_example(arena: Arena, step: Step) -> None:
+    """Copy the parameters and buffers of a step into the arena, and its example inputs."""
+    load_state(arena, step)
+    load_batch(arena, step, step.inputs, step.keywords)
+
+
 def load_state(arena: Arena, step: Step) -> None:
     """Copy the parameters and buffers of a step into the arena."""
     state = step.named_state()

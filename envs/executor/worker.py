@@ -20,7 +20,7 @@ import torch
 
 from envs.executor.arena import Arena
 from envs.executor.compiled_list import CompiledList
-from envs.executor.messages import Done, Failed, Forget, Load, RunStep, Setup
+from envs.executor.messages import Done, Failed, Load, RunStep, Setup
 from envs.executor.signals import Signals
 
 
@@ -89,8 +89,6 @@ def _answer(worker: Worker, message: object) -> Done:
     match message:
         case Load():
             worker.load(message)
-        case Forget(number):
-            worker.lists.pop(number, None)
         case RunStep():
             return worker.run(message)
         case _:

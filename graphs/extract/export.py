@@ -25,6 +25,12 @@ from graphs.extract.program import Result, Source
 from graphs.extract.step import WRAPPED, ExtractionError, LossModule, Step, unwrapped
 
 OWN: Final = str(Path(__file__).parent)
+DATA_DEPENDENT: Final = {
+    "GuardOnDataDependentSymNode": "its control flow depends on the values in a tensor",
+    "DataDependentOutputException": "its control flow depends on the values in a tensor",
+    "DynamicOutputShapeException": "the size of what {} returns depends on the values in a tensor",
+}
+"""Torch's exceptions for what no fixed graph can hold, and what they mean; {} is their message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,20 +286,20 @@ def _quiet() -> Iterator[None]:
 
 
 def _explain(step: Step, error: Exception) -> str:
+    """What torch says in its first line, the line of the model, and what can be done about it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = (lines[0] if lines else type(error).__name__)[:300].rstrip(".")
-    match type(error).__name__:
-        case "GuardOnDataDependentSymNode" | "DataDependentOutputException":
-            reason = "its control flow depends on the values in a tensor"
-        case "DynamicOutputShapeException":
-            reason = f"the size of what {reason} returns depends on the values in a tensor"
+    advice = "The model must run on the example inputs as they are given"
+    if type(error).__name__ in DATA_DEPENDENT:
+        reason = DATA_DEPENDENT[type(error).__name__].format(reason)
+        advice = (
+            "Neither control flow nor the sizes of tensors may depend on values in tensors: "
+            "compute both branches and choose with torch.where, or mask instead of selecting"
+        )
     places = [line for line in lines if line.startswith('File "')]
     place = next((p for p in reversed(places) if "torch/" not in p and OWN not in p), "")
     kind = "training step" if step.training else "inference"
     text = f"{type(step.model).__name__} cannot be exported for {kind}: {reason}"
     if place:
         text += f" ({place})"
-    return text + (
-        ". The model must run on the example inputs, and neither its control flow nor the sizes of "
-        "its tensors may depend on values in tensors."
-    )
+    return f"{text}. {advice}."

@@ -11,7 +11,7 @@ from graphs.extract.convert import convert
 from graphs.extract.dag import build_graph
 from graphs.extract.export import trace
 from graphs.extract.program import StepProgram
-from graphs.extract.step import Step
+from graphs.extract.step import ExtractionError, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +31,18 @@ def extract(step: Step) -> Extraction:
     """Extract the graph of one step.
 
     Raises:
-        ExtractionError: the model cannot be exported, or holds something that cannot be placed.
+        ExtractionError: the model cannot be exported, has no ops on these inputs, or holds
+            something that cannot be placed.
     """
+    name = type(step.model).__name__
     traced = trace(step)
     program, facts = convert(traced, ties_of(step))
-    graph = build_graph(program, facts, type(step.model).__name__)
+    if program.op_count == 0:
+        raise ExtractionError(
+            f"{name} runs no ops on these inputs, so there is nothing to place; give the model "
+            "that does the work"
+        )
+    graph = build_graph(program, facts, name)
     return Extraction(step, graph, program, traced.outputs)
 
 

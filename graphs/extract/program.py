@@ -48,6 +48,17 @@ class Value:
         return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
 
     @property
+    def overlaps(self) -> bool:
+        """Whether elements may share memory, as those of an expanded tensor do."""
+        inner = 0  # the last element of all dimensions with smaller strides
+        for stride, size in sorted(zip(self.stride, self.shape, strict=True)):
+            if size > 1:
+                if stride <= inner:
+                    return True
+                inner += (size - 1) * stride
+        return False
+
+    @property
     def size_bytes(self) -> int:
         """Bytes it takes without gaps and repetitions."""
         return min(self.span, self.numel) * self.dtype.itemsize

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_writable
+from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs, why_not_written
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -24,12 +24,13 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 def run(args: argparse.Namespace) -> int:
     """Discover, calibrate, print."""
-    if args.out is not None and (why := why_not_writable(args.out)) is not None:
+    if (why := why_not_outputs({"--out": args.out}, {})) is not None:
         return fail(BAD_USAGE, why)
     from envs.calibrate import calibrated
     from envs.cluster import cluster_to_toml
     from envs.discover import discover
     from envs.executor.pool import WorkerError
+    from graphs.whole_file import write_whole
     from placer.report.console import stdout_console
     from placer.report.progress import progress_for
     from placer.report.table import print_cluster
@@ -46,5 +47,8 @@ def run(args: argparse.Namespace) -> int:
         return fail(JOB_FAILED, error)
     print_cluster(cluster, stdout_console())
     if args.out is not None:
-        args.out.write_text(cluster_to_toml(cluster), encoding="utf-8")
+        try:
+            write_whole(args.out, cluster_to_toml(cluster))
+        except OSError as error:
+            return fail(JOB_FAILED, why_not_written(args.out, error))
     return 0

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 import placer
 from placer.cli import devices, optimize, show, simulate, train
+from placer.cli.failures import JOB_FAILED, fail
 
 COMMANDS = (optimize, simulate, devices, show, train)
 
@@ -36,9 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run(parsed)
     except KeyboardInterrupt:
         print("placer: stopped before there was anything to keep", file=sys.stderr)
-        return 1
+        return JOB_FAILED
     except BrokenPipeError:
-        return 1
+        return JOB_FAILED
+    except OSError as error:  # standard output on a full disk, for one
+        return fail(JOB_FAILED, error)
 
 
 def script() -> NoReturn:
@@ -54,6 +57,10 @@ def script() -> NoReturn:
     try:
         sys.stdout.flush()
         sys.stderr.flush()
+    except BrokenPipeError:
+        code = JOB_FAILED
+    except OSError as error:
+        code = fail(JOB_FAILED, error)
     finally:
         os._exit(code)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_writable
+from placer.cli.arguments import seed
+from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs, why_not_written
 
 if TYPE_CHECKING:
     from envs.cluster import Cluster
@@ -52,9 +54,14 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         default="20s",
         help="of the search: seconds (60s, 2m) or evaluations (4000e), the default is 20s",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the search, the default is 0")
     parser.add_argument(
-        "--objective", choices=["latency"], default="latency", help="what to make small"
+        "--seed", type=seed, default=0, metavar="N", help="of the search, the default is 0"
+    )
+    parser.add_argument(
+        "--objective",
+        choices=["latency"],
+        default="latency",
+        help="what to make small: the time of one step, so far the only one",
     )
     parser.add_argument(
         "--policy",
@@ -80,17 +87,20 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(args: argparse.Namespace) -> int:
-    """Optimize, print the table, write the placement and the timeline."""
-    for path in (args.out, args.timeline):
-        if path is not None and (why := why_not_writable(path)) is not None:
-            return fail(BAD_USAGE, why)
+    """Optimize, write the placement and the timeline, print the table."""
+    outputs = {"--out": args.out, "--timeline": args.timeline}
+    inputs = {"target": _file(args), "--cluster": args.cluster}
+    if (why := why_not_outputs(outputs, inputs)) is not None:
+        return fail(BAD_USAGE, why)
     try:
         options, cluster = _options(args), _cluster(args)
     except (ValueError, OSError) as error:
         return fail(BAD_USAGE, error)
     from graphs.extract import ExtractionError
     from placer.outcome import PlacementError
+    from placer.report.console import stdout_console
     from placer.report.progress import progress_for
+    from placer.report.table import print_optimization
     from placer.target import TargetError
 
     try:
@@ -100,8 +110,24 @@ def run(args: argparse.Namespace) -> int:
         return fail(BAD_USAGE, error)
     except (ExtractionError, PlacementError, ValueError, OSError, RuntimeError) as error:
         return fail(JOB_FAILED, error)
-    _write(found, args)
+    why = _write(found, args)
+    try:
+        if args.json:
+            print(json.dumps(_summary(found, args), allow_nan=False))
+        else:
+            print_optimization(found, stdout_console())
+    except KeyboardInterrupt:
+        why = why or f"stopped while printing; the placement is in {args.out}"
+    if why is not None:
+        return fail(JOB_FAILED, why)
+    print(_talk(found, args), file=sys.stderr)
     return 0
+
+
+def _file(args: argparse.Namespace) -> Path:
+    """The file that the target is in."""
+    path, colon, _ = args.target.rpartition(":")
+    return Path(path if colon else args.target)
 
 
 def _options(args: argparse.Namespace) -> Options:
@@ -119,13 +145,20 @@ def _options(args: argparse.Namespace) -> Options:
 
 def _cluster(args: argparse.Namespace) -> Cluster:
     from envs.cluster import load_cluster
-    from envs.discover import discover
+    from envs.discover import check_cores, discover
 
     if args.cluster is not None and args.devices is not None:
         raise ValueError("give --devices or --cluster, not both")
+    is_graph = args.target.endswith(".json")
     if args.cluster is not None:
-        return load_cluster(args.cluster)
-    if args.target.endswith(".json"):
+        cluster = load_cluster(args.cluster)
+        if not is_graph:  # a graph is only simulated, and may be on devices of anywhere
+            try:
+                check_cores(cluster.names)
+            except ValueError as error:
+                raise ValueError(f"{args.cluster}: {error}") from error
+        return cluster
+    if is_graph:
         raise ValueError("a graph file has no devices of its own: give --cluster cluster.toml")
     return discover(args.devices or "auto")
 
@@ -134,36 +167,42 @@ def _optimize(
     args: argparse.Namespace, cluster: Cluster, options: Options, progress: Progress
 ) -> Optimization:
     from placer.pipeline import optimize_graph, optimize_step
-    from placer.target import is_graph_file, load_step
+    from placer.target import is_graph_file, load_graph_target, load_step
 
     if is_graph_file(args.target):
-        from graphs.files import load_graph
-
-        return optimize_graph(load_graph(Path(args.target)), cluster, options, progress)
+        return optimize_graph(load_graph_target(args.target), cluster, options, progress)
     progress.stage("Loading the model")
     step = load_step(args.target, training=not args.inference)
     return optimize_step(step, cluster, options, progress)
 
 
-def _write(found: Optimization, args: argparse.Namespace) -> None:
-    from placer.report.console import stdout_console
-    from placer.report.table import print_optimization
+def _write(found: Optimization, args: argparse.Namespace) -> str | None:
+    """Write the placement, then the timeline; why that failed, None if it did not."""
+    from placer.interrupt import uninterrupted
     from placer.report.timeline import write_timeline
 
-    found.save(args.out)
-    if args.timeline is not None:
-        write_timeline(found, args.timeline)
-    if args.json:
-        print(json.dumps(_summary(found, args)))
-    else:
-        print_optimization(found, stdout_console())
+    with uninterrupted():
+        try:
+            found.save(args.out)
+        except OSError as error:
+            return why_not_written(args.out, error)
+        if args.timeline is not None:
+            try:
+                write_timeline(found.problem, found.placement, args.timeline)
+            except OSError as error:
+                why = why_not_written(args.timeline, error)
+                return f"{why}; the placement is in {args.out}"
+    return None
+
+
+def _talk(found: Optimization, args: argparse.Namespace) -> str:
     talk = [f"placement: {args.out}"]
     if args.timeline is not None:
         talk.append(f"timeline: {args.timeline} (opens in ui.perfetto.dev)")
     talk.append(f"search: {found.search_s:.1f} s, seed {args.seed}")
     if found.stopped:
         talk.insert(0, "stopped early, this is the best so far")
-    print("; ".join(talk), file=sys.stderr)
+    return "; ".join(talk)
 
 
 def _summary(found: Optimization, args: argparse.Namespace) -> dict[str, Any]:
@@ -173,7 +212,7 @@ def _summary(found: Optimization, args: argparse.Namespace) -> dict[str, Any]:
         "step_s": found.step_s(found.best),
         "predicted": data["predicted"],
         "measured": data["measured"],
-        "speed_up": found.speed_up,
+        "speed_up": found.speed_up if math.isfinite(found.speed_up) else None,
         "lower_bound_s": found.lower_bound_s,
         "verdict": found.verdict,
         "search_s": found.search_s,

@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from placer.cli.failures import BAD_USAGE, fail, why_not_writable
+from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs, why_not_written
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -24,15 +24,16 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 def run(args: argparse.Namespace) -> int:
     """Simulate and print step time, feasibility and memory; 1 if it is not feasible."""
-    if args.timeline is not None and (why := why_not_writable(args.timeline)) is not None:
+    inputs = {"graph": args.graph, "--cluster": args.cluster, "--placement": args.placement}
+    if (why := why_not_outputs({"--timeline": args.timeline}, inputs)) is not None:
         return fail(BAD_USAGE, why)
     from envs.cluster import load_cluster
     from envs.placement import Placement
     from envs.problem import Problem
-    from envs.simulator import Simulated, Simulator
-    from envs.simulator.timeline import chrome_trace
+    from envs.simulator import Simulated
     from graphs.files import load_graph
     from graphs.graph import GraphArrays
+    from placer.report.timeline import write_timeline
 
     try:
         cluster = load_cluster(args.cluster)
@@ -40,11 +41,13 @@ def run(args: argparse.Namespace) -> int:
         problem = Problem.of(graph, cluster)
         placement = Placement.load(args.placement, cluster.names).aligned(graph, cluster)
         [result] = Simulated(problem).evaluate([placement])
-        if args.timeline is not None:
-            schedule = Simulator(problem).run(*placement.arrays())
-            args.timeline.write_text(json.dumps(chrome_trace(problem, schedule)))
     except (ValueError, OSError) as error:
         return fail(BAD_USAGE, error)
+    if args.timeline is not None:
+        try:
+            write_timeline(problem, placement, args.timeline)
+        except OSError as error:
+            return fail(JOB_FAILED, why_not_written(args.timeline, error))
     step_s = result.step_s if result.feasible else None
     if args.json:
         answer = {

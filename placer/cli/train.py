@@ -6,7 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from placer.cli.failures import BAD_USAGE, fail, why_not_writable
+from placer.cli.arguments import seed
+from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -23,7 +24,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "--seconds", type=float, default=100.0, help="processor time per seed (default: 100)"
     )
     parser.add_argument("--seeds", type=int, default=3, help="how many (default: 3); best is kept")
-    parser.add_argument("--first-seed", type=int, default=0, help="the default is 0")
+    parser.add_argument("--first-seed", type=seed, metavar="N", default=0, help="the default is 0")
     parser.add_argument(
         "--families", nargs="+", metavar="NAME", help="to train on (default: all but chains)"
     )
@@ -33,7 +34,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 def run(args: argparse.Namespace) -> int:
     """Train, write the policy with its card, say which seed was kept."""
     weights = args.out.with_name(args.out.name + ".safetensors")
-    if (why := why_not_writable(weights)) is not None:
+    card = args.out.with_name(args.out.name + ".json")
+    if (why := why_not_outputs({"weights": weights, "card": card}, {})) is not None:
         return fail(BAD_USAGE, why)
     from placer.policies.training import train
     from placer.report.progress import progress_for
@@ -51,5 +53,7 @@ def run(args: argparse.Namespace) -> int:
             )
     except ValueError as error:
         return fail(BAD_USAGE, error)
+    except OSError as error:
+        return fail(JOB_FAILED, error)
     print(f"{policy.name}: seed {policy.card['seed']} of {args.seeds}, written to {weights}")
     return 0

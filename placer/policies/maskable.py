@@ -11,18 +11,19 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from sb3_contrib import MaskablePPO
 from stable_baselines3.common.callbacks import BaseCallback
 
 from envs.placement_env import PlacementEnv
 from envs.problem import Problem
+from placer.policies.threads import one_thread
 from placer.search.budget import Budget, Meter
 from placer.search.candidate import Candidate
 from placer.search.judge import Judge
 
 
+@one_thread()
 def maskable_ppo(problem: Problem, budget: Budget, seed: int) -> Candidate:
     """Train on one problem until the budget is spent; the best placement seen on the way.
 
@@ -34,7 +35,6 @@ def maskable_ppo(problem: Problem, budget: Budget, seed: int) -> Candidate:
     Returns:
         A candidate named "maskable ppo".
     """
-    torch.set_num_threads(1)
     environment = _Remembering(PlacementEnv(problem))
     model = MaskablePPO(
         "MlpPolicy",

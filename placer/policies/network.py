@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
+from graphs.whole_file import write_whole
 from placer.policies.summary import FEATURES, summarise
 from placer.search.candidate import Candidate
 from placer.search.decoder import HEFT, WEIGHT_COUNT
@@ -79,11 +80,9 @@ class Policy:
             tensors[f"layers.{number}.weight"] = np.ascontiguousarray(matrix)
             tensors[f"layers.{number}.bias"] = bias
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_bytes(save(tensors))
-        partial.replace(path.with_name(f"{path.name}.safetensors"))
-        partial.write_text(json.dumps(self.card, indent=1) + "\n", encoding="utf-8")
-        partial.replace(path.with_name(f"{path.name}.json"))
+        write_whole(path.with_name(f"{path.name}.safetensors"), save(tensors))
+        card = json.dumps(self.card, indent=1) + "\n"
+        write_whole(path.with_name(f"{path.name}.json"), card)
 
 
 def normalised(

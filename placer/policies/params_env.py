@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvStepReturn
 
-from envs.two_towers import two_towers
+from envs.toy_problem import toy_problem
 from placer.policies.network import ACTION_SCALE, FARTHEST, normalised
 from placer.policies.pool import Exercise, exercise
 from placer.policies.summary import FEATURES
@@ -39,7 +39,7 @@ class PlacementParamsEnv(gym.Env[NDArray[np.float32], NDArray[np.float32]]):
 
     def __init__(self, pool: Sequence[Exercise] | None = None) -> None:
         """Draw from ``pool``; by default from one small problem."""
-        self.pool = list(pool or [exercise(two_towers(), "two-towers")])
+        self.pool = list(pool or [exercise(toy_problem(), "two-towers")])
         self.feature_mean, self.feature_deviation = pool_scale(self.pool)
         self.observation_space = observation_space()
         self.action_space = action_space()

@@ -26,6 +26,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 from placer.policies.network import ACTION_SCALE, FORMAT, Policy
 from placer.policies.params_env import ParamsBatch, pool_scale
 from placer.policies.pool import Exercise, draw_pool, families
+from placer.policies.threads import one_thread
 from placer.search.decoder import HEFT, WEIGHT_COUNT
 from placer.search.heuristics import ETF_NAME, HEFT_NAME, SINGLE
 
@@ -214,10 +215,10 @@ class _Clock(BaseCallback):
         self.tell(min(self.spent_s() / self.seconds, 1.0))
 
 
+@one_thread()
 def _learn(
     pool: Sequence[Exercise], seed: int, seconds: float, tell: Callable[[float], None]
 ) -> tuple[PPO, float]:
-    torch.set_num_threads(1)
     environment = ParamsBatch(pool, ENVIRONMENTS, seed)
     model = PPO("MlpPolicy", environment, seed=seed, device="cpu", **HYPERPARAMETERS)
     with torch.no_grad():  # the first mean is HEFT itself

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Protocol
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 SECONDS_BETWEEN_FRAMES: Final = 0.1
+SECONDS_BETWEEN_TICKS: Final = 0.25
 
 
 class Progress(Protocol):
@@ -74,7 +76,8 @@ class PlainLines:
 class Bars:
     """A bar per stage on a terminal.
 
-    Drawn only when something is reported: a drawing thread would disturb the measurements.
+    Until a stage reports its first advance a thread keeps the clock running. From then on the bar
+    is drawn only when something is reported: drawing in a thread would disturb measurements.
     """
 
     def __init__(self) -> None:
@@ -92,6 +95,7 @@ class Bars:
         )
         self._task: TaskID | None = None
         self._drawn = 0.0
+        self._ticking: threading.Event | None = None
 
     def __enter__(self) -> Bars:
         """Start drawing."""
@@ -107,25 +111,39 @@ class Bars:
         """Complete the last bar and stop drawing."""
         if kind is None:
             self._complete()
+        self._stop_ticking()
         self._bars.stop()
 
     def stage(self, title: str) -> None:
         """Complete the last bar and add one."""
         self._complete()
-        self._task = self._bars.add_task(title, total=1.0, text="")
+        self._task = self._bars.add_task(title, total=None, text="")
         self._bars.refresh()
+        self._ticking = threading.Event()
+        threading.Thread(target=self._tick, args=(self._ticking,), daemon=True).start()
 
     def advance(self, share: float, text: str = "") -> None:
         """Move the bar, at most ten times a second."""
+        self._stop_ticking()
         if self._task is None or time.perf_counter() - self._drawn < SECONDS_BETWEEN_FRAMES:
             return
-        self._bars.update(self._task, completed=share, text=text)
+        self._bars.update(self._task, total=1.0, completed=share, text=text)
         self._bars.refresh()
         self._drawn = time.perf_counter()
 
+    def _tick(self, stopped: threading.Event) -> None:
+        while not stopped.wait(SECONDS_BETWEEN_TICKS):
+            self._bars.refresh()
+
+    def _stop_ticking(self) -> None:
+        if self._ticking is not None:
+            self._ticking.set()
+            self._ticking = None
+
     def _complete(self) -> None:
+        self._stop_ticking()
         if self._task is not None:
-            self._bars.update(self._task, completed=1.0, text="")
+            self._bars.update(self._task, total=1.0, completed=1.0, text="")
             self._bars.stop_task(self._task)
             self._bars.refresh()
 

@@ -41,17 +41,23 @@ def print_optimization(found: Optimization, console: Console) -> None:
         )
     console.print(table)
     console.print(_legend(found, ran), style="dim", highlight=False)
-    for row in found.rows:
-        if row.measurement is not None and not row.measurement.ok:
-            console.print(f"{row.name} failed: {row.measurement.failure}", markup=False)
+    for remark in found.remarks:
+        console.print(remark, markup=False, highlight=False)
     console.print(f"Best: {found.best.name}. {found.verdict}", markup=False, highlight=False)
 
 
 def _legend(found: Optimization, ran: bool) -> str:
     """What the columns mean, as far as they do not say it."""
-    text = f"Times in ms; peak memory of {' / '.join(found.problem.cluster.names)}"
+    text = (
+        "Times in ms; speed-up over the best single device; simulated peak memory of "
+        + " / ".join(found.problem.cluster.names)
+    )
     if ran:
-        text += "; rebuilt: from CPU clocks, without what others did to this machine"
+        text += (
+            "; measured: median, gradients stay with the workers; spread: between the quartiles; "
+            "rebuilt: from CPU clocks, without what others did to this machine; in brackets: "
+            "predicted, it was not run"
+        )
     if ran and found.loaded:
         text += ". It was busy (wall time above 1.15 x rebuilt): speed-ups are by rebuilt times"
     return text + "."
@@ -142,13 +148,12 @@ def _measured_cells(row: Row) -> list[str]:
 
 
 def _speed_up(found: Optimization, row: Row) -> str:
-    """Against the best single device, like with like: measured or predicted times."""
-    single = found.single
-    if single is None or not np.isfinite(row.predicted_s):
+    """In brackets where it is predicted although others were measured."""
+    ratio = found.speed_up_of(row)
+    if np.isnan(ratio):
         return "-"
-    if row.measurement is None and single.measurement is not None:
-        return f"({single.predicted_s / row.predicted_s:.2f}x)"
-    return f"{found.step_s(single) / found.step_s(row):.2f}x"
+    only_predicted = row.measurement is None and found.best.measurement is not None
+    return f"({ratio:.2f}x)" if only_predicted else f"{ratio:.2f}x"
 
 
 def _memory(row: Row) -> str:

@@ -1,16 +1,22 @@
-"""The simulated step of the best placement as a Chrome trace."""
+"""The simulated step of a placement as a Chrome trace."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+from envs.placement import Placement
+from envs.problem import Problem
 from envs.simulator import Simulator
 from envs.simulator.timeline import chrome_trace
-from placer.outcome import Optimization
+from graphs.whole_file import write_whole
 
 
-def write_timeline(found: Optimization, path: Path) -> None:
-    """Write the trace; it opens in Perfetto and in chrome://tracing."""
-    schedule = Simulator(found.problem).run(*found.placement.arrays())
-    path.write_text(json.dumps(chrome_trace(found.problem, schedule)), encoding="utf-8")
+def write_timeline(problem: Problem, placement: Placement, path: Path) -> None:
+    """Write the trace, whole or not at all; it opens in Perfetto and in chrome://tracing.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    schedule = Simulator(problem).run(*placement.arrays())
+    write_whole(path, json.dumps(chrome_trace(problem, schedule)))

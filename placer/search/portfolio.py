@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from envs.bounds import lower_bound_ns
 from envs.problem import Problem
-from envs.two_towers import two_towers
+from envs.toy_problem import toy_problem
 from placer.search.annealing import Annealing
 from placer.search.budget import Budget, Meter
 from placer.search.candidate import Candidate, distinct, ranked
@@ -248,7 +248,7 @@ def _pays(problem: Problem, budget: Budget) -> bool:
 @cache
 def load_compiled_code() -> None:
     """Compile what a search runs (20 s, once for each installation), or load it from the cache."""
-    run = _Search(two_towers(), Meter(Budget(evaluations=100)), 0, None)
+    run = _Search(toy_problem(), Meter(Budget(evaluations=100)), 0, None)
     run.begin()
     run.evolve(HEFT, UNTRAINED_SIGMA)
     run.anneal()

@@ -7,7 +7,7 @@ from envs.problem import Problem
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 
 
-def two_towers() -> Problem:
+def toy_problem() -> Problem:
     """A small problem: two chains of six ops that meet, on three equal devices."""
     graph = new_graph("two-towers")
     add_op(graph, "input", cost_s={"*": 1e-4}, output_bytes=100_000)

@@ -1,0 +1,130 @@
+"""The worker processes of a pool and the files they share, let go of whatever happens."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import IO, Final
+
+from envs.cluster import Device
+
+MALLOC: Final = {
+    "MALLOC_MMAP_MAX_": "0",  # page faults are a fifth of a step when tensors come from mmap
+    "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
+    "MALLOC_TOP_PAD_": str(256 << 20),
+    "MALLOC_ARENA_MAX": "1",
+}
+
+
+class WorkerProcess:
+    """One started worker: the device it is for, its process, the pipe to it, what it writes."""
+
+    def __init__(
+        self, device: Device, cores: Sequence[int], shared: Sequence[int], timeout_s: float
+    ) -> None:
+        """Start it.
+
+        Args:
+            device: what it stands for.
+            cores: where it is pinned.
+            shared: file descriptors that it inherits.
+            timeout_s: see :meth:`bound`.
+
+        Raises:
+            OSError: there are too many processes or open files, or too little memory.
+        """
+        self.device = device
+        self.connection, theirs = Pipe()
+        self.errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the worker
+        try:
+            self.bound(timeout_s)
+            self.process = _started(theirs, cores, shared, self.errors)
+        except BaseException:
+            self.connection.close()  # a worker that did start ends with its pipe
+            self.errors.close()
+            raise
+        finally:
+            theirs.close()
+
+    def bound(self, timeout_s: float) -> None:
+        """Let no send or receive block for longer: it then raises BlockingIOError.
+
+        A worker that stands still while the pipe is full would hold the parent for ever.
+        """
+        microseconds = max(round(timeout_s * 1e6), 1)  # 0 would mean for ever
+        limit = struct.pack("ll", *divmod(microseconds, 1_000_000))
+        with socket.socket(fileno=os.dup(self.connection.fileno())) as pipe:
+            pipe.setblocking(True)  # whatever socket.setdefaulttimeout says
+            pipe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            pipe.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+    def last_line(self) -> str:
+        """The last line that it wrote to stderr, empty if there is none."""
+        self.errors.seek(0)
+        lines = self.errors.read().decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else ""
+
+    def end(self) -> None:
+        """Kill it and let go of it; safe to call again, also when interrupted."""
+        self.process.kill()
+        self.process.wait()
+        self.connection.close()
+        self.errors.close()
+
+
+class Holdings:
+    """What a pool must give back: processes, and files (whose closing may be repeated)."""
+
+    def __init__(self) -> None:
+        self.workers: list[WorkerProcess] = []
+        self.files: list[IO[bytes]] = []
+        self._owner = os.getpid()
+
+    def release(self) -> None:
+        """End the workers and close the files; a Ctrl-C in between is raised when all is done."""
+        if os.getpid() != self._owner:  # a forked copy
+            return
+        interrupt: KeyboardInterrupt | None = None
+        while self.workers or self.files:
+            try:
+                self._release()
+            except KeyboardInterrupt as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+
+    def _release(self) -> None:
+        for worker in self.workers:
+            worker.process.kill()
+        for worker in self.workers:
+            worker.end()
+        for file in self.files:
+            file.close()
+        self.workers.clear()
+        self.files.clear()
+
+
+def _started(
+    pipe: Connection, cores: Sequence[int], shared: Sequence[int], errors: IO[bytes]
+) -> subprocess.Popen[bytes]:
+    # The worker must find this very package, whatever lies in its working directory.
+    root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH", "")) if p)
+    environment = os.environ | MALLOC | {"PYTHONPATH": path, "OMP_NUM_THREADS": str(len(cores))}
+    arguments = [str(pipe.fileno()), ",".join(map(str, cores))]
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "envs.executor.worker", *arguments],
+        pass_fds=[pipe.fileno(), *shared],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=errors,
+        env=environment,
+        process_group=0,  # Ctrl-C is for the parent, which may want to finish its step
+    )

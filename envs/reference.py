@@ -1,0 +1,71 @@
+"""What placements are compared with: the whole step in one process, on all cores together."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+from envs.cluster import Cluster, Device
+from envs.discover import core_set, cores_of, kind_of
+from envs.executor.lists import Instruction, device_lists
+from envs.executor.pool import StepRun, WorkerError, WorkerPool
+from envs.executor.state import load_example
+from graphs.extract import Extraction
+
+SETTLE_S: Final = 0.02
+"""OpenMP's threads spin for a few milliseconds after their work, on cores that others need next."""
+
+
+class Reference:
+    """The unplaced step, run by torch's threads on the cores of all devices of a cluster."""
+
+    def __init__(self, extraction: Extraction, cluster: Cluster, *, step_timeout_s: float) -> None:
+        """Start its worker; what goes wrong, now or later, is told by ``failure``."""
+        self.runs: list[StepRun] = []
+        self.failure = ""
+        self._pool: WorkerPool | None = None
+        cores = [core for name in cluster.names for core in cores_of(name)]
+        device = Device(
+            name=core_set(cores),
+            kind=kind_of(len(cores)),
+            memory_bytes=sum(device.memory_bytes for device in cluster.devices),
+        )
+        program = extraction.program
+        order = range(program.op_count)
+        lists: list[list[Instruction]] = device_lists(program, [0] * len(order), order, 1)
+        try:
+            self._pool = WorkerPool(
+                program,
+                [device],
+                step_timeout_s=step_timeout_s,
+                op_names=tuple(extraction.graph),
+            )
+            load_example(self._pool.arena, extraction.step)
+            self._number = self._pool.load(lists)
+        except (WorkerError, OSError) as error:
+            self._fail(error)
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, *, keep: bool) -> None:
+        """Run the step once, if it did not fail before; with ``keep`` the run counts."""
+        if self._pool is None or self.failure:
+            return
+        try:
+            run = self._pool.run(self._number)
+        except WorkerError as error:
+            self._fail(error)
+            return
+        time.sleep(SETTLE_S)
+        if keep:
+            self.runs.append(run)
+
+    def close(self) -> None:
+        """End the worker."""
+        if self._pool is not None:
+            self._pool.close()
+
+    def _fail(self, error: Exception) -> None:
+        self.failure = str(error)
+        self.close()

@@ -1,0 +1,31 @@
+"""What to say about a file that is not there, or cannot be read."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+
+
+def missing_file(path: Path) -> str:
+    """A sentence that names the file, and the neighbour of its kind that may have been meant."""
+    folder = path.parent
+    if not folder.is_dir():
+        return f"there is no file {path}: there is no folder {folder}"
+    if path.is_dir():
+        return f"there is no file {path}: it is a folder"
+    neighbours = sorted(near.name for near in folder.glob(f"*{path.suffix}") if near.is_file())
+    near = difflib.get_close_matches(path.name, neighbours, n=1)
+    return f"there is no file {path}" + (f"; did you mean {folder / near[0]}?" if near else "")
+
+
+def why_not_read(error: OSError) -> str:
+    """A sentence for an error of the operating system, with the file if it names one."""
+    if error.strerror is None:
+        return str(error)
+    if error.filename is None:
+        return error.strerror.lower()
+    path = Path(os.fsdecode(error.filename))
+    if isinstance(error, FileNotFoundError):
+        return missing_file(path)
+    return f"{path}: {error.strerror.lower()}"
