@@ -28,6 +28,9 @@ from envs.executor.placed import PlacedModel
 from envs.executor.pool import WorkerError, WorkerPool
 from envs.executor.state import load_batch, load_state
 from graphs.extract import Extraction, Step, extract
+from placer.target import load_step
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
 
 torch.set_num_threads(1)
 
@@ -84,6 +87,18 @@ def test_a_random_placement_is_bit_for_bit_the_unplaced_step(name: str) -> None:
         assert_same(state_of(step), expected.state)
     assert_same(gradients_of(step), expected.gradients)
     assert_same(state_of(step), expected.state)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["inception", "nmt", "two_towers", "nasnet", "moe"])
+def test_the_examples_in_full_size_are_bit_for_bit_the_unplaced_step(target: str) -> None:
+    step = load_step(str(EXAMPLES / f"{target}.py:build"), training=True)
+    expected = eager(step)
+    with placed_at_random(step, seed=1) as placed:
+        output = placed.step(*step.inputs)
+        assert_same(output, expected.output)
+        assert_same(gradients_of(step), expected.gradients)
+        assert_same(state_of(step), expected.state)
 
 
 @pytest.fixture(scope="module")

@@ -73,6 +73,12 @@ def test_simulator_equals_its_specification(block: int) -> None:
     assert {"fits", "full", "blocked"} == set(kinds)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("block", range(10, 60))
+def test_simulator_equals_its_specification_on_many_more_cases(block: int) -> None:
+    test_simulator_equals_its_specification(block)
+
+
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(10**6, 10**7))
 def test_one_device_takes_the_sum_of_costs(seed: int) -> None:
