@@ -1,0 +1,251 @@
+"""Coarsening: a graph of fewer, larger ops that are placed as one, and the way back to the ops.
+
+First ops that may not be split become one: co-location groups, and what the user keeps together.
+Then cheap ops join their only neighbour (:mod:`graphs.merging`), then a topological order is cut
+into as few pieces as asked for (:mod:`graphs.cutting`). Ops of different phases, allowed devices or
+device kinds never become one. Where a path leaves a co-location group and comes back, merging it
+would make a cycle: its ops stay apart, and ``colocate`` keeps them on one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import networkx as nx
+import numpy as np
+from numpy.typing import NDArray
+
+from graphs.cutting import cut
+from graphs.frozen import frozen
+from graphs.graph import PHASES, GraphArrays, add_edge, add_op, attributes_of, new_graph
+from graphs.group_sizes import GroupSizes
+from graphs.labels import united_labels
+from graphs.limits import Limits
+from graphs.merging import absorbed, colocated
+from graphs.pins import keep_together as kept_together
+
+GROUP_OP: Final = "group"
+"""``op`` of a node that stands for several ops."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Coarsened:
+    """N ops as G groups.
+
+    The ``i``-th node of ``graph`` is group ``i``; ``group_of`` (N,) int32 says which one each op is
+    in, and ``running`` (N,) int32 lists the ops by group, those of a group in topological order.
+
+    Costs and sizes are those of :class:`graphs.group_sizes.GroupSizes`; a single op keeps its id
+    and all of its numbers. A device's launch overhead counts once for a group. Of two edges from
+    one group the simulator sends only the larger to a device that needs both.
+    """
+
+    graph: nx.DiGraph[str]
+    group_of: NDArray[np.int32]
+    running: NDArray[np.int32]
+
+    def __len__(self) -> int:
+        """Number of groups."""
+        return len(self.graph)
+
+    def members(self, group: int) -> NDArray[np.int32]:
+        """The ops of a group, in topological order."""
+        ops: NDArray[np.int32] = self.running[self.group_of[self.running] == group]
+        return ops
+
+    def expand(
+        self, devices_of_groups: NDArray[np.integer], priority_of_groups: NDArray[np.floating]
+    ) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
+        """Device and priority of every op, both (N,), from those of every group, both (G,).
+
+        The priorities count down from N to 1: groups in the order of theirs, ties by index as in
+        the simulator, and the ops of a group in topological order.
+
+        Raises:
+            ValueError: there are not as many devices and priorities as groups.
+        """
+        count = len(self)
+        if devices_of_groups.shape != (count,) or priority_of_groups.shape != (count,):
+            raise ValueError(
+                f"devices of shape {devices_of_groups.shape} and priorities of shape "
+                f"{priority_of_groups.shape} are not for {count} groups"
+            )
+        rank = np.empty(count, np.int64)
+        rank[np.argsort(-priority_of_groups, kind="stable")] = np.arange(count)
+        ops = self.running[np.argsort(rank[self.group_of[self.running]], kind="stable")]
+        priority = np.empty(len(ops))
+        priority[ops] = np.arange(len(ops), 0, -1)
+        return devices_of_groups[self.group_of].astype(np.int32), priority
+
+
+def coarsen(
+    graph: nx.DiGraph[str],
+    *,
+    most_groups: int | None = None,
+    least_cost_s: float = 0.0,
+    keep_together: Sequence[str] = (),
+    kind: str | None = None,
+) -> Coarsened:
+    """Merge ops into groups; the graph between groups is acyclic, and the same every time.
+
+    Args:
+        graph: any graph; it is not changed.
+        most_groups: as few groups are made; None for as many as there are after the first steps.
+        least_cost_s: ops up to this cost join a neighbour that is the only one on its side.
+        keep_together: op ids, module paths or globs such as ``layers.3.*``; what matches one of
+            them shares a device, see :func:`graphs.pins.keep_together`.
+        kind: the device kind whose costs say what is cheap and how much a group may hold; None for
+            the least known cost of each op.
+
+    Raises:
+        ValueError: the graph is not valid, a pattern matches nothing, no costs are known for the
+            kind, ops that must share a device cannot, ``least_cost_s`` is negative, or phases and
+            limits of devices do not allow so few groups.
+    """
+    if most_groups is not None and most_groups < 1:
+        raise ValueError(f"most_groups is {most_groups}; give 1 or more")
+    if not least_cost_s >= 0:
+        raise ValueError(f"least_cost_s is {least_cost_s}, not a time >= 0")
+    if keep_together:
+        graph = kept_together(graph, keep_together)
+    ops = GraphArrays.from_graph(graph)
+    limits = Limits.of(ops)
+    cost_s = _costs(ops, kind)
+    group_of = colocated(ops, np.arange(len(ops)), ops.group.astype(np.int64), limits.classes)
+    group_of = absorbed(ops, group_of, limits.classes, cost_s, least_cost_s)
+    if most_groups is not None and group_of.max() >= most_groups:
+        group_of = _few(ops, group_of, limits.classes, cost_s, most_groups)
+    return _built(graph, ops, limits, group_of)
+
+
+def _costs(ops: GraphArrays, kind: str | None) -> NDArray[np.float64]:
+    """Seconds of every op, (N,), inf where nothing is known."""
+    if kind is None:
+        known = [np.where(np.isnan(s), np.inf, s) for s in ops.cost_s.values()]
+        least: NDArray[np.float64] = np.min([np.full(len(ops), np.inf), *known], axis=0)
+        return least
+    cost_s = ops.costs_for(kind)
+    if np.isnan(cost_s).all():
+        raise ValueError(
+            f"no op has a cost for kind {kind!r}; known are {', '.join(ops.cost_s) or 'none'}"
+        )
+    return np.where(np.isnan(cost_s), np.inf, cost_s)
+
+
+def _few(
+    ops: GraphArrays,
+    group_of: NDArray[np.int64],
+    classes: NDArray[np.int64],
+    cost_s: NDArray[np.float64],
+    most: int,
+) -> NDArray[np.int64]:
+    """At most so many groups, of about the same cost; co-location groups unite only if they must.
+
+    Pieces of several co-location groups tie all that those hold to one device. Where they must
+    unite, the first phase decides which, and the others follow it; else chance would unite all.
+    """
+    weight = np.where(np.isfinite(cost_s), cost_s, 0.0)
+    if not weight.any():
+        weight = np.ones(len(ops))
+    found = cut(ops, group_of, _by_label(ops, group_of, classes), weight, most)
+    if found is None:
+        by_phase = _first_phase(ops, group_of, classes, weight, most)
+        found = cut(ops, by_phase, _by_label(ops, by_phase, classes), weight, most)
+    if found is None:
+        found = cut(ops, group_of, classes, weight, most)
+    if found is None:
+        raise ValueError(
+            f"most_groups is {most}, but ops of different phases, allowed devices and device kinds "
+            f"({len(np.unique(classes))} combinations) stay apart; allow more groups"
+        )
+    return found
+
+
+def _by_label(
+    ops: GraphArrays, group_of: NDArray[np.int64], classes: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Classes that tell co-location groups apart, too, (N,)."""
+    label_of = united_labels(ops, group_of)
+    _, finer = np.unique(classes * (len(ops) + 1) + label_of + 1, return_inverse=True)
+    return np.asarray(finer, np.int64)
+
+
+def _first_phase(
+    ops: GraphArrays,
+    group_of: NDArray[np.int64],
+    classes: NDArray[np.int64],
+    weight: NDArray[np.float64],
+    most: int,
+) -> NDArray[np.int64]:
+    """Groups of the first phase cut to its share, then what that unites in the other phases."""
+    is_first = ops.phase == ops.phase.min()
+    count = int(group_of.max()) + 1
+    others = len(np.unique(group_of[~is_first]))
+    allowed = most * (count - others) // count
+    apart = np.where(is_first, classes, int(classes.max()) + 1 + group_of)
+    found = cut(ops, group_of, apart, weight, max(allowed, 1) + others)
+    if found is None:
+        return group_of
+    return colocated(ops, found, united_labels(ops, found), classes)
+
+
+def _built(
+    graph: nx.DiGraph[str], ops: GraphArrays, limits: Limits, group_of: NDArray[np.int64]
+) -> Coarsened:
+    position = np.empty(len(ops), np.int64)
+    position[ops.topological] = np.arange(len(ops))
+    running = np.lexsort((position, group_of))
+    sizes = GroupSizes.of(ops, group_of, running)
+    label_of = united_labels(ops, group_of)
+    first_op = dict(zip(ops.group[::-1].tolist(), reversed(ops.ids), strict=True))
+    coarse = new_graph(ops.name, graph.graph.get("cost_source"))
+    bounds = np.flatnonzero(np.diff(group_of[running])) + 1
+    for g, members in enumerate(part.tolist() for part in np.split(running, bounds)):
+        first = members[0]
+        alone = len(members) == 1
+        add_op(
+            coarse,
+            ops.ids[first] if alone else _group_id(graph, ops.ids[first], len(members)),
+            op=ops.ops[first] if alone else GROUP_OP,
+            phase=PHASES[ops.phase[first]],
+            module=_common_module(dict.fromkeys(ops.modules[i] for i in members)),
+            colocate=_label(graph, first_op, int(label_of[first])),
+            devices=limits.devices[first],
+            cost_s=sizes.cost_s[g],
+            output_bytes=sizes.output_bytes[g],
+            workspace_bytes=sizes.workspace_bytes[g],
+            **{name: column[g] for name, column in sizes.sums.items()},
+        )
+    names = list(coarse)
+    for (source, target), size in sizes.edges.items():
+        add_edge(coarse, names[source], names[target], size)
+    return Coarsened(coarse, frozen(group_of.astype(np.int32)), frozen(running.astype(np.int32)))
+
+
+def _label(graph: nx.DiGraph[str], first_op: Mapping[int, str], label: int) -> str | None:
+    """The name of a co-location group, None for -1."""
+    return None if label < 0 else attributes_of(graph, first_op[label])["colocate"]
+
+
+def _group_id(graph: nx.DiGraph[str], first: str, count: int) -> str:
+    """An id that no op has: the first op's, and how many more there are."""
+    group_id = f"{first} +{count - 1}"
+    while group_id in graph:
+        group_id += "+"
+    return group_id
+
+
+def _common_module(modules: Iterable[str]) -> str:
+    """The innermost module around all of these.
+
+    >>> _common_module(["layers.3.attention", "layers.3.mlp"])
+    'layers.3'
+    """
+    first, *rest = (path.split(".") for path in modules)
+    shared = len(first)
+    for path in rest:
+        same = (a == b for a, b in zip(first[:shared], path, strict=False))
+        shared = next((i for i, is_same in enumerate(same) if not is_same), min(shared, len(path)))
+    return ".".join(first[:shared])

@@ -1,0 +1,90 @@
+"""What a graph holds, in a few numbers: ops, sizes, and what its costs leave to win."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graphs.graph import PHASES, GraphArrays
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """The times of one device kind, transfers and launch overheads left out.
+
+    ``critical_path_s`` is the longest path of costs: no number of such devices is faster.
+    ``dearest`` lists ops with their seconds, the dearest first.
+    """
+
+    total_s: float
+    critical_path_s: float
+    dearest: tuple[tuple[str, float], ...]
+
+    @property
+    def headroom(self) -> float:
+        """Total work / critical path: no number of such devices is faster than one by more."""
+        return self.total_s / self.critical_path_s if self.critical_path_s > 0 else 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphSummary:
+    """Counts and sums over all ops of a graph.
+
+    ``work`` has an entry for each device kind ("*": any other) that all ops have costs for,
+    ``partly_known`` says for the other kinds how many ops have one.
+    """
+
+    name: str
+    ops: Mapping[str, int]  # by phase
+    edges: int
+    flops: int
+    parameter_bytes: int
+    saved_bytes: int
+    work: Mapping[str, Work]
+    partly_known: Mapping[str, int]
+
+    @classmethod
+    def of(cls, graph: GraphArrays, *, dearest: int = 10) -> GraphSummary:
+        """Summarize a graph; ``dearest`` says how many ops to list."""
+        costs_s = {kind: graph.costs_for(kind) for kind in graph.cost_s}
+        known = {kind: int((~np.isnan(cost_s)).sum()) for kind, cost_s in costs_s.items()}
+        return cls(
+            name=graph.name,
+            ops={phase: int((graph.phase == i).sum()) for i, phase in enumerate(PHASES)},
+            edges=graph.edge_count,
+            flops=sum(graph.flops.tolist()),
+            parameter_bytes=sum(graph.parameter_bytes.tolist()),
+            saved_bytes=sum(graph.saved_bytes.tolist()),
+            work={
+                kind: _work(graph, cost_s, dearest)
+                for kind, cost_s in costs_s.items()
+                if known[kind] == len(graph)
+            },
+            partly_known={kind: n for kind, n in known.items() if n < len(graph)},
+        )
+
+
+def _work(graph: GraphArrays, cost_s: NDArray[np.float64], dearest: int) -> Work:
+    top = np.argsort(-cost_s, kind="stable")[:dearest].tolist()
+    return Work(
+        total_s=float(cost_s.sum()),
+        critical_path_s=critical_path_s(graph, cost_s),
+        dearest=tuple((graph.ids[i], float(cost_s[i])) for i in top),
+    )
+
+
+def critical_path_s(graph: GraphArrays, cost_s: NDArray[np.float64]) -> float:
+    """Seconds of the dearest path through a graph, with the cost (N,) of every op."""
+    start, successors = graph.successor_start.tolist(), graph.successors.tolist()
+    own: list[float] = cost_s.tolist()
+    begins = [0.0] * len(graph)
+    longest = 0.0
+    for i in graph.topological.tolist():
+        ends = begins[i] + own[i]
+        longest = max(longest, ends)
+        for v in successors[start[i] : start[i + 1]]:
+            begins[v] = max(begins[v], ends)
+    return longest

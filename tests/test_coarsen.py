@@ -1,0 +1,380 @@
+"""Groups of ops: acyclic, exact, the same every time, and back to the ops."""
+
+from __future__ import annotations
+
+import itertools
+from fractions import Fraction
+
+import networkx as nx
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from envs.cluster import Cluster, Device
+from envs.problem import Problem
+from envs.simulator import Simulator
+from graphs.coarsen import Coarsened, coarsen
+from graphs.graph import PHASES, GraphArrays, add_edge, add_op, attributes_of, new_graph
+from graphs.mirror import with_backward
+
+torch.set_num_threads(1)
+
+seeds = st.integers(0, 10**7)
+
+
+def random_graph(
+    seed: int, *, limits: bool = True, kinds: tuple[str, ...] = ("*", "gpu")
+) -> nx.DiGraph[str]:
+    """Ops in a shuffled order, with groups, limits, unequal edges and costs of whole nanoseconds.
+
+    Ops of one group have a common device, and all ops have a cost for any kind.
+    """
+    rng = np.random.default_rng(seed)
+    count = int(rng.integers(1, 40))
+    reach = int(rng.integers(1, 12))
+    share = float(rng.choice([0.0, 0.3, 0.8]))
+    graph = new_graph(f"random-{seed}")
+    for i in rng.permutation(count).tolist():
+        add_op(
+            graph,
+            f"op{i}",
+            cost_s={
+                kind: int(rng.choice([0, 3, 700, 40_000])) * 1e-9
+                for kind in kinds
+                if kind == "*" or rng.random() < 0.7
+            },
+            phase=PHASES[3 * i // count],
+            module=f"layer.{i // 5}",
+            flops=int(rng.integers(0, 1 << 60)),
+            moved_bytes=int(rng.integers(0, 100)),
+            output_bytes=int(rng.integers(0, 100)),
+            parameter_bytes=int(rng.integers(0, 100)),
+            saved_bytes=int(rng.integers(0, 100)),
+            workspace_bytes=int(rng.integers(0, 100)),
+            colocate=f"together {rng.integers(4)}" if rng.random() < share else None,
+            devices=("a", "bcd"[int(rng.integers(3))]) if limits and rng.random() < 0.2 else None,
+        )
+    for i in range(1, count):
+        for source in set(rng.integers(max(0, i - reach), i, int(rng.integers(0, 4))).tolist()):
+            add_edge(graph, f"op{source}", f"op{i}", int(rng.integers(0, 100)))
+    return graph
+
+
+def small_flops(graph: nx.DiGraph[str]) -> nx.DiGraph[str]:
+    """Sums of flops stay within what the schema allows."""
+    for op_id in graph:
+        graph.nodes[op_id]["flops"] >>= 10
+    return graph
+
+
+def any_coarsened(seed: int, graph: nx.DiGraph[str]) -> Coarsened:
+    rng = np.random.default_rng(seed)
+    return coarsen(
+        graph,
+        most_groups=int(rng.integers(25, 40)) if rng.random() < 0.7 else None,
+        least_cost_s=float(rng.choice([0.0, 1e-8, 1e-6])),
+    )
+
+
+def groups_of(found: Coarsened, graph: nx.DiGraph[str]) -> list[set[str]]:
+    groups: list[set[str]] = [set() for _ in found.graph]
+    for op_id, g in zip(graph, found.group_of.tolist(), strict=True):
+        groups[g].add(op_id)
+    return groups
+
+
+@settings(max_examples=200, deadline=None)
+@given(seed=seeds)
+def test_the_graph_between_groups_is_acyclic_and_holds_every_op_once(seed: int) -> None:
+    graph = small_flops(random_graph(seed))
+    found = any_coarsened(seed, graph)
+    assert nx.is_directed_acyclic_graph(found.graph)
+    assert sorted(found.running.tolist()) == list(range(len(graph)))
+    assert all(groups_of(found, graph))
+    assert [found.members(g).tolist() for g in range(len(found))] == [
+        list(ops)
+        for _, ops in itertools.groupby(found.running.tolist(), found.group_of.__getitem__)
+    ]
+    GraphArrays.from_graph(found.graph)
+
+
+@settings(max_examples=200, deadline=None)
+@given(seed=seeds)
+def test_sizes_costs_and_edges_are_those_of_a_slow_twin(seed: int) -> None:
+    graph = small_flops(random_graph(seed))
+    found = any_coarsened(seed, graph)
+    groups = groups_of(found, graph)
+    names = list(found.graph)
+    index = list(graph)
+    for g, members in enumerate(groups):
+        node = attributes_of(found.graph, names[g])
+        ops = {op_id: attributes_of(graph, op_id) for op_id in members}
+        for size in ("flops", "moved_bytes", "parameter_bytes", "saved_bytes"):
+            assert node[size] == sum(op[size] for op in ops.values())
+        leaving = {u for u in members if not graph.succ[u] or set(graph.succ[u]) - members}
+        assert node["output_bytes"] == sum(ops[u]["output_bytes"] for u in leaving)
+        for kind in ("*", "gpu"):
+            known = [op["cost_s"].get(kind, op["cost_s"].get("*")) for op in ops.values()]
+            total = sum(Fraction(s) for s in known if s is not None)
+            own = any(kind in op["cost_s"] for op in ops.values())
+            assert node["cost_s"].get(kind) == (float(total) if own else None)
+        order = [index[i] for i in found.members(g).tolist()]
+        peak = 0
+        for t, running in enumerate(order):
+            held = sum(
+                ops[u]["output_bytes"]
+                for u in order[: t + 1]
+                if u not in leaving and max(map(order.index, graph.succ[u])) >= t
+            )
+            peak = max(peak, held + ops[running]["workspace_bytes"])
+        assert node["workspace_bytes"] == peak
+        assert node["module"] == (
+            "layer" if len({op["module"] for op in ops.values()}) > 1 else ops[order[0]]["module"]
+        )
+    expected: dict[tuple[str, str], int] = {}
+    for a, b in itertools.permutations(range(len(groups)), 2):
+        sent = [
+            max(graph.edges[u, v]["bytes"] for v in readers)
+            for u in groups[a]
+            if (readers := set(graph.succ[u]) & groups[b])
+        ]
+        if sent:
+            expected[names[a], names[b]] = sum(sent)
+    assert {(a, b): data["bytes"] for a, b, data in found.graph.edges(data=True)} == expected
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=seeds)
+def test_phases_and_allowed_devices_never_mix(seed: int) -> None:
+    graph = small_flops(random_graph(seed))
+    found = any_coarsened(seed, graph)
+    label_limits: dict[str | None, set[str]] = {}
+    for _, data in graph.nodes(data=True):
+        if data["colocate"] is not None and data["devices"] is not None:
+            known = label_limits.setdefault(data["colocate"], set(data["devices"]))
+            known &= set(data["devices"])
+    for members, name in zip(groups_of(found, graph), found.graph, strict=True):
+        node = attributes_of(found.graph, name)
+        for op_id in members:
+            op = attributes_of(graph, op_id)
+            own = label_limits.get(op["colocate"]) if op["colocate"] else op["devices"]
+            limit = None if own is None else set(own)
+            assert op["phase"] == node["phase"]
+            assert limit == (None if node["devices"] is None else set(node["devices"]))
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=seeds, most=st.integers(3, 40))
+def test_whatever_groups_share_a_device_their_colocated_ops_do(seed: int, most: int) -> None:
+    graph = small_flops(random_graph(seed, limits=False, kinds=("*",)))
+    found = coarsen(graph, most_groups=most)
+    rng = np.random.default_rng(seed)
+    device_of_label: dict[str | None, int] = {}
+    devices = [
+        int(rng.integers(3))
+        if (c := node["colocate"]) is None
+        else device_of_label.setdefault(c, int(rng.integers(3)))
+        for _, node in found.graph.nodes(data=True)
+    ]
+    placed, _ = found.expand(np.array(devices), np.zeros(len(found)))
+    used: dict[str, set[int]] = {}
+    for op_id, device in zip(graph, placed.tolist(), strict=True):
+        if (label := attributes_of(graph, op_id)["colocate"]) is not None:
+            used.setdefault(label, set()).add(device)
+    assert all(len(devices) == 1 for devices in used.values())
+
+
+@settings(max_examples=50, deadline=None)
+@given(seed=seeds)
+def test_coarsening_again_gives_the_same(seed: int) -> None:
+    one, two = (any_coarsened(seed, small_flops(random_graph(seed))) for _ in range(2))
+    assert one.group_of.tolist() == two.group_of.tolist()
+    assert one.running.tolist() == two.running.tolist()
+    assert list(one.graph.nodes(data=True)) == list(two.graph.nodes(data=True))
+    assert list(one.graph.edges(data=True)) == list(two.graph.edges(data=True))
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=seeds, most=st.integers(3, 40))  # one for each phase is always possible
+def test_there_are_no_more_groups_than_asked_for(seed: int, most: int) -> None:
+    graph = small_flops(random_graph(seed, limits=False, kinds=("*",)))
+    found = coarsen(graph, most_groups=most)
+    assert len(found) <= most
+    assert nx.is_directed_acyclic_graph(found.graph)
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=seeds)
+def test_one_device_takes_as_long_as_before(seed: int) -> None:
+    graph = small_flops(random_graph(seed, limits=False))
+    found = any_coarsened(seed, graph)
+    one = Cluster(name="one", devices=(Device(name="a", kind="gpu", memory_bytes=1 << 60),))
+    steps = []
+    for each in (graph, found.graph):
+        problem = Problem.of(GraphArrays.from_graph(each), one)
+        here = np.zeros((1, problem.op_count), np.int32)
+        steps.append(int(Simulator(problem).step_ns(here, np.zeros((1, problem.op_count)))[0]))
+    assert steps[0] == steps[1]
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=seeds)
+def test_expanded_priorities_keep_the_order_of_groups_and_of_their_ops(seed: int) -> None:
+    graph = small_flops(random_graph(seed))
+    found = any_coarsened(seed, graph)
+    rng = np.random.default_rng(seed)
+    of_groups = rng.integers(0, 4, len(found)).astype(np.float64)
+    devices = rng.integers(0, 5, len(found))
+    placed, priority = found.expand(devices, of_groups)
+    assert placed.tolist() == devices[found.group_of].tolist()
+    assert sorted(priority.tolist()) == list(range(1, len(graph) + 1))
+    first_is_more = sorted(range(len(graph)), key=lambda i: -priority[i])
+    keys = [(-of_groups[found.group_of[i]], int(found.group_of[i])) for i in first_is_more]
+    assert keys == sorted(keys)
+    index = {op_id: i for i, op_id in enumerate(graph)}
+    for u, v in graph.edges:
+        if found.group_of[index[u]] == found.group_of[index[v]]:
+            assert priority[index[u]] > priority[index[v]]
+
+
+def test_expanding_for_another_number_of_groups_is_refused() -> None:
+    with pytest.raises(ValueError, match="not for 3 groups"):
+        coarsen(line(3)).expand(np.zeros(2, np.int32), np.zeros(2))
+
+
+def line(count: int, cost_s: float = 1e-3) -> nx.DiGraph[str]:
+    graph = new_graph("line")
+    for i in range(count):
+        add_op(graph, str(i), cost_s={"*": cost_s}, output_bytes=10 + i)
+        if i:
+            add_edge(graph, str(i - 1), str(i))
+    return graph
+
+
+def branches(count: int, length: int) -> nx.DiGraph[str]:
+    """A fork, equal chains, a join."""
+    graph = new_graph("branches")
+    add_op(graph, "fork", cost_s={"*": 1e-6})
+    for b in range(count):
+        for i in range(length):
+            add_op(graph, f"{b}.{i}", cost_s={"*": 1e-6}, module=f"branch{b}")
+            add_edge(graph, f"{b}.{i - 1}" if i else "fork", f"{b}.{i}", 8)
+    add_op(graph, "join", cost_s={"*": 1e-6})
+    for b in range(count):
+        add_edge(graph, f"{b}.{length - 1}", "join", 8)
+    return graph
+
+
+def test_without_arguments_only_what_costs_nothing_is_merged() -> None:
+    assert len(coarsen(line(5))) == 5
+    assert len(coarsen(line(5, cost_s=0.0))) == 1
+
+
+def test_a_cheap_chain_becomes_one_op_and_branches_stay_apart() -> None:
+    found = coarsen(branches(4, 6), least_cost_s=1e-6)
+    assert sorted(found.graph) == ["0.0 +5", "1.0 +5", "2.0 +5", "3.0 +5", "fork", "join"]
+
+
+def test_dear_readers_of_a_cheap_op_stay_apart() -> None:
+    graph = new_graph("star")
+    add_op(graph, "input", cost_s={"*": 0.0})
+    for i in range(9):
+        add_op(graph, f"dear{i}", cost_s={"*": 1e-3})
+        add_edge(graph, "input", f"dear{i}")
+    assert len(coarsen(graph, least_cost_s=1e-4)) == 10
+
+
+def test_a_group_takes_in_no_more_side_work_than_is_cheap() -> None:
+    graph = new_graph("star")
+    add_op(graph, "input", cost_s={"*": 1.0})
+    for i in range(9):
+        add_op(graph, f"cheap{i}", cost_s={"*": 1e-3})
+        add_edge(graph, "input", f"cheap{i}")
+    assert len(coarsen(graph, least_cost_s=4.5e-3)) == 6  # four of the nine
+
+
+def test_cheap_by_one_kind_may_be_dear_by_another() -> None:
+    graph = new_graph("line")
+    for name in "ab":
+        add_op(graph, name, cost_s={"cpu": 1.0, "gpu": 1e-6})
+    add_edge(graph, "a", "b")
+    assert len(coarsen(graph, least_cost_s=1e-3)) == 1
+    assert len(coarsen(graph, least_cost_s=1e-3, kind="cpu")) == 2
+    with pytest.raises(ValueError, match=r"kind 'tpu'; known are cpu, gpu"):
+        coarsen(graph, kind="tpu")
+
+
+def test_branches_are_cut_where_they_end() -> None:
+    found = coarsen(branches(8, 10), most_groups=10)
+    branch_groups = {found.group_of[1 + b * 10 + i] for b in range(8) for i in range(10)}
+    assert len(branch_groups) == 8
+
+
+def test_ops_without_costs_are_grouped_by_their_number() -> None:
+    graph = line(100)
+    for op_id in graph:
+        graph.nodes[op_id]["cost_s"] = {}
+    found = coarsen(graph, most_groups=10, least_cost_s=1.0)
+    assert np.bincount(found.group_of).max() <= 12
+    assert all(node["cost_s"] == {} for _, node in found.graph.nodes(data=True))
+
+
+def test_what_is_kept_together_becomes_one_op() -> None:
+    found = coarsen(branches(3, 4), keep_together=["branch1"])
+    assert "1.0 +3" in found.graph
+    assert attributes_of(found.graph, "1.0 +3")["colocate"] is None
+    assert len(found) == 2 + 2 * 4 + 1
+
+
+def test_a_group_that_a_path_leaves_and_enters_again_stays_apart_on_one_device() -> None:
+    found = coarsen(line(4), keep_together=["[03]"])
+    assert list(found.graph) == ["0", "1", "2", "3"]
+    labels = {op_id: node["colocate"] for op_id, node in found.graph.nodes(data=True)}
+    assert labels["0"] == labels["3"] is not None
+    assert labels["1"] is labels["2"] is None
+
+
+def test_forward_and_backward_of_a_module_share_a_device_as_two_ops() -> None:
+    graph = with_backward(branches(2, 5))
+    found = coarsen(graph, keep_together=["branch0"])
+    together = [n for _, n in found.graph.nodes(data=True) if n["colocate"] is not None]
+    assert sorted(node["phase"] for node in together) == ["backward", "forward"]
+    assert {node["colocate"] for node in together} == {"kept together: branch0"}
+
+
+def test_groups_of_shared_devices_are_united_only_if_few_groups_are_asked_for() -> None:
+    graph = with_backward(line(40), together=True)
+    apart = coarsen(graph, most_groups=80)
+    few = coarsen(graph, most_groups=4)
+    labels = [n["colocate"] for _, n in few.graph.nodes(data=True)]
+    assert len(labels) == 4
+    assert len(set(labels)) == 2
+    assert len({n["colocate"] for _, n in apart.graph.nodes(data=True)}) == 40
+
+
+def test_too_few_groups_for_the_limits_are_refused() -> None:
+    graph = line(4)
+    graph.nodes["1"]["devices"] = ("a",)
+    with pytest.raises(ValueError, match=r"most_groups is 2.*allow more"):
+        coarsen(graph, most_groups=2)
+    assert len(coarsen(graph, most_groups=3)) == 3
+
+
+def test_ops_that_must_share_a_device_but_cannot_are_refused() -> None:
+    for key, values in (("devices", [("a",), ("b",)]), ("cost_s", [{"x": 1.0}, {"y": 1.0}])):
+        graph = line(2)
+        for op_id, value in zip(graph, values, strict=True):
+            graph.nodes[op_id].update({"colocate": "both", key: value})
+        with pytest.raises(ValueError, match="ops '0', '1' must share a device"):
+            coarsen(graph)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [({"most_groups": 0}, "give 1 or more"), ({"least_cost_s": -1.0}, ">= 0")],
+)
+def test_senseless_bounds_are_refused(arguments: dict[str, float], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        coarsen(line(2), **arguments)  # type: ignore[arg-type]  # of whichever type is wrong

@@ -1,0 +1,83 @@
+"""What users demand by name: ops on a device, ops together; and what a name stands for."""
+
+from __future__ import annotations
+
+import networkx as nx
+import pytest
+
+from graphs.graph import add_op, attributes_of, new_graph
+from graphs.pins import keep_together, pin
+from graphs.selection import matching
+
+
+def model() -> nx.DiGraph[str]:
+    graph = new_graph("model")
+    modules = ("embed", "layers.3", "layers.3.attention", "layers.30", "head")
+    for module in modules:
+        add_op(graph, f"{module}:mm", cost_s={"*": 1.0}, module=module)
+    add_op(graph, ":add", cost_s={"*": 1.0})
+    return graph
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found"),
+    [
+        ("embed", ["embed:mm"]),
+        ("embed:mm", ["embed:mm"]),
+        (":add", [":add"]),
+        ("layers.3", ["layers.3:mm", "layers.3.attention:mm"]),
+        ("layers.3.*", ["layers.3:mm", "layers.3.attention:mm"]),
+        ("layers.3?", ["layers.30:mm"]),
+        ("layers", ["layers.3:mm", "layers.3.attention:mm", "layers.30:mm"]),
+        ("*.attention", ["layers.3.attention:mm"]),
+        ("[eh]*:mm", ["embed:mm", "head:mm"]),
+    ],
+)
+def test_a_pattern_is_an_op_a_module_or_a_glob(pattern: str, found: list[str]) -> None:
+    assert matching(model(), pattern) == found
+
+
+@pytest.mark.parametrize(
+    ("pattern", "told"),
+    [
+        ("embd", "did you mean embed"),
+        ("layers.4.*", "did you mean .*layers.3"),
+        ("xyz", "there are embed, layers, head"),
+        ("Embed", "did you mean embed"),
+    ],
+)
+def test_what_matches_nothing_is_refused_with_what_was_probably_meant(
+    pattern: str, told: str
+) -> None:
+    with pytest.raises(ValueError, match=told):
+        matching(model(), pattern)
+
+
+def test_pins_limit_the_ops_they_match_and_leave_the_graph_as_it_was() -> None:
+    graph = model()
+    pinned = pin(graph, {"layers.3": "cuda:0", "head": "cpu"})
+    devices = [attributes_of(pinned, op_id)["devices"] for op_id in pinned]
+    assert devices == [None, ("cuda:0",), ("cuda:0",), None, ("cpu",), None]
+    assert all(attributes_of(graph, op_id)["devices"] is None for op_id in graph)
+
+
+def test_pins_that_contradict_each_other_or_the_graph_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"to a by 'layers' and to b by 'layers\.30'"):
+        pin(model(), {"layers": "a", "layers.30": "b"})
+    graph = model()
+    graph.nodes["head:mm"]["devices"] = ("a", "b")
+    assert attributes_of(pin(graph, {"head": "b"}), "head:mm")["devices"] == ("b",)
+    with pytest.raises(ValueError, match="cannot be pinned to c: the graph allows only a, b"):
+        pin(graph, {"head": "c"})
+
+
+def test_patterns_that_overlap_and_groups_that_they_touch_become_one_group() -> None:
+    graph = model()
+    graph.nodes["embed:mm"]["colocate"] = graph.nodes["head:mm"]["colocate"] = "tied"
+    kept = keep_together(graph, ["embed", "layers.30", "layers"])
+    label = {op_id: attributes_of(kept, op_id)["colocate"] for op_id in kept}
+    assert label["embed:mm"] == label["head:mm"]
+    assert label["layers.3:mm"] == label["layers.30:mm"] == label["layers.3.attention:mm"]
+    assert len({label["embed:mm"], label["layers.3:mm"], label[":add"]}) == 3
+    assert label[":add"] is None
+    assert attributes_of(graph, "layers.3:mm")["colocate"] is None

@@ -1,0 +1,70 @@
+"""The summary of a graph, on numbers that a reader can check in the head."""
+
+from __future__ import annotations
+
+import networkx as nx
+import numpy as np
+import pytest
+
+from graphs.graph import GraphArrays, add_edge, add_op, new_graph
+from graphs.summary import GraphSummary, critical_path_s
+
+
+def diamond() -> nx.DiGraph[str]:
+    """a -> (b, c) -> d, costs 1, 2, 4, 1 on "x"; only d costs something else on "y"."""
+    graph = new_graph("diamond")
+    for name, seconds in zip("abcd", (1.0, 2.0, 4.0, 1.0), strict=True):
+        add_op(
+            graph,
+            name,
+            cost_s={"x": seconds, "y": 3.0} if name == "d" else {"x": seconds},
+            phase="backward" if name == "d" else "forward",
+            flops=10,
+            parameter_bytes=100,
+            saved_bytes=5,
+        )
+    for source, target in ("ab", "ac", "bd", "cd"):
+        add_edge(graph, source, target)
+    return graph
+
+
+def test_counts_sums_critical_path_and_headroom() -> None:
+    summary = GraphSummary.of(GraphArrays.from_graph(diamond()), dearest=2)
+    assert summary.ops == {"forward": 3, "backward": 1, "optimizer": 0}
+    assert (summary.edges, summary.flops) == (4, 40)
+    assert (summary.parameter_bytes, summary.saved_bytes) == (400, 20)
+    work = summary.work["x"]
+    assert work.total_s == 8.0
+    assert work.critical_path_s == 1.0 + 4.0 + 1.0
+    assert work.headroom == pytest.approx(8 / 6)
+    assert work.dearest == (("c", 4.0), ("b", 2.0))
+
+
+def test_kinds_that_some_ops_have_no_cost_for_are_only_counted() -> None:
+    summary = GraphSummary.of(GraphArrays.from_graph(diamond()))
+    assert set(summary.work) == {"x"}
+    assert summary.partly_known == {"y": 1}
+
+
+def test_costs_for_any_kind_fill_in() -> None:
+    graph = diamond()
+    for name in graph:
+        graph.nodes[name]["cost_s"]["*"] = 1.0
+    work = GraphSummary.of(GraphArrays.from_graph(graph)).work
+    assert work["*"].critical_path_s == 3.0
+    assert work["y"].critical_path_s == 1.0 + 1.0 + 3.0
+
+
+def test_without_costs_or_time_there_is_no_headroom_to_speak_of() -> None:
+    graph = new_graph("one")
+    add_op(graph, "a", cost_s={})
+    assert GraphSummary.of(GraphArrays.from_graph(graph)).work == {}
+    graph.nodes["a"]["cost_s"] = {"*": 0.0}
+    assert GraphSummary.of(GraphArrays.from_graph(graph)).work["*"].headroom == 1.0
+
+
+def test_independent_ops_have_a_path_as_long_as_the_dearest() -> None:
+    graph = new_graph("independent")
+    for i in range(4):
+        add_op(graph, str(i), cost_s={})
+    assert critical_path_s(GraphArrays.from_graph(graph), np.array([1.0, 3.0, 2.0, 0.5])) == 3.0
