@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -14,25 +15,43 @@ from torch.utils.flop_counter import (
     flop_registry,
     sdpa_backward_flop_count,
     sdpa_flop_count,
+    shape_wrapper,
 )
 
 from graphs.graph import attributes_of
 
 
 def call_flops(target: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """FLOPs of one torch call on fake tensors, 0 for operators that torch has no formula for.
+    """FLOPs of one torch call on fake tensors, 0 for operators that there is no formula for.
 
-    A multiply-add counts as two, as in torch.utils.flop_counter, whose formulas these are. An
-    operator that is made of others, such as linear, counts as much as they do.
+    A multiply-add counts as two, as in torch.utils.flop_counter, whose formulas these are, together
+    with those of :func:`further_formulas`. An operator that is made of others, such as linear,
+    counts as much as they do.
     """
     packet = getattr(target, "_overloadpacket", None)
     if packet in flop_registry:
         return int(flop_registry[packet](*args, **kwargs, out_val=result))
-    if packet not in CPU_ATTENTION and not _is_composite(target):
+    further = further_formulas()
+    if packet in further:
+        return int(_of_shapes(further[packet])(*args, **kwargs, out_val=result))
+    if not _is_composite(target):
         return 0
-    with FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION) as counter:
+    with FlopCounterMode(display=False, custom_mapping=further) as counter:
         target(*args, **kwargs)
     return int(counter.get_total_flops())
+
+
+def further_formulas() -> dict[Any, Callable[..., Any]]:
+    """{operator: FLOPs from the shapes of its arguments}: what torch's counter has no formula for.
+
+    These are attention on CPUs (torch counts it on accelerators only), recurrent layers in one
+    call, and the products of stacked experts: torch's and, if it is loaded, those of transformers.
+    """
+    return {
+        getattr(getattr(torch.ops, space), name): formula
+        for (space, name), formula in FURTHER.items()
+        if hasattr(getattr(torch.ops, space), name)
+    }
 
 
 def _is_composite(target: Any) -> bool:
@@ -50,12 +69,41 @@ def _attention_backward_flops(*inputs: Any, **_: Any) -> Any:
     return _backward(*inputs[:4])
 
 
-# Torch counts attention on accelerators only.
+def _recurrent_flops(inputs: Any, *further: Any, **_: Any) -> int:
+    """Every step multiplies by every matrix, for inputs (..., features) of all steps."""
+    parameters: list[Any] = [given for given in further if isinstance(given, list)][-1]
+    weights = sum(math.prod(shape) for shape in parameters if len(shape) == 2)
+    return int(2 * math.prod(inputs[:-1]) * weights)
+
+
+def _grouped_product_flops(left: Any, right: Any, *_: Any, **__: Any) -> int:
+    """Products of G groups: a matrix stands for all groups at once, one of (G, ., .) for each.
+
+    (S, K) by (G, K, N) and (M, K) by (K, N) split one dimension among the groups, so that they cost
+    as much as one product.
+    """
+    groups = left[0] if len(left) == len(right) == 3 else 1
+    return int(2 * groups * left[-2] * left[-1] * right[-1])
+
+
+def _grouped_product_backward_flops(*inputs: Any, **_: Any) -> int:
+    """A product for the gradient of the rows, and one for that of the weights."""
+    return 2 * _grouped_product_flops(*inputs[:2])
+
+
+_of_shapes: Callable[..., Any] = shape_wrapper
 _forward: Callable[..., Any] = sdpa_flop_count
 _backward: Callable[..., Any] = sdpa_backward_flop_count
-CPU_ATTENTION: Final = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+FURTHER: Final[Mapping[tuple[str, str], Callable[..., Any]]] = {
+    ("aten", "_scaled_dot_product_flash_attention_for_cpu"): _attention_flops,
+    ("aten", "_scaled_dot_product_flash_attention_for_cpu_backward"): _attention_backward_flops,
+    ("aten", "lstm"): _recurrent_flops,
+    ("aten", "gru"): _recurrent_flops,
+    ("aten", "rnn_tanh"): _recurrent_flops,
+    ("aten", "rnn_relu"): _recurrent_flops,
+    ("aten", "_grouped_mm"): _grouped_product_flops,
+    ("transformers", "grouped_mm_fallback"): _grouped_product_flops,
+    ("transformers", "grouped_mm_fallback_backward"): _grouped_product_backward_flops,
 }
 
 

@@ -21,7 +21,10 @@ def write_whole(path: Path, content: str | bytes) -> None:
     try:
         if target.exists() and not target.is_file():
             raise OSError(errno.EINVAL, "Not a regular file")  # replacing it would remove a device
-        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+        with partial.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
         partial.replace(target)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error

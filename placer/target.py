@@ -1,4 +1,4 @@
-"""What the user wants placed: ``path/to/model.py:function``, or a graph file."""
+"""What the user wants placed: a function that makes a model, ``hf:name``, a file."""
 
 from __future__ import annotations
 
@@ -15,26 +15,34 @@ from torch import nn
 from graphs.extract import Step
 from graphs.files import load_graph
 from placer.missing_file import missing_file, why_not_read
+from placer.sources import exported, huggingface
+from placer.sources.fault import TargetError
 
-
-class TargetError(ValueError):
-    """The target does not exist or does not give a model."""
+__all__ = ["TargetError", "is_graph_file", "load_graph_target", "load_step"]
 
 
 def load_step(target: str, *, training: bool) -> Step:
-    """Call the function that a target names and take the step from what it returns.
+    """The step that a target names.
 
-    The function takes no arguments and returns ``(model, inputs)`` or ``(model, inputs, loss)``;
+    ``hf:name`` is a model of transformers, see :mod:`placer.sources.huggingface`; ``model.pt2`` an
+    exported program, see :mod:`placer.sources.exported`. Anything else names a function, which is
+    called: it takes no arguments and returns ``(model, inputs)`` or ``(model, inputs, loss)``;
     ``inputs`` is a tensor, a tuple of arguments or a dict of keywords. With a loss function the
     last of the inputs is the target, see :class:`graphs.extract.Step`.
 
     Raises:
-        TargetError: there is no such file or function, it fails, or it returns something else.
+        TargetError: there is no such model, file or function, it fails, or it returns something
+            else.
     """
+    if target.startswith(huggingface.PREFIX):
+        return huggingface.load(huggingface.Request.parse(target), training=training)
+    if target.endswith(exported.SUFFIX):
+        return exported.load(Path(target), training=training)
     path, colon, name = target.rpartition(":")
     if not colon or not path or not name:
         raise TargetError(
-            f"target {target!r} is neither path/to/model.py:function nor a graph file (.json)"
+            f"target {target!r} is neither path/to/model.py:function, nor hf:name of a model of "
+            "transformers, nor an exported program (.pt2), nor a graph file (.json)"
         )
     function = _function(_module(Path(path)), name, path)
     try:
@@ -47,8 +55,8 @@ def load_step(target: str, *, training: bool) -> Step:
 
 
 def is_graph_file(target: str) -> bool:
-    """Whether a target is a graph file, not a function."""
-    return target.endswith(".json")
+    """Whether a target is a graph file, not a function or the configuration of a model."""
+    return target.endswith(".json") and not target.startswith(huggingface.PREFIX)
 
 
 def load_graph_target(target: str) -> nx.DiGraph[str]:

@@ -20,12 +20,15 @@ from torch.utils._pytree import tree_leaves
 
 from graphs.costs import call_flops
 from graphs.extract.export import Traced
+from graphs.extract.lineage import accumulates, forward_ops, is_backward
 from graphs.extract.program import VIEW, Call, Ref, Source, StepProgram, Value
 from graphs.extract.step import ExtractionError
 from graphs.graph import Phase
 
 MAYBE_COPIES: Final = ("reshape", "contiguous", "to", "_reshape_alias")
 ALSO_VIEWS: Final = ("_unsafe_view",)
+ACCUMULATES: Final = ".gradient"
+"""Ends the name of an op that adds up gradients of one tensor, which differentiates no op."""
 IGNORED: Final = ("_assert_tensor_metadata", "_assert_async", "_assert_scalar")
 
 
@@ -38,6 +41,7 @@ class OpFacts:
     call_key: str  # module path with the number of its call
     phase: Phase
     flops: int
+    forward_op: int | None  # of a backward op: the op that it differentiates
 
 
 def convert(traced: Traced, ties: Mapping[str, str]) -> tuple[StepProgram, tuple[OpFacts, ...]]:
@@ -48,7 +52,11 @@ def convert(traced: Traced, ties: Mapping[str, str]) -> tuple[StepProgram, tuple
             and where in the model's code.
     """
     converter = _Converter(traced)
-    return converter.program(ties), tuple(converter.ops)
+    program = converter.program(ties)
+    forward_of = forward_ops(program.calls, converter.nodes)
+    return program, tuple(
+        replace(op, forward_op=forward_of.get(i)) for i, op in enumerate(converter.ops)
+    )
 
 
 class _Converter:
@@ -58,6 +66,7 @@ class _Converter:
         self.traced = traced
         self.values: list[Value] = []
         self.calls: list[Call] = []
+        self.nodes: list[fx.Node] = []  # that the calls come from
         self.ops: list[OpFacts] = []
         self.sources: list[Source] = []
         self.from_source: set[int] = set()
@@ -153,11 +162,10 @@ class _Converter:
 
     def _op(self, node: fx.Node, name: str, args: tuple[Any, ...]) -> int:
         module, call_key = self._module(node)
-        phase: Phase = "forward"
-        if node.meta.get("partitioner_tag") == "is_backward":
-            phase = "backward"
+        phase: Phase = "backward" if is_backward(node) else "forward"
+        name += ACCUMULATES if accumulates(node) else ""
         flops = call_flops(node.target, *_fake(args, node.kwargs), node.meta.get("val"))
-        self.ops.append(OpFacts(name, module, call_key, phase, flops))
+        self.ops.append(OpFacts(name, module, call_key, phase, flops, None))
         return len(self.ops) - 1
 
     def _module(self, node: fx.Node) -> tuple[str, str]:
@@ -204,6 +212,7 @@ class _Converter:
                 shows_part=op != VIEW and is_view(cast("torch._ops.OpOverload", node.target)),
             )
         )
+        self.nodes.append(node)
         found = self._module(node)
         self.modules |= {member: found for member in members or () if member is not None}
 

@@ -67,7 +67,8 @@ class _Sizes:
         producer = program.producers()
         parameters = {s.value: s.name for s in program.sources if s.role == "parameter"}
         homeless = {program.ties.get(name, name) for name in parameters.values()}
-        saved: set[int] = set()
+        # The new value of a buffer replaces the buffer: nothing is kept besides.
+        saved = {program.values[r.value].root for r in program.results if r.role == "state"}
         for call in program.calls:
             if call.op == VIEW:
                 continue

@@ -21,6 +21,7 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from graphs.extract.fake import without_meta
 from graphs.extract.program import Result, Source
 from graphs.extract.step import WRAPPED, ExtractionError, LossModule, Step, unwrapped
 
@@ -61,7 +62,8 @@ def trace(step: Step) -> Traced:
     """Trace one step; the model is left as it was.
 
     It is traced as it stands: modules in eval mode within a model in train mode stay so. Only a
-    model that is not in the step's mode as a whole is switched for the while.
+    model that is not in the step's mode as a whole is switched for the while. One on the meta
+    device is traced on fake tensors, without memory for its parameters.
 
     Raises:
         ExtractionError: torch cannot export it; the message carries torch's own reason.
@@ -70,8 +72,8 @@ def trace(step: Step) -> Traced:
     if step.model.training is not step.training:
         step.model.train(step.training)
     try:
-        with _quiet(), torch.set_grad_enabled(step.training):
-            distinct = _with_distinct_inputs(step)
+        with _quiet(), torch.set_grad_enabled(step.training), without_meta(step) as traceable:
+            distinct = _with_distinct_inputs(traceable)
             return _joint(distinct) if step.training else _inference(distinct)
     except ExtractionError:
         raise

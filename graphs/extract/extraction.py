@@ -18,13 +18,16 @@ from graphs.extract.step import ExtractionError, Step
 class Extraction:
     """A step, its graph (costs not known yet) and its program; op ``i`` is the same in both.
 
-    ``outputs`` is what the step returns, with a Position in place of every tensor.
+    ``outputs`` is what the step returns, with a Position in place of every tensor. ``forward_of``
+    gives for every backward op the forward op that it differentiates, None where there is none: for
+    forward ops, and for those that add up gradients (their name ends in ".gradient").
     """
 
     step: Step
     graph: nx.DiGraph[str]
     program: StepProgram
     outputs: Any
+    forward_of: tuple[int | None, ...]
 
 
 def extract(step: Step) -> Extraction:
@@ -43,7 +46,8 @@ def extract(step: Step) -> Extraction:
             "that does the work"
         )
     graph = build_graph(program, facts, name)
-    return Extraction(step, graph, program, traced.outputs)
+    forward_of = tuple(op.forward_op for op in facts)
+    return Extraction(step, graph, program, traced.outputs, forward_of)
 
 
 def ties_of(step: Step) -> dict[str, str]:

@@ -1,0 +1,74 @@
+"""A model whose parameters are on the meta device -> the same step on fake tensors of the CPU.
+
+Fake tensors have shapes and devices but no memory, so that a model of any size can be traced. The
+meta device itself will not do: its ops are not those of a device that runs them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map
+
+from graphs.extract.step import Step
+
+Leaf = TypeVar("Leaf")
+
+
+@contextlib.contextmanager
+def without_meta(step: Step) -> Iterator[Step]:
+    """The step on fake tensors while the context lasts, or as it is if nothing is on meta.
+
+    The model is the same object; at the end it has its own parameters and buffers back.
+    """
+    if not any(tensor.is_meta for tensor in step.named_state().values()):
+        yield step
+        return
+    fakes = _Fakes()
+    roots = [part for part in (step.model, step.loss) if isinstance(part, nn.Module)]
+    slots: list[dict[str, Any]] = [
+        slot
+        for root in roots
+        for module in root.modules()
+        for slot in (module._parameters, module._buffers)
+    ]
+    own = [dict(slot) for slot in slots]
+    try:
+        for slot in slots:
+            slot.update({name: fakes.of(tensor) for name, tensor in slot.items()})
+        yield replace(
+            step,
+            inputs=tree_map(fakes.of, step.inputs),
+            keywords=tree_map(fakes.of, dict(step.keywords)),
+        )
+    finally:
+        for slot, tensors in zip(slots, own, strict=True):
+            slot.clear()
+            slot.update(tensors)
+
+
+class _Fakes:
+    """One fake tensor for each tensor, so that tied parameters stay tied."""
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.known: dict[int, torch.Tensor] = {}
+
+    def of(self, leaf: Leaf) -> Leaf | torch.Tensor:
+        """The fake of a tensor, anything else as it is."""
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if id(leaf) not in self.known:
+            with self.mode:
+                fake = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype)
+                fake.requires_grad_(leaf.requires_grad)
+            if isinstance(leaf, nn.Parameter):
+                fake = nn.Parameter(fake.detach(), requires_grad=leaf.requires_grad)
+            self.known[id(leaf)] = fake
+        return self.known[id(leaf)]

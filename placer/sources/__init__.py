@@ -1,0 +1,1 @@
+"""Where steps come from besides functions of the user: one file per kind of target."""

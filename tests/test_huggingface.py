@@ -1,0 +1,152 @@
+"""Models of transformers as targets: their sizes, their steps, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import one_process
+import pytest
+import torch
+from tiny_models import assert_same, eager, tied_gradients
+from tiny_transformers import COMMON, TARGETS, WITHOUT_DROPOUT, load
+from torch import nn
+
+from envs.executor.lists import device_lists, priority_order
+from graphs.extract import extract
+from placer.sources import huggingface
+from placer.target import TargetError, is_graph_file, load_step
+
+torch.set_num_threads(1)
+transformers = pytest.importorskip("transformers")
+
+PUBLISHED = {
+    "bert-base-uncased": 109_514_298,
+    "distilbert-base-uncased": 66_985_530,
+    "roberta-base": 124_697_433,
+    "gpt2": 124_439_808,
+    "distilgpt2": 81_912_576,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "t5-small": 60_506_624,
+    "t5-base": 222_903_552,
+    "tinyllama-1.1b": 1_100_048_384,
+    "llama-2-7b": 6_738_415_616,
+    "llama-3-8b": 8_030_261_248,
+    "mixtral-8x7b": 46_702_792_704,
+}
+"""Parameters of the published models, with the head that predicts words."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_named_model_has_the_size_of_the_published_one(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[int] = []
+
+    def count(model: nn.Module, *_: object) -> None:
+        counted.append(sum(parameter.numel() for parameter in model.parameters()))
+        raise TargetError("counted")
+
+    monkeypatch.setattr(huggingface, "_check_memory", count)
+    with pytest.raises(TargetError, match="counted"):
+        load(f"hf:{name}")
+    assert counted == [PUBLISHED[name]]
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("name", WITHOUT_DROPOUT)
+def test_a_placed_step_is_bit_for_bit_what_torch_computes(name: str, training: bool) -> None:
+    extraction = extract(load(TARGETS[name] + WITHOUT_DROPOUT[name], training=training))
+    expected = eager(extraction.step)
+    count = extraction.program.op_count
+    randomly = random.Random(name)
+    order = priority_order(extraction.program, [randomly.random() for _ in range(count)])
+    devices = [randomly.randrange(3) for _ in range(count)]
+    found = one_process.run(extraction, device_lists(extraction.program, devices, order, 3))
+    if training:
+        assert_same(found.output, expected.output)
+        assert_same(tied_gradients(found.gradients, extraction.step), expected.gradients)
+    else:
+        assert_same(dict(found.output), dict(expected.output))
+
+
+def test_a_target_makes_the_same_step_every_time_and_leaves_random_numbers_alone() -> None:
+    before = torch.get_rng_state()
+    first, second = load_step(TARGETS["gpt2"], training=True), load(TARGETS["gpt2"])
+    assert_same(first.model.state_dict(), second.model.state_dict())
+    assert_same(dict(first.keywords), dict(second.keywords))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_target_says_how_many_tokens_and_which_sizes() -> None:
+    step = load("hf:openai-community/gpt2?batch=3&sequence=5&n_layer=1&n_embd=8&n_head=2")
+    assert step.keywords["input_ids"].shape == step.keywords["labels"].shape == (3, 5)
+    assert len(step.model.get_submodule("transformer.h")) == 1  # type: ignore[arg-type]  # a ModuleList
+
+
+def test_inference_has_no_labels() -> None:
+    assert set(load(TARGETS["bert"], training=False).keywords) == {"input_ids"}
+    assert set(load(TARGETS["t5"], training=False).keywords) == {"input_ids", "decoder_input_ids"}
+
+
+def test_a_folder_with_a_configuration_is_a_model(tmp_path: Path) -> None:
+    config = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 31}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for path in (tmp_path, tmp_path / "config.json"):
+        target = f"hf:{path}?sequence=4"
+        assert not is_graph_file(target)
+        step = load_step(target, training=True)
+        assert type(step.model).__name__ == "GPT2LMHeadModel"
+        assert step.keywords["input_ids"].shape == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("hf:", "names no model; known sizes: bert-base-uncased"),
+        ("hf:bert-base-uncasd", "did you mean hf:bert-base-uncased?"),
+        ("hf:vit", "no language model for ViTConfig"),
+        ("hf:gpt2?layers=3", "has no field 'layers'; did you mean n_layer?"),
+        ("hf:gpt2?sequence=2000", "takes 1024 tokens at most, not 2000"),
+        ("hf:gpt2?sequence=many", "sequence is many, not a number above 0"),
+        ("hf:gpt2?batch=0", "batch is 0, not a number above 0"),
+        ("hf:gpt2?batch=true", "batch is True, not a number above 0"),
+        ("hf:gpt2?batch", "write ?key=value&key=value"),
+        ("hf:bert?hidden_size=x", "transformers refuses it"),
+        ("hf:bert?hidden_size=100", "not a multiple of the number of attention heads"),
+    ],
+)
+def test_what_cannot_be_made_is_refused_in_a_sentence(target: str, said: str) -> None:
+    with pytest.raises(TargetError) as refused:
+        load_step(target, training=True)
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TargetError, match="transformers refuses it"):
+        load(f"hf:{tmp_path}")
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(huggingface, "available_memory_bytes", lambda: 40 * 10**9)
+    with pytest.raises(TargetError, match=r"needs 64\.2 GB for its weights and their gradients"):
+        load("hf:llama-3-8b")
+
+
+def test_without_transformers_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(TargetError, match=r"pip install 'device-placer\[hf\]'"):
+        load(f"hf:gpt2?{COMMON}")
+
+
+def test_making_a_model_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    load(TARGETS["gpt2"])
+    out, err = capfd.readouterr()
+    assert out == err == ""

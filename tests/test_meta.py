@@ -1,0 +1,64 @@
+"""Extraction of models that have no memory: built on the meta device."""
+
+from __future__ import annotations
+
+import networkx as nx
+import pytest
+import tiny_models
+import torch
+from tiny_models import Plain, squared
+from torch import nn
+
+from graphs.extract import ExtractionError, Step, extract
+
+torch.set_num_threads(1)
+
+
+def on_meta(step: Step) -> Step:
+    return Step(step.model.to("meta"), step.inputs, step.keywords, step.loss, step.training)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("name", ["conv_net", "norm_twice", "attention", "weighted_loss", "nmt"])
+def test_a_model_on_meta_has_the_graph_of_the_real_one(name: str, training: bool) -> None:
+    step = tiny_models.STEPS[name]()
+    step = Step(step.model, step.inputs, step.keywords, step.loss, training)
+    expected = extract(step).graph
+    found = extract(on_meta(step)).graph
+    assert nx.utils.graphs_equal(found, expected)
+
+
+def test_tied_parameters_stay_tied() -> None:
+    step = tiny_models.tied_weights()
+    with torch.device("meta"):
+        embedding, head = nn.Embedding(11, 6), nn.Linear(6, 11, bias=False)
+        middle = nn.Linear(6, 6)
+    head.weight = embedding.weight
+    assert isinstance(step.model, Plain)
+    model = Plain(step.model.function, embedding=embedding, middle=middle, head=head)
+    expected = extract(step).graph
+    found = extract(Step.of(model, step.inputs, step.loss)).graph
+    assert nx.utils.graphs_equal(found, expected)
+
+
+@pytest.mark.parametrize("inputs", ["cpu", "meta"])
+def test_inputs_may_be_anywhere(inputs: str) -> None:
+    with torch.device("meta"):
+        model = nn.Linear(8, 8)
+    x = torch.empty(4, 8, device=inputs)
+    assert ":backward/mm" in extract(Step.of(model, (x, x), squared)).graph
+
+
+def test_the_model_has_its_own_tensors_back() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).to("meta")
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    ids = {name: id(tensor) for name, tensor in state.items()}
+    for columns in (8, 3):
+        x = torch.empty(4, columns)
+        try:
+            extract(Step.of(model, (x, x), squared))
+        except ExtractionError:
+            assert columns == 3
+        after = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        assert {name: id(tensor) for name, tensor in after.items()} == ids
+        assert all(tensor.is_meta for tensor in after.values())
