@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import hashlib
 import itertools
 import math
@@ -16,7 +17,7 @@ import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 import torch
@@ -25,10 +26,11 @@ from numpy.typing import NDArray
 from envs.cluster import Cluster, Device, Link, cluster_to_toml, load_cluster
 from envs.discover import cores_of, kind_of
 from envs.executor.lists import Run, device_lists
-from envs.executor.pool import StepRun, WorkerPool
+from envs.executor.pool import StepRun, WorkerError, WorkerPool
 from envs.executor.state import load_example
 from graphs.extract import Extraction
 from graphs.extract.program import Call, Ref, Source, StepProgram, Value
+from graphs.whole_file import write_whole
 
 WARM_UP: Final = 2
 HOPS: Final = 40
@@ -39,6 +41,8 @@ MATRIX: Final = 768
 REPEATS: Final = 7
 HAND_OFF_REPEATS: Final = 25
 SHORTEST_HOP_S: Final = 1e-6
+PROFILE_TIMEOUT_S: Final = 600.0
+Result = TypeVar("Result")
 
 
 def profile_ops(
@@ -54,30 +58,50 @@ def profile_ops(
     of the CPU time of its call, with the views made for it.
 
     Raises:
-        WorkerError: an op cannot run on a device.
+        WorkerError: an op cannot run on a device, or its worker died twice.
     """
     first_of = {device.kind: device for device in reversed(cluster.devices)}
     total = len(first_of) * (WARM_UP + repeats)
-    costs: dict[str, NDArray[np.float64]] = {}
-    done = 0
-    for kind, device in sorted(first_of.items()):
-        program = extraction.program
-        lists = device_lists(program, [0] * program.op_count, range(program.op_count), 1)
-        runs: list[NDArray[np.float64]] = []
-        with WorkerPool(program, [device], op_names=tuple(extraction.graph)) as pool:
-            load_example(pool.arena, extraction.step)
-            number = pool.load(lists)
-            for _ in range(WARM_UP + repeats):
-                runs.append(pool.run(number).cpu_s[0])
-                done += 1
-                if progress is not None:
-                    progress(done, total)
-        typical = np.median(np.stack(runs[WARM_UP:]), axis=0)
-        costs[kind] = np.zeros(program.op_count)
-        for instruction, seconds in zip(lists[0], typical, strict=True):
-            if isinstance(instruction, Run):
-                costs[kind][program.calls[instruction.call].op] = seconds
-    return costs
+    done = itertools.count(1)
+
+    def hear() -> None:
+        if progress is not None:
+            progress(min(next(done), total), total)
+
+    return {
+        kind: _again(functools.partial(_profile, extraction, device, repeats, hear))
+        for kind, device in sorted(first_of.items())
+    }
+
+
+def _profile(
+    extraction: Extraction, device: Device, repeats: int, hear: Callable[[], None]
+) -> NDArray[np.float64]:
+    """Seconds of every op on one device, (N,)."""
+    program = extraction.program
+    own = device_lists(program, [0] * program.op_count, range(program.op_count), 1)[0]
+    runs: list[NDArray[np.float64]] = []
+    with WorkerPool(
+        program, [device], op_names=tuple(extraction.graph), step_timeout_s=PROFILE_TIMEOUT_S
+    ) as pool:
+        load_example(pool.arena, extraction.step)
+        number = pool.load([own])
+        for _ in range(WARM_UP + repeats):
+            runs.append(pool.run(number).cpu_s[0])
+            hear()
+    cost_s = np.zeros(program.op_count)
+    for instruction, seconds in zip(own, np.median(np.stack(runs[WARM_UP:]), axis=0), strict=True):
+        if isinstance(instruction, Run):
+            cost_s[program.calls[instruction.call].op] = seconds
+    return cost_s
+
+
+def _again(work: Callable[[], Result]) -> Result:
+    """Do something with workers, and once more where they died: somebody may have killed one."""
+    try:
+        return work()
+    except WorkerError:
+        return work()
 
 
 def calibrated(cluster: Cluster, *, again: bool = False) -> Cluster:
@@ -103,7 +127,7 @@ def calibrated(cluster: Cluster, *, again: bool = False) -> Cluster:
     path = _cache_path(cores)
     known = None if again else _cached(path, cores)
     if known is None:
-        known = calibrate(cores)
+        known = _again(lambda: calibrate(cores))
         _store(path, known)
     return replace(
         cluster,
@@ -150,11 +174,9 @@ def _cached(path: Path, cluster: Cluster) -> Cluster | None:
 
 def _store(path: Path, cluster: Cluster) -> None:
     """Keep a cluster, whole or not at all; a cache that cannot be written is no reason to fail."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(cluster_to_toml(cluster), encoding="utf-8")
-        partial.replace(path)
+        write_whole(path, cluster_to_toml(cluster))
 
 
 def calibrate(cluster: Cluster) -> Cluster:

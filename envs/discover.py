@@ -18,15 +18,14 @@ def discover(names: str = "auto") -> Cluster:
 
     Args:
         names: comma-separated devices, ``core:N`` or a core set, ``core:N-M`` or, with gaps,
-            ``core:N+M-K``; "auto" takes every core that this process may run on, at most eight.
-            Each gets an equal share of the memory that is free now.
+            ``core:N+M-K``; "auto" takes every core that this process may run on, at most eight
+            and one thread of each. Each gets an equal share of the memory that is free now.
 
     Raises:
         ValueError: a name is of no known form, names a core twice or one that is not there.
     """
-    allowed = sorted(os.sched_getaffinity(0))
     if names.strip() == "auto":
-        chosen = [f"core:{core}" for core in allowed[:MOST_CORES]]
+        chosen = [f"core:{core}" for core in own_cores()[:MOST_CORES]]
     else:
         chosen = [name.strip() for name in names.split(",") if name.strip()]
     if not chosen:
@@ -37,6 +36,17 @@ def discover(names: str = "auto") -> Cluster:
         Device(name=name, kind=kind_of(len(cores_of(name))), memory_bytes=share) for name in chosen
     )
     return Cluster(name="this-machine:" + ",".join(chosen), devices=devices)
+
+
+def own_cores() -> list[int]:
+    """Cores that this process may run on; of the hardware threads of one core only the first."""
+    allowed = sorted(os.sched_getaffinity(0))
+    firsts: dict[str, int] = {}
+    for core in allowed:
+        siblings = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
+        key = siblings.read_text(encoding="ascii").strip() if siblings.exists() else str(core)
+        firsts.setdefault(key, core)
+    return sorted(firsts.values())
 
 
 def check_cores(names: Sequence[str]) -> None:
@@ -108,14 +118,21 @@ def kind_of(core_count: int) -> str:
     return "core" if core_count == 1 else f"core*{core_count}"
 
 
-def available_memory_bytes() -> int:
-    """Free memory of this machine, or what its control group leaves, if that is less."""
+def available_memory_bytes(groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Free memory of this machine, or what its control group (version 2) leaves, if that is less.
+
+    File pages that nobody uses count as free, as they do in MemAvailable.
+    """
     fields = dict(
         line.split(":", 1)
         for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     )
     free = int(fields["MemAvailable"].split()[0]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    limit, used, parts = (groups / f"memory.{name}" for name in ("max", "current", "stat"))
     if limit.exists() and used.exists() and (text := limit.read_text().strip()).isdigit():
-        free = min(free, int(text) - int(used.read_text()))
+        stat = (
+            dict(line.split() for line in parts.read_text().splitlines()) if parts.exists() else {}
+        )
+        reclaimable = int(stat.get("inactive_file", 0))
+        free = min(free, int(text) - int(used.read_text()) + reclaimable)
     return max(free, 0)

@@ -1,7 +1,8 @@
 """The Measured backend: runs placements on this machine's cores and times them.
 
-All candidates are loaded at once and run in turn, so that a change of the machine's load hits all
-of them alike; each is judged by the median of its runs. The unplaced step on all cores can be run
+All candidates are loaded at once and run in turn, each round beginning with another one, so that
+neither a change of the machine's load nor the place in a round favours any; each is judged by the
+median of its runs. The unplaced step on all cores can be run
 in the same rounds, as a reference (envs/reference.py). Beside the wall time stands the time
 rebuilt from CPU clocks (envs/executor/rebuilt.py), and their ratio, the contention: above
 ``CONTENDED`` somebody else used the cores, and the rebuilt time is the truer one.
@@ -9,6 +10,7 @@ rebuilt from CPU clocks (envs/executor/rebuilt.py), and their ratio, the content
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -28,6 +30,7 @@ from envs.simulator import Simulator
 from graphs.extract import Extraction
 
 CONTENDED: Final = 1.15
+SHORT_STEP_S: Final = 0.02
 SMALLEST_DIFFERENCE: Final = 0.005
 """Two placements closer than this are a tie, however often they were run."""
 
@@ -179,9 +182,9 @@ class Measured:
         was in none of them is a failure. Ctrl-C ends the measuring in the same way: then
         ``interrupted`` is True and what was not run does not count.
 
-        With ``reference`` the unplaced step on all cores runs first in every round, which makes it
-        comparable by :func:`tied`; see ``self.reference``. Torch's threads have no common CPU
-        clock, so its rebuilt time is its wall time.
+        With ``reference`` the unplaced step on all cores runs as often, after all placements: its
+        threads would disturb whoever came next. See ``self.reference``. Torch's threads have no
+        common CPU clock, so its rebuilt time is its wall time.
         """
         failures = [self._misfit(placement) for placement in placements]
         lists = [
@@ -191,25 +194,25 @@ class Measured:
         runs: list[list[StepRun]] = [[] for _ in placements]
         self.interrupted = False
         self.reference = None
-        beside: Reference | None = None
+        also = reference and self.problem.device_count > 1
+        total = (self.rounds + self.warm_up) * (len(placements) + also)
+        done = itertools.count(1)
+
+        def hear() -> None:
+            if progress is not None:
+                progress(next(done), total)
+
         try:
-            if reference and self.problem.device_count > 1:
-                beside = Reference(
-                    self.extraction, self.problem.cluster, step_timeout_s=self.step_timeout_s
-                )
-            self._run_rounds(lists, runs, failures, beside, progress)
+            self._run_rounds(lists, runs, failures, hear)
+            if also:
+                self._run_reference(hear)
         except KeyboardInterrupt:
             self.interrupted = True
             self._pool.close()
-        finally:
-            if beside is not None:
-                beside.close()
         complete = min(
             (len(own) for own, why in zip(runs, failures, strict=True) if not why),
             default=self.rounds,
         )
-        if beside is not None:
-            self.reference = _measurement_of(beside, complete)
         return [
             Measurement(
                 wall_s=np.array([run.wall_s for run in own[:complete]]),
@@ -226,40 +229,46 @@ class Measured:
         lists: Sequence[list[list[Instruction]]],
         runs: list[list[StepRun]],
         failures: list[str],
-        beside: Reference | None,
-        progress: Callable[[int, int], None] | None,
+        hear: Callable[[], None],
     ) -> None:
         numbers: dict[int, int] = {}
-        turns = [*([] if beside is None else [None]), *range(len(lists))]
-        total = (self.rounds + self.warm_up) * len(turns)
-        for done in range(total):
-            round_number, turn = divmod(done, len(turns))
+        for round_number in range(self.rounds + self.warm_up):
             counts = round_number >= self.warm_up
-            i = turns[turn]
-            if i is None:
-                assert beside is not None
-                beside.run(keep=counts)
-            elif failures[i]:
-                continue
-            else:
-                try:
-                    run = self._run(i, lists[i], numbers, warm=counts)
-                except WorkerError as error:
-                    failures[i] = str(error)
-                    continue
-                except _NoWorkersError as error:
-                    for j in range(len(lists)):
-                        failures[j] = failures[j] or ("" if runs[j] else str(error))
-                    return
-                if counts:
-                    runs[i].append(run)
-            if progress is not None:
-                progress(done + 1, total)
+            for turn in range(len(lists)):
+                i = (turn + round_number) % len(lists)
+                if not failures[i]:
+                    try:
+                        run = self._run(i, lists[i], numbers, warm=counts)
+                        if counts:
+                            runs[i].append(run)
+                    except WorkerError as error:
+                        failures[i] = str(error)
+                    except _NoWorkersError as error:
+                        for j in range(len(lists)):
+                            failures[j] = failures[j] or ("" if runs[j] else str(error))
+                        return
+                hear()
+
+    def _run_reference(self, hear: Callable[[], None]) -> None:
+        reference = Reference(
+            self.extraction, self.problem.cluster, step_timeout_s=self.step_timeout_s
+        )
+        try:
+            for round_number in range(self.rounds + self.warm_up):
+                reference.run(keep=round_number >= self.warm_up)
+                hear()
+        finally:
+            reference.close()
+            wall_s = np.array([run.wall_s for run in reference.runs])
+            self.reference = Measurement(wall_s=wall_s, rebuilt_s=wall_s, failure=reference.failure)
 
     def _run(
         self, i: int, lists: list[list[Instruction]], numbers: dict[int, int], *, warm: bool
     ) -> StepRun:
-        """Run a placement, by new workers if the last one ended them."""
+        """Run a placement, by new workers if the last one ended them.
+
+        A short step runs once more before it counts: its time depends on what ran before it.
+        """
         if self._pool.closed:
             numbers.clear()
             try:
@@ -270,7 +279,8 @@ class Measured:
             numbers[i] = self._pool.load(lists)
             if warm:  # new workers start cold
                 self._pool.run(numbers[i])
-        return self._pool.run(numbers[i])
+        run = self._pool.run(numbers[i])
+        return self._pool.run(numbers[i]) if run.wall_s < SHORT_STEP_S else run
 
     def _misfit(self, placement: Placement) -> str:
         try:
@@ -322,12 +332,6 @@ class Measured:
                 "contention": seen.contention,
             },
         )
-
-
-def _measurement_of(reference: Reference, rounds: int) -> Measurement:
-    """The reference in the rounds that the placements completed, too."""
-    wall_s = np.array([run.wall_s for run in reference.runs[:rounds]])
-    return Measurement(wall_s=wall_s, rebuilt_s=wall_s, failure=reference.failure)
 
 
 def run_order(problem: Problem, start_ns: NDArray[np.int64]) -> list[int]:

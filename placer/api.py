@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ def optimize(
     seed: int = 0,
     policy: str | None = "generalist",
     measure: bool = True,
+    keep_together: Sequence[str] = (),
+    pin: Mapping[str, str] | None = None,
     progress: bool = True,
 ) -> Optimization:
     """Find which op of a model should run on which device so that a step takes the least time.
@@ -52,6 +54,9 @@ def optimize(
         seed: of everything random in the search.
         policy: name of a trained policy, None to search without one.
         measure: run the best candidates for real; without it the simulator's answer counts.
+        keep_together: op ids, module paths or globs such as ``"layers.3.*"``; all ops that match
+            one of them share a device.
+        pin: {op id, module path or glob: device name}; what matches runs there.
         progress: show on stderr what is going on.
 
     Returns:
@@ -59,7 +64,8 @@ def optimize(
 
     Raises:
         ExtractionError: the model cannot be exported; says why.
-        ValueError: a device, budget or policy does not exist.
+        ValueError: a device, budget or policy does not exist, or ``pin`` or ``keep_together``
+            matches nothing.
         PlacementError: the model fits nowhere, or no candidate could be run.
         KeyboardInterrupt: stopped before there was any placement.
     """
@@ -68,6 +74,8 @@ def optimize(
         seed=seed,
         policy=None if policy is None else load(policy),
         measure=measure,
+        keep_together=tuple(keep_together),
+        pins=dict(pin or {}),
     )
     cluster = devices if isinstance(devices, Cluster) else discover(devices)
     step = Step.of(model, example_inputs, loss, training=training)

@@ -1,12 +1,16 @@
-"""Ctrl-C as a request: searches stop at the next look, and what was found is kept."""
+"""Ctrl-C and SIGTERM as a request: searches stop at the next look, and what was found is kept."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any, Final, TypeAlias
+
+_Handler: TypeAlias = Callable[[int, FrameType | None], Any] | int | None
+SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupt:
@@ -14,25 +18,25 @@ class Interrupt:
 
     While a stage polls (``with interrupt.polled()``), the first Ctrl-C only sets ``requested``, a
     second one raises; elsewhere KeyboardInterrupt is raised at once, as usual. In threads other
-    than the main one, where Python handles no signals, nothing changes.
+    than the main one, where Python handles no signals, nothing changes. SIGTERM, which batch
+    systems send, counts as Ctrl-C.
     """
 
     def __init__(self) -> None:
         self.requested = False
         self._polled = False
-        self._ours = False
+        self._before: dict[signal.Signals, _Handler] = {}
 
     def __enter__(self) -> Interrupt:
-        """Take over SIGINT."""
+        """Take over SIGINT and SIGTERM."""
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, self._handle)
-            self._ours = True
+            self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give SIGINT back."""
-        if self._ours:
-            signal.signal(signal.SIGINT, self._before)
+        """Give them back."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def asked(self) -> bool:
         """Whether somebody asked to stop."""
@@ -62,8 +66,9 @@ def uninterrupted() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -19,6 +19,8 @@ NO_HEADROOM: Final = 0.02
 NOISY: Final = 0.2
 """Quartiles of the runs farther apart than this share of the median deserve a remark."""
 PREDICTION_ERROR: Final = 0.15
+SMALLEST_GAIN: Final = 0.01
+"""Steps that differ by less are as fast as each other, to people."""
 SIMPLEST_FIRST: Final = (
     "single",
     "layer split",
@@ -157,31 +159,49 @@ class Optimization:
             )
         both = self.best.measurement is not None and single.measurement is not None
         how = "measured" if both else "predicted"
-        return f"{self.speed_up:.2f}x faster than {single.name.removeprefix('single ')}, {how}."
+        text = f"{self.speed_up:.2f}x faster than {single.name.removeprefix('single ')}, {how}."
+        seen, unplaced = self.best.measurement, self.all_cores
+        if seen is not None and unplaced is not None and unplaced.ok:
+            # Threads of OpenMP have slow phases of their own, so the best steps are compared.
+            gain = seen.min_s / unplaced.min_s
+            if gain > 1 + SMALLEST_GAIN:
+                text += (
+                    f" Not placing it, with torch's threads on all cores, is {gain:.2f}x faster "
+                    "still."
+                )
+        return text
 
     @property
     def remarks(self) -> list[str]:
         """What a reader of the numbers should know, each a sentence."""
         found = [f"Nothing was measured: {self.trouble}"] if self.trouble else []
         found += [f"{row.name} failed: {row.failure}" for row in self.rows if row.failure]
-        seen, step_s = self.best.measurement, self.step_s(self.best)
-        if seen is not None and seen.spread > NOISY:
-            found.append(
-                f"The runs of {self.best.name} scatter by {seen.spread:.0%}: a quieter machine may "
-                "rank differently."
-            )
-        if seen is not None and abs(self.best.predicted_s / step_s - 1) > PREDICTION_ERROR:
-            found.append(
-                f"The prediction for {self.best.name} is {self.best.predicted_s / step_s:.2f} of "
-                "what was measured: the search was guided by a rough model."
-            )
-        if seen is not None and self.all_cores is not None and self.all_cores.ok:
-            # Threads of OpenMP have slow phases of their own, so the best steps are compared.
-            found.append(
-                "Without placing, one process with torch's threads on all these cores takes "
-                f"{self.all_cores.min_s * 1e3:.4g} ms at best, this placement "
-                f"{seen.min_s * 1e3:.4g} ms: {_compared(self.all_cores.min_s, seen.min_s)}."
-            )
+        if self.stopped and self.extraction is not None and self.best.measurement is None:
+            found.append("Nothing was measured: it was stopped before the first complete round.")
+        judged = [self.best] if self.single in (None, self.best) else [self.best, self.single]
+        for row in judged:
+            seen = row.measurement if row is not None else None
+            if row is not None and seen is not None and seen.spread > NOISY:
+                found.append(
+                    f"The runs of {row.name} scatter by {seen.spread:.0%}: a quieter machine may "
+                    "rank differently."
+                )
+        step_s = self.step_s(self.best)
+        if self.best.measurement is not None:
+            error = self.best.predicted_s / step_s
+            if abs(error - 1) > PREDICTION_ERROR:
+                found.append(
+                    f"The prediction for {self.best.name} is {error:.2f} of what was measured: the "
+                    "search was guided by a rough model."
+                )
+        single = self.single
+        if single is not None and self.lower_bound_s > 0:
+            possible = single.predicted_s / self.lower_bound_s
+            if self.speed_up > possible * (1 + PREDICTION_ERROR):
+                found.append(
+                    f"More than {possible:.2f}x is not possible by the costs of the ops: something "
+                    "disturbed the runs of one device. Measure again on a quieter machine."
+                )
         return found
 
 
@@ -227,12 +247,3 @@ def choose(rows: Sequence[Row]) -> Row:
     if not equal:
         return single[0] if single is not None else fastest
     return min(equal, key=lambda pair: (pair[0].simplicity, order(pair)))[0]
-
-
-def _compared(unplaced_s: float, placed_s: float) -> str:
-    """Which of two steps is faster, and how much, for people."""
-    if unplaced_s > placed_s * 1.01:
-        return f"placing is {unplaced_s / placed_s:.2f}x faster"
-    if placed_s > unplaced_s * 1.01:
-        return f"not placing is {placed_s / unplaced_s:.2f}x faster"
-    return "a tie"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,7 @@ import numpy as np
 
 import placer
 from envs.bounds import lower_bound_ns
-from envs.calibrate import calibrated, profile_ops
+from envs.calibrate import calibrated
 from envs.cluster import Cluster
 from envs.discover import check_cores
 from envs.executor.pool import WorkerError
@@ -21,9 +20,10 @@ from envs.measured import Measured, Measurement, run_order
 from envs.placement import MadeBy, Placement
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS, Simulator
-from graphs.costs import with_costs
 from graphs.extract import Extraction, Step, extract
 from graphs.graph import GraphArrays
+from placer.costing import measured_graph
+from placer.demands import demanded
 from placer.interrupt import Interrupt
 from placer.outcome import Optimization, Row, choose
 from placer.report.progress import Progress, Silent
@@ -33,6 +33,9 @@ from placer.search.portfolio import Proposer, load_compiled_code, search
 
 MEASURED_CANDIDATES: Final = 5
 """How many of the best are run for real, besides the best single device."""
+MEASURED_S: Final = 1.5
+FEWEST_ROUNDS: Final = 7
+MOST_ROUNDS: Final = 41
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +46,8 @@ class Options:
     seed: int = 0
     policy: Proposer | None = None  # None: search without a learned policy
     measure: bool = True
-    rounds: int = 7
+    keep_together: Sequence[str] = ()  # patterns: what matches one shares a device
+    pins: Mapping[str, str] = field(default_factory=dict)  # {pattern: device name}
 
 
 def optimize_step(
@@ -59,6 +63,7 @@ def optimize_step(
 
     Raises:
         ExtractionError: the model cannot be exported.
+        DemandError: an option names ops or devices that are not there, or contradicts another.
         ValueError: a device is not there.
         PlacementError: the model fits nowhere, or nothing could be run.
         KeyboardInterrupt: stopped before there was any placement.
@@ -68,14 +73,11 @@ def optimize_step(
     with Interrupt() as interrupt:
         hear.stage("Extracting the graph")
         extraction = extract(step)
+        graph = demanded(extraction.graph, cluster, options.keep_together, options.pins)
         hear.stage("Calibrating devices")
         cluster = cluster if cluster.links else calibrated(cluster)
         hear.stage("Measuring op costs")
-        costs_s = profile_ops(
-            extraction, cluster, progress=lambda done, total: hear.advance(done / total)
-        )
-        source = f"measured {datetime.date.today().isoformat()}, in context"
-        graph = with_costs(extraction.graph, costs_s, dict.fromkeys(costs_s, source))
+        graph = measured_graph(extraction, graph, cluster, hear)
         problem = Problem.of(GraphArrays.from_graph(graph), cluster)
         return _decided(problem, options, interrupt, hear, extraction)
 
@@ -86,12 +88,14 @@ def optimize_graph(
     """Place a graph with known costs; ends with the simulator's answer, nothing is run.
 
     Raises:
+        DemandError: an option names ops or devices that are not there, or contradicts another.
         ValueError: an op has no cost on any device of the cluster.
         PlacementError: the graph fits nowhere.
         KeyboardInterrupt: stopped before there was any placement.
     """
     hear = progress or Silent()
     with Interrupt() as interrupt:
+        graph = demanded(graph, cluster, options.keep_together, options.pins)
         problem = Problem.of(GraphArrays.from_graph(graph), cluster)
         return _decided(problem, options, interrupt, hear, None)
 
@@ -108,7 +112,7 @@ def _decided(
     Once the search has begun nothing is lost: Ctrl-C ends the stage, and where workers cannot be
     started the prediction decides.
     """
-    hear.stage("Loading compiled code")
+    hear.stage("Loading compiled code (the first time it is compiled, 30 s)")
     load_compiled_code()
     rows: list[Row] = []
     runs, trouble = _Runs(), ""
@@ -120,7 +124,7 @@ def _decided(
             ended = time.perf_counter()
         if extraction is not None and options.measure and not interrupt.requested:
             hear.stage("Running the best for real")
-            runs = _run_best(rows, extraction, problem, options, hear)
+            runs = _run_best(rows, extraction, problem, hear)
     except KeyboardInterrupt:
         interrupt.requested = True
         if not rows:
@@ -196,11 +200,7 @@ class _Runs:
 
 
 def _run_best(
-    rows: Sequence[Row],
-    extraction: Extraction,
-    problem: Problem,
-    options: Options,
-    hear: Progress,
+    rows: Sequence[Row], extraction: Extraction, problem: Problem, hear: Progress
 ) -> _Runs:
     """Run the best few and the best single devices in turn.
 
@@ -208,13 +208,15 @@ def _run_best(
         WorkerError: the workers do not come up.
     """
     chosen = worth_running(rows, problem.cluster)
+    if not chosen:
+        return _Runs()
     latency_s = max((link.latency_s for link in problem.cluster.links), default=0.0)
     timeout_s = 60.0 + 100.0 * max((rows[i].predicted_s for i in chosen), default=0.0)
     with Measured(
         extraction,
         problem,
         latency_s=latency_s,
-        rounds=options.rounds,
+        rounds=rounds_for(rows[chosen[0]].predicted_s),
         step_timeout_s=timeout_s,
     ) as backend:
         measurements = backend.measure(
@@ -227,6 +229,11 @@ def _run_best(
             all_cores=backend.reference,
             interrupted=backend.interrupted,
         )
+
+
+def rounds_for(step_s: float) -> int:
+    """How often a candidate is run: short steps scatter more, and cost less."""
+    return int(min(max(MEASURED_S / step_s, FEWEST_ROUNDS), MOST_ROUNDS)) if step_s else MOST_ROUNDS
 
 
 def worth_running(rows: Sequence[Row], cluster: Cluster) -> list[int]:

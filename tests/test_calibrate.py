@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from envs import calibrate
 from envs.calibrate import calibrated, hop_rates, profile_ops
 from envs.cluster import Cluster, Device, Link
 from envs.discover import discover
+from envs.executor.pool import StepRun, WorkerPool
 from graphs.costs import with_costs
 from graphs.extract import extract
 from graphs.graph import GraphArrays
@@ -217,3 +219,23 @@ def test_a_cache_that_cannot_be_written_is_no_failure(cache: Path, measured: lis
     cache.write_text("a file where the folder should be")
     assert calibrated(made_up("core:0", "core:1")).devices[0].source == "made"
     assert len(measured) == 1
+
+
+def test_a_worker_that_dies_once_while_costs_are_measured_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    extraction = extract(tiny_models.STEPS["conv_net"]())
+    run = WorkerPool.run
+    killed: list[int] = []
+
+    def dying(pool: WorkerPool, number: int, *, give: bool = False) -> StepRun:
+        if not killed:
+            killed.append(pool._workers[0].process.pid)
+            os.kill(killed[0], signal.SIGKILL)
+        return run(pool, number, give=give)
+
+    monkeypatch.setattr(WorkerPool, "run", dying)
+    cost_s = profile_ops(extraction, discover(f"core:{CORES[0]}"), repeats=1)["core"]
+    assert killed
+    assert cost_s.shape == (extraction.program.op_count,)
+    assert (cost_s > 0).all()

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from envs import discover as discovery
-from envs.discover import available_memory_bytes, core_set, cores_of, discover, kind_of
+from envs.discover import (
+    available_memory_bytes,
+    core_set,
+    cores_of,
+    discover,
+    kind_of,
+    own_cores,
+)
 
 CORES = sorted(os.sched_getaffinity(0))
 FIRST = f"core:{CORES[0]}"
@@ -22,7 +30,7 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_auto_takes_the_cores_that_this_process_may_run_on() -> None:
-    expected = tuple(f"core:{core}" for core in CORES[: discovery.MOST_CORES])
+    expected = tuple(f"core:{core}" for core in own_cores()[: discovery.MOST_CORES])
     assert discover().names == expected
     assert discover(" auto ").names == expected
 
@@ -117,3 +125,19 @@ def test_all_single_cores_are_of_one_kind() -> None:
     assert kind_of(1) == "core"
     assert kind_of(2) != kind_of(3)
     assert discover(FIRST).devices[0].kind == "core"
+
+
+def test_pages_of_files_that_nobody_uses_count_as_free_in_a_control_group(tmp_path: Path) -> None:
+    machine = available_memory_bytes(tmp_path)
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("900000\n")
+    assert available_memory_bytes(tmp_path) == 100_000
+    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 300000\n")
+    assert available_memory_bytes(tmp_path) == 400_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_memory_bytes(tmp_path) == pytest.approx(machine, rel=0.2)
+
+
+def test_own_cores_are_some_of_those_that_may_be_used() -> None:
+    assert set(own_cores()) <= os.sched_getaffinity(0)
+    assert own_cores() == sorted(set(own_cores()))

@@ -15,7 +15,7 @@ import torch
 
 from envs.cluster import Link
 from envs.discover import discover
-from envs.executor.pool import WorkerError, WorkerPool
+from envs.executor.pool import StepRun, WorkerError, WorkerPool
 from envs.measured import Measured, Measurement, contended, run_order, tied
 from envs.placement import Placement
 from envs.problem import Problem
@@ -172,13 +172,13 @@ def test_evaluate_tells_time_memory_and_noise(backend: Measured) -> None:
 @needs_two_cores
 def test_a_candidate_whose_worker_dies_fails_and_the_others_go_on(backend: Measured) -> None:
     def progress(done: int, total: int) -> None:
-        if done == 4:  # the second candidate is next
+        if done == 4:  # the second round has begun with the second candidate, the third is next
             kill_a_worker(backend)
 
     first, second, third = backend.measure(candidates(backend), progress)
-    assert second.failure.startswith(f"the worker of {backend.problem.cluster.names[0]} died")
-    assert not second.ok
-    for other in (first, third):
+    assert third.failure.startswith(f"the worker of {backend.problem.cluster.names[0]} died")
+    assert not third.ok
+    for other in (first, second):
         assert other.ok
         assert len(other.wall_s) == 3
 
@@ -228,7 +228,7 @@ def test_without_new_workers_what_was_measured_counts_and_the_rest_failed(
     backend: Measured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def progress(done: int, total: int) -> None:
-        if done == 4:  # the second candidate is next, in the first round that counts
+        if done == 4:  # the first round that counts began with the second, the third is next
             kill_a_worker(backend)
 
     def refuse() -> WorkerPool:
@@ -238,10 +238,10 @@ def test_without_new_workers_what_was_measured_counts_and_the_rest_failed(
     with monkeypatch.context() as patch:
         patch.setattr(backend, "_new_pool", refuse)
         first, second, third = backend.measure(candidates(backend), progress)
-    assert first.ok
-    assert len(first.wall_s) == 1
-    assert "died" in second.failure
-    assert third.failure == "no new workers could be started: too many open files"
+    assert second.ok
+    assert len(second.wall_s) == 1
+    assert "died" in third.failure
+    assert first.failure == "no new workers could be started: too many open files"
     with monkeypatch.context() as patch:
         patch.setattr(backend, "_new_pool", refuse)
         assert not any(one.ok for one in backend.measure(candidates(backend)))
@@ -321,3 +321,42 @@ def test_ops_that_start_at_once_run_after_what_they_read() -> None:
     _, problem = small_problem()
     order = run_order(problem, np.zeros(problem.op_count, np.int64))
     assert order == problem.graph.topological.tolist()
+
+
+def test_no_place_in_a_round_is_always_the_same_candidates_and_the_reference_comes_last(
+    backend: Measured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[object] = []
+    run = WorkerPool.run
+
+    def recorded(pool: WorkerPool, number: int, *, give: bool = False) -> StepRun:
+        order.append("reference" if len(pool.devices) == 1 else number)
+        return run(pool, number, give=give)
+
+    monkeypatch.setattr(WorkerPool, "run", recorded)
+    monkeypatch.setattr("envs.measured.SHORT_STEP_S", 0.0)
+    monkeypatch.setattr(backend, "rounds", 4)
+    backend.measure([candidates(backend)[0]] * 3, reference=True)
+    own = [number for number in order if number != "reference"]
+    assert order[len(own) :] == ["reference"] * (4 + backend.warm_up)
+    rounds = [own[at : at + 3] for at in range(0, len(own), 3)]
+    assert {tuple(sorted(map(str, r))) for r in rounds} == {tuple(sorted(map(str, rounds[0])))}
+    for place in range(3):
+        assert len({r[place] for r in rounds}) == 3
+
+
+def test_a_short_step_runs_once_more_before_it_counts(
+    backend: Measured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[int] = []
+    run = WorkerPool.run
+
+    def recorded(pool: WorkerPool, number: int, *, give: bool = False) -> StepRun:
+        runs.append(number)
+        return run(pool, number, give=give)
+
+    monkeypatch.setattr(WorkerPool, "run", recorded)
+    monkeypatch.setattr("envs.measured.SHORT_STEP_S", 1e9)
+    [seen] = backend.measure([candidates(backend)[0]])
+    assert len(runs) == 2 * (backend.rounds + backend.warm_up)
+    assert len(seen.wall_s) == backend.rounds

@@ -23,7 +23,7 @@ from envs.placement import Placement
 from envs.problem import Problem
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 from placer.outcome import Optimization, PlacementError, Row, choose
-from placer.pipeline import Options, optimize_graph, worth_running
+from placer.pipeline import Options, optimize_graph, rounds_for, worth_running
 from placer.search.budget import Budget
 
 two_cores = pytest.mark.skipif(
@@ -137,17 +137,21 @@ def test_a_single_device_that_failed_is_no_yardstick() -> None:
     assert found.verdict == "4.00x faster than b, predicted."
 
 
-def test_remarks_tell_of_scatter_wrong_predictions_and_of_not_placing_at_all() -> None:
+def test_remarks_tell_of_scatter_wrong_predictions_and_of_the_impossible() -> None:
     rows = [
         row("HEFT", 0.5, [1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0]),
-        row("single a", 4.0, [4.0] * 7, single=True),
+        row("single a", 4.0, [8.0] * 7, single=True),
     ]
-    times = np.full(7, 0.5)
-    found = replace(outcome(rows), all_cores=Measurement(wall_s=times, rebuilt_s=times))
-    scatter, wrong, unplaced = found.remarks
-    assert "scatter by 100%" in scatter
+    found = replace(outcome(rows), lower_bound_s=2.0)
+    scatter, wrong, impossible = found.remarks
+    assert "HEFT scatter by 100%" in scatter
     assert "0.50 of what was measured" in wrong
-    assert "takes 500 ms at best, this placement 1000 ms: not placing is 2.00x faster" in unplaced
+    assert impossible.startswith("More than 2.00x is not possible")
+
+
+@pytest.mark.parametrize(("step_s", "rounds"), [(10.0, 7), (0.1, 15), (1e-4, 41), (0.0, 41)])
+def test_short_steps_are_run_more_often(step_s: float, rounds: int) -> None:
+    assert rounds_for(step_s) == rounds
 
 
 def test_failed_candidates_do_not_win_and_do_not_stop_the_rest() -> None:
@@ -222,7 +226,7 @@ def test_a_model_is_placed_measured_and_runs_as_placed(tmp_path: Path) -> None:
     assert single.measurement is not None
     assert found.step_s(found.best) <= found.step_s(single)
     assert found.placement.measured is not None
-    assert found.placement.measured["rounds"] == 7
+    assert found.placement.measured["rounds"] > 7
     assert found.device_of("left.0") in ("core:0", "core:1")
     assert sum(found.devices_of("right").values()) > 3
 
@@ -246,8 +250,10 @@ def test_a_placement_file_needs_example_inputs_and_its_own_graph(tmp_path: Path)
         placer.apply(Towers(), tmp_path / "placement.json")
 
 
-def stop_at(stage: str, arguments: list[str]) -> tuple[int, str]:
-    """Run ``placer optimize`` as a user would, press Ctrl-C in a stage; exit code and stderr."""
+def stop_at(
+    stage: str, arguments: list[str], request: signal.Signals = signal.SIGINT
+) -> tuple[int, str]:
+    """Run ``placer optimize`` as a user would, stop it in a stage; exit code and stderr."""
     command = [sys.executable, "-m", "placer.cli.main", "optimize", "examples/two_towers.py:build"]
     root = Path(__file__).parents[1]
     told = []
@@ -262,17 +268,20 @@ def stop_at(stage: str, arguments: list[str]) -> tuple[int, str]:
         for line in process.stderr:
             told.append(line)
             if line.startswith(stage):
-                process.send_signal(signal.SIGINT)
+                process.send_signal(request)
                 break
         told += process.stderr.readlines()
         return process.wait(timeout=60), "".join(told)
 
 
 @two_cores
-def test_ctrl_c_ends_the_search_and_keeps_the_best_so_far(tmp_path: Path) -> None:
+@pytest.mark.parametrize("request_", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_the_search_and_keeps_the_best_so_far(
+    tmp_path: Path, request_: signal.Signals
+) -> None:
     out = tmp_path / "placement.json"
     arguments = ["--devices", "core:0,core:1", "--budget", "60m", "--out", str(out)]
-    code, told = stop_at("Searching placements", arguments)
+    code, told = stop_at("Searching placements", arguments, request_)
     assert code == 0, told
     assert "stopped early" in told
     written = json.loads(out.read_text())

@@ -57,6 +57,22 @@ def worker_ids(model: PlacedModel) -> list[int]:
 # --- whose memory the state lies in
 
 
+def test_a_saved_model_holds_its_parameters_and_nothing_else_of_the_shared_memory(
+    tmp_path: Path,
+) -> None:
+    step = tiny_models.STEPS["conv_net"]()
+    torch.save(step.model.state_dict(), tmp_path / "before.pt")
+    with placed(extract(step)) as model:
+        model.step(*step.inputs)
+        for parameter in step.model.parameters():
+            assert parameter.untyped_storage().nbytes() == parameter.nbytes
+            assert parameter.grad is not None
+            assert parameter.grad.untyped_storage().nbytes() == parameter.grad.nbytes
+        torch.save(step.model.state_dict(), tmp_path / "placed.pt")
+    before, placed_bytes = ((tmp_path / n).stat().st_size for n in ("before.pt", "placed.pt"))
+    assert placed_bytes <= 1.1 * before
+
+
 def test_two_placed_models_take_turns_on_one_model() -> None:
     step = tiny_models.conv_net()
     asking = inference(step)

@@ -38,7 +38,7 @@ class Arena:
         try:
             if new:
                 os.ftruncate(descriptor, size)
-            self._bytes = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+            self._mapping: mmap.mmap | None = mmap.mmap(descriptor, size)
         except BaseException:
             self.file.close()
             raise
@@ -56,7 +56,7 @@ class Arena:
     def close(self) -> None:
         """Let go of the mapping, which goes when the last tensor on it does; safe to call twice."""
         self.file.close()
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._mapping = None
 
     def _lay_out(self) -> int:
         end = 0
@@ -83,8 +83,12 @@ class Arena:
         return -(-max(size, 1) // ALIGNMENT) * ALIGNMENT
 
     def _tensor(self, value: Value, offset: int) -> torch.Tensor:
-        size = _elements(value) * value.dtype.itemsize
-        flat = self._bytes[offset : offset + size].view(value.dtype)
+        """A tensor with a storage of its own: saving it must not save the whole arena."""
+        assert self._mapping is not None, "the arena was closed"
+        count = _elements(value)
+        if count == 0:
+            return torch.empty(value.shape, dtype=value.dtype)
+        flat = torch.frombuffer(self._mapping, dtype=value.dtype, count=count, offset=offset)
         if value.overlaps:
             return flat.view(value.shape)
         return flat.as_strided(value.shape, value.stride)

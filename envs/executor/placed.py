@@ -26,6 +26,8 @@ class PlacedModel:
     is there). A gradient lies in shared memory until the next step: clone what you keep longer.
     State that was moved elsewhere (``model.to``, ``load_state_dict(assign=True)``, another placed
     model on the same one) is copied back by the next step; taking turns costs that copy each time.
+    The memory is shared with processes forked from this one, too: what they write into parameters
+    is written here (a spawned process has its own copy).
     Use as a context manager, or call :meth:`close`, which gives the model its own memory back.
     Without either the workers end when the placed model is dropped.
     """

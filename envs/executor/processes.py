@@ -114,13 +114,14 @@ class Holdings:
 def _started(
     pipe: Connection, cores: Sequence[int], shared: Sequence[int], errors: IO[bytes]
 ) -> subprocess.Popen[bytes]:
-    # The worker must find this very package, whatever lies in its working directory.
+    # The worker must find this package, whatever lies in its working directory (hence -P); last on
+    # the path, where what lies beside the package hides nothing.
     root = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH", "")) if p)
-    environment = os.environ | MALLOC | {"PYTHONPATH": path, "OMP_NUM_THREADS": str(len(cores))}
+    start = f"import sys; sys.path.append({root!r}); import envs.executor.worker as w; w.main()"
+    environment = os.environ | MALLOC | {"OMP_NUM_THREADS": str(len(cores))}
     arguments = [str(pipe.fileno()), ",".join(map(str, cores))]
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "envs.executor.worker", *arguments],
+        [sys.executable, "-P", "-c", start, *arguments],
         pass_fds=[pipe.fileno(), *shared],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

@@ -1,6 +1,6 @@
 """One pinned worker process: maps the arena, compiles instruction lists, runs them on demand.
 
-Started by WorkerPool as ``python -P -m envs.executor.worker``; the messages on its pipe are those
+Started by WorkerPool in a process of its own; the messages on its pipe are those
 of envs/executor/messages.py. It never outlives its parent.
 """
 

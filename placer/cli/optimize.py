@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from placer.cli.arguments import seed
+from placer.cli.arguments import pin, pins_of, seed
 from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs, why_not_written
 
 if TYPE_CHECKING:
@@ -23,6 +23,9 @@ targets:
   path/to/model.py:function   called without arguments, returns (model, inputs) or
                               (model, inputs, loss); with a loss the last input is the target:
                               loss(model(*inputs[:-1]), inputs[-1])
+  hf:NAME                     a language model of transformers, random weights, no download, as in
+                              hf:bert-base-uncased or 'hf:gpt2?batch=2&sequence=64&n_layer=4'
+  model.pt2                   a program that torch.export.save wrote (needs --inference)
   graph.json                  a graph with known costs (needs --cluster); nothing is run
 
 examples:
@@ -39,7 +42,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("target", help="path/to/model.py:function or graph.json")
+    parser.add_argument("target", help="path/to/model.py:function, hf:NAME or graph.json")
     parser.add_argument(
         "--devices",
         metavar="NAMES",
@@ -70,6 +73,22 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help="trained policy that proposes placements, or none (default: generalist)",
     )
     parser.add_argument(
+        "--keep-together",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="an op, a module or a glob such as 'layers.3.*': what matches shares a device; may be "
+        "given again",
+    )
+    parser.add_argument(
+        "--pin",
+        type=pin,
+        action="append",
+        default=[],
+        metavar="NAME=DEVICE",
+        help="what matches the name runs on this device; may be given again",
+    )
+    parser.add_argument(
         "--no-measure", action="store_true", help="end with the simulator's answer, run nothing"
     )
     parser.add_argument(
@@ -97,6 +116,7 @@ def run(args: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         return fail(BAD_USAGE, error)
     from graphs.extract import ExtractionError
+    from graphs.selection import DemandError
     from placer.outcome import PlacementError
     from placer.report.console import stdout_console
     from placer.report.progress import progress_for
@@ -106,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         with progress_for(sys.stderr.isatty()) as progress:
             found = _optimize(args, cluster, options, progress)
-    except TargetError as error:
+    except (TargetError, DemandError) as error:
         return fail(BAD_USAGE, error)
     except (ExtractionError, PlacementError, ValueError, OSError, RuntimeError) as error:
         return fail(JOB_FAILED, error)
@@ -140,6 +160,8 @@ def _options(args: argparse.Namespace) -> Options:
         seed=args.seed,
         policy=None if args.policy == "none" else load(args.policy),
         measure=not args.no_measure,
+        keep_together=tuple(args.keep_together),
+        pins=pins_of(args.pin),
     )
 
 

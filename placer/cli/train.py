@@ -33,6 +33,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 def run(args: argparse.Namespace) -> int:
     """Train, write the policy with its card, say which seed was kept."""
+    if not args.out.name.strip("."):
+        return fail(BAD_USAGE, f"--out {args.out} names no policy; write for example policies/mine")
     weights = args.out.with_name(args.out.name + ".safetensors")
     card = args.out.with_name(args.out.name + ".json")
     if (why := why_not_outputs({"weights": weights, "card": card}, {})) is not None:

@@ -12,5 +12,6 @@ WIDTH_ELSEWHERE: Final = 110
 
 
 def stdout_console() -> Console:
-    """Standard output, as wide as the terminal."""
-    return Console(width=None if sys.stdout.isatty() else WIDTH_ELSEWHERE)
+    """Standard output, as wide as the terminal; names from files are text, whatever they hold."""
+    width = None if sys.stdout.isatty() else WIDTH_ELSEWHERE
+    return Console(width=width, markup=False, highlight=False)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 SECONDS_BETWEEN_FRAMES: Final = 0.1
 SECONDS_BETWEEN_TICKS: Final = 0.25
+SECONDS_BETWEEN_LINES: Final = 10.0
 
 
 class Progress(Protocol):
@@ -38,11 +39,11 @@ class Silent:
 
 
 class PlainLines:
-    """A line on stderr when a stage begins and one when it ends, for logs."""
+    """A line on stderr when a stage begins, one when it ends, and now and then one between."""
 
     def __init__(self) -> None:
         self._title = ""
-        self._began = 0.0
+        self._began = self._told = 0.0
 
     def __enter__(self) -> PlainLines:
         """Itself."""
@@ -62,10 +63,14 @@ class PlainLines:
         """Print the end of the last stage and the new title."""
         self._complete()
         self._title, self._began = title, time.perf_counter()
+        self._told = self._began
         print(f"{title} ...", file=sys.stderr, flush=True)
 
     def advance(self, share: float, text: str = "") -> None:
-        """Nothing between beginning and end."""
+        """Print the share, at most every ten seconds."""
+        if time.perf_counter() - self._told >= SECONDS_BETWEEN_LINES:
+            self._told = time.perf_counter()
+            print(f"{self._title}: {share:.0%} {text}".rstrip(), file=sys.stderr, flush=True)
 
     def _complete(self) -> None:
         if self._title:
@@ -86,10 +91,10 @@ class Bars:
         from rich.progress import Progress as RichProgress
 
         self._bars = RichProgress(
-            TextColumn("{task.description:<24}"),
+            TextColumn("{task.description:<24}", markup=False),
             BarColumn(bar_width=30),
             TimeElapsedColumn(),
-            TextColumn("[dim]{task.fields[text]}"),
+            TextColumn("{task.fields[text]}", style="dim", markup=False),
             console=Console(stderr=True),
             auto_refresh=False,
         )

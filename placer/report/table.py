@@ -14,23 +14,26 @@ from envs.placement import module_of
 
 if TYPE_CHECKING:
     from envs.cluster import Cluster
+    from envs.measured import Measurement
     from envs.placement import Placement
     from placer.outcome import Optimization, Row
 
 UNITS: Final = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 MEASURED_COLUMNS: Final = ("measured", "min", "spread", "rebuilt")
+UNPLACED: Final = "not placed"
 
 
 def print_optimization(found: Optimization, console: Console) -> None:
     """All candidates with predicted and measured step, speed-up and memory, then the verdict."""
     ran = any(row.measurement is not None for row in found.rows)
-    console.print(_title(found), highlight=False)
-    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
+    console.print(_title(found))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("candidate", no_wrap=True)
-    for column in ("predicted", *(MEASURED_COLUMNS if ran else ()), "speed-up", "memory"):
+    for column in ("predicted", *(MEASURED_COLUMNS if ran else ()), "speed-up"):
         table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("memory", justify="right", overflow="fold")
     for row in found.rows:
-        measured = _measured_cells(row) if ran else []
+        measured = _measured_cells(row.measurement, row.failure) if ran else []
         table.add_row(
             row.name,
             _ms(row.predicted_s),
@@ -39,11 +42,14 @@ def print_optimization(found: Optimization, console: Console) -> None:
             _memory(row),
             style="bold green" if row is found.best else "",
         )
+    if found.all_cores is not None:
+        cells = _measured_cells(found.all_cores, found.all_cores.failure)
+        table.add_row(UNPLACED, "-", *cells, "", "", style="dim")
     console.print(table)
-    console.print(_legend(found, ran), style="dim", highlight=False)
+    console.print(_legend(found, ran), style="dim")
     for remark in found.remarks:
-        console.print(remark, markup=False, highlight=False)
-    console.print(f"Best: {found.best.name}. {found.verdict}", markup=False, highlight=False)
+        console.print(remark)
+    console.print(f"Best: {found.best.name}. {found.verdict}")
 
 
 def _legend(found: Optimization, ran: bool) -> str:
@@ -58,6 +64,8 @@ def _legend(found: Optimization, ran: bool) -> str:
             "rebuilt: from CPU clocks, without what others did to this machine; in brackets: "
             "predicted, it was not run"
         )
+    if found.all_cores is not None:
+        text += f"; {UNPLACED}: one process with torch's threads on all cores"
     if ran and found.loaded:
         text += ". It was busy (wall time above 1.15 x rebuilt): speed-ups are by rebuilt times"
     return text + "."
@@ -65,7 +73,7 @@ def _legend(found: Optimization, ran: bool) -> str:
 
 def print_cluster(cluster: Cluster, console: Console) -> None:
     """Devices with their speeds, links with theirs."""
-    console.print(cluster.name, highlight=False)
+    console.print(cluster.name)
     devices = Table(box=box.SIMPLE_HEAD)
     for column in ("device", "kind", "memory", "GFLOP/s", "GB/s", "source"):
         devices.add_column(column, justify="left" if column in "device kind source" else "right")
@@ -96,7 +104,7 @@ def print_cluster(cluster: Cluster, console: Console) -> None:
 
 def print_placement(placement: Placement, console: Console) -> None:
     """Ops per device for the top modules of a placement, and what is known of its step."""
-    console.print(_origin(placement), highlight=False)
+    console.print(_origin(placement))
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("module")
     for name in placement.device_names:
@@ -111,7 +119,7 @@ def print_placement(placement: Placement, console: Console) -> None:
     for key in ("predicted", "measured"):
         known = getattr(placement, key)
         if known and "step_s" in known:
-            console.print(f"{key} step: {_ms(known['step_s'])} ms", highlight=False)
+            console.print(f"{key} step: {_ms(known['step_s'])} ms")
 
 
 def human_bytes(size: float) -> str:
@@ -138,13 +146,12 @@ def _origin(placement: Placement) -> str:
     return ", ".join(parts)
 
 
-def _measured_cells(row: Row) -> list[str]:
-    seen = row.measurement
-    if seen is None:
-        return ["-"] * 4
-    if not seen.ok:
+def _measured_cells(seen: Measurement | None, failure: str) -> list[str]:
+    if failure:
         return ["failed", "", "", ""]
-    return [_ms(seen.median_s), _ms(seen.min_s), f"{seen.spread:.1%}", _ms(seen.rebuilt_median_s)]
+    if seen is None or not seen.ok:
+        return ["-"] * 4
+    return [_ms(seen.median_s), _ms(seen.min_s), f"{seen.spread:.0%}", _ms(seen.rebuilt_median_s)]
 
 
 def _speed_up(found: Optimization, row: Row) -> str:

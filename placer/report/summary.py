@@ -1,0 +1,67 @@
+"""What a graph holds: terminal tables, and the same for machines."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from placer.report.table import human_bytes
+
+if TYPE_CHECKING:
+    from graphs.summary import GraphSummary, Work
+
+
+def print_summary(summary: GraphSummary, console: Console) -> None:
+    """Ops by phase and sizes; by device kind the work, the critical path and the dearest ops."""
+    count = sum(summary.ops.values())
+    console.print(f"{summary.name}: {count} ops, {summary.edges} edges", highlight=False)
+    table = Table(box=box.SIMPLE, show_header=False)
+    table.add_column("what")
+    table.add_column("how much", justify="right")
+    for phase, ops in summary.ops.items():
+        if ops:
+            table.add_row(f"{phase} ops", str(ops))
+    table.add_row("FLOPs", f"{summary.flops / 1e9:,.3f} GFLOP")
+    table.add_row("parameters", human_bytes(summary.parameter_bytes))
+    table.add_row("saved for backward", human_bytes(summary.saved_bytes))
+    for kind, work in summary.work.items():
+        table.add_row(f"total work on {_named(kind)}", f"{work.total_s * 1e3:,.4g} ms")
+        table.add_row(f"critical path on {_named(kind)}", f"{work.critical_path_s * 1e3:,.4g} ms")
+        table.add_row("total work / critical path (headroom)", f"{work.headroom:.2f}x")
+    console.print(table)
+    for kind, work in summary.work.items():
+        console.print(_dearest(kind, work))
+    for kind, known in summary.partly_known.items():
+        console.print(f"Costs on {_named(kind)} are known for {known} of {count} ops only.")
+    if not summary.work and not summary.partly_known:
+        console.print("Costs are unknown, and with them the critical path and the headroom.")
+
+
+def summary_to_dict(summary: GraphSummary) -> dict[str, Any]:
+    """The summary as plain data for JSON; units are in the names."""
+    data = asdict(summary)
+    for kind, work in summary.work.items():
+        data["work"][kind] |= {
+            "headroom": work.headroom,
+            "dearest": [{"id": op_id, "cost_s": cost_s} for op_id, cost_s in work.dearest],
+        }
+    return data
+
+
+def _dearest(kind: str, work: Work) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column(f"dearest ops on {_named(kind)}", overflow="fold")
+    table.add_column("ms", justify="right", no_wrap=True)
+    table.add_column("share", justify="right", no_wrap=True)
+    for op_id, cost_s in work.dearest:
+        share = cost_s / work.total_s if work.total_s > 0 else 0.0
+        table.add_row(op_id, f"{cost_s * 1e3:.4g}", f"{share:.1%}")
+    return table
+
+
+def _named(kind: str) -> str:
+    return "any kind" if kind == "*" else kind

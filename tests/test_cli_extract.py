@@ -1,0 +1,171 @@
+"""``placer extract`` as a user meets it, and what ``optimize`` makes of its graph."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from graphs.files import load_graph
+from placer.cli.main import main
+
+torch.set_num_threads(1)
+
+MODEL = """
+import torch
+from torch import nn
+
+def build():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    return model, (torch.randn(2, 8), torch.randn(2, 4)), nn.functional.mse_loss
+"""
+CORE = min(os.sched_getaffinity(0))
+CLUSTER = """
+format = "placer-cluster/1"
+name = "two cores"
+[[device]]
+name = "core:0"
+kind = "core"
+memory_bytes = 1_000_000_000
+[[device]]
+name = "core:1"
+kind = "core"
+memory_bytes = 1_000_000_000
+[[link]]
+between = ["core:0", "core:1"]
+latency_s = 1e-5
+bandwidth_bytes_per_s = 1e9
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    path = tmp_path / "model.py"
+    path.write_text(MODEL)
+    return f"{path}:build"
+
+
+def test_a_model_is_extracted_with_measured_costs_and_its_graph_optimized(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, cluster, placement = (tmp_path / n for n in ("g.json", "cluster.toml", "p.json"))
+    devices = ["--devices", f"core:{CORE}"]
+    assert main(["extract", model, "--out", str(out), "--summary", *devices]) == 0
+    told = capsys.readouterr()
+    assert "critical path on core" in told.out
+    assert "backward ops" in told.out
+    assert str(out) in told.err
+    graph = load_graph(out)
+    assert all(node["cost_s"]["core"] > 0 for _, node in graph.nodes(data=True))
+    assert "measured" in graph.graph["cost_source"]["core"]
+
+    cluster.write_text(CLUSTER)
+    arguments = ["optimize", str(out), "--cluster", str(cluster), "--budget", "50e"]
+    arguments += ["--keep-together", "0", "--pin", "2=core:1", "--out", str(placement)]
+    assert main(arguments) == 0
+    device_of = json.loads(placement.read_text())["devices"]
+    modules = {op_id: node["module"] for op_id, node in graph.nodes(data=True)}
+    assert {d for op_id, d in device_of.items() if modules[op_id] == "2"} == {"core:1"}
+    assert len({d for op_id, d in device_of.items() if modules[op_id] == "0"}) == 1
+
+
+def test_without_costs_nothing_is_measured_and_the_summary_says_so(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "graph.json"
+    arguments = ["extract", model, "--inference", "--costs", "none"]
+    assert main([*arguments, "--out", str(out), "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["ops"] == {"forward": 3, "backward": 0, "optimizer": 0}
+    assert summary["flops"] == 2 * 2 * (8 * 16 + 16 * 4)
+    assert summary["parameter_bytes"] == 4 * (8 * 16 + 16 + 16 * 4 + 4)
+    assert summary["saved_bytes"] == 0
+    assert summary["work"] == {}
+    assert summary["out"] == str(out)
+    assert all(node["cost_s"] == {} for _, node in load_graph(out).nodes(data=True))
+
+    assert main(["extract", str(out), "--summary"]) == 0
+    assert "Costs are unknown" in capsys.readouterr().out
+
+
+def test_the_summary_of_a_graph_file_counts_every_kind(
+    files: Callable[..., tuple[Path, Path]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    graph, _ = files()
+    assert main(["extract", str(graph), "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert sum(summary["ops"].values()) == 40
+    for work in summary["work"].values():
+        assert work["headroom"] == pytest.approx(work["total_s"] / work["critical_path_s"])
+        costs_s = [op["cost_s"] for op in work["dearest"]]
+        assert len(costs_s) == 10
+        assert costs_s == sorted(costs_s, reverse=True)
+    assert summary["work"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["{model}"], "give --out graph.json, --summary or --json"),
+        (["{graph}", "--summary", "--costs", "measured"], "extracted already"),
+        (["{graph}", "--summary", "--inference"], "extracted already"),
+        (["{model}", "--summary", "--costs", "none", "--devices", "core:0"], "asks for none"),
+        (["{graph}", "--out", "{graph}"], "the same file"),
+        (["{graph}.json", "--summary"], "no file"),
+        (["{model}x", "--summary", "--costs", "none"], "no function 'buildx'"),
+        (["{model}", "--summary", "--devices", "core:9999"], "core:9999"),
+    ],
+)
+def test_what_makes_no_sense_is_bad_usage(
+    arguments: list[str],
+    told: str,
+    model: str,
+    files: Callable[..., tuple[Path, Path]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    graph, _ = files()
+    before = graph.read_bytes()
+    filled = [argument.format(model=model, graph=graph) for argument in arguments]
+    assert main(["extract", *filled]) == 2
+    assert told in capsys.readouterr().err
+    assert graph.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("demand", "told"),
+    [
+        (["--pin", "op3=c"], "pinned to 'c', but the devices are a, b"),
+        (["--pin", "nothing=a"], "'nothing' matches no op and no module"),
+        (["--keep-together", "nothing"], "'nothing' matches no op and no module"),
+        (["--pin", "*=a", "--pin", "*=b"], "is given with a and with b"),
+        (["--pin", "*=a", "--pin", "?*=b"], "give patterns that do not overlap"),
+    ],
+)
+def test_demands_that_cannot_be_met_are_bad_usage(
+    demand: list[str],
+    told: str,
+    files: Callable[..., tuple[Path, Path]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    graph, cluster = files()
+    out = tmp_path / "p.json"
+    arguments = ["optimize", str(graph), "--cluster", str(cluster), "--budget", "50e"]
+    assert main([*arguments, "--out", str(out), *demand]) == 2
+    assert told in capsys.readouterr().err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("text", ["embed", "=core:0", "embed="])
+def test_a_pin_without_name_or_device_is_bad_usage(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["optimize", "graph.json", "--pin", text])
+    assert stopped.value.code == 2
+    assert "NAME=DEVICE" in capsys.readouterr().err

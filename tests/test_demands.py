@@ -1,0 +1,107 @@
+"""What the user demands holds for every placement that a search finds."""
+
+from __future__ import annotations
+
+import os
+
+import networkx as nx
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import placer
+from envs.cluster import Cluster, Device, Link
+from graphs.graph import add_edge, add_op, graph_hash, new_graph
+from placer.demands import demanded
+from placer.pipeline import Options, optimize_graph
+from placer.search.budget import Budget
+
+torch.set_num_threads(1)
+
+CORES = sorted(os.sched_getaffinity(0))
+
+
+def pair(*names: str, kind: str) -> Cluster:
+    return Cluster(
+        name="pair",
+        devices=tuple(
+            Device(
+                name=name,
+                kind=kind,
+                memory_bytes=1 << 40,
+                peak_flop_per_s=1e9,
+                bandwidth_bytes_per_s=1e9,
+            )
+            for name in names
+        ),
+        links=(Link(between=names, latency_s=1e-5, bandwidth_bytes_per_s=1e9),),
+    )
+
+
+PAIR = pair("a", "b", kind="x")
+
+
+def two_branches() -> nx.DiGraph[str]:
+    """Two equal chains that nothing joins: best on two devices, "left" and "right" apart."""
+    graph = new_graph("two branches")
+    for module in ("left", "right"):
+        for i in range(6):
+            add_op(graph, f"{module}:{i}", cost_s={"*": 1e-3}, output_bytes=8, module=module)
+            if i:
+                add_edge(graph, f"{module}:{i - 1}", f"{module}:{i}")
+    return graph
+
+
+def devices_by_module(options: Options) -> list[tuple[set[str], set[str]]]:
+    """Devices of left and of right in every feasible candidate, the best one first."""
+    found = optimize_graph(two_branches(), PAIR, options)
+    placements = [row.placement for row in found.rows if np.isfinite(row.predicted_s)]
+    return [
+        (
+            {p.device_names[d] for d in p.devices[:6]},
+            {p.device_names[d] for d in p.devices[6:]},
+        )
+        for p in (found.placement, *placements)
+    ]
+
+
+def test_pins_hold_for_every_candidate_though_no_single_device_can_take_all() -> None:
+    pins = {"left": "b", "right:3": "a"}
+    options = Options(budget=Budget(evaluations=200), pins=pins)
+    best, *others = devices_by_module(options)
+    assert best == ({"b"}, {"a"})
+    assert others
+    assert all(left == {"b"} and "a" in right for left, right in others)
+
+
+def test_ops_kept_together_share_a_device_in_every_candidate() -> None:
+    free = Options(budget=Budget(evaluations=200))
+    assert devices_by_module(free)[0][0] != devices_by_module(free)[0][1]
+    together = Options(budget=Budget(evaluations=200), keep_together=["*"])
+    assert all(left == right and len(left) == 1 for left, right in devices_by_module(together))
+
+
+def test_a_placement_made_with_demands_is_one_of_the_graph_without_them() -> None:
+    graph = two_branches()
+    assert demanded(graph, PAIR, (), {}) is graph
+    assert graph_hash(demanded(graph, PAIR, ["left"], {"right": "a"})) == graph_hash(graph)
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="a placement over two cores needs two cores")
+def test_a_model_is_placed_as_demanded_from_python() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 1))
+    one, two = (f"core:{core}" for core in CORES[:2])
+    found = placer.optimize(
+        model,
+        (torch.randn(4, 8), torch.randn(4, 1)),
+        loss=nn.functional.mse_loss,
+        devices=pair(one, two, kind="core"),
+        budget="50e",
+        keep_together=["[23]"],
+        pin={"0": one, "2": two},
+        measure=False,
+        progress=False,
+    )
+    assert (found.device_of("0"), found.device_of("2"), found.device_of("3")) == (one, two, two)

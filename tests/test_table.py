@@ -1,0 +1,98 @@
+"""Tables on narrow terminals and with odd names: no number is cut, no name is markup."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from envs.cluster import Cluster, Device, Link
+from envs.measured import Measurement
+from envs.placement import MadeBy, Placement
+from envs.problem import Problem
+from graphs.graph import GraphArrays, add_op, new_graph
+from placer.outcome import Optimization, Row, choose
+from placer.report.console import stdout_console
+from placer.report.table import print_cluster, print_optimization, print_placement
+
+
+def cluster_of(names: tuple[str, ...]) -> Cluster:
+    return Cluster(
+        name="[/x] cluster",
+        devices=tuple(Device(name=name, kind="core", memory_bytes=10**10) for name in names),
+        links=(Link(between=names, latency_s=1e-6, bandwidth_bytes_per_s=1e9),),
+    )
+
+
+def optimization(names: tuple[str, ...]) -> Optimization:
+    graph = new_graph("model[/home]")
+    for i in range(4):
+        add_op(graph, f"[/b]{i}", cost_s={"*": 0.1})
+    arrays, cluster = GraphArrays.from_graph(graph), cluster_of(names)
+    rows = []
+    for name, devices, step_s in (
+        ("annealing", [0, 1, 0, 1], 0.3521),
+        (f"single {names[0]}", [0] * 4, 0.5974),
+        (f"single {names[1]}", [1] * 4, 0.5974),
+    ):
+        times = np.linspace(step_s, step_s * 1.02, 7)
+        placement = Placement.of(arrays, cluster, np.array(devices), np.arange(4.0))
+        rows.append(
+            Row(
+                name=name,
+                placement=replace(placement, made_by=MadeBy(placer="[/b]me", version="1")),
+                predicted_s=step_s,
+                peak_memory_bytes=dict.fromkeys(names, 194_400_000),
+                measurement=None if devices[0] else Measurement(wall_s=times, rebuilt_s=times),
+            )
+        )
+    best = choose(rows)
+    return Optimization(
+        placement=best.placement,
+        problem=Problem.of(arrays, cluster),
+        rows=tuple(rows),
+        best=best,
+        lower_bound_s=0.29,
+        search_s=1.0,
+        stopped=False,
+        all_cores=Measurement(wall_s=times, rebuilt_s=times),
+    )
+
+
+def printed(width: int, names: tuple[str, ...]) -> str:
+    out = io.StringIO()
+    console = Console(file=out, width=width, markup=False, highlight=False)
+    print_optimization(optimization(names), console)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_no_number_is_cut_on_eighty_columns(count: int) -> None:
+    text = printed(80, tuple(f"core:{i}" for i in range(count)))
+    assert "\u2026" not in text
+    for word in ("predicted", "measured", "spread", "rebuilt", "speed-up", "352.1", "597.4"):
+        assert word in text
+    assert text.count("194") >= 3 * count
+
+
+def test_names_from_files_are_text_and_not_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    found = optimization(("core:0", "[/red]"))
+    console = stdout_console()
+    print_optimization(found, console)
+    print_placement(found.placement, console)
+    print_cluster(found.problem.cluster, console)
+    text = capsys.readouterr().out
+    for name in ("model[/home]", "[/red]", "[/b]me", "[/x] cluster"):
+        assert name in text
+
+
+def test_the_unplaced_step_is_a_row_and_wins_the_last_line_where_it_is_faster() -> None:
+    found = optimization(("core:0", "core:1"))
+    quick = np.full(7, 0.2)
+    found = replace(found, all_cores=Measurement(wall_s=quick, rebuilt_s=quick))
+    assert found.verdict.startswith("1.70x faster than core:0, measured.")
+    assert found.verdict.endswith("torch's threads on all cores, is 1.76x faster still.")
+    assert "not placed" in printed(100, ("core:0", "core:1"))

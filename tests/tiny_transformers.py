@@ -1,0 +1,36 @@
+"""Models of transformers, so small that tests are quick, as targets and as steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from graphs.extract import Step
+from placer.sources import huggingface
+
+COMMON = "batch=2&sequence=8&vocab_size=31"
+LLAMA = "hidden_size=16&intermediate_size=24&num_hidden_layers=2&num_attention_heads=2"
+TARGETS = {
+    "bert": f"hf:bert?{COMMON}&hidden_size=16&num_hidden_layers=2&num_attention_heads=2"
+    "&intermediate_size=24",
+    "distilbert": f"hf:distilbert?{COMMON}&dim=16&n_layers=2&n_heads=2&hidden_dim=24",
+    "gpt2": f"hf:gpt2?{COMMON}&n_embd=16&n_layer=2&n_head=2",
+    "t5": f"hf:t5?{COMMON}&d_model=16&d_kv=8&d_ff=24&num_layers=2&num_heads=2",
+    "llama": f"hf:llama?{COMMON}&{LLAMA}&num_key_value_heads=1",
+    "mixtral": f"hf:mixtral?{COMMON}&{LLAMA}&num_key_value_heads=1&num_local_experts=4",
+}
+WITHOUT_DROPOUT = {
+    "bert": "&hidden_dropout_prob=0.0&attention_probs_dropout_prob=0.0",
+    "distilbert": "&dropout=0.0&attention_dropout=0.0",
+    "gpt2": "&resid_pdrop=0.0&embd_pdrop=0.0&attn_pdrop=0.0",
+    "t5": "&dropout_rate=0.0",
+}
+
+
+def load(target: str, *, training: bool = True) -> Step:
+    return huggingface.load(huggingface.Request.parse(target), training=training)
+
+
+STEPS: dict[str, Callable[[], Step]] = {
+    name: partial(load, target) for name, target in TARGETS.items()
+}
