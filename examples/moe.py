@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812 - the name the field knows it by
+from torch.nn import functional as F
 
 from graphs.models import Moe, MoeConfig
 

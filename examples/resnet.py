@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812 - the name the field knows it by
+from torch.nn import functional as F
 
 from graphs.models import ResNet
 

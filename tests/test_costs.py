@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import Plain, forward
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812 - the name the field knows it by
+from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 

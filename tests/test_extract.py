@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import Plain, assert_same, eager, forward, squared, tied_gradients
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812 - the name the field knows it by
+from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from envs.executor.lists import device_lists, priority_order

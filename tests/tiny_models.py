@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812 - the name the field knows it by
+from torch.nn import functional as F
 
 from graphs.extract import Step
 from graphs.models import InceptionConfig, InceptionV3, Nmt, NmtConfig

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812 - the name the field knows it by
+from torch.nn import functional as F
 
 from graphs.extract import Step
 from graphs.models import (

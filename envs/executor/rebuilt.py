@@ -38,9 +38,8 @@ def rebuilt_s(
                 if isinstance(instruction, Receive):
                     if instruction.value not in sent_s:
                         break
-                    arrival_s = sent_s[instruction.value] + latency_s
                     if sent_s[instruction.value] > clock_s[d]:
-                        clock_s[d] = arrival_s
+                        clock_s[d] = sent_s[instruction.value] + latency_s
                 clock_s[d] += float(cpu_s[d][position[d]])
                 if isinstance(instruction, Send):
                     sent_s[instruction.value] = clock_s[d]

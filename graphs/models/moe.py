@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812 - the name the field knows it by
+from torch.nn import functional as F
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

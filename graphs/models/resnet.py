@@ -11,7 +11,7 @@ from typing import Final
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812 - the name the field knows it by
+from torch.nn import functional as F
 
 EXPANSION: Final = 4
 """Output channels of a bottleneck, in multiples of the channels within it."""
