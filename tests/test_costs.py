@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from tiny_models import Plain, forward
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from graphs.costs import call_flops, further_formulas
 from graphs.extract import Extraction, Step, extract
@@ -63,11 +64,26 @@ def total(extraction: Extraction, attribute: str) -> int:
 
 # --- FLOPs
 
+SHARED_HEADS = ("llama", "mixtral")
+
+
+def counts_shared_heads() -> bool:
+    """Torch 2.11 does not: its formula asserts as many heads of keys as of queries."""
+    formula: Callable[..., Any] = sdpa_flop_count
+    queries, keys = (1, 2, 3, 4), (1, 1, 3, 4)
+    try:
+        formula(queries, keys, keys)
+    except AssertionError:
+        return False
+    return True
+
 
 @EITHER_MODE
 @EVERY_MODEL
 def test_flops_are_those_that_torch_counts_in_a_real_run(name: str, training: bool) -> None:
     """Torch's counter is given the formulas that it lacks: attention on CPUs, grouped products."""
+    if name in SHARED_HEADS and not counts_shared_heads():
+        pytest.skip("this torch refuses to count attention whose queries share keys")
     extraction = extracted(name, training)
     with FlopCounterMode(display=False, custom_mapping=further_formulas()) as counter:
         output = forward(copy.deepcopy(extraction.step))

@@ -7,6 +7,7 @@ that such files are refused before torch reads them.
 from __future__ import annotations
 
 import os
+import warnings
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,7 +55,8 @@ def load(path: Path, *, training: bool) -> Step:
         )
     _check_members(path)
     try:
-        with _only_weights():
+        with _only_weights(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what torch says of its own reading
             program = torch.export.load(path)
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
