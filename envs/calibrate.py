@@ -1,4 +1,4 @@
-"""Calibration by measurement: op times per device kind, speeds of devices, latency and bandwidth.
+"""Calibration by measurement: speeds of devices, latency and bandwidth of links.
 
 Everything is timed by the executor that will run the placement, with programs of its own kind, so
 that what its hand-offs and its dispatch cost is in the numbers.
@@ -8,27 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import functools
 import hashlib
 import itertools
 import math
-import os
-import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from envs.cache_folder import SPEEDS, cache_folder, host, processor
 from envs.cluster import Cluster, Device, Link, cluster_to_toml, load_cluster
 from envs.discover import cores_of, kind_of
-from envs.executor.lists import Run, device_lists
-from envs.executor.pool import StepRun, WorkerError, WorkerPool
-from envs.executor.state import load_example
-from graphs.extract import Extraction
+from envs.executor.lists import device_lists
+from envs.executor.pool import StepRun, WorkerPool
+from envs.profiling import once_more
 from graphs.extract.program import Call, Ref, Source, StepProgram, Value
 from graphs.whole_file import write_whole
 
@@ -41,67 +38,6 @@ MATRIX: Final = 768
 REPEATS: Final = 7
 HAND_OFF_REPEATS: Final = 25
 SHORTEST_HOP_S: Final = 1e-6
-PROFILE_TIMEOUT_S: Final = 600.0
-Result = TypeVar("Result")
-
-
-def profile_ops(
-    extraction: Extraction,
-    cluster: Cluster,
-    *,
-    repeats: int = 5,
-    progress: Callable[[int, int], None] | None = None,
-) -> dict[str, NDArray[np.float64]]:
-    """Seconds of every op, in context, {device kind: (N,)}.
-
-    The whole step runs on one device of each kind; an op costs the median over ``repeats`` runs
-    of the CPU time of its call, with the views made for it.
-
-    Raises:
-        WorkerError: an op cannot run on a device, or its worker died twice.
-    """
-    first_of = {device.kind: device for device in reversed(cluster.devices)}
-    total = len(first_of) * (WARM_UP + repeats)
-    done = itertools.count(1)
-
-    def hear() -> None:
-        if progress is not None:
-            progress(min(next(done), total), total)
-
-    return {
-        kind: _again(functools.partial(_profile, extraction, device, repeats, hear))
-        for kind, device in sorted(first_of.items())
-    }
-
-
-def _profile(
-    extraction: Extraction, device: Device, repeats: int, hear: Callable[[], None]
-) -> NDArray[np.float64]:
-    """Seconds of every op on one device, (N,)."""
-    program = extraction.program
-    own = device_lists(program, [0] * program.op_count, range(program.op_count), 1)[0]
-    runs: list[NDArray[np.float64]] = []
-    with WorkerPool(
-        program, [device], op_names=tuple(extraction.graph), step_timeout_s=PROFILE_TIMEOUT_S
-    ) as pool:
-        load_example(pool.arena, extraction.step)
-        number = pool.load([own])
-        for _ in range(WARM_UP + repeats):
-            runs.append(pool.run(number).cpu_s[0])
-            hear()
-    cost_s = np.zeros(program.op_count)
-    for instruction, seconds in zip(own, np.median(np.stack(runs[WARM_UP:]), axis=0), strict=True):
-        if isinstance(instruction, Run):
-            cost_s[program.calls[instruction.call].op] = seconds
-    return cost_s
-
-
-def _again(work: Callable[[], Result]) -> Result:
-    """Do something with workers, and once more where they died: somebody may have killed one."""
-    try:
-        return work()
-    except WorkerError:
-        return work()
 
 
 def calibrated(cluster: Cluster, *, again: bool = False) -> Cluster:
@@ -127,7 +63,7 @@ def calibrated(cluster: Cluster, *, again: bool = False) -> Cluster:
     path = _cache_path(cores)
     known = None if again else _cached(path, cores)
     if known is None:
-        known = _again(lambda: calibrate(cores))
+        known = once_more(lambda: calibrate(cores))
         _store(path, known)
     return replace(
         cluster,
@@ -150,16 +86,9 @@ def _filled(device: Device, measured: Device) -> Device:
 
 
 def _cache_path(cluster: Cluster) -> Path:
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    root = Path(os.environ.get("PLACER_CACHE") or caches / "device-placer")
-    about = [platform.node(), _processor(), torch.__version__, *cluster.names]
+    about = [host(), processor(), torch.__version__, *cluster.names]
     key = hashlib.sha256("\n".join(about).encode()).hexdigest()[:16]
-    return root / f"cores-{key}.toml"
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    return next((line for line in lines if line.startswith("model name")), platform.machine())
+    return cache_folder() / f"{SPEEDS}{key}.toml"
 
 
 def _cached(path: Path, cluster: Cluster) -> Cluster | None:

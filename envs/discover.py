@@ -102,6 +102,20 @@ def cores_of(name: str) -> tuple[int, ...]:
     return tuple(sorted(cores))
 
 
+def is_here(name: str) -> bool:
+    """Whether a device is a set of cores that this process may run on."""
+    return not why_not_here(name)
+
+
+def why_not_here(name: str) -> str:
+    """Why a device cannot be used on this machine, "" if it can."""
+    try:
+        cores_of(name)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def core_set(cores: Iterable[int]) -> str:
     """The name of a set of cores as one device, such as ``core:0-3`` or ``core:0+2``."""
     runs: list[list[int]] = []

@@ -19,7 +19,15 @@ from numpy.typing import NDArray
 
 from graphs.cutting import cut
 from graphs.frozen import frozen
-from graphs.graph import PHASES, GraphArrays, add_edge, add_op, attributes_of, new_graph
+from graphs.graph import (
+    PHASES,
+    GraphArrays,
+    add_edge,
+    add_op,
+    attributes_of,
+    cost_source,
+    new_graph,
+)
 from graphs.group_sizes import GroupSizes
 from graphs.labels import united_labels
 from graphs.limits import Limits
@@ -214,6 +222,7 @@ def _built(
             colocate=_label(graph, first_op, int(label_of[first])),
             devices=limits.devices[first],
             cost_s=sizes.cost_s[g],
+            cost_source=_sources(graph, [ops.ids[i] for i in members]),
             output_bytes=sizes.output_bytes[g],
             workspace_bytes=sizes.workspace_bytes[g],
             **{name: column[g] for name, column in sizes.sums.items()},
@@ -222,6 +231,15 @@ def _built(
     for (source, target), size in sizes.edges.items():
         add_edge(coarse, names[source], names[target], size)
     return Coarsened(coarse, frozen(group_of.astype(np.int32)), frozen(running.astype(np.int32)))
+
+
+def _sources(graph: nx.DiGraph[str], members: Sequence[str]) -> dict[str, str]:
+    """Where a sum of costs comes from, for kinds of which a member says that it differs."""
+    kinds = {kind: None for op_id in members for kind in attributes_of(graph, op_id)["cost_source"]}
+    return {
+        kind: "; ".join(dict.fromkeys(cost_source(graph, op_id, kind) for op_id in members))
+        for kind in kinds
+    }
 
 
 def _label(graph: nx.DiGraph[str], first_op: Mapping[int, str], label: int) -> str | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import networkx as nx
@@ -110,23 +111,33 @@ FURTHER: Final[Mapping[tuple[str, str], Callable[..., Any]]] = {
 def with_costs(
     graph: nx.DiGraph[str],
     costs_s: Mapping[str, NDArray[np.float64]],
-    source: Mapping[str, str],
+    sources: Mapping[str, str | Sequence[str]],
 ) -> nx.DiGraph[str]:
     """A copy of a graph with seconds for further device kinds, {kind: (N,)} in node order.
 
-    ``source`` says for each kind where its numbers come from.
+    ``sources`` says for each kind where its numbers come from, in one text or one for every op: the
+    most frequent one becomes that of the kind, ops with another carry their own.
 
     Raises:
-        ValueError: a kind has more or fewer costs than the graph has ops.
+        ValueError: a kind has more or fewer costs or sources than the graph has ops.
     """
     costed: nx.DiGraph[str] = graph.copy()
+    of_kind: dict[str, str] = dict(graph.graph.get("cost_source", {}))
     for kind, seconds in costs_s.items():
-        if len(seconds) != len(costed):
-            raise ValueError(
-                f"{len(seconds)} costs for kind {kind!r}, but the graph has {len(costed)} ops"
-            )
-        for op_id, cost_s in zip(costed, seconds.tolist(), strict=True):
-            known = attributes_of(costed, op_id)["cost_s"]
-            costed.nodes[op_id]["cost_s"] = {**known, kind: cost_s}
-    costed.graph["cost_source"] = {**graph.graph.get("cost_source", {}), **source}
+        source = sources[kind]
+        own = [source] * len(costed) if isinstance(source, str) else source
+        for what, count in (("costs", len(seconds)), ("sources", len(own))):
+            if count != len(costed):
+                raise ValueError(
+                    f"{count} {what} for kind {kind!r}, but the graph has {len(costed)} ops"
+                )
+        of_kind[kind] = Counter(own).most_common(1)[0][0] if own else ""
+        for op_id, cost_s, told in zip(costed, seconds.tolist(), own, strict=True):
+            known = attributes_of(costed, op_id)
+            further = {k: text for k, text in known["cost_source"].items() if k != kind}
+            if told != of_kind[kind]:
+                further[kind] = told
+            costed.nodes[op_id]["cost_s"] = {**known["cost_s"], kind: cost_s}
+            costed.nodes[op_id]["cost_source"] = further
+    costed.graph["cost_source"] = of_kind
     return costed

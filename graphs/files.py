@@ -9,7 +9,8 @@
 
 Of a node only ``id`` and ``cost_s`` are required; the rest is as in
 :class:`graphs.graph.OpAttributes`. An edge's ``bytes`` default to its source's ``output_bytes``.
-Beside ``name``, ``cost_source`` ({device kind: where its costs come from}) may be given.
+Beside ``name``, ``cost_source`` ({device kind: where its costs come from}) may be given; a node's
+own ``cost_source`` says the same of that op's costs, where they come from elsewhere.
 """
 
 from __future__ import annotations
@@ -106,11 +107,7 @@ def graph_from_dict(data: object) -> nx.DiGraph[str]:
     if top["format"] != FORMAT:
         shown = reprlib.repr(top["format"])
         raise ValueError(f"format is {shown}, this version reads {FORMAT!r}")
-    sources = table(top.get("cost_source", {}), "cost_source")
-    graph = new_graph(
-        text(top.get("name", ""), "name"),
-        {kind: text(value, f"cost_source[{kind!r}]") for kind, value in sources.items()},
-    )
+    graph = new_graph(text(top.get("name", ""), "name"), _sources(top, "cost_source"))
     for i, item in enumerate(array(top["nodes"], "nodes")):
         _read_node(graph, item, f"nodes[{i}]")
     for i, item in enumerate(array(top.get("edges", []), "edges")):
@@ -127,6 +124,8 @@ def _node_to_dict(op_id: str, node: OpAttributes) -> dict[str, Any]:
     if node["op"] != op_id:
         data["op"] = node["op"]
     data["cost_s"] = {kind: float(seconds) for kind, seconds in node["cost_s"].items()}
+    if node["cost_source"]:
+        data["cost_source"] = dict(node["cost_source"])
     if node["phase"] != "forward":
         data["phase"] = node["phase"]
     if node["module"]:
@@ -148,6 +147,7 @@ def _read_node(graph: nx.DiGraph[str], item: object, where: str) -> None:
             kind: number(seconds, f"{where}.cost_s[{kind!r}]") for kind, seconds in costs.items()
         }
     }
+    given["cost_source"] = _sources(node, f"{where}.cost_source")
     for key in ("op", "phase", "module"):
         if key in node:
             given[key] = text(node[key], f"{where}.{key}")
@@ -166,6 +166,11 @@ def _read_node(graph: nx.DiGraph[str], item: object, where: str) -> None:
         add_op(graph, op_id, **given)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
+
+
+def _sources(item: Mapping[str, Any], where: str) -> dict[str, str]:
+    sources = table(item.get("cost_source", {}), where)
+    return {kind: text(value, f"{where}[{kind!r}]") for kind, value in sources.items()}
 
 
 def _read_edge(graph: nx.DiGraph[str], item: object, where: str) -> None:

@@ -2,7 +2,8 @@
 
 A graph is an ``nx.DiGraph``. A node is an op; its key is a stable string. Node attributes are
 those of :class:`OpAttributes`, every edge carries ``bytes``: what its target needs of the output
-of its source. ``graph.graph`` holds ``name`` and ``cost_source`` ({device kind: where from}).
+of its source. ``graph.graph`` holds ``name`` and ``cost_source`` ({device kind: where from}); ops
+whose costs come from elsewhere say so themselves.
 
 The hot path never touches networkx: :class:`GraphArrays` is made once per graph. Op ``i`` is the
 ``i``-th node in insertion order, everywhere: ties between ops are broken by this index.
@@ -44,6 +45,7 @@ class OpAttributes(TypedDict):
     colocate: str | None  # ops with the same group id share a device
     devices: tuple[str, ...] | None  # the only devices allowed, None: all
     cost_s: Mapping[str, float]  # {device kind or "*": seconds}
+    cost_source: Mapping[str, str]  # {the same: where from}, if not from where the graph says
 
 
 def add_op(
@@ -51,6 +53,7 @@ def add_op(
     op_id: str,
     *,
     cost_s: Mapping[str, float],
+    cost_source: Mapping[str, str] | None = None,
     op: str = "",
     phase: Phase = "forward",
     module: str = "",
@@ -67,7 +70,8 @@ def add_op(
 
     Raises:
         ValueError: the id exists already or is not printable text, a number is negative, not
-            finite or too large, or the phase is unknown. The message starts with the op's id.
+            finite or too large, a source belongs to no cost, or the phase is unknown. The message
+            starts with the op's id.
     """
     if not op_id or not op_id.isprintable():
         raise ValueError(f"op {op_id!r}: an id must be printable text, not empty")
@@ -78,6 +82,8 @@ def add_op(
     for kind, seconds in cost_s.items():
         if not (math.isfinite(seconds) and seconds >= 0):
             raise ValueError(f"op {op_id!r}: cost_s[{kind!r}] is {seconds}, not a time >= 0")
+    if unknown := sorted(set(cost_source or {}) - set(cost_s)):
+        raise ValueError(f"op {op_id!r}: cost_source names {unknown[0]!r}, which has no cost_s")
     sizes = {
         "flops": flops,
         "moved_bytes": moved_bytes,
@@ -104,6 +110,7 @@ def add_op(
         "colocate": colocate,
         "devices": devices,
         "cost_s": dict(cost_s),
+        "cost_source": dict(cost_source or {}),
     }
     graph.add_node(op_id, **attributes)
 
@@ -130,6 +137,17 @@ def add_edge(graph: nx.DiGraph[str], source: str, target: str, moved: int | None
 def attributes_of(graph: nx.DiGraph[str], op_id: str) -> OpAttributes:
     """The attributes of one op."""
     return cast(OpAttributes, graph.nodes[op_id])
+
+
+def cost_source(graph: nx.DiGraph[str], op_id: str, kind: str) -> str:
+    """Where the cost of an op on a device kind comes from, "" if nobody said.
+
+    As with the costs themselves, what is known of any kind holds for a kind that is not named.
+    """
+    own = attributes_of(graph, op_id)
+    known = kind if kind in own["cost_s"] else ANY_KIND
+    of_kind: Mapping[str, str] = graph.graph.get("cost_source", {})
+    return own["cost_source"].get(known, of_kind.get(known, ""))
 
 
 def topological_order(graph: nx.DiGraph[str]) -> list[str]:

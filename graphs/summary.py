@@ -5,10 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from graphs.graph import PHASES, GraphArrays
+from graphs.graph import PHASES, GraphArrays, cost_source
+
+
+@dataclass(frozen=True, slots=True)
+class CostedOp:
+    """An op, its seconds on a device kind and where they come from ("" if nobody said)."""
+
+    id: str
+    cost_s: float
+    source: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,12 +26,12 @@ class Work:
     """The times of one device kind, transfers and launch overheads left out.
 
     ``critical_path_s`` is the longest path of costs: no number of such devices is faster.
-    ``dearest`` lists ops with their seconds, the dearest first.
+    ``dearest`` lists ops, the dearest first.
     """
 
     total_s: float
     critical_path_s: float
-    dearest: tuple[tuple[str, float], ...]
+    dearest: tuple[CostedOp, ...]
 
     @property
     def headroom(self) -> float:
@@ -47,8 +57,9 @@ class GraphSummary:
     partly_known: Mapping[str, int]
 
     @classmethod
-    def of(cls, graph: GraphArrays, *, dearest: int = 10) -> GraphSummary:
+    def of(cls, whole: nx.DiGraph[str], *, dearest: int = 10) -> GraphSummary:
         """Summarize a graph; ``dearest`` says how many ops to list."""
+        graph = GraphArrays.from_graph(whole)
         costs_s = {kind: graph.costs_for(kind) for kind in graph.cost_s}
         known = {kind: int((~np.isnan(cost_s)).sum()) for kind, cost_s in costs_s.items()}
         return cls(
@@ -59,7 +70,11 @@ class GraphSummary:
             parameter_bytes=sum(graph.parameter_bytes.tolist()),
             saved_bytes=sum(graph.saved_bytes.tolist()),
             work={
-                kind: _work(graph, cost_s, dearest)
+                kind: Work(
+                    total_s=float(cost_s.sum()),
+                    critical_path_s=critical_path_s(graph, cost_s),
+                    dearest=_dearest(whole, kind, cost_s, dearest),
+                )
                 for kind, cost_s in costs_s.items()
                 if known[kind] == len(graph)
             },
@@ -67,13 +82,12 @@ class GraphSummary:
         )
 
 
-def _work(graph: GraphArrays, cost_s: NDArray[np.float64], dearest: int) -> Work:
-    top = np.argsort(-cost_s, kind="stable")[:dearest].tolist()
-    return Work(
-        total_s=float(cost_s.sum()),
-        critical_path_s=critical_path_s(graph, cost_s),
-        dearest=tuple((graph.ids[i], float(cost_s[i])) for i in top),
-    )
+def _dearest(
+    graph: nx.DiGraph[str], kind: str, cost_s: NDArray[np.float64], count: int
+) -> tuple[CostedOp, ...]:
+    ids = list(graph)
+    top = np.argsort(-cost_s, kind="stable")[:count].tolist()
+    return tuple(CostedOp(ids[i], float(cost_s[i]), cost_source(graph, ids[i], kind)) for i in top)
 
 
 def critical_path_s(graph: GraphArrays, cost_s: NDArray[np.float64]) -> float:

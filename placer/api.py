@@ -37,6 +37,7 @@ def optimize(
     measure: bool = True,
     keep_together: Sequence[str] = (),
     pin: Mapping[str, str] | None = None,
+    fresh: bool = False,
     progress: bool = True,
 ) -> Optimization:
     """Find which op of a model should run on which device so that a step takes the least time.
@@ -48,7 +49,8 @@ def optimize(
         loss: called with the model's output and the last of the inputs, gives a scalar. Without
             it a training step needs a model that returns its loss.
         training: a step is forward and backward; with False the model's inference.
-        devices: ``"auto"``, names such as ``"core:0,core:1"``, or a Cluster of such devices.
+        devices: ``"auto"``, names such as ``"core:0,core:1"``, or a Cluster. With
+            devices that are not on this machine it ends with the simulator's answer.
         budget: of the search: ``"60s"``, or evaluations, ``"4000e"``. Extraction, measuring op
             costs and running the best candidates come on top.
         seed: of everything random in the search.
@@ -57,6 +59,7 @@ def optimize(
         keep_together: op ids, module paths or globs such as ``"layers.3.*"``; all ops that match
             one of them share a device.
         pin: {op id, module path or glob: device name}; what matches runs there.
+        fresh: measure devices and ops anew, whatever the cache knows of them.
         progress: show on stderr what is going on.
 
     Returns:
@@ -76,6 +79,7 @@ def optimize(
         measure=measure,
         keep_together=tuple(keep_together),
         pins=dict(pin or {}),
+        fresh=fresh,
     )
     cluster = devices if isinstance(devices, Cluster) else discover(devices)
     step = Step.of(model, example_inputs, loss, training=training)

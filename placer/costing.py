@@ -1,28 +1,41 @@
-"""The graph of a model with op costs that were measured on this machine."""
+"""The graph of a model with what its ops cost on the devices of a cluster."""
 
 from __future__ import annotations
 
-import datetime
-
 import networkx as nx
 
-from envs.calibrate import profile_ops
 from envs.cluster import Cluster
+from envs.op_costs import op_costs
 from graphs.costs import with_costs
 from graphs.extract import Extraction
 from placer.report.progress import Progress
 
 
-def measured_graph(
-    extraction: Extraction, graph: nx.DiGraph[str], cluster: Cluster, hear: Progress
+def costed_graph(
+    extraction: Extraction,
+    graph: nx.DiGraph[str],
+    cluster: Cluster,
+    hear: Progress,
+    *,
+    fresh: bool = False,
 ) -> nx.DiGraph[str]:
     """A copy of an extraction's graph, with seconds for every kind of device in the cluster.
 
+    They are measured, or known from earlier measurements unless ``fresh``; on kinds that are not
+    here they are modelled. See :func:`envs.op_costs.op_costs`.
+
     Raises:
+        ValueError: a device that is not here lacks rates.
         WorkerError: an op cannot run on a device.
     """
-    costs_s = profile_ops(
-        extraction, cluster, progress=lambda done, total: hear.advance(done / total)
+    costs = op_costs(
+        extraction,
+        cluster,
+        fresh=fresh,
+        progress=lambda done, total: hear.advance(done / total),
     )
-    source = f"measured {datetime.date.today().isoformat()}, in context"
-    return with_costs(graph, costs_s, dict.fromkeys(costs_s, source))
+    return with_costs(
+        graph,
+        {kind: known.cost_s for kind, known in costs.items()},
+        {kind: known.sources for kind, known in costs.items()},
+    )

@@ -14,15 +14,16 @@ import placer
 from envs.bounds import lower_bound_ns
 from envs.calibrate import calibrated
 from envs.cluster import Cluster
-from envs.discover import check_cores
+from envs.discover import is_here
 from envs.executor.pool import WorkerError
 from envs.measured import Measured, Measurement, run_order
+from envs.op_costs import check_devices
 from envs.placement import MadeBy, Placement
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS, Simulator
 from graphs.extract import Extraction, Step, extract
 from graphs.graph import GraphArrays
-from placer.costing import measured_graph
+from placer.costing import costed_graph
 from placer.demands import demanded
 from placer.interrupt import Interrupt
 from placer.outcome import Optimization, Row, choose
@@ -48,38 +49,45 @@ class Options:
     measure: bool = True
     keep_together: Sequence[str] = ()  # patterns: what matches one shares a device
     pins: Mapping[str, str] = field(default_factory=dict)  # {pattern: device name}
+    fresh: bool = False  # measure devices and ops anew, whatever is known of them
 
 
 def optimize_step(
     step: Step, cluster: Cluster, options: Options, progress: Progress | None = None
 ) -> Optimization:
-    """Place one step of a model on this machine's devices.
+    """Place one step of a model.
+
+    Where all devices are on this machine the best placements are run; otherwise the simulator's
+    answer counts.
 
     Args:
         step: the model and its example inputs.
-        cluster: devices ``core:*``; without links, speeds of devices and links are calibrated.
+        cluster: devices. If all are on this machine and there are no links, speeds of devices and
+            links are calibrated. Those that are not here need rates, see envs/roofline.py.
         options: budget, seed and what to leave out.
         progress: hears what is going on.
 
     Raises:
         ExtractionError: the model cannot be exported.
         DemandError: an option names ops or devices that are not there, or contradicts another.
-        ValueError: a device is not there.
+        ValueError: a device is neither here nor described.
         PlacementError: the model fits nowhere, or nothing could be run.
         KeyboardInterrupt: stopped before there was any placement.
     """
     hear = progress or Silent()
-    check_cores(cluster.names)
+    check_devices(cluster)
+    all_here = all(map(is_here, cluster.names))
     with Interrupt() as interrupt:
         hear.stage("Extracting the graph")
         extraction = extract(step)
         graph = demanded(extraction.graph, cluster, options.keep_together, options.pins)
-        hear.stage("Calibrating devices")
-        cluster = cluster if cluster.links else calibrated(cluster)
+        if all_here and not cluster.links:
+            hear.stage("Calibrating devices")
+            cluster = calibrated(cluster, again=options.fresh)
         hear.stage("Measuring op costs")
-        graph = measured_graph(extraction, graph, cluster, hear)
+        graph = costed_graph(extraction, graph, cluster, hear, fresh=options.fresh)
         problem = Problem.of(GraphArrays.from_graph(graph), cluster)
-        return _decided(problem, options, interrupt, hear, extraction)
+        return _decided(problem, options, interrupt, hear, extraction if all_here else None)
 
 
 def optimize_graph(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +11,14 @@ from tiny_cluster import CLUSTER
 
 from graphs.files import save_graph
 from graphs.synthetic import layered
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keeps what tests measure out of the user's cache, and the user's cache out of tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PLACER_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture

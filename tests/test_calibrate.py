@@ -13,10 +13,11 @@ import tiny_models
 import torch
 
 from envs import calibrate
-from envs.calibrate import calibrated, hop_rates, profile_ops
+from envs.calibrate import calibrated, hop_rates
 from envs.cluster import Cluster, Device, Link
 from envs.discover import discover
 from envs.executor.pool import StepRun, WorkerPool
+from envs.profiling import profile_ops
 from graphs.costs import with_costs
 from graphs.extract import extract
 from graphs.graph import GraphArrays

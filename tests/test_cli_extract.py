@@ -74,6 +74,50 @@ def test_a_model_is_extracted_with_measured_costs_and_its_graph_optimized(
     assert len({d for op_id, d in device_of.items() if modules[op_id] == "0"}) == 1
 
 
+DESCRIBED = """
+format = "placer-cluster/1"
+[[device]]
+name = "core:{core}"
+kind = "core"
+memory_bytes = 1_000_000_000
+[[device]]
+name = "gpu:0"
+kind = "gpu"
+memory_bytes = 1_000_000_000
+launch_s = 2.0
+peak_flop_per_s = 1e12
+bandwidth_bytes_per_s = 1e11
+[[link]]
+between = ["core:{core}", "gpu:0"]
+latency_s = 1e-5
+bandwidth_bytes_per_s = 1e9
+"""
+
+
+def test_a_model_is_placed_on_a_cluster_that_is_only_partly_here(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, cluster, placement = (tmp_path / n for n in ("g.json", "cluster.toml", "p.json"))
+    cluster.write_text(DESCRIBED.format(core=CORE))
+    assert main(["extract", model, "--cluster", str(cluster), "--out", str(out), "--summary"]) == 0
+    told = capsys.readouterr().out
+    assert "total work on gpu" in told
+    graph = load_graph(out)
+    assert graph.graph["cost_source"]["gpu"] == "roofline of the cluster's rates"
+    assert "measured" in graph.graph["cost_source"]["core"]
+    for _, node in graph.nodes(data=True):
+        seconds = max(node["flops"] / 1e12, node["moved_bytes"] / 1e11)
+        assert node["cost_s"]["gpu"] == pytest.approx(seconds)
+
+    arguments = ["optimize", model, "--cluster", str(cluster), "--budget", "50e", "--json"]
+    assert main([*arguments, "--out", str(placement)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["measured"] is None
+    assert found["step_s"] < 2.0
+    # Two seconds for every launch: nothing can be won on the described device.
+    assert set(json.loads(placement.read_text())["devices"].values()) == {f"core:{CORE}"}
+
+
 def test_without_costs_nothing_is_measured_and_the_summary_says_so(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -114,7 +158,12 @@ def test_the_summary_of_a_graph_file_counts_every_kind(
         (["{model}"], "give --out graph.json, --summary or --json"),
         (["{graph}", "--summary", "--costs", "measured"], "extracted already"),
         (["{graph}", "--summary", "--inference"], "extracted already"),
+        (["{graph}", "--summary", "--fresh"], "extracted already"),
         (["{model}", "--summary", "--costs", "none", "--devices", "core:0"], "asks for none"),
+        (["{model}", "--summary", "--costs", "none", "--fresh"], "asks for none"),
+        (["{model}", "--summary", "--cluster", "no.toml"], "no file no.toml"),
+        (["{model}", "--summary", "--cluster", "{cluster}"], "peak_flop_per_s = "),
+        (["{model}", "--json", "--cluster", "x", "--devices", "core:0"], "not both"),
         (["{graph}", "--out", "{graph}"], "the same file"),
         (["{graph}.json", "--summary"], "no file"),
         (["{model}x", "--summary", "--costs", "none"], "no function 'buildx'"),
@@ -128,9 +177,9 @@ def test_what_makes_no_sense_is_bad_usage(
     files: Callable[..., tuple[Path, Path]],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    graph, _ = files()
+    graph, cluster = files()
     before = graph.read_bytes()
-    filled = [argument.format(model=model, graph=graph) for argument in arguments]
+    filled = [a.format(model=model, graph=graph, cluster=cluster) for a in arguments]
     assert main(["extract", *filled]) == 2
     assert told in capsys.readouterr().err
     assert graph.read_bytes() == before

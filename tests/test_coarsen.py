@@ -378,3 +378,15 @@ def test_ops_that_must_share_a_device_but_cannot_are_refused() -> None:
 def test_senseless_bounds_are_refused(arguments: dict[str, float], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         coarsen(line(2), **arguments)  # type: ignore[arg-type]  # of whichever type is wrong
+
+
+def test_groups_say_where_costs_come_from_that_are_not_those_of_their_kind() -> None:
+    graph = line(4)
+    graph.graph["cost_source"] = {"*": "measured"}
+    for op_id, node in graph.nodes(data=True):
+        node["cost_s"] = {"*": 1.0}
+        node["cost_source"] = {"*": "cached"} if op_id == "1" else {}
+    found = coarsen(graph, keep_together=["[01]", "[23]"])
+    sources = {op_id: node["cost_source"] for op_id, node in found.graph.nodes(data=True)}
+    assert sources == {"0 +1": {"*": "measured; cached"}, "2 +1": {}}
+    assert found.graph.graph["cost_source"] == {"*": "measured"}

@@ -32,7 +32,8 @@ def graphs(draw: st.DrawFn) -> nx.DiGraph[str]:
         add_op(
             graph,
             op_id,
-            cost_s=draw(COSTS),
+            cost_s=(cost_s := draw(COSTS)),
+            cost_source=draw(st.fixed_dictionaries({}, optional=dict.fromkeys(cost_s, TEXT))),
             op=draw(TEXT),
             phase=draw(st.sampled_from(PHASES)),
             module=draw(TEXT),
@@ -97,6 +98,7 @@ def test_only_id_and_costs_are_required() -> None:
         "colocate": None,
         "devices": None,
         "cost_s": {},
+        "cost_source": {},
     }
 
 
@@ -167,6 +169,9 @@ def test_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
         (node(id="x\0y"), r"nodes\[1\]: op 'x\\x00y': an id must be printable text"),
         (node(id=7), r"nodes\[1\]\.id is 7, not a string"),
         (node(cost_s=1.0), r"nodes\[1\]\.cost_s is 1.0, not an object"),
+        (node(cost_source=[]), r"nodes\[1\]\.cost_source is \[\], not an object"),
+        (node(cost_source={"*": 1}), r"nodes\[1\]\.cost_source\['\*'\] is 1, not a string"),
+        (node(cost_source={"x": ""}), r"nodes\[1\]: op 'b': cost_source names 'x', which has no"),
         (node(cost_s={"*": -1}), r"nodes\[1\]: op 'b': cost_s\['\*'\] is -1.0, not a time >= 0"),
         (node(cost_s={"*": float("nan")}), r"nodes\[1\]: op 'b': cost_s\['\*'\] is nan"),
         (node(cost_s={"*": float("inf")}), r"nodes\[1\]: op 'b': cost_s\['\*'\] is inf"),

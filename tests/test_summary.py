@@ -29,7 +29,7 @@ def diamond() -> nx.DiGraph[str]:
 
 
 def test_counts_sums_critical_path_and_headroom() -> None:
-    summary = GraphSummary.of(GraphArrays.from_graph(diamond()), dearest=2)
+    summary = GraphSummary.of(diamond(), dearest=2)
     assert summary.ops == {"forward": 3, "backward": 1, "optimizer": 0}
     assert (summary.edges, summary.flops) == (4, 40)
     assert (summary.parameter_bytes, summary.saved_bytes) == (400, 20)
@@ -37,11 +37,25 @@ def test_counts_sums_critical_path_and_headroom() -> None:
     assert work.total_s == 8.0
     assert work.critical_path_s == 1.0 + 4.0 + 1.0
     assert work.headroom == pytest.approx(8 / 6)
-    assert work.dearest == (("c", 4.0), ("b", 2.0))
+    assert [(op.id, op.cost_s) for op in work.dearest] == [("c", 4.0), ("b", 2.0)]
+
+
+def test_dearest_ops_say_where_their_costs_come_from() -> None:
+    graph = diamond()
+    graph.graph["cost_source"] = {"x": "measured", "*": "guessed"}
+    graph.nodes["c"]["cost_source"] = {"x": "cached"}
+    graph.nodes["d"]["cost_s"] = {"*": 3.0}
+    dearest = GraphSummary.of(graph).work["x"].dearest
+    assert [(op.id, op.source) for op in dearest] == [
+        ("c", "cached"),
+        ("d", "guessed"),
+        ("b", "measured"),
+        ("a", "measured"),
+    ]
 
 
 def test_kinds_that_some_ops_have_no_cost_for_are_only_counted() -> None:
-    summary = GraphSummary.of(GraphArrays.from_graph(diamond()))
+    summary = GraphSummary.of(diamond())
     assert set(summary.work) == {"x"}
     assert summary.partly_known == {"y": 1}
 
@@ -50,7 +64,7 @@ def test_costs_for_any_kind_fill_in() -> None:
     graph = diamond()
     for name in graph:
         graph.nodes[name]["cost_s"]["*"] = 1.0
-    work = GraphSummary.of(GraphArrays.from_graph(graph)).work
+    work = GraphSummary.of(graph).work
     assert work["*"].critical_path_s == 3.0
     assert work["y"].critical_path_s == 1.0 + 1.0 + 3.0
 
@@ -58,9 +72,9 @@ def test_costs_for_any_kind_fill_in() -> None:
 def test_without_costs_or_time_there_is_no_headroom_to_speak_of() -> None:
     graph = new_graph("one")
     add_op(graph, "a", cost_s={})
-    assert GraphSummary.of(GraphArrays.from_graph(graph)).work == {}
+    assert GraphSummary.of(graph).work == {}
     graph.nodes["a"]["cost_s"] = {"*": 0.0}
-    assert GraphSummary.of(GraphArrays.from_graph(graph)).work["*"].headroom == 1.0
+    assert GraphSummary.of(graph).work["*"].headroom == 1.0
 
 
 def test_independent_ops_have_a_path_as_long_as_the_dearest() -> None:

@@ -20,6 +20,7 @@ EPILOG = """\
 examples:
   placer extract examples/inception.py:build --out graph.json --summary
   placer extract model.py:build --inference --costs none --summary
+  placer extract model.py:build --cluster cluster.toml --out graph.json
   placer extract graph.json --summary
 """
 
@@ -44,7 +45,17 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "--costs", choices=["measured", "none"], help="of the ops (default: measured)"
     )
     parser.add_argument(
+        "--fresh", action="store_true", help="measure anew, whatever is known (see placer cache)"
+    )
+    parser.add_argument(
         "--devices", metavar="NAMES", help="measure on one of each kind of these (default: core:0)"
+    )
+    parser.add_argument(
+        "--cluster",
+        type=Path,
+        metavar="FILE",
+        help="costs on the devices of a cluster file: measured on those that are here, of the "
+        "others a roofline of their rates",
     )
     parser.add_argument("--json", action="store_true", help="print the summary as JSON to stdout")
     parser.set_defaults(run=run)
@@ -52,13 +63,12 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 def run(args: argparse.Namespace) -> int:
     """Extract, measure, write, summarize."""
-    why = _why_not(args) or why_not_outputs({"--out": args.out}, {"target": _file(args.target)})
+    inputs = {"target": _file(args.target), "--cluster": args.cluster}
+    why = _why_not(args) or why_not_outputs({"--out": args.out}, inputs)
     if why is not None:
         return fail(BAD_USAGE, why)
-    from envs.discover import discover
     from graphs.extract import ExtractionError
     from graphs.files import save_graph
-    from graphs.graph import GraphArrays
     from graphs.summary import GraphSummary
     from placer.report.console import stdout_console
     from placer.report.progress import progress_for
@@ -66,13 +76,13 @@ def run(args: argparse.Namespace) -> int:
     from placer.target import TargetError
 
     try:
-        cluster = None if args.costs == "none" else discover(args.devices or "core:0")
-    except ValueError as error:
+        cluster = None if args.costs == "none" else _cluster(args)
+    except (ValueError, OSError) as error:
         return fail(BAD_USAGE, error)
     try:
         with progress_for(sys.stderr.isatty()) as progress:
             graph = _graph(args, cluster, progress)
-        summary = GraphSummary.of(GraphArrays.from_graph(graph))
+        summary = GraphSummary.of(graph)
     except TargetError as error:
         return fail(BAD_USAGE, error)
     except (ExtractionError, ValueError, OSError, RuntimeError) as error:
@@ -97,14 +107,26 @@ def _why_not(args: argparse.Namespace) -> str | None:
     if args.out is None and not args.summary and not args.json:
         return "nothing to do: give --out graph.json, --summary or --json"
     is_graph = args.target.endswith(".json") and not args.target.startswith("hf:")
-    if is_graph and (args.costs or args.devices or args.inference):
+    of_models = (args.costs, args.devices, args.cluster, args.inference, args.fresh)
+    if is_graph and any(of_models):
         return (
-            "a graph file is extracted already and keeps its costs: --costs, --devices and "
-            "--inference are for models"
+            "a graph file is extracted already and keeps its costs: --costs, --devices, --cluster, "
+            "--fresh and --inference are for models"
         )
-    if args.costs == "none" and args.devices is not None:
-        return "--devices says where to measure costs, but --costs none asks for none"
+    if args.costs == "none" and (args.devices or args.cluster or args.fresh):
+        return (
+            "--devices, --cluster and --fresh say how to find costs, but --costs none asks for none"
+        )
+    if args.devices and args.cluster:
+        return "give --devices or --cluster, not both"
     return None
+
+
+def _cluster(args: argparse.Namespace) -> Cluster:
+    from envs.discover import discover
+    from envs.op_costs import load_devices
+
+    return load_devices(args.cluster) if args.cluster else discover(args.devices or "core:0")
 
 
 def _file(target: str) -> Path:
@@ -117,7 +139,7 @@ def _graph(
     args: argparse.Namespace, cluster: Cluster | None, progress: Progress
 ) -> nx.DiGraph[str]:
     from graphs.extract import extract
-    from placer.costing import measured_graph
+    from placer.costing import costed_graph
     from placer.target import is_graph_file, load_graph_target, load_step
 
     if is_graph_file(args.target):
@@ -129,4 +151,4 @@ def _graph(
     if cluster is None:
         return extraction.graph
     progress.stage("Measuring op costs")
-    return measured_graph(extraction, extraction.graph, cluster, progress)
+    return costed_graph(extraction, extraction.graph, cluster, progress, fresh=args.fresh)

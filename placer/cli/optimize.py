@@ -49,7 +49,10 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help="core:0,core:1 (pinned cores), core:0-3 (a core set), or auto (default)",
     )
     parser.add_argument(
-        "--cluster", type=Path, metavar="FILE", help="devices and links from a cluster file (TOML)"
+        "--cluster",
+        type=Path,
+        metavar="FILE",
+        help="devices and links from a file (TOML); those not here are simulated by their rates",
     )
     parser.add_argument("--inference", action="store_true", help="place inference, not training")
     parser.add_argument(
@@ -87,6 +90,11 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         default=[],
         metavar="NAME=DEVICE",
         help="what matches the name runs on this device; may be given again",
+    )
+    parser.add_argument(
+        "--fresh",
+        action="store_true",
+        help="measure devices and ops anew, whatever is known of them (see placer cache)",
     )
     parser.add_argument(
         "--no-measure", action="store_true", help="end with the simulator's answer, run nothing"
@@ -162,24 +170,20 @@ def _options(args: argparse.Namespace) -> Options:
         measure=not args.no_measure,
         keep_together=tuple(args.keep_together),
         pins=pins_of(args.pin),
+        fresh=args.fresh,
     )
 
 
 def _cluster(args: argparse.Namespace) -> Cluster:
     from envs.cluster import load_cluster
-    from envs.discover import check_cores, discover
+    from envs.discover import discover
+    from envs.op_costs import load_devices
 
     if args.cluster is not None and args.devices is not None:
         raise ValueError("give --devices or --cluster, not both")
     is_graph = args.target.endswith(".json")
-    if args.cluster is not None:
-        cluster = load_cluster(args.cluster)
-        if not is_graph:  # a graph is only simulated, and may be on devices of anywhere
-            try:
-                check_cores(cluster.names)
-            except ValueError as error:
-                raise ValueError(f"{args.cluster}: {error}") from error
-        return cluster
+    if args.cluster is not None:  # a graph has its costs, and may be on devices of anywhere
+        return load_cluster(args.cluster) if is_graph else load_devices(args.cluster)
     if is_graph:
         raise ValueError("a graph file has no devices of its own: give --cluster cluster.toml")
     return discover(args.devices or "auto")

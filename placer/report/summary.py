@@ -45,10 +45,7 @@ def summary_to_dict(summary: GraphSummary) -> dict[str, Any]:
     """The summary as plain data for JSON; units are in the names."""
     data = asdict(summary)
     for kind, work in summary.work.items():
-        data["work"][kind] |= {
-            "headroom": work.headroom,
-            "dearest": [{"id": op_id, "cost_s": cost_s} for op_id, cost_s in work.dearest],
-        }
+        data["work"][kind]["headroom"] = work.headroom
     return data
 
 
@@ -57,9 +54,10 @@ def _dearest(kind: str, work: Work) -> Table:
     table.add_column(f"dearest ops on {_named(kind)}", overflow="fold")
     table.add_column("ms", justify="right", no_wrap=True)
     table.add_column("share", justify="right", no_wrap=True)
-    for op_id, cost_s in work.dearest:
-        share = cost_s / work.total_s if work.total_s > 0 else 0.0
-        table.add_row(op_id, f"{cost_s * 1e3:.4g}", f"{share:.1%}")
+    table.add_column("source", overflow="fold")
+    for op in work.dearest:
+        share = op.cost_s / work.total_s if work.total_s > 0 else 0.0
+        table.add_row(op.id, f"{op.cost_s * 1e3:.4g}", f"{share:.1%}", op.source or "not told")
     return table
 
 

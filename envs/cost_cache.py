@@ -1,0 +1,312 @@
+"""Op times that were measured before, in one SQLite file that several processes may share.
+
+A *session* is one profile of one step on one kind of device. It gives every op signature of the
+step one time: the median over the runs and over the ops with that signature. The last five sessions
+of a signature are kept; what counts is decided when they are read:
+
+- A session is *calm* if the quartiles of its summed op times lie within 10 % of their median. Where
+  there are calm sessions only they count: noisy hours cannot outvote a quiet one.
+- Without any, three noisy sessions count together, so that a machine that is never quiet does not
+  measure for ever. Before that the time is not known.
+- Of those that count it is the median, of an even number the lower one of the middle two. Other
+  load adds to times and seldom takes away, so of two the smaller is nearer to the truth; of three
+  and more a single freak, slow or fast, has no say. What changed about the machine is forgotten
+  after five sessions.
+
+The file keeps SQLite's rollback journal: unlike its write-ahead log it works on network file
+systems and can be read where nothing can be written. Nothing fails for want of a cache: a file that
+cannot be opened knows nothing and keeps nothing. A damaged or foreign file is set aside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sqlite3
+import statistics
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeVar
+
+from envs.cache_folder import cache_folder
+
+FILE: Final = "op-costs-1.sqlite"  # the number goes up with the tables and with what a time means
+APPLICATION: Final = 0x706C6163  # "plac", in SQLite's field for the application of a file
+SESSIONS_KEPT: Final = 5
+SESSIONS_IF_NOISY: Final = 3
+CALM_SPREAD: Final = 0.1
+WAIT_S: Final = 10.0  # for other processes that write
+LONGEST_S: Final = 500.0  # above it no op can be placed, see envs/problem.py
+CHUNK: Final = 500  # signatures asked for at once
+DAMAGED: Final = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+COMPANIONS: Final = ("-journal", "-wal", "-shm")
+TABLES: Final = (
+    """CREATE TABLE session (
+        id INTEGER PRIMARY KEY,
+        kind TEXT NOT NULL,
+        hardware TEXT NOT NULL,
+        torch TEXT NOT NULL,
+        measured TEXT NOT NULL,
+        runs INTEGER NOT NULL,
+        spread REAL NOT NULL
+    )""",
+    """CREATE TABLE cost (
+        signature TEXT NOT NULL,
+        session INTEGER NOT NULL REFERENCES session,
+        cost_s REAL NOT NULL CHECK (cost_s > 0),
+        PRIMARY KEY (signature, session)
+    ) WITHOUT ROWID""",
+)
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conditions:
+    """What times are valid for: a kind of device, its hardware and a version of torch."""
+
+    kind: str
+    hardware: str
+    torch: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """One profile: {signature: seconds}, how many runs it took, and how far their sums scattered.
+
+    ``spread`` is (upper quartile - lower quartile) / median of the runs' summed op times.
+    """
+
+    cost_s: Mapping[str, float]
+    runs: int
+    spread: float
+    measured: str  # the day, as in 2026-01-31
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownCost:
+    """What the sessions of a signature say together, and when the last of them was."""
+
+    cost_s: float
+    measured: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """What a cache has for one set of conditions."""
+
+    conditions: Conditions
+    signatures: int
+    sessions: int
+    first: str  # days of the first and the last session
+    last: str
+
+
+class CostCache:
+    """The cache in one file; connections last no longer than a call."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = cache_folder() / FILE if path is None else path
+
+    def known(self, conditions: Conditions, signatures: Iterable[str]) -> dict[str, KnownCost]:
+        """{signature: cost} of those whose sessions suffice."""
+        asked = list(dict.fromkeys(signatures))
+        rows = self._tried(lambda: self._read(conditions, asked))
+        sessions: defaultdict[str, list[tuple[float, str, float]]] = defaultdict(list)
+        for signature, cost_s, measured, spread in rows or ():
+            if _is_cost(cost_s):
+                sessions[signature].append((cost_s, measured, spread))
+        found = {signature: _agreed(own) for signature, own in sessions.items()}
+        return {signature: cost for signature, cost in found.items() if cost is not None}
+
+    def store(self, conditions: Conditions, session: Session) -> None:
+        """Keep a session, except for times that cannot be: not above 0, not finite."""
+        costs = {s: float(cost_s) for s, cost_s in session.cost_s.items() if _is_cost(cost_s)}
+        if costs and math.isfinite(session.spread):
+            self._tried(lambda: self._write(conditions, session, costs))
+
+    def holdings(self) -> list[Holding]:
+        """What there is, by conditions.
+
+        Raises:
+            ValueError: the file is damaged or no cache of op costs.
+            OSError: it cannot be read.
+        """
+        if not self.path.exists():
+            return []
+        query = (
+            "SELECT kind, hardware, torch, count(DISTINCT signature), count(DISTINCT id), "
+            "min(measured), max(measured) FROM session JOIN cost ON session = id "
+            "GROUP BY kind, hardware, torch ORDER BY kind, hardware, torch"
+        )
+        with self._told(), self._opened() as file:
+            return [
+                Holding(
+                    conditions=Conditions(kind=kind, hardware=hardware, torch=torch),
+                    signatures=signatures,
+                    sessions=sessions,
+                    first=first,
+                    last=last,
+                )
+                for kind, hardware, torch, signatures, sessions, first, last in file.execute(query)
+            ]
+
+    def clear(self, kind: str) -> None:
+        """Forget the times of one kind of device.
+
+        Raises:
+            ValueError: the file is damaged or no cache of op costs.
+            OSError: it cannot be written.
+        """
+        if self.path.exists():
+            with self._told(), self._opened(write=True) as file:
+                of_kind = "SELECT id FROM session WHERE kind = ?"
+                file.execute(f"DELETE FROM cost WHERE session IN ({of_kind})", [kind])
+                file.execute("DELETE FROM session WHERE kind = ?", [kind])
+
+    def files(self) -> list[Path]:
+        """The files that it is made of now, one that was set aside among them."""
+        parts = (self.path, _aside(self.path))
+        names = [Path(f"{part}{suffix}") for part in parts for suffix in ("", *COMPANIONS)]
+        return [name for name in names if name.exists()]
+
+    def _read(
+        self, conditions: Conditions, signatures: list[str]
+    ) -> list[tuple[str, float, str, float]]:
+        rows: list[tuple[str, float, str, float]] = []
+        if not self.path.exists():
+            return rows
+        with self._opened() as file:
+            for at in range(0, len(signatures), CHUNK):
+                chunk = signatures[at : at + CHUNK]
+                rows += file.execute(
+                    "SELECT signature, cost_s, measured, spread "
+                    "FROM cost JOIN session ON session = id "
+                    "WHERE kind = ? AND hardware = ? AND torch = ? "
+                    f"AND signature IN ({', '.join('?' * len(chunk))})",
+                    [conditions.kind, conditions.hardware, conditions.torch, *chunk],
+                )
+        return rows
+
+    def _write(self, conditions: Conditions, session: Session, costs: Mapping[str, float]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        where = [conditions.kind, conditions.hardware, conditions.torch]
+        about = [session.measured, session.runs, session.spread]
+        with self._opened(write=True) as file:
+            row = file.execute(
+                "INSERT INTO session (kind, hardware, torch, measured, runs, spread) "
+                "VALUES (?, ?, ?, ?, ?, ?)",
+                [*where, *about],
+            ).lastrowid
+            file.executemany(
+                "INSERT INTO cost VALUES (?, ?, ?)", ((s, row, costs[s]) for s in costs)
+            )
+            file.execute(
+                "DELETE FROM cost WHERE (signature, session) IN (SELECT signature, session FROM "
+                "(SELECT signature, session, row_number() OVER "
+                "(PARTITION BY signature ORDER BY session DESC) AS age "
+                "FROM cost JOIN session ON session = id "
+                "WHERE kind = ? AND hardware = ? AND torch = ?) WHERE age > ?)",
+                [*where, SESSIONS_KEPT],
+            )
+            file.execute("DELETE FROM session WHERE id NOT IN (SELECT session FROM cost)")
+
+    @contextlib.contextmanager
+    def _opened(self, *, write: bool = False) -> Iterator[sqlite3.Connection]:
+        """A transaction on the file, which is made if it is to be written."""
+        address = f"{self.path.absolute().as_uri()}?mode={'rwc' if write else 'rw'}"
+        file = sqlite3.connect(address, uri=True, timeout=WAIT_S, isolation_level=None)
+        with contextlib.closing(file):
+            file.execute("BEGIN IMMEDIATE" if write else "BEGIN")
+            _check(file)
+            yield file
+            file.execute("COMMIT")
+
+    def _tried(self, work: Callable[[], Result]) -> Result | None:
+        """What comes of it; None where the file cannot be opened. A damaged one is set aside."""
+        try:
+            inode = self.path.stat().st_ino if self.path.exists() else None
+            return work()
+        except sqlite3.Error as error:
+            if not _is_damage(error):
+                return None
+            self._set_aside(inode, error)
+        except OSError:
+            return None
+        with contextlib.suppress(sqlite3.Error, OSError):
+            return work()
+        return None
+
+    def _set_aside(self, inode: int | None, error: sqlite3.Error) -> None:
+        with contextlib.suppress(OSError):
+            if self.path.stat().st_ino != inode:
+                return  # another process has done it
+            # First what SQLite would take for the unfinished work of the next file of that name.
+            for suffix in (*COMPANIONS, ""):
+                with contextlib.suppress(FileNotFoundError):
+                    Path(f"{self.path}{suffix}").replace(f"{_aside(self.path)}{suffix}")
+            warnings.warn(
+                f"{self.path} is no readable cache of op costs ({error}): it is now "
+                f"{_aside(self.path).name} beside it, and costs are measured anew",
+                stacklevel=2,
+            )
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            if _is_damage(error):
+                raise ValueError(
+                    f"{self.path} is no readable cache of op costs ({error}); "
+                    "placer cache --clear removes it"
+                ) from error
+            raise OSError(None, str(error), str(self.path)) from error
+
+
+class _ForeignError(sqlite3.DatabaseError):
+    sqlite_errorcode = sqlite3.SQLITE_NOTADB
+
+
+def _check(file: sqlite3.Connection) -> None:
+    """Make the tables of an empty file.
+
+    Raises:
+        sqlite3.DatabaseError: it is the file of another application.
+    """
+    (application,) = file.execute("PRAGMA application_id").fetchone()
+    if application == APPLICATION:
+        return
+    (tables,) = file.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    if application or tables:
+        raise _ForeignError("it belongs to another application")
+    for table in TABLES:
+        file.execute(table)
+    file.execute(f"PRAGMA application_id = {APPLICATION}")
+
+
+def _is_damage(error: sqlite3.Error) -> bool:
+    """Whether an error tells of the file's content, not of its being busy or out of reach."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF in DAMAGED
+
+
+def _is_cost(cost_s: object) -> bool:
+    return isinstance(cost_s, float) and 0.0 < cost_s < LONGEST_S
+
+
+def _agreed(sessions: list[tuple[float, str, float]]) -> KnownCost | None:
+    """What sessions (seconds, day, spread) say together, see the head of this file."""
+    calm = [session for session in sessions if session[2] <= CALM_SPREAD]
+    counting = calm or sessions
+    if not calm and len(sessions) < SESSIONS_IF_NOISY:
+        return None
+    return KnownCost(
+        cost_s=statistics.median_low([cost_s for cost_s, _, _ in counting]),
+        measured=max(day for _, day, _ in counting),
+    )
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f"{path.name}.set-aside")

@@ -1,0 +1,138 @@
+"""What the ops of a step cost on the devices of a cluster, and where each number comes from.
+
+A kind with a device on this machine is measured, or was measured before (envs/cost_cache.py); any
+other kind gets the roofline of its rates (envs/roofline.py).
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from envs.cache_folder import host, processor
+from envs.cluster import Cluster, Device, load_cluster
+from envs.cost_cache import Conditions, CostCache, KnownCost, Session
+from envs.discover import check_cores, cores_of, is_here, kind_of
+from envs.op_signature import op_signatures
+from envs.profiling import profile_runs
+from envs.roofline import SOURCE, check_rates, roofline_costs
+from graphs.extract import Extraction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpCosts:
+    """Seconds of every op on one kind of device, (N,), and for each where it comes from."""
+
+    cost_s: NDArray[np.float64]
+    sources: Sequence[str]
+
+
+def op_costs(
+    extraction: Extraction,
+    cluster: Cluster,
+    *,
+    fresh: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, OpCosts]:
+    """Costs on every kind of device in a cluster, {device kind: costs}.
+
+    With ``fresh`` nothing is taken from the cache; what is measured is kept in it all the same.
+
+    Raises:
+        ValueError: a device that is not here lacks rates, or its kind has devices of other rates.
+        WorkerError: an op cannot run on a device.
+    """
+    check_devices(cluster)
+    here = {device.kind: device for device in reversed(cluster.devices) if is_here(device.name)}
+    described = [device for device in cluster.devices if device.kind not in here]
+    found = _measured(extraction, here, fresh=fresh, progress=progress)
+    for kind, cost_s in roofline_costs(extraction.graph, described).items():
+        found[kind] = OpCosts(cost_s=cost_s, sources=(SOURCE,) * len(cost_s))
+    return found
+
+
+def check_devices(cluster: Cluster) -> None:
+    """Make sure that every device is here or has rates.
+
+    Raises:
+        ValueError: neither, or two devices share a core; says what to change.
+    """
+    check_cores([name for name in cluster.names if is_here(name)])
+    check_rates([device for device in cluster.devices if not is_here(device.name)])
+
+
+def load_devices(path: Path) -> Cluster:
+    """Read a cluster file whose devices can run the ops of a model, here or in a simulation.
+
+    Raises:
+        ValueError: it is no cluster file, or :func:`check_devices` refuses it; the message starts
+            with the file.
+        OSError: it cannot be read.
+    """
+    cluster = load_cluster(path)
+    try:
+        check_devices(cluster)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return cluster
+
+
+def _measured(
+    extraction: Extraction,
+    devices: Mapping[str, Device],
+    *,
+    fresh: bool,
+    progress: Callable[[int, int], None] | None,
+) -> dict[str, OpCosts]:
+    """Costs on one device of each kind; where the cache knows all ops, nothing is run."""
+    signatures = op_signatures(extraction.program)
+    cache = CostCache()
+    found: dict[str, OpCosts] = {}
+    for kind, device in devices.items():
+        known = {} if fresh else cache.known(conditions_of(device), signatures)
+        if all(signature in known for signature in signatures):
+            found[kind] = _from_cache([known[signature] for signature in signatures])
+    missing = [device for kind, device in devices.items() if kind not in found]
+    today = datetime.date.today().isoformat()
+    for kind, runs_s in profile_runs(extraction, missing, progress=progress).items():
+        cache.store(conditions_of(devices[kind]), session_of(runs_s, signatures, today))
+        sources = (f"measured {today}, in context",) * len(signatures)
+        found[kind] = OpCosts(cost_s=np.median(runs_s, axis=0), sources=sources)
+    return found
+
+
+def conditions_of(device: Device) -> Conditions:
+    """What times on a set of cores of this machine are valid for, whatever kind it is called."""
+    return Conditions(
+        kind=kind_of(len(cores_of(device.name))),
+        hardware=f"{host()}, {processor()}",
+        torch=torch.__version__,
+    )
+
+
+def session_of(runs_s: NDArray[np.float64], signatures: Sequence[str], day: str) -> Session:
+    """What a cache keeps of a profile (runs, N)."""
+    ops = defaultdict(list)
+    for op, signature in enumerate(signatures):
+        ops[signature].append(op)
+    low, middle, high = np.quantile(runs_s.sum(axis=1), [0.25, 0.5, 0.75])
+    return Session(
+        cost_s={signature: float(np.median(runs_s[:, own])) for signature, own in ops.items()},
+        runs=len(runs_s),
+        spread=float((high - low) / middle),
+        measured=day,
+    )
+
+
+def _from_cache(costs: Sequence[KnownCost]) -> OpCosts:
+    return OpCosts(
+        cost_s=np.array([cost.cost_s for cost in costs]),
+        sources=[f"cached, measured {cost.measured}, in context" for cost in costs],
+    )

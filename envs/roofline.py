@@ -1,0 +1,78 @@
+"""Op costs on devices that are described but not here: the roofline of their rates.
+
+An op takes as long as its arithmetic or its memory traffic, whichever is slower (S. Williams,
+A. Waterman and D. Patterson, "Roofline: an insightful visual performance model for multicore
+architectures", CACM 52 (4), 2009). A device has one peak, whatever the dtype: give the one of the
+dtype that the model computes in. Rates that a device reaches in practice predict better than those
+of its data sheet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+import networkx as nx
+import numpy as np
+from numpy.typing import NDArray
+
+from envs.cluster import Device
+from envs.discover import why_not_here
+from graphs.graph import attributes_of
+
+SOURCE: Final = "roofline of the cluster's rates"
+RATES: Final = {"peak_flop_per_s": "60e12", "bandwidth_bytes_per_s": "3e12"}  # with examples
+
+
+def roofline_s(
+    flops: NDArray[np.int64], moved_bytes: NDArray[np.int64], device: Device
+) -> NDArray[np.float64]:
+    """Seconds of ops on a device, (N,): the slower of their arithmetic and their traffic.
+
+    The device's ``launch_s`` is not in it: :class:`envs.problem.Problem` adds that to every op.
+
+    >>> gpu = Device(name="gpu:0", kind="gpu", memory_bytes=0, launch_s=5e-6,
+    ...              peak_flop_per_s=1e12, bandwidth_bytes_per_s=1e9)
+    >>> roofline_s(np.array([2_000_000_000, 0]), np.array([1_000_000, 3_000_000]), gpu).tolist()
+    [0.002, 0.003]
+    """
+    return np.maximum(flops / device.peak_flop_per_s, moved_bytes / device.bandwidth_bytes_per_s)
+
+
+def roofline_costs(
+    graph: nx.DiGraph[str], devices: Sequence[Device]
+) -> dict[str, NDArray[np.float64]]:
+    """Seconds of every op on each kind of these devices, {kind: (N,)}."""
+    nodes = [attributes_of(graph, op_id) for op_id in graph]
+    flops = np.array([node["flops"] for node in nodes], np.int64)
+    moved_bytes = np.array([node["moved_bytes"] for node in nodes], np.int64)
+    one_of = {device.kind: device for device in devices}
+    return {kind: roofline_s(flops, moved_bytes, device) for kind, device in one_of.items()}
+
+
+def check_rates(devices: Sequence[Device]) -> None:
+    """Make sure that devices have rates, the same for all of one kind.
+
+    Raises:
+        ValueError: one has not; says what to add to the cluster file.
+    """
+    first_of: dict[str, Device] = {}
+    for device in devices:
+        lacking = [name for name in RATES if math.isnan(getattr(device, name))]
+        if lacking:
+            examples = " and ".join(f"{name} = {RATES[name]}" for name in lacking)
+            raise ValueError(
+                f"{why_not_here(device.name)}. To plan for a device that is elsewhere, say how "
+                f"fast it is: add to the [[device]] {device.name!r} such lines as {examples}, "
+                "from its data sheet or, better, measured there"
+            )
+        first = first_of.setdefault(device.kind, device)
+        for name in RATES:
+            own, other = getattr(device, name), getattr(first, name)
+            if own != other:
+                raise ValueError(
+                    f"devices {first.name!r} and {device.name!r} are both of kind {device.kind!r}, "
+                    f"but {name} is {other:.4g} and {own:.4g}: op costs are by kind, give them "
+                    "different ones"
+                )

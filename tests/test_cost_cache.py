@@ -1,0 +1,250 @@
+"""The cache of op times: what counts as known, two processes at once, files that are none."""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from envs.cost_cache import Conditions, CostCache, Session
+
+HERE = Conditions(kind="core", hardware="this", torch="2")
+SPREADS = st.sampled_from([0.0, 0.1, 0.11, 3.0])
+COSTS_S = st.floats(1e-9, 100.0)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> CostCache:
+    return CostCache(tmp_path / "folder" / "costs.sqlite")
+
+
+def session(
+    cost_s: Mapping[str, float], spread: float = 0.0, measured: str = "2026-01-01"
+) -> Session:
+    return Session(cost_s=cost_s, runs=5, spread=spread, measured=measured)
+
+
+def cost_s(cache: CostCache, signature: str = "a", conditions: Conditions = HERE) -> float | None:
+    found = cache.known(conditions, [signature])
+    return found[signature].cost_s if found else None
+
+
+# --- what counts
+
+
+def test_a_calm_session_is_known_at_once_with_its_day(cache: CostCache) -> None:
+    assert cache.known(HERE, ["a"]) == {}
+    cache.store(HERE, session({"a": 2.0, "b": 3.0}, measured="2026-01-31"))
+    known = CostCache(cache.path).known(HERE, ["b", "c", "a"])
+    assert {name: cost.cost_s for name, cost in known.items()} == {"a": 2.0, "b": 3.0}
+    assert known["a"].measured == "2026-01-31"
+
+
+def test_of_two_sessions_the_faster_counts_of_three_the_middle_one(cache: CostCache) -> None:
+    for seconds, counted in ((5.0, 5.0), (3.0, 3.0), (4.0, 4.0), (9.0, 4.0)):
+        cache.store(HERE, session({"a": seconds}))
+        assert cost_s(cache) == counted
+
+
+def test_noisy_sessions_count_when_there_are_three_and_never_beside_a_calm_one(
+    cache: CostCache,
+) -> None:
+    for seconds, counted in ((5.0, None), (7.0, None), (6.0, 6.0)):
+        cache.store(HERE, session({"a": seconds}, spread=0.5))
+        assert cost_s(cache) == counted
+    cache.store(HERE, session({"a": 2.0}))
+    assert cost_s(cache) == 2.0
+
+
+def test_after_five_sessions_the_oldest_is_forgotten(cache: CostCache) -> None:
+    cache.store(HERE, session({"a": 1.0, "b": 1.0}))
+    for _ in range(4):
+        cache.store(HERE, session({"a": 8.0}, spread=0.5))
+    assert cost_s(cache) == 1.0
+    cache.store(HERE, session({"a": 8.0}, spread=0.5))
+    assert cost_s(cache) == 8.0
+    assert cost_s(cache, "b") == 1.0
+    (holding,) = cache.holdings()
+    assert (holding.signatures, holding.sessions) == (2, 6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(SPREADS, st.dictionaries(st.sampled_from("ab"), COSTS_S)), max_size=8))
+def test_what_is_known_is_what_the_rule_says(
+    tmp_path_factory: pytest.TempPathFactory, given_: list[tuple[float, dict[str, float]]]
+) -> None:
+    cache = CostCache(tmp_path_factory.mktemp("cache") / "costs.sqlite")
+    for spread, costs_s in given_:
+        cache.store(HERE, session(costs_s, spread))
+    for signature in "ab":
+        last = [(spread, own[signature]) for spread, own in given_ if signature in own][-5:]
+        calm = [seconds for spread, seconds in last if spread <= 0.1]
+        noisy = [seconds for _, seconds in last] if len(last) >= 3 else []
+        counting = sorted(calm or noisy)
+        expected = counting[(len(counting) - 1) // 2] if counting else None
+        assert cost_s(cache, signature) == expected
+        assert expected is None or expected <= statistics.median(counting)
+
+
+@pytest.mark.parametrize("never", [math.nan, math.inf, 0.0, -1.0, 501.0])
+def test_what_cannot_be_a_time_is_not_kept(never: float, cache: CostCache) -> None:
+    cache.store(HERE, session({"a": never, "b": 1.0}))
+    assert list(cache.known(HERE, "ab")) == ["b"]
+    cache.store(HERE, session({"a": never}))
+    cache.store(HERE, session({"a": 1.0}, spread=math.nan))
+    assert cost_s(cache) is None
+    assert [holding.sessions for holding in cache.holdings()] == [1]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Conditions(kind="core*2", hardware="this", torch="2"),
+        Conditions(kind="core", hardware="other", torch="2"),
+        Conditions(kind="core", hardware="this", torch="3"),
+    ],
+)
+def test_times_are_valid_for_their_conditions_only(other: Conditions, cache: CostCache) -> None:
+    cache.store(HERE, session({"a": 1.0}))
+    assert cost_s(cache, conditions=other) is None
+    cache.store(other, session({"a": 2.0}))
+    assert (cost_s(cache), cost_s(cache, conditions=other)) == (1.0, 2.0)
+
+
+def test_thousands_of_signatures_are_found_at_once(cache: CostCache) -> None:
+    costs_s = {str(i): 1.0 + i for i in range(3000)}
+    cache.store(HERE, session(costs_s))
+    known = cache.known(HERE, costs_s)
+    assert {name: cost.cost_s for name, cost in known.items()} == {
+        name: seconds for name, seconds in costs_s.items() if seconds < 500
+    }
+
+
+def test_one_kind_is_cleared_and_the_others_stay(cache: CostCache) -> None:
+    other = Conditions(kind="core*2", hardware="this", torch="2")
+    for conditions in (HERE, other):
+        cache.store(conditions, session({"a": 1.0}))
+    cache.clear("core")
+    assert [holding.conditions for holding in cache.holdings()] == [other]
+    assert cost_s(cache) is None
+    assert cost_s(cache, conditions=other) == 1.0
+
+
+# --- other processes
+
+WRITER = """
+import sys
+from pathlib import Path
+from envs.cost_cache import CostCache, Conditions, Session
+path, name = Path(sys.argv[1]), sys.argv[2]
+here = Conditions(kind="core", hardware="this", torch="2")
+for i in range(40):
+    cache = CostCache(path)
+    cost_s = {f"{name}{i}": 1.0, **{f"both{k}": 2.0 for k in range(50)}}
+    cache.store(here, Session(cost_s=cost_s, runs=5, spread=0.0, measured="2026-01-01"))
+    known = cache.known(here, [f"{name}{k}" for k in range(40)] + ["both7"])
+    assert len(known) == i + 2, (i, sorted(known))
+"""
+
+
+def test_two_processes_write_and_read_at_once_and_nothing_is_lost(cache: CostCache) -> None:
+    writers = [
+        subprocess.Popen([sys.executable, "-c", WRITER, str(cache.path), name]) for name in "xy"
+    ]
+    assert [writer.wait(timeout=60) for writer in writers] == [0, 0]
+    names = [f"{name}{i}" for name in "xy" for i in range(40)]
+    assert set(cache.known(HERE, names)) == set(names)
+    assert cost_s(cache, "both3") == 2.0
+    assert cache.files() == [cache.path]
+
+
+def test_a_file_that_is_locked_for_long_is_no_failure(
+    cache: CostCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("envs.cost_cache.WAIT_S", 0.01)
+    cache.store(HERE, session({"a": 1.0}))
+    other = sqlite3.connect(cache.path, isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    cache.store(HERE, session({"b": 1.0}))
+    assert cost_s(cache) is None
+    with pytest.raises(OSError, match="locked"):
+        cache.holdings()
+    other.close()
+    assert list(cache.known(HERE, "ab")) == ["a"]
+
+
+# --- files that are none
+
+
+def foreign(path: Path) -> None:
+    path.unlink()
+    other = sqlite3.connect(path)
+    other.execute("CREATE TABLE recipes (name TEXT)")
+    other.commit()
+    other.close()
+
+
+def without_a_table(path: Path) -> None:
+    own = sqlite3.connect(path)
+    own.execute("DROP TABLE cost")
+    own.commit()
+    own.close()
+
+
+def torn(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:200] + b"\xff" * (len(content) - 200))
+
+
+DAMAGES = [
+    foreign,
+    without_a_table,
+    torn,
+    lambda path: path.write_bytes(b"no database at all, but long enough to be taken for one" * 99),
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(
+    "meet", [cost_s, lambda cache: cache.store(HERE, session({"a": 3.0}))], ids=["read", "write"]
+)
+def test_a_damaged_or_foreign_file_is_set_aside_with_a_remark(
+    damage: Callable[[Path], None], meet: Callable[[CostCache], object], cache: CostCache
+) -> None:
+    cache.store(HERE, session({"a": 1.0}))
+    damage(cache.path)
+    content = cache.path.read_bytes()
+    with pytest.raises(ValueError, match=r"placer cache --clear removes it"):
+        cache.holdings()
+    with pytest.warns(UserWarning, match="no readable cache of op costs"):
+        meet(cache)
+    cache.store(HERE, session({"a": 2.0}))
+    assert cost_s(cache) == 2.0
+    aside = cache.path.with_name("costs.sqlite.set-aside")
+    assert aside.read_bytes() == content
+    assert cache.files() == [cache.path, aside]
+
+
+def test_an_empty_file_is_filled(cache: CostCache) -> None:
+    cache.path.parent.mkdir()
+    cache.path.touch()
+    assert cost_s(cache) is None
+    assert cache.holdings() == []
+    cache.store(HERE, session({"a": 1.0}))
+    assert cost_s(cache) == 1.0
+
+
+def test_a_folder_that_cannot_be_made_is_no_failure(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    cache = CostCache(tmp_path / "file" / "costs.sqlite")
+    cache.store(HERE, session({"a": 1.0}))
+    assert cost_s(cache) is None
+    assert cache.holdings() == []

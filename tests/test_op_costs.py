@@ -1,0 +1,205 @@
+"""What ops cost on a cluster: measured once, known afterwards, modelled for what is not here."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_models
+import torch
+from torch import nn
+
+from envs import op_costs as module
+from envs.cluster import Cluster, Device
+from envs.cost_cache import CostCache, Session
+from envs.discover import discover
+from envs.op_costs import check_devices, conditions_of, op_costs, session_of
+from envs.op_signature import op_signatures
+from envs.profiling import profile_runs
+from graphs.extract import Extraction, Step, extract
+from graphs.graph import attributes_of
+
+torch.set_num_threads(1)
+
+CORE = f"core:{min(os.sched_getaffinity(0))}"
+GPU = Device(
+    name="gpu:0", kind="gpu", memory_bytes=0, peak_flop_per_s=1e12, bandwidth_bytes_per_s=1e11
+)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CostCache:
+    monkeypatch.setenv("PLACER_CACHE", str(tmp_path))
+    return CostCache()
+
+
+@pytest.fixture
+def profiled(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Devices that were profiled, time after time."""
+    seen: list[list[str]] = []
+
+    def spy(extraction: Extraction, devices: list[Device], **options: object) -> object:
+        seen.append([device.name for device in devices])
+        return profile_runs(extraction, devices, repeats=3)
+
+    monkeypatch.setattr(module, "profile_runs", spy)
+    return seen
+
+
+def of(model: nn.Module, *shape: int) -> Extraction:
+    return extract(Step.of(model, torch.zeros(*shape), training=False))
+
+
+# --- signatures
+
+
+def test_ops_that_do_the_same_share_a_signature_and_others_do_not() -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 8), nn.ReLU())
+    signatures = op_signatures(of(layers, 2, 4).program)
+    assert len(signatures) == 4
+    assert signatures[0] == signatures[1]
+    assert len(set(signatures)) == 3
+
+
+def test_shape_dtype_layout_arguments_and_shared_inputs_make_a_difference() -> None:
+    class Calls(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            y = x + 1
+            return y, y * y, y * x, y + 2, torch.softmax(y, 0), torch.softmax(y, 1), y.t().exp()
+
+    plain = op_signatures(of(Calls(), 4, 4).program)
+    assert len(set(plain)) == len(plain) == 7
+    assert set(plain).isdisjoint(op_signatures(of(Calls(), 4, 5).program))
+    doubled = extract(Step.of(Calls(), torch.zeros(4, 4).double(), training=False))
+    assert set(plain).isdisjoint(op_signatures(doubled.program))
+    turned = extract(Step.of(Calls(), torch.zeros(4, 4).t(), training=False))
+    assert set(plain) != set(op_signatures(turned.program))
+
+
+def test_the_halves_of_a_backward_convolution_differ_by_what_is_read_of_them() -> None:
+    extraction = extract(tiny_models.conv_net())
+    signature_of = dict(zip(extraction.graph, op_signatures(extraction.program), strict=True))
+    own = {
+        part: {s for op_id, s in signature_of.items() if f"convolution_backward.{part}" in op_id}
+        for part in ("input", "weight")
+    }
+    assert own["input"]
+    assert own["weight"]
+    assert own["input"].isdisjoint(own["weight"])
+
+
+def test_signatures_are_the_same_in_every_extraction_of_a_model() -> None:
+    first, second = (op_signatures(extract(tiny_models.conv_net()).program) for _ in range(2))
+    assert first == second
+
+
+# --- measured, then known
+
+
+def test_a_session_takes_the_median_over_runs_and_ops_of_a_signature() -> None:
+    runs_s = np.array([[1.0, 2.0, 9.0], [1.0, 4.0, 9.0], [3.0, 6.0, 9.0]])
+    found = session_of(runs_s, ["a", "a", "b"], "2026-01-01")
+    assert found.cost_s == {"a": 2.5, "b": 9.0}
+    assert found.spread == pytest.approx((16.0 - 13.0) / 14.0)
+    assert (found.runs, found.measured) == (3, "2026-01-01")
+
+
+def test_what_was_measured_often_enough_is_not_measured_again(
+    cache: CostCache, profiled: list[list[str]]
+) -> None:
+    extraction = extract(tiny_models.conv_net())
+    cluster = discover(CORE)
+    first = op_costs(extraction, cluster)["core"]
+    assert profiled == [[CORE]]
+    assert {source.partition(" 20")[0] for source in first.sources} == {"measured"}
+    assert (first.cost_s > 0).all()
+    (holding,) = cache.holdings()
+    assert holding.signatures == len(set(op_signatures(extraction.program)))
+    for _ in range(2):  # a noisy machine measures three times
+        op_costs(extraction, cluster)
+    times = len([devices for devices in profiled if devices])
+    known = op_costs(extraction, cluster)["core"]
+    assert len([devices for devices in profiled if devices]) == times
+    assert {source.partition(" 20")[0] for source in known.sources} == {"cached, measured"}
+    assert 0.2 < known.cost_s.sum() / first.cost_s.sum() < 5
+
+
+def test_fresh_measures_anew_and_keeps_it(cache: CostCache, profiled: list[list[str]]) -> None:
+    extraction = extract(tiny_models.conv_net())
+    stored(cache, extraction, {})
+    found = op_costs(extraction, discover(CORE), fresh=True)["core"]
+    assert {source.partition(" 20")[0] for source in found.sources} == {"measured"}
+    assert found.cost_s.max() < 1.0
+    assert profiled == [[CORE]]
+    assert cache.holdings()[0].sessions == 2
+
+
+def test_a_step_with_an_op_that_is_not_known_is_profiled(
+    cache: CostCache, profiled: list[list[str]]
+) -> None:
+    stored(cache, of(nn.Sequential(nn.Linear(4, 4)), 2, 4), {})
+    costs = op_costs(of(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), 2, 4), discover(CORE))
+    assert profiled == [[CORE]]
+    assert {source.partition(" 20")[0] for source in costs["core"].sources} == {"measured"}
+
+
+def test_ops_that_were_measured_on_different_days_say_so(
+    cache: CostCache, profiled: list[list[str]]
+) -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    extraction = of(layers, 2, 4)
+    stored(cache, extraction, {1: "2026-02-02"})
+    found = op_costs(extraction, discover(CORE))["core"]
+    days = ["2026-01-01", "2026-02-02", "2026-01-01"]
+    assert list(found.sources) == [f"cached, measured {day}, in context" for day in days]
+    assert found.cost_s.tolist() == [1.0, 1.0, 1.0]
+    assert profiled == [[]]
+
+
+def stored(cache: CostCache, extraction: Extraction, days: dict[int, str]) -> None:
+    """A second for every op, measured on the first of January but for some ops."""
+    (device,) = discover(CORE).devices
+    on_day: dict[str, dict[str, float]] = {}
+    for op, signature in enumerate(op_signatures(extraction.program)):
+        on_day.setdefault(days.get(op, "2026-01-01"), {})[signature] = 1.0
+    for day, cost_s in on_day.items():
+        session = Session(cost_s=cost_s, runs=5, spread=0.0, measured=day)
+        cache.store(conditions_of(device), session)
+
+
+# --- described
+
+
+@pytest.mark.usefixtures("cache")
+def test_kinds_that_are_here_are_measured_and_others_get_the_roofline(
+    profiled: list[list[str]],
+) -> None:
+    extraction = extract(tiny_models.conv_net())
+    core = Device(name=CORE, kind="processor", memory_bytes=0)
+    away = replace(GPU, name="core:9999", kind="processor")  # of a kind that is here
+    cluster = Cluster(name="both", devices=(GPU, away, core))
+    costs = op_costs(extraction, cluster)
+    assert costs.keys() == {"processor", "gpu"}
+    assert profiled == [[CORE]]
+    nodes = [attributes_of(extraction.graph, op_id) for op_id in extraction.graph]
+    by_hand = [max(node["flops"] / 1e12, node["moved_bytes"] / 1e11) for node in nodes]
+    assert costs["gpu"].cost_s.tolist() == pytest.approx(by_hand)
+    assert set(costs["gpu"].sources) == {"roofline of the cluster's rates"}
+    assert all(source.startswith("measured") for source in costs["processor"].sources)
+
+
+def test_a_device_that_is_not_here_needs_rates_even_if_one_of_its_kind_is() -> None:
+    (core,) = discover(CORE).devices
+    cluster = Cluster(name="both", devices=(core, replace(core, name="core:9999")))
+    with pytest.raises(ValueError, match=r"no device core:9999.*add to .* peak_flop_per_s = "):
+        check_devices(cluster)
+
+
+@pytest.mark.usefixtures("cache")
+def test_without_a_device_that_is_here_nothing_is_run(profiled: list[list[str]]) -> None:
+    costs = op_costs(extract(tiny_models.conv_net()), Cluster(name="gpu", devices=(GPU,)))
+    assert list(costs) == ["gpu"]
+    assert profiled == [[]]

@@ -1,0 +1,96 @@
+"""The roofline: by hand, how it must behave, and what a described device must say."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from envs.cluster import Cluster, Device
+from envs.problem import Problem
+from envs.roofline import check_rates, roofline_costs, roofline_s
+from graphs.costs import with_costs
+from graphs.graph import GraphArrays, add_op, new_graph
+
+GPU = Device(
+    name="gpu:0",
+    kind="gpu",
+    memory_bytes=1 << 40,
+    launch_s=5e-6,
+    peak_flop_per_s=1e12,
+    bandwidth_bytes_per_s=1e9,
+)
+SIZES = st.integers(0, 2**60)
+RATES = st.floats(1.0, 1e18)
+
+
+def without(*names: str) -> Device:
+    known = {field.name: getattr(GPU, field.name) for field in fields(GPU)}
+    return Device(**known | dict.fromkeys(names, math.nan))
+
+
+def seconds(flops: int, moved_bytes: int, device: Device = GPU) -> float:
+    (found,) = roofline_s(np.array([flops]), np.array([moved_bytes]), device).tolist()
+    return float(found)
+
+
+@pytest.mark.parametrize(
+    ("flops", "moved_bytes", "expected_s"),
+    [
+        (2 * 10**9, 10**6, 2e-3),  # arithmetic 2 ms, traffic 1 ms
+        (2 * 10**9, 3 * 10**6, 3e-3),
+        (0, 500, 5e-7),
+        (0, 0, 0.0),
+    ],
+)
+def test_by_hand(flops: int, moved_bytes: int, expected_s: float) -> None:
+    assert seconds(flops, moved_bytes) == pytest.approx(expected_s)
+
+
+def test_the_launch_is_added_once_by_the_problem() -> None:
+    graph = new_graph("one op")
+    add_op(graph, "a", cost_s={}, flops=2 * 10**9, moved_bytes=10**6)
+    costs_s = roofline_costs(graph, [GPU])
+    costed = GraphArrays.from_graph(with_costs(graph, costs_s, {"gpu": "roofline"}))
+    problem = Problem.of(costed, Cluster(name="one", devices=(GPU,)))
+    assert problem.cost_ns.tolist() == [[2_000_000 + 5_000]]
+
+
+@given(SIZES, SIZES, SIZES, SIZES, RATES, RATES)
+def test_more_work_never_takes_less_time(
+    flops: int, more_flops: int, moved: int, more_moved: int, peak: float, bandwidth: float
+) -> None:
+    device = replace(GPU, peak_flop_per_s=peak, bandwidth_bytes_per_s=bandwidth)
+    least = seconds(flops, moved, device)
+    assert seconds(flops + more_flops, moved + more_moved, device) >= least >= 0
+    assert least >= max(seconds(flops, 0, device), seconds(0, moved, device))
+
+
+@given(SIZES, SIZES, RATES, RATES, st.floats(1.0, 1e3))
+def test_a_faster_device_never_takes_longer(
+    flops: int, moved: int, peak: float, bandwidth: float, factor: float
+) -> None:
+    slow = replace(GPU, peak_flop_per_s=peak, bandwidth_bytes_per_s=bandwidth)
+    at_slow = seconds(flops, moved, slow)
+    assert seconds(flops, moved, replace(slow, peak_flop_per_s=peak * factor)) <= at_slow
+    assert seconds(flops, moved, replace(slow, bandwidth_bytes_per_s=bandwidth * factor)) <= at_slow
+
+
+@pytest.mark.parametrize("lacking", [["peak_flop_per_s"], ["bandwidth_bytes_per_s"], None])
+def test_a_device_without_rates_is_refused_with_what_to_add(lacking: list[str] | None) -> None:
+    names = lacking or ["peak_flop_per_s", "bandwidth_bytes_per_s"]
+    with pytest.raises(ValueError, match=r"no device 'gpu:0'.*'gpu:0' such lines as") as refusal:
+        check_rates([without(*names)])
+    for name in ("peak_flop_per_s", "bandwidth_bytes_per_s"):
+        assert (f"{name} = " in str(refusal.value)) == (name in names)
+
+
+def test_devices_of_one_kind_must_have_the_same_rates() -> None:
+    other = replace(GPU, name="gpu:1", peak_flop_per_s=2e12)
+    with pytest.raises(ValueError, match=r"'gpu:0' and 'gpu:1'.* 1e\+12 and 2e\+12"):
+        check_rates([GPU, other])
+    check_rates([GPU, replace(other, kind="other"), replace(GPU, name="gpu:2")])
