@@ -1,15 +1,25 @@
-"""All benchmarks, one after the other: ``python -m benchmarks``."""
+"""All benchmarks, one after the other, or those named: ``python -m benchmarks [NAME ...]``."""
 
-from benchmarks import coarsen, extraction, placement, search, simulator
+import sys
+
+from benchmarks import coarsen, extraction, placement, profiling, search, simulator
+
+ALL = {
+    "extraction": extraction,
+    "coarsen": coarsen,
+    "profiling": profiling,
+    "simulator": simulator,
+    "search": search,
+    "placement": placement,
+}
 
 
-def main() -> None:
-    extraction.main()
-    coarsen.main()
-    simulator.main()
-    search.main()
-    placement.main()
+def main(names: list[str]) -> None:
+    if unknown := [name for name in names if name not in ALL]:
+        sys.exit(f"there is no benchmark {unknown[0]!r}; there are {', '.join(ALL)}")
+    for name in names or ALL:
+        ALL[name].main()
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -4,7 +4,9 @@
 
 Training steps on one core. The profiler's worker and an eager process are pinned to the same core,
 have one thread and the same memory allocator, and take turns; both read the thread's CPU clock, so
-that other load costs neither of them much. Medians, with quartiles of the turns' ratios.
+that other load costs neither of them much. Medians, with quartiles of the turns' ratios; "cached"
+is the sum of what the cache would keep of these runs (one time for all ops with a signature), in
+multiples of the sum of the ops' own times.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -23,6 +26,8 @@ from numpy.typing import NDArray
 
 from envs.cluster import Device
 from envs.executor.processes import MALLOC
+from envs.op_costs import session_of
+from envs.op_signature import op_signatures
 from envs.profiling import Profiler
 from graphs.extract import Step, extract
 from graphs.extract.step import LossModule
@@ -43,29 +48,45 @@ BAR = (0.9, 1.1)
 def main() -> None:
     core = min(os.sched_getaffinity(0))
     print(f"training steps on core {core}, {TURNS} turns, load {os.getloadavg()[0]:.1f}")
-    print(f"{'sum of op times / eager step':34}{'ops':>6}{'sum':>10}{'eager':>10}   ratio")
+    print(f"{'sum of op times / eager step':34}{'ops':>6}{'sum':>10}{'eager':>10}  cached   ratio")
     for name, target in MODELS.items():
-        ops, profiled_s, eager_s = turns(target, core)
-        low, middle, high = np.quantile(profiled_s / eager_s, [0.25, 0.5, 0.75])
-        sums = f"{np.median(profiled_s) * 1e3:7.1f} ms{np.median(eager_s) * 1e3:7.1f} ms"
-        verdict = "" if BAR[0] <= middle <= BAR[1] else f", outside {BAR[0]} .. {BAR[1]}"
-        print(
-            f"{name:34}{ops:6}{sums}   {middle:.2f} ({low:.2f} .. {high:.2f}){verdict}", flush=True
-        )
+        found = turns(target, core)
+        summed_s = found.runs_s.sum(axis=1)
+        low, middle, high = np.quantile(summed_s / found.eager_s, [0.25, 0.5, 0.75])
+        line = f"{name:34}{found.runs_s.shape[1]:6}"
+        line += f"{np.median(summed_s) * 1e3:7.1f} ms{np.median(found.eager_s) * 1e3:7.1f} ms"
+        line += f"{found.cached_s / np.median(summed_s):7.2f}x"
+        line += f"   {middle:.2f} ({low:.2f} .. {high:.2f})"
+        outside = "" if BAR[0] <= middle <= BAR[1] else f", outside {BAR[0]} .. {BAR[1]}"
+        print(line + outside, flush=True)
 
 
-def turns(target: str, core: int) -> tuple[int, NDArray[np.float64], NDArray[np.float64]]:
-    """Ops, summed op seconds and eager seconds of every turn."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turns:
+    runs_s: NDArray[np.float64]  # (turns, ops)
+    eager_s: NDArray[np.float64]  # (turns,)
+    cached_s: float  # the sum over all ops of what the cache would keep of these runs
+
+
+def turns(target: str, core: int) -> Turns:
+    """The step in turns, profiled and eager."""
     device = Device(name=f"core:{core}", kind="core", memory_bytes=0)
     extraction = extract(load_step(target, training=True))
-    profiled_s, eager_s = [], []
+    runs_s: list[NDArray[np.float64]] = []
+    eager_s: list[float] = []
     with Profiler(extraction, device) as profiler, Eager(target, core) as eager:
         for turn in range(WARM_UP + TURNS):
-            step_s, alone_s = float(profiler.run().sum()), eager.run()
+            ops_s, alone_s = profiler.run(), eager.run()
             if turn >= WARM_UP:
-                profiled_s.append(step_s)
+                runs_s.append(ops_s)
                 eager_s.append(alone_s)
-    return extraction.program.op_count, np.array(profiled_s), np.array(eager_s)
+    signatures = op_signatures(extraction.program)
+    kept_s = session_of(np.stack(runs_s), signatures, day="").cost_s
+    return Turns(
+        runs_s=np.stack(runs_s),
+        eager_s=np.array(eager_s),
+        cached_s=sum(kept_s[signature] for signature in signatures),
+    )
 
 
 class Eager:

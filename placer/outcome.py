@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -90,6 +90,7 @@ class Optimization:
     stopped: bool  # the user stopped it early
     extraction: Extraction | None = None
     all_cores: Measurement | None = None
+    cost_source: Mapping[str, str] = field(default_factory=dict)  # {device kind: where from}
     trouble: str = ""  # why nothing could be run, although it should have been
 
     def device_of(self, name: str) -> str:

@@ -87,7 +87,9 @@ def optimize_step(
         hear.stage("Measuring op costs")
         graph = costed_graph(extraction, graph, cluster, hear, fresh=options.fresh)
         problem = Problem.of(GraphArrays.from_graph(graph), cluster)
-        return _decided(problem, options, interrupt, hear, extraction if all_here else None)
+        runnable = extraction if all_here else None
+        found = _decided(problem, options, interrupt, hear, runnable)
+        return replace(found, cost_source=graph.graph["cost_source"])
 
 
 def optimize_graph(
@@ -105,7 +107,8 @@ def optimize_graph(
     with Interrupt() as interrupt:
         graph = demanded(graph, cluster, options.keep_together, options.pins)
         problem = Problem.of(GraphArrays.from_graph(graph), cluster)
-        return _decided(problem, options, interrupt, hear, None)
+        found = _decided(problem, options, interrupt, hear, None)
+        return replace(found, cost_source=graph.graph["cost_source"])
 
 
 def _decided(

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from typing import Final
 
 import networkx as nx
 
 from graphs.extract.colocation import colocation_groups
 from graphs.extract.convert import OpFacts
-from graphs.extract.program import VIEW, StepProgram
+from graphs.extract.program import VIEW, Call, Ref, StepProgram
 from graphs.graph import add_edge, add_op, new_graph
+
+LOOKUPS: Final = frozenset(
+    f"aten.{name}"
+    for name in ("embedding.default", "gather.default", "index.Tensor", "index_select.default")
+)
+"""Operators that read only the parts of their first argument that they give out."""
 
 
 def build_graph(program: StepProgram, facts: Sequence[OpFacts], name: str) -> nx.DiGraph[str]:
@@ -77,7 +84,7 @@ class _Sizes:
             self.moved[call.op] += written
             for root in dict.fromkeys(program.values[value].root for value in call.reads):
                 size = program.values[root].size_bytes
-                self.moved[call.op] += size
+                self.moved[call.op] += _read_bytes(program, call, root)
                 if root in producer:
                     source = program.calls[producer[root]].op
                     self.edges[source, call.op][root] = size
@@ -90,3 +97,15 @@ class _Sizes:
                     if name in homeless:
                         homeless.remove(name)
                         self.parameter[call.op] += size
+            if call.shows_part:
+                self.moved[call.op] = 0
+
+
+def _read_bytes(program: StepProgram, call: Call, root: int) -> int:
+    """Bytes that a call reads of the tensor ``root``: of its views, or of rows that it looks up."""
+    views = [program.values[value] for value in call.reads if program.values[value].root == root]
+    read = min(sum(view.size_bytes for view in views), program.values[root].size_bytes)
+    table = call.args[0] if call.target in LOOKUPS else None
+    if isinstance(table, Ref) and program.values[table.value].root == root:
+        return min(read, sum(program.values[v].size_bytes for v in call.outputs if v is not None))
+    return read

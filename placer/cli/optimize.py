@@ -225,6 +225,7 @@ def _talk(found: Optimization, args: argparse.Namespace) -> str:
     talk = [f"placement: {args.out}"]
     if args.timeline is not None:
         talk.append(f"timeline: {args.timeline} (opens in ui.perfetto.dev)")
+    talk += [f"op costs on {kind}: {source}" for kind, source in found.cost_source.items()]
     talk.append(f"search: {found.search_s:.1f} s, seed {args.seed}")
     if found.stopped:
         talk.insert(0, "stopped early, this is the best so far")
@@ -241,6 +242,7 @@ def _summary(found: Optimization, args: argparse.Namespace) -> dict[str, Any]:
         "speed_up": found.speed_up if math.isfinite(found.speed_up) else None,
         "lower_bound_s": found.lower_bound_s,
         "verdict": found.verdict,
+        "cost_source": dict(found.cost_source),
         "search_s": found.search_s,
         "seed": args.seed,
         "stopped": found.stopped,
