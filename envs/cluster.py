@@ -49,7 +49,7 @@ class Device:
     kind: str
     memory_bytes: int
     launch_s: float = 0.0  # added to every op
-    peak_flop_per_s: float = math.nan
+    peak_flop_per_s: float = math.nan  # of the dtype that is computed in
     bandwidth_bytes_per_s: float = math.nan
     source: str = ""  # where the numbers come from: a data sheet, or "measured <date>"
 

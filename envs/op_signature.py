@@ -6,8 +6,6 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from envs.executor.lists import Run
 from envs.profiling import single_list
 from graphs.extract.program import Call, Ref, StepProgram, Value
@@ -50,12 +48,8 @@ def _argument(argument: Any, numbers: dict[int, int]) -> str:
             return f"t{numbers.setdefault(value, len(numbers))}"
         case list() | tuple():
             return f"[{', '.join(_argument(item, numbers) for item in argument)}]"
-        case None | bool() | int() | float() | complex() | str():
+        case _:  # numbers, text, and names of torch such as torch.float32
             return repr(argument)
-        case torch.dtype() | torch.device() | torch.layout() | torch.memory_format():
-            return str(argument)
-        case _:
-            raise TypeError(f"{type(argument).__name__} is no argument that a signature can hold")
 
 
 def _tensor(value: Value) -> str:

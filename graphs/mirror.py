@@ -64,6 +64,7 @@ def _add_backward_op(
         graph,
         own_id,
         cost_s={kind: cost_factor * seconds for kind, seconds in node["cost_s"].items()},
+        cost_source=node["cost_source"],
         op=f"{node['op']}_backward",
         phase="backward",
         module=node["module"],

@@ -206,7 +206,7 @@ def test_plain_networkx_graph_is_refused_with_what_it_lacks() -> None:
     graph: nx.DiGraph[str] = nx.DiGraph()
     graph.add_node("a", cost_s={"*": 1.0})
     with pytest.raises(
-        ValueError, match=r"op 'a' lacks colocate, devices, .*: add ops with add_op"
+        ValueError, match=r"op 'a' lacks colocate, cost_source, .*: add ops with add_op"
     ):
         GraphArrays.from_graph(graph)
     graph = diamond()

@@ -199,6 +199,16 @@ def test_a_device_that_is_not_here_needs_rates_even_if_one_of_its_kind_is() -> N
 
 
 @pytest.mark.usefixtures("cache")
+def test_a_model_without_memory_for_its_parameters_is_modelled_on_described_devices() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(50_000, 50_000)
+    extraction = extract(Step.of(model, torch.zeros(4, 50_000, device="meta"), training=False))
+    (cost_s,) = op_costs(extraction, Cluster(name="gpu", devices=(GPU,)))["gpu"].cost_s
+    moved_bytes = 4 * (50_000 * 50_000 + 50_000 + 2 * 4 * 50_000)
+    assert cost_s == pytest.approx(moved_bytes / 1e11)
+
+
+@pytest.mark.usefixtures("cache")
 def test_without_a_device_that_is_here_nothing_is_run(profiled: list[list[str]]) -> None:
     costs = op_costs(extract(tiny_models.conv_net()), Cluster(name="gpu", devices=(GPU,)))
     assert list(costs) == ["gpu"]
