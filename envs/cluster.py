@@ -33,11 +33,15 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
+from graphs.whole_file import read_limited
+
 Sharing: TypeAlias = Literal["none", "egress", "pair", "bus"]
 LinkOrder: TypeAlias = Literal["fifo", "priority"]
 SHARINGS: Final[tuple[Sharing, ...]] = ("none", "egress", "pair", "bus")
 LINK_ORDERS: Final[tuple[LinkOrder, ...]] = ("fifo", "priority")
 FORMAT: Final = "placer-cluster/1"
+LARGEST_FILE_BYTES: Final = 10**6
+"""Six thousand devices, far more than anything here is made for."""
 LARGEST_INT: Final = 2**63 - 1  # as TOML asks every reader to hold
 
 
@@ -155,12 +159,13 @@ def load_cluster(path: Path) -> Cluster:
     """Read a cluster file.
 
     Raises:
-        ValueError: it is not TOML, has unknown or missing keys, or a value is out of range; the
-            message starts with the file and the path of the key.
+        ValueError: it is not TOML, is larger than 1 MB, has unknown or missing keys, or a value is
+            out of range; the message starts with the file and the path of the key.
         OSError: it cannot be read.
     """
     try:
-        return cluster_from_dict(tomllib.loads(path.read_text(encoding="utf-8")))
+        content = read_limited(path, LARGEST_FILE_BYTES).decode()
+        return cluster_from_dict(tomllib.loads(content))
     except RecursionError:
         raise ValueError(f"{path}: nested too deeply for a cluster file") from None
     except ValueError as error:

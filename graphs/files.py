@@ -29,8 +29,8 @@ from graphs.graph import (
     add_op,
     attributes_of,
     new_graph,
-    topological_order,
 )
+from graphs.order import topological_order
 from graphs.strict_json import array, fields, load_checked, number, table, text, whole
 from graphs.whole_file import write_whole
 
@@ -44,6 +44,7 @@ _SIZES: Final = (
     "saved_bytes",
     "workspace_bytes",
 )
+_TEXTS: Final = ("op", "phase", "module")
 _GRAPH_KEYS: Final = frozenset({"format", "name", "cost_source", "nodes", "edges"})
 _NODE_KEYS: Final = frozenset(OpAttributes.__required_keys__) | {"id"}
 _EDGE_KEYS: Final = frozenset({"source", "target", "bytes"})
@@ -142,18 +143,23 @@ def _node_to_dict(op_id: str, node: OpAttributes) -> dict[str, Any]:
 def _read_node(graph: nx.DiGraph[str], item: object, where: str) -> None:
     node = fields(item, where, _NODE_KEYS, required=("id", "cost_s"))
     costs = table(node["cost_s"], f"{where}.cost_s")
+    # A path is made only for what is not of the usual type: it takes longer than the check.
     given: dict[str, Any] = {
         "cost_s": {
-            kind: number(seconds, f"{where}.cost_s[{kind!r}]") for kind, seconds in costs.items()
+            kind: s if type(s) is float else number(s, f"{where}.cost_s[{kind!r}]")
+            for kind, s in costs.items()
         }
     }
-    given["cost_source"] = _sources(node, f"{where}.cost_source")
-    for key in ("op", "phase", "module"):
+    if "cost_source" in node:
+        given["cost_source"] = _sources(node, f"{where}.cost_source")
+    for key in _TEXTS:
         if key in node:
-            given[key] = text(node[key], f"{where}.{key}")
+            value = node[key]
+            given[key] = value if type(value) is str else text(value, f"{where}.{key}")
     for key in _SIZES:
         if key in node:
-            given[key] = whole(node[key], f"{where}.{key}")
+            value = node[key]
+            given[key] = value if type(value) is int else whole(value, f"{where}.{key}")
     if node.get("colocate") is not None:
         given["colocate"] = text(node["colocate"], f"{where}.colocate")
     if node.get("devices") is not None:
@@ -175,9 +181,11 @@ def _sources(item: Mapping[str, Any], where: str) -> dict[str, str]:
 
 def _read_edge(graph: nx.DiGraph[str], item: object, where: str) -> None:
     edge = fields(item, where, _EDGE_KEYS, required=("source", "target"))
-    source = text(edge["source"], f"{where}.source")
-    target = text(edge["target"], f"{where}.target")
-    moved = whole(edge["bytes"], f"{where}.bytes") if "bytes" in edge else None
+    source, target, moved = edge["source"], edge["target"], edge.get("bytes")
+    if type(source) is not str or type(target) is not str:
+        source, target = text(source, f"{where}.source"), text(target, f"{where}.target")
+    if type(moved) is not int and "bytes" in edge:
+        moved = whole(moved, f"{where}.bytes")
     try:
         add_edge(graph, source, target, moved)
     except ValueError as error:

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphs.frozen import frozen
+from graphs.order import topological_order
 
 Phase: TypeAlias = Literal["forward", "backward", "optimizer"]
 PHASES: Final[tuple[Phase, ...]] = ("forward", "backward", "optimizer")
@@ -92,9 +93,9 @@ def add_op(
         "saved_bytes": saved_bytes,
         "workspace_bytes": workspace_bytes,
     }
-    for name, size in sizes.items():
-        if not 0 <= size <= LARGEST_BYTES:
-            raise ValueError(f"op {op_id!r}: {name} is {size}, not within 0 .. 2**60")
+    if min(sizes.values()) < 0 or max(sizes.values()) > LARGEST_BYTES:
+        name = next(name for name, size in sizes.items() if not 0 <= size <= LARGEST_BYTES)
+        raise ValueError(f"op {op_id!r}: {name} is {sizes[name]}, not within 0 .. 2**60")
     if devices is not None and not devices:
         raise ValueError(f"op {op_id!r}: the list of allowed devices is empty")
     attributes: OpAttributes = {
@@ -121,9 +122,9 @@ def add_edge(graph: nx.DiGraph[str], source: str, target: str, moved: int | None
     Raises:
         ValueError: an end is missing, the edge exists or is a loop, or the bytes are out of range.
     """
-    for end in (source, target):
-        if end not in graph:
-            raise ValueError(f"edge {source!r} -> {target!r}: there is no op {end!r}")
+    if source not in graph or target not in graph:
+        end = target if source in graph else source
+        raise ValueError(f"edge {source!r} -> {target!r}: there is no op {end!r}")
     if source == target:
         raise ValueError(f"op {source!r} cannot read its own output")
     if graph.has_edge(source, target):
@@ -148,21 +149,6 @@ def cost_source(graph: nx.DiGraph[str], op_id: str, kind: str) -> str:
     known = kind if kind in own["cost_s"] else ANY_KIND
     of_kind: Mapping[str, str] = graph.graph.get("cost_source", {})
     return own["cost_source"].get(known, of_kind.get(known, ""))
-
-
-def topological_order(graph: nx.DiGraph[str]) -> list[str]:
-    """All ops, sources first; among those that could come next, the one added first.
-
-    Raises:
-        ValueError: the graph has a cycle (the message shows one).
-    """
-    index = {op_id: i for i, op_id in enumerate(graph)}
-    try:
-        return list(nx.lexicographical_topological_sort(graph, key=index.__getitem__))
-    except nx.NetworkXUnfeasible:
-        cycle = [edge[0] for edge in nx.find_cycle(graph)]
-        shown = " -> ".join([*cycle[:6], "..."] if len(cycle) > 6 else [*cycle, cycle[0]])
-        raise ValueError(f"the graph has a cycle of {len(cycle)} ops: {shown}") from None
 
 
 def new_graph(name: str, cost_source: Mapping[str, str] | None = None) -> nx.DiGraph[str]:

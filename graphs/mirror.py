@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import networkx as nx
 
-from graphs.graph import add_edge, add_op, attributes_of, new_graph, topological_order
+from graphs.graph import add_edge, add_op, attributes_of, new_graph
+from graphs.order import topological_order
 
 WEIGHT: str = "weight"
 """Op that only holds parameters: its backward adds up the gradients of all who read it."""

@@ -7,34 +7,37 @@ file itself.
 from __future__ import annotations
 
 import difflib
+import gc
 import json
 import math
 import reprlib
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, TypeVar
+
+from graphs.whole_file import read_limited
 
 Parsed = TypeVar("Parsed")
 LARGEST_FILE_BYTES: Final = 1 << 29
 """About four million ops; what is larger was hardly meant as a graph or a placement."""
 
 
-class _Object(dict[str, Any]):
-    """A JSON object that remembers a key given twice, until its path is known."""
+class _Repeating(dict[str, Any]):
+    """A JSON object with a key given twice, kept until its path is known."""
 
-    repeated: str | None = None
+    repeated: str
 
-    @classmethod
-    def of(cls, pairs: list[tuple[str, Any]]) -> _Object:
-        made = cls(pairs)
-        if len(made) < len(pairs):
-            seen: set[str] = set()
-            for key, _ in pairs:
-                if key in seen:
-                    made.repeated = key
-                    break
-                seen.add(key)
+
+def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) == len(pairs):
         return made
+    repeating = _Repeating(made)
+    counts = Counter(key for key, _ in pairs)
+    repeating.repeated = next(key for key, count in counts.items() if count > 1)
+    return repeating
 
 
 def load_checked(path: Path, parse: Callable[[object], Parsed]) -> Parsed:
@@ -46,10 +49,11 @@ def load_checked(path: Path, parse: Callable[[object], Parsed]) -> Parsed:
         OSError: it cannot be read.
     """
     try:
-        text = _bytes_of(path).decode("utf-8-sig")
-        if not text.strip():
+        text = read_limited(path, LARGEST_FILE_BYTES).decode("utf-8-sig")
+        if not text or text.isspace():
             raise ValueError("the file is empty")
-        return parse(json.loads(text, object_pairs_hook=_Object.of))
+        with _without_collecting():
+            return parse(json.loads(text, object_pairs_hook=_object_of))
     except RecursionError:
         raise ValueError(f"{path}: the JSON is nested too deeply") from None
     except json.JSONDecodeError as error:
@@ -67,11 +71,11 @@ def fields(
         ValueError: it is not.
     """
     found = table(value, where)
-    for key in found:
-        if key not in known:
-            near = difflib.get_close_matches(key, sorted(known), n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ValueError(f"unknown key {inside(where, key)}{hint}")
+    if not known.issuperset(found):
+        key = next(key for key in found if key not in known)
+        near = difflib.get_close_matches(key, sorted(known), n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"unknown key {inside(where, key)}{hint}")
     if missing := [key for key in required if key not in found]:
         raise ValueError(f"{where or 'the file'} lacks {', '.join(missing)}")
     return found
@@ -85,7 +89,7 @@ def table(value: object, where: str) -> dict[str, Any]:
     """
     if not isinstance(value, dict):
         raise ValueError(f"{where or 'the file'} is {reprlib.repr(value)}, not an object")
-    if isinstance(value, _Object) and value.repeated is not None:
+    if isinstance(value, _Repeating):
         raise ValueError(f"{inside(where, value.repeated)} is given twice")
     return value
 
@@ -138,17 +142,18 @@ def whole(value: object, where: str) -> int:
     return value if isinstance(value, int) else int(given)
 
 
+@contextmanager
+def _without_collecting() -> Iterator[None]:
+    """Without the garbage collector, which would look at a million live objects again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def inside(where: str, key: str) -> str:
     """The path of a key of the object at ``where``."""
     return f"{where}.{key[:80]}" if where else key[:80]
-
-
-def _bytes_of(path: Path) -> bytes:
-    with path.open("rb") as file:
-        size = path.stat().st_size
-        if size <= LARGEST_FILE_BYTES:  # 0 for a pipe, whatever comes out of it
-            content = file.read(LARGEST_FILE_BYTES + 1)
-            size = max(size, len(content))
-    if size > LARGEST_FILE_BYTES:
-        raise ValueError(f"{size / 1e9:.1f} GB is more than such a file may have (0.5 GB)")
-    return content

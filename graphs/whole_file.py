@@ -1,10 +1,29 @@
-"""Files that are written whole or not at all."""
+"""Files that are read and written whole or not at all."""
 
 from __future__ import annotations
 
 import errno
 import os
 from pathlib import Path
+
+
+def read_limited(path: Path, largest_bytes: int) -> bytes:
+    """The content of a file, or of a pipe, that may not be larger.
+
+    Raises:
+        ValueError: it is larger; of a file nothing has been read then.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        size = path.stat().st_size
+        if size <= largest_bytes:  # 0 for a pipe, whatever comes out of it
+            content = file.read(largest_bytes + 1)
+            size = max(size, len(content))
+    if size > largest_bytes:
+        raise ValueError(
+            f"{_readable(size)} is more than such a file may have ({_readable(largest_bytes)})"
+        )
+    return content
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -30,3 +49,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _readable(size_bytes: int) -> str:
+    return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e8 else f"{size_bytes / 1e6:.1f} MB"

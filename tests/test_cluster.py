@@ -239,3 +239,11 @@ def test_refusal_of_a_file_starts_with_its_name(text: str, message: str, tmp_pat
     with pytest.raises(ValueError, match=message) as refusal:
         load_cluster(path)
     assert str(refusal.value).startswith(f"{path}: ")
+
+
+def test_a_huge_file_is_refused_unread(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    with path.open("wb") as file:
+        file.truncate(2 * 10**6)
+    with pytest.raises(ValueError, match=r"2\.0 MB is more than such a file may have \(1\.0 MB\)"):
+        load_cluster(path)

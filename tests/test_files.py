@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -243,3 +245,18 @@ def test_huge_file_is_refused_unread(tmp_path: Path) -> None:
 def test_missing_file_is_an_os_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         load_graph(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize("collecting", [True, False])
+def test_the_garbage_collector_is_left_as_it_was(collecting: bool, tmp_path: Path) -> None:
+    path = tmp_path / "graph.json"
+    was = gc.isenabled()
+    try:
+        for content in (small(), {}):
+            path.write_text(json.dumps(content))
+            gc.enable() if collecting else gc.disable()
+            with contextlib.suppress(ValueError):
+                load_graph(path)
+            assert gc.isenabled() is collecting
+    finally:
+        gc.enable() if was else gc.disable()

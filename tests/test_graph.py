@@ -19,8 +19,8 @@ from graphs.graph import (
     attributes_of,
     graph_hash,
     new_graph,
-    topological_order,
 )
+from graphs.order import topological_order
 
 
 def diamond() -> nx.DiGraph[str]:

@@ -1,0 +1,58 @@
+"""The order of ops in which sources come first, and the cycle where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heappop, heappush
+
+import networkx as nx
+
+
+def topological_order(graph: nx.DiGraph[str]) -> list[str]:
+    """All ops, sources first; among those that could come next, the one added first.
+
+    Raises:
+        ValueError: the graph has a cycle (the message shows one).
+    """
+    ids = list(graph)
+    index = {op_id: i for i, op_id in enumerate(ids)}
+    readers = [[index[op_id] for op_id in reading] for _, reading in graph.adjacency()]
+    order = _order(readers)
+    if len(order) < len(ids):
+        cycle = [ids[i] for i in _cycle(readers, order)]
+        shown = " -> ".join([*cycle[:6], "..."] if len(cycle) > 6 else [*cycle, cycle[0]])
+        raise ValueError(f"the graph has a cycle of {len(cycle)} ops: {shown}")
+    return [ids[i] for i in order]
+
+
+def _order(readers: Sequence[Sequence[int]]) -> list[int]:
+    """Op indices, sources first and low ones before high ones; without what a cycle holds up."""
+    missing = [0] * len(readers)
+    for reading in readers:
+        for i in reading:
+            missing[i] += 1
+    ready = [i for i, count in enumerate(missing) if not count]
+    order: list[int] = []
+    while ready:
+        done = heappop(ready)
+        order.append(done)
+        for i in readers[done]:
+            missing[i] -= 1
+            if not missing[i]:
+                heappush(ready, i)
+    return order
+
+
+def _cycle(readers: Sequence[Sequence[int]], order: Sequence[int]) -> list[int]:
+    """A cycle among the ops that the order lacks, each read by the next, from its lowest index."""
+    left = set(range(len(readers))).difference(order)
+    # Each of them waits for another, so that who goes back for long enough is on a cycle.
+    source_of = {i: source for source in sorted(left, reverse=True) for i in readers[source]}
+    seen: dict[int, int] = {}
+    at = min(left)
+    while at not in seen:
+        seen[at] = len(seen)
+        at = source_of[at]
+    cycle = list(seen)[seen[at] :][::-1]
+    lowest = cycle.index(min(cycle))
+    return [*cycle[lowest:], *cycle[:lowest]]
