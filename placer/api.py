@@ -16,6 +16,7 @@ from envs.executor.lists import priority_order
 from envs.executor.placed import PlacedModel
 from envs.placement import Placement
 from graphs.extract import Step, extract
+from graphs.extract.fake import check_has_memory
 from graphs.graph import GraphArrays
 from placer.outcome import Optimization
 from placer.pipeline import Options, optimize_step
@@ -66,7 +67,7 @@ def optimize(
         The placement and what it was compared with. Stopped by Ctrl-C it is the best so far.
 
     Raises:
-        ExtractionError: the model cannot be exported; says why.
+        ExtractionError: the model cannot be exported, or is on the meta device; says why.
         ValueError: a device, budget or policy does not exist, or ``pin`` or ``keep_together``
             matches nothing.
         PlacementError: the model fits nowhere, or no candidate could be run.
@@ -107,7 +108,7 @@ def apply(
         training: as for :func:`optimize`.
 
     Raises:
-        ExtractionError: the model cannot be exported.
+        ExtractionError: the model cannot be exported, or is on the meta device.
         ValueError: the placement is of another graph, its devices are not here, or the example
             inputs are missing.
         WorkerError: the workers do not come up.
@@ -131,6 +132,7 @@ def apply(
             f"the placement splits a step into {found.micro_batches} micro-batches, which cannot "
             "be run yet"
         )
+    check_has_memory(extraction.step)
     cluster = discover(",".join(found.device_names))
     graph = GraphArrays.from_graph(extraction.graph)
     fitting = found.aligned(graph, cluster)

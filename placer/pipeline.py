@@ -22,6 +22,7 @@ from envs.placement import MadeBy, Placement
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS, Simulator
 from graphs.extract import Extraction, Step, extract
+from graphs.extract.fake import check_has_memory
 from graphs.graph import GraphArrays
 from placer.costing import costed_graph
 from placer.demands import demanded
@@ -68,7 +69,7 @@ def optimize_step(
         progress: hears what is going on.
 
     Raises:
-        ExtractionError: the model cannot be exported.
+        ExtractionError: the model cannot be exported, or is on the meta device.
         DemandError: an option names ops or devices that are not there, or contradicts another.
         ValueError: a device is neither here nor described.
         PlacementError: the model fits nowhere, or nothing could be run.
@@ -77,6 +78,8 @@ def optimize_step(
     hear = progress or Silent()
     check_devices(cluster)
     all_here = all(map(is_here, cluster.names))
+    if any(map(is_here, cluster.names)):
+        check_has_memory(step)
     with Interrupt() as interrupt:
         hear.stage("Extracting the graph")
         extraction = extract(step)

@@ -21,8 +21,11 @@ from placer.sources.fault import TargetError
 __all__ = ["TargetError", "is_graph_file", "load_graph_target", "load_step"]
 
 
-def load_step(target: str, *, training: bool) -> Step:
+def load_step(target: str, *, training: bool, weights: bool = True) -> Step:
     """The step that a target names.
+
+    Without ``weights`` its graph is all that is wanted: a model may then be on the meta device, and
+    one of transformers is, which takes no memory. A function makes the model as it pleases.
 
     ``hf:name`` is a model of transformers, see :mod:`placer.sources.huggingface`; ``model.pt2`` an
     exported program, see :mod:`placer.sources.exported`. Anything else names a function, which is
@@ -35,7 +38,9 @@ def load_step(target: str, *, training: bool) -> Step:
             else.
     """
     if target.startswith(huggingface.PREFIX):
-        return huggingface.load(huggingface.Request.parse(target), training=training)
+        return huggingface.load(
+            huggingface.Request.parse(target), training=training, weights=weights
+        )
     if target.endswith(exported.SUFFIX):
         return exported.load(Path(target), training=training)
     path, colon, name = target.rpartition(":")

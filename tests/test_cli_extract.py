@@ -24,6 +24,15 @@ def build():
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     return model, (torch.randn(2, 8), torch.randn(2, 4)), nn.functional.mse_loss
 """
+ON_META = """
+import torch
+from torch import nn
+
+def build():
+    with torch.device("meta"):
+        model = nn.Linear(8, 16)
+    return model, torch.randn(2, 8)
+"""
 CORE = min(os.sched_getaffinity(0))
 CLUSTER = """
 format = "placer-cluster/1"
@@ -137,6 +146,21 @@ def test_without_costs_nothing_is_measured_and_the_summary_says_so(
 
     assert main(["extract", str(out), "--summary"]) == 0
     assert "Costs are unknown" in capsys.readouterr().out
+
+
+def test_a_model_on_meta_is_extracted_without_costs_and_never_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(ON_META)
+    target = [f"{path}:build", "--inference"]
+    assert main(["extract", *target, "--costs", "none", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ops"]["forward"] == 1
+    assert main(["extract", *target, "--devices", f"core:{CORE}", "--json"]) == 1
+    assert "on the meta device" in capsys.readouterr().err
+    out = ["--out", str(tmp_path / "placement.json")]
+    assert main(["optimize", *target, "--devices", f"core:{CORE}", *out]) == 1
+    assert "placer extract --costs none" in capsys.readouterr().err
 
 
 def test_the_summary_of_a_graph_file_counts_every_kind(

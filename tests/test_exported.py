@@ -41,6 +41,31 @@ def test_a_saved_program_is_placed_as_it_was_exported(saved: Path) -> None:
     assert_same(one_process.run(extraction, lists).output, expected.detach())
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, factor: float, *, double: bool) -> torch.Tensor:
+        rows: torch.Tensor = self.linear(x).reshape(x.shape[0] * 2, 2)
+        return rows * factor * (2 if double else 1)
+
+
+def test_dynamic_sizes_are_those_of_the_example_and_numbers_are_part_of_the_program(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "dynamic.pt2"
+    model, inputs, keywords = Scaled().eval(), (torch.randn(3, 4), 2.5), {"double": True}
+    shapes = {"x": {0: torch.export.Dim("batch")}, "factor": None, "double": None}
+    program = torch.export.export(model, inputs, keywords, dynamic_shapes=shapes)
+    torch.export.save(program, path)
+    extraction = extract(load_step(str(path), training=False))
+    assert [tuple(value.shape) for value in extraction.program.values][-1] == (6, 2)
+    lists = device_lists(extraction.program, [0, 0, 0], range(3), 1)
+    found = one_process.run(extraction, lists).output
+    assert_same(found, model(*inputs, **keywords).detach())
+
+
 def refusal(path: Path, *, training: bool = False) -> str:
     with pytest.raises(TargetError) as refused:
         load_step(str(path), training=training)

@@ -7,6 +7,7 @@ import random
 import sys
 from pathlib import Path
 
+import networkx as nx
 import one_process
 import pytest
 import torch
@@ -138,6 +139,20 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_made(
     monkeypatch.setattr(huggingface, "available_memory_bytes", lambda: 40 * 10**9)
     with pytest.raises(TargetError, match=r"needs 64\.2 GB for its weights and their gradients"):
         load("hf:llama-3-8b")
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_without_weights_the_graph_is_the_same(name: str) -> None:
+    step = load_step(TARGETS[name], training=True, weights=False)
+    assert all(tensor.is_meta for tensor in step.model.state_dict().values())
+    real = load(TARGETS[name])
+    assert nx.utils.graphs_equal(extract(step).graph, extract(real).graph)
+
+
+def test_without_weights_no_memory_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface, "available_memory_bytes", lambda: 0)
+    model = load_step("hf:llama-3-8b", training=True, weights=False).model
+    assert sum(parameter.numel() for parameter in model.parameters()) == PUBLISHED["llama-3-8b"]
 
 
 def test_without_transformers_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

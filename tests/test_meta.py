@@ -10,6 +10,7 @@ from tiny_models import Plain, squared
 from torch import nn
 
 from graphs.extract import ExtractionError, Step, extract
+from graphs.extract.fake import check_has_memory
 
 torch.set_num_threads(1)
 
@@ -47,6 +48,15 @@ def test_inputs_may_be_anywhere(inputs: str) -> None:
         model = nn.Linear(8, 8)
     x = torch.empty(4, 8, device=inputs)
     assert ":backward/mm" in extract(Step.of(model, (x, x), squared)).graph
+
+
+@pytest.mark.parametrize("what", ["parameters", "inputs"])
+def test_what_cannot_be_run_is_refused(what: str) -> None:
+    model, x = nn.Linear(8, 8), torch.empty(4, 8)
+    check_has_memory(Step.of(model, {"input": x}))
+    step = Step.of(model, {"input": x.to("meta")}) if what == "inputs" else on_meta(Step(model))
+    with pytest.raises(ExtractionError, match=f"{what} of Linear are on the meta device"):
+        check_has_memory(step)
 
 
 def test_the_model_has_its_own_tensors_back() -> None:

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
-from graphs.extract.step import Step
+from graphs.extract.step import ExtractionError, Step
 
 Leaf = TypeVar("Leaf")
 
@@ -27,7 +27,7 @@ def without_meta(step: Step) -> Iterator[Step]:
 
     The model is the same object; at the end it has its own parameters and buffers back.
     """
-    if not any(tensor.is_meta for tensor in step.named_state().values()):
+    if not _has_meta(step.named_state()):
         yield step
         return
     fakes = _Fakes()
@@ -51,6 +51,28 @@ def without_meta(step: Step) -> Iterator[Step]:
         for slot, tensors in zip(slots, own, strict=True):
             slot.clear()
             slot.update(tensors)
+
+
+def check_has_memory(step: Step) -> None:
+    """Refuse a step that cannot be run because tensors of it are on the meta device.
+
+    Raises:
+        ExtractionError: it has such tensors.
+    """
+    for what, tensors in (
+        ("parameters", step.named_state()),
+        ("inputs", (step.inputs, dict(step.keywords))),
+    ):
+        if _has_meta(tensors):
+            raise ExtractionError(
+                f"{what} of {type(step.model).__name__} are on the meta device, which has shapes "
+                "but no values, so that nothing can be run or measured: make them on the CPU, or "
+                "extract the graph alone (placer extract --costs none)"
+            )
+
+
+def _has_meta(tensors: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in tree_leaves(tensors))
 
 
 class _Fakes:

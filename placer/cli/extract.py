@@ -21,6 +21,7 @@ examples:
   placer extract examples/inception.py:build --out graph.json --summary
   placer extract model.py:build --inference --costs none --summary
   placer extract model.py:build --cluster cluster.toml --out graph.json
+  placer extract hf:llama-3-8b --costs none --summary       # takes no memory for its weights
   placer extract graph.json --summary
 """
 
@@ -33,7 +34,9 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("target", help="path/to/model.py:function, or a graph.json to summarize")
+    parser.add_argument(
+        "target", help="path/to/model.py:function, hf:NAME, model.pt2, or a graph.json to summarize"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="where the graph goes (JSON)")
     parser.add_argument(
         "--summary",
@@ -138,14 +141,19 @@ def _file(target: str) -> Path:
 def _graph(
     args: argparse.Namespace, cluster: Cluster | None, progress: Progress
 ) -> nx.DiGraph[str]:
+    from envs.discover import is_here
     from graphs.extract import extract
+    from graphs.extract.fake import check_has_memory
     from placer.costing import costed_graph
     from placer.target import is_graph_file, load_graph_target, load_step
 
     if is_graph_file(args.target):
         return load_graph_target(args.target)
+    measures = cluster is not None and any(map(is_here, cluster.names))
     progress.stage("Loading the model")
-    step = load_step(args.target, training=not args.inference)
+    step = load_step(args.target, training=not args.inference, weights=measures)
+    if measures:
+        check_has_memory(step)
     progress.stage("Extracting the graph")
     extraction = extract(step)
     if cluster is None:

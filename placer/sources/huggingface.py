@@ -123,11 +123,12 @@ class Request:
         return cls(name, batch, sequence, fields)
 
 
-def load(request: Request, *, training: bool) -> Step:
+def load(request: Request, *, training: bool, weights: bool = True) -> Step:
     """The step of a model on random tokens (batch, sequence), random weights, always the same.
 
     It is the model for masked words, for the next word, or from sequence to sequence, whichever
     its type has first. Trained, the labels are random too, and the loss is the model's own.
+    Without ``weights`` the model is on the meta device, which takes no memory and holds no values.
 
     Raises:
         TargetError: transformers is not installed, has no such model or refuses its sizes, the
@@ -139,9 +140,10 @@ def load(request: Request, *, training: bool) -> Step:
         config = _config(transformers, request)
         head = _head(transformers, config, request)
         with _refusing(request), torch.device("meta"):
-            without_memory = head.from_config(config)
-        _check_memory(without_memory, request, training)
-        model = head.from_config(config)
+            model = head.from_config(config)
+        if weights:
+            _check_memory(model, request, training)
+            model = head.from_config(config)
         return step_on_tokens(model, request.batch, request.sequence, training=training)
 
 
