@@ -15,7 +15,7 @@ from torch import nn
 from graphs.extract import Step
 from graphs.files import load_graph
 from placer.missing_file import missing_file, why_not_read
-from placer.sources import exported, huggingface
+from placer.sources import exported, huggingface, onnx
 from placer.sources.fault import TargetError
 
 __all__ = ["TargetError", "is_graph_file", "load_graph_target", "load_step"]
@@ -28,7 +28,8 @@ def load_step(target: str, *, training: bool, weights: bool = True) -> Step:
     one of transformers is, which takes no memory. A function makes the model as it pleases.
 
     ``hf:name`` is a model of transformers, see :mod:`placer.sources.huggingface`; ``model.pt2`` an
-    exported program, see :mod:`placer.sources.exported`. Anything else names a function, which is
+    exported program, see :mod:`placer.sources.exported`; ``model.onnx`` a file of ONNX, see
+    :mod:`placer.sources.onnx`. Anything else names a function, which is
     called: it takes no arguments and returns ``(model, inputs)`` or ``(model, inputs, loss)``;
     ``inputs`` is a tensor, a tuple of arguments or a dict of keywords. With a loss function the
     last of the inputs is the target, see :class:`graphs.extract.Step`.
@@ -41,13 +42,15 @@ def load_step(target: str, *, training: bool, weights: bool = True) -> Step:
         return huggingface.load(
             huggingface.Request.parse(target), training=training, weights=weights
         )
+    if onnx.is_onnx(target):
+        return onnx.load(target, training=training)
     if target.endswith(exported.SUFFIX):
         return exported.load(Path(target), training=training)
     path, colon, name = target.rpartition(":")
     if not colon or not path or not name:
         raise TargetError(
             f"target {target!r} is neither path/to/model.py:function, nor hf:name of a model of "
-            "transformers, nor an exported program (.pt2), nor a graph file (.json)"
+            "transformers, nor an exported program (.pt2, .onnx), nor a graph file (.json)"
         )
     function = _function(_module(Path(path)), name, path)
     try:

@@ -26,6 +26,8 @@ targets:
   hf:NAME                     a language model of transformers, random weights, no download, as in
                               hf:bert-base-uncased or 'hf:gpt2?batch=2&sequence=64&n_layer=4'
   model.pt2                   a program that torch.export.save wrote (needs --inference)
+  model.onnx                  a file of ONNX (needs --inference), with the sizes it leaves open,
+                              as in 'model.onnx?batch=2&sequence=64'
   graph.json                  a graph with known costs (needs --cluster); nothing is run
 
 examples:

@@ -1,0 +1,174 @@
+"""``model.onnx``: a file that an ONNX exporter wrote, as a model for inference.
+
+What follows a question mark are the sizes that the file leaves open, by the names it gives them:
+``model.onnx?batch=2&sequence=64``. Nothing in such a file is code, and nothing of it is unpickled.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import parse_qsl
+
+import torch
+from torch import Tensor
+
+from envs.discover import available_memory_bytes
+from graphs.extract import Step
+from placer.missing_file import missing_file, why_not_read
+from placer.sources.fault import TargetError
+
+SUFFIX: Final = ".onnx"
+LARGEST_FILE_BYTES: Final = 2**31
+"""Protocol buffers hold no more; larger models have their weights in files beside."""
+SEED: Final = 0
+
+
+def is_onnx(target: str) -> bool:
+    """Whether a target is an ONNX file."""
+    return target.partition("?")[0].endswith(SUFFIX)
+
+
+def load(target: str, *, training: bool) -> Step:
+    """The inference step of an ONNX file on random inputs; whole numbers among them are 0 or 1.
+
+    Raises:
+        TargetError: there is no such file, it is none of ONNX, is too large, leaves sizes open that
+            are not given, has operators that placer does not know, or a training step is asked for.
+    """
+    name, _, query = target.partition("?")
+    path = Path(name)
+    if training:
+        raise TargetError(
+            f"{path} is an ONNX file, which holds the inference of a model: add --inference. To "
+            "place training, give the function that makes the model: path/to/model.py:function"
+        )
+    onnx = _onnx(path)
+    # Its rules are made when they are imported, and only where there is something for them.
+    from placer.sources.onnx_model import build
+
+    model = _checked(onnx, path)
+    inputs = _inputs(model.graph, path, _sizes(target, query))
+    opsets = [one.version for one in model.opset_import if one.domain in ("", "ai.onnx")]
+    if not opsets:
+        raise TargetError(f"{path} does not say which version of ONNX its operators are of")
+    try:
+        with _quiet():
+            module = build(model.graph, opsets[0], inputs)
+    except ValueError as error:
+        raise TargetError(f"{path}: {error}") from error
+    return Step(module, tuple(inputs.values()), training=False)
+
+
+def _onnx(path: Path) -> Any:
+    try:
+        return import_module("onnx")
+    except ModuleNotFoundError as error:
+        raise TargetError(
+            f"{path} needs {error.name}, which is not installed: pip install 'device-placer[onnx]'"
+        ) from error
+
+
+def _checked(onnx: Any, path: Path) -> Any:
+    """The parsed file with its external data, without functions of its own."""
+    from placer.sources.onnx_tensors import bytes_of
+
+    if not path.is_file():
+        raise TargetError(missing_file(path))
+    if (size := path.stat().st_size) > LARGEST_FILE_BYTES:
+        raise TargetError(
+            f"{path} has {size / 1e9:.1f} GB, but an ONNX file holds 2.1 GB at most; save its "
+            "weights as external data"
+        )
+    try:
+        model = onnx.load(str(path), load_external_data=False)
+    except OSError as error:
+        raise TargetError(why_not_read(error)) from error
+    except Exception as error:
+        raise TargetError(f"{path} is no ONNX file, or not a whole one") from error
+    if not model.graph.node:
+        raise TargetError(f"{path} is no ONNX file, or one without any operator")
+    try:
+        needed = sum(map(bytes_of, model.graph.initializer))
+        if needed > (free := available_memory_bytes()):
+            raise TargetError(
+                f"{path} needs {needed / 1e9:.1f} GB for its weights, but {free / 1e9:.1f} GB are "
+                "free here"
+            )
+        onnx.external_data_helper.load_external_data_for_model(model, str(path.parent))
+        return onnx.inliner.inline_local_functions(model) if model.functions else model
+    except TargetError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise TargetError(f"{path} cannot be read: {reason or type(error).__name__}") from error
+
+
+def _sizes(target: str, query: str) -> dict[str, int]:
+    try:
+        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
+        sizes = {name: int(text) for name, text in pairs}
+    except ValueError as error:
+        raise TargetError(f"target {target!r}: {error}; write ?name=size&name=size") from error
+    for name, size in sizes.items():
+        if size < 1:
+            raise TargetError(f"target {target!r}: {name} is {size}, not a number above 0")
+    return sizes
+
+
+def _inputs(graph: Any, path: Path, sizes: Mapping[str, int]) -> dict[str, Tensor]:
+    """Random inputs by name; initializers, which old files list too, are none."""
+    from placer.sources.onnx_ops.dtypes import dtype_of
+
+    held = {one.name for one in graph.initializer}
+    wanted = [one for one in graph.input if one.name not in held]
+    for one in wanted:
+        if not one.type.HasField("tensor_type") or not one.type.tensor_type.HasField("shape"):
+            raise TargetError(f"{path}: input {one.name!r} is no tensor of known rank")
+    shapes = {
+        one.name: [
+            dim.dim_value or dim.dim_param or f"{one.name}.{axis}"
+            for axis, dim in enumerate(one.type.tensor_type.shape.dim)
+        ]
+        for one in wanted
+    }
+    names = list(dict.fromkeys(d for dims in shapes.values() for d in dims if isinstance(d, str)))
+    if unknown := [name for name in sizes if name not in names]:
+        has = f"the open sizes {', '.join(names)}" if names else "no open sizes"
+        raise TargetError(f"{path} has {has}, not {', '.join(unknown)}")
+    if missing := [name for name in names if name not in sizes]:
+        example = "&".join(f"{name}={sizes.get(name, 1)}" for name in names)
+        raise TargetError(
+            f"{path} leaves the size of {', '.join(missing)} open: give it, such as in "
+            f"'{path}?{example}'"
+        )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        return {
+            one.name: _random(
+                [d if isinstance(d, int) else sizes[d] for d in shapes[one.name]],
+                dtype_of(one.type.tensor_type.elem_type),
+            )
+            for one in wanted
+        }
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the tracebacks that torch logs of what it refuses; its reason is told."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _random(shape: list[int], dtype: torch.dtype) -> Tensor:
+    if dtype.is_floating_point:
+        return torch.randn(shape, dtype=torch.float32).to(dtype)
+    return torch.randint(2, shape).to(dtype)

@@ -1,0 +1,16 @@
+"""What ONNX operators are in torch: one file per kind of operator."""
+
+from __future__ import annotations
+
+from placer.sources.onnx_ops import (  # noqa: F401  # each one adds its rules
+    elementwise,
+    indexing,
+    layers,
+    pools,
+    recurrent,
+    reductions,
+    shapes,
+)
+from placer.sources.onnx_ops.rule import RULES, Node, UnsupportedError
+
+__all__ = ["RULES", "Node", "UnsupportedError"]

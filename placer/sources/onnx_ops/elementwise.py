@@ -1,0 +1,196 @@
+"""Operators that work on each element by itself, and casts."""
+
+from __future__ import annotations
+
+from functools import partial, reduce
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from placer.sources.onnx_ops.dtypes import dtype_of
+from placer.sources.onnx_ops.rule import RULES, Function, Node, rule
+
+PLAIN: Final[dict[str, Function]] = {
+    "Abs": torch.abs,
+    "Acos": torch.acos,
+    "Acosh": torch.acosh,
+    "Add": torch.add,
+    "And": torch.logical_and,
+    "Asin": torch.asin,
+    "Asinh": torch.asinh,
+    "Atan": torch.atan,
+    "Atanh": torch.atanh,
+    "Ceil": torch.ceil,
+    "Cos": torch.cos,
+    "Cosh": torch.cosh,
+    "Equal": torch.eq,
+    "Erf": torch.erf,
+    "Exp": torch.exp,
+    "Floor": torch.floor,
+    "Greater": torch.gt,
+    "GreaterOrEqual": torch.ge,
+    "HardSwish": F.hardswish,
+    "Identity": lambda x: x,
+    "IsNaN": torch.isnan,
+    "Less": torch.lt,
+    "LessOrEqual": torch.le,
+    "Log": torch.log,
+    "MatMul": torch.matmul,
+    "Mish": F.mish,
+    "Mul": torch.mul,
+    "Neg": torch.neg,
+    "Not": torch.logical_not,
+    "Or": torch.logical_or,
+    "Reciprocal": torch.reciprocal,
+    "Relu": torch.relu,
+    "Round": torch.round,
+    "Sigmoid": torch.sigmoid,
+    "Sign": torch.sign,
+    "Sin": torch.sin,
+    "Sinh": torch.sinh,
+    "Softplus": F.softplus,
+    "Softsign": F.softsign,
+    "Sqrt": torch.sqrt,
+    "Sub": torch.sub,
+    "Tan": torch.tan,
+    "Tanh": torch.tanh,
+    "Where": torch.where,
+    "Xor": torch.logical_xor,
+}
+
+
+def _plain(function: Function) -> Function:
+    return lambda node: function
+
+
+RULES.update({op: _plain(function) for op, function in PLAIN.items()})
+
+
+@rule("Cast")
+def cast(node: Node) -> Function:
+    """To another type."""
+    dtype = dtype_of(node.get("to"))
+    return lambda x: x.to(dtype)
+
+
+@rule("CastLike")
+def cast_like(node: Node) -> Function:
+    """To the type of another tensor."""
+    return lambda x, other: x.to(other.dtype)
+
+
+@rule("Div")
+def div(node: Node) -> Function:
+    """Whole numbers are divided toward zero."""
+    floating = node.dtypes[0] is not None and node.dtypes[0].is_floating_point
+    return torch.div if floating else partial(torch.div, rounding_mode="trunc")
+
+
+@rule("Mod")
+def mod(node: Node) -> Function:
+    """With the sign of the divisor, or of the dividend (fmod)."""
+    return torch.fmod if node.get("fmod", 0) else torch.remainder
+
+
+@rule("Pow")
+def power(node: Node) -> Function:
+    """The result has the type of the base."""
+    exponent = node.known[1]
+    if exponent is not None and exponent.numel() == 1:
+        number = node.number(1, 1.0)
+        return lambda x, _: torch.pow(x, number).to(x.dtype)
+    return lambda x, y: torch.pow(x, y).to(x.dtype)
+
+
+@rule("Max", "Min", "Sum", "Mean")
+def of_many(node: Node) -> Function:
+    """Of any number of tensors."""
+    two: Function = {"Max": torch.maximum, "Min": torch.minimum}.get(node.op, torch.add)
+    scale = len(node.shapes) if node.op == "Mean" else 1
+
+    def function(*tensors: Tensor) -> Tensor:
+        joined: Tensor = reduce(two, tensors)
+        return joined / scale if scale > 1 else joined
+
+    return function
+
+
+@rule("Clip")
+def clip(node: Node) -> Function:
+    """Between two numbers, or tensors of one element."""
+    if node.opset < 11:
+        return partial(torch.clamp, min=node.get("min"), max=node.get("max"))
+
+    if not node.has(1) and not node.has(2):
+        return lambda x, *_: x
+    bounds: list[Any] = [node.number(i, 0.0) if node.has(i) else None for i in (1, 2)]
+    return lambda x, *_: torch.clamp(x, *bounds)
+
+
+@rule("LeakyRelu", "Elu", "Celu", "ThresholdedRelu", "Shrink")
+def with_alpha(node: Node) -> Function:
+    """Activations with one number."""
+    match node.op:
+        case "LeakyRelu":
+            return partial(F.leaky_relu, negative_slope=node.get("alpha", 0.01))
+        case "Elu":
+            return partial(F.elu, alpha=node.get("alpha", 1.0))
+        case "Celu":
+            return partial(F.celu, alpha=node.get("alpha", 1.0))
+        case "ThresholdedRelu":
+            return lambda x: F.threshold(x, node.get("alpha", 1.0), 0.0)
+        case _:
+            node.refuse_unless(node.get("bias", 0.0) == 0.0, "has a bias")
+            return partial(F.hardshrink, lambd=node.get("lambd", 0.5))
+
+
+@rule("Selu")
+def selu(node: Node) -> Function:
+    """With torch's own numbers, which are ONNX's defaults."""
+    alpha, gamma = node.get("alpha", 1.67326), node.get("gamma", 1.0507)
+    usual = abs(alpha - 1.67326) < 1e-5 and abs(gamma - 1.0507) < 1e-4
+    node.refuse_unless(usual, f"has alpha {alpha:g} and gamma {gamma:g}, not those of torch")
+    return F.selu
+
+
+@rule("HardSigmoid")
+def hard_sigmoid(node: Node) -> Function:
+    """A straight line between 0 and 1."""
+    alpha, beta = node.get("alpha", 0.2), node.get("beta", 0.5)
+    return lambda x: torch.clamp(x * alpha + beta, 0.0, 1.0)
+
+
+@rule("IsInf")
+def is_infinite(node: Node) -> Function:
+    """Of both signs, or of one."""
+    above, below = node.get("detect_positive", 1), node.get("detect_negative", 1)
+    if above and below:
+        return torch.isinf
+    return torch.isposinf if above else torch.isneginf
+
+
+@rule("Gelu")
+def gelu(node: Node) -> Function:
+    """Exact, or approximated by tanh."""
+    return partial(F.gelu, approximate=_text(node.get("approximate", "none")))
+
+
+@rule("PRelu")
+def prelu(node: Node) -> Function:
+    """The slope is broadcast like any other tensor."""
+    return lambda x, slope: torch.where(x >= 0, x, x * slope)
+
+
+@rule("Dropout")
+def dropout(node: Node) -> Function:
+    """Nothing in inference."""
+    node.refuse_unless(node.output_count == 1, "gives its mask, which is of use in training only")
+    for position in (1, 2):
+        node.value(position)
+    return lambda x, *_: x
+
+
+def _text(given: str | bytes) -> str:
+    return given.decode() if isinstance(given, bytes) else given

@@ -1,0 +1,56 @@
+"""Tensors and attributes of ONNX files as those of torch and Python."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from placer.sources.onnx_ops.dtypes import dtype_of
+
+BFLOAT16: Final = 16
+
+
+def tensor_of(proto: Any) -> Tensor:
+    """The tensor that a TensorProto holds, a copy.
+
+    Raises:
+        UnsupportedError: torch has no such type.
+        ValueError: it holds less or more than its sizes say.
+    """
+    from onnx import numpy_helper
+
+    dtype = dtype_of(proto.data_type)
+    array = np.array(numpy_helper.to_array(proto))
+    if proto.data_type == BFLOAT16:
+        return torch.from_numpy(array.view(np.uint16)).view(dtype)
+    return torch.from_numpy(array)
+
+
+def bytes_of(proto: Any) -> int:
+    """What a TensorProto takes in memory."""
+    count: int = math.prod(proto.dims)
+    return count * dtype_of(proto.data_type).itemsize
+
+
+def attributes_of(node: Any) -> dict[str, Any]:
+    """{name: value} with text as str, lists as tuples, tensors as those of torch."""
+    from onnx import TensorProto, helper
+
+    found: dict[str, Any] = {}
+    for attribute in node.attribute:
+        value = helper.get_attribute_value(attribute)
+        match value:
+            case bytes():
+                found[attribute.name] = value.decode()
+            case TensorProto():
+                found[attribute.name] = tensor_of(value)
+            case list():
+                parts = (part.decode() if isinstance(part, bytes) else part for part in value)
+                found[attribute.name] = tuple(parts)
+            case _:
+                found[attribute.name] = value
+    return found
