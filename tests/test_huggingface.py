@@ -12,7 +12,7 @@ import one_process
 import pytest
 import torch
 from tiny_models import assert_same, eager, tied_gradients
-from tiny_transformers import COMMON, TARGETS, WITHOUT_DROPOUT, load
+from tiny_transformers import COMMON, OTHERS, TARGETS, WITHOUT_DROPOUT, load
 from torch import nn
 
 from envs.executor.lists import device_lists, priority_order
@@ -38,6 +38,10 @@ PUBLISHED = {
     "llama-2-7b": 6_738_415_616,
     "llama-3-8b": 8_030_261_248,
     "mixtral-8x7b": 46_702_792_704,
+    "vit-base-patch16-224": 86_567_656,
+    "resnet-50": 25_557_032,
+    "whisper-tiny": 37_760_640,
+    "whisper-base": 72_593_920,
 }
 """Parameters of the published models, with the head that predicts words."""
 
@@ -59,9 +63,10 @@ def test_a_named_model_has_the_size_of_the_published_one(
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
-@pytest.mark.parametrize("name", WITHOUT_DROPOUT)
+@pytest.mark.parametrize("name", [*WITHOUT_DROPOUT, *OTHERS])
 def test_a_placed_step_is_bit_for_bit_what_torch_computes(name: str, training: bool) -> None:
-    extraction = extract(load(TARGETS[name] + WITHOUT_DROPOUT[name], training=training))
+    target = OTHERS.get(name) or TARGETS[name] + WITHOUT_DROPOUT[name]
+    extraction = extract(load(target, training=training))
     expected = eager(extraction.step)
     count = extraction.program.op_count
     randomly = random.Random(name)
@@ -89,6 +94,15 @@ def test_a_target_says_how_many_tokens_and_which_sizes() -> None:
     assert len(step.model.get_submodule("transformer.h")) == 1  # type: ignore[arg-type]  # a ModuleList
 
 
+def test_images_and_spectra_have_the_sizes_of_the_configuration() -> None:
+    keywords = load("hf:vit?batch=2&image_size=[32,16]&num_hidden_layers=1").keywords
+    assert keywords["pixel_values"].shape == (2, 3, 32, 16)
+    assert keywords["labels"].shape == (2,)
+    keywords = load(OTHERS["whisper"]).keywords
+    assert keywords["input_features"].shape == (2, 4, 12)
+    assert keywords["labels"].shape == (2, 8)
+
+
 def test_inference_has_no_labels() -> None:
     assert set(load(TARGETS["bert"], training=False).keywords) == {"input_ids"}
     assert set(load(TARGETS["t5"], training=False).keywords) == {"input_ids", "decoder_input_ids"}
@@ -110,7 +124,9 @@ def test_a_folder_with_a_configuration_is_a_model(tmp_path: Path) -> None:
     [
         ("hf:", "names no model; known sizes: bert-base-uncased"),
         ("hf:bert-base-uncasd", "did you mean hf:bert-base-uncased?"),
-        ("hf:vit", "no language model for ViTConfig"),
+        ("hf:sam", "no model of language, speech or images for SamConfig"),
+        ("hf:speech_to_text", "takes input_features, of which placer does not know the sizes"),
+        ("hf:whisper?sequence=500", "takes 448 tokens at most, not 500"),
         ("hf:gpt2?layers=3", "has no field 'layers'; did you mean n_layer?"),
         ("hf:gpt2?sequence=2000", "takes 1024 tokens at most, not 2000"),
         ("hf:gpt2?sequence=many", "sequence is many, not a number above 0"),

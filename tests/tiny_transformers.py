@@ -19,6 +19,17 @@ TARGETS = {
     "llama": f"hf:llama?{COMMON}&{LLAMA}&num_key_value_heads=1",
     "mixtral": f"hf:mixtral?{COMMON}&{LLAMA}&num_key_value_heads=1&num_local_experts=4",
 }
+OTHERS = {
+    "vit": "hf:vit?batch=2&image_size=8&patch_size=4&hidden_size=16&num_hidden_layers=1"
+    "&num_attention_heads=2&intermediate_size=24&num_labels=3",
+    "resnet": "hf:resnet?batch=2&image_size=16&embedding_size=4&hidden_sizes=[8,8]&depths=[1,1]"
+    "&layer_type=basic&num_labels=3",
+    "whisper": f"hf:whisper?{COMMON}&d_model=16&num_mel_bins=4&max_source_positions=6"
+    "&max_target_positions=8&encoder_layers=1&decoder_layers=1&encoder_attention_heads=2"
+    "&decoder_attention_heads=2&encoder_ffn_dim=24&decoder_ffn_dim=24&pad_token_id=0"
+    "&decoder_start_token_id=1",
+}
+"""Models of images and of speech."""
 WITHOUT_DROPOUT = {
     "bert": "&hidden_dropout_prob=0.0&attention_probs_dropout_prob=0.0",
     "distilbert": "&dropout=0.0&attention_dropout=0.0",

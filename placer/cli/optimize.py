@@ -23,7 +23,7 @@ targets:
   path/to/model.py:function   called without arguments, returns (model, inputs) or
                               (model, inputs, loss); with a loss the last input is the target:
                               loss(model(*inputs[:-1]), inputs[-1])
-  hf:NAME                     a language model of transformers, random weights, no download, as in
+  hf:NAME                     a model of transformers, random weights, no download, as in
                               hf:bert-base-uncased or 'hf:gpt2?batch=2&sequence=64&n_layer=4'
   model.pt2                   a program that torch.export.save wrote (needs --inference)
   model.onnx                  a file of ONNX (needs --inference), with the sizes it leaves open,

@@ -1,4 +1,7 @@
-"""``hf:name``: a language model of transformers with random weights; nothing is downloaded.
+"""``hf:name``: a model of transformers with random weights; nothing is downloaded.
+
+Models of language take random tokens, classifiers of images random pixels, and those that turn
+speech to text a random spectrum.
 
 A name is one of ``SIZES``, a type that transformers knows (``hf:llama``: the sizes that its
 configuration has by default), or a folder with a ``config.json`` (weights in it are not read).
@@ -30,7 +33,11 @@ from placer.sources.fault import TargetError
 PREFIX: Final = "hf:"
 BATCH: Final = 1
 SEQUENCE: Final = 128
+IMAGE_SIZE: Final = 224
 SEED: Final = 0
+OWN_FUNCTION: Final = (
+    "write a function that returns (model, inputs, loss) and give path/to/model.py:function"
+)
 
 SIZES: Final[Mapping[str, tuple[str, Mapping[str, int]]]] = MappingProxyType(
     {
@@ -74,6 +81,21 @@ SIZES: Final[Mapping[str, tuple[str, Mapping[str, int]]]] = MappingProxyType(
             },
         ),
         "mixtral-8x7b": ("mixtral", {}),
+        "vit-base-patch16-224": ("vit", {"num_labels": 1000}),
+        "resnet-50": ("resnet", {"num_labels": 1000}),
+        "whisper-tiny": ("whisper", {}),
+        "whisper-base": (
+            "whisper",
+            {
+                "d_model": 512,
+                "encoder_layers": 6,
+                "decoder_layers": 6,
+                "encoder_attention_heads": 8,
+                "decoder_attention_heads": 8,
+                "encoder_ffn_dim": 2048,
+                "decoder_ffn_dim": 2048,
+            },
+        ),
     }
 )
 """{name of a published model: (its type in transformers, sizes that are not that type's own)}.
@@ -85,7 +107,9 @@ The numbers are those of the ``config.json`` published with each model.
 HEADS: Final = (
     ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "AutoModelForSeq2SeqLM"),
     ("MODEL_FOR_MASKED_LM_MAPPING", "AutoModelForMaskedLM"),
+    ("MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING", "AutoModelForSpeechSeq2Seq"),
     ("MODEL_FOR_CAUSAL_LM_MAPPING", "AutoModelForCausalLM"),
+    ("MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING", "AutoModelForImageClassification"),
 )
 """What transformers calls its tables of models by type of configuration, and their classes."""
 
@@ -124,10 +148,11 @@ class Request:
 
 
 def load(request: Request, *, training: bool, weights: bool = True) -> Step:
-    """The step of a model on random tokens (batch, sequence), random weights, always the same.
+    """The step of a model on random inputs, with random weights, always the same.
 
-    It is the model for masked words, for the next word, or from sequence to sequence, whichever
-    its type has first. Trained, the labels are random too, and the loss is the model's own.
+    It is the model from sequence to sequence, for masked words, from speech to text, for the next
+    word, or for the class of an image, whichever its type has first. Trained, the labels are
+    random too, and the loss is the model's own.
     Without ``weights`` the model is on the meta device, which takes no memory and holds no values.
 
     Raises:
@@ -144,18 +169,41 @@ def load(request: Request, *, training: bool, weights: bool = True) -> Step:
         if weights:
             _check_memory(model, request, training)
             model = head.from_config(config)
-        return step_on_tokens(model, request.batch, request.sequence, training=training)
+        return _step(model, request, training=training)
 
 
-def step_on_tokens(model: Any, batch: int, sequence: int, *, training: bool) -> Step:
-    """The step of a language model of transformers on random tokens (batch, sequence)."""
-    words = model.config.vocab_size
-    inputs = {"input_ids": torch.randint(words, (batch, sequence))}
+def _step(model: Any, request: Request, *, training: bool) -> Step:
+    """The step of a model of transformers on random inputs, made after its main one."""
+    config, batch = model.config, request.batch
+    tokens = (batch, request.sequence)
+    match model.main_input_name:
+        case "input_ids":
+            inputs = {"input_ids": torch.randint(config.vocab_size, tokens)}
+        case "pixel_values":
+            inputs = {"pixel_values": torch.randn(batch, config.num_channels, *_image_size(config))}
+            if training:
+                inputs["labels"] = torch.randint(config.num_labels, (batch,))
+            return Step.of(model, inputs, training=training)
+        case "input_features" if hasattr(config, "num_mel_bins"):
+            # Two frames of the spectrum make one position.
+            frames = 2 * config.max_source_positions
+            inputs = {"input_features": torch.randn(batch, config.num_mel_bins, frames)}
+        case other:
+            raise TargetError(
+                f"{PREFIX}{request.name} takes {other}, of which placer does not know the sizes; "
+                f"{OWN_FUNCTION}"
+            )
     if training:
-        inputs["labels"] = torch.randint(words, (batch, sequence))
-    elif model.config.is_encoder_decoder:
-        inputs["decoder_input_ids"] = torch.randint(words, (batch, sequence))
+        inputs["labels"] = torch.randint(config.vocab_size, tokens)
+    elif config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = torch.randint(config.vocab_size, tokens)
     return Step.of(model, inputs, training=training)
+
+
+def _image_size(config: Any) -> tuple[int, int]:
+    """Rows and columns of pixels; networks that take any size get what is usual."""
+    size = getattr(config, "image_size", None) or IMAGE_SIZE
+    return (size, size) if isinstance(size, int) else tuple(size)
 
 
 def _transformers(request: Request) -> Any:
@@ -179,7 +227,8 @@ def _config(transformers: Any, request: Request) -> Any:
     config.use_cache = False
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = config.pad_token_id
-    longest = getattr(config, "max_position_embeddings", None)
+    limits = ("max_position_embeddings", "max_target_positions")
+    longest = next((own for name in limits if (own := getattr(config, name, None))), None)
     if longest is not None and request.sequence > longest:
         raise TargetError(
             f"{PREFIX}{request.name} takes {longest} tokens at most, not {request.sequence}; ask "
@@ -210,8 +259,12 @@ def _known() -> str:
     return f"known sizes: {', '.join(SIZES)}"
 
 
+NOT_LISTED: Final = ("num_labels", "image_size", "attn_implementation", "experts_implementation")
+"""Fields that every configuration takes but may not list."""
+
+
 def _check_fields(config: Any, request: Request) -> None:
-    known = {*config.to_dict(), *config.attribute_map}
+    known = {*config.to_dict(), *config.attribute_map, *NOT_LISTED}
     for name in request.fields:
         if name not in known:
             similar = difflib.get_close_matches(name, ["batch", "sequence", *known], 1)
@@ -227,8 +280,8 @@ def _head(transformers: Any, config: Any, request: Request) -> Any:
         if type(config) in getattr(transformers, mapping):
             return getattr(transformers, head)
     raise TargetError(
-        f"{PREFIX}{request.name}: transformers has no language model for {type(config).__name__}; "
-        "write a function that returns (model, inputs, loss) and give path/to/model.py:function"
+        f"{PREFIX}{request.name}: transformers has no model of language, speech or images for "
+        f"{type(config).__name__}; {OWN_FUNCTION}"
     )
 
 

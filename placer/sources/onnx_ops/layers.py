@@ -87,11 +87,19 @@ def instance_norm(node: Node) -> Function:
 @rule("LayerNormalization")
 def layer_norm(node: Node) -> Function:
     """Over all dimensions from an axis on."""
-    node.refuse_unless(node.output_count == 1, "gives mean and deviation, which is training")
     axis = node.get("axis", -1) % node.rank()
     normalize = partial(F.layer_norm, normalized_shape=list(node.shape(0)[axis:]))
-    epsilon = node.get("epsilon", 1e-5)
-    return lambda x, scale, bias=None: normalize(x, weight=scale, bias=bias, eps=epsilon)
+    axes, epsilon = tuple(range(axis, node.rank())), node.get("epsilon", 1e-5)
+
+    def function(x: Tensor, scale: Tensor, bias: Tensor | None = None) -> tuple[Tensor, ...]:
+        found = [normalize(x, weight=scale, bias=bias, eps=epsilon)]
+        if node.output_count > 1:
+            found.append(x.mean(axes, keepdim=True))
+        if node.output_count > 2:
+            found.append((x.var(axes, correction=0, keepdim=True) + epsilon).rsqrt())
+        return tuple(found)
+
+    return function
 
 
 @rule("RMSNormalization")

@@ -53,11 +53,17 @@ def arg_extreme(node: Node) -> Function:
 
 @rule("CumSum")
 def cumulative_sum(node: Node) -> Function:
-    """Sums of all entries so far."""
-    plain = not node.get("exclusive", 0) and not node.get("reverse", 0)
-    node.refuse_unless(plain, "is exclusive or runs backward")
+    """Sums of all entries so far, perhaps without the entry itself, perhaps from the end."""
     axis = (node.ints(1) or [0])[0]
-    return lambda x, _: torch.cumsum(x, axis, dtype=x.dtype)
+    backward, exclusive = node.get("reverse", 0), node.get("exclusive", 0)
+
+    def function(x: Tensor, _: Any) -> Tensor:
+        x = x.flip(axis) if backward else x
+        found = torch.cumsum(x, axis, dtype=x.dtype)
+        found = found - x if exclusive else found
+        return found.flip(axis) if backward else found
+
+    return function
 
 
 @rule("Softmax", "LogSoftmax")
