@@ -194,13 +194,15 @@ def _cluster(args: argparse.Namespace) -> Cluster:
 def _optimize(
     args: argparse.Namespace, cluster: Cluster, options: Options, progress: Progress
 ) -> Optimization:
+    from envs.discover import is_here
     from placer.pipeline import optimize_graph, optimize_step
     from placer.target import is_graph_file, load_graph_target, load_step
 
     if is_graph_file(args.target):
         return optimize_graph(load_graph_target(args.target), cluster, options, progress)
     progress.stage("Loading the model")
-    step = load_step(args.target, training=not args.inference)
+    measures = any(map(is_here, cluster.names))
+    step = load_step(args.target, training=not args.inference, weights=measures)
     return optimize_step(step, cluster, options, progress)
 
 
