@@ -195,6 +195,10 @@ def test_a_size_without_a_name_is_called_by_its_input_and_axis(path: Path) -> No
             "operator of the domain com.microsoft that placer does not know",
         ),
         (single("Reshape", {"x": (2,), "s": (1,)}), "depends on the data, but decides sizes"),
+        (
+            single("ConstantOfShape", {}, known={"s": np.array([10**6, 10**6])}),
+            "makes a tensor of 1.0e+12 elements",
+        ),
         (single("MatMul", {"a": (2, 3), "b": (2, 3)}), "does not run on these inputs"),
         (
             single("Relu", {}, known={"x": np.array(["text"], object)}),

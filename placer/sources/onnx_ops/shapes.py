@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from placer.sources.onnx_ops.rule import Function, Node, rule
+
+LARGEST_COUNT: Final = 2**31
 
 
 @rule("Reshape")
@@ -92,6 +94,7 @@ def expand(node: Node) -> Function:
 def tile(node: Node) -> Function:
     """Repeated along each axis."""
     repeats = node.ints(1) or []
+    _check_size(node, node.shape(0).numel() * math.prod(repeats))
     return lambda x, _: x.repeat(*repeats)
 
 
@@ -145,6 +148,7 @@ def size(node: Node) -> Function:
 def constant_of_shape(node: Node) -> Function:
     """One value everywhere."""
     sizes, value = node.ints(0) or [], node.get("value")
+    _check_size(node, math.prod(sizes))
     fill = torch.zeros(1) if value is None else value
     return lambda _: torch.full(sizes, fill.item(), dtype=fill.dtype)
 
@@ -154,6 +158,7 @@ def arange(node: Node) -> Function:
     """Numbers at equal distances."""
     start, stop, step = (node.number(i, 0) for i in range(3))
     dtype = node.dtypes[0]
+    _check_size(node, math.ceil((stop - start) / step) if step else 0)
     return lambda *_: torch.arange(start, stop, step, dtype=dtype)
 
 
@@ -184,3 +189,8 @@ def space_to_depth(node: Node) -> Function:
         return parts.reshape(n, c * block**2, h // block, w // block)
 
     return function
+
+
+def _check_size(node: Node, count: int) -> None:
+    """Refuse what a small file may ask for, and no memory holds."""
+    node.refuse_unless(count <= LARGEST_COUNT, f"makes a tensor of {count:.1e} elements")
