@@ -155,6 +155,11 @@ class Placement:
         """
         if self.graph != graph.hash:
             raise self._of_another(graph)
+        if self.ops != graph.ids:
+            raise ValueError(
+                f"this placement lists {len(self.ops)} ops, not the {len(graph)} of {graph.name!r} "
+                "in their order: align it first"
+            )
         if self.device_names != cluster.names:
             raise ValueError(
                 f"this placement was made for devices {', '.join(self.device_names)}, the cluster "
@@ -180,7 +185,8 @@ class Placement:
         """The same placement with its ops in the order of the graph, devices in the cluster's.
 
         Placement files of other writers list ops in any order and need not know the graph's hash
-        (an empty one matches every graph); what comes back is complete and checked.
+        (an empty one matches every graph); what comes back is complete and checked. Ops of an
+        optimizer that the graph has not are left out.
 
         Raises:
             ValueError: it lacks ops of the graph or has others, names a device that the cluster
@@ -193,10 +199,13 @@ class Placement:
             raise ValueError(
                 f"this placement lacks {len(missing)} of the {len(graph)} ops of {graph.name!r}, "
                 f"such as {missing[0]!r}"
+                + ("; search with this optimizer" if _is_of_optimizer(missing[0]) else "")
             )
-        if len(places) > len(graph):
-            known = set(graph.ids)
-            surplus = [op_id for op_id in self.ops if op_id not in known]
+        known = set(graph.ids)
+        surplus = [
+            op_id for op_id in self.ops if op_id not in known and not _is_of_optimizer(op_id)
+        ]
+        if surplus:
             raise ValueError(
                 f"this placement has {len(surplus)} ops that {graph.name!r} has not, such as "
                 f"{surplus[0]!r}"
@@ -307,6 +316,10 @@ def module_of(op_id: str) -> str:
     """The module path in an op's id, ``module[@call]:[backward/]op[#occurrence]``; "" if none."""
     path, colon, _ = op_id.partition(":")
     return path.partition("@")[0] if colon else ""
+
+
+def _is_of_optimizer(op_id: str) -> bool:
+    return op_id.rpartition(":")[2].startswith("optimizer/")
 
 
 def _optional(data: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:

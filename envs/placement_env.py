@@ -183,7 +183,7 @@ class PlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
             for op in together:
                 self._members[op] = together
         self._mean_bytes = max(float(graph.edge_bytes.mean()) if graph.edge_count else 0.0, 1.0)
-        stays = graph.parameter_bytes + problem.held_bytes
+        stays = graph.resident_bytes + problem.held_bytes
         self._stays_bytes = np.array([stays[members].sum() for members in self._members])
         self._unit_ns = np.array(
             [problem.cost_ns[members].sum(axis=0) for members in self._members]

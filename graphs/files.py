@@ -41,6 +41,8 @@ _SIZES: Final = (
     "moved_bytes",
     "output_bytes",
     "parameter_bytes",
+    "gradient_bytes",
+    "optimizer_bytes",
     "saved_bytes",
     "workspace_bytes",
 )

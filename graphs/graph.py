@@ -39,8 +39,10 @@ class OpAttributes(TypedDict):
     module: str  # path of the owning module, "" for the model itself
     flops: int
     moved_bytes: int  # inputs read + outputs written
-    output_bytes: int
+    output_bytes: int  # without gradients of parameters: those are gradient_bytes elsewhere
     parameter_bytes: int  # parameters that live where this op runs
+    gradient_bytes: int  # gradients of these parameters
+    optimizer_bytes: int  # what the optimizer keeps of them from step to step
     saved_bytes: int  # part of the output that backward needs
     workspace_bytes: int  # scratch memory while it runs
     colocate: str | None  # ops with the same group id share a device
@@ -62,6 +64,8 @@ def add_op(
     moved_bytes: int = 0,
     output_bytes: int = 0,
     parameter_bytes: int = 0,
+    gradient_bytes: int = 0,
+    optimizer_bytes: int = 0,
     saved_bytes: int = 0,
     workspace_bytes: int = 0,
     colocate: str | None = None,
@@ -90,6 +94,8 @@ def add_op(
         "moved_bytes": moved_bytes,
         "output_bytes": output_bytes,
         "parameter_bytes": parameter_bytes,
+        "gradient_bytes": gradient_bytes,
+        "optimizer_bytes": optimizer_bytes,
         "saved_bytes": saved_bytes,
         "workspace_bytes": workspace_bytes,
     }
@@ -106,6 +112,8 @@ def add_op(
         "moved_bytes": moved_bytes,
         "output_bytes": output_bytes,
         "parameter_bytes": parameter_bytes,
+        "gradient_bytes": gradient_bytes,
+        "optimizer_bytes": optimizer_bytes,
         "saved_bytes": saved_bytes,
         "workspace_bytes": workspace_bytes,
         "colocate": colocate,
@@ -176,6 +184,8 @@ class GraphArrays:
     moved_bytes: NDArray[np.int64]
     output_bytes: NDArray[np.int64]
     parameter_bytes: NDArray[np.int64]
+    gradient_bytes: NDArray[np.int64]
+    optimizer_bytes: NDArray[np.int64]
     saved_bytes: NDArray[np.int64]
     workspace_bytes: NDArray[np.int64]
     group: NDArray[np.int32]  # dense co-location group, -1 for none
@@ -197,6 +207,16 @@ class GraphArrays:
     def edge_count(self) -> int:
         """Number of edges."""
         return len(self.successors)
+
+    @property
+    def resident_bytes(self) -> NDArray[np.int64]:
+        """What is on an op's device from before the step to its end, (N,).
+
+        Parameters, their gradients and what the optimizer keeps of them. A gradient is counted
+        here, where its parameter lives, from the beginning, as if it were kept from step to step;
+        ``output_bytes`` of the op that makes it leave it out.
+        """
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
     @classmethod
     def from_graph(cls, graph: nx.DiGraph[str]) -> GraphArrays:
@@ -239,6 +259,8 @@ class GraphArrays:
             moved_bytes=column("moved_bytes", np.int64),
             output_bytes=column("output_bytes", np.int64),
             parameter_bytes=column("parameter_bytes", np.int64),
+            gradient_bytes=column("gradient_bytes", np.int64),
+            optimizer_bytes=column("optimizer_bytes", np.int64),
             saved_bytes=column("saved_bytes", np.int64),
             workspace_bytes=column("workspace_bytes", np.int64),
             group=frozen(np.array(group, np.int32)),
@@ -273,14 +295,19 @@ def graph_hash(graph: nx.DiGraph[str]) -> str:
     """SHA-256 of ids, edges and sizes, in insertion order.
 
     Costs are left out: a placement stays a placement of the same graph when costs are measured
-    again.
+    again. So is the optimizer: a placement of a step that has one also holds for the step without.
     """
     digest = hashlib.sha256(b"placer-graph/1")
-    for op_id in graph:
+    hashed = [op_id for op_id in graph if attributes_of(graph, op_id)["phase"] != "optimizer"]
+    for op_id in hashed:
         node = attributes_of(graph, op_id)
         digest.update(f"\0{op_id}\0{node['output_bytes']}\0{node['parameter_bytes']}".encode())
-    index = {op_id: i for i, op_id in enumerate(graph)}
-    edges = sorted((index[a], index[b], data["bytes"]) for a, b, data in graph.edges(data=True))
+    index = {op_id: i for i, op_id in enumerate(hashed)}
+    edges = sorted(
+        (index[a], index[b], data["bytes"])
+        for a, b, data in graph.edges(data=True)
+        if a in index and b in index
+    )
     digest.update(repr(edges).encode())
     return digest.hexdigest()
 

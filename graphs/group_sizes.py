@@ -13,7 +13,14 @@ from numpy.typing import NDArray
 from graphs.graph import ANY_KIND, GraphArrays
 from graphs.quotient import edge_sources
 
-SUMMED: Final = ("flops", "moved_bytes", "parameter_bytes", "saved_bytes")
+SUMMED: Final = (
+    "flops",
+    "moved_bytes",
+    "parameter_bytes",
+    "gradient_bytes",
+    "optimizer_bytes",
+    "saved_bytes",
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -52,6 +52,8 @@ class GraphSummary:
     edges: int
     flops: int
     parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
     saved_bytes: int
     work: Mapping[str, Work]
     partly_known: Mapping[str, int]
@@ -68,6 +70,8 @@ class GraphSummary:
             edges=graph.edge_count,
             flops=sum(graph.flops.tolist()),
             parameter_bytes=sum(graph.parameter_bytes.tolist()),
+            gradient_bytes=sum(graph.gradient_bytes.tolist()),
+            optimizer_bytes=sum(graph.optimizer_bytes.tolist()),
             saved_bytes=sum(graph.saved_bytes.tolist()),
             work={
                 kind: Work(

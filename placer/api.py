@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from envs.placement import Placement
 from graphs.extract import Step, extract
 from graphs.extract.fake import check_has_memory
 from graphs.graph import GraphArrays
+from graphs.optimizer import Optimizer
 from placer.outcome import Optimization
 from placer.pipeline import Options, optimize_step
 from placer.policies import Policy, load
@@ -31,6 +33,7 @@ def optimize(
     *,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     training: bool = True,
+    optimizer: str | Optimizer | None = None,
     devices: str | Cluster = "auto",
     budget: str = "20s",
     seed: int = 0,
@@ -50,6 +53,8 @@ def optimize(
         loss: called with the model's output and the last of the inputs, gives a scalar. Without
             it a training step needs a model that returns its loss.
         training: a step is forward and backward; with False the model's inference.
+        optimizer: what updates the parameters in the step: ``"sgd"``, ``"momentum"``, ``"adam"``,
+            ``"adamw"`` or an :class:`graphs.optimizer.Optimizer`; None leaves it out.
         devices: ``"auto"``, names such as ``"core:0,core:1"``, or a Cluster. With
             devices that are not on this machine it ends with the simulator's answer.
         budget: of the search: ``"60s"``, or evaluations, ``"4000e"``. Extraction, measuring op
@@ -68,8 +73,8 @@ def optimize(
 
     Raises:
         ExtractionError: the model cannot be exported, or is on the meta device; says why.
-        ValueError: a device, budget or policy does not exist, or ``pin`` or ``keep_together``
-            matches nothing.
+        ValueError: a device, budget, policy or optimizer does not exist, or ``pin`` or
+            ``keep_together`` matches nothing.
         PlacementError: the model fits nowhere, or no candidate could be run.
         KeyboardInterrupt: stopped before there was any placement.
     """
@@ -83,7 +88,9 @@ def optimize(
         fresh=fresh,
     )
     cluster = devices if isinstance(devices, Cluster) else discover(devices)
-    step = Step.of(model, example_inputs, loss, training=training)
+    step = Step.of(
+        model, example_inputs, loss, training=training, optimizer=Optimizer.of(optimizer)
+    )
     if not progress:
         return optimize_step(step, cluster, options)
     with progress_for(sys.stderr.isatty()) as shown:
@@ -97,6 +104,7 @@ def apply(
     *,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     training: bool = True,
+    optimizer: str | Optimizer | None = None,
 ) -> PlacedModel:
     """Make a model run as placed; see :class:`envs.executor.placed.PlacedModel`.
 
@@ -106,6 +114,9 @@ def apply(
         example_inputs: as for :func:`optimize`; needed with a placement (file).
         loss: as for :func:`optimize`.
         training: as for :func:`optimize`.
+        optimizer: lets the placed step update the parameters, too; the placement must have been
+            searched with an optimizer of this kind. Without it any optimizer of torch can be used
+            beside the step, also where the search had one.
 
     Raises:
         ExtractionError: the model cannot be exported, or is on the meta device.
@@ -115,15 +126,19 @@ def apply(
     """
     if isinstance(placement, Optimization) and placement.extraction is not None:
         made_for = placement.extraction
-        same = made_for.step.model is model
-        extraction = made_for if same else extract(_same_step(made_for.step, model))
+        step = replace(made_for.step, model=model, optimizer=Optimizer.of(optimizer))
+        same = made_for.step.model is model and made_for.step.optimizer == step.optimizer
+        extraction = made_for if same else extract(step)
     elif example_inputs is None:
         raise ValueError(
             "a placement from a file knows its ops but not the model's inputs: give "
             "example_inputs (and loss) as for optimize"
         )
     else:
-        extraction = extract(Step.of(model, example_inputs, loss, training=training))
+        step = Step.of(
+            model, example_inputs, loss, training=training, optimizer=Optimizer.of(optimizer)
+        )
+        extraction = extract(step)
     found = placement.placement if isinstance(placement, Optimization) else placement
     if not isinstance(found, Placement):
         found = Placement.load(Path(found))
@@ -161,7 +176,3 @@ def train(
     from placer.policies.training import train as train_policy
 
     return train_policy(Path(out), seconds=seconds, seeds=seeds, chosen=families)
-
-
-def _same_step(step: Step, model: nn.Module) -> Step:
-    return Step(model, step.inputs, step.keywords, step.loss, step.training)

@@ -13,6 +13,7 @@ from envs.measured import Measurement, contended, tied
 from envs.placement import Placement
 from envs.problem import Problem
 from graphs.extract import Extraction
+from graphs.graph import PHASES
 
 NO_HEADROOM: Final = 0.02
 """One device this close to the lower bound leaves nothing to win."""
@@ -176,6 +177,9 @@ class Optimization:
     def remarks(self) -> list[str]:
         """What a reader of the numbers should know, each a sentence."""
         found = [f"Nothing was measured: {self.trouble}"] if self.trouble else []
+        phases = set(self.problem.graph.phase.tolist())
+        if PHASES.index("backward") in phases and PHASES.index("optimizer") not in phases:
+            found.append("No optimizer is in the step: neither its time nor its state is counted.")
         found += [f"{row.name} failed: {row.failure}" for row in self.rows if row.failure]
         if self.stopped and self.extraction is not None and self.best.measurement is None:
             found.append("Nothing was measured: it was stopped before the first complete round.")

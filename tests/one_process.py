@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -15,7 +15,7 @@ from envs.executor.arena import Arena
 from envs.executor.compiled_list import CompiledList
 from envs.executor.lists import Instruction, Receive, Send
 from envs.executor.signals import Signals
-from envs.executor.state import load_batch, load_state
+from envs.executor.state import begin_updates, count_update, load_batch, load_state
 from graphs.extract import Extraction
 from graphs.extract.export import Position
 
@@ -42,8 +42,13 @@ def turns(lists: Sequence[Sequence[Instruction]]) -> Iterator[tuple[int, int]]:
         assert position != before, "the lists wait for each other"
 
 
-def run(extraction: Extraction, lists: Sequence[Sequence[Instruction]]) -> Outcome:
-    """One step from the model's present state; the model is left alone."""
+def run(
+    extraction: Extraction, lists: Sequence[Sequence[Instruction]], *, steps: int = 1
+) -> Outcome:
+    """Steps from the model's present state, on one batch; the model is left alone.
+
+    Output and gradients are those of the last step.
+    """
     step, program = extraction.step, extraction.program
     arena = Arena(program)
     for source in program.sources:
@@ -53,17 +58,41 @@ def run(extraction: Extraction, lists: Sequence[Sequence[Instruction]]) -> Outco
             arena.value(source.value).copy_(source.tensor)
     load_state(arena, step)
     load_batch(arena, step, step.inputs, step.keywords)
+    begin_updates(arena, step.optimizer.learning_rate if step.optimizer else 0.0)
+    state = {
+        source.name: arena.value(source.value)
+        for source in program.sources
+        if source.role in ("parameter", "buffer")
+    }
     with torch.inference_mode(), _counters(len(lists)) as counters:
         compiled = [
             CompiledList(own, program, arena, Signals(d, counters)) for d, own in enumerate(lists)
         ]
-        for d, position in turns(lists):
-            compiled[d].steps[position](compiled[d].table)
-        for own in compiled:
-            own.give()
-    state = {name: tensor.detach().clone() for name, tensor in step.named_state().items()}
+        for _ in range(steps):
+            count_update(arena)
+            for d, position in turns(lists):
+                compiled[d].steps[position](compiled[d].table)
+            for own in compiled:
+                own.give()
+                own.forget()
+                own.signals.reset()
+            gradients, outputs = _taken(arena, state)
+    unread = step.named_state().items()
+    state = {name: state.get(name, own).detach().clone() for name, own in unread}
+    arena.close()
+    output = tree_map(
+        lambda leaf: outputs[leaf.number] if isinstance(leaf, Position) else leaf,
+        extraction.outputs,
+    )
+    return Outcome(output, gradients, state)
+
+
+def _taken(
+    arena: Arena, state: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], dict[int, torch.Tensor]]:
+    """Gradients and outputs of a step, after the new state went into the old one's place."""
     gradients, outputs = {}, {}
-    for index, result in enumerate(program.results):
+    for index, result in enumerate(arena.program.results):
         tensor = arena.result(index).clone()
         match result.role:
             case "output":
@@ -71,13 +100,8 @@ def run(extraction: Extraction, lists: Sequence[Sequence[Instruction]]) -> Outco
             case "gradient":
                 gradients[result.name] = tensor
             case "state":
-                state[result.name] = tensor
-    arena.close()
-    output = tree_map(
-        lambda leaf: outputs[leaf.number] if isinstance(leaf, Position) else leaf,
-        extraction.outputs,
-    )
-    return Outcome(output, gradients, state)
+                state[result.name].copy_(tensor)
+    return gradients, outputs
 
 
 @contextmanager

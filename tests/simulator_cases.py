@@ -40,6 +40,8 @@ def random_graph(rng: random.Random, cluster: Cluster, *, bad_places: bool) -> n
             phase="backward" if rng.random() < 0.2 else "forward",
             output_bytes=rng.choice(sizes),
             parameter_bytes=rng.choice(sizes),
+            gradient_bytes=rng.choice(sizes),
+            optimizer_bytes=rng.choice(sizes),
             saved_bytes=rng.choice(sizes),
             workspace_bytes=rng.choice(sizes),
             devices=cluster.names[:1] if bad_places and rng.random() < 0.05 else None,

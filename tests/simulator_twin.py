@@ -7,7 +7,9 @@ devices are numbered in their order of insertion. ``twin_step`` is the rule book
 from __future__ import annotations
 
 import heapq
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import networkx as nx
 
@@ -62,7 +64,7 @@ def twin_step(
         if devices[u] != devices[v] and _link(cluster, names, devices[u], devices[v]) is None:
             return Step(blocked=True)
 
-    used = [sum(n["parameter_bytes"] for n, d in zip(nodes, devices, strict=True) if d == k)
+    used = [sum(_resident_bytes(n) for n, d in zip(nodes, devices, strict=True) if d == k)
             for k in range(len(names))]  # fmt: skip
     step.peak_bytes = list(used)
     missing = [len(p) for p in producers]
@@ -229,6 +231,11 @@ def _may_run(graph: nx.DiGraph[str], cluster: Cluster, op: str, d: int) -> bool:
         and (graph.nodes[v]["devices"] is None or device.name in graph.nodes[v]["devices"])
         for v in members
     )
+
+
+def _resident_bytes(node: Mapping[str, Any]) -> int:
+    """What lives on the op's device all the time."""
+    return int(node["parameter_bytes"] + node["gradient_bytes"] + node["optimizer_bytes"])
 
 
 def _held_bytes(graph: nx.DiGraph[str], op: str) -> int:

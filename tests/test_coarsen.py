@@ -17,6 +17,7 @@ from envs.problem import Problem
 from envs.simulator import Simulator
 from graphs.coarsen import Coarsened, coarsen
 from graphs.graph import PHASES, GraphArrays, add_edge, add_op, attributes_of, new_graph
+from graphs.group_sizes import SUMMED
 from graphs.mirror import with_backward
 
 torch.set_num_threads(1)
@@ -51,6 +52,8 @@ def random_graph(
             moved_bytes=int(rng.integers(0, 100)),
             output_bytes=int(rng.integers(0, 100)),
             parameter_bytes=int(rng.integers(0, 100)),
+            gradient_bytes=int(rng.integers(0, 100)),
+            optimizer_bytes=int(rng.integers(0, 100)),
             saved_bytes=int(rng.integers(0, 100)),
             workspace_bytes=int(rng.integers(0, 100)),
             colocate=f"together {rng.integers(4)}" if rng.random() < share else None,
@@ -111,7 +114,7 @@ def test_sizes_costs_and_edges_are_those_of_a_slow_twin(seed: int) -> None:
     for g, members in enumerate(groups):
         node = attributes_of(found.graph, names[g])
         ops = {op_id: attributes_of(graph, op_id) for op_id in members}
-        for size in ("flops", "moved_bytes", "parameter_bytes", "saved_bytes"):
+        for size in SUMMED:
             assert node[size] == sum(op[size] for op in ops.values())
         leaving = {u for u in members if not graph.succ[u] or set(graph.succ[u]) - members}
         assert node["output_bytes"] == sum(ops[u]["output_bytes"] for u in leaving)

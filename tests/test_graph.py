@@ -106,6 +106,8 @@ def test_attributes_reach_the_arrays_unchanged() -> None:
         "moved_bytes": 2,
         "output_bytes": 3,
         "parameter_bytes": 4,
+        "gradient_bytes": 7,
+        "optimizer_bytes": 8,
         "saved_bytes": 5,
         "workspace_bytes": 6,
     }

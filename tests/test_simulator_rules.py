@@ -85,6 +85,14 @@ def test_peak_memory_counts_what_is_alive() -> None:
     assert run(graph, one_kind(2), [0, 1, 1]).peak_bytes.tolist() == [157, 113]
 
 
+def test_gradients_and_optimizer_state_are_there_throughout() -> None:
+    graph = fork(2, moved=100)
+    graph.nodes["1"].update(parameter_bytes=1000, gradient_bytes=1000, optimizer_bytes=2000)
+    # d1 holds them with nothing running, then op 1 and its copy of what s made.
+    assert run(graph, one_kind(2), [0, 0, 1]).peak_bytes.tolist() == [100, 4100]
+    assert run(graph, one_kind(1), [0, 0, 0]).peak_bytes.tolist() == [4100]
+
+
 def test_a_full_device_is_named_with_what_is_missing_and_its_largest_ops() -> None:
     graph = fork(3, moved=400_000_000)
     graph.nodes["1"]["parameter_bytes"] = 900_000_000

@@ -21,6 +21,8 @@ def diamond() -> nx.DiGraph[str]:
             phase="backward" if name == "d" else "forward",
             flops=10,
             parameter_bytes=100,
+            gradient_bytes=90,
+            optimizer_bytes=8,
             saved_bytes=5,
         )
     for source, target in ("ab", "ac", "bd", "cd"):
@@ -33,6 +35,7 @@ def test_counts_sums_critical_path_and_headroom() -> None:
     assert summary.ops == {"forward": 3, "backward": 1, "optimizer": 0}
     assert (summary.edges, summary.flops) == (4, 40)
     assert (summary.parameter_bytes, summary.saved_bytes) == (400, 20)
+    assert (summary.gradient_bytes, summary.optimizer_bytes) == (360, 32)
     work = summary.work["x"]
     assert work.total_s == 8.0
     assert work.critical_path_s == 1.0 + 4.0 + 1.0

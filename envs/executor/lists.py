@@ -59,13 +59,14 @@ def device_lists(
     Args:
         program: the step.
         devices: device index of every op, (N,).
-        order: all ops, each after the ops it reads from; usually by simulated start time.
+        order: all ops, each after the ops it reads from; usually by simulated start time. An op
+            that writes in place waits for all that read what it writes.
         device_count: number of devices; a device without ops gets an empty list.
 
     Raises:
         ValueError: ``order`` runs an op before one that it reads from.
     """
-    return _Lists(program, devices, device_count).build(order)
+    return _Lists(program, devices, device_count).build(_updates_last(program, order))
 
 
 def priority_order(program: StepProgram, priority: Sequence[float]) -> list[int]:
@@ -96,6 +97,17 @@ def priority_order(program: StepProgram, priority: Sequence[float]) -> list[int]
                 heapq.heappush(ready, (-priority[reader], reader))
     assert len(order) == program.op_count
     return order
+
+
+def _updates_last(program: StepProgram, order: Sequence[int]) -> list[int]:
+    """The same order, but no op that writes in place comes before one that reads what it writes.
+
+    They share a device, and nothing reads what the op makes: to run it later is always possible.
+    """
+    position = {op: i for i, op in enumerate(order)}
+    readers = program.overwritten()
+    last = {op: max(position[r] for r in (op, *own)) for op, own in readers.items()}
+    return sorted(order, key=lambda op: (last.get(op, position[op]), op in last))
 
 
 class _Lists:

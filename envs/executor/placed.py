@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -12,7 +13,7 @@ from torch.utils._pytree import tree_map
 from envs.cluster import Cluster
 from envs.executor.lists import device_lists
 from envs.executor.pool import WorkerError, WorkerPool
-from envs.executor.state import leaves_by_path, load_batch
+from envs.executor.state import begin_updates, count_update, leaves_by_path, load_batch
 from graphs.extract import Extraction, Step
 from graphs.extract.export import Position
 
@@ -28,6 +29,8 @@ class PlacedModel:
     model on the same one) is copied back by the next step; taking turns costs that copy each time.
     The memory is shared with processes forked from this one, too: what they write into parameters
     is written here (a spawned process has its own copy).
+    A step that was extracted with an optimizer also updates the parameters, by ``learning_rate``,
+    and uses the gradients up: ``parameter.grad`` is left alone.
     Use as a context manager, or call :meth:`close`, which gives the model its own memory back.
     Without either the workers end when the placed model is dropped.
     """
@@ -81,6 +84,8 @@ class PlacedModel:
                 for index, result in enumerate(self.program.results)
                 if result.role == "gradient"
             }
+            if self._step.optimizer is not None:
+                begin_updates(arena, self._step.optimizer.learning_rate)
             self._share()
         except BaseException:
             self.close()
@@ -102,8 +107,9 @@ class PlacedModel:
     def step(self, *batch: Any, **keywords: Any) -> Any:
         """Run one step on a batch shaped as the example inputs.
 
-        A training step returns the loss (detached) and adds to the parameters' gradients; an
-        inference step returns what the model returns. ``step((x, y))`` is ``step(x, y)``, and a
+        A training step returns the loss (detached) and adds to the parameters' gradients, or with
+        an optimizer updates the parameters; an inference step returns what the model returns.
+        ``step((x, y))`` is ``step(x, y)``, and a
         single mapping is taken as keywords (unless the example inputs were one such argument), so
         that a data loader's batch can be given as it is.
 
@@ -117,8 +123,60 @@ class PlacedModel:
         load_batch(self._pool.arena, self._step, *_unpacked(self._step, batch, keywords))
         state = self._share()
         self._keep_gradients(state)
+        count_update(self._pool.arena)
         self._pool.run(self._number, give=True)
         return self._take_results(state)
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the step's optimizer, from the next step on; set it as a schedule wants.
+
+        Raises:
+            ValueError: the step has no optimizer, or the rate is negative or not finite.
+        """
+        return float(self._rate())
+
+    @learning_rate.setter
+    def learning_rate(self, rate: float) -> None:
+        if not (math.isfinite(rate) and rate >= 0):
+            raise ValueError(f"learning rate {rate} is not a number >= 0")
+        self._rate().fill_(rate)
+
+    def _rate(self) -> torch.Tensor:
+        for source in self.program.sources:
+            if source.role == "learning_rate":
+                return self._pool.arena.value(source.value)
+        raise ValueError('the placed step has no optimizer: give apply one, such as "adamw"')
+
+    def optimizer_state(self) -> dict[str, torch.Tensor]:
+        """A copy of what the step's optimizer keeps, such as ``exp_avg.<parameter>``; {} of none.
+
+        ``step.<parameter>`` counts the updates of adam and adamw.
+        """
+        return {name: tensor.clone() for name, tensor in self._kept().items()}
+
+    def load_optimizer_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Go on from what :meth:`optimizer_state` gave.
+
+        Raises:
+            ValueError: it is the state of another optimizer or model.
+        """
+        kept = self._kept()
+        for name in kept.keys() | state.keys():
+            here = _form(kept[name]) if name in kept else "nothing"
+            given = _form(state[name]) if name in state else "nothing"
+            if here != given:
+                raise ValueError(f"{name} of the optimizer is {here} here, but {given} was given")
+        for name, tensor in kept.items():
+            tensor.copy_(state[name])
+
+    def _kept(self) -> dict[str, torch.Tensor]:
+        value = self._pool.arena.value
+        return {
+            f"step.{s.name}" if s.role == "step_count" else s.name: value(s.value)
+            for s in self.program.sources
+            if s.role in ("optimizer", "step_count")
+        }
 
     def close(self) -> None:
         """End the workers; the model keeps its values, in memory of its own."""

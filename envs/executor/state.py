@@ -13,9 +13,31 @@ from graphs.extract import Step
 
 
 def load_example(arena: Arena, step: Step) -> None:
-    """Copy the parameters and buffers of a step into the arena, and its example inputs."""
+    """Copy the parameters and buffers of a step into the arena, and its example inputs.
+
+    An optimizer begins, and stays at its first step with a learning rate of 0: it does all its
+    work, and however often the step runs, parameters stay as they are.
+    """
     load_state(arena, step)
     load_batch(arena, step, step.inputs, step.keywords)
+    begin_updates(arena, learning_rate=0.0)
+    count_update(arena)
+
+
+def begin_updates(arena: Arena, learning_rate: float) -> None:
+    """Let the optimizer of a step, if it has one, start from nothing."""
+    for source in arena.program.sources:
+        if source.role in ("optimizer", "step_count"):
+            arena.value(source.value).zero_()
+        elif source.role == "learning_rate":
+            arena.value(source.value).fill_(learning_rate)
+
+
+def count_update(arena: Arena) -> None:
+    """Let the optimizer know that the next step is one further."""
+    for source in arena.program.sources:
+        if source.role == "step_count":
+            arena.value(source.value).add_(1.0)
 
 
 def load_state(arena: Arena, step: Step) -> None:

@@ -53,7 +53,7 @@ def _table(**columns: str) -> np.dtype[np.void]:
 
 _OP: Final = _table(
     tail_ns="i8",  # least time from the op's end to the end of the step
-    parameter_bytes="i8",
+    resident_bytes="i8",  # parameters, gradients and optimizer state
     workspace_bytes="i8",
     start_bytes="i8",  # output, workspace and held bytes
     successor_start="i4",
@@ -178,6 +178,8 @@ def arrays_of(problem: Problem) -> ProblemArrays:
     sizes = (
         graph.output_bytes,
         graph.parameter_bytes,
+        graph.gradient_bytes,
+        graph.optimizer_bytes,
         graph.workspace_bytes,
         problem.held_bytes,
         graph.edge_bytes,
@@ -249,7 +251,7 @@ def _ops(problem: Problem) -> Table:
     graph = problem.graph
     ops = np.zeros(len(graph) + 1, _OP)  # one more: where the lists of the last op end
     ops["tail_ns"][:-1] = _tails(problem)
-    ops["parameter_bytes"][:-1] = graph.parameter_bytes
+    ops["resident_bytes"][:-1] = graph.resident_bytes
     ops["workspace_bytes"][:-1] = graph.workspace_bytes
     ops["start_bytes"][:-1] = graph.output_bytes + graph.workspace_bytes + problem.held_bytes
     ops["successor_start"] = graph.successor_start

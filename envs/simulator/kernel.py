@@ -8,10 +8,11 @@ transfer whose highest-priority consumer on the destination is highest, ties in 
 On a half-duplex "egress" link a transfer needs the ports of both its ends; waiting transfers of
 the link are looked at in queue order, and each whose two ports are idle starts.
 
-Memory of a device, frees before allocations in a round: parameters of its ops throughout; held
-bytes of an op from its start on; its output from its start until the last consumer there and the
-last transfer of it have ended (to the end of the step without consumers); its workspace while it
-runs; a received copy from the start of its transfer until its last consumer there has ended.
+Memory of a device, frees before allocations in a round: parameters, gradients and optimizer state
+of its ops throughout; held bytes of an op from its start on; its output from its start until the
+last consumer there and the last transfer of it have ended (to the end of the step without
+consumers); its workspace while it runs; a received copy from the start of its transfer until its
+last consumer there has ended.
 
 All functions can be called from compiled code.
 """
@@ -151,7 +152,7 @@ def _reset(arrays: ProblemArrays, work: Workspace, devices: Ints, memory: int) -
         op = arrays.ops[i]
         device = work.devices[d]
         device.work_left_ns += arrays.cost_ns[i, d]
-        device.used_bytes += op.parameter_bytes
+        device.used_bytes += op.resident_bytes
         inputs = arrays.ops[i + 1].predecessor_start - op.predecessor_start
         work.ops[i].remaining = inputs
         if inputs == 0:

@@ -21,7 +21,7 @@ def why_full(problem: Problem, devices: NDArray[np.int32], peak_bytes: NDArray[n
 def _lack(problem: Problem, devices: NDArray[np.int32], d: int, peak: int) -> str:
     graph = problem.graph
     here = np.flatnonzero(devices == d)
-    size = graph.parameter_bytes[here] + graph.output_bytes[here]
+    size = graph.resident_bytes[here] + graph.output_bytes[here]
     largest = np.argsort(-size, kind="stable")[:LARGEST_SHOWN]
     shown = "; ".join(
         f"{graph.ids[here[k]]}, {human_bytes(int(size[k]))}" for k in largest if size[k] > 0

@@ -104,6 +104,7 @@ def _link_title(problem: Problem, source: int, destination: int) -> str:
 def _memory(problem: Problem, schedule: Schedule) -> Iterator[Event]:
     """Bytes in use after each instant at which they change."""
     change: dict[tuple[int, int], int] = defaultdict(int)  # by device and time
+    resident = problem.graph.resident_bytes.tolist()
     graph, devices = problem.graph, schedule.devices.tolist()
     start_ns, end_ns = schedule.start_ns.tolist(), schedule.end_ns.tolist()
     successors = np.split(graph.successors, graph.successor_start[1:-1])
@@ -121,7 +122,7 @@ def _memory(problem: Problem, schedule: Schedule) -> Iterator[Event]:
     for i, d in enumerate(devices):
         here = [end_ns[v] for v in successors[i].tolist() if devices[v] == d]
         output, scratch = int(graph.output_bytes[i]), int(graph.workspace_bytes[i])
-        change[d, 0] += int(graph.parameter_bytes[i])
+        change[d, 0] += resident[i]
         change[d, start_ns[i]] += output + scratch + int(problem.held_bytes[i])
         change[d, end_ns[i]] -= scratch
         if len(successors[i]):

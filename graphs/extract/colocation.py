@@ -1,9 +1,11 @@
 """Which ops of a step may not be split over devices, because they share state.
 
-Three reasons: a view of a part shares its tensor's storage; ops read or write the same buffer that
-the step updates (BatchNorm statistics of a module that is called twice); or they read one parameter
-that has several names (tied weights). Other views and members of tuples need no group: they are
-not ops (see program.py).
+Four reasons: a view of a part shares its tensor's storage; ops read or write the same buffer that
+the step updates (BatchNorm statistics of a module that is called twice); they read one parameter
+that has several names (tied weights); or one that the step's optimizer updates. Such a parameter
+has one home, where all that read it run with its update: read elsewhere it would have to be sent
+there after every update, which no edge of the graph stands for. Other views and members of tuples
+need no group: they are not ops (see program.py).
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ def colocation_groups(
         *_parts(program, ids),
         *_mutated_state(program, facts),
         *_tied_parameters(program, facts),
+        *_updated_parameters(program),
     ]
     for name, ops in together:
         first, *rest = sorted(ops)
@@ -78,6 +81,15 @@ def _tied_parameters(
     for name, ops in together.items():
         if len(ops) > 1:
             yield f"parameter {name}", ops
+
+
+def _updated_parameters(program: StepProgram) -> Iterable[tuple[str, set[int]]]:
+    names = {s.value: s.name for s in program.sources if s.role == "parameter"}
+    names |= {r.value: r.name for r in program.results if r.role == "state"}
+    users = program.overwritten()
+    for call in program.calls:
+        if call.writes:
+            yield f"parameter {names[call.writes[0]]}", {call.op, *users[call.op]}
 
 
 def _forward_readers(program: StepProgram, facts: Sequence[OpFacts]) -> defaultdict[int, set[int]]:

@@ -91,6 +91,7 @@ class _Converter:
             op_count=len(self.ops),
             training=self.traced.training,
             ties=ties,
+            gradients={r.name: r.value for r in results if r.role == "gradient"},
         )
 
     def _source(self, node: fx.Node) -> None:

@@ -24,6 +24,10 @@ def build_graph(program: StepProgram, facts: Sequence[OpFacts], name: str) -> nx
     """The DAG of a program; its ``i``-th node is op ``i``, costs are not known yet.
 
     Bytes of an edge are those of the tensors (not of views of them) that the target reads.
+
+    A gradient of a parameter counts once: as ``gradient_bytes`` of the first op that reads the
+    parameter, whether or not the step has an optimizer. ``output_bytes`` of the op that makes it
+    leave it out, unless something in the backward pass reads it, too; then autograd copies it.
     """
     sizes = _Sizes(program, facts)
     ids = op_ids(facts)
@@ -41,6 +45,8 @@ def build_graph(program: StepProgram, facts: Sequence[OpFacts], name: str) -> nx
             moved_bytes=sizes.moved[i],
             output_bytes=sizes.output[i],
             parameter_bytes=sizes.parameter[i],
+            gradient_bytes=sizes.gradient[i],
+            optimizer_bytes=sizes.optimizer[i],
             saved_bytes=sizes.saved[i],
             colocate=groups.get(i),
         )
@@ -70,18 +76,24 @@ class _Sizes:
         self.moved: Counter[int] = Counter()
         self.saved: Counter[int] = Counter()
         self.parameter: Counter[int] = Counter()
+        self.gradient: Counter[int] = Counter()
+        self.optimizer: Counter[int] = Counter()
         self.edges: defaultdict[tuple[int, int], dict[int, int]] = defaultdict(dict)
         producer = program.producers()
         parameters = {s.value: s.name for s in program.sources if s.role == "parameter"}
         homeless = {program.ties.get(name, name) for name in parameters.values()}
         # The new value of a buffer replaces the buffer: nothing is kept besides.
         saved = {program.values[r.value].root for r in program.results if r.role == "state"}
+        trained = {program.ties.get(name, name) for name in program.gradients}
+        gradients = _only_gradients(program, facts)
+        kept = {s.value for s in program.sources if s.role in ("optimizer", "step_count")}
         for call in program.calls:
             if call.op == VIEW:
                 continue
-            written = sum(program.values[v].size_bytes for v in call.outputs if v is not None)
-            self.output[call.op] += written
-            self.moved[call.op] += written
+            for value in (*(v for v in call.outputs if v is not None), *call.writes):
+                self.moved[call.op] += program.values[value].size_bytes
+                if value not in gradients and value not in call.writes:
+                    self.output[call.op] += program.values[value].size_bytes
             for root in dict.fromkeys(program.values[value].root for value in call.reads):
                 size = program.values[root].size_bytes
                 self.moved[call.op] += _read_bytes(program, call, root)
@@ -97,6 +109,9 @@ class _Sizes:
                     if name in homeless:
                         homeless.remove(name)
                         self.parameter[call.op] += size
+                        self.gradient[call.op] += size if name in trained else 0
+                elif root in kept:
+                    self.optimizer[call.op] += size
             if call.shows_part:
                 self.moved[call.op] = 0
 
@@ -109,3 +124,14 @@ def _read_bytes(program: StepProgram, call: Call, root: int) -> int:
     if isinstance(table, Ref) and program.values[table.value].root == root:
         return min(read, sum(program.values[v].size_bytes for v in call.outputs if v is not None))
     return read
+
+
+def _only_gradients(program: StepProgram, facts: Sequence[OpFacts]) -> set[int]:
+    """Values that nothing but the optimizer reads, if there is one: gradients of parameters."""
+    read = {
+        program.values[value].root
+        for call in program.calls
+        if call.op != VIEW and facts[call.op].phase != "optimizer"
+        for value in call.reads
+    }
+    return {program.values[value].root for value in program.gradients.values()} - read

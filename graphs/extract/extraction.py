@@ -12,6 +12,7 @@ from graphs.extract.dag import build_graph
 from graphs.extract.export import trace
 from graphs.extract.program import StepProgram
 from graphs.extract.step import ExtractionError, Step
+from graphs.extract.updates import with_optimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,8 @@ def extract(step: Step) -> Extraction:
             f"{name} runs no ops on these inputs, so there is nothing to place; give the model "
             "that does the work"
         )
+    if step.optimizer is not None:
+        program, facts = with_optimizer(program, facts, step.optimizer)
     graph = build_graph(program, facts, name)
     forward_of = tuple(op.forward_op for op in facts)
     return Extraction(step, graph, program, traced.outputs, forward_of)

@@ -9,6 +9,7 @@ home with their tensor, so that only the part moves.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
@@ -16,7 +17,16 @@ from typing import Any, Final, Literal, TypeAlias
 import torch
 
 VIEW: Final = -1
-Role: TypeAlias = Literal["parameter", "buffer", "constant", "input", "tangent"]
+Role: TypeAlias = Literal[
+    "parameter",
+    "buffer",
+    "constant",
+    "input",
+    "tangent",
+    "optimizer",  # what an optimizer keeps of a parameter
+    "step_count",  # the number of the parameter's update, from 1
+    "learning_rate",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +69,16 @@ class Value:
         return False
 
     @property
+    def is_dense(self) -> bool:
+        """Whether its elements fill their memory, in whatever order."""
+        return self.span == self.numel and not self.overlaps
+
+    def is_laid_out_as(self, other: Value) -> bool:
+        """Whether the elements of two tensors of one shape are in the same order in memory."""
+        strides = zip(self.shape, self.stride, other.stride, strict=True)
+        return all(own == theirs for size, own, theirs in strides if size > 1)
+
+    @property
     def size_bytes(self) -> int:
         """Bytes it takes without gaps and repetitions."""
         return min(self.span, self.numel) * self.dtype.itemsize
@@ -80,6 +100,7 @@ class Call:
     tuple_result: bool
     reads: tuple[int, ...]  # values among the arguments, each once
     shows_part: bool = False  # an op that is a view of a part of the first value it reads
+    writes: tuple[int, ...] = ()  # of the values read, those changed in place: by optimizers only
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +109,7 @@ class Source:
 
     value: int
     role: Role
-    name: str  # parameter, buffer or constant name; position of an input
+    name: str  # of a parameter, buffer, constant or state of a parameter; position of an input
     tensor: torch.Tensor | None = None  # of a constant
 
 
@@ -105,7 +126,9 @@ class Result:
 class StepProgram:
     """Calls in an order that runs them all, and what goes in and comes out.
 
-    ``training`` says whether gradients are among the results; output 0 is then the loss.
+    In a ``training`` step output 0 is the loss, and ``gradients`` says which value is the gradient
+    of which parameter. These are results too, unless the step has an optimizer: it uses them up.
+    A call that writes in place runs after all others that read what it writes.
     """
 
     values: tuple[Value, ...]
@@ -115,6 +138,7 @@ class StepProgram:
     op_count: int
     training: bool
     ties: Mapping[str, str] = field(default_factory=dict)  # {further name: first name} of a tensor
+    gradients: Mapping[str, int] = field(default_factory=dict)  # {parameter: value}
 
     def producers(self) -> dict[int, int]:
         """{value: index of the call that makes it}, sources left out."""
@@ -123,4 +147,28 @@ class StepProgram:
             for index, call in enumerate(self.calls)
             for value in call.outputs
             if value is not None
+        }
+
+    def overwritten(self) -> dict[int, set[int]]:
+        """{op that writes in place: all other ops that read what it writes, or make it}."""
+        first: dict[str, int] = {}
+        same = {  # of names that are one tensor, the first one's value stands for all
+            s.value: first.setdefault(self.ties.get(s.name, s.name), s.value)
+            for s in self.sources
+            if s.role == "parameter"
+        }
+
+        def tensor(value: int) -> int:
+            root = self.values[value].root
+            return same.get(root, root)
+
+        users: defaultdict[int, set[int]] = defaultdict(set)
+        for call in self.calls:
+            if call.op != VIEW:
+                for value in (*call.reads, *(v for v in call.outputs if v is not None)):
+                    users[tensor(value)].add(call.op)
+        return {
+            call.op: {op for value in call.writes for op in users[tensor(value)]} - {call.op}
+            for call in self.calls
+            if call.writes
         }

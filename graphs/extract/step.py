@@ -9,6 +9,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from graphs.optimizer import Optimizer
+
 WRAPPED: Final = "model"
 LOSS: Final = "<loss>"
 """Stands for the loss function in names of state: no module of a model can be called so."""
@@ -24,7 +26,8 @@ class Step:
 
     With a ``loss`` function the last input is the target: the step's loss is
     ``loss(model(*inputs[:-1]), inputs[-1])``. Without one, a training step takes the model's own
-    output: a scalar, or an output with a scalar ``loss``.
+    output: a scalar, or an output with a scalar ``loss``. With an ``optimizer`` the step also
+    updates the parameters.
     """
 
     model: nn.Module
@@ -32,11 +35,17 @@ class Step:
     keywords: Mapping[str, Any] = field(default_factory=dict)
     loss: Callable[[Any, Any], torch.Tensor] | None = None
     training: bool = True
+    optimizer: Optimizer | None = None
 
     def __post_init__(self) -> None:
         if self.loss is not None and self.training and not self.inputs:
             raise ExtractionError(
                 "a loss function takes the last of the inputs as target, but there are no inputs"
+            )
+        if self.optimizer is not None and not self.training:
+            raise ExtractionError(
+                f"inference has no gradients for {self.optimizer.kind} to use: leave the optimizer "
+                "out, or place training"
             )
 
     @classmethod
@@ -47,13 +56,16 @@ class Step:
         loss: Callable[[Any, Any], torch.Tensor] | None = None,
         *,
         training: bool = True,
+        optimizer: Optimizer | None = None,
     ) -> Step:
         """A step from what a user has: a tensor, a tuple or list of arguments, or keywords."""
+        inputs: tuple[Any, ...] = (example_inputs,)
+        keywords: dict[str, Any] = {}
         if isinstance(example_inputs, Mapping):
-            return cls(model, (), dict(example_inputs), loss, training)
-        if isinstance(example_inputs, tuple | list):
-            return cls(model, tuple(example_inputs), {}, loss, training)
-        return cls(model, (example_inputs,), {}, loss, training)
+            inputs, keywords = (), dict(example_inputs)
+        elif isinstance(example_inputs, tuple | list):
+            inputs = tuple(example_inputs)
+        return cls(model, inputs, keywords, loss, training, optimizer)
 
     @property
     def model_inputs(self) -> tuple[Any, ...]:

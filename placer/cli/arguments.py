@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Sequence
 from typing import Final
 
+from graphs.optimizer import NONE, STATE
+
 LARGEST_SEED: Final = 2**32 - 1
 """What every random generator that is seeded takes, those of torch and numpy among them."""
 
@@ -25,6 +27,16 @@ def seed(text: str) -> int:
             f"{text[:40]!r} is no seed: give a whole number from 0 to {LARGEST_SEED}"
         )
     return given
+
+
+def add_optimizer(parser: argparse.ArgumentParser) -> None:
+    """Add ``--optimizer``."""
+    parser.add_argument(
+        "--optimizer",
+        choices=[NONE, *STATE],
+        default=NONE,
+        help="what updates the parameters in a training step, as ops of its own (default: none)",
+    )
 
 
 def pin(text: str) -> tuple[str, str]:

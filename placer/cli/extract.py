@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from placer.cli.arguments import add_optimizer
 from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs, why_not_written
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help="print ops, FLOPs, sizes, critical path, headroom and the dearest ops",
     )
     parser.add_argument("--inference", action="store_true", help="of inference, not training")
+    add_optimizer(parser)
     parser.add_argument(
         "--costs", choices=["measured", "none"], help="of the ops (default: measured)"
     )
@@ -144,6 +147,7 @@ def _graph(
     from envs.discover import is_here
     from graphs.extract import extract
     from graphs.extract.fake import check_has_memory
+    from graphs.optimizer import Optimizer
     from placer.costing import costed_graph
     from placer.target import is_graph_file, load_graph_target, load_step
 
@@ -152,6 +156,7 @@ def _graph(
     measures = cluster is not None and any(map(is_here, cluster.names))
     progress.stage("Loading the model")
     step = load_step(args.target, training=not args.inference, weights=measures)
+    step = replace(step, optimizer=Optimizer.of(args.optimizer))
     if measures:
         check_has_memory(step)
     progress.stage("Extracting the graph")

@@ -6,10 +6,11 @@ import argparse
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from placer.cli.arguments import pin, pins_of, seed
+from placer.cli.arguments import add_optimizer, pin, pins_of, seed
 from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs, why_not_written
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help="devices and links from a file (TOML); those not here are simulated by their rates",
     )
     parser.add_argument("--inference", action="store_true", help="place inference, not training")
+    add_optimizer(parser)
     parser.add_argument(
         "--budget",
         default="20s",
@@ -195,6 +197,7 @@ def _optimize(
     args: argparse.Namespace, cluster: Cluster, options: Options, progress: Progress
 ) -> Optimization:
     from envs.discover import is_here
+    from graphs.optimizer import Optimizer
     from placer.pipeline import optimize_graph, optimize_step
     from placer.target import is_graph_file, load_graph_target, load_step
 
@@ -203,6 +206,7 @@ def _optimize(
     progress.stage("Loading the model")
     measures = any(map(is_here, cluster.names))
     step = load_step(args.target, training=not args.inference, weights=measures)
+    step = replace(step, optimizer=Optimizer.of(args.optimizer))
     return optimize_step(step, cluster, options, progress)
 
 

@@ -27,12 +27,18 @@ def print_summary(summary: GraphSummary, console: Console) -> None:
             table.add_row(f"{phase} ops", str(ops))
     table.add_row("FLOPs", f"{summary.flops / 1e9:,.3f} GFLOP")
     table.add_row("parameters", human_bytes(summary.parameter_bytes))
+    if summary.gradient_bytes:
+        table.add_row("gradients", human_bytes(summary.gradient_bytes))
+    if summary.optimizer_bytes:
+        table.add_row("optimizer state", human_bytes(summary.optimizer_bytes))
     table.add_row("saved for backward", human_bytes(summary.saved_bytes))
     for kind, work in summary.work.items():
         table.add_row(f"total work on {_named(kind)}", f"{work.total_s * 1e3:,.4g} ms")
         table.add_row(f"critical path on {_named(kind)}", f"{work.critical_path_s * 1e3:,.4g} ms")
         table.add_row("total work / critical path (headroom)", f"{work.headroom:.2f}x")
     console.print(table)
+    if summary.ops["backward"] and not summary.ops["optimizer"]:
+        console.print("No optimizer is in the step: neither its time nor its state is counted.")
     for kind, work in summary.work.items():
         console.print(_dearest(kind, work))
     for kind, known in summary.partly_known.items():

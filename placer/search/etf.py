@@ -39,7 +39,7 @@ def _etf(o: Outline, devices: NDArray[np.int32], priority: NDArray[np.float64]) 
     waiting = np.diff(o.predecessor_start)
     finish = np.zeros(count)
     sent = np.full((count, device_count), -1.0)
-    pinned = np.full(max(len(o.group_parameter), 1), -1, np.int32)
+    pinned = np.full(max(len(o.group_resident), 1), -1, np.int32)
     free = np.zeros(device_count)
     queue_free = np.zeros(max(o.queue_count, 1))
     used = np.zeros(device_count)
@@ -66,7 +66,7 @@ def _etf(o: Outline, devices: NDArray[np.int32], priority: NDArray[np.float64]) 
                 tier = 2 if reach[v, d] else 1
                 if o.memory_matters:
                     tier *= 2
-                    tier += used[d] + o.parameter[v] + o.held[v] + o.output[v] <= o.memory[d]
+                    tier += used[d] + o.resident[v] + o.held[v] + o.output[v] <= o.memory[d]
                 begin = max(free[d], data[v, d])
                 if tier > best_tier or (tier == best_tier and begin < best):
                     best, best_tier, at, device = begin, tier, k, d
@@ -77,7 +77,7 @@ def _etf(o: Outline, devices: NDArray[np.int32], priority: NDArray[np.float64]) 
 
         devices[v] = device
         priority[v] = count - position
-        used[device] += o.parameter[v] + o.held[v]
+        used[device] += o.resident[v] + o.held[v]
         if o.group[v] >= 0:
             pinned[o.group[v]] = device
         begin = free[device]

@@ -25,7 +25,7 @@ class Live(NamedTuple):
     queue_free: NDArray[np.float64]  # by queue, ns
     free: NDArray[np.float64]  # from here (D,) each; ns
     load: NDArray[np.float64]
-    resident: NDArray[np.float64]  # bytes of parameters
+    resident: NDArray[np.float64]  # bytes of parameters, gradients and optimizer state
     active: NDArray[np.float64]  # bytes of outputs and copies that are still needed
     peak: NDArray[np.float64]  # the most of them so far
     crowd: NDArray[np.float64]  # ready ops whose heaviest input is there
@@ -49,7 +49,7 @@ def live_for(problem: Outline) -> Live:
         heaviest_home=np.zeros(count, np.int32),
         finish=np.zeros(count),
         sent=np.zeros((count, devices)),
-        pinned=np.zeros(len(problem.group_parameter), np.int32),
+        pinned=np.zeros(len(problem.group_resident), np.int32),
         queue_free=np.zeros(problem.queue_count),
         free=np.zeros(devices),
         load=np.zeros(devices),
@@ -137,7 +137,7 @@ def rank_devices(o: Outline, live: Live, v: int) -> int:
     """Tier of every device for op v: 3 good, 2 full, 1 out of reach, 0 forbidden; the best one."""
     group = o.group[v]
     pinned = live.pinned[group] if group >= 0 else -1
-    parameter = _new_parameter_bytes(o, live, v)
+    resident = _new_resident_bytes(o, live, v)
     best_tier = 0
     for d in range(len(live.free)):
         tier = 0
@@ -146,7 +146,7 @@ def rank_devices(o: Outline, live: Live, v: int) -> int:
             if o.memory_matters:
                 output = o.output[v] + o.held[v] + o.workspace[v]
                 active = live.active[d] + output + live.bring_bytes[d]
-                if live.resident[d] + parameter + max(live.peak[d], active) > o.memory[d]:
+                if live.resident[d] + resident + max(live.peak[d], active) > o.memory[d]:
                     tier = max(tier - 1, 1)
         live.tier[d] = tier
         best_tier = max(best_tier, tier)
@@ -156,7 +156,7 @@ def rank_devices(o: Outline, live: Live, v: int) -> int:
 @compiled_inline
 def commit(o: Outline, live: Live, devices: NDArray[np.int32], v: int, d: int) -> None:
     """Send the inputs that device d lacks, and let op v run there."""
-    live.resident[d] += _new_parameter_bytes(o, live, v)
+    live.resident[d] += _new_resident_bytes(o, live, v)
     if o.group[v] >= 0:
         live.pinned[o.group[v]] = d
     begin = live.free[d]
@@ -201,12 +201,12 @@ def release(o: Outline, live: Live, devices: NDArray[np.int32], v: int, d: int) 
 
 
 @compiled_inline
-def _new_parameter_bytes(o: Outline, live: Live, v: int) -> float:
-    """What op v adds to the parameters of its device: the first of a group brings all of them."""
+def _new_resident_bytes(o: Outline, live: Live, v: int) -> float:
+    """What op v brings to stay on its device: the first of a group brings all of the group's."""
     group = o.group[v]
     if group < 0:
-        return float(o.parameter[v])
-    return float(o.group_parameter[group]) if live.pinned[group] < 0 else 0.0
+        return float(o.resident[v])
+    return float(o.group_resident[group]) if live.pinned[group] < 0 else 0.0
 
 
 @compiled_inline

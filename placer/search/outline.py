@@ -44,8 +44,8 @@ class Outline(NamedTuple):
     once_per_destination: bool
     memory: NDArray[np.float64]  # (D,) bytes
     memory_matters: bool  # False where everything fits on every device
-    parameter: NDArray[np.float64]  # (N,) bytes
-    group_parameter: NDArray[np.float64]  # (C,) bytes
+    resident: NDArray[np.float64]  # (N,) bytes of parameters, gradients, optimizer state
+    group_resident: NDArray[np.float64]  # (C,) bytes
     output: NDArray[np.float64]  # (N,) bytes
     held: NDArray[np.float64]  # (N,) bytes
     workspace: NDArray[np.float64]  # (N,) bytes
@@ -95,13 +95,13 @@ def outline(problem: Problem) -> Outline:
         np.diff(predecessor_start),
         np.diff(start),
     )
-    parameter = np.array(graph.parameter_bytes, np.float64)
+    resident = np.array(graph.resident_bytes, np.float64)
     group = np.array(graph.group, np.int32)
     held = np.array(problem.held_bytes, np.float64)
     output = np.array(graph.output_bytes, np.float64)
     workspace = np.array(graph.workspace_bytes, np.float64)
     memory = np.array(problem.memory_bytes, np.float64)
-    everything = parameter.sum() + held.sum() + output.sum() + workspace.max()
+    everything = resident.sum() + held.sum() + output.sum() + workspace.max()
     queue = np.array(problem.queue, np.int32)
     return Outline(
         cost=cost,
@@ -122,9 +122,9 @@ def outline(problem: Problem) -> Outline:
         once_per_destination=bool(problem.cluster.once_per_destination),
         memory=memory,
         memory_matters=bool(everything > memory.min()),
-        parameter=parameter,
-        group_parameter=np.bincount(
-            group[group >= 0], parameter[group >= 0], int(group.max()) + 1
+        resident=resident,
+        group_resident=np.bincount(
+            group[group >= 0], resident[group >= 0], int(group.max()) + 1
         ).astype(np.float64),
         output=output,
         held=held,

@@ -1,0 +1,177 @@
+"""A training step -> the same with its optimizer: one op per parameter that has a gradient.
+
+An update is one call of torch's fused kernel, which changes the parameter and the optimizer's state
+in place, as torch.optim does with ``fused=True``. It needs no memory besides, and nothing has to be
+copied back. What changes in place must not be read afterwards, or elsewhere: an update shares its
+device with all that reads the parameter (see colocation.py), and workers run it after them (see
+:meth:`StepProgram.overwritten`). The graph has no edges for that order, because an edge would keep
+the output of its source in memory until the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+
+from graphs.extract.convert import OpFacts
+from graphs.extract.program import Call, Ref, Role, Source, StepProgram, Value
+from graphs.extract.step import ExtractionError
+from graphs.optimizer import STATE, Optimizer
+
+SCALAR: Final = ()
+
+
+def with_optimizer(
+    program: StepProgram, facts: Sequence[OpFacts], optimizer: Optimizer
+) -> tuple[StepProgram, tuple[OpFacts, ...]]:
+    """The program and the facts of its ops with updates at the end; gradients are results no more.
+
+    Raises:
+        ExtractionError: a parameter cannot be updated in place; the message says why.
+    """
+    return _Updates(program, facts, optimizer).build()
+
+
+class _Updates:
+    """A program under construction, with more values, calls and sources at its end."""
+
+    def __init__(
+        self, program: StepProgram, facts: Sequence[OpFacts], optimizer: Optimizer
+    ) -> None:
+        self.program = program
+        self.optimizer = optimizer
+        self.facts = list(facts)
+        self.values = list(program.values)
+        self.calls = list(program.calls)
+        self.sources = list(program.sources)
+        self.current = {s.name: s.value for s in program.sources if s.role == "parameter"}
+        self.current |= {
+            r.name: r.value for r in program.results if r.role == "state" and r.name in self.current
+        }
+
+    def build(self) -> tuple[StepProgram, tuple[OpFacts, ...]]:
+        rate = self._source("learning_rate", "", SCALAR, SCALAR, torch.float64)
+        for name, gradient in self.program.gradients.items():
+            self._update(name, gradient, rate)
+        program = replace(
+            self.program,
+            values=tuple(self.values),
+            calls=tuple(self.calls),
+            sources=tuple(self.sources),
+            results=tuple(r for r in self.program.results if r.role != "gradient"),
+            op_count=len(self.facts),
+        )
+        return program, tuple(self.facts)
+
+    def _update(self, name: str, gradient: int, rate: int) -> None:
+        parameter = self.current[name]
+        form = self.values[parameter]
+        if not form.dtype.is_floating_point or not form.is_dense:
+            raise ExtractionError(
+                f"parameter {name} cannot be updated in place: it has dtype {form.dtype}, shape "
+                f"{form.shape} and strides {form.stride}, but must be a floating-point tensor "
+                "without gaps; place the step without optimizer"
+            )
+        module, _, own_name = name.rpartition(".")
+        if not self.values[gradient].is_laid_out_as(form):
+            gradient = self._laid_out(module, parameter, gradient)
+        kept = [
+            self._source("optimizer", f"{slot}.{name}", form.shape, form.stride, form.dtype)
+            for slot in STATE[self.optimizer.kind]
+        ]
+        counts = []
+        if self.optimizer.counts_steps:
+            counts.append(self._source("step_count", name, SCALAR, SCALAR, torch.float32))
+        target, lists, numbers = _kernel(self.optimizer, kept, counts)
+        self._call(
+            f"{self.optimizer.kind}.{own_name}",
+            module,
+            Call(
+                op=len(self.facts),
+                target=target,
+                args=([Ref(parameter)], [Ref(gradient)], *([Ref(v) for v in own] for own in lists)),
+                kwargs={"lr": Ref(rate), **numbers},
+                outputs=(),
+                tuple_result=True,
+                reads=(parameter, gradient, *kept, *counts, rate),
+                writes=(parameter, *kept),
+            ),
+        )
+
+    def _laid_out(self, module: str, parameter: int, gradient: int) -> int:
+        """The gradient in the parameter's layout, as autograd keeps it: kernels need both alike."""
+        form = self.values[parameter]
+        result = self._value(form.shape, form.stride, form.dtype)
+        self._call(
+            "copy",
+            module,
+            Call(
+                op=len(self.facts),
+                target="aten.copy.default",
+                args=(Ref(parameter), Ref(gradient)),
+                kwargs={},
+                outputs=(result,),
+                tuple_result=False,
+                reads=(parameter, gradient),
+            ),
+        )
+        return result
+
+    def _call(self, name: str, module: str, call: Call) -> None:
+        self.calls.append(call)
+        self.facts.append(OpFacts(name, module, module, "optimizer", 0, None))
+
+    def _source(
+        self,
+        role: Role,
+        name: str,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> int:
+        value = self._value(shape, stride, dtype)
+        self.sources.append(Source(value, role, name))
+        return value
+
+    def _value(self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> int:
+        self.values.append(Value(shape, stride, dtype, len(self.values)))
+        return len(self.values) - 1
+
+
+def _kernel(
+    optimizer: Optimizer, kept: list[int], counts: list[int]
+) -> tuple[str, list[list[int]], dict[str, Any]]:
+    """Torch's fused kernel: its name, what it takes after parameters and gradients, its numbers.
+
+    The buffer of momentum starts at 0, so that the first step needs no rule of its own: without
+    dampening it becomes the gradient.
+    """
+    if optimizer.counts_steps:
+        first, second = kept
+        return (
+            f"aten._fused_{optimizer.kind}_.tensor_lr",
+            [[first], [second], [], counts],
+            {
+                "beta1": optimizer.betas[0],
+                "beta2": optimizer.betas[1],
+                "weight_decay": optimizer.decay,
+                "eps": optimizer.epsilon,
+                "amsgrad": False,
+                "maximize": False,
+            },
+        )
+    return (
+        "aten._fused_sgd_.tensor_lr",
+        [kept],
+        {
+            "weight_decay": optimizer.decay,
+            "momentum": optimizer.momentum if kept else 0.0,
+            "dampening": 0.0,
+            "nesterov": False,
+            "maximize": False,
+            "is_first_step": False,
+        },
+    )

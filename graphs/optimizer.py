@@ -1,0 +1,78 @@
+"""The optimizer of a training step: which one, and with which numbers."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+STATE: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "sgd": (),
+        "momentum": ("momentum_buffer",),
+        "adam": ("exp_avg", "exp_avg_sq"),
+        "adamw": ("exp_avg", "exp_avg_sq"),
+    }
+)
+"""By kind the tensors of a parameter's size that it keeps, under torch's names."""
+NONE: Final = "none"
+ADAMW_DECAY: Final = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optimizer:
+    """An optimizer of torch with torch's own defaults, all parameters in one group.
+
+    ``momentum`` is for the kind of that name, ``betas`` and ``epsilon`` are for adam and adamw.
+    ``weight_decay`` None is torch's default: 0.01 for adamw, else 0.
+    """
+
+    kind: str
+    learning_rate: float = 1e-3
+    momentum: float = 0.9
+    betas: tuple[float, float] = (0.9, 0.999)
+    epsilon: float = 1e-8
+    weight_decay: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in STATE:
+            near = difflib.get_close_matches(self.kind, STATE, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"optimizer {self.kind!r} is not one of {', '.join(STATE)}{hint}")
+        numbers = {
+            "learning_rate": self.learning_rate,
+            "momentum": self.momentum,
+            "epsilon": self.epsilon,
+            "weight_decay": self.decay,
+        }
+        for name, value in numbers.items():
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name} of the optimizer is {value}, not a number >= 0")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas of the optimizer are {self.betas}, not within 0 .. 1")
+
+    @classmethod
+    def of(cls, given: str | Optimizer | None) -> Optimizer | None:
+        """An optimizer by its kind; None for None and "none".
+
+        Raises:
+            ValueError: there is no such kind.
+        """
+        if given is None or given == NONE:
+            return None
+        return given if isinstance(given, Optimizer) else cls(kind=given)
+
+    @property
+    def decay(self) -> float:
+        """The weight decay that holds."""
+        if self.weight_decay is not None:
+            return self.weight_decay
+        return ADAMW_DECAY if self.kind == "adamw" else 0.0
+
+    @property
+    def counts_steps(self) -> bool:
+        """Whether an update depends on how many there were before."""
+        return self.kind in ("adam", "adamw")
