@@ -227,7 +227,7 @@ class Placement:
     def _of_another(self, graph: GraphArrays) -> ValueError:
         return ValueError(
             f"this placement was made for graph {self.graph[:12]}, not for {graph.name!r} "
-            f"({graph.hash[:12]}): the model, its inputs or the torch version differ. "
+            f"({graph.hash[:12]}): the model, its inputs, its dtype or the torch version differ. "
             "Run placer optimize again."
         )
 

@@ -20,6 +20,7 @@ from graphs.extract import Step, extract
 from graphs.extract.fake import check_has_memory
 from graphs.graph import GraphArrays
 from graphs.optimizer import Optimizer
+from graphs.precision import FULL
 from placer.outcome import Optimization
 from placer.pipeline import Options, optimize_step
 from placer.policies import Policy, load
@@ -34,6 +35,7 @@ def optimize(
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     training: bool = True,
     optimizer: str | Optimizer | None = None,
+    dtype: str = FULL,
     devices: str | Cluster = "auto",
     budget: str = "20s",
     seed: int = 0,
@@ -55,6 +57,7 @@ def optimize(
         training: a step is forward and backward; with False the model's inference.
         optimizer: what updates the parameters in the step: ``"sgd"``, ``"momentum"``, ``"adam"``,
             ``"adamw"`` or an :class:`graphs.optimizer.Optimizer`; None leaves it out.
+        dtype: ``"bf16"`` for a step under ``torch.autocast``, ``"fp32"`` for the model as it is.
         devices: ``"auto"``, names such as ``"core:0,core:1"``, or a Cluster. With
             devices that are not on this machine it ends with the simulator's answer.
         budget: of the search: ``"60s"``, or evaluations, ``"4000e"``. Extraction, measuring op
@@ -73,7 +76,7 @@ def optimize(
 
     Raises:
         ExtractionError: the model cannot be exported, or is on the meta device; says why.
-        ValueError: a device, budget, policy or optimizer does not exist, or ``pin`` or
+        ValueError: a device, budget, policy, optimizer or dtype does not exist, or ``pin`` or
             ``keep_together`` matches nothing.
         PlacementError: the model fits nowhere, or no candidate could be run.
         KeyboardInterrupt: stopped before there was any placement.
@@ -89,7 +92,12 @@ def optimize(
     )
     cluster = devices if isinstance(devices, Cluster) else discover(devices)
     step = Step.of(
-        model, example_inputs, loss, training=training, optimizer=Optimizer.of(optimizer)
+        model,
+        example_inputs,
+        loss,
+        training=training,
+        optimizer=Optimizer.of(optimizer),
+        dtype=dtype,
     )
     if not progress:
         return optimize_step(step, cluster, options)
@@ -105,6 +113,7 @@ def apply(
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     training: bool = True,
     optimizer: str | Optimizer | None = None,
+    dtype: str = FULL,
 ) -> PlacedModel:
     """Make a model run as placed; see :class:`envs.executor.placed.PlacedModel`.
 
@@ -117,6 +126,7 @@ def apply(
         optimizer: lets the placed step update the parameters, too; the placement must have been
             searched with an optimizer of this kind. Without it any optimizer of torch can be used
             beside the step, also where the search had one.
+        dtype: as for :func:`optimize`; needed with a placement (file).
 
     Raises:
         ExtractionError: the model cannot be exported, or is on the meta device.
@@ -136,7 +146,12 @@ def apply(
         )
     else:
         step = Step.of(
-            model, example_inputs, loss, training=training, optimizer=Optimizer.of(optimizer)
+            model,
+            example_inputs,
+            loss,
+            training=training,
+            optimizer=Optimizer.of(optimizer),
+            dtype=dtype,
         )
         extraction = extract(step)
     found = placement.placement if isinstance(placement, Optimization) else placement

@@ -194,6 +194,9 @@ def test_the_summary_of_a_graph_file_counts_every_kind(
         (["{graph}.json", "--summary"], "no file"),
         (["{model}x", "--summary", "--costs", "none"], "no function 'buildx'"),
         (["{model}", "--summary", "--devices", "core:9999"], "core:9999"),
+        (["{model}", "--summary", "--inference", "--optimizer", "sgd"], "has no gradients for"),
+        (["{graph}", "--summary", "--optimizer", "sgd"], "--optimizer can only be given for"),
+        (["{graph}", "--summary", "--dtype", "bf16"], "--dtype can only be given for models"),
     ],
 )
 def test_what_makes_no_sense_is_bad_usage(
@@ -209,6 +212,34 @@ def test_what_makes_no_sense_is_bad_usage(
     assert main(["extract", *filled]) == 2
     assert told in capsys.readouterr().err
     assert graph.read_bytes() == before
+
+
+def test_optimizer_and_dtype_are_part_of_the_step(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = ["extract", model, "--costs", "none"]
+    assert main([*plain, "--json", "--optimizer", "adamw", "--dtype", "bf16"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    parameters = 4 * (8 * 16 + 16 + 16 * 4 + 4)
+    assert summary["ops"]["optimizer"] == 4
+    assert summary["gradient_bytes"] == parameters
+    assert summary["optimizer_bytes"] == 2 * parameters + 4 * 4
+    assert main([*plain, "--summary", "--optimizer", "sgd"]) == 0
+    assert "No optimizer" not in capsys.readouterr().out
+    assert main([*plain, "--summary"]) == 0
+    assert "No optimizer is in the step" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("dtype", "told"), [("fp16", "fp16 is not for CPUs"), ("int8", "is not one of fp32, bf16")]
+)
+def test_a_dtype_that_there_is_not_is_bad_usage(
+    dtype: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["extract", "model.py:build", "--summary", "--dtype", dtype])
+    assert stopped.value.code == 2
+    assert told in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import torch
 from tiny_models import Plain, assert_same, forward, state_of
 from torch import Tensor, nn
 
+import placer
 from envs.discover import discover
 from envs.executor.lists import Run, device_lists, priority_order
 from envs.executor.placed import PlacedModel
@@ -317,6 +318,39 @@ def test_the_hash_leaves_nothing_else_out() -> None:
     assert graph_hash(graph) == before
     graph.nodes["first:addmm"]["output_bytes"] += 1
     assert graph_hash(graph) != before
+
+
+def test_what_was_searched_with_an_optimizer_is_applied_with_or_without() -> None:
+    step = tiny_models.conv_net()
+    model, twin = step.model, copy.deepcopy(step.model)
+    cluster = discover(f"core:{CORES[0]}")
+    found = placer.optimize(
+        model,
+        step.inputs,
+        loss=step.loss,
+        optimizer="momentum",
+        devices=cluster,
+        budget="20e",
+        measure=False,
+        progress=False,
+    )
+    assert not any("No optimizer" in remark for remark in found.remarks)
+    plain = GraphArrays.from_graph(extract(step).graph)
+    without = replace(found, problem=replace(found.problem, graph=plain))
+    assert without.remarks[0].startswith("No optimizer is in the step")
+    with placer.apply(model, found) as placed_model:
+        placed_model.step(*step.inputs)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    model.load_state_dict(twin.state_dict())
+    optimizer = Optimizer(kind="momentum", learning_rate=0.1)
+    own = torch_optimizer(twin, optimizer)
+    forward(replace(step, model=twin)).backward()
+    own.step()
+    with placer.apply(model, found, optimizer=optimizer) as placed_model:
+        placed_model.step(*step.inputs)
+        assert_same(state_of(step), state_of(replace(step, model=twin)))
+    with pytest.raises(ValueError, match="search with this optimizer"):
+        placer.apply(model, found, optimizer="sgd")
 
 
 # --- what is refused

@@ -266,7 +266,8 @@ def forward(step: Step) -> Any:
     """The loss of a training step, the output of an inference step; changes the model's state."""
     if step.model.training is not step.training:
         step.model.train(step.training)
-    with torch.set_grad_enabled(step.training):
+    mixed = torch.autocast("cpu", dtype=torch.bfloat16, enabled=step.dtype == "bf16")
+    with torch.set_grad_enabled(step.training), mixed:
         output = step.model(*step.model_inputs, **step.keywords)
         if step.training:
             output = getattr(output, "loss", output)

@@ -21,9 +21,18 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from graphs.extract.autocast import autocast, cast_once, name_nodes, runs_under, share_casts
 from graphs.extract.fake import without_meta
 from graphs.extract.program import Result, Source
-from graphs.extract.step import WRAPPED, ExtractionError, LossModule, Step, unwrapped
+from graphs.extract.step import (
+    WRAPPED,
+    ExtractionError,
+    LossModule,
+    ModelAlone,
+    Step,
+    unwrapped,
+)
+from graphs.precision import FULL
 
 OWN: Final = str(Path(__file__).parent)
 DATA_DEPENDENT: Final = {
@@ -74,7 +83,9 @@ def trace(step: Step) -> Traced:
     try:
         with _quiet(), torch.set_grad_enabled(step.training), without_meta(step) as traceable:
             distinct = _with_distinct_inputs(traceable)
-            return _joint(distinct) if step.training else _inference(distinct)
+            if step.training:
+                return _joint(distinct)
+            return _inference(distinct) if step.dtype == FULL else _mixed_inference(distinct)
     except ExtractionError:
         raise
     except Exception as error:
@@ -105,25 +116,42 @@ def _joint(step: Step) -> Traced:
             f"{type(step.model).__name__} has no parameter that requires a gradient, so there is "
             "nothing to train; place inference"
         )
-    wrapper = LossModule(step)
-    program = torch.export.export(wrapper, step.inputs, dict(step.keywords), strict=False)
-    module = program.module(check_guards=False)
-    assert isinstance(module, fx.GraphModule)
     with contextlib.ExitStack() as stack:
         if any(isinstance(part, nn.LSTM) for part in step.model.modules()):
             # Of an LSTM on plain inputs torch would trace the inference kernel of oneDNN, which
             # keeps nothing for backward; without oneDNN the layer is traced cell by cell.
             stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
-        joint = aot_export_joint_with_descriptors(
-            stack, module, step.inputs, dict(step.keywords), _record_nn_module_stack=True
-        ).graph_module
+        return _described(LossModule(step), step)
+
+
+def _mixed_inference(step: Step) -> Traced:
+    """Inference under autocast, which has to see what composite operators are made of."""
+    traced = _described(ModelAlone(step), step)
+    state = step.named_state()
+    trained = {
+        node
+        for node, source in traced.sources.items()
+        if source.role == "parameter" and state[source.name].requires_grad
+    }
+    share_casts(traced.graph, trained)
+    return traced
+
+
+def _described(wrapper: nn.Module, step: Step) -> Traced:
+    """The graph that AOTAutograd makes of a wrapper; descriptions tell what goes in and out."""
+    arguments = step.step_inputs, dict(step.keywords)
+    with autocast(step.dtype):
+        program = torch.export.export(wrapper, *arguments, strict=False)
+    module = program.module(check_guards=False)
+    assert isinstance(module, fx.GraphModule)
+    joint = _aot_graph(module, step)
     graph = joint.graph
-    leaves = tree_flatten((step.inputs, dict(step.keywords)))[0]
+    leaves = tree_flatten(arguments)[0]
     sources: dict[fx.Node, Source] = {}
     for node in graph.nodes:
         if node.op == "placeholder" and _is_tensor(node.meta["desc"], leaves):
             sources[node] = _joint_source(node.meta["desc"], leaves)
-            if sources[node].role == "tangent" and not _is_loss(node.meta["desc"].output):
+            if sources[node].role == "tangent" and not _is_output(node.meta["desc"].output):
                 # The new value of mutated state is an output too, but no loss: no gradient.
                 none = torch.zeros(node.meta["val"].shape, dtype=node.meta["val"].dtype)
                 sources[node] = Source(-1, "constant", "", none)
@@ -131,21 +159,46 @@ def _joint(step: Step) -> Traced:
     output = next(node for node in graph.nodes if node.op == "output")
     descriptions = output.meta["desc"]
     results: list[tuple[fx.Node, Result]] = []
+    returned: list[Any] = []
     for node, description in zip(output.args[0], descriptions, strict=True):
+        if _is_output(description):
+            returned.append(Position(len(returned)) if isinstance(node, fx.Node) else node)
         if isinstance(node, fx.Node):
             results.append((node, _joint_result(description, leaves)))
+    tree = program.call_spec.out_spec
+    assert tree is not None
     return Traced(
         graph=graph,
         sources=sources,
         results=results,
         prefix=WRAPPED,
-        training=True,
-        outputs=Position(0),
+        training=step.training,
+        outputs=tree_unflatten(returned, tree),
     )
 
 
-def _is_loss(output: Any) -> bool:
-    return type(output).__name__ == "PlainAOTOutput"
+def _aot_graph(module: fx.GraphModule, step: Step) -> fx.GraphModule:
+    """The aten graph of an exported module in the dtype of the step, in training with backward."""
+
+    def traced() -> fx.GraphModule:
+        with contextlib.ExitStack() as stack:
+            return aot_export_joint_with_descriptors(
+                stack, module, step.step_inputs, dict(step.keywords), _record_nn_module_stack=True
+            ).graph_module
+
+    if step.dtype == FULL:
+        return traced()
+    name_nodes(module)
+    with runs_under(module, step.dtype):
+        joint = traced()
+    if step.training and cast_once(module, joint.graph):
+        with runs_under(module, step.dtype):
+            joint = traced()
+    return joint
+
+
+def _is_output(description: Any) -> bool:
+    return type(description).__name__ == "PlainAOTOutput"
 
 
 def _is_tensor(description: Any, leaves: list[Any]) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from graphs.optimizer import Optimizer
+from graphs.precision import FULL, check_dtype
 
 WRAPPED: Final = "model"
 LOSS: Final = "<loss>"
@@ -27,7 +28,8 @@ class Step:
     With a ``loss`` function the last input is the target: the step's loss is
     ``loss(model(*inputs[:-1]), inputs[-1])``. Without one, a training step takes the model's own
     output: a scalar, or an output with a scalar ``loss``. With an ``optimizer`` the step also
-    updates the parameters.
+    updates the parameters. In another ``dtype`` than fp32 forward pass and loss are under
+    ``torch.autocast`` on CPUs; parameters keep theirs.
     """
 
     model: nn.Module
@@ -36,8 +38,10 @@ class Step:
     loss: Callable[[Any, Any], torch.Tensor] | None = None
     training: bool = True
     optimizer: Optimizer | None = None
+    dtype: str = FULL
 
     def __post_init__(self) -> None:
+        check_dtype(self.dtype)
         if self.loss is not None and self.training and not self.inputs:
             raise ExtractionError(
                 "a loss function takes the last of the inputs as target, but there are no inputs"
@@ -57,6 +61,7 @@ class Step:
         *,
         training: bool = True,
         optimizer: Optimizer | None = None,
+        dtype: str = FULL,
     ) -> Step:
         """A step from what a user has: a tensor, a tuple or list of arguments, or keywords."""
         inputs: tuple[Any, ...] = (example_inputs,)
@@ -65,7 +70,7 @@ class Step:
             inputs, keywords = (), dict(example_inputs)
         elif isinstance(example_inputs, tuple | list):
             inputs = tuple(example_inputs)
-        return cls(model, inputs, keywords, loss, training, optimizer)
+        return cls(model, inputs, keywords, loss, training, optimizer, dtype)
 
     @property
     def model_inputs(self) -> tuple[Any, ...]:
@@ -103,8 +108,20 @@ class LossModule(nn.Module):
         return scalar_loss(self.loss(self.model(*inputs[:-1], **keywords), inputs[-1]))
 
 
+class ModelAlone(nn.Module):
+    """The model as it is, where a LossModule has it: takes the inputs of an inference step."""
+
+    def __init__(self, step: Step) -> None:
+        super().__init__()
+        self.model = step.model
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        """What the model returns."""
+        return self.model(*inputs, **keywords)
+
+
 def unwrapped(name: str) -> str:
-    """The name that :meth:`Step.named_state` gives to a parameter or buffer of a LossModule."""
+    """The name that :meth:`Step.named_state` gives to a parameter or buffer of such a module."""
     owner, _, rest = name.partition(".")
     return rest if owner == WRAPPED else f"{LOSS}.{rest}"
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from graphs.optimizer import NONE, STATE
+from graphs.precision import FULL, check_dtype
 
 LARGEST_SEED: Final = 2**32 - 1
 """What every random generator that is seeded takes, those of torch and numpy among them."""
@@ -29,14 +30,44 @@ def seed(text: str) -> int:
     return given
 
 
-def add_optimizer(parser: argparse.ArgumentParser) -> None:
-    """Add ``--optimizer``."""
+def add_step(parser: argparse.ArgumentParser) -> None:
+    """Add ``--optimizer`` and ``--dtype``: what a step is, besides its model."""
     parser.add_argument(
         "--optimizer",
         choices=[NONE, *STATE],
         default=NONE,
         help="what updates the parameters in a training step, as ops of its own (default: none)",
     )
+    parser.add_argument(
+        "--dtype",
+        type=dtype,
+        default=FULL,
+        metavar="NAME",
+        help="bf16 places the step under torch.autocast; fp32 (default) as the model is",
+    )
+
+
+def dtype(text: str) -> str:
+    """A dtype.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none that a step may have.
+    """
+    try:
+        return check_dtype(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def why_no_step(args: argparse.Namespace, *, is_graph: bool) -> str | None:
+    """Why the options that say what a step is do not fit the others, None if they do."""
+    if args.inference and args.optimizer != NONE:
+        return "inference has no gradients for an optimizer: give --inference or --optimizer"
+    given = {"--optimizer": args.optimizer != NONE, "--dtype": args.dtype != FULL}
+    names = " and ".join(name for name, is_given in given.items() if is_given)
+    if is_graph and names:
+        return f"a graph file is extracted already: {names} can only be given for models"
+    return None
 
 
 def pin(text: str) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from placer.cli.arguments import add_optimizer
+from placer.cli.arguments import add_step, why_no_step
 from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs, why_not_written
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help="print ops, FLOPs, sizes, critical path, headroom and the dearest ops",
     )
     parser.add_argument("--inference", action="store_true", help="of inference, not training")
-    add_optimizer(parser)
+    add_step(parser)
     parser.add_argument(
         "--costs", choices=["measured", "none"], help="of the ops (default: measured)"
     )
@@ -119,6 +119,8 @@ def _why_not(args: argparse.Namespace) -> str | None:
             "a graph file is extracted already and keeps its costs: --costs, --devices, --cluster, "
             "--fresh and --inference are for models"
         )
+    if (why := why_no_step(args, is_graph=is_graph)) is not None:
+        return why
     if args.costs == "none" and (args.devices or args.cluster or args.fresh):
         return (
             "--devices, --cluster and --fresh say how to find costs, but --costs none asks for none"
@@ -156,7 +158,7 @@ def _graph(
     measures = cluster is not None and any(map(is_here, cluster.names))
     progress.stage("Loading the model")
     step = load_step(args.target, training=not args.inference, weights=measures)
-    step = replace(step, optimizer=Optimizer.of(args.optimizer))
+    step = replace(step, optimizer=Optimizer.of(args.optimizer), dtype=args.dtype)
     if measures:
         check_has_memory(step)
     progress.stage("Extracting the graph")

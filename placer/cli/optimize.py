@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from placer.cli.arguments import add_optimizer, pin, pins_of, seed
+from placer.cli.arguments import add_step, pin, pins_of, seed, why_no_step
 from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs, why_not_written
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help="devices and links from a file (TOML); those not here are simulated by their rates",
     )
     parser.add_argument("--inference", action="store_true", help="place inference, not training")
-    add_optimizer(parser)
+    add_step(parser)
     parser.add_argument(
         "--budget",
         default="20s",
@@ -186,6 +186,8 @@ def _cluster(args: argparse.Namespace) -> Cluster:
     if args.cluster is not None and args.devices is not None:
         raise ValueError("give --devices or --cluster, not both")
     is_graph = args.target.endswith(".json")
+    if (why := why_no_step(args, is_graph=is_graph)) is not None:
+        raise ValueError(why)
     if args.cluster is not None:  # a graph has its costs, and may be on devices of anywhere
         return load_cluster(args.cluster) if is_graph else load_devices(args.cluster)
     if is_graph:
@@ -206,7 +208,7 @@ def _optimize(
     progress.stage("Loading the model")
     measures = any(map(is_here, cluster.names))
     step = load_step(args.target, training=not args.inference, weights=measures)
-    step = replace(step, optimizer=Optimizer.of(args.optimizer))
+    step = replace(step, optimizer=Optimizer.of(args.optimizer), dtype=args.dtype)
     return optimize_step(step, cluster, options, progress)
 
 

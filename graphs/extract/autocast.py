@@ -1,0 +1,125 @@
+"""Mixed precision: tracing a step as it runs under ``torch.autocast``, casts and all.
+
+Forward pass and loss are under autocast, the backward pass is not, as torch advises. Export keeps
+composite operators, which autocast looks into; the casts appear when these are taken apart, so that
+both have to happen under autocast: export, because a model may ask for the dtype of what it
+computed, and the tracing that follows.
+
+Autocast casts a parameter once in a step and keeps the result. While torch traces it casts anew for
+every reader, and gradients would be added up in another dtype than they are; so the trace is given
+the one cast.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import torch
+from torch import fx, nn
+
+CAST: Final = torch.ops.aten._to_copy.default
+FROM: Final = "cast_in"
+"""Key of a node's own name, in what the nodes traced from it inherit."""
+TORCH_DTYPE: Final[Mapping[str, torch.dtype]] = {"bf16": torch.bfloat16}
+
+
+def autocast(dtype: str) -> contextlib.AbstractContextManager[Any]:
+    """``torch.autocast`` on CPUs for the name of a dtype; nothing for fp32."""
+    if dtype not in TORCH_DTYPE:
+        return contextlib.nullcontext()
+    return torch.autocast("cpu", dtype=TORCH_DTYPE[dtype])
+
+
+@contextlib.contextmanager
+def runs_under(module: fx.GraphModule, dtype: str) -> Iterator[None]:
+    """Let an exported module enter autocast when it is run, and leave it at its end."""
+    entered = contextlib.ExitStack()
+
+    def enter() -> None:
+        entered.enter_context(autocast(dtype))
+
+    nodes = list(module.graph.nodes)
+    first = next(node for node in nodes if node.op not in ("placeholder", "get_attr"))
+    with module.graph.inserting_before(first):
+        added = [module.graph.call_function(enter)]
+    with module.graph.inserting_before(nodes[-1]):
+        added.append(module.graph.call_function(entered.close))
+    module.recompile()
+    try:
+        yield
+    finally:
+        entered.close()  # where tracing failed in between
+        for node in added:
+            module.graph.erase_node(node)
+        module.recompile()
+
+
+def name_nodes(module: fx.GraphModule) -> None:
+    """Let every node that is traced from a node of an exported module carry its name."""
+    for node in module.graph.nodes:
+        if node.op == "call_function":
+            node.meta["custom"] = {**node.meta.get("custom", {}), FROM: node.name}
+
+
+def cast_once(module: fx.GraphModule, joint: fx.Graph) -> bool:
+    """Cast each parameter once where its trace, ``joint``, has casts of it for several readers.
+
+    Returns:
+        Whether the exported module was changed, so that it must be traced again.
+    """
+    wanted: defaultdict[tuple[int, torch.dtype], list[str]] = defaultdict(list)
+    for node in joint.nodes:
+        if node.target is CAST and (tensor := _trained(module, node.args[0])) is not None:
+            reader = node.meta.get("custom", {}).get(FROM)
+            if reader is not None:
+                wanted[id(tensor), node.kwargs["dtype"]].append(reader)
+    nodes = {node.name: node for node in module.graph.nodes}
+    changed = False
+    for (tensor_id, dtype), readers in wanted.items():
+        if len(readers) > 1:
+            _share(module, tensor_id, dtype, [nodes[reader] for reader in dict.fromkeys(readers)])
+            changed = True
+    if changed:
+        module.recompile()
+    return changed
+
+
+def _trained(module: nn.Module, node: Any) -> nn.Parameter | None:
+    """The parameter that a node of a joint graph stands for, if it requires a gradient."""
+    description = node.meta.get("desc") if isinstance(node, fx.Node) else None
+    if type(description).__name__ != "ParamAOTInput":
+        return None
+    parameter = module.get_parameter(getattr(description, "target", ""))
+    return parameter if parameter.requires_grad else None
+
+
+def _share(
+    module: fx.GraphModule, tensor_id: int, dtype: torch.dtype, readers: list[fx.Node]
+) -> None:
+    """Give the readers of a parameter, the first one first, one cast of it to read."""
+    first = readers[0]
+
+    def is_parameter(node: fx.Node) -> bool:
+        return node.op == "get_attr" and id(module.get_parameter(str(node.target))) == tensor_id
+
+    parameters = [n for reader in readers for n in reader.all_input_nodes if is_parameter(n)]
+    with module.graph.inserting_before(first):
+        cast = module.graph.call_function(torch.ops.aten.to.dtype, (parameters[0], dtype))
+    cast.meta = {k: v for k, v in first.meta.items() if k != "val"}
+    for reader in readers:
+        for parameter in set(parameters) & set(reader.all_input_nodes):
+            reader.replace_input_with(parameter, cast)
+
+
+def share_casts(graph: fx.Graph, parameters: set[fx.Node]) -> None:
+    """Let one cast of each of the parameters stand for all, in a graph without gradients."""
+    first: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.target is CAST and node.args[0] in parameters:
+            kept = first.setdefault((node.args[0], node.kwargs["dtype"]), node)
+            if kept is not node:
+                node.replace_all_uses_with(kept)
+                graph.erase_node(node)

@@ -1,0 +1,26 @@
+"""The dtypes that a step may compute in: as the model is, or in mixed precision."""
+
+from __future__ import annotations
+
+from typing import Final
+
+FULL: Final = "fp32"
+MIXED: Final = ("bf16",)
+DTYPES: Final = (FULL, *MIXED)
+"""``fp32`` leaves every tensor in the dtype that the model gives it."""
+
+
+def check_dtype(given: str) -> str:
+    """The name of a dtype, as it was given.
+
+    Raises:
+        ValueError: it is none of :data:`DTYPES`; of fp16 it says why.
+    """
+    if given == "fp16":
+        raise ValueError(
+            "fp16 is not for CPUs: they have few kernels for it, and small gradients would vanish "
+            "without a scaler, which a placed step has not; use bf16"
+        )
+    if given not in DTYPES:
+        raise ValueError(f"dtype {given!r} is not one of {', '.join(DTYPES)}")
+    return given
