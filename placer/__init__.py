@@ -23,17 +23,27 @@ from placer.shadow_guard import refuse_shadows
 
 if TYPE_CHECKING:
     from envs.placement import Placement
+    from graphs.optimizer import Optimizer
     from placer.api import apply, optimize, train
     from placer.outcome import Optimization
 
 __version__ = "0.1.0"
-__all__ = ["Optimization", "Placement", "__version__", "apply", "optimize", "train"]
+__all__ = [
+    "Optimization",
+    "Optimizer",
+    "Placement",
+    "__version__",
+    "apply",
+    "optimize",
+    "train",
+]
 
 _HOMES = {
     "apply": "placer.api",
     "optimize": "placer.api",
     "train": "placer.api",
     "Optimization": "placer.outcome",
+    "Optimizer": "graphs.optimizer",
     "Placement": "envs.placement",
 }
 

@@ -56,7 +56,7 @@ def optimize(
             it a training step needs a model that returns its loss.
         training: a step is forward and backward; with False the model's inference.
         optimizer: what updates the parameters in the step: ``"sgd"``, ``"momentum"``, ``"adam"``,
-            ``"adamw"`` or an :class:`graphs.optimizer.Optimizer`; None leaves it out.
+            ``"adamw"`` or a :class:`placer.Optimizer`; None leaves it out.
         dtype: ``"bf16"`` for a step under ``torch.autocast``, ``"fp32"`` for the model as it is.
         devices: ``"auto"``, names such as ``"core:0,core:1"``, or a Cluster. With
             devices that are not on this machine it ends with the simulator's answer.

@@ -342,7 +342,7 @@ def test_what_was_searched_with_an_optimizer_is_applied_with_or_without() -> Non
         placed_model.step(*step.inputs)
     assert all(parameter.grad is not None for parameter in model.parameters())
     model.load_state_dict(twin.state_dict())
-    optimizer = Optimizer(kind="momentum", learning_rate=0.1)
+    optimizer = placer.Optimizer(kind="momentum", learning_rate=0.1)
     own = torch_optimizer(twin, optimizer)
     forward(replace(step, model=twin)).backward()
     own.step()
