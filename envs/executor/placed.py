@@ -162,7 +162,7 @@ class PlacedModel:
             ValueError: it is the state of another optimizer or model.
         """
         kept = self._kept()
-        for name in kept.keys() | state.keys():
+        for name in sorted(kept.keys() | state.keys()):
             here = _form(kept[name]) if name in kept else "nothing"
             given = _form(state[name]) if name in state else "nothing"
             if here != given:
