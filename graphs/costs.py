@@ -29,17 +29,25 @@ def call_flops(target: Any, args: Any, kwargs: Any, result: Any) -> int:
     with those of :func:`further_formulas`. An operator that is made of others, such as linear,
     counts as much as they do.
     """
+    known = flops_by_formula(target, args, kwargs, result)
+    if known is not None:
+        return known
+    if not is_composite(target):
+        return 0
+    with FlopCounterMode(display=False, custom_mapping=further_formulas()) as counter:
+        target(*args, **kwargs)
+    return int(counter.get_total_flops())
+
+
+def flops_by_formula(target: Any, args: Any, kwargs: Any, result: Any) -> int | None:
+    """FLOPs of one torch call by the formula for its operator, None where there is none."""
     packet = getattr(target, "_overloadpacket", None)
     if packet in flop_registry:
         return int(flop_registry[packet](*args, **kwargs, out_val=result))
     further = further_formulas()
     if packet in further:
         return int(_of_shapes(further[packet])(*args, **kwargs, out_val=result))
-    if not _is_composite(target):
-        return 0
-    with FlopCounterMode(display=False, custom_mapping=further) as counter:
-        target(*args, **kwargs)
-    return int(counter.get_total_flops())
+    return None
 
 
 def further_formulas() -> dict[Any, Callable[..., Any]]:
@@ -55,10 +63,13 @@ def further_formulas() -> dict[Any, Callable[..., Any]]:
     }
 
 
-def _is_composite(target: Any) -> bool:
+def is_composite(target: Any) -> bool:
+    """Whether an operator is made of others."""
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
-    return isinstance(target, torch._ops.OpOverload) and bool(
-        target.has_kernel_for_dispatch_key(composite)
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and torch._C._dispatch_has_kernel(target._schema.name)
+        and bool(target.has_kernel_for_dispatch_key(composite))
     )
 
 

@@ -310,7 +310,7 @@ def test_numbers_among_the_inputs_are_part_of_the_graph() -> None:
 
 def refusal(step: Step) -> str:
     with pytest.raises(ExtractionError) as refused:
-        extract(step)
+        extract(step, "export")
     text = str(refused.value)
     assert len(text) < 600
     assert "\n" not in text

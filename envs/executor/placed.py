@@ -54,10 +54,12 @@ class PlacedModel:
             step_timeout_s: a step that takes longer counts as hung.
 
         Raises:
+            ExtractionError: the step holds for its example inputs only, or has no program.
             ValueError: a device is not a set of cores of this machine, or the order is none.
             WorkerError: a worker did not come up.
             OSError: there is too little memory, or too many processes or open files.
         """
+        extraction.check_any_data()
         self.model = extraction.step.model
         self.program = extraction.program
         self._outputs = extraction.outputs

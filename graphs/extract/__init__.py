@@ -10,15 +10,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from graphs.extract.extraction import Extraction, extract
-    from graphs.extract.step import ExtractionError, Step
+    from graphs.extract.extraction import Extraction, FallBack, extract
+    from graphs.extract.step import ExtractionError, Step, StepError
 
-__all__ = ["Extraction", "ExtractionError", "Step", "extract"]
+__all__ = ["Extraction", "ExtractionError", "FallBack", "Step", "StepError", "extract"]
 
 
 def __getattr__(name: str) -> Any:
     """Load a public name, the first time it is asked for."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = "extraction" if name in ("Extraction", "extract") else "step"
+    home = "extraction" if name in ("Extraction", "FallBack", "extract") else "step"
     return getattr(import_module(f"{__name__}.{home}"), name)

@@ -7,40 +7,30 @@ functional core graph. Both are functional: what the model mutates comes out as 
 from __future__ import annotations
 
 import contextlib
-import io
-import logging
-import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from graphs.extract.autocast import autocast, cast_once, name_nodes, runs_under, share_casts
 from graphs.extract.fake import without_meta
 from graphs.extract.program import Result, Source
+from graphs.extract.refusals import explained, quiet, wants_input_gradient, writes_input
 from graphs.extract.step import (
     WRAPPED,
     ExtractionError,
     LossModule,
     ModelAlone,
     Step,
+    StepError,
     unwrapped,
 )
+from graphs.extract.substitute import in_its_mode, with_distinct_inputs
 from graphs.precision import FULL
-
-OWN: Final = str(Path(__file__).parent)
-DATA_DEPENDENT: Final = {
-    "GuardOnDataDependentSymNode": "its control flow depends on the values in a tensor",
-    "DataDependentOutputException": "its control flow depends on the values in a tensor",
-    "DynamicOutputShapeException": "the size of what {} returns depends on the values in a tensor",
-}
-"""Torch's exceptions for what no fixed graph can hold, and what they mean; {} is their message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +46,8 @@ class Traced:
 
     ``sources`` and ``results`` are by fx node; their ``value`` is not set yet. ``prefix`` is what
     the traced module's paths start with, over the model's own. ``outputs`` is what the step
-    returns, with the position (a Position) in place of every tensor.
+    returns, with the position (a Position) in place of every tensor. ``depends_on_data`` are the
+    lines of the model whose reading of tensors decided what is in the graph.
     """
 
     graph: fx.Graph
@@ -65,6 +56,7 @@ class Traced:
     prefix: str
     training: bool
     outputs: Any
+    depends_on_data: tuple[str, ...] = ()
 
 
 def trace(step: Step) -> Traced:
@@ -77,50 +69,21 @@ def trace(step: Step) -> Traced:
     Raises:
         ExtractionError: torch cannot export it; the message carries torch's own reason.
     """
-    modes = {module: module.training for module in step.model.modules()}
-    if step.model.training is not step.training:
-        step.model.train(step.training)
     try:
-        with _quiet(), torch.set_grad_enabled(step.training), without_meta(step) as traceable:
-            distinct = _with_distinct_inputs(traceable)
+        with quiet(), in_its_mode(step), without_meta(step) as traceable:
+            distinct = with_distinct_inputs(traceable)
             if step.training:
                 return _joint(distinct)
             return _inference(distinct) if step.dtype == FULL else _mixed_inference(distinct)
     except ExtractionError:
         raise
     except Exception as error:
-        raise ExtractionError(_explain(step, error)) from error
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-
-
-def _with_distinct_inputs(step: Step) -> Step:
-    """The step on copies: a tensor that is given twice would be traced as one input for good."""
-
-    def copied(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
-
-    return replace(
-        step,
-        inputs=tree_map(copied, step.inputs),
-        keywords=tree_map(copied, dict(step.keywords)),
-    )
+        raise ExtractionError(explained(step, error, "exported")) from error
 
 
 def _joint(step: Step) -> Traced:
-    if not any(tensor.requires_grad for tensor in step.named_state().values()):
-        raise ExtractionError(
-            f"{type(step.model).__name__} has no parameter that requires a gradient, so there is "
-            "nothing to train; place inference"
-        )
-    with contextlib.ExitStack() as stack:
-        if any(isinstance(part, nn.LSTM) for part in step.model.modules()):
-            # Of an LSTM on plain inputs torch would trace the inference kernel of oneDNN, which
-            # keeps nothing for backward; without oneDNN the layer is traced cell by cell.
-            stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
+    check_trainable(step)
+    with cell_by_cell(step):
         return _described(LossModule(step), step)
 
 
@@ -155,7 +118,7 @@ def _described(wrapper: nn.Module, step: Step) -> Traced:
                 # The new value of mutated state is an output too, but no loss: no gradient.
                 none = torch.zeros(node.meta["val"].shape, dtype=node.meta["val"].dtype)
                 sources[node] = Source(-1, "constant", "", none)
-    sources |= _constants(joint)
+    sources |= constants_of(joint)
     output = next(node for node in graph.nodes if node.op == "output")
     descriptions = output.meta["desc"]
     results: list[tuple[fx.Node, Result]] = []
@@ -197,6 +160,30 @@ def _aot_graph(module: fx.GraphModule, step: Step) -> fx.GraphModule:
     return joint
 
 
+def cell_by_cell(step: Step) -> contextlib.AbstractContextManager[None]:
+    """Have LSTM layers traced as their cells.
+
+    Of an LSTM on plain inputs torch would trace the inference kernel of oneDNN, which keeps nothing
+    for backward; without oneDNN the layer is traced cell by cell.
+    """
+    if any(isinstance(part, nn.LSTM) for part in step.model.modules()):
+        return torch.backends.mkldnn.flags(enabled=False)
+    return contextlib.nullcontext()
+
+
+def check_trainable(step: Step) -> None:
+    """Refuse a training step that trains nothing.
+
+    Raises:
+        StepError: no parameter requires a gradient.
+    """
+    if not any(tensor.requires_grad for tensor in step.named_state().values()):
+        raise StepError(
+            f"{type(step.model).__name__} has no parameter that requires a gradient, so there is "
+            "nothing to train; place inference"
+        )
+
+
 def _is_output(description: Any) -> bool:
     return type(description).__name__ == "PlainAOTOutput"
 
@@ -231,15 +218,12 @@ def _joint_result(description: Any, leaves: list[Any]) -> Result:
         case "GradAOTOutput":
             source = _joint_source(description.grad_of, leaves)
             if source.role == "input":
-                raise ExtractionError(
-                    f"tensor {source.name} of the inputs requires a gradient, but a placed step "
-                    "hands back gradients of parameters only; detach it first"
-                )
+                raise wants_input_gradient(source.name)
             return Result(-1, "gradient", source.name)
         case "InputMutationAOTOutput":
             source = _joint_source(description.mutated_input, leaves)
             if source.role == "input":
-                raise _writes_input(f"tensor {source.name} of its inputs")
+                raise writes_input(f"tensor {source.name} of its inputs")
             return Result(-1, "state", source.name)
         case kind:
             raise ExtractionError(f"the traced step gives an output of kind {kind}")
@@ -251,7 +235,7 @@ def _inference(step: Step) -> Traced:
     ).run_decompositions({})
     graph = program.graph_module.graph
     nodes = {node.name: node for node in graph.nodes}
-    sources = _constants(program.graph_module)
+    sources = constants_of(program.graph_module)
     tensors = 0
     for spec in program.graph_signature.input_specs:
         node = nodes[spec.arg.name] if hasattr(spec.arg, "name") else None
@@ -287,7 +271,7 @@ def _inference(step: Step) -> Traced:
             case OutputKind.USER_OUTPUT:
                 leaves.append(getattr(out.arg, "value", None))
             case OutputKind.USER_INPUT_MUTATION:
-                raise _writes_input(f"its input {out.target}")
+                raise writes_input(f"its input {out.target}")
             case other:
                 raise ExtractionError(f"the exported model gives an output of kind {other.name}")
     tree = program.call_spec.out_spec
@@ -302,7 +286,12 @@ def _inference(step: Step) -> Traced:
     )
 
 
-def _constants(module: nn.Module) -> dict[fx.Node, Source]:
+def constants_of(module: nn.Module) -> dict[fx.Node, Source]:
+    """The tensors that a traced graph holds itself.
+
+    Raises:
+        ExtractionError: it holds further graphs.
+    """
     assert isinstance(module, fx.GraphModule)
     found: dict[fx.Node, Source] = {}
     for node in module.graph.nodes:
@@ -317,44 +306,3 @@ def _constants(module: nn.Module) -> dict[fx.Node, Source]:
                 )
             found[node] = Source(-1, "constant", str(node.target), value.detach())
     return found
-
-
-def _writes_input(which: str) -> ExtractionError:
-    return ExtractionError(f"the model writes into {which} in place; clone it first")
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep torch from talking while it traces.
-
-    It prints whole graphs and tracebacks to stderr when an export fails, though the reason is in
-    the exception, and warns of what it does itself.
-    """
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
-
-
-def _explain(step: Step, error: Exception) -> str:
-    """What torch says in its first line, the line of the model, and what can be done about it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    reason = (lines[0] if lines else type(error).__name__)[:300].rstrip(".")
-    advice = "The model must run on the example inputs as they are given"
-    if type(error).__name__ in DATA_DEPENDENT:
-        reason = DATA_DEPENDENT[type(error).__name__].format(reason)
-        advice = (
-            "Neither control flow nor the sizes of tensors may depend on values in tensors: "
-            "compute both branches and choose with torch.where, or mask instead of selecting"
-        )
-    places = [line for line in lines if line.startswith('File "')]
-    place = next((p for p in reversed(places) if "torch/" not in p and OWN not in p), "")
-    kind = "training step" if step.training else "inference"
-    text = f"{type(step.model).__name__} cannot be exported for {kind}: {reason}"
-    if place:
-        text += f" ({place})"
-    return f"{text}. {advice}."

@@ -1,18 +1,40 @@
-"""Extraction: the one call that turns a step of a model into a graph."""
+"""Extraction: the one call that turns a step of a model into a graph.
+
+There are three ways in, tried in this order: torch.export, a recording of the ops that a real step
+dispatches, and the calls of the model's modules. Each takes models that the one before does not,
+and knows less about them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 import networkx as nx
 
 from graphs.extract.convert import convert
 from graphs.extract.dag import build_graph
-from graphs.extract.export import trace
+from graphs.extract.dispatch import record
+from graphs.extract.export import Traced, trace
+from graphs.extract.modules import module_graph
 from graphs.extract.program import StepProgram
-from graphs.extract.step import ExtractionError, Step
+from graphs.extract.step import ExtractionError, Step, StepError
+from graphs.extract.trial import check_runs
+from graphs.extract.units import Unit
 from graphs.extract.updates import with_optimizer
+
+Extractor: TypeAlias = Literal["export", "dispatch", "modules"]
+EXTRACTORS: Final[tuple[Extractor, ...]] = get_args(Extractor)
+AUTO: Final = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class FallBack:
+    """An extractor that was tried, and why it did not take the step."""
+
+    extractor: Extractor
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,35 +44,146 @@ class Extraction:
     ``outputs`` is what the step returns, with a Position in place of every tensor. ``forward_of``
     gives for every backward op the forward op that it differentiates, None where there is none: for
     forward ops, and for those that add up gradients (their name ends in ".gradient").
+
+    A graph of modules has no program, and ``units`` says what each of its ops stands for. A
+    recording that ``depends_on_data`` holds for the example inputs only: at these lines the model
+    reads values of tensors, and another path may be taken on others.
     """
 
     step: Step
     graph: nx.DiGraph[str]
-    program: StepProgram
+    own_program: StepProgram | None
     outputs: Any
     forward_of: tuple[int | None, ...]
+    extractor: Extractor = "export"
+    fell_back: tuple[FallBack, ...] = ()
+    depends_on_data: tuple[str, ...] = ()
+    units: tuple[Unit, ...] = ()
+
+    @property
+    def program(self) -> StepProgram:
+        """What runs the step.
+
+        Raises:
+            ExtractionError: the graph is of modules, and has none.
+        """
+        if self.own_program is None:
+            raise ExtractionError(
+                f"the graph of {type(self.step.model).__name__} is of its modules: it can be "
+                "placed by simulation, but there is no program that runs the placed step"
+            )
+        return self.own_program
+
+    def check_any_data(self) -> None:
+        """Refuse to run the step on other data than it was extracted on.
+
+        Raises:
+            ExtractionError: there is no program, or it holds for the example inputs only.
+        """
+        if self.program is not None and self.depends_on_data:
+            raise ExtractionError(
+                f"{type(self.step.model).__name__} reads values of tensors "
+                f"({shown_lines(self.depends_on_data)}), and what it does next was recorded for "
+                "the example inputs only: on other data the placed step would be wrong. Compute "
+                "all branches and choose with torch.where, mask instead of selecting, or let "
+                "every expert compute every token"
+            )
 
 
-def extract(step: Step) -> Extraction:
+def extract(step: Step, extractor: str = AUTO) -> Extraction:
     """Extract the graph of one step.
 
+    Args:
+        step: the model and its example inputs.
+        extractor: one of ``EXTRACTORS``, or "auto": the first that takes the step.
+
     Raises:
-        ExtractionError: the model cannot be exported, has no ops on these inputs, or holds
-            something that cannot be placed.
+        StepError: the step itself is at fault: the model fails on these inputs, has nothing to
+            train, no scalar loss or no ops.
+        ExtractionError: no extractor takes it, or the one asked for does not.
+        ValueError: there is no such extractor.
     """
+    if extractor != AUTO and extractor not in _BY_NAME:
+        raise ValueError(
+            f"there is no extractor {extractor!r}; give {AUTO} or one of {', '.join(EXTRACTORS)}"
+        )
+    if extractor != AUTO:
+        return _BY_NAME[extractor](step, ())
+    fell_back: list[FallBack] = []
+    for name in EXTRACTORS:
+        try:
+            return _BY_NAME[name](step, tuple(fell_back))
+        except StepError:
+            raise
+        except ExtractionError as error:
+            if not fell_back:
+                check_runs(step)
+            fell_back.append(FallBack(name, str(error)))
+    reasons = " ".join(f"{tried.extractor}: {tried.reason}" for tried in fell_back)
+    raise ExtractionError(f"no extractor takes {type(step.model).__name__}. {reasons}")
+
+
+def _exported(step: Step, fell_back: tuple[FallBack, ...]) -> Extraction:
+    return _of_trace(step, trace(step), "export", fell_back)
+
+
+def _recorded(step: Step, fell_back: tuple[FallBack, ...]) -> Extraction:
+    return _of_trace(step, record(step), "dispatch", fell_back)
+
+
+def _of_trace(
+    step: Step, traced: Traced, extractor: Extractor, fell_back: tuple[FallBack, ...]
+) -> Extraction:
     name = type(step.model).__name__
-    traced = trace(step)
     program, facts = convert(traced, ties_of(step))
     if program.op_count == 0:
-        raise ExtractionError(
+        raise StepError(
             f"{name} runs no ops on these inputs, so there is nothing to place; give the model "
             "that does the work"
         )
     if step.optimizer is not None:
         program, facts = with_optimizer(program, facts, step.optimizer)
-    graph = build_graph(program, facts, name)
-    forward_of = tuple(op.forward_op for op in facts)
-    return Extraction(step, graph, program, traced.outputs, forward_of)
+    return Extraction(
+        step=step,
+        graph=build_graph(program, facts, name),
+        own_program=program,
+        outputs=traced.outputs,
+        forward_of=tuple(op.forward_op for op in facts),
+        extractor=extractor,
+        fell_back=fell_back,
+        depends_on_data=traced.depends_on_data,
+    )
+
+
+def _of_modules(step: Step, fell_back: tuple[FallBack, ...]) -> Extraction:
+    found = module_graph(step)
+    return Extraction(
+        step=step,
+        graph=found.graph,
+        own_program=None,
+        outputs=None,
+        forward_of=found.forward_of,
+        extractor="modules",
+        fell_back=fell_back,
+        units=found.units,
+    )
+
+
+_BY_NAME: Final[Mapping[str, Callable[[Step, tuple[FallBack, ...]], Extraction]]] = {
+    "export": _exported,
+    "dispatch": _recorded,
+    "modules": _of_modules,
+}
+
+
+def shown_lines(lines: tuple[str, ...], most: int = 3) -> str:
+    """Lines of code for people: the first few, and how many there are besides.
+
+    >>> shown_lines(("a", "b", "c", "d", "e"))
+    'a; b; c; and 2 more'
+    """
+    more = len(lines) - most
+    return "; ".join([*lines[:most], *([f"and {more} more"] if more > 0 else [])])
 
 
 def ties_of(step: Step) -> dict[str, str]:

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from graphs.extract.step import ExtractionError, Step
+from graphs.extract.substitute import substituted
 
 Leaf = TypeVar("Leaf")
 
@@ -31,26 +32,12 @@ def without_meta(step: Step) -> Iterator[Step]:
         yield step
         return
     fakes = _Fakes()
-    roots = [part for part in (step.model, step.loss) if isinstance(part, nn.Module)]
-    slots: list[dict[str, Any]] = [
-        slot
-        for root in roots
-        for module in root.modules()
-        for slot in (module._parameters, module._buffers)
-    ]
-    own = [dict(slot) for slot in slots]
-    try:
-        for slot in slots:
-            slot.update({name: fakes.of(tensor) for name, tensor in slot.items()})
+    with substituted(step, fakes.of):
         yield replace(
             step,
             inputs=tree_map(fakes.of, step.inputs),
             keywords=tree_map(fakes.of, dict(step.keywords)),
         )
-    finally:
-        for slot, tensors in zip(slots, own, strict=True):
-            slot.clear()
-            slot.update(tensors)
 
 
 def check_has_memory(step: Step) -> None:

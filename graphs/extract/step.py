@@ -21,6 +21,10 @@ class ExtractionError(ValueError):
     """The model cannot be taken as it is; the message says where and what to do."""
 
 
+class StepError(ExtractionError):
+    """The step itself is at fault: no way of extracting it would take it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One step of ``model`` on ``inputs``.
@@ -43,7 +47,7 @@ class Step:
     def __post_init__(self) -> None:
         check_dtype(self.dtype)
         if self.loss is not None and self.training and not self.inputs:
-            raise ExtractionError(
+            raise StepError(
                 "a loss function takes the last of the inputs as target, but there are no inputs"
             )
         if self.optimizer is not None and not self.training:
@@ -137,12 +141,12 @@ def scalar_loss(output: Any) -> torch.Tensor:
     """The scalar loss in an output.
 
     Raises:
-        ExtractionError: there is none.
+        StepError: there is none.
     """
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
     if not isinstance(loss, torch.Tensor) or loss.dim() > 0 or not loss.is_floating_point():
         shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
-        raise ExtractionError(
+        raise StepError(
             f"a training step needs a scalar loss, but the model returned "
             f"{shown or type(output).__name__}. Give a loss function (the target function returns "
             "model, inputs, loss), let the model return its loss, or place inference."

@@ -1,0 +1,156 @@
+"""Costs of a graph of modules: every call of a module timed where it runs, in both directions.
+
+There is no program that workers could run, so the step runs by torch, in a thread of this process
+that is pinned to the cores of a device. A forward op costs the time from hook to hook, a backward
+op that of the nodes of autograd that undo it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from envs.cluster import Cluster
+from envs.discover import cores_of
+from graphs.extract import Extraction, ExtractionError, Step
+from graphs.extract.calls import ModuleCall
+from graphs.extract.substitute import in_its_mode
+from graphs.extract.trial import forward_of, runnable
+from graphs.extract.units import Unit, Units
+
+WARM_UP: Final = 2
+Result = TypeVar("Result")
+
+
+def profile_modules(
+    extraction: Extraction,
+    cluster: Cluster,
+    *,
+    repeats: int = 5,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, NDArray[np.float64]]:
+    """Seconds of every op of a graph of modules, {device kind: (N,)}.
+
+    An op costs the median over ``repeats`` runs of its CPU time; on a set of several cores, where a
+    thread's clock misses the others, of its wall time.
+
+    Raises:
+        ExtractionError: the model is on the meta device, or failed where it ran before.
+    """
+    step = extraction.step
+    if any(tensor.is_meta for tensor in step.named_state().values()):
+        raise ExtractionError(
+            f"{type(step.model).__name__} is on the meta device, so that its modules cannot be "
+            "timed; build it with memory, or extract it without costs"
+        )
+    first_of = {device.kind: device for device in reversed(cluster.devices)}
+    total, costs_s = len(first_of), {}
+    for done, (kind, device) in enumerate(sorted(first_of.items()), start=1):
+        cores = cores_of(device.name)
+        costs_s[kind] = _pinned(cores, partial(_profile, extraction, repeats, len(cores) == 1))
+        if progress is not None:
+            progress(done, total)
+    return costs_s
+
+
+def _profile(extraction: Extraction, repeats: int, own_thread: bool) -> NDArray[np.float64]:
+    """Seconds of every op on the cores of this thread, (N,)."""
+    step = extraction.step
+    runs = []
+    with in_its_mode(step):
+        for _ in range(WARM_UP + repeats):
+            with runnable(step) as copy:
+                clock = _Clock(copy, time.thread_time if own_thread else time.perf_counter)
+                clock.run(copy)
+            runs.append(
+                [
+                    (clock.forward_s if forward_op is None else clock.backward_s)[unit]
+                    for unit, forward_op in zip(
+                        extraction.units, extraction.forward_of, strict=True
+                    )
+                ]
+            )
+    median_s: NDArray[np.float64] = np.median(np.array(runs[WARM_UP:]), axis=0)
+    return median_s
+
+
+class _Clock(Units):
+    """Times the units of one run of a step."""
+
+    def __init__(self, step: Step, now: Callable[[], float]) -> None:
+        super().__init__(step)
+        self.forward_s: defaultdict[Unit, float] = defaultdict(float)
+        self.backward_s: defaultdict[Unit, float] = defaultdict(float)
+        self._now = now
+        self._began = threading.local()
+
+    def run(self, step: Step) -> None:
+        """Run the step, both ways if it is one of training."""
+        with self.followed():
+            self._began.at = self._now()
+            found = forward_of(step)
+            self._charge(self.unit)
+            self.claim(found, self.unit)
+        if step.training:
+            assert isinstance(found, torch.Tensor)
+            for node, unit in self.unit_of.items():
+                node.register_prehook(self._begin)
+                node.register_hook(partial(self._undone, unit))
+            trained = [t for t in step.named_state().values() if t.requires_grad]
+            torch.autograd.grad(found, trained, allow_unused=True)
+
+    def entered(self, call: ModuleCall, inputs: Any) -> None:
+        """What has run since the last hook was the caller."""
+        self._charge(self._unit(self.caller))
+        super().entered(call, inputs)
+        self._begin()
+
+    def left(self, call: ModuleCall, outputs: Any) -> None:
+        """What has run since the last hook was the call."""
+        self._charge(self._unit(call))
+        super().left(call, outputs)
+        self._begin()
+
+    def _begin(self, *_: object) -> None:
+        self._began.at = self._now()
+
+    def _charge(self, unit: Unit) -> None:
+        if hasattr(self._began, "at"):  # a thread that the model has started begins with a call
+            self.forward_s[unit] += self._now() - self._began.at
+
+    def _undone(self, unit: Unit, *_: object) -> None:
+        self.backward_s[unit] += self._now() - self._began.at
+
+
+def _pinned(cores: tuple[int, ...] | list[int], work: Callable[[], Result]) -> Result:
+    """Do something in a thread of its own on these cores, with as many threads of torch."""
+    results: list[Result] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            os.sched_setaffinity(0, cores)
+            torch.set_num_threads(len(cores))
+            results.append(work())
+        except BaseException as error:  # noqa: BLE001  # raised again by who waits
+            errors.append(error)
+
+    threads = torch.get_num_threads()
+    worker = threading.Thread(target=run, name="placer-modules")
+    worker.start()
+    try:
+        worker.join()
+    finally:
+        torch.set_num_threads(threads)
+    if errors:
+        raise errors[0]
+    return results[0]

@@ -1,0 +1,236 @@
+"""What the calls of a step's modules do, and the tensors that go from one to another.
+
+Who reads what is told by the storages of the tensors that torch dispatches. Where a tensor comes
+from nobody knows (made by numpy, say), its reader comes after everything that was there before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from graphs.costs import flops_by_formula, is_composite
+from graphs.extract.calls import ModuleCall
+from graphs.extract.refusals import writes_input
+from graphs.extract.step import Step
+from graphs.extract.trial import forward_of
+from graphs.extract.units import Unit, Units
+
+
+class Work:
+    """What a unit does in one direction."""
+
+    def __init__(self) -> None:
+        self.flops = 0
+        self.moved_bytes = 0
+
+
+class Flow(Units):
+    """Watches a step: the work of its units, and the tensors that go from one to another."""
+
+    def __init__(self, step: Step) -> None:
+        super().__init__(step)
+        self.is_backward = False
+        self._alive: dict[int, torch.UntypedStorage] = {}
+        self.forward: dict[Unit, Work] = {}
+        self.backward: dict[Unit, Work] = {}
+        self.state = {self._key(t): (name, t) for name, t in reversed(step.named_state().items())}
+        self.trained = {id(p) for p in step.model.parameters()}
+        if step.training and isinstance(step.loss, torch.nn.Module):
+            self.trained |= {id(p) for p in step.loss.parameters()}
+        self.readers: defaultdict[str, dict[Unit, None]] = defaultdict(dict)
+        self.written: set[str] = set()
+        self.inputs = {
+            self._key(x): i
+            for i, x in enumerate(
+                x
+                for x in tree_leaves((step.step_inputs, dict(step.keywords)))
+                if isinstance(x, torch.Tensor)
+            )
+        }
+        self.maker: dict[int, Unit] = {}
+        self.edges: defaultdict[tuple[Unit, Unit], dict[int, int]] = defaultdict(dict)
+        self.kept: defaultdict[tuple[Unit, Unit], dict[int, int]] = defaultdict(dict)
+        self.handed_on: defaultdict[Unit, dict[int, int]] = defaultdict(dict)
+        self._watched = threading.local()
+        self._pending: dict[ModuleCall, Any] = {}
+
+    def run(self, step: Step) -> None:
+        """Run the step, both ways if it is one of training."""
+        with self.followed(), self._watching():
+            found = forward_of(step)
+            self.claim(found, self.unit)
+            for tensor in tensors_in(found):
+                if (maker := self.maker.get(self._key(tensor))) is not None:
+                    self.handed_on[maker][self._key(tensor)] = bytes_of(tensor)
+            if step.training:
+                trained = [t for _, t in self.state.values() if t.requires_grad]
+                self.is_backward = True
+                assert isinstance(found, torch.Tensor)
+                torch.autograd.grad(found, trained, allow_unused=True)
+
+    def entered(self, call: ModuleCall, inputs: Any) -> None:
+        """Watch the thread, if it is one that the model has started, until it leaves the call."""
+        super().entered(call, inputs)
+        if not getattr(self._watched, "is_on", False):
+            self._watched.until_left = contextlib.ExitStack()
+            self._watched.until_left.enter_context(self._watching())
+        if call.is_leaf:
+            self._pending[call] = list(tensors_in(inputs))
+
+    def left(self, call: ModuleCall, outputs: Any) -> None:
+        """Outputs that nobody is known to have made are the call's; torch need not see how."""
+        unit = self._unit(call)
+        inputs = self._pending.pop(call, [])
+        unknown = [t for t in tensors_in(outputs) if not self._is_known(t)]
+        if unknown:
+            self._work(unit)
+        if unit in self.forward:
+            for tensor in inputs:
+                self._reads(unit, tensor)
+        for tensor in unknown:
+            self.maker[self._key(tensor)] = unit
+        super().left(call, outputs)
+        if self.depth == 0 and hasattr(self._watched, "until_left"):
+            self._watched.until_left.close()
+            del self._watched.until_left
+
+    def saw(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """One op that torch has dispatched."""
+        made, read = list(tensors_in(result)), list(tensors_in((args, kwargs)))
+        written = list(_written(func, args, kwargs))
+        if not written and {*map(self._key, made)} <= {*map(self._key, read)}:
+            return  # it only looks at its inputs in another way
+        unit = self._undone() if self.is_backward else self.unit
+        if unit is None:
+            return
+        work = self._work(unit)
+        work.flops += flops_by_formula(func, args, kwargs, result) or 0
+        work.moved_bytes += sum(map(bytes_of, made)) + sum(map(bytes_of, read))
+        if self.is_backward:
+            return
+        for tensor in read:
+            self._reads(unit, tensor)
+        for tensor in (*made, *written):
+            self._writes(unit, tensor)
+
+    def _work(self, unit: Unit) -> Work:
+        return (self.backward if self.is_backward else self.forward).setdefault(unit, Work())
+
+    def _undone(self) -> Unit | None:
+        node = torch._C._current_autograd_node()
+        return None if node is None else self.unit_of.get(node)
+
+    def _key(self, tensor: torch.Tensor) -> int:
+        """The storage of a tensor, which is kept: no other may take its address meanwhile."""
+        storage = tensor.untyped_storage()
+        if not self.is_backward:
+            self._alive.setdefault(storage._cdata, storage)
+        return int(storage._cdata)
+
+    def _is_known(self, tensor: torch.Tensor) -> bool:
+        key = self._key(tensor)
+        return key in self.state or key in self.inputs or key in self.maker
+
+    def _reads(self, unit: Unit, tensor: torch.Tensor) -> None:
+        key = self._key(tensor)
+        if key in self.state:
+            self.readers[self.state[key][0]][unit] = None
+        elif key in self.maker:
+            self._edge(self.maker[key], unit, key, bytes_of(tensor))
+        elif key not in self.inputs:
+            with_readers = {source for source, _ in self.edges}
+            for other in [u for u in self.forward if u not in with_readers]:
+                self._edge(other, unit, key, bytes_of(tensor))
+            self.maker[key] = unit
+
+    def _edge(self, source: Unit, target: Unit, key: int, size: int) -> None:
+        if source != target:
+            known = self.edges[source, target]
+            known[key] = max(size, known.get(key, 0))
+            self.handed_on[source][key] = max(size, self.handed_on[source].get(key, 0))
+
+    def _writes(self, unit: Unit, tensor: torch.Tensor) -> None:
+        key = self._key(tensor)
+        if key in self.inputs:
+            raise writes_input(f"tensor {self.inputs[key]} of its inputs")
+        if key in self.state:
+            self.written.add(self.state[key][0])
+            self.readers[self.state[key][0]][unit] = None
+        else:
+            self.maker[key] = unit
+
+    def claimed(self, node: Node, unit: Unit) -> None:
+        """Note what autograd has saved for the backward pass of a unit."""
+        for tensor in _saved(node):
+            key = self._key(tensor)
+            if key not in self.state and key not in self.inputs:
+                self.kept[self.maker.setdefault(key, unit), unit][key] = bytes_of(tensor)
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Watch what this thread dispatches."""
+        self._watched.is_on = True
+        try:
+            with _Watch(self):
+                yield
+        finally:
+            self._watched.is_on = False
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+    """Tells a flow what is dispatched in one thread."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, flow: Flow) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flow = flow
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if is_composite(func):
+            with self:
+                result = func.decompose(*args, **kwargs)
+                if result is not NotImplemented:
+                    return result
+        result = func(*args, **kwargs)
+        self.flow.saw(func, args, kwargs, result)
+        return result
+
+
+def bytes_of(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor without repetitions."""
+    size = tensor.numel() * tensor.element_size()
+    return min(size, tensor.untyped_storage().nbytes()) or size
+
+
+def tensors_in(tree: Any) -> Iterable[torch.Tensor]:
+    """All tensors in containers that torch knows."""
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+def _saved(node: Node) -> Iterator[torch.Tensor]:
+    """The tensors that a node of autograd keeps until it has run."""
+    names = ["saved_tensors", *(name for name in dir(node) if name.startswith("_saved_"))]
+    for name in names:
+        # Torch refuses to hand out what was overwritten since; then the backward pass fails too.
+        with contextlib.suppress(RuntimeError):
+            yield from tensors_in(getattr(node, name, None))
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments that an op writes into."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from tensors_in(args[i] if i < len(args) else kwargs.get(argument.name))

@@ -1,0 +1,103 @@
+"""A step with other tensors, or in another mode, for a while: its model stays as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from graphs.extract.step import Step
+
+
+@contextlib.contextmanager
+def substituted(step: Step, of: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Let the model and its loss have ``of(tensor)`` in place of every parameter and buffer.
+
+    At the end they have their own back, whatever was assigned to them meanwhile.
+    """
+    roots = [part for part in (step.model, step.loss) if isinstance(part, nn.Module)]
+    slots: list[dict[str, Any]] = [
+        slot
+        for root in roots
+        for module in root.modules()
+        for slot in (module._parameters, module._buffers)
+    ]
+    own = [dict(slot) for slot in slots]
+    try:
+        for slot in slots:
+            slot.update({k: None if t is None else of(t) for k, t in slot.items()})
+        yield
+    finally:
+        for slot, tensors in zip(slots, own, strict=True):
+            slot.clear()
+            slot.update(tensors)
+
+
+@contextlib.contextmanager
+def in_its_mode(step: Step) -> Iterator[None]:
+    """Switch a model that is not in the step's mode as a whole, and gradients on or off.
+
+    Modules in eval mode within a model in train mode stay so: a step is taken as it stands.
+    """
+    modes = {module: module.training for module in step.model.modules()}
+    if step.model.training is not step.training:
+        step.model.train(step.training)
+    try:
+        with torch.set_grad_enabled(step.training):
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@contextlib.contextmanager
+def on_copies(step: Step) -> Iterator[Step]:
+    """The step on copies of all that it could change; random numbers are drawn again afterwards.
+
+    Of a model that cannot be copied as a whole the parameters and buffers are.
+    """
+    with torch.random.fork_rng(devices=[]):
+        try:
+            model, loss = copy.deepcopy((step.model, step.loss))
+        except Exception:  # noqa: BLE001  # whatever the model's own code raises
+            with substituted(step, _Copies().of):
+                yield with_distinct_inputs(step)
+        else:
+            yield with_distinct_inputs(replace(step, model=model, loss=loss))
+
+
+class _Copies:
+    """One copy of each tensor, so that tied parameters stay tied."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, torch.Tensor] = {}
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The copy of a tensor."""
+        if id(tensor) not in self.known:
+            copied = tensor.detach().clone()
+            if isinstance(tensor, nn.Parameter):
+                copied = nn.Parameter(copied, tensor.requires_grad)
+            self.known[id(tensor)] = copied
+        return self.known[id(tensor)]
+
+
+def with_distinct_inputs(step: Step) -> Step:
+    """The step on copies: a tensor that is given twice would be traced as one input for good."""
+
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+
+    return replace(
+        step,
+        inputs=tree_map(copied, step.inputs),
+        keywords=tree_map(copied, dict(step.keywords)),
+    )

@@ -1,0 +1,62 @@
+"""A plain run of a step: whether the model works at all on what it is given."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from graphs.extract.fake import without_meta
+from graphs.extract.refusals import DATA_DEPENDENT, explained, quiet
+from graphs.extract.step import ExtractionError, LossModule, Step, StepError
+from graphs.extract.substitute import in_its_mode, on_copies, with_distinct_inputs
+
+
+def check_runs(step: Step) -> None:
+    """Run the forward pass once, by torch alone; the model is left as it was.
+
+    Raises:
+        StepError: it fails, so that no way of extracting it can help.
+    """
+    try:
+        with quiet(), in_its_mode(step), runnable(step) as copy:
+            forward_of(copy)
+    except ExtractionError:
+        raise
+    except Exception as error:
+        if type(error).__name__ not in DATA_DEPENDENT:  # fake tensors have no values to read
+            raise StepError(explained(step, error, "run")) from error
+
+
+@contextlib.contextmanager
+def runnable(step: Step) -> Iterator[Step]:
+    """The step on copies; of a model on the meta device, on fake tensors."""
+    if any(tensor.is_meta for tensor in step.named_state().values()):
+        with without_meta(step) as fake:
+            yield with_distinct_inputs(fake)
+    else:
+        with on_copies(step) as copy:
+            yield copy
+
+
+def try_fakes(step: Step) -> None:
+    """Run a step that is on fake tensors once, with nobody watching.
+
+    Torch ends the process where an op on fake tensors fails under a dispatch mode; here it raises.
+    """
+    if any(isinstance(tensor, FakeTensor) for tensor in step.named_state().values()):
+        forward_of(step)
+
+
+def forward_of(step: Step) -> object:
+    """The loss of a training step, what the model returns of an inference step.
+
+    Raises:
+        StepError: a training step has no scalar loss.
+    """
+    if step.training:
+        loss: torch.Tensor = LossModule(step)(*step.inputs, **step.keywords)
+        return loss
+    return step.model(*step.model_inputs, **step.keywords)
