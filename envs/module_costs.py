@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from envs.cluster import Cluster
+from envs.cluster import Device
 from envs.discover import cores_of
 from graphs.extract import Extraction, ExtractionError, Step
 from graphs.extract.calls import ModuleCall
@@ -33,7 +33,7 @@ Result = TypeVar("Result")
 
 def profile_modules(
     extraction: Extraction,
-    cluster: Cluster,
+    devices: Sequence[Device],
     *,
     repeats: int = 5,
     progress: Callable[[int, int], None] | None = None,
@@ -52,7 +52,7 @@ def profile_modules(
             f"{type(step.model).__name__} is on the meta device, so that its modules cannot be "
             "timed; build it with memory, or extract it without costs"
         )
-    first_of = {device.kind: device for device in reversed(cluster.devices)}
+    first_of = {device.kind: device for device in reversed(devices)}
     total, costs_s = len(first_of), {}
     for done, (kind, device) in enumerate(sorted(first_of.items()), start=1):
         cores = cores_of(device.name)

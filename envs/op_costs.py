@@ -20,6 +20,7 @@ from envs.cache_folder import host, processor
 from envs.cluster import Cluster, Device, load_cluster
 from envs.cost_cache import Conditions, CostCache, KnownCost, Session
 from envs.discover import check_cores, cores_of, is_here, kind_of
+from envs.module_costs import profile_modules
 from envs.op_signature import op_signatures
 from envs.profiling import profile_runs
 from envs.roofline import SOURCE, check_rates, roofline_costs
@@ -48,6 +49,7 @@ def op_costs(
     Raises:
         ValueError: a device that is not here lacks rates, or its kind has devices of other rates.
         WorkerError: an op cannot run on a device.
+        ExtractionError: the graph is of modules, and they cannot be timed.
     """
     check_devices(cluster)
     here = {device.kind: device for device in reversed(cluster.devices) if is_here(device.name)}
@@ -92,6 +94,11 @@ def _measured(
     progress: Callable[[int, int], None] | None,
 ) -> dict[str, OpCosts]:
     """Costs on one device of each kind; where the cache knows all ops, nothing is run."""
+    today = datetime.date.today().isoformat()
+    if extraction.own_program is None:  # calls of modules have no signature to be known by
+        sources = (f"measured {today}, module by module",) * len(extraction.graph)
+        costs_s = profile_modules(extraction, list(devices.values()), progress=progress)
+        return {kind: OpCosts(cost_s=costs_s[kind], sources=sources) for kind in devices}
     signatures = op_signatures(extraction.program)
     cache = CostCache()
     found: dict[str, OpCosts] = {}
@@ -100,7 +107,6 @@ def _measured(
         if all(signature in known for signature in signatures):
             found[kind] = _from_cache([known[signature] for signature in signatures])
     missing = [device for kind, device in devices.items() if kind not in found]
-    today = datetime.date.today().isoformat()
     for kind, runs_s in profile_runs(extraction, missing, progress=progress).items():
         cache.store(conditions_of(devices[kind]), session_of(runs_s, signatures, today))
         sources = (f"measured {today}, in context",) * len(signatures)

@@ -17,6 +17,7 @@ from envs.executor.lists import priority_order
 from envs.executor.placed import PlacedModel
 from envs.placement import Placement
 from graphs.extract import Step, extract
+from graphs.extract.extraction import AUTO
 from graphs.extract.fake import check_has_memory
 from graphs.graph import GraphArrays
 from graphs.optimizer import Optimizer
@@ -44,6 +45,7 @@ def optimize(
     keep_together: Sequence[str] = (),
     pin: Mapping[str, str] | None = None,
     fresh: bool = False,
+    extractor: str = AUTO,
     progress: bool = True,
 ) -> Optimization:
     """Find which op of a model should run on which device so that a step takes the least time.
@@ -69,14 +71,18 @@ def optimize(
             one of them share a device.
         pin: {op id, module path or glob: device name}; what matches runs there.
         fresh: measure devices and ops anew, whatever the cache knows of them.
+        extractor: how the graph is extracted: ``"export"``, ``"dispatch"`` or ``"modules"``;
+            ``"auto"`` is the first of these that takes the model.
         progress: show on stderr what is going on.
 
     Returns:
         The placement and what it was compared with. Stopped by Ctrl-C it is the best so far.
 
     Raises:
-        ExtractionError: the model cannot be exported, or is on the meta device; says why.
-        ValueError: a device, budget, policy, optimizer or dtype does not exist, or ``pin`` or
+        ExtractionError: no extractor takes the model, or not the one asked for, or the model is on
+            the meta device; says why.
+        ValueError: a device, budget, policy, optimizer, dtype or extractor does not exist, or
+            ``pin`` or
             ``keep_together`` matches nothing.
         PlacementError: the model fits nowhere, or no candidate could be run.
         KeyboardInterrupt: stopped before there was any placement.
@@ -89,6 +95,7 @@ def optimize(
         keep_together=tuple(keep_together),
         pins=dict(pin or {}),
         fresh=fresh,
+        extractor=extractor,
     )
     cluster = devices if isinstance(devices, Cluster) else discover(devices)
     step = Step.of(
@@ -114,6 +121,7 @@ def apply(
     training: bool = True,
     optimizer: str | Optimizer | None = None,
     dtype: str = FULL,
+    extractor: str = AUTO,
 ) -> PlacedModel:
     """Make a model run as placed; see :class:`envs.executor.placed.PlacedModel`.
 
@@ -127,9 +135,12 @@ def apply(
             searched with an optimizer of this kind. Without it any optimizer of torch can be used
             beside the step, also where the search had one.
         dtype: as for :func:`optimize`; needed with a placement (file).
+        extractor: as for :func:`optimize`; with what it returned, its own counts.
 
     Raises:
-        ExtractionError: the model cannot be exported, or is on the meta device.
+        ExtractionError: the model cannot be extracted, or is on the meta device, or what was
+            extracted holds for the example inputs only, or is a graph of modules that no program
+            runs.
         ValueError: the placement is of another graph, its devices are not here, or the example
             inputs are missing.
         WorkerError: the workers do not come up.
@@ -138,7 +149,7 @@ def apply(
         made_for = placement.extraction
         step = replace(made_for.step, model=model, optimizer=Optimizer.of(optimizer))
         same = made_for.step.model is model and made_for.step.optimizer == step.optimizer
-        extraction = made_for if same else extract(step)
+        extraction = made_for if same else extract(step, made_for.extractor)
     elif example_inputs is None:
         raise ValueError(
             "a placement from a file knows its ops but not the model's inputs: give "
@@ -153,7 +164,7 @@ def apply(
             optimizer=Optimizer.of(optimizer),
             dtype=dtype,
         )
-        extraction = extract(step)
+        extraction = extract(step, extractor)
     found = placement.placement if isinstance(placement, Optimization) else placement
     if not isinstance(found, Placement):
         found = Placement.load(Path(found))

@@ -27,6 +27,7 @@ def costed_graph(
     Raises:
         ValueError: a device that is not here lacks rates.
         WorkerError: an op cannot run on a device.
+        ExtractionError: the graph is of modules, and they cannot be timed.
     """
     costs = op_costs(
         extraction,

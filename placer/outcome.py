@@ -13,6 +13,7 @@ from envs.measured import Measurement, contended, tied
 from envs.placement import Placement
 from envs.problem import Problem
 from graphs.extract import Extraction
+from graphs.extract.extraction import shown_lines
 from graphs.graph import PHASES
 
 NO_HEADROOM: Final = 0.02
@@ -181,6 +182,8 @@ class Optimization:
         if PHASES.index("backward") in phases and PHASES.index("optimizer") not in phases:
             found.append("No optimizer is in the step: neither its time nor its state is counted.")
         found += [f"{row.name} failed: {row.failure}" for row in self.rows if row.failure]
+        if self.extraction is not None:
+            found += extraction_remarks(self.extraction)
         if self.stopped and self.extraction is not None and self.best.measurement is None:
             found.append("Nothing was measured: it was stopped before the first complete round.")
         judged = [self.best] if self.single in (None, self.best) else [self.best, self.single]
@@ -208,6 +211,23 @@ class Optimization:
                     "disturbed the runs of one device. Measure again on a quieter machine."
                 )
         return found
+
+
+def extraction_remarks(extraction: Extraction) -> list[str]:
+    """How the graph came about, as far as it is not what was hoped for, each a sentence."""
+    found = [f"Not by {tried.extractor}: {tried.reason}" for tried in extraction.fell_back]
+    if extraction.own_program is None:
+        found.append(
+            "This is a graph of modules, timed one by one: there is no program that runs it "
+            "placed, so the simulator's answer counts."
+        )
+    if extraction.depends_on_data:
+        found.append(
+            "The ops were recorded on the example inputs, and the placement is for these: the "
+            f"model reads values of tensors ({shown_lines(extraction.depends_on_data)}), so that "
+            "other inputs may take another path."
+        )
+    return found
 
 
 def judged_s(row: Row, loaded: bool) -> float:

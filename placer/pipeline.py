@@ -22,6 +22,7 @@ from envs.placement import MadeBy, Placement
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS, Simulator
 from graphs.extract import Extraction, Step, extract
+from graphs.extract.extraction import AUTO
 from graphs.extract.fake import check_has_memory
 from graphs.graph import GraphArrays
 from placer.costing import costed_graph
@@ -51,6 +52,7 @@ class Options:
     keep_together: Sequence[str] = ()  # patterns: what matches one shares a device
     pins: Mapping[str, str] = field(default_factory=dict)  # {pattern: device name}
     fresh: bool = False  # measure devices and ops anew, whatever is known of them
+    extractor: str = AUTO  # how the graph is extracted
 
 
 def optimize_step(
@@ -82,7 +84,7 @@ def optimize_step(
         check_has_memory(step)
     with Interrupt() as interrupt:
         hear.stage("Extracting the graph")
-        extraction = extract(step)
+        extraction = extract(step, options.extractor)
         graph = demanded(extraction.graph, cluster, options.keep_together, options.pins)
         if all_here and not cluster.links:
             hear.stage("Calibrating devices")
@@ -136,7 +138,8 @@ def _decided(
             hear.stage("Searching placements")
             rows = _searched(problem, options, interrupt, hear)
             ended = time.perf_counter()
-        if extraction is not None and options.measure and not interrupt.requested:
+        can_run = extraction is not None and extraction.own_program is not None
+        if extraction is not None and can_run and options.measure and not interrupt.requested:
             hear.stage("Running the best for real")
             runs = _run_best(rows, extraction, problem, hear)
     except KeyboardInterrupt:

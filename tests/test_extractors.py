@@ -480,7 +480,7 @@ def test_modules_are_timed_in_both_directions() -> None:
     core = min(os.sched_getaffinity(0))
     device = Device(name=f"core:{core}", kind="core", memory_bytes=1 << 30)
     before = os.sched_getaffinity(0)
-    costs_s = profile_modules(extraction, Cluster(name="one", devices=(device,)), repeats=3)
+    costs_s = profile_modules(extraction, [device], repeats=3)
     assert os.sched_getaffinity(0) == before
     assert costs_s.keys() == {"core"}
     of = dict(zip(extraction.graph, costs_s["core"].tolist(), strict=True))
@@ -495,7 +495,7 @@ def test_modules_without_memory_cannot_be_timed() -> None:
     core = min(os.sched_getaffinity(0))
     device = Device(name=f"core:{core}", kind="core", memory_bytes=1 << 30)
     with pytest.raises(ExtractionError, match="cannot be timed"):
-        profile_modules(extraction, Cluster(name="one", devices=(device,)))
+        profile_modules(extraction, [device])
 
 
 # --- one after another

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from graphs.extract import Extraction
 
 from graphs.optimizer import NONE, STATE
 from graphs.precision import FULL, check_dtype
@@ -82,6 +85,30 @@ def pin(text: str) -> tuple[str, str]:
             f"{text[:80]!r} is no pin: give NAME=DEVICE, such as embed=core:0"
         )
     return name, device
+
+
+def add_extractor(parser: argparse.ArgumentParser) -> None:
+    """Add ``--extractor``."""
+    parser.add_argument(
+        "--extractor",
+        choices=["auto", "export", "dispatch", "modules"],
+        default="auto",
+        help="how the graph of a model is extracted: by torch.export, by recording the ops of a "
+        "real step, by its modules' calls; auto (default) takes the first that works",
+    )
+
+
+def extraction_to_dict(extraction: Extraction | None) -> dict[str, Any]:
+    """How a graph was extracted, for machines; nothing of a graph file."""
+    if extraction is None:
+        return {}
+    return {
+        "extractor": extraction.extractor,
+        "fell_back": [
+            {"extractor": tried.extractor, "reason": tried.reason} for tried in extraction.fell_back
+        ],
+        "depends_on_data": list(extraction.depends_on_data),
+    }
 
 
 def pins_of(pairs: Sequence[tuple[str, str]]) -> dict[str, str]:

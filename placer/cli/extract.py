@@ -9,13 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from placer.cli.arguments import add_step, why_no_step
+from placer.cli.arguments import add_extractor, add_step, extraction_to_dict, why_no_step
 from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs, why_not_written
 
 if TYPE_CHECKING:
     import networkx as nx
 
     from envs.cluster import Cluster
+    from graphs.extract import Extraction
     from placer.report.progress import Progress
 
 EPILOG = """\
@@ -63,6 +64,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help="costs on the devices of a cluster file: measured on those that are here, of the "
         "others a roofline of their rates",
     )
+    add_extractor(parser)
     parser.add_argument("--json", action="store_true", help="print the summary as JSON to stdout")
     parser.set_defaults(run=run)
 
@@ -76,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
     from graphs.extract import ExtractionError
     from graphs.files import save_graph
     from graphs.summary import GraphSummary
+    from placer.outcome import extraction_remarks
     from placer.report.console import stdout_console
     from placer.report.progress import progress_for
     from placer.report.summary import print_summary, summary_to_dict
@@ -87,12 +90,15 @@ def run(args: argparse.Namespace) -> int:
         return fail(BAD_USAGE, error)
     try:
         with progress_for(sys.stderr.isatty()) as progress:
-            graph = _graph(args, cluster, progress)
+            graph, extraction = _graph(args, cluster, progress)
         summary = GraphSummary.of(graph)
     except TargetError as error:
         return fail(BAD_USAGE, error)
     except (ExtractionError, ValueError, OSError, RuntimeError) as error:
         return fail(JOB_FAILED, error)
+    if extraction is not None:
+        for remark in extraction_remarks(extraction):
+            print(remark, file=sys.stderr)
     if args.out is not None:
         try:
             save_graph(graph, args.out)
@@ -100,7 +106,8 @@ def run(args: argparse.Namespace) -> int:
             return fail(JOB_FAILED, why_not_written(args.out, error))
     if args.json:
         out = None if args.out is None else str(args.out)
-        print(json.dumps({**summary_to_dict(summary), "out": out}, allow_nan=False))
+        told = {**summary_to_dict(summary), **extraction_to_dict(extraction), "out": out}
+        print(json.dumps(told, allow_nan=False))
     elif args.summary:
         print_summary(summary, stdout_console())
     if args.out is not None:
@@ -114,10 +121,10 @@ def _why_not(args: argparse.Namespace) -> str | None:
         return "nothing to do: give --out graph.json, --summary or --json"
     is_graph = args.target.endswith(".json") and not args.target.startswith("hf:")
     of_models = (args.costs, args.devices, args.cluster, args.inference, args.fresh)
-    if is_graph and any(of_models):
+    if is_graph and (any(of_models) or args.extractor != "auto"):
         return (
             "a graph file is extracted already and keeps its costs: --costs, --devices, --cluster, "
-            "--fresh and --inference are for models"
+            "--fresh, --inference and --extractor are for models"
         )
     if (why := why_no_step(args, is_graph=is_graph)) is not None:
         return why
@@ -145,7 +152,8 @@ def _file(target: str) -> Path:
 
 def _graph(
     args: argparse.Namespace, cluster: Cluster | None, progress: Progress
-) -> nx.DiGraph[str]:
+) -> tuple[nx.DiGraph[str], Extraction | None]:
+    """The graph, and how it was extracted if it was just now."""
     from envs.discover import is_here
     from graphs.extract import extract
     from graphs.extract.fake import check_has_memory
@@ -154,7 +162,7 @@ def _graph(
     from placer.target import is_graph_file, load_graph_target, load_step
 
     if is_graph_file(args.target):
-        return load_graph_target(args.target)
+        return load_graph_target(args.target), None
     measures = cluster is not None and any(map(is_here, cluster.names))
     progress.stage("Loading the model")
     step = load_step(args.target, training=not args.inference, weights=measures)
@@ -162,8 +170,9 @@ def _graph(
     if measures:
         check_has_memory(step)
     progress.stage("Extracting the graph")
-    extraction = extract(step)
+    extraction = extract(step, args.extractor)
     if cluster is None:
-        return extraction.graph
+        return extraction.graph, extraction
     progress.stage("Measuring op costs")
-    return costed_graph(extraction, extraction.graph, cluster, progress, fresh=args.fresh)
+    graph = costed_graph(extraction, extraction.graph, cluster, progress, fresh=args.fresh)
+    return graph, extraction

@@ -10,7 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from placer.cli.arguments import add_step, pin, pins_of, seed, why_no_step
+from placer.cli.arguments import (
+    add_extractor,
+    add_step,
+    extraction_to_dict,
+    pin,
+    pins_of,
+    seed,
+    why_no_step,
+)
 from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs, why_not_written
 
 if TYPE_CHECKING:
@@ -95,6 +103,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         metavar="NAME=DEVICE",
         help="what matches the name runs on this device; may be given again",
     )
+    add_extractor(parser)
     parser.add_argument(
         "--fresh",
         action="store_true",
@@ -129,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
         return fail(BAD_USAGE, error)
     from graphs.extract import ExtractionError
     from graphs.selection import DemandError
-    from placer.outcome import PlacementError
+    from placer.outcome import PlacementError, extraction_remarks
     from placer.report.console import stdout_console
     from placer.report.progress import progress_for
     from placer.report.table import print_optimization
@@ -152,6 +161,9 @@ def run(args: argparse.Namespace) -> int:
         why = why or f"stopped while printing; the placement is in {args.out}"
     if why is not None:
         return fail(JOB_FAILED, why)
+    if found.extraction is not None and args.json:
+        for remark in extraction_remarks(found.extraction):
+            print(remark, file=sys.stderr)
     print(_talk(found, args), file=sys.stderr)
     return 0
 
@@ -175,6 +187,7 @@ def _options(args: argparse.Namespace) -> Options:
         keep_together=tuple(args.keep_together),
         pins=pins_of(args.pin),
         fresh=args.fresh,
+        extractor=args.extractor,
     )
 
 
@@ -256,5 +269,6 @@ def _summary(found: Optimization, args: argparse.Namespace) -> dict[str, Any]:
         "search_s": found.search_s,
         "seed": args.seed,
         "stopped": found.stopped,
+        **extraction_to_dict(found.extraction),
         "out": str(args.out),
     }
