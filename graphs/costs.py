@@ -114,6 +114,7 @@ def with_costs(
 ) -> nx.DiGraph[str]:
     """A copy of a graph with seconds for further device kinds, {kind: (N,)} in node order.
 
+    Where they are nan the op cannot run on that kind.
     ``source`` says for each kind where its numbers come from.
 
     Raises:
@@ -126,7 +127,8 @@ def with_costs(
                 f"{len(seconds)} costs for kind {kind!r}, but the graph has {len(costed)} ops"
             )
         for op_id, cost_s in zip(costed, seconds.tolist(), strict=True):
-            known = attributes_of(costed, op_id)["cost_s"]
-            costed.nodes[op_id]["cost_s"] = {**known, kind: cost_s}
+            if not math.isnan(cost_s):
+                known = attributes_of(costed, op_id)["cost_s"]
+                costed.nodes[op_id]["cost_s"] = {**known, kind: cost_s}
     costed.graph["cost_source"] = {**graph.graph.get("cost_source", {}), **source}
     return costed
