@@ -22,6 +22,7 @@ from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from graphs.extract.fake import without_meta
+from graphs.extract.lineage import tag_calls
 from graphs.extract.program import Result, Source
 from graphs.extract.step import WRAPPED, ExtractionError, LossModule, Step, unwrapped
 
@@ -47,7 +48,8 @@ class Traced:
 
     ``sources`` and ``results`` are by fx node; their ``value`` is not set yet. ``prefix`` is what
     the traced module's paths start with, over the model's own. ``outputs`` is what the step
-    returns, with the position (a Position) in place of every tensor.
+    returns, with the position (a Position) in place of every tensor. ``exported`` is the forward
+    pass before it was lowered; nodes of ``graph`` say which of its calls they stem from.
     """
 
     graph: fx.Graph
@@ -56,6 +58,7 @@ class Traced:
     prefix: str
     training: bool
     outputs: Any
+    exported: fx.GraphModule
 
 
 def trace(step: Step) -> Traced:
@@ -109,6 +112,7 @@ def _joint(step: Step) -> Traced:
     program = torch.export.export(wrapper, step.inputs, dict(step.keywords), strict=False)
     module = program.module(check_guards=False)
     assert isinstance(module, fx.GraphModule)
+    tag_calls(module, WRAPPED)
     with contextlib.ExitStack() as stack:
         if any(isinstance(part, nn.LSTM) for part in step.model.modules()):
             # Of an LSTM on plain inputs torch would trace the inference kernel of oneDNN, which
@@ -141,6 +145,7 @@ def _joint(step: Step) -> Traced:
         prefix=WRAPPED,
         training=True,
         outputs=Position(0),
+        exported=module,
     )
 
 
@@ -193,9 +198,11 @@ def _joint_result(description: Any, leaves: list[Any]) -> Result:
 
 
 def _inference(step: Step) -> Traced:
-    program = torch.export.export(
-        step.model, step.model_inputs, dict(step.keywords), strict=False
-    ).run_decompositions({})
+    program = torch.export.export(step.model, step.model_inputs, dict(step.keywords), strict=False)
+    tag_calls(program.graph_module, "")
+    exported = program.module(check_guards=False)
+    assert isinstance(exported, fx.GraphModule)
+    program = program.run_decompositions({})
     graph = program.graph_module.graph
     nodes = {node.name: node for node in graph.nodes}
     sources = _constants(program.graph_module)
@@ -246,6 +253,7 @@ def _inference(step: Step) -> Traced:
         prefix="",
         training=False,
         outputs=tree_unflatten(leaves, tree),
+        exported=exported,
     )
 
 

@@ -7,9 +7,11 @@ from typing import Any
 
 import networkx as nx
 
+from graphs.extract.calls import calls_of
 from graphs.extract.convert import convert
 from graphs.extract.dag import build_graph
 from graphs.extract.export import trace
+from graphs.extract.forward import ForwardProgram, forward_program
 from graphs.extract.program import StepProgram
 from graphs.extract.step import ExtractionError, Step
 
@@ -20,7 +22,9 @@ class Extraction:
 
     ``outputs`` is what the step returns, with a Position in place of every tensor. ``forward_of``
     gives for every backward op the forward op that it differentiates, None where there is none: for
-    forward ops, and for those that add up gradients (their name ends in ".gradient").
+    forward ops, and for those that add up gradients (their name ends in ".gradient"). ``forward``
+    is the forward pass as it was exported, and ``call_of`` gives for every op the key of the call
+    in it that the op stems from: what runs where the call does.
     """
 
     step: Step
@@ -28,6 +32,8 @@ class Extraction:
     program: StepProgram
     outputs: Any
     forward_of: tuple[int | None, ...]
+    forward: ForwardProgram
+    call_of: tuple[str, ...]
 
 
 def extract(step: Step) -> Extraction:
@@ -47,7 +53,15 @@ def extract(step: Step) -> Extraction:
         )
     graph = build_graph(program, facts, name)
     forward_of = tuple(op.forward_op for op in facts)
-    return Extraction(step, graph, program, traced.outputs, forward_of)
+    forward = forward_program(
+        traced.exported,
+        step.named_state(),
+        prefix=traced.prefix,
+        mutated={result.name for result in program.results if result.role == "state"},
+        counted={op.stems_from for op in facts if op.stems_from is not None},
+    )
+    call_of = calls_of(program, facts, forward)
+    return Extraction(step, graph, program, traced.outputs, forward_of, forward, call_of)
 
 
 def ties_of(step: Step) -> dict[str, str]:
