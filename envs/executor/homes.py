@@ -23,7 +23,7 @@ class Homes:
 
     With ``keep_copies`` a tensor that moves on stays where it was, too, and is not sent there
     again as long as its value is the same. What the program itself writes is always sent. Writes
-    through ``tensor.data`` are not seen.
+    through ``tensor.data`` are not seen. ``moved_bytes`` counts what was sent so far.
     """
 
     def __init__(self, step: Step, program: ForwardProgram, *, keep_copies: bool) -> None:
@@ -31,10 +31,12 @@ class Homes:
         self._sources = [s for s in program.sources if s.role in ("parameter", "buffer")]
         self._slots = [slots[source.name] for source in self._sources]
         written = frozenset().union(*(call.writes for call in program.calls))
-        self._kept: list[dict[torch.device, tuple[torch.Tensor, int]] | None] = [
-            {} if keep_copies and program.storage_of[source.value] not in written else None
+        self._may_stay = [
+            keep_copies and program.storage_of[source.value] not in written
             for source in self._sources
         ]
+        self._kept: list[dict[torch.device, torch.Tensor]] = [{} for _ in self._sources]
+        self._known: list[tuple[torch.Tensor, int] | None] = [None] * len(self._sources)
         self._homes: list[torch.device | None] = [None] * len(self._sources)
         self.moved_bytes = 0
 
@@ -63,17 +65,14 @@ class Homes:
 
     @torch.no_grad()
     def _move(self, index: int, tensor: torch.Tensor, home: torch.device) -> torch.Tensor:
-        kept = self._kept[index]
-        version = tensor._version
-        known = None if kept is None else kept.get(home)
-        if known is not None and known[1] == version:
-            data = known[0]
-        else:
-            data = tensor.detach().to(home)
-            self.moved_bytes += data.nbytes
-        if kept is not None:
-            kept[tensor.device] = tensor.detach(), version
-            kept[home] = data, version
+        kept, known = self._kept[index], self._known[index]
+        if known is None or known[0] is not tensor or known[1] != tensor._version:
+            kept.clear()  # it has another value now
+        kept[tensor.device] = tensor.detach()
+        if home not in kept:
+            kept[home] = tensor.detach().to(home)
+            self.moved_bytes += tensor.nbytes
+        data = kept[home]
         gradient, tensor.grad = tensor.grad, None
         if torch._has_compatible_shallow_copy_type(tensor, data):
             tensor.data = data
@@ -83,6 +82,9 @@ class Homes:
                 holder[name] = tensor
         if gradient is not None:
             tensor.grad = gradient.to(home)
+        self._known[index] = tensor, tensor._version
+        if not self._may_stay[index]:
+            kept.clear()
         return tensor
 
 

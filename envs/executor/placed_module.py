@@ -112,6 +112,11 @@ class PlacedModule(nn.Module):
         self.source, self.transfers = source.text, source.transfers
         self._homes.place(homes)
 
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes of parameters and buffers that were sent between devices so far."""
+        return self._homes.moved_bytes
+
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Run the step's forward pass.
 
@@ -133,12 +138,10 @@ class PlacedModule(nn.Module):
             RuntimeError: the step was extracted in the other mode.
         """
         if mode is not self._step.training:
-            now, other = (
-                ("training", "inference") if self._step.training else ("inference", "training")
-            )
+            now, other = ("training", "eval") if self._step.training else ("eval", "training")
             raise RuntimeError(
-                f"this is a placed {now} step, and the mode is part of it; extract and place a "
-                f"{other} step of the same model, both share its parameters"
+                f"a step in {now} mode was placed, and the mode is part of it; extract and place "
+                f"one in {other} mode of the same model: both share its parameters"
             )
         return self
 
