@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from envs.calibration_cache import cache_path, cached, filled, store
 from envs.cluster import Cluster, Device, Link
-from envs.discover import check_devices, device_kind
+from envs.discover import present
 from envs.executor.lists import Run, device_lists
 from envs.executor.pool import StepRun, WorkerError, WorkerPool
 from envs.executor.state import load_example
@@ -113,19 +113,13 @@ def calibrated(cluster: Cluster, *, again: bool = False) -> Cluster:
         WorkerError: the workers do not come up.
         OSError: there is too little memory, or too many processes or open files.
     """
-    check_devices(cluster.names)
+    plain = present(cluster.names)
     on_cores = is_core(cluster.names[0])
-    plain = Cluster(
-        name="cores" if on_cores else "torch",
-        devices=tuple(
-            Device(name=name, kind=device_kind(name), memory_bytes=0) for name in cluster.names
-        ),
-    )
     about = list(plain.names)
     if not on_cores:
         about += [device.kind for device in plain.devices]
         about.append(torch.get_float32_matmul_precision())
-    path = cache_path(plain.name, about)
+    path = cache_path("cores" if on_cores else "torch", about)
     known = None if again else cached(path, plain)
     if known is None:
         known = _again(lambda: calibrate(plain)) if on_cores else measured_speeds(plain)

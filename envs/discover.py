@@ -53,6 +53,17 @@ def discover(names: str = "auto", memory: Mapping[str, int] | None = None) -> Cl
     return Cluster(name="this-machine:" + ",".join(chosen), devices=devices)
 
 
+def present(names: Sequence[str]) -> Cluster:
+    """The devices of these names, with kinds; nobody asks how much memory they have.
+
+    Raises:
+        ValueError: as for :func:`check_devices`.
+    """
+    check_devices(names)
+    devices = (Device(name=name, kind=device_kind(name), memory_bytes=0) for name in names)
+    return Cluster(name="this-machine:" + ",".join(names), devices=tuple(devices))
+
+
 def check_devices(names: Sequence[str]) -> None:
     """Make sure that devices are here and that one executor can run them all.
 

@@ -6,7 +6,6 @@ A backend that calls itself by another name (torch's PrivateUse1) counts as well
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -80,7 +79,6 @@ def synchronize(device: torch.device) -> None:
 
 def release(device: torch.device) -> None:
     """Give unused memory back, so that what comes next finds no pieces of it."""
-    gc.collect()
     _call(device, "empty_cache")
 
 

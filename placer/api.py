@@ -10,12 +10,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from envs.byte_size import parse_bytes
+from envs.call_memory import with_gradients
 from envs.cluster import Cluster
-from envs.discover import discover
+from envs.discover import discover, present
 from envs.executor.lists import priority_order
 from envs.executor.placed import PlacedModel
+from envs.executor.placed_module import PlacedModule
 from envs.placement import Placement
-from graphs.extract import Step, extract
+from envs.torch_devices import is_core, torch_device
+from graphs.extract import Extraction, Step, extract
+from graphs.extract.call_graph import call_graph
 from graphs.graph import GraphArrays
 from placer.outcome import Optimization
 from placer.pipeline import Options, optimize_step
@@ -31,6 +36,7 @@ def optimize(
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     training: bool = True,
     devices: str | Cluster = "auto",
+    memory: Mapping[str, int | str] | None = None,
     budget: str = "20s",
     seed: int = 0,
     policy: str | None = "generalist",
@@ -48,7 +54,10 @@ def optimize(
         loss: called with the model's output and the last of the inputs, gives a scalar. Without
             it a training step needs a model that returns its loss.
         training: a step is forward and backward; with False the model's inference.
-        devices: ``"auto"``, names such as ``"core:0,core:1"``, or a Cluster of such devices.
+        devices: ``"auto"``, names such as ``"cuda:0,cpu"`` or ``"core:0,core:1"``, or a Cluster of
+            such devices.
+        memory: {device name: bytes, or a size such as ``"8GiB"``} that the model may use there, by
+            default what is free. A Cluster says so itself.
         budget: of the search: ``"60s"``, or evaluations, ``"4000e"``. Extraction, measuring op
             costs and running the best candidates come on top.
         seed: of everything random in the search.
@@ -77,12 +86,21 @@ def optimize(
         keep_together=tuple(keep_together),
         pins=dict(pin or {}),
     )
-    cluster = devices if isinstance(devices, Cluster) else discover(devices)
+    cluster = _cluster(devices, memory or {})
     step = Step.of(model, example_inputs, loss, training=training)
     if not progress:
         return optimize_step(step, cluster, options)
     with progress_for(sys.stderr.isatty()) as shown:
         return optimize_step(step, cluster, options, shown)
+
+
+def _cluster(devices: str | Cluster, memory: Mapping[str, int | str]) -> Cluster:
+    if not isinstance(devices, Cluster):
+        sizes = {k: parse_bytes(v) if isinstance(v, str) else v for k, v in memory.items()}
+        return discover(devices, sizes)
+    if memory:
+        raise ValueError("a Cluster says how much memory its devices have: leave memory out")
+    return devices
 
 
 def apply(
@@ -92,8 +110,13 @@ def apply(
     *,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     training: bool = True,
-) -> PlacedModel:
-    """Make a model run as placed; see :class:`envs.executor.placed.PlacedModel`.
+) -> Any:
+    """Make a model run as placed.
+
+    On pinned cores that is a :class:`envs.executor.placed.PlacedModel`, whose workers run
+    ``placed.step(batch)``; close it, or use it as a context manager. On devices of torch it is a
+    :class:`envs.executor.placed_module.PlacedModule`, to be called like the model itself (with the
+    target, if there is a loss): ``placed(*inputs).backward()``.
 
     Args:
         model: the model that was placed, or one with the same architecture.
@@ -127,11 +150,22 @@ def apply(
             f"the placement splits a step into {found.micro_batches} micro-batches, which cannot "
             "be run yet"
         )
-    cluster = discover(",".join(found.device_names))
-    graph = GraphArrays.from_graph(extraction.graph)
-    fitting = found.aligned(graph, cluster)
+    cluster = present(found.device_names)
+    if not is_core(cluster.names[0]):
+        return _placed_module(extraction, found, cluster)
+    fitting = found.aligned(GraphArrays.from_graph(extraction.graph), cluster)
     order = priority_order(extraction.program, fitting.priority)
     return PlacedModel(extraction, cluster, fitting.devices, order)
+
+
+def _placed_module(extraction: Extraction, placement: Placement, cluster: Cluster) -> PlacedModule:
+    calls = call_graph(extraction)
+    graph = GraphArrays.from_graph(with_gradients(extraction, calls))
+    fitting = placement.aligned(graph, cluster)
+    devices = [torch_device(cluster.names[d]) for d in fitting.devices]
+    return PlacedModule(
+        extraction, calls.devices_of_calls(devices), calls.launch_order(fitting.priority)
+    )
 
 
 def train(

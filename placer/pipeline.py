@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Any, Final
 
 import networkx as nx
 import numpy as np
@@ -14,28 +15,25 @@ import placer
 from envs.bounds import lower_bound_ns
 from envs.calibrate import calibrated
 from envs.cluster import Cluster
-from envs.discover import check_cores
+from envs.discover import check_devices
 from envs.executor.pool import WorkerError
-from envs.measured import Measured, Measurement, run_order
+from envs.measured import Measurement, run_order
 from envs.placement import MadeBy, Placement
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS, Simulator
 from graphs.extract import Extraction, Step, extract
 from graphs.graph import GraphArrays
-from placer.costing import measured_graph
 from placer.demands import demanded
 from placer.interrupt import Interrupt
 from placer.outcome import Optimization, Row, choose
 from placer.report.progress import Progress, Silent
+from placer.rigs import Rig, rig_for
 from placer.search.budget import Budget
 from placer.search.candidate import Candidate
 from placer.search.portfolio import Proposer, load_compiled_code, search
 
 MEASURED_CANDIDATES: Final = 5
 """How many of the best are run for real, besides the best single device."""
-MEASURED_S: Final = 1.5
-FEWEST_ROUNDS: Final = 7
-MOST_ROUNDS: Final = 41
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,29 +55,31 @@ def optimize_step(
 
     Args:
         step: the model and its example inputs.
-        cluster: devices ``core:*``; without links, speeds of devices and links are calibrated.
+        cluster: devices ``core:*``, or ``cuda:*`` and ``cpu``; without links, speeds of devices and
+            links are calibrated.
         options: budget, seed and what to leave out.
         progress: hears what is going on.
 
     Raises:
         ExtractionError: the model cannot be exported.
         DemandError: an option names ops or devices that are not there, or contradicts another.
-        ValueError: a device is not there.
+        ValueError: a device is not there, or cores are mixed with devices of torch.
         PlacementError: the model fits nowhere, or nothing could be run.
         KeyboardInterrupt: stopped before there was any placement.
     """
     hear = progress or Silent()
-    check_cores(cluster.names)
+    check_devices(cluster.names)
     with Interrupt() as interrupt:
         hear.stage("Extracting the graph")
         extraction = extract(step)
-        graph = demanded(extraction.graph, cluster, options.keep_together, options.pins)
+        rig = rig_for(extraction, cluster)
+        graph = demanded(rig.graph, cluster, options.keep_together, options.pins)
         hear.stage("Calibrating devices")
         cluster = cluster if cluster.links else calibrated(cluster)
         hear.stage("Measuring op costs")
-        graph = measured_graph(extraction, graph, cluster, hear)
-        problem = Problem.of(GraphArrays.from_graph(graph), cluster)
-        return _decided(problem, options, interrupt, hear, extraction)
+        graph = rig.costed(graph, cluster, hear)
+        problem = Problem.of(GraphArrays.from_graph(graph), rig.planned(cluster))
+        return _decided(problem, options, interrupt, hear, extraction, rig)
 
 
 def optimize_graph(
@@ -97,7 +97,7 @@ def optimize_graph(
     with Interrupt() as interrupt:
         graph = demanded(graph, cluster, options.keep_together, options.pins)
         problem = Problem.of(GraphArrays.from_graph(graph), cluster)
-        return _decided(problem, options, interrupt, hear, None)
+        return _decided(problem, options, interrupt, hear)
 
 
 def _decided(
@@ -105,7 +105,8 @@ def _decided(
     options: Options,
     interrupt: Interrupt,
     hear: Progress,
-    extraction: Extraction | None,
+    extraction: Extraction | None = None,
+    rig: Rig | None = None,
 ) -> Optimization:
     """Search, run the best if there is something to run, choose.
 
@@ -122,9 +123,9 @@ def _decided(
             hear.stage("Searching placements")
             rows = _searched(problem, options, interrupt, hear)
             ended = time.perf_counter()
-        if extraction is not None and options.measure and not interrupt.requested:
+        if rig is not None and options.measure and not interrupt.requested:
             hear.stage("Running the best for real")
-            runs = _run_best(rows, extraction, problem, hear)
+            runs = _run_best(rows, rig, problem, hear)
     except KeyboardInterrupt:
         interrupt.requested = True
         if not rows:
@@ -199,9 +200,7 @@ class _Runs:
     interrupted: bool = False
 
 
-def _run_best(
-    rows: Sequence[Row], extraction: Extraction, problem: Problem, hear: Progress
-) -> _Runs:
+def _run_best(rows: Sequence[Row], rig: Rig, problem: Problem, hear: Progress) -> _Runs:
     """Run the best few and the best single devices in turn.
 
     Raises:
@@ -210,15 +209,8 @@ def _run_best(
     chosen = worth_running(rows, problem.cluster)
     if not chosen:
         return _Runs()
-    latency_s = max((link.latency_s for link in problem.cluster.links), default=0.0)
-    timeout_s = 60.0 + 100.0 * max((rows[i].predicted_s for i in chosen), default=0.0)
-    with Measured(
-        extraction,
-        problem,
-        latency_s=latency_s,
-        rounds=rounds_for(rows[chosen[0]].predicted_s),
-        step_timeout_s=timeout_s,
-    ) as backend:
+    longest_s = max((rows[i].predicted_s for i in chosen), default=0.0)
+    with closing(rig.backend(problem, longest_s, rows[chosen[0]].predicted_s)) as backend:
         measurements = backend.measure(
             [rows[i].placement for i in chosen],
             progress=lambda done, total: hear.advance(done / total),
@@ -229,11 +221,6 @@ def _run_best(
             all_cores=backend.reference,
             interrupted=backend.interrupted,
         )
-
-
-def rounds_for(step_s: float) -> int:
-    """How often a candidate is run: short steps scatter more, and cost less."""
-    return int(min(max(MEASURED_S / step_s, FEWEST_ROUNDS), MOST_ROUNDS)) if step_s else MOST_ROUNDS
 
 
 def worth_running(rows: Sequence[Row], cluster: Cluster) -> list[int]:
@@ -258,7 +245,7 @@ def _recorded(found: Optimization) -> Optimization:
         "peak_memory_bytes": best.peak_memory_bytes,
         "lower_bound_s": found.lower_bound_s,
     }
-    measured: dict[str, float] | None = None
+    measured: dict[str, Any] | None = None
     if seen is not None:
         measured = {
             "step_s": found.step_s(best),
@@ -269,6 +256,8 @@ def _recorded(found: Optimization) -> Optimization:
             "contention": seen.contention,
             "rounds": len(seen.wall_s),
         }
+        if seen.peak_memory_bytes:
+            measured["peak_memory_bytes"] = dict(seen.peak_memory_bytes)
         if single is not None and single.measurement is not None:
             measured["single_device_step_s"] = found.step_s(single)
         if found.all_cores is not None and found.all_cores.ok:

@@ -44,7 +44,10 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "--costs", choices=["measured", "none"], help="of the ops (default: measured)"
     )
     parser.add_argument(
-        "--devices", metavar="NAMES", help="measure on one of each kind of these (default: core:0)"
+        "--devices",
+        metavar="NAMES",
+        help="measure on one of each kind of these (default: core:0); on cpu or cuda:N the ops are "
+        "the calls of the exported model",
     )
     parser.add_argument("--json", action="store_true", help="print the summary as JSON to stdout")
     parser.set_defaults(run=run)
@@ -117,7 +120,7 @@ def _graph(
     args: argparse.Namespace, cluster: Cluster | None, progress: Progress
 ) -> nx.DiGraph[str]:
     from graphs.extract import extract
-    from placer.costing import measured_graph
+    from placer.rigs import rig_for
     from placer.target import is_graph_file, load_graph_target, load_step
 
     if is_graph_file(args.target):
@@ -129,4 +132,5 @@ def _graph(
     if cluster is None:
         return extraction.graph
     progress.stage("Measuring op costs")
-    return measured_graph(extraction, extraction.graph, cluster, progress)
+    rig = rig_for(extraction, cluster)
+    return rig.costed(rig.graph, cluster, progress)

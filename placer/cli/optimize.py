@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from placer.cli.arguments import pin, pins_of, seed
+from placer.cli.arguments import add_devices, pin, pins_of, seed
 from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs, why_not_written
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ targets:
 
 examples:
   placer optimize examples/inception.py:build --devices core:0,core:1 --budget 60s
+  placer optimize model.py:build --devices cuda:0,cpu --memory cuda:0=8GiB
   placer optimize model.py:build --inference --out placement.json --timeline timeline.json
 """
 
@@ -43,11 +44,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("target", help="path/to/model.py:function, hf:NAME or graph.json")
-    parser.add_argument(
-        "--devices",
-        metavar="NAMES",
-        help="core:0,core:1 (pinned cores), core:0-3 (a core set), or auto (default)",
-    )
+    add_devices(parser, "auto")
     parser.add_argument(
         "--cluster", type=Path, metavar="FILE", help="devices and links from a cluster file (TOML)"
     )
@@ -167,22 +164,24 @@ def _options(args: argparse.Namespace) -> Options:
 
 def _cluster(args: argparse.Namespace) -> Cluster:
     from envs.cluster import load_cluster
-    from envs.discover import check_cores, discover
+    from envs.discover import check_devices, discover
 
     if args.cluster is not None and args.devices is not None:
         raise ValueError("give --devices or --cluster, not both")
+    if args.cluster is not None and args.memory:
+        raise ValueError("a cluster file says how much memory its devices have: leave --memory out")
     is_graph = args.target.endswith(".json")
     if args.cluster is not None:
         cluster = load_cluster(args.cluster)
         if not is_graph:  # a graph is only simulated, and may be on devices of anywhere
             try:
-                check_cores(cluster.names)
+                check_devices(cluster.names)
             except ValueError as error:
                 raise ValueError(f"{args.cluster}: {error}") from error
         return cluster
     if is_graph:
         raise ValueError("a graph file has no devices of its own: give --cluster cluster.toml")
-    return discover(args.devices or "auto")
+    return discover(args.devices or "auto", args.memory)
 
 
 def _optimize(
