@@ -158,6 +158,13 @@ def test_the_gradient_of_tied_weights_is_added_up_where_they_live() -> None:
     assert {extraction.call_of[i] for i in adding} == {"embedding:embedding"}
 
 
+def test_tied_weights_are_one_source_whatever_they_are_called() -> None:
+    for name in ("tied_weights", "t5"):
+        extraction = extracted(name)
+        named = [s.name for s in extraction.forward.sources if s.role == "parameter"]
+        assert len(named) == len(list(extraction.step.model.parameters()))
+
+
 def test_devices_and_order_reach_every_call() -> None:
     found = calls_of("conv_net")
     count = len(found.graph)

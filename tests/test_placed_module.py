@@ -329,6 +329,19 @@ def test_autocast_around_it_holds_inside() -> None:
     assert not torch.equal(found, exact)
 
 
+def test_autocast_within_the_model_stays() -> None:
+    def forward_(m: Any, x: Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden = m.second(m.first(x))
+        return hidden.float().sum()
+
+    layers = {"first": nn.Linear(4, 4), "second": nn.Linear(4, 4)}
+    extraction = extract(Step.of(Plain(forward_, **layers), (torch.randn(3, 4),)))
+    plain = copy.deepcopy(extraction.step)
+    placed = PlacedModule(extraction, on(extraction, torch.device("cpu"), lambda key: True))
+    assert torch.equal(placed(*plain.inputs), forward(plain))
+
+
 def test_the_mode_is_that_of_the_step() -> None:
     extraction = fresh("frozen_norm")
     placed = PlacedModule(extraction, on(extraction, torch.device("cpu"), lambda key: True))
@@ -467,3 +480,12 @@ def test_weights_that_are_tied_no_longer_are_refused() -> None:
     head.weight = nn.Parameter(head.get_parameter("weight").detach().clone())
     with pytest.raises(ValueError, match="is tied no longer"):
         placed(*extraction.step.inputs)
+
+
+def test_what_fails_on_a_device_names_the_call(device: torch.device) -> None:
+    extraction = fresh("dlrm")
+    placed = PlacedModule(extraction, on(extraction, device, lambda key: "bottom" in key))
+    dense, rows, target = extraction.step.inputs
+    with pytest.raises((RuntimeError, IndexError)) as failure:
+        placed(dense, rows + 1000, target)
+    assert "embedding" in str(getattr(failure.value, "__notes__", failure.value))

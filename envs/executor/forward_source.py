@@ -7,6 +7,7 @@ let go of after its last use.
 
 from __future__ import annotations
 
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from graphs.extract.forward import ForwardProgram
 from graphs.extract.program import Ref
 
 NAME: Final = "forward"
+FILE: Final = "<placed forward>"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,9 +40,16 @@ class ForwardSource:
     def compiled(self) -> Callable[..., list[Any]]:
         """The function."""
         namespace = dict(self.names)
-        exec(compile(self.text, "<placed forward>", "exec"), namespace)
+        exec(compile(self.text, FILE, "exec"), namespace)
         function: Callable[..., list[Any]] = namespace[NAME]
         return function
+
+    def line_of(self, error: BaseException) -> str:
+        """The line in which the function failed, "" if it did not."""
+        lines = self.text.splitlines()
+        walked = traceback.walk_tb(error.__traceback__)
+        at = [number for frame, number in walked if frame.f_code.co_filename == FILE]
+        return lines[at[-1] - 1].strip() if at else ""
 
 
 class ForwardWriter:
@@ -127,9 +136,9 @@ class _Writer:
             if value is not None
         ]
         reads = list(given.values())
+        expression += f"  # {call.key}"
         if not call.tuple_result:
-            expression = f"{made[0][2]} = {expression}"
-            self.lines.append((expression, reads, [made[0][2]]))
+            self.lines.append((f"{made[0][2]} = {expression}", reads, [made[0][2]]))
         elif made:
             whole = f"t{index}_{on}"
             self.lines.append((f"{whole} = {expression}", reads, [whole]))

@@ -41,9 +41,14 @@ class Homes:
         self.moved_bytes = 0
 
     def place(self, homes: Mapping[int, torch.device]) -> None:
-        """Set the home of every state, by value; one without stays where it is."""
+        """Set the home of every state, by value, and move it; one without stays where it is."""
+        before = self._homes
         self._homes = [homes.get(source.value) for source in self._sources]
-        self.tensors()
+        try:
+            self.tensors()
+        except BaseException:
+            self._homes = before
+            raise
 
     def tensors(self) -> list[torch.Tensor]:
         """All states at home; what was moved elsewhere is moved back.

@@ -81,6 +81,7 @@ class PlacedModule(nn.Module):
         self._launch = LaunchOrder(self._program)
         self._readers = first_readers(self._program)
         self._homes = Homes(step, self._program, keep_copies=keep_copies)
+        self._constants: dict[torch.device, list[torch.Tensor]] = {}
         self.place(devices, order)
 
     def place(self, devices: Mapping[str, torch.device | str], order: Sequence[str] = ()) -> None:
@@ -92,6 +93,8 @@ class PlacedModule(nn.Module):
         Raises:
             ValueError: a call has no device, a key is unknown, a device cannot be used, or calls
                 that write one tensor are on several devices. The old placement stays.
+            torch.OutOfMemoryError: a device has no room for its parameters. The old placement
+                stays; its parameters are moved back by the next call.
         """
         placed = _checked(self._launch.number, devices)
         if unknown := [key for key in order if key not in placed]:
@@ -104,13 +107,22 @@ class PlacedModule(nn.Module):
                 )
         homes = {value: placed[key] for value, key in self._readers.items()}
         source = self._writer.source(self._launch.of(placed, order), placed, homes)
-        self._run = source.compiled()
-        self._constants = {
-            device: [s.tensor.to(device) for s in self._program.sources if s.tensor is not None]
-            for device in dict.fromkeys(placed.values())
-        }
-        self.source, self.transfers = source.text, source.transfers
+        run = source.compiled()
+        for device in set(placed.values()) - self._constants.keys():
+            held = [s.tensor for s in self._program.sources if s.tensor is not None]
+            self._constants[device] = [tensor.to(device) for tensor in held]
         self._homes.place(homes)
+        self._source, self._run = source, run
+
+    @property
+    def source(self) -> str:
+        """The forward pass as Python: every line a call with its key, a transfer or an end."""
+        return self._source.text
+
+    @property
+    def transfers(self) -> int:
+        """How many tensors a forward pass sends between devices, inputs left out."""
+        return self._source.transfers
 
     @property
     def moved_bytes(self) -> int:
@@ -122,10 +134,16 @@ class PlacedModule(nn.Module):
 
         Raises:
             ValueError: the inputs do not fit the example inputs.
+            Exception: as torch raises it, with a note that names the call.
         """
         leaves = matched_leaves(self._step, inputs, keywords)
         with nullcontext() if self._step.training else torch.no_grad():
-            results = self._run(self._homes.tensors(), leaves, self._constants)
+            states = self._homes.tensors()
+            try:
+                results = self._run(states, leaves, self._constants)
+            except Exception as error:
+                error.add_note(f"in the placed forward pass: {self._source.line_of(error)}")
+                raise
         return tree_map(
             lambda leaf: results[leaf.number] if isinstance(leaf, Position) else leaf,
             self._outputs,

@@ -142,6 +142,7 @@ class _Reader:
         self.first: dict[int, int] = {}  # by the identity of a fake storage
         self.values: dict[fx.Node, int] = {}
         self.bodies: dict[fx.Node, fx.GraphModule] = {}
+        self.values_of_state: dict[int, int] = {}  # by the identity of the tensor: ties are one
         self.sources: list[Source] = []
         self.found: list[_Found] = []
         self.results: tuple[Any, ...] = ()
@@ -167,8 +168,8 @@ class _Reader:
     def program(self, mutated: Collection[str], counted: Collection[str]) -> ForwardProgram:
         """The program, once all nodes are read."""
         written = [self._written(call) for call in self.found]
-        state = {s.name: self.storage_of[s.value] for s in self.sources}
-        changing = {state[name] for name in mutated if name in state}
+        read_state = (self.values_of_state.get(id(self.state[name])) for name in mutated)
+        changing = {self.storage_of[value] for value in read_state if value is not None}
         shared = changing.union(*written)
         calls = []
         for call, own in zip(self.found, written, strict=True):
@@ -214,9 +215,12 @@ class _Reader:
             self.bodies[node] = held
             return
         name = unwrapped(str(node.target)) if self.prefix == WRAPPED else str(node.target)
-        if name in self.state:
+        if name in self.state and id(self.state[name]) in self.values_of_state:
+            self.values[node] = self.values_of_state[id(self.state[name])]
+        elif name in self.state:
             is_parameter = isinstance(self.state[name], torch.nn.Parameter)
             self._source(node, "parameter" if is_parameter else "buffer", name, None)
+            self.values_of_state[id(self.state[name])] = self.values[node]
         else:
             self._source(node, "constant", str(node.target), held.detach())
 
