@@ -32,6 +32,7 @@ from envs.torch_devices import own_accelerators, torch_device
 from graphs.extract import Step
 from placer.search.budget import Budget
 from placer.search.candidate import Candidate, distinct
+from placer.search.filling import first_layers
 from placer.search.portfolio import load_compiled_code, search
 
 SHARES = (0.75, 0.5, 0.3)
@@ -41,36 +42,6 @@ RUN = 2
 REPEATS = 7
 WEIGHTS_SHARE = 0.85
 """What accelerate may fill with weights; the rest is for activations."""
-
-
-def first_layers_that_fit(problem: Problem) -> Candidate | None:
-    """As many layers as fit on the first device, in the order of the model; the rest on the last.
-
-    None where no layer fits, or the whole model does not fit on the host either.
-    """
-    layers = list(dict.fromkeys(layer_of(name) for name in problem.graph.ids))
-    number = np.array([layers.index(layer_of(name)) for name in problem.graph.ids])
-    for group in range(int(problem.graph.group.max(initial=-1)) + 1):
-        members = problem.graph.group == group
-        number[members] = number[members].min()
-    low, high = 0, len(layers)  # the first `low` layers fit
-    fitting: Candidate | None = None
-    while low < high:
-        middle = (low + high + 1) // 2
-        devices = np.where(number < middle, 0, problem.device_count - 1)
-        plan = in_order(problem, f"first {middle} of {len(layers)} layers", devices)
-        if plan.step_ns < INFEASIBLE_NS:
-            low, fitting = middle, plan
-        else:
-            high = middle - 1
-    return fitting
-
-
-def layer_of(name: str) -> str:
-    """The layer of an op: its module up to the first number, as in ``layers.3``."""
-    module = name.rpartition(":")[0].partition("@")[0]
-    found = re.match(r".*?\.\d+|\d+", module)
-    return found[0] if found else module
 
 
 def found_by_search(problem: Problem, seed: int = 0) -> list[Candidate]:
@@ -108,9 +79,9 @@ def offload(record: Record, name: str, bench: Workbench) -> None:
         def capped(found: dict[str, Any], share: float = share) -> None:
             limit = int(share * peak[0])
             problem = bench.problem(limit)
-            layers = first_layers_that_fit(problem)
-            plans = [layers] if layers is not None else []
-            plans += found_by_search(problem)
+            order = -np.arange(problem.op_count, dtype=np.float64)
+            layers = first_layers(problem, order)
+            plans = [in_order(problem, "first layers that fit", layers), *found_by_search(problem)]
             found.update(share=share, limit_bytes=limit)
             found["rows"] = bench.measured(problem, plans, limit)
             tell(record, found["rows"])

@@ -14,7 +14,7 @@ from envs.calibrate import calibrated
 from envs.call_memory import plannable
 from envs.cluster import Cluster
 from envs.measured import Measurement
-from envs.measured_module import MeasuredModule
+from envs.measured_module import MeasuredModule, launch_order
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS, Simulator
@@ -54,16 +54,21 @@ class Workbench:
     ) -> list[dict[str, Any]]:
         """Run plans in turn; what was predicted and what was measured of each."""
         limits = {} if limit_bytes is None else {self.cluster.names[0]: limit_bytes}
-        placements = [
-            Placement.of(problem.graph, problem.cluster, plan.devices, plan.priority)
-            for plan in plans
-        ]
+        placements = [placement(problem, plan) for plan in plans]
         backend = MeasuredModule(
             self.extraction, self.rig.calls, problem, limits=limits, rounds=ROUNDS, warm_up=0
         )
         with closing(backend):
             seen = backend.measure(placements)
         return [row(problem, plan, one) for plan, one in zip(plans, seen, strict=True)]
+
+
+def placement(problem: Problem, plan: Candidate) -> Placement:
+    """The placement of a plan, with the order in which it is to be launched."""
+    schedule = Simulator(problem).run(plan.devices, plan.priority)
+    priority = np.empty(problem.op_count)
+    priority[launch_order(problem, schedule)] = -np.arange(problem.op_count)
+    return Placement.of(problem.graph, problem.cluster, plan.devices, priority)
 
 
 def row(problem: Problem, plan: Candidate, seen: Measurement) -> dict[str, Any]:

@@ -39,13 +39,15 @@ SMALLEST_DIFFERENCE: Final = 0.005
 class Measurement:
     """Repeated runs of one placement. Arrays are in order of the rounds.
 
-    ``peak_memory_bytes`` tells of the devices that count what tensors take, by name.
+    ``peak_memory_bytes`` tells of the devices that count what tensors take, by name; ``overfull``
+    says that it failed because memory did not suffice.
     """
 
     wall_s: NDArray[np.float64]
     rebuilt_s: NDArray[np.float64]
     failure: str = ""
     peak_memory_bytes: Mapping[str, int] = field(default_factory=dict)
+    overfull: bool = False
 
     @property
     def counts(self) -> bool:

@@ -22,10 +22,11 @@ import torch
 from envs import torch_devices
 from envs.backend import StepResult
 from envs.executor.placed_module import PlacedModule
-from envs.measured import Measurement, infeasible, misfit, noise
+from envs.measured import Measurement, infeasible, misfit, noise, run_order
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator import Simulator
+from envs.simulator.schedule import Schedule
 from envs.torch_devices import CPU, OUT_OF_MEMORY, torch_device
 from graphs.extract import Extraction
 from graphs.extract.call_graph import CallGraph
@@ -141,7 +142,7 @@ class MeasuredModule:
         try:
             wall_s = self._steps(placement)
         except OUT_OF_MEMORY as error:
-            turns.failure = self._no_room(placement, error)
+            turns.failure, turns.overfull = self._no_room(placement, error), True
             self._drop()
         except (RuntimeError, ValueError) as error:
             turns.failure = f"torch cannot run it: {str(error).splitlines()[0]}"
@@ -241,11 +242,23 @@ class MeasuredModule:
         )
 
 
+def launch_order(problem: Problem, schedule: Schedule) -> list[int]:
+    """All ops as one process should launch them: by simulated start, those of the CPU by their end.
+
+    An op on the CPU holds up launches until it is done: whatever an accelerator is to do meanwhile
+    must be launched before.
+    """
+    on_cpu = np.array([name == "cpu" for name in problem.cluster.names])
+    launch_ns = np.where(on_cpu[schedule.devices], schedule.end_ns, schedule.start_ns)
+    return run_order(problem, launch_ns)
+
+
 class _Turns:
     """What the turns of one placement gave."""
 
     def __init__(self, failure: str) -> None:
         self.failure = failure
+        self.overfull = False
         self.wall_s: list[float] = []
         self.peak_bytes: dict[str, int] = {}
 
@@ -260,4 +273,5 @@ class _Turns:
             rebuilt_s=wall_s,
             failure=self.failure,
             peak_memory_bytes=dict(self.peak_bytes),
+            overfull=self.overfull,
         )

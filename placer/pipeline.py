@@ -34,6 +34,8 @@ from placer.search.portfolio import Proposer, load_compiled_code, search
 
 MEASURED_CANDIDATES: Final = 5
 """How many of the best are run for real, besides the best single device."""
+SMALLER: Final = (0.85, 0.7)
+"""Shares of the memory to plan for, one after the other, where plans for all of it do not fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,11 +123,21 @@ def _decided(
     try:
         with interrupt.polled():
             hear.stage("Searching placements")
-            rows = _searched(problem, options, interrupt, hear)
+            rows = _searched(problem, options, interrupt, hear, rig)
             ended = time.perf_counter()
         if rig is not None and options.measure and not interrupt.requested:
             hear.stage("Running the best for real")
             runs = _run_best(rows, rig, problem, hear)
+            for share in SMALLER:
+                if runs.interrupted or not _overfull(rows, runs):
+                    break
+                hear.stage(f"Memory did not suffice: searching again for {share:.0%} of it")
+                smaller = _with_less_memory(problem, share)
+                with interrupt.polled():
+                    more = _searched(smaller, options, interrupt, hear, rig)
+                if not any(np.isfinite(row.predicted_s) for row in more):
+                    break
+                rows, runs = _joined(rows, runs, more, _run_best(more, rig, smaller, hear))
     except KeyboardInterrupt:
         interrupt.requested = True
         if not rows:
@@ -152,7 +164,7 @@ def _decided(
 
 
 def _searched(
-    problem: Problem, options: Options, interrupt: Interrupt, hear: Progress
+    problem: Problem, options: Options, interrupt: Interrupt, hear: Progress, rig: Rig | None
 ) -> list[Row]:
     candidates = search(
         problem,
@@ -163,15 +175,22 @@ def _searched(
         should_stop=interrupt.asked,
     )
     simulator = Simulator(problem)
-    return [_row(problem, simulator, candidate, options) for candidate in candidates]
+    return [_row(problem, simulator, candidate, options, rig) for candidate in candidates]
 
 
-def _row(problem: Problem, simulator: Simulator, candidate: Candidate, options: Options) -> Row:
+def _row(
+    problem: Problem,
+    simulator: Simulator,
+    candidate: Candidate,
+    options: Options,
+    rig: Rig | None,
+) -> Row:
     """A candidate with its schedule; the placement's priorities spell the simulated order out."""
     schedule = simulator.run(candidate.devices, candidate.priority)
     feasible = candidate.step_ns < INFEASIBLE_NS
     priority = np.empty(problem.op_count)
-    priority[run_order(problem, schedule.start_ns)] = np.arange(problem.op_count, 0, -1)
+    order = run_order(problem, schedule.start_ns) if rig is None else rig.order(problem, schedule)
+    priority[order] = np.arange(problem.op_count, 0, -1)
     made_by = MadeBy(
         placer=candidate.name,
         seed=options.seed,
@@ -221,6 +240,34 @@ def _run_best(rows: Sequence[Row], rig: Rig, problem: Problem, hear: Progress) -
             all_cores=backend.reference,
             interrupted=backend.interrupted,
         )
+
+
+def _overfull(rows: Sequence[Row], runs: _Runs) -> bool:
+    """Whether memory did not suffice for any candidate that uses several devices."""
+    several = [seen for i, seen in runs.of_row.items() if not rows[i].is_single]
+    return bool(several) and all(seen.overfull for seen in several)
+
+
+def _with_less_memory(problem: Problem, share: float) -> Problem:
+    """The same problem on devices with a share of their memory."""
+    devices = tuple(
+        replace(device, memory_bytes=int(device.memory_bytes * share))
+        for device in problem.cluster.devices
+    )
+    return Problem.of(problem.graph, replace(problem.cluster, devices=devices))
+
+
+def _joined(
+    rows: Sequence[Row], runs: _Runs, more: Sequence[Row], later: _Runs
+) -> tuple[list[Row], _Runs]:
+    """What a later search and its runs gave, and of the earlier ones what failed.
+
+    Runs are only compared with others of the same rounds.
+    """
+    failed = [i for i, seen in runs.of_row.items() if seen.failure]
+    of_failed = {len(more) + k: runs.of_row[i] for k, i in enumerate(failed)}
+    joined = replace(later, of_row={**later.of_row, **of_failed})
+    return [*more, *(rows[i] for i in failed)], joined
 
 
 def worth_running(rows: Sequence[Row], cluster: Cluster) -> list[int]:

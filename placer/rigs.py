@@ -15,10 +15,11 @@ import networkx as nx
 from envs.call_costs import profile_calls
 from envs.call_memory import plannable, with_gradients
 from envs.cluster import Cluster
-from envs.measured import Measured, Measurement
-from envs.measured_module import MeasuredModule
+from envs.measured import Measured, Measurement, run_order
+from envs.measured_module import MeasuredModule, launch_order
 from envs.placement import Placement
 from envs.problem import Problem
+from envs.simulator.schedule import Schedule
 from envs.torch_devices import is_core
 from graphs.costs import with_costs
 from graphs.extract import Extraction
@@ -65,6 +66,10 @@ class Rig(Protocol):
         """The cluster with the memory that placements may count on."""
         ...
 
+    def order(self, problem: Problem, schedule: Schedule) -> list[int]:
+        """All ops in the order that placements ask for, from what was simulated."""
+        ...
+
     def backend(self, problem: Problem, longest_s: float, shortest_s: float) -> MeasuringBackend:
         """What runs candidates whose steps are predicted to take between these times."""
         ...
@@ -89,6 +94,10 @@ class Cores:
     def planned(self, cluster: Cluster) -> Cluster:
         """All its memory."""
         return cluster
+
+    def order(self, problem: Problem, schedule: Schedule) -> list[int]:
+        """By start."""
+        return run_order(problem, schedule.start_ns)
 
     def backend(self, problem: Problem, longest_s: float, shortest_s: float) -> MeasuringBackend:
         """Workers."""
@@ -124,6 +133,10 @@ class TorchDevices:
     def planned(self, cluster: Cluster) -> Cluster:
         """Some of its memory is left for gaps and libraries."""
         return plannable(cluster)
+
+    def order(self, problem: Problem, schedule: Schedule) -> list[int]:
+        """By start, but those of the CPU by their end."""
+        return launch_order(problem, schedule)
 
     def backend(self, problem: Problem, longest_s: float, shortest_s: float) -> MeasuringBackend:
         """A placed module in this process."""

@@ -24,13 +24,14 @@ from envs.cluster import Cluster, Link
 from envs.discover import discover
 from envs.executor.placed_module import PlacedModule
 from envs.measured import Measurement
-from envs.measured_module import MeasuredModule
+from envs.measured_module import MeasuredModule, launch_order
 from envs.placement import Placement
 from envs.problem import Problem
+from envs.simulator import Simulator
 from graphs.costs import with_costs
 from graphs.extract import Step, extract
 from graphs.extract.call_graph import call_graph
-from graphs.graph import GraphArrays
+from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 from placer.cli.main import main
 
 torch.set_num_threads(1)
@@ -300,6 +301,24 @@ def test_ctrl_c_keeps_whole_rounds(small: Small, monkeypatch: pytest.MonkeyPatch
     assert [len(one.wall_s) for one in seen] == [2, 2]
 
 
+def test_ops_of_the_cpu_are_launched_after_what_runs_beside_them() -> None:
+    graph = new_graph("beside")
+    for name, seconds in (("host", 3e-3), ("a", 1e-3), ("b", 1e-3), ("after", 1e-3)):
+        add_op(graph, name, cost_s={"*": seconds})
+    for source in ("host", "b"):
+        add_edge(graph, source, "after")
+    add_edge(graph, "a", "b")
+    problem = Problem.of(GraphArrays.from_graph(graph), linked())
+    devices = np.array([1, 0, 0, 0], np.int32)
+    schedule = Simulator(problem).run(devices, np.zeros(4))
+    order = launch_order(problem, schedule)
+    assert [problem.graph.ids[i] for i in order] == ["a", "b", "host", "after"]
+    priority = np.empty(4)
+    priority[order] = -np.arange(4.0)
+    again = Simulator(problem).run(devices, priority)
+    assert again.start_ns.tolist() == schedule.start_ns.tolist()
+
+
 # --- the main job
 
 
@@ -418,6 +437,44 @@ def test_a_placement_over_the_limit_of_a_gpu_fails_and_the_others_go_on() -> Non
         (there,) = backend.evaluate(placements[:1])
     assert there.feasible
     assert there.peak_memory_bytes["cuda:0"] >= sum(2 * p.nbytes for p in model.parameters())
+
+
+def test_where_no_plan_fits_in_fact_it_is_planned_for_less_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planned: list[int] = []
+    measure = MeasuredModule.measure
+
+    def first_too_large(
+        backend: MeasuredModule, placements: list[Placement], *_: object, **__: object
+    ) -> list[Measurement]:
+        planned.append(backend.problem.cluster.devices[0].memory_bytes)
+        seen = measure(backend, placements)
+        if len(planned) > 1:
+            return seen
+        nothing = np.array([])
+        full = Measurement(wall_s=nothing, rebuilt_s=nothing, failure="no room", overfull=True)
+        return [
+            full if len(set(p.devices)) > 1 else one
+            for p, one in zip(placements, seen, strict=True)
+        ]
+
+    monkeypatch.setattr(MeasuredModule, "measure", first_too_large)
+    model, tokens = build()
+    found = placer.optimize(
+        model,
+        tokens,
+        devices="vdev:0,cpu",
+        memory={"vdev:0": "100kB", "cpu": 1 << 30},
+        pin={"left": "vdev:0", "table": "cpu"},
+        budget="100e",
+        progress=False,
+    )
+    assert planned == [92_000, 78_200]
+    assert not found.best.failure
+    assert found.best.measurement is not None
+    assert found.devices_of("left").keys() == {"vdev:0"}
+    assert any("failed: no room" in remark for remark in found.remarks)
 
 
 TARGET = """
