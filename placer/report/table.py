@@ -101,7 +101,7 @@ def print_cluster(cluster: Cluster, console: Console) -> None:
         links.add_column(column)
     for link in cluster.links:
         links.add_row(
-            " - ".join(link.between),
+            (" -> " if link.one_way else " - ").join(link.between),
             f"{link.latency_s * 1e6:.1f} us",
             f"{link.bandwidth_bytes_per_s / 1e9:.2f}",
             link.sharing,
