@@ -25,7 +25,7 @@ STEPS = tiny_models.STEPS | tiny_reference_models.STEPS | tiny_transformers.STEP
 QUICK = (
     *("conv_net", "tied_weights", "norm_twice", "views", "attention", "own_loss", "nmt"),
     *("decaying_weight", "structured_output", "norm_twice_inference", "lstm_inference"),
-    *("rnnlm", "separate_moe", "bert", "t5", "mixtral"),
+    *("separate_moe", "t5"),
 )
 SUMMED = ("flops", "parameter_bytes", "saved_bytes", "moved_bytes")
 EVERY = pytest.mark.parametrize(

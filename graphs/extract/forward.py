@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from graphs.extract.convert import IGNORED
 from graphs.extract.keys import operator_name, owner
 from graphs.extract.lineage import bodies, tagged_call
-from graphs.extract.program import Ref, Source
+from graphs.extract.program import Ref, Role, Source
 from graphs.extract.step import WRAPPED, unwrapped
 
 
@@ -152,8 +152,8 @@ class _Reader:
         """Take the next node."""
         match node.op:
             case "placeholder":
-                if isinstance(node.meta.get("val"), torch.Tensor):
-                    self._source(node, "input", str(self.inputs), None)
+                if isinstance(example := node.meta.get("val"), torch.Tensor):
+                    self._source(node, "input", str(self.inputs), example)
                 self.inputs += 1
             case "get_attr":
                 self._attribute(node)
@@ -201,11 +201,10 @@ class _Reader:
             results=self.results,
         )
 
-    def _source(self, node: fx.Node, role: Any, name: str, tensor: torch.Tensor | None) -> None:
-        held = node.meta.get("val", tensor)
-        assert isinstance(held, torch.Tensor), f"{node} has no value"
-        value = self._value(node, held)
-        self.sources.append(Source(value, role, name, tensor))
+    def _source(self, node: fx.Node, role: Role, name: str, held: torch.Tensor) -> None:
+        value = self._value(node, node.meta.get("val", held))
+        constant = held.detach() if role == "constant" else None
+        self.sources.append(Source(value, role, name, constant))
 
     def _attribute(self, node: fx.Node) -> None:
         held: Any = self.exported
@@ -219,10 +218,10 @@ class _Reader:
             self.values[node] = self.values_of_state[id(self.state[name])]
         elif name in self.state:
             is_parameter = isinstance(self.state[name], torch.nn.Parameter)
-            self._source(node, "parameter" if is_parameter else "buffer", name, None)
+            self._source(node, "parameter" if is_parameter else "buffer", name, held)
             self.values_of_state[id(self.state[name])] = self.values[node]
         else:
-            self._source(node, "constant", str(node.target), held.detach())
+            self._source(node, "constant", str(node.target), held)
 
     def _value(self, node: fx.Node, tensor: torch.Tensor) -> int:
         index = len(self.storage_of)
