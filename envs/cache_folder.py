@@ -7,8 +7,8 @@ import platform
 from pathlib import Path
 from typing import Final
 
-SPEEDS: Final = "cores-"
-"""How the names of calibration files begin."""
+SPEEDS: Final = ("cores-", "torch-")
+"""How the names of calibration files begin, see envs/calibrate.py."""
 
 
 def cache_folder() -> Path:
@@ -31,4 +31,4 @@ def processor() -> str:
 
 def speed_files() -> list[Path]:
     """The files with calibrated speeds of devices and links, see envs/calibrate.py."""
-    return sorted(cache_folder().glob(f"{SPEEDS}*.toml"))
+    return sorted(path for start in SPEEDS for path in cache_folder().glob(f"{start}*.toml"))

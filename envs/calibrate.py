@@ -1,33 +1,32 @@
 """Calibration by measurement: speeds of devices, latency and bandwidth of links.
 
-Everything is timed by the executor that will run the placement, with programs of its own kind, so
-that what its hand-offs and its dispatch cost is in the numbers.
+That is, of cores; torch's own devices are timed in envs/torch_speeds.py. Everything is timed by the
+executor that will run the placement, with programs of its own kind, so that what its hand-offs and
+its dispatch cost is in the numbers.
 """
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import hashlib
 import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from envs.cache_folder import SPEEDS, cache_folder, host, processor
-from envs.cluster import Cluster, Device, Link, cluster_to_toml, load_cluster
-from envs.discover import cores_of, kind_of
+from envs.calibration_cache import cache_path, cached, filled, store
+from envs.cluster import Cluster, Device, Link
+from envs.discover import present
 from envs.executor.lists import device_lists
 from envs.executor.pool import StepRun, WorkerPool
 from envs.profiling import once_more
+from envs.torch_devices import is_core
+from envs.torch_speeds import measured_speeds
 from graphs.extract.program import Call, Ref, Source, StepProgram, Value
-from graphs.whole_file import write_whole
 
 WARM_UP: Final = 2
 HOPS: Final = 40
@@ -41,71 +40,28 @@ SHORTEST_HOP_S: Final = 1e-6
 
 
 def calibrated(cluster: Cluster, *, again: bool = False) -> Cluster:
-    """The cluster, with measured numbers where it lacks them: links, peak flop/s and bandwidth.
+    """The cluster, with measured numbers where it lacks them: links and speeds of devices.
 
-    Whatever the given cluster does say stays as it is. What was measured is kept, by core sets, in
-    a cluster file in ``$PLACER_CACHE`` (default: ``device-placer`` in ``$XDG_CACHE_HOME`` or
-    ``~/.cache``), one for each host, processor, torch version and list of devices. With ``again``
-    it is measured anew.
+    Whatever the given cluster does say stays as it is. What was measured is kept in a file, see
+    envs/calibration_cache.py. With ``again`` it is measured anew.
 
     Raises:
-        ValueError: a device is not a set of cores of this machine.
+        ValueError: a device is not here, or cores are mixed with devices of torch.
         WorkerError: the workers do not come up.
         OSError: there is too little memory, or too many processes or open files.
     """
-    cores = Cluster(
-        name="cores",
-        devices=tuple(
-            Device(name=name, kind=kind_of(len(cores_of(name))), memory_bytes=0)
-            for name in cluster.names
-        ),
-    )
-    path = _cache_path(cores)
-    known = None if again else _cached(path, cores)
+    plain = present(cluster.names)
+    on_cores = is_core(cluster.names[0])
+    about = list(plain.names)
+    if not on_cores:
+        about += [device.kind for device in plain.devices]
+        about.append(torch.get_float32_matmul_precision())
+    path = cache_path("cores" if on_cores else "torch", about)
+    known = None if again else cached(path, plain)
     if known is None:
-        known = once_more(lambda: calibrate(cores))
-        _store(path, known)
-    return replace(
-        cluster,
-        devices=tuple(map(_filled, cluster.devices, known.devices)),
-        links=cluster.links or known.links,
-    )
-
-
-def _filled(device: Device, measured: Device) -> Device:
-    """The device, with measured speeds where it has none."""
-    lacking = {
-        name: getattr(measured, name)
-        for name in ("peak_flop_per_s", "bandwidth_bytes_per_s")
-        if math.isnan(getattr(device, name))
-    }
-    if not lacking:
-        return device
-    source = "; ".join(text for text in (device.source, measured.source) if text)
-    return replace(device, source=source, **lacking)
-
-
-def _cache_path(cluster: Cluster) -> Path:
-    about = [host(), processor(), torch.__version__, *cluster.names]
-    key = hashlib.sha256("\n".join(about).encode()).hexdigest()[:16]
-    return cache_folder() / f"{SPEEDS}{key}.toml"
-
-
-def _cached(path: Path, cluster: Cluster) -> Cluster | None:
-    """The cluster as it was stored before; None where it was not, or is not whole."""
-    try:
-        known = load_cluster(path)
-    except (OSError, ValueError):
-        return None
-    whole = known.names == cluster.names and len(known.links) == len(_pairs(cluster.devices))
-    return known if whole else None
-
-
-def _store(path: Path, cluster: Cluster) -> None:
-    """Keep a cluster, whole or not at all; a cache that cannot be written is no reason to fail."""
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, cluster_to_toml(cluster))
+        known = once_more(lambda: calibrate(plain)) if on_cores else measured_speeds(plain)
+        store(path, known)
+    return filled(cluster, known)
 
 
 def calibrate(cluster: Cluster) -> Cluster:

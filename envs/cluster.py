@@ -11,7 +11,8 @@
     memory_bytes = 8_000_000_000
 
     [[link]]
-    between = ["core:0", "core:1"]     # every ordered pair among them
+    between = ["core:0", "core:1"]     # every ordered pair among them, or
+    one_way = false                    # with true, only from the first to the second
     latency_s = 15e-6
     bandwidth_bytes_per_s = 5e9        # may be inf
     sharing = "pair"                   # none | egress | pair | bus
@@ -71,7 +72,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A way between every ordered pair of the devices it names.
+    """A way between every ordered pair of the devices it names, or ``one_way`` between two.
 
     ``sharing`` says which transfers queue behind each other: "none" (never), "egress" (one queue
     per sender; half duplex: one port per device for both directions), "pair" (one per ordered
@@ -85,11 +86,14 @@ class Link:
     sharing: Sharing = "egress"
     full_duplex: bool = True
     order: LinkOrder = "fifo"
+    one_way: bool = False
 
     def __post_init__(self) -> None:
         where = f"link between {', '.join(self.between) or 'nothing'}"
         if len(self.between) < 2 or len(set(self.between)) != len(self.between):
             raise ValueError(f"{where}: name at least two different devices")
+        if self.one_way and len(self.between) > 2:
+            raise ValueError(f"{where}: a one-way link leads from one device to one other")
         if not (math.isfinite(self.latency_s) and self.latency_s >= 0):
             raise ValueError(f"{where}: latency_s is {self.latency_s}, not a time >= 0")
         if not self.bandwidth_bytes_per_s > 0:
@@ -98,6 +102,12 @@ class Link:
             )
         _one_of(self.sharing, SHARINGS, f"{where}: sharing")
         _one_of(self.order, LINK_ORDERS, f"{where}: order")
+
+    def joins(self, source: str, destination: str) -> bool:
+        """Whether it carries source to destination."""
+        if self.one_way:
+            return (source, destination) == self.between
+        return source in self.between and destination in self.between
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +160,7 @@ class Cluster:
     def link_between(self, source: str, destination: str) -> Link | None:
         """The link that carries source to destination, or None."""
         for link in self.links:
-            if source in link.between and destination in link.between:
+            if link.joins(source, destination):
                 return link
         return None
 

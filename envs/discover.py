@@ -1,41 +1,118 @@
-"""The devices of this machine, by name: cores as devices that a pinned worker runs."""
+"""The devices of this machine, by name.
+
+``cuda:0`` and ``cpu`` are devices of torch, run from one process; ``core:0`` and core sets are
+devices that a pinned worker process runs. One placement uses either the ones or the others.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from envs import torch_devices
 from envs.cluster import Cluster, Device
 
 MOST_CORES: Final = 8
 """How many cores "auto" takes at most; more can be named."""
 
 
-def discover(names: str = "auto") -> Cluster:
-    """A cluster of this machine's cores, without links and speeds (see envs/calibrate.py).
+def discover(names: str = "auto", memory: Mapping[str, int] | None = None) -> Cluster:
+    """A cluster of this machine's devices, without links and speeds (see envs/calibrate.py).
 
     Args:
-        names: comma-separated devices, ``core:N`` or a core set, ``core:N-M`` or, with gaps,
-            ``core:N+M-K``; "auto" takes every core that this process may run on, at most eight
-            and one thread of each. Each gets an equal share of the memory that is free now.
+        names: comma-separated devices: ``cuda:N`` and ``cpu`` (all cores together), or ``core:N``
+            and core sets, ``core:N-M`` or, with gaps, ``core:N+M-K``. "auto" takes all CUDA devices
+            and cpu; where there is no CUDA device, every core that this process may run on, at most
+            eight and one thread of each.
+        memory: {device name: bytes} that placements may use there. What is not named may use what
+            is free now; cores get equal shares of it.
 
     Raises:
-        ValueError: a name is of no known form, names a core twice or one that is not there.
+        ValueError: a name is of no known form, names something twice or that is not there; cores
+            are mixed with devices of torch; or a limit exceeds the free memory.
     """
     if names.strip() == "auto":
-        chosen = [f"core:{core}" for core in own_cores()[:MOST_CORES]]
+        cuda = torch_devices.own_accelerators()
+        cores = [f"core:{core}" for core in own_cores()[:MOST_CORES]]
+        chosen = [*cuda, "cpu"] if cuda else cores
     else:
         chosen = [name.strip() for name in names.split(",") if name.strip()]
     if not chosen:
-        raise ValueError("no devices were named; write for example core:0,core:1 or auto")
-    check_cores(chosen)
-    share = available_memory_bytes() // len(chosen)
-    devices = tuple(
-        Device(name=name, kind=kind_of(len(cores_of(name))), memory_bytes=share) for name in chosen
-    )
+        raise ValueError("no devices were named; write for example cuda:0,cpu or core:0,core:1")
+    check_devices(chosen)
+    limits = dict(memory or {})
+    for name in limits:
+        if name not in chosen:
+            raise ValueError(f"memory of {name} is limited, but the devices are {_list(chosen)}")
+    on_cores = torch_devices.is_core(chosen[0])
+    make = _core_device if on_cores else _torch_device
+    shares = len(chosen) if on_cores else 1
+    devices = tuple(make(name, limits.get(name), shares) for name in chosen)
     return Cluster(name="this-machine:" + ",".join(chosen), devices=devices)
+
+
+def present(names: Sequence[str]) -> Cluster:
+    """The devices of these names, with kinds; nobody asks how much memory they have.
+
+    Raises:
+        ValueError: as for :func:`check_devices`.
+    """
+    check_devices(names)
+    devices = (Device(name=name, kind=device_kind(name), memory_bytes=0) for name in names)
+    return Cluster(name="this-machine:" + ",".join(names), devices=tuple(devices))
+
+
+def check_devices(names: Sequence[str]) -> None:
+    """Make sure that devices are here and that one executor can run them all.
+
+    Raises:
+        ValueError: a name is of no known form, names something twice or that is not there, or
+            cores are mixed with devices of torch.
+    """
+    cores = [name for name in names if torch_devices.is_core(name)]
+    others = [name for name in names if not torch_devices.is_core(name)]
+    if not others:
+        check_cores(names)
+        return
+    for name in others:
+        torch_devices.torch_device(name)
+    if cores:
+        raise ValueError(
+            f"{_list(cores)} and {_list(others)} cannot share a placement: pinned cores are run by "
+            "worker processes, devices of torch from one process. Name cpu for all cores together"
+        )
+    for name in others:
+        if others.count(name) > 1:
+            raise ValueError(f"device {name} is named more than once")
+
+
+def _core_device(name: str, limit: int | None, shares: int) -> Device:
+    free = available_memory_bytes()
+    size = free // shares if limit is None else _within(name, limit, free)
+    return Device(name=name, kind=device_kind(name), memory_bytes=size)
+
+
+def _torch_device(name: str, limit: int | None, _: int) -> Device:
+    device = torch_devices.torch_device(name)
+    host = device.type == "cpu"
+    free = available_memory_bytes() if host else torch_devices.free_bytes(device)
+    if free is None and limit is None:
+        raise ValueError(f"{name} does not tell how much memory it has: say so, {name}=8GiB")
+    size = limit if free is None else free if limit is None else _within(name, limit, free)
+    assert size is not None
+    return Device(name=name, kind=device_kind(name), memory_bytes=size)
+
+
+def _within(name: str, limit: int, free: int) -> int:
+    if limit > free:
+        raise ValueError(f"{name} cannot have {limit} bytes of memory: {free} bytes are free")
+    return limit
+
+
+def _list(names: Sequence[str]) -> str:
+    return ", ".join(names)
 
 
 def own_cores() -> list[int]:
@@ -74,11 +151,6 @@ def cores_of(name: str) -> tuple[int, ...]:
             on one of the cores.
     """
     kind, _, text = name.partition(":")
-    if kind == "cuda" or name == "cpu":
-        raise ValueError(
-            f"device {name} cannot be used yet: placements run on pinned cores; name core:N or a "
-            "core set core:N-M"
-        )
     allowed = sorted(os.sched_getaffinity(0))
     cores: list[int] = []
     for part in text.split("+"):
@@ -103,14 +175,14 @@ def cores_of(name: str) -> tuple[int, ...]:
 
 
 def is_here(name: str) -> bool:
-    """Whether a device is a set of cores that this process may run on."""
+    """Whether a device is on this machine, for this process to use."""
     return not why_not_here(name)
 
 
 def why_not_here(name: str) -> str:
     """Why a device cannot be used on this machine, "" if it can."""
     try:
-        cores_of(name)
+        device_kind(name)
     except ValueError as error:
         return str(error)
     return ""
@@ -125,6 +197,17 @@ def core_set(cores: Iterable[int]) -> str:
         else:
             runs.append([core])
     return "core:" + "+".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
+
+
+def device_kind(name: str) -> str:
+    """Device kind of a device of this machine.
+
+    Raises:
+        ValueError: there is no such device.
+    """
+    if torch_devices.is_core(name):
+        return kind_of(len(cores_of(name)))
+    return torch_devices.kind_of(torch_devices.torch_device(name))
 
 
 def kind_of(core_count: int) -> str:

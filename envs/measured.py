@@ -11,8 +11,8 @@ rebuilt from CPU clocks (envs/executor/rebuilt.py), and their ratio, the content
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -37,11 +37,17 @@ SMALLEST_DIFFERENCE: Final = 0.005
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """Repeated runs of one placement. Arrays are in order of the rounds."""
+    """Repeated runs of one placement. Arrays are in order of the rounds.
+
+    ``peak_memory_bytes`` tells of the devices that count what tensors take, by name; ``overfull``
+    says that it failed because memory did not suffice.
+    """
 
     wall_s: NDArray[np.float64]
     rebuilt_s: NDArray[np.float64]
     failure: str = ""
+    peak_memory_bytes: Mapping[str, int] = field(default_factory=dict)
+    overfull: bool = False
 
     @property
     def counts(self) -> bool:
@@ -186,7 +192,7 @@ class Measured:
         threads would disturb whoever came next. See ``self.reference``. Torch's threads have no
         common CPU clock, so its rebuilt time is its wall time.
         """
-        failures = [self._misfit(placement) for placement in placements]
+        failures = [misfit(self.problem, placement) for placement in placements]
         lists = [
             [] if why else self._lists(placement)
             for placement, why in zip(placements, failures, strict=True)
@@ -282,15 +288,6 @@ class Measured:
         run = self._pool.run(numbers[i])
         return self._pool.run(numbers[i]) if run.wall_s < SHORT_STEP_S else run
 
-    def _misfit(self, placement: Placement) -> str:
-        try:
-            placement.check(self.problem.graph, self.problem.cluster)
-        except ValueError as error:
-            return str(error)
-        if placement.micro_batches != 1:
-            return f"the workers run whole steps, not {placement.micro_batches} micro-batches"
-        return ""
-
     def _lists(self, placement: Placement) -> list[list[Instruction]]:
         devices, priority = placement.arrays()
         schedule = self._simulator.run(devices, priority)
@@ -317,21 +314,42 @@ class Measured:
 
     def _result(self, placement: Placement, seen: Measurement, loaded: bool) -> StepResult:
         if not seen.ok:
-            why = seen.failure or "the measuring was stopped before it was run"
-            return StepResult(step_s=np.inf, peak_memory_bytes={}, feasible=False, why=why)
+            return infeasible(seen)
         peaks = self._simulator.run(*placement.arrays()).peak_bytes
         names = self.problem.cluster.names
         return StepResult(
             step_s=seen.step_s(contended=loaded),
             peak_memory_bytes=dict(zip(names, peaks.tolist(), strict=True)),
-            parts={
-                "median_s": seen.median_s,
-                "min_s": seen.min_s,
-                "spread": seen.spread,
-                "rebuilt_s": seen.rebuilt_median_s,
-                "contention": seen.contention,
-            },
+            parts=noise(seen),
         )
+
+
+def misfit(problem: Problem, placement: Placement) -> str:
+    """Why a placement cannot be run for a problem, "" if it can."""
+    try:
+        placement.check(problem.graph, problem.cluster)
+    except ValueError as error:
+        return str(error)
+    if placement.micro_batches != 1:
+        return f"whole steps are run, not {placement.micro_batches} micro-batches"
+    return ""
+
+
+def infeasible(seen: Measurement) -> StepResult:
+    """The result of a placement that was not run, or failed."""
+    why = seen.failure or "the measuring was stopped before it was run"
+    return StepResult(step_s=np.inf, peak_memory_bytes={}, feasible=False, why=why)
+
+
+def noise(seen: Measurement) -> dict[str, float]:
+    """Parts of a result that tell how sure its step is."""
+    return {
+        "median_s": seen.median_s,
+        "min_s": seen.min_s,
+        "spread": seen.spread,
+        "rebuilt_s": seen.rebuilt_median_s,
+        "contention": seen.contention,
+    }
 
 
 def run_order(problem: Problem, start_ns: NDArray[np.int64]) -> list[int]:

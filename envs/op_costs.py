@@ -19,11 +19,12 @@ from numpy.typing import NDArray
 from envs.cache_folder import host, processor
 from envs.cluster import Cluster, Device, load_cluster
 from envs.cost_cache import Conditions, CostCache, KnownCost, Session
-from envs.discover import check_cores, cores_of, is_here, kind_of
+from envs.discover import check_cores, check_devices, cores_of, is_here, kind_of
 from envs.module_costs import profile_modules
 from envs.op_signature import op_signatures
 from envs.profiling import profile_runs
 from envs.roofline import SOURCE, check_rates, roofline_costs
+from envs.torch_devices import is_core
 from graphs.extract import Extraction
 
 
@@ -51,8 +52,8 @@ def op_costs(
         WorkerError: an op cannot run on a device.
         ExtractionError: the graph is of modules, and they cannot be timed.
     """
-    check_devices(cluster)
-    here = {device.kind: device for device in reversed(cluster.devices) if is_here(device.name)}
+    check_cluster(cluster)
+    here = {device.kind: device for device in reversed(cluster.devices) if _runs_ops(device.name)}
     described = [device for device in cluster.devices if device.kind not in here]
     found = _measured(extraction, here, fresh=fresh, progress=progress)
     for kind, cost_s in roofline_costs(extraction.graph, described).items():
@@ -60,27 +61,38 @@ def op_costs(
     return found
 
 
-def check_devices(cluster: Cluster) -> None:
+def check_cluster(cluster: Cluster) -> None:
     """Make sure that every device is here or has rates.
 
+    Devices of torch are run all together or not at all: where one is elsewhere, all need rates.
+
     Raises:
-        ValueError: neither, or two devices share a core; says what to change.
+        ValueError: neither, or two devices share a core, or they are all here but of two sorts;
+            says what to change.
     """
-    check_cores([name for name in cluster.names if is_here(name)])
-    check_rates([device for device in cluster.devices if not is_here(device.name)])
+    if all(map(is_here, cluster.names)):
+        check_devices(cluster.names)
+        return
+    check_cores([name for name in cluster.names if _runs_ops(name)])
+    check_rates([device for device in cluster.devices if not _runs_ops(device.name)])
+
+
+def _runs_ops(name: str) -> bool:
+    """Whether a device is cores that are here, whose workers run op by op."""
+    return is_core(name) and is_here(name)
 
 
 def load_devices(path: Path) -> Cluster:
     """Read a cluster file whose devices can run the ops of a model, here or in a simulation.
 
     Raises:
-        ValueError: it is no cluster file, or :func:`check_devices` refuses it; the message starts
+        ValueError: it is no cluster file, or :func:`check_cluster` refuses it; the message starts
             with the file.
         OSError: it cannot be read.
     """
     cluster = load_cluster(path)
     try:
-        check_devices(cluster)
+        check_cluster(cluster)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return cluster

@@ -62,8 +62,9 @@ def check_rates(devices: Sequence[Device]) -> None:
         lacking = [name for name in RATES if math.isnan(getattr(device, name))]
         if lacking:
             examples = " and ".join(f"{name} = {RATES[name]}" for name in lacking)
+            why = why_not_here(device.name) or _among_others(device.name)
             raise ValueError(
-                f"{why_not_here(device.name)}. To plan for a device that is elsewhere, say how "
+                f"{why}. To plan for a device that is elsewhere, say how "
                 f"fast it is: add to the [[device]] {device.name!r} such lines as {examples}, "
                 "from its data sheet or, better, measured there"
             )
@@ -76,3 +77,7 @@ def check_rates(devices: Sequence[Device]) -> None:
                     f"but {name} is {other:.4g} and {own:.4g}: op costs are by kind, give them "
                     "different ones"
                 )
+
+
+def _among_others(name: str) -> str:
+    return f"{name} is here, but other devices of the cluster are not, so it is simulated like them"

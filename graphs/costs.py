@@ -126,8 +126,9 @@ def with_costs(
 ) -> nx.DiGraph[str]:
     """A copy of a graph with seconds for further device kinds, {kind: (N,)} in node order.
 
-    ``sources`` says for each kind where its numbers come from, in one text or one for every op: the
-    most frequent one becomes that of the kind, ops with another carry their own.
+    Where they are nan the op cannot run on that kind. ``sources`` says for each kind where its
+    numbers come from, in one text or one for every op: the most frequent one becomes that of the
+    kind, ops with another carry their own.
 
     Raises:
         ValueError: a kind has more or fewer costs or sources than the graph has ops.
@@ -146,6 +147,8 @@ def with_costs(
         for op_id, cost_s, told in zip(costed, seconds.tolist(), own, strict=True):
             known = attributes_of(costed, op_id)
             further = {k: text for k, text in known["cost_source"].items() if k != kind}
+            if math.isnan(cost_s):
+                continue
             if told != of_kind[kind]:
                 further[kind] = told
             costed.nodes[op_id]["cost_s"] = {**known["cost_s"], kind: cost_s}

@@ -11,12 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from envs.byte_size import parse_bytes
 from envs.cluster import Cluster
-from envs.discover import discover
+from envs.discover import discover, present
 from envs.executor.lists import priority_order
 from envs.executor.placed import PlacedModel
+from envs.executor.placed_module import PlacedModule
 from envs.placement import Placement
-from graphs.extract import Step, extract
+from envs.torch_devices import is_core, torch_device
+from graphs.extract import Extraction, Step, extract
+from graphs.extract.call_graph import call_graph
 from graphs.extract.extraction import AUTO
 from graphs.extract.fake import check_has_memory
 from graphs.graph import GraphArrays
@@ -38,6 +42,7 @@ def optimize(
     optimizer: str | Optimizer | None = None,
     dtype: str = FULL,
     devices: str | Cluster = "auto",
+    memory: Mapping[str, int | str] | None = None,
     budget: str = "20s",
     seed: int = 0,
     policy: str | None = "generalist",
@@ -60,8 +65,10 @@ def optimize(
         optimizer: what updates the parameters in the step: ``"sgd"``, ``"momentum"``, ``"adam"``,
             ``"adamw"`` or a :class:`placer.Optimizer`; None leaves it out.
         dtype: ``"bf16"`` for a step under ``torch.autocast``, ``"fp32"`` for the model as it is.
-        devices: ``"auto"``, names such as ``"core:0,core:1"``, or a Cluster. With
-            devices that are not on this machine it ends with the simulator's answer.
+        devices: ``"auto"``, names such as ``"cuda:0,cpu"`` or ``"core:0,core:1"``, or a Cluster.
+            With devices that are not on this machine it ends with the simulator's answer.
+        memory: {device name: bytes, or a size such as ``"8GiB"``} that the model may use there, by
+            default what is free. A Cluster says so itself.
         budget: of the search: ``"60s"``, or evaluations, ``"4000e"``. Extraction, measuring op
             costs and running the best candidates come on top.
         seed: of everything random in the search.
@@ -97,7 +104,7 @@ def optimize(
         fresh=fresh,
         extractor=extractor,
     )
-    cluster = devices if isinstance(devices, Cluster) else discover(devices)
+    cluster = _cluster(devices, memory or {})
     step = Step.of(
         model,
         example_inputs,
@@ -112,6 +119,15 @@ def optimize(
         return optimize_step(step, cluster, options, shown)
 
 
+def _cluster(devices: str | Cluster, memory: Mapping[str, int | str]) -> Cluster:
+    if not isinstance(devices, Cluster):
+        sizes = {k: parse_bytes(v) if isinstance(v, str) else v for k, v in memory.items()}
+        return discover(devices, sizes)
+    if memory:
+        raise ValueError("a Cluster says how much memory its devices have: leave memory out")
+    return devices
+
+
 def apply(
     model: nn.Module,
     placement: Optimization | Placement | str | Path,
@@ -122,8 +138,13 @@ def apply(
     optimizer: str | Optimizer | None = None,
     dtype: str = FULL,
     extractor: str = AUTO,
-) -> PlacedModel:
-    """Make a model run as placed; see :class:`envs.executor.placed.PlacedModel`.
+) -> Any:
+    """Make a model run as placed.
+
+    On pinned cores that is a :class:`envs.executor.placed.PlacedModel`, whose workers run
+    ``placed.step(batch)``; close it, or use it as a context manager. On devices of torch it is a
+    :class:`envs.executor.placed_module.PlacedModule`, to be called like the model itself (with the
+    target, if there is a loss): ``placed(*inputs).backward()``.
 
     Args:
         model: the model that was placed, or one with the same architecture.
@@ -174,11 +195,22 @@ def apply(
             "be run yet"
         )
     check_has_memory(extraction.step)
-    cluster = discover(",".join(found.device_names))
-    graph = GraphArrays.from_graph(extraction.graph)
-    fitting = found.aligned(graph, cluster)
+    cluster = present(found.device_names)
+    if not is_core(cluster.names[0]):
+        return _placed_module(extraction, found, cluster)
+    fitting = found.aligned(GraphArrays.from_graph(extraction.graph), cluster)
     order = priority_order(extraction.program, fitting.priority)
     return PlacedModel(extraction, cluster, fitting.devices, order)
+
+
+def _placed_module(extraction: Extraction, placement: Placement, cluster: Cluster) -> PlacedModule:
+    calls = call_graph(extraction)
+    graph = GraphArrays.from_graph(calls.graph)
+    fitting = placement.aligned(graph, cluster)
+    devices = [torch_device(cluster.names[d]) for d in fitting.devices]
+    return PlacedModule(
+        extraction, calls.devices_of_calls(devices), calls.launch_order(fitting.priority)
+    )
 
 
 def train(

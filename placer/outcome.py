@@ -26,6 +26,7 @@ SMALLEST_GAIN: Final = 0.01
 SIMPLEST_FIRST: Final = (
     "single",
     "layer split",
+    "first layers",
     "round robin",
     "HEFT",
     "ETF",
@@ -202,6 +203,13 @@ class Optimization:
                     f"The prediction for {self.best.name} is {error:.2f} of what was measured: the "
                     "search was guided by a rough model."
                 )
+            for name, size in self.best.measurement.peak_memory_bytes.items():
+                thought = self.best.peak_memory_bytes.get(name, 0)
+                if size > thought * (1 + PREDICTION_ERROR):
+                    found.append(
+                        f"Tensors of {self.best.name} took {size / 1e9:.3g} GB on {name}, "
+                        f"{thought / 1e9:.3g} GB was predicted."
+                    )
         single = self.single
         if single is not None and self.lower_bound_s > 0:
             possible = single.predicted_s / self.lower_bound_s

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Any, Final
 
 import networkx as nx
 import numpy as np
@@ -16,8 +17,8 @@ from envs.calibrate import calibrated
 from envs.cluster import Cluster
 from envs.discover import is_here
 from envs.executor.pool import WorkerError
-from envs.measured import Measured, Measurement, run_order
-from envs.op_costs import check_devices
+from envs.measured import Measurement, run_order
+from envs.op_costs import check_cluster
 from envs.placement import MadeBy, Placement
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS, Simulator
@@ -25,20 +26,19 @@ from graphs.extract import Extraction, Step, extract
 from graphs.extract.extraction import AUTO
 from graphs.extract.fake import check_has_memory
 from graphs.graph import GraphArrays
-from placer.costing import costed_graph
 from placer.demands import demanded
 from placer.interrupt import Interrupt
 from placer.outcome import Optimization, Row, choose
 from placer.report.progress import Progress, Silent
+from placer.rigs import Rig, rig_for
 from placer.search.budget import Budget
 from placer.search.candidate import Candidate
 from placer.search.portfolio import Proposer, load_compiled_code, search
 
 MEASURED_CANDIDATES: Final = 5
 """How many of the best are run for real, besides the best single device."""
-MEASURED_S: Final = 1.5
-FEWEST_ROUNDS: Final = 7
-MOST_ROUNDS: Final = 41
+SMALLER: Final = (0.85, 0.7)
+"""Shares of the memory to plan for, one after the other, where plans for all of it do not fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,27 +73,36 @@ def optimize_step(
     Raises:
         ExtractionError: the model cannot be exported, or is on the meta device.
         DemandError: an option names ops or devices that are not there, or contradicts another.
-        ValueError: a device is neither here nor described.
+        ValueError: a device is neither here nor described, or cores are mixed with devices of
+            torch.
         PlacementError: the model fits nowhere, or nothing could be run.
         KeyboardInterrupt: stopped before there was any placement.
     """
     hear = progress or Silent()
-    check_devices(cluster)
+    check_cluster(cluster)
     all_here = all(map(is_here, cluster.names))
     if any(map(is_here, cluster.names)):
         check_has_memory(step)
     with Interrupt() as interrupt:
         hear.stage("Extracting the graph")
         extraction = extract(step, options.extractor)
-        graph = demanded(extraction.graph, cluster, options.keep_together, options.pins)
+        rig = rig_for(extraction, cluster)
+        graph = demanded(rig.graph, cluster, options.keep_together, options.pins)
         if all_here and not cluster.links:
             hear.stage("Calibrating devices")
             cluster = calibrated(cluster, again=options.fresh)
         hear.stage("Measuring op costs")
-        graph = costed_graph(extraction, graph, cluster, hear, fresh=options.fresh)
-        problem = Problem.of(GraphArrays.from_graph(graph), cluster)
-        runnable = extraction if all_here else None
-        found = _decided(problem, options, interrupt, hear, runnable)
+        graph = rig.costed(graph, cluster, hear, fresh=options.fresh)
+        problem = Problem.of(GraphArrays.from_graph(graph), rig.planned(cluster))
+        runs = all_here and extraction.own_program is not None
+        found = _decided(
+            problem,
+            options,
+            interrupt,
+            hear,
+            extraction if all_here else None,
+            rig if runs else None,
+        )
         return replace(found, cost_source=graph.graph["cost_source"])
 
 
@@ -112,7 +121,7 @@ def optimize_graph(
     with Interrupt() as interrupt:
         graph = demanded(graph, cluster, options.keep_together, options.pins)
         problem = Problem.of(GraphArrays.from_graph(graph), cluster)
-        found = _decided(problem, options, interrupt, hear, None)
+        found = _decided(problem, options, interrupt, hear)
         return replace(found, cost_source=graph.graph["cost_source"])
 
 
@@ -121,7 +130,8 @@ def _decided(
     options: Options,
     interrupt: Interrupt,
     hear: Progress,
-    extraction: Extraction | None,
+    extraction: Extraction | None = None,
+    rig: Rig | None = None,
 ) -> Optimization:
     """Search, run the best if there is something to run, choose.
 
@@ -136,12 +146,21 @@ def _decided(
     try:
         with interrupt.polled():
             hear.stage("Searching placements")
-            rows = _searched(problem, options, interrupt, hear)
+            rows = _searched(problem, options, interrupt, hear, rig)
             ended = time.perf_counter()
-        can_run = extraction is not None and extraction.own_program is not None
-        if extraction is not None and can_run and options.measure and not interrupt.requested:
+        if rig is not None and options.measure and not interrupt.requested:
             hear.stage("Running the best for real")
-            runs = _run_best(rows, extraction, problem, hear)
+            runs = _run_best(rows, rig, problem, hear)
+            for share in SMALLER:
+                if runs.interrupted or not _overfull(rows, runs):
+                    break
+                hear.stage(f"Memory did not suffice: searching again for {share:.0%} of it")
+                smaller = _with_less_memory(problem, share)
+                with interrupt.polled():
+                    more = _searched(smaller, options, interrupt, hear, rig)
+                if not any(np.isfinite(row.predicted_s) for row in more):
+                    break
+                rows, runs = _joined(rows, runs, more, _run_best(more, rig, smaller, hear))
     except KeyboardInterrupt:
         interrupt.requested = True
         if not rows:
@@ -168,7 +187,7 @@ def _decided(
 
 
 def _searched(
-    problem: Problem, options: Options, interrupt: Interrupt, hear: Progress
+    problem: Problem, options: Options, interrupt: Interrupt, hear: Progress, rig: Rig | None
 ) -> list[Row]:
     candidates = search(
         problem,
@@ -179,15 +198,22 @@ def _searched(
         should_stop=interrupt.asked,
     )
     simulator = Simulator(problem)
-    return [_row(problem, simulator, candidate, options) for candidate in candidates]
+    return [_row(problem, simulator, candidate, options, rig) for candidate in candidates]
 
 
-def _row(problem: Problem, simulator: Simulator, candidate: Candidate, options: Options) -> Row:
+def _row(
+    problem: Problem,
+    simulator: Simulator,
+    candidate: Candidate,
+    options: Options,
+    rig: Rig | None,
+) -> Row:
     """A candidate with its schedule; the placement's priorities spell the simulated order out."""
     schedule = simulator.run(candidate.devices, candidate.priority)
     feasible = candidate.step_ns < INFEASIBLE_NS
     priority = np.empty(problem.op_count)
-    priority[run_order(problem, schedule.start_ns)] = np.arange(problem.op_count, 0, -1)
+    order = run_order(problem, schedule.start_ns) if rig is None else rig.order(problem, schedule)
+    priority[order] = np.arange(problem.op_count, 0, -1)
     made_by = MadeBy(
         placer=candidate.name,
         seed=options.seed,
@@ -216,9 +242,7 @@ class _Runs:
     interrupted: bool = False
 
 
-def _run_best(
-    rows: Sequence[Row], extraction: Extraction, problem: Problem, hear: Progress
-) -> _Runs:
+def _run_best(rows: Sequence[Row], rig: Rig, problem: Problem, hear: Progress) -> _Runs:
     """Run the best few and the best single devices in turn.
 
     Raises:
@@ -227,15 +251,8 @@ def _run_best(
     chosen = worth_running(rows, problem.cluster)
     if not chosen:
         return _Runs()
-    latency_s = max((link.latency_s for link in problem.cluster.links), default=0.0)
-    timeout_s = 60.0 + 100.0 * max((rows[i].predicted_s for i in chosen), default=0.0)
-    with Measured(
-        extraction,
-        problem,
-        latency_s=latency_s,
-        rounds=rounds_for(rows[chosen[0]].predicted_s),
-        step_timeout_s=timeout_s,
-    ) as backend:
+    longest_s = max((rows[i].predicted_s for i in chosen), default=0.0)
+    with closing(rig.backend(problem, longest_s, rows[chosen[0]].predicted_s)) as backend:
         measurements = backend.measure(
             [rows[i].placement for i in chosen],
             progress=lambda done, total: hear.advance(done / total),
@@ -248,9 +265,32 @@ def _run_best(
         )
 
 
-def rounds_for(step_s: float) -> int:
-    """How often a candidate is run: short steps scatter more, and cost less."""
-    return int(min(max(MEASURED_S / step_s, FEWEST_ROUNDS), MOST_ROUNDS)) if step_s else MOST_ROUNDS
+def _overfull(rows: Sequence[Row], runs: _Runs) -> bool:
+    """Whether memory did not suffice for any candidate that uses several devices."""
+    several = [seen for i, seen in runs.of_row.items() if not rows[i].is_single]
+    return bool(several) and all(seen.overfull for seen in several)
+
+
+def _with_less_memory(problem: Problem, share: float) -> Problem:
+    """The same problem on devices with a share of their memory."""
+    devices = tuple(
+        replace(device, memory_bytes=int(device.memory_bytes * share))
+        for device in problem.cluster.devices
+    )
+    return Problem.of(problem.graph, replace(problem.cluster, devices=devices))
+
+
+def _joined(
+    rows: Sequence[Row], runs: _Runs, more: Sequence[Row], later: _Runs
+) -> tuple[list[Row], _Runs]:
+    """What a later search and its runs gave, and of the earlier ones what failed.
+
+    Runs are only compared with others of the same rounds.
+    """
+    failed = [i for i, seen in runs.of_row.items() if seen.failure]
+    of_failed = {len(more) + k: runs.of_row[i] for k, i in enumerate(failed)}
+    joined = replace(later, of_row={**later.of_row, **of_failed})
+    return [*more, *(rows[i] for i in failed)], joined
 
 
 def worth_running(rows: Sequence[Row], cluster: Cluster) -> list[int]:
@@ -275,7 +315,7 @@ def _recorded(found: Optimization) -> Optimization:
         "peak_memory_bytes": best.peak_memory_bytes,
         "lower_bound_s": found.lower_bound_s,
     }
-    measured: dict[str, float] | None = None
+    measured: dict[str, Any] | None = None
     if seen is not None:
         measured = {
             "step_s": found.step_s(best),
@@ -286,6 +326,8 @@ def _recorded(found: Optimization) -> Optimization:
             "contention": seen.contention,
             "rounds": len(seen.wall_s),
         }
+        if seen.peak_memory_bytes:
+            measured["peak_memory_bytes"] = dict(seen.peak_memory_bytes)
         if single is not None and single.measurement is not None:
             measured["single_device_step_s"] = found.step_s(single)
         if found.all_cores is not None and found.all_cores.ok:

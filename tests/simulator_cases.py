@@ -74,6 +74,7 @@ def random_cluster(rng: random.Random) -> Cluster:
             sharing=rng.choice(SHARINGS),
             full_duplex=rng.random() < 0.5,
             order=rng.choice(LINK_ORDERS),
+            one_way=len(between) == 2 and rng.random() < 0.3,
         )
 
     links = []

@@ -185,9 +185,12 @@ def _sendings(
 
 
 def _link(cluster: Cluster, names: list[str], source: int, destination: int) -> Link | None:
-    """The first listed link that names both devices."""
-    ends = {names[source], names[destination]}
-    return next((link for link in cluster.links if ends <= set(link.between)), None)
+    """The first listed link that names both devices, in this order if it leads only one way."""
+    ends = (names[source], names[destination])
+    for link in cluster.links:
+        if link.between == ends if link.one_way else set(ends) <= set(link.between):
+            return link
+    return None
 
 
 def _ports(cluster: Cluster, names: list[str], s: Sending) -> set[object]:

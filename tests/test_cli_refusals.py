@@ -58,7 +58,6 @@ def does_not_fit():
         ("{dir}/model.py:leaves", 2, ["model.py:leaves called sys.exit(3)"]),
         ("{dir}/script.py:build", 2, ["script.py called sys.exit()", "__main__"]),
         ("{dir}/nowhere/model.py:build", 2, ["no file", "no folder"]),
-        ("{dir}/model.py:branches_on_data", 1, ["cannot be exported", "control flow"]),
         ("{dir}/model.py:no_loss", 1, ["scalar loss", "(2, 4)"]),
     ],
 )
@@ -123,7 +122,8 @@ def test_advice_fits_the_reason(
 ) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     arguments = ["optimize", f"{tmp_path}/model.py:{function}", "--devices", "core:0"]
-    assert main([*arguments, "--inference", "--out", str(tmp_path / "p.json")]) == 1
+    arguments += ["--inference", "--extractor", "export", "--out", str(tmp_path / "p.json")]
+    assert main(arguments) == 1
     told = capsys.readouterr().err
     for word in words:
         assert word in told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,16 @@ def test_first_link_listed_counts() -> None:
     assert cluster.link_between("a", "b") is cluster.links[0]
     assert cluster.link_between("b", "a") is cluster.links[0]
     assert cluster.link_between("c", "a") is cluster.links[1]
+
+
+def test_a_one_way_link_carries_from_the_first_to_the_second_only() -> None:
+    cluster = cluster_from_dict(pair(link=[link(one_way=True, latency_s=1.0), link()]))
+    there, both = cluster.links
+    assert cluster.link_between("core:0", "core:1") is there
+    assert cluster.link_between("core:1", "core:0") is both
+    assert cluster_from_dict(tomllib.loads(cluster_to_toml(cluster))) == cluster
+    with pytest.raises(ValueError, match="a one-way link leads"):
+        Link(between=("a", "b", "c"), latency_s=0.0, bandwidth_bytes_per_s=1.0, one_way=True)
 
 
 def test_devices_without_a_common_link_have_none() -> None:

@@ -394,7 +394,7 @@ def open_descriptors() -> int:
     [
         (("core:0", "core:0"), "overlap"),
         (("core:99999",), "there is no device core:99999"),
-        (("cuda:0",), "cannot be used yet"),
+        (("cuda:0",), "there is no device 'cuda:0'"),
         (("gpu",), "there is no device 'gpu'"),
     ],
 )

@@ -127,6 +127,17 @@ def test_a_step_is_bit_for_bit_that_of_autocast(name: str) -> None:
         assert_same(gradients[parameter], gradient)
 
 
+@pytest.mark.parametrize("name", ["conv_net", "attention", "asks_for_its_dtype"])
+def test_a_recorded_step_is_that_of_autocast_but_for_rounding(name: str) -> None:
+    """Every reader of a parameter casts it anew, so that its gradient is rounded more often."""
+    extraction = extract(replace(STEPS[name](), dtype="bf16"), "dispatch")
+    expected, found = eager(extraction.step), run(extraction)
+    assert_same(found.output, expected.output.detach())
+    for parameter, gradient in expected.gradients.items():
+        limit = 2e-2 * float(gradient.abs().max())
+        torch.testing.assert_close(found.gradients[parameter], gradient, rtol=0, atol=limit)
+
+
 @pytest.mark.parametrize("name", ["llama", "lstm"])
 def test_some_steps_differ_from_autocast_by_rounding(name: str) -> None:
     """Llama adds gradients up in another order, in fp32 too; an LSTM is traced cell by cell."""
@@ -245,7 +256,7 @@ def test_autocast_is_off_after_an_extraction_that_failed() -> None:
 
     step = Step.of(Plain(broken, linear=nn.Linear(4, 3)), (torch.ones(2, 4), torch.ones(2, 3)))
     with pytest.raises(ExtractionError, match="depends on the values"):
-        extract(replace(step, loss=squared, dtype="bf16"))
+        extract(replace(step, loss=squared, dtype="bf16"), "export")
     assert not torch.is_autocast_enabled("cpu")
     assert F.linear(torch.ones(1, 2), torch.ones(1, 2)).dtype is torch.float32
 

@@ -16,7 +16,7 @@ from envs import op_costs as module
 from envs.cluster import Cluster, Device
 from envs.cost_cache import CostCache, Session
 from envs.discover import discover
-from envs.op_costs import check_devices, conditions_of, op_costs, session_of
+from envs.op_costs import check_cluster, conditions_of, op_costs, session_of
 from envs.op_signature import op_signatures
 from envs.profiling import profile_runs
 from graphs.extract import Extraction, Step, extract
@@ -195,7 +195,7 @@ def test_a_device_that_is_not_here_needs_rates_even_if_one_of_its_kind_is() -> N
     (core,) = discover(CORE).devices
     cluster = Cluster(name="both", devices=(core, replace(core, name="core:9999")))
     with pytest.raises(ValueError, match=r"no device core:9999.*add to .* peak_flop_per_s = "):
-        check_devices(cluster)
+        check_cluster(cluster)
 
 
 @pytest.mark.usefixtures("cache")

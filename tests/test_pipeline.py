@@ -23,7 +23,8 @@ from envs.placement import Placement
 from envs.problem import Problem
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 from placer.outcome import Optimization, PlacementError, Row, choose
-from placer.pipeline import Options, optimize_graph, rounds_for, worth_running
+from placer.pipeline import Options, optimize_graph, worth_running
+from placer.rigs import rounds_for
 from placer.search.budget import Budget
 
 two_cores = pytest.mark.skipif(

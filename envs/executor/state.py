@@ -53,8 +53,21 @@ def load_batch(
 ) -> None:
     """Copy the tensors of a batch into the arena.
 
+    Raises:
+        ValueError: as :func:`matched_leaves`.
+    """
+    slots = {int(s.name): s.value for s in arena.program.sources if s.role == "input"}
+    leaves = matched_leaves(step, inputs, keywords)
+    tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+    for number, tensor in enumerate(tensors):
+        if number in slots:
+            arena.value(slots[number]).copy_(tensor.detach())
+
+
+def matched_leaves(step: Step, inputs: Sequence[Any], keywords: Mapping[str, Any]) -> list[Any]:
+    """The leaves of a batch in the order of those of the example inputs.
+
     Args:
-        arena: where the step finds them.
         step: the step that was extracted, with its example inputs.
         inputs: positional inputs; of an inference step that has a loss, with or without target.
         keywords: further inputs, in any order.
@@ -70,16 +83,11 @@ def load_batch(
     for path in given:
         if path not in examples:
             raise ValueError(f"the batch holds input {path}, the example inputs do not")
-    slots = {int(s.name): s.value for s in arena.program.sources if s.role == "input"}
-    tensors = 0
     for path, example in examples.items():
         if path not in given:
             raise ValueError(f"the batch lacks input {path} of the example inputs")
         _check(path, given[path], example)
-        if isinstance(example, torch.Tensor):
-            if tensors in slots:
-                arena.value(slots[tensors]).copy_(given[path].detach())
-            tensors += 1
+    return [given[path] for path in examples]
 
 
 def leaves_by_path(inputs: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 from graphs.costs import call_flops
 from graphs.extract.export import Traced
-from graphs.extract.lineage import accumulates, forward_ops, is_backward
+from graphs.extract.keys import operator_name, owner
+from graphs.extract.lineage import accumulates, forward_ops, is_backward, tagged_call
 from graphs.extract.program import VIEW, Call, Ref, Source, StepProgram, Value
 from graphs.extract.step import ExtractionError
 from graphs.graph import Phase
@@ -42,6 +43,7 @@ class OpFacts:
     phase: Phase
     flops: int
     forward_op: int | None  # of a backward op: the op that it differentiates
+    stems_from: str | None  # key of the exported call, where torch tells it
 
 
 def convert(traced: Traced, ties: Mapping[str, str]) -> tuple[StepProgram, tuple[OpFacts, ...]]:
@@ -127,15 +129,15 @@ class _Converter:
         target = node.target
         if not isinstance(target, torch._ops.OpOverload):
             raise ExtractionError(_place(node, f"{target} is no plain operator"))
-        if target._schema.name.partition("::")[2] in IGNORED:
+        if operator_name(target) in IGNORED:
             return
         if target is torch.ops.aten.convolution_backward.default and self._split(node):
             return
         if is_view(target) and not self._shows_a_part(node):
             self._add(node, VIEW, node.args, _members(node))
         else:
-            name = target._schema.name.partition("::")[2]
-            self._add(node, self._op(node, name, node.args), node.args, _members(node))
+            op = self._op(node, operator_name(target), node.args)
+            self._add(node, op, node.args, _members(node))
 
     def _shows_a_part(self, node: fx.Node) -> bool:
         """Whether a view leaves out some of a computed tensor (as_strided may: strides move)."""
@@ -166,7 +168,8 @@ class _Converter:
         phase: Phase = "backward" if is_backward(node) else "forward"
         name += ACCUMULATES if accumulates(node) else ""
         flops = call_flops(node.target, *_fake(args, node.kwargs), node.meta.get("val"))
-        self.ops.append(OpFacts(name, module, call_key, phase, flops, None))
+        stems_from = None if accumulates(node) else tagged_call(node)
+        self.ops.append(OpFacts(name, module, call_key, phase, flops, None, stems_from))
         return len(self.ops) - 1
 
     def _module(self, node: fx.Node) -> tuple[str, str]:
@@ -174,13 +177,8 @@ class _Converter:
 
         Gradient additions have none of their own: they go with the op that feeds them.
         """
-        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-        if stack:
-            key, (path, _) = list(stack.items())[-1]
-            module = _stripped(path, self.traced.prefix)
-            _, at, number = key.partition("@")
-            found = (module, f"{module}@{number}" if at else module)
-        else:
+        found = owner(node, self.traced.prefix)
+        if found is None:
             feeding = (self.modules[n] for n in node.all_input_nodes if n in self.modules)
             found = next(feeding, ("", ""))
         self.modules[node] = found
@@ -234,7 +232,7 @@ class _Converter:
 
 def is_view(target: torch._ops.OpOverload) -> bool:
     """Whether a call only looks at its input's storage in another way, never copies."""
-    name = target._schema.name.partition("::")[2]
+    name = operator_name(target)
     return name in ALSO_VIEWS or (target.is_view and name not in MAYBE_COPIES)
 
 
@@ -261,11 +259,6 @@ def _fake(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
     return cast(
         "tuple[Any, Any]", fx.node.map_arg((args, dict(kwargs)), lambda n: n.meta.get("val"))
     )
-
-
-def _stripped(path: str, prefix: str) -> str:
-    """A module path without the wrapper's own part."""
-    return "" if path == prefix else path.removeprefix(prefix + ".") if prefix else path
 
 
 def _place(node: fx.Node, what: str) -> str:

@@ -10,6 +10,7 @@ import networkx as nx
 
 from graphs.extract.colocation import colocation_groups
 from graphs.extract.convert import OpFacts
+from graphs.extract.keys import numbered
 from graphs.extract.program import VIEW, Call, Ref, StepProgram
 from graphs.graph import add_edge, add_op, new_graph
 
@@ -57,15 +58,9 @@ def build_graph(program: StepProgram, facts: Sequence[OpFacts], name: str) -> nx
 
 def op_ids(facts: Sequence[OpFacts]) -> list[str]:
     """Stable keys ``module[@call]:[backward/]op[#occurrence]``."""
-    seen: Counter[str] = Counter()
-    ids = []
-    for op in facts:
-        phase = "" if op.phase == "forward" else f"{op.phase}/"
-        key = f"{op.call_key}:{phase}{op.name}"
-        number = seen[key]
-        seen[key] += 1
-        ids.append(f"{key}#{number}" if number else key)
-    return ids
+    return numbered(
+        f"{op.call_key}:{'' if op.phase == 'forward' else f'{op.phase}/'}{op.name}" for op in facts
+    )
 
 
 class _Sizes:

@@ -5,7 +5,8 @@ whatever it does is taken as it happens. What it does because of the values that
 tensors holds for these inputs only: the lines where it reads are part of the trace.
 
 Torch's functionalization turns ops in place and writes through views into ops that return new
-tensors: the same graph as by torch.export, and the model's own tensors stay as they are.
+tensors: the same graph as by torch.export, and the model's own tensors stay as they are. Under
+autocast, though, every reader of a parameter casts it anew.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from graphs.extract.autocast import autocast
 from graphs.extract.export import (
     Position,
     Traced,
@@ -143,14 +145,17 @@ class _Recording:
             if self.step.training:
                 found = self._train(recorder, inputs, keywords, wrapped)
             else:
-                found = self._outputs(self.step.model(*inputs, **keywords))
+                with autocast(self.step.dtype):
+                    returned = self.step.model(*inputs, **keywords)
+                found = self._outputs(returned)
             found += self._new_state(wrapped)
         return [t.from_functional() if isinstance(t, FunctionalTensor) else t for t in found]
 
     def _train(
         self, recorder: Recorder, inputs: Any, keywords: Any, wrapped: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        loss = LossModule(self.step)(*inputs, **keywords)
+        with autocast(self.step.dtype):
+            loss = LossModule(self.step)(*inputs, **keywords)
         trained = [
             (given.source.name, own)
             for given, own in zip(self.given, wrapped, strict=True)

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from graphs.extract.autocast import autocast, cast_once, name_nodes, runs_under, share_casts
 from graphs.extract.fake import without_meta
+from graphs.extract.lineage import tag_calls
 from graphs.extract.program import Result, Source
 from graphs.extract.refusals import explained, quiet, wants_input_gradient, writes_input
 from graphs.extract.step import (
@@ -47,7 +48,9 @@ class Traced:
     ``sources`` and ``results`` are by fx node; their ``value`` is not set yet. ``prefix`` is what
     the traced module's paths start with, over the model's own. ``outputs`` is what the step
     returns, with the position (a Position) in place of every tensor. ``depends_on_data`` are the
-    lines of the model whose reading of tensors decided what is in the graph.
+    lines of the model whose reading of tensors decided what is in the graph. ``exported`` is the
+    forward pass before it was lowered, if it was exported; nodes of ``graph`` say which of its
+    calls they stem from.
     """
 
     graph: fx.Graph
@@ -57,6 +60,7 @@ class Traced:
     training: bool
     outputs: Any
     depends_on_data: tuple[str, ...] = ()
+    exported: fx.GraphModule | None = None
 
 
 def trace(step: Step) -> Traced:
@@ -107,6 +111,7 @@ def _described(wrapper: nn.Module, step: Step) -> Traced:
         program = torch.export.export(wrapper, *arguments, strict=False)
     module = program.module(check_guards=False)
     assert isinstance(module, fx.GraphModule)
+    tag_calls(module, WRAPPED)
     joint = _aot_graph(module, step)
     graph = joint.graph
     leaves = tree_flatten(arguments)[0]
@@ -137,6 +142,7 @@ def _described(wrapper: nn.Module, step: Step) -> Traced:
         prefix=WRAPPED,
         training=step.training,
         outputs=tree_unflatten(returned, tree),
+        exported=module if step.dtype == FULL else None,
     )
 
 
@@ -230,9 +236,11 @@ def _joint_result(description: Any, leaves: list[Any]) -> Result:
 
 
 def _inference(step: Step) -> Traced:
-    program = torch.export.export(
-        step.model, step.model_inputs, dict(step.keywords), strict=False
-    ).run_decompositions({})
+    program = torch.export.export(step.model, step.model_inputs, dict(step.keywords), strict=False)
+    tag_calls(program.graph_module, "")
+    exported = program.module(check_guards=False)
+    assert isinstance(exported, fx.GraphModule)
+    program = program.run_decompositions({})
     graph = program.graph_module.graph
     nodes = {node.name: node for node in graph.nodes}
     sources = constants_of(program.graph_module)
@@ -283,6 +291,7 @@ def _inference(step: Step) -> Traced:
         prefix="",
         training=False,
         outputs=tree_unflatten(leaves, tree),
+        exported=exported,
     )
 
 

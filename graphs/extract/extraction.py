@@ -7,16 +7,18 @@ and knows less about them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 import networkx as nx
 
-from graphs.extract.convert import convert
+from graphs.extract.convert import OpFacts, convert
 from graphs.extract.dag import build_graph
 from graphs.extract.dispatch import record
 from graphs.extract.export import Traced, trace
+from graphs.extract.exported_calls import calls_of
+from graphs.extract.forward import ForwardProgram, forward_program
 from graphs.extract.modules import module_graph
 from graphs.extract.program import StepProgram
 from graphs.extract.step import ExtractionError, Step, StepError
@@ -45,8 +47,10 @@ class Extraction:
     gives for every backward op the forward op that it differentiates, None where there is none: for
     forward ops, and for those that add up gradients (their name ends in ".gradient").
 
-    A graph of modules has no program, and ``units`` says what each of its ops stands for. A
-    recording that ``depends_on_data`` holds for the example inputs only: at these lines the model
+    ``forward`` is the forward pass as it was exported, and ``call_of`` gives for every op the key
+    of the call in it that the op stems from: what runs where the call does. A recording has
+    neither. A graph of modules has no program, and ``units`` says what each of its ops stands for.
+    A recording that ``depends_on_data`` holds for the example inputs only: at these lines the model
     reads values of tensors, and another path may be taken on others.
     """
 
@@ -59,6 +63,8 @@ class Extraction:
     fell_back: tuple[FallBack, ...] = ()
     depends_on_data: tuple[str, ...] = ()
     units: tuple[Unit, ...] = ()
+    own_forward: ForwardProgram | None = None
+    call_of: tuple[str, ...] = ()
 
     @property
     def program(self) -> StepProgram:
@@ -73,6 +79,24 @@ class Extraction:
                 "placed by simulation, but there is no program that runs the placed step"
             )
         return self.own_program
+
+    @property
+    def forward(self) -> ForwardProgram:
+        """What devices of torch run.
+
+        Raises:
+            ExtractionError: the step was not exported, or is in another precision than its model.
+        """
+        if self.own_forward is None:
+            why = f"its graph is one of {self.extractor}"
+            if self.extractor == "export":
+                why = f"its step is one in {self.step.dtype}, which pinned cores (core:N) can run"
+            raise ExtractionError(
+                f"{type(self.step.model).__name__} cannot be placed on cuda:N and cpu, which run "
+                f"models as torch.export gives them: {why}"
+                + "".join(f". {tried.reason}" for tried in self.fell_back)
+            )
+        return self.own_forward
 
     def check_any_data(self) -> None:
         """Refuse to run the step on other data than it was extracted on.
@@ -141,6 +165,7 @@ def _of_trace(
             f"{name} runs no ops on these inputs, so there is nothing to place; give the model "
             "that does the work"
         )
+    forward, call_of = _forward(step, traced, program, facts)
     if step.optimizer is not None:
         program, facts = with_optimizer(program, facts, step.optimizer)
     return Extraction(
@@ -152,7 +177,25 @@ def _of_trace(
         extractor=extractor,
         fell_back=fell_back,
         depends_on_data=traced.depends_on_data,
+        own_forward=forward,
+        call_of=call_of,
     )
+
+
+def _forward(
+    step: Step, traced: Traced, program: StepProgram, facts: Sequence[OpFacts]
+) -> tuple[ForwardProgram | None, tuple[str, ...]]:
+    """The forward pass as it was exported, and the key of the call of every op; if it was."""
+    if traced.exported is None:
+        return None, ()
+    forward = forward_program(
+        traced.exported,
+        step.named_state(),
+        prefix=traced.prefix,
+        mutated={result.name for result in program.results if result.role == "state"},
+        counted={op.stems_from for op in facts if op.stems_from is not None},
+    )
+    return forward, calls_of(program, facts, forward)
 
 
 def _of_modules(step: Step, fell_back: tuple[FallBack, ...]) -> Extraction:

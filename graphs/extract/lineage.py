@@ -1,4 +1,8 @@
-"""Which forward op a backward op differentiates: by the numbers that autograd gives its nodes."""
+"""Where ops come from: the exported call they stem from, and the forward op they differentiate.
+
+Calls are tagged before they are lowered, and torch hands the tags on, also to what differentiates
+them. Forward ops are found by the numbers that autograd gives its nodes.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,48 @@ from typing import Final
 
 from torch import fx
 
+from graphs.extract.keys import numbered, operator_name, owner
 from graphs.extract.program import VIEW, Call
 
 COPY: Final = "aten.clone.default"
+TAG: Final = "placer_call"
+"""Key, in the part of a node's meta that torch hands on, of the exported call it stems from."""
+
+
+def tag_calls(module: fx.GraphModule, prefix: str) -> None:
+    """Tag every call of an exported forward pass with its key ``module[@call]:op[#occurrence]``.
+
+    ``prefix`` is what module paths start with, over the model's own.
+    """
+    calls = [node for node in module.graph.nodes if node.op == "call_function"]
+    names = [
+        f"{(owner(node, prefix) or ('', ''))[1]}:{operator_name(node.target)}" for node in calls
+    ]
+    for node, key in zip(calls, numbered(names), strict=True):
+        _tag(module, node, key)
+
+
+def _tag(module: fx.GraphModule, node: fx.Node, key: str) -> None:
+    node.meta["custom"] = {**node.meta.get("custom", {}), TAG: key}
+    for body in bodies(module, node):
+        for inner in body.graph.nodes:
+            _tag(body, inner, key)
+
+
+def tagged_call(node: fx.Node) -> str | None:
+    """The key of the exported call that a node stems from, None where torch has not told."""
+    key: str | None = node.meta.get("custom", {}).get(TAG)
+    return key
+
+
+def bodies(module: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
+    """The nested graphs that a call of a higher-order operator takes."""
+    found = (
+        getattr(module, str(argument.target), None)
+        for argument in node.all_input_nodes
+        if argument.op == "get_attr"
+    )
+    return [body for body in found if isinstance(body, fx.GraphModule)]
 
 
 def accumulates(node: fx.Node) -> bool:

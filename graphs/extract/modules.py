@@ -41,8 +41,10 @@ def module_graph(step: Step) -> ModuleGraph:
 
     Raises:
         StepError: the step has nothing to train, or its model runs no ops.
-        ExtractionError: the model fails on the example inputs.
+        ExtractionError: the model fails on the example inputs, or an optimizer is in the step.
     """
+    if step.optimizer is not None:
+        raise ExtractionError("a graph of modules has no ops for an optimizer: leave it out")
     if step.training:
         check_trainable(step)
     try:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from graphs.extract.autocast import autocast
 from graphs.extract.fake import without_meta
 from graphs.extract.refusals import DATA_DEPENDENT, explained, quiet
 from graphs.extract.step import ExtractionError, LossModule, Step, StepError
@@ -56,7 +57,8 @@ def forward_of(step: Step) -> object:
     Raises:
         StepError: a training step has no scalar loss.
     """
-    if step.training:
-        loss: torch.Tensor = LossModule(step)(*step.inputs, **step.keywords)
-        return loss
-    return step.model(*step.model_inputs, **step.keywords)
+    with autocast(step.dtype):
+        if step.training:
+            loss: torch.Tensor = LossModule(step)(*step.inputs, **step.keywords)
+            return loss
+        return step.model(*step.model_inputs, **step.keywords)

@@ -18,7 +18,7 @@ import torch
 
 from graphs.extract.convert import OpFacts
 from graphs.extract.program import Call, Ref, Role, Source, StepProgram, Value
-from graphs.extract.step import ExtractionError
+from graphs.extract.step import StepError
 from graphs.optimizer import STATE, Optimizer
 
 SCALAR: Final = ()
@@ -30,7 +30,7 @@ def with_optimizer(
     """The program and the facts of its ops with updates at the end; gradients are results no more.
 
     Raises:
-        ExtractionError: a parameter cannot be updated in place; the message says why.
+        StepError: a parameter cannot be updated in place; the message says why.
     """
     return _Updates(program, facts, optimizer).build()
 
@@ -70,7 +70,7 @@ class _Updates:
         parameter = self.current[name]
         form = self.values[parameter]
         if not form.dtype.is_floating_point or not form.is_dense:
-            raise ExtractionError(
+            raise StepError(
                 f"parameter {name} cannot be updated in place: it has dtype {form.dtype}, shape "
                 f"{form.shape} and strides {form.stride}, but must be a floating-point tensor "
                 "without gaps; place the step without optimizer"
@@ -122,7 +122,7 @@ class _Updates:
 
     def _call(self, name: str, module: str, call: Call) -> None:
         self.calls.append(call)
-        self.facts.append(OpFacts(name, module, module, "optimizer", 0, None))
+        self.facts.append(OpFacts(name, module, module, "optimizer", 0, None, None))
 
     def _source(
         self,

@@ -111,6 +111,37 @@ def extraction_to_dict(extraction: Extraction | None) -> dict[str, Any]:
     }
 
 
+def memory(text: str) -> dict[str, int]:
+    """{device name: bytes} of ``cuda:0=8GiB,cpu=64GiB``.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    from envs.byte_size import parse_limits
+
+    try:
+        return parse_limits(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def add_devices(parser: argparse.ArgumentParser, default: str) -> None:
+    """Add ``--devices`` and ``--memory``; the default is told, not set."""
+    parser.add_argument(
+        "--devices",
+        metavar="NAMES",
+        help="cuda:0,cpu (cpu: all cores together), core:0,core:1 (pinned cores), core:0-3 (a core "
+        f"set), or auto; the default is {default}",
+    )
+    parser.add_argument(
+        "--memory",
+        type=memory,
+        default={},
+        metavar="SIZES",
+        help="what may be used of devices, as in cuda:0=8GiB,cpu=64GiB (default: what is free)",
+    )
+
+
 def pins_of(pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
     """{name: device}.
 

@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from placer.cli.arguments import add_devices
 from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs, why_not_written
 
 
@@ -14,7 +15,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser = commands.add_parser(
         "devices", help="show this machine's devices and links, with measured speeds"
     )
-    parser.add_argument("--devices", default="auto", metavar="NAMES", help="which (default: auto)")
+    add_devices(parser, "auto")
     parser.add_argument("--again", action="store_true", help="measure anew, not from the cache")
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="write them as a cluster file (TOML)"
@@ -36,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     from placer.report.table import print_cluster
 
     try:
-        cluster = discover(args.devices)
+        cluster = discover(args.devices or "auto", args.memory)
     except ValueError as error:
         return fail(BAD_USAGE, error)
     try:

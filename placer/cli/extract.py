@@ -55,7 +55,10 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "--fresh", action="store_true", help="measure anew, whatever is known (see placer cache)"
     )
     parser.add_argument(
-        "--devices", metavar="NAMES", help="measure on one of each kind of these (default: core:0)"
+        "--devices",
+        metavar="NAMES",
+        help="measure on one of each kind of these (default: core:0); on cpu or cuda:N the ops are "
+        "the calls of the exported model",
     )
     parser.add_argument(
         "--cluster",
@@ -158,7 +161,7 @@ def _graph(
     from graphs.extract import extract
     from graphs.extract.fake import check_has_memory
     from graphs.optimizer import Optimizer
-    from placer.costing import costed_graph
+    from placer.rigs import rig_for
     from placer.target import is_graph_file, load_graph_target, load_step
 
     if is_graph_file(args.target):
@@ -174,5 +177,5 @@ def _graph(
     if cluster is None:
         return extraction.graph, extraction
     progress.stage("Measuring op costs")
-    graph = costed_graph(extraction, extraction.graph, cluster, progress, fresh=args.fresh)
-    return graph, extraction
+    rig = rig_for(extraction, cluster)
+    return rig.costed(rig.graph, cluster, progress, fresh=args.fresh), extraction

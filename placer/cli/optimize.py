@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from placer.cli.arguments import (
+    add_devices,
     add_extractor,
     add_step,
     extraction_to_dict,
@@ -41,6 +42,7 @@ targets:
 
 examples:
   placer optimize examples/inception.py:build --devices core:0,core:1 --budget 60s
+  placer optimize model.py:build --devices cuda:0,cpu --memory cuda:0=8GiB
   placer optimize model.py:build --inference --out placement.json --timeline timeline.json
 """
 
@@ -54,11 +56,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("target", help="path/to/model.py:function, hf:NAME or graph.json")
-    parser.add_argument(
-        "--devices",
-        metavar="NAMES",
-        help="core:0,core:1 (pinned cores), core:0-3 (a core set), or auto (default)",
-    )
+    add_devices(parser, "auto")
     parser.add_argument(
         "--cluster",
         type=Path,
@@ -198,6 +196,8 @@ def _cluster(args: argparse.Namespace) -> Cluster:
 
     if args.cluster is not None and args.devices is not None:
         raise ValueError("give --devices or --cluster, not both")
+    if args.cluster is not None and args.memory:
+        raise ValueError("a cluster file says how much memory its devices have: leave --memory out")
     is_graph = args.target.endswith(".json")
     if (why := why_no_step(args, is_graph=is_graph)) is not None:
         raise ValueError(why)
@@ -205,7 +205,7 @@ def _cluster(args: argparse.Namespace) -> Cluster:
         return load_cluster(args.cluster) if is_graph else load_devices(args.cluster)
     if is_graph:
         raise ValueError("a graph file has no devices of its own: give --cluster cluster.toml")
-    return discover(args.devices or "auto")
+    return discover(args.devices or "auto", args.memory)
 
 
 def _optimize(

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from envs.placement import module_of
+from envs.torch_devices import is_core
 
 if TYPE_CHECKING:
     from envs.cluster import Cluster
@@ -60,10 +61,16 @@ def _legend(found: Optimization, ran: bool) -> str:
     )
     if ran:
         text += (
-            "; measured: median, gradients stay with the workers; spread: between the quartiles; "
-            "rebuilt: from CPU clocks, without what others did to this machine; in brackets: "
-            "predicted, it was not run"
+            "; measured: median; spread: between the quartiles; in brackets: predicted, it was not "
+            "run"
         )
+    if ran and is_core(found.problem.cluster.names[0]):
+        text += (
+            "; gradients stay with the workers; rebuilt: from CPU clocks, without what others did "
+            "to this machine"
+        )
+    elif ran:
+        text += "; every device is waited for; rebuilt: the same"
     if found.all_cores is not None:
         text += f"; {UNPLACED}: one process with torch's threads on all cores"
     if ran and found.loaded:
@@ -94,7 +101,7 @@ def print_cluster(cluster: Cluster, console: Console) -> None:
         links.add_column(column)
     for link in cluster.links:
         links.add_row(
-            " - ".join(link.between),
+            (" -> " if link.one_way else " - ").join(link.between),
             f"{link.latency_s * 1e6:.1f} us",
             f"{link.bandwidth_bytes_per_s / 1e9:.2f}",
             link.sharing,

@@ -4,25 +4,33 @@ from __future__ import annotations
 
 from typing import Final
 
+from envs.simulator import INFEASIBLE_NS
 from placer.search.candidate import Candidate
 from placer.search.decoder import HEFT, decode
 from placer.search.etf import etf
+from placer.search.filling import first_layers
 from placer.search.judge import Judge
 from placer.search.trivial import trivial_plans
 
 HEFT_NAME: Final = "HEFT"
 ETF_NAME: Final = "ETF"
+FIRST_LAYERS: Final = "first layers"
 SINGLE: Final = "single "
 """How the names of single-device candidates begin."""
 
 
 def heuristics(judge: Judge) -> list[Candidate]:
-    """Every single device, layer split, round robin, HEFT and ETF, in this order.
+    """Every single device, layer split, round robin, first layers, HEFT and ETF, in this order.
 
-    Trivial placements run ready ops by bottom level.
+    First layers only where some single device has no room for all. Trivial placements run ready
+    ops by bottom level.
     """
     by_level = judge.outline.bottom_level
     found = [judge.candidate(name, plan, by_level) for name, plan in trivial_plans(judge.problem)]
+    singles = found[: judge.problem.device_count]
+    if any(candidate.step_ns == INFEASIBLE_NS for candidate in singles) and len(singles) > 1:
+        plan = first_layers(judge.problem, by_level)
+        found.append(judge.candidate(FIRST_LAYERS, plan, by_level))
     if judge.problem.device_count > 1:
         found.append(judge.candidate(HEFT_NAME, *decode(judge.outline, HEFT)))
         found.append(judge.candidate(ETF_NAME, *etf(judge.outline)))

@@ -1,0 +1,176 @@
+"""One accelerator whose memory is too small, and a CPU: what a placement of ops is worth.
+
+    python -m benchmarks.offload --out offload.json
+
+For each model the memory of the accelerator is limited to shares of what the whole training step
+takes on it. Measured: everything on either device, without a limit; then, in turn under the limit,
+the first layers that fit on the accelerator with the rest on the CPU, and the best placements that
+a search found. For inference also accelerate's ``device_map="auto"``, which keeps weights that do
+not fit on the host and sends them in every step, next to a search's best for inference.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.record import Record, arguments, quartiles
+from benchmarks.torch_models import models, two_devices
+from benchmarks.workbench import Workbench, everything_on, in_order, summary
+from envs import torch_devices
+from envs.cluster import Cluster
+from envs.problem import Problem
+from envs.simulator import INFEASIBLE_NS
+from envs.torch_devices import own_accelerators, torch_device
+from graphs.extract import Step
+from placer.search.budget import Budget
+from placer.search.candidate import Candidate, distinct
+from placer.search.filling import first_layers
+from placer.search.portfolio import load_compiled_code, search
+
+SHARES = (0.75, 0.5, 0.3)
+SEARCH_S = 2.0
+RUN = 2
+"""How many of the search's best are run."""
+REPEATS = 7
+WEIGHTS_SHARE = 0.85
+"""What accelerate may fill with weights; the rest is for activations."""
+
+
+def found_by_search(problem: Problem, seed: int = 0) -> list[Candidate]:
+    """The best few plans of a search that fit."""
+    found = search(problem, Budget(seconds=SEARCH_S), seed)
+    fitting = [plan for plan in found if plan.step_ns < INFEASIBLE_NS]
+    return [replace(plan, name=f"placer: {plan.name}") for plan in distinct(fitting, RUN)]
+
+
+def offload(record: Record, name: str, bench: Workbench) -> None:
+    """All limits of one model, a part for each."""
+    peak: list[int] = []
+
+    def unlimited(found: dict[str, Any]) -> None:
+        problem = bench.problem()
+        plans = [everything_on(problem, d) for d in range(problem.device_count)]
+        rows = bench.measured(problem, plans)
+        seen = rows[0]["measured_peak_bytes"].get(problem.cluster.names[0])
+        peak.append(seen or rows[0]["predicted_peak_bytes"][0])
+        state = bench.extraction.step.named_state().values()
+        found.update(
+            ops=problem.op_count,
+            joint_ops=bench.extraction.program.op_count,
+            state_bytes=sum(t.nbytes for t in {id(t): t for t in state}.values()),
+            peak_bytes=peak[0],
+            peak_was_measured=seen is not None,
+            rows=rows,
+            **bench.seconds,
+        )
+        tell(record, rows)
+
+    record.part(f"{name}: no limit", unlimited)
+    for share in SHARES if peak else ():
+
+        def capped(found: dict[str, Any], share: float = share) -> None:
+            limit = int(share * peak[0])
+            problem = bench.problem(limit)
+            order = -np.arange(problem.op_count, dtype=np.float64)
+            layers = first_layers(problem, order)
+            plans = [in_order(problem, "first layers that fit", layers), *found_by_search(problem)]
+            found.update(share=share, limit_bytes=limit)
+            found["rows"] = bench.measured(problem, plans, limit)
+            tell(record, found["rows"])
+
+        record.part(f"{name}: {share:.0%}", capped)
+
+
+def tell(record: Record, rows: list[dict[str, Any]]) -> None:
+    """One line for each row."""
+    for row in rows:
+        record.say(f"  {summary(row)}")
+
+
+def inference(record: Record, cluster: Cluster, name: str, step: Step) -> None:
+    """Inference under half of its memory: accelerate's own map, and the search's best."""
+
+    def compared(found: dict[str, Any]) -> None:
+        own = replace(step, training=False)
+        bench = Workbench(own, cluster)
+        state = sum(t.nbytes for t in {id(t): t for t in own.named_state().values()}.values())
+        limit = int(0.5 * state) + (100 << 20 if own_accelerators() else 0)
+        problem = bench.problem(limit)
+        plans = [everything_on(problem, 1), *found_by_search(problem)]
+        found.update(limit_bytes=limit, rows=bench.measured(problem, plans, limit))
+        tell(record, found["rows"])
+        found["accelerate"] = accelerated(own, cluster, limit)
+
+    record.part(f"{name}: inference, 50% of the weights", compared)
+
+
+def accelerated(step: Step, cluster: Cluster, limit_bytes: int) -> dict[str, Any]:
+    """Inference by accelerate's ``device_map="auto"`` with the same limit."""
+    if not own_accelerators():
+        return {"skipped": "accelerate offloads from CUDA devices; there is none"}
+    from accelerate import dispatch_model, infer_auto_device_map
+
+    device = torch_device(cluster.names[0])
+    model = copy.deepcopy(step.model).eval()
+    blocks = {type(m).__name__ for n, m in model.named_modules() if re.search(r"\.\d+$", n)}
+    device_map = infer_auto_device_map(
+        model,
+        max_memory={0: int(WEIGHTS_SHARE * limit_bytes), "cpu": cluster.devices[-1].memory_bytes},
+        no_split_module_classes=sorted(blocks),
+    )
+    with torch_devices.limited({device: limit_bytes}), torch.no_grad():
+        placed = dispatch_model(model, device_map=device_map, main_device=0)
+        seconds = list(repeated(placed, step, device))
+    return {"device_map": device_map, **quartiles(seconds)}
+
+
+def repeated(model: torch.nn.Module, step: Step, device: torch.device) -> Iterator[float]:
+    """Seconds of several steps, those of the warm-up left out."""
+    for number in range(REPEATS + 2):
+        torch_devices.synchronize(device)
+        start = time.perf_counter()
+        model(*step.model_inputs, **step.keywords)
+        torch_devices.synchronize(device)
+        if number >= 2:
+            yield time.perf_counter() - start
+
+
+def run(record: Record, cluster: Cluster, benches: dict[str, Workbench], *, small: bool) -> None:
+    """All models, as far as time allows; the comparison with accelerate for two of them.
+
+    ``benches`` are by name of the model; one that is missing is set up.
+    """
+    record.part("compiled code", lambda _: load_compiled_code())
+    for name, make in models(small=small).items():
+
+        def prepared(_: dict[str, Any], name: str = name, make: Any = make) -> None:
+            benches[name] = Workbench(make(), cluster)
+
+        if name not in benches:
+            record.part(f"{name}: profile", prepared)
+        if name in benches:
+            offload(record, name, benches[name])
+            if name in ("mixture of experts", "language model"):
+                inference(record, cluster, name, benches[name].extraction.step)
+            del benches[name]  # its model may take gigabytes
+
+
+def main() -> None:
+    options = arguments("One accelerator with too little memory, and a CPU.", 290)
+    record = Record(options.out, options.limit)
+    with two_devices() as cluster:
+        run(record, cluster, {}, small=options.small or not own_accelerators())
+    record.save()
+    record.say("done" if options.out is None else f"done: {options.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""What running a model as a placed module costs, in multiples of running it as it is.
+
+    python -m benchmarks.placed_module
+
+All calls on one device: the GPU if there is one, else the CPU. The step is forward and backward;
+placing again is timed with the weights where they are, after a random placement on the devices.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from envs.executor.placed_module import PlacedModule
+from graphs.extract import Extraction, Step, extract
+from placer.target import load_step
+
+FOLDER = Path(__file__).parents[1] / "examples"
+TARGETS = (
+    f"{FOLDER}/inception.py:build",
+    f"{FOLDER}/resnet.py:build",
+    "hf:bert?batch=1&sequence=64&num_hidden_layers=4",
+    "hf:gpt2?batch=1&sequence=64&n_layer=4",
+)
+ROUNDS = 9
+
+
+def main() -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    print(f"{'training step on ' + device.type:40}{'calls':>7}{'placed':>10}{'placing again':>16}")
+    for target in TARGETS:
+        line(target.rpartition("/")[2], extract(load_step(target, training=True)), device)
+
+
+def line(name: str, extraction: Extraction, device: torch.device) -> None:
+    calls = [call.key for call in extraction.forward.placed_calls]
+    plain = moved(copy.deepcopy(extraction.step), device)
+    on_one = dict.fromkeys(calls, device)
+    placed = PlacedModule(extraction, on_one, keep_copies=True)
+    inputs, keywords = plain.inputs, plain.keywords
+    eager_s: list[float] = []
+    placed_s: list[float] = []
+    for _ in range(ROUNDS):  # in turns: what else the machine does hits both
+        eager_s.append(seconds(lambda: backward(loss_of(plain))))
+        placed_s.append(seconds(lambda: backward(placed(*inputs, **keywords))))
+    ratio = statistics.median(p / e for p, e in zip(placed_s, eager_s, strict=True))
+    apart = anywhere(extraction, device)
+    placed.place(apart)
+    again_s = statistics.median(seconds(lambda: placed.place(apart)) for _ in range(ROUNDS))
+    print(f"{name[:39]:40}{len(calls):7}{ratio:9.2f}x{again_s * 1e3:13.0f} ms", flush=True)
+
+
+def anywhere(extraction: Extraction, device: torch.device) -> dict[str, torch.device]:
+    """A random placement on the CPU and the device, in which what must be together is."""
+    randomly = random.Random(0)
+    cpu = torch.device("cpu")
+    placement = {
+        call.key: randomly.choice((cpu, device)) for call in extraction.forward.placed_calls
+    }
+    for keys in extraction.forward.together():
+        placement |= dict.fromkeys(keys, device)
+    return placement
+
+
+def moved(step: Step, device: torch.device) -> Step:
+    inputs = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), step.inputs)
+    keywords = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in step.keywords.items()
+    }
+    return Step(step.model.to(device), inputs, keywords, step.loss, step.training)
+
+
+def loss_of(step: Step) -> torch.Tensor:
+    output = step.model(*step.model_inputs, **step.keywords)
+    if step.loss is not None:
+        return step.loss(output, step.inputs[-1])
+    loss: torch.Tensor = getattr(output, "loss", output)
+    return loss
+
+
+def backward(loss: torch.Tensor) -> None:
+    torch.autograd.backward(loss)
+
+
+def seconds(run: Callable[[], object]) -> float:
+    synchronize()
+    start_s = time.perf_counter()
+    run()
+    synchronize()
+    return time.perf_counter() - start_s
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Sizes as people write them: ``8GiB``, ``512MB``, ``1.5 TB``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from decimal import Decimal
+from typing import Final
+
+UNITS: Final[Mapping[str, int]] = {
+    "": 1,
+    "B": 1,
+    **{f"{prefix}B": 1000 ** (i + 1) for i, prefix in enumerate("kMGT")},
+    **{f"{prefix}iB": 1024 ** (i + 1) for i, prefix in enumerate("KMGT")},
+}
+"""Bytes by unit: decimal ones, and binary ones with an i."""
+
+
+def parse_bytes(text: str) -> int:
+    """Whole bytes of a size; a fraction of a byte is dropped.
+
+    Raises:
+        ValueError: it is no size; the message says how one is written.
+
+    >>> parse_bytes("1.5GiB"), parse_bytes("1.5 GB")
+    (1610612736, 1500000000)
+    """
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", text, re.ASCII)
+    if found is None or found[2] not in UNITS:
+        raise ValueError(
+            f"{text[:40]!r} is no size: write a number and one of {', '.join(filter(None, UNITS))}"
+        )
+    return int(Decimal(found[1]) * UNITS[found[2]])
+
+
+def parse_limits(text: str) -> dict[str, int]:
+    """{device name: bytes} of ``cuda:0=8GiB,cpu=64GiB``.
+
+    Raises:
+        ValueError: a part has no name or no size, or a device is named twice.
+    """
+    limits: dict[str, int] = {}
+    for part in text.split(","):
+        name, equals, size = part.strip().rpartition("=")
+        if not equals or not name.strip():
+            raise ValueError(f"{part.strip()[:40]!r} is no limit: write DEVICE=SIZE, cuda:0=8GiB")
+        if limits.setdefault(name.strip(), parse_bytes(size)) != parse_bytes(size):
+            raise ValueError(f"{name.strip()} has two limits of its memory, in {text[:80]!r}")
+    return limits

@@ -1,0 +1,286 @@
+"""What the calls of a forward pass cost on torch's devices, each alone, forward and backward.
+
+The forward pass runs once on the host. On the way every call is timed on a device of each kind,
+with only the tensors of that call there: a device need not have room for the model. Calls that look
+alike (operator, shapes, strides, dtypes and plain arguments) are timed once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils._pytree import tree_leaves, tree_map
+
+from envs import torch_devices
+from envs.bound_call import bound
+from envs.cluster import Cluster
+from envs.stopwatch import REPEATS, burst, calls_per_burst, seconds_per_call
+from envs.torch_devices import CPU, OUT_OF_MEMORY, torch_device
+from graphs.extract import Extraction
+from graphs.extract.call_graph import CallGraph
+from graphs.extract.forward import ForwardCall
+from graphs.extract.program import Ref
+from graphs.graph import PHASES
+
+ROOM_BYTES: Final = 256 << 20
+"""Backward passes that are timed together hold gradients of at most so many bytes."""
+MOST_BACKWARDS: Final = 50
+LONG_S: Final = 0.05
+FEWEST_REPEATS: Final = 3
+BACKWARD: Final = PHASES.index("backward")
+
+
+@dataclass(frozen=True, slots=True)
+class CallCost:
+    """Seconds of a call on one device; nan where its tensors have no room."""
+
+    forward_s: float
+    backward_s: float = 0.0
+
+
+def profile_calls(
+    extraction: Extraction,
+    calls: CallGraph,
+    cluster: Cluster,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, NDArray[np.float64]]:
+    """Seconds of every node of a call graph, {device kind: (M,)}; nan where it has no room.
+
+    A call costs the longer of what the device works and what launching it takes, see
+    :func:`envs.stopwatch.seconds_per_call`. The launch cost of the device in ``cluster``, which is
+    added to every node of a problem, is taken off. Gradients are added up for free.
+
+    Raises:
+        ValueError: a device is not here.
+    """
+    first_of = {device.kind: device for device in reversed(cluster.devices)}
+    profilers = {
+        kind: _Profiler(torch_device(device.name)) for kind, device in sorted(first_of.items())
+    }
+    limits = {torch_device(device.name): device.memory_bytes for device in cluster.devices}
+    costs: dict[str, dict[str, CallCost]] = {kind: {} for kind in profilers}
+    backwards = backward_nodes(extraction, calls)
+    total = len(extraction.forward.calls)
+    with torch_devices.limited(limits), _rng_kept():
+        for done, (call, values, gradients) in enumerate(_walk(extraction), 1):
+            if not call.is_free:
+                asked = _Asked(call, values, gradients if call.key in backwards else frozenset())
+                for kind, profiler in profilers.items():
+                    costs[kind][call.key] = profiler.cost(asked)
+            if progress is not None:
+                progress(done, total)
+    return {
+        kind: _by_node(calls, backwards, own, first_of[kind].launch_s)
+        for kind, own in costs.items()
+    }
+
+
+def backward_nodes(extraction: Extraction, calls: CallGraph) -> dict[str, int]:
+    """{key of a call: the node of the first of its backward ops}, of calls that have any."""
+    found: dict[str, int] = {}
+    phases = [data["phase"] for _, data in extraction.graph.nodes(data=True)]
+    for key, node, phase in zip(extraction.call_of, calls.node_of.tolist(), phases, strict=True):
+        if phase == PHASES[BACKWARD]:
+            found.setdefault(key, node)
+    return found
+
+
+def _by_node(
+    calls: CallGraph, backwards: Mapping[str, int], costs: Mapping[str, CallCost], launch_s: float
+) -> NDArray[np.float64]:
+    cost_s = np.zeros(len(calls.graph))
+    for key, cost in costs.items():
+        cost_s[calls.node_of_call[key]] += cost.forward_s
+        if key in backwards:
+            cost_s[backwards[key]] += cost.backward_s
+    return np.asarray(np.fmax(cost_s - launch_s, 0.0) + 0.0 * cost_s)  # nan stays nan
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Asked:
+    """A call with the values it reads on the host, and those that need a gradient."""
+
+    call: ForwardCall
+    values: Mapping[int, torch.Tensor]
+    gradients: frozenset[int]  # of the values that it reads; empty where nothing is differentiated
+
+    @property
+    def written(self) -> frozenset[int]:
+        """Values needing a gradient that an argument of the call is written through."""
+        schema = getattr(self.call.target, "_schema", None)
+        names = [
+            (i, a.name)
+            for i, a in enumerate(schema.arguments if schema is not None else ())
+            if a.alias_info is not None and a.alias_info.is_write
+        ]
+        args, kwargs = self.call.args, self.call.kwargs
+        given = [args[i] if i < len(args) else kwargs.get(name) for i, name in names]
+        refs = tree_leaves(given, is_leaf=lambda leaf: isinstance(leaf, Ref))
+        return self.gradients & {ref.value for ref in refs if isinstance(ref, Ref)}
+
+    def signature(self) -> object:
+        """Equal for calls that cost the same."""
+        reads = tuple(
+            (tuple(t.shape), t.stride(), t.dtype, value in self.gradients)
+            for value in self.call.reads
+            for t in (self.values[value],)
+        )
+        order = {value: i for i, value in enumerate(self.call.reads)}
+        plain = tree_map(
+            lambda leaf: Ref(order[leaf.value]) if isinstance(leaf, Ref) else leaf,
+            (self.call.args, dict(self.call.kwargs)),
+            is_leaf=lambda leaf: isinstance(leaf, Ref),
+        )
+        return self.call.target, reads, repr(plain)
+
+
+@dataclass(slots=True, eq=False)
+class _Profiler:
+    """Times calls on one device."""
+
+    device: torch.device
+    known: dict[object, CallCost] = field(default_factory=dict)
+
+    def cost(self, asked: _Asked) -> CallCost:
+        """What a call costs, forward and backward."""
+        signature = asked.signature()
+        if signature not in self.known:
+            try:
+                self.known[signature] = self._timed(asked)
+            except OUT_OF_MEMORY:
+                self.known[signature] = CallCost(math.nan, math.nan)
+                gc.collect()  # the traceback holds tensors, in circles
+                torch_devices.release(self.device)
+        return self.known[signature]
+
+    def _timed(self, asked: _Asked) -> CallCost:
+        written = bool(asked.call.writes)
+        here = {v: asked.values[v].detach().to(self.device, copy=written) for v in asked.call.reads}
+        if not asked.gradients:
+            with torch.no_grad():
+                return CallCost(self._seconds(bound(asked.call, here, self.device)))
+        leaves = _leaves(here, asked.gradients)
+        with torch.set_grad_enabled(not asked.written):  # a leaf cannot be written
+            forward_s = self._seconds(bound(asked.call, leaves, self.device))
+        return CallCost(forward_s, self._backward_s(asked, here))
+
+    def _seconds(self, work: Callable[[], object]) -> float:
+        once = burst(work, [self.device], 1)
+        repeats = REPEATS if once < LONG_S else FEWEST_REPEATS
+        return seconds_per_call(work, [self.device], repeats=repeats)
+
+    def _backward_s(self, asked: _Asked, here: Mapping[int, torch.Tensor]) -> float:
+        """Median seconds of a backward pass among others, 0 where there is nothing to pass."""
+        if self._backward_burst(asked, here, 1) is None:
+            return 0.0
+        alone_s = self._backward_burst(asked, here, 1) or 0.0
+        room = ROOM_BYTES // max(sum(here[v].nbytes for v in asked.gradients), 1)
+        count = max(min(calls_per_burst(alone_s), MOST_BACKWARDS, room), 1)
+        repeats = REPEATS if alone_s < LONG_S else FEWEST_REPEATS
+        bursts = [self._backward_burst(asked, here, count) or 0.0 for _ in range(repeats)]
+        return float(np.median(bursts)) / count
+
+    def _backward_burst(
+        self, asked: _Asked, here: Mapping[int, torch.Tensor], count: int
+    ) -> float | None:
+        """Seconds of ``count`` backward passes that autograd is asked for at once.
+
+        Each has leaves of its own, so that no gradients are added up. None where no output of the
+        call depends on a value that needs a gradient.
+        """
+        leaves: list[torch.Tensor] = []
+        outputs: list[torch.Tensor] = []
+        with torch.enable_grad():
+            for _ in range(count):
+                own = _leaves(here, asked.gradients)
+                given = {v: t.clone() if v in asked.written else t for v, t in own.items()}
+                made = bound(asked.call, given, self.device)()
+                leaves += [own[v] for v in asked.gradients]
+                outputs += [
+                    t for t in tree_leaves(made) if isinstance(t, torch.Tensor) and t.requires_grad
+                ]
+        if not outputs:
+            return None
+        grads = [torch.ones_like(output) for output in outputs]
+        pull = partial(torch.autograd.grad, outputs, leaves, grads, allow_unused=True)
+        return burst(pull, [self.device], 1)
+
+
+def _leaves(
+    values: Mapping[int, torch.Tensor], gradients: frozenset[int]
+) -> dict[int, torch.Tensor]:
+    return {v: t.detach().requires_grad_(v in gradients) for v, t in values.items()}
+
+
+def _walk(
+    extraction: Extraction,
+) -> Iterator[tuple[ForwardCall, dict[int, torch.Tensor], frozenset[int]]]:
+    """Run the forward pass on the host; before each call, the values and what needs a gradient."""
+    program = extraction.forward
+    values, needing = _sources(extraction)
+    last = {value: i for i, call in enumerate(program.calls) for value in call.reads}
+    for i, call in enumerate(program.calls):
+        read_needing = frozenset(call.reads) & needing
+        yield call, values, read_needing
+        with torch.no_grad():
+            made = bound(call, values, CPU)()
+        members = made if call.tuple_result else (made,)
+        for value, tensor in zip(call.outputs, members, strict=True):
+            if value is not None:
+                values[value] = tensor
+                if read_needing and _differentiable(call, tensor):
+                    needing.add(value)
+        for value in call.reads:
+            if last[value] == i:
+                del values[value]
+
+
+def _differentiable(call: ForwardCall, output: torch.Tensor) -> bool:
+    """Whether gradients flow from an output back into the call."""
+    without_grad = call.op == "detach" or (call.args and call.args[0] is False)
+    return not without_grad and (output.is_floating_point() or output.is_complex())
+
+
+def _sources(extraction: Extraction) -> tuple[dict[int, torch.Tensor], set[int]]:
+    """Values that are there before the first call, and those of them that need a gradient.
+
+    What is written is a copy: the model stays as it is.
+    """
+    program, step = extraction.forward, extraction.step
+    written = frozenset().union(*(call.writes for call in program.calls))
+    state = step.named_state()
+    leaves = tree_leaves((step.step_inputs, dict(step.keywords)))
+    values: dict[int, torch.Tensor] = {}
+    needing: set[int] = set()
+    for source in program.sources:
+        if source.role == "input":
+            tensor = leaves[int(source.name)]
+        else:
+            tensor = state[source.name] if source.tensor is None else source.tensor
+        if tensor.is_meta:
+            raise ValueError(
+                f"{source.name} of the model is on the meta device: costs can be measured only of "
+                "a model that has its values"
+            )
+        if step.training and tensor.requires_grad:
+            needing.add(source.value)
+        copied = program.storage_of[source.value] in written
+        values[source.value] = tensor.detach().to(CPU, copy=copied)
+    return values, needing
+
+
+@contextlib.contextmanager
+def _rng_kept() -> Iterator[None]:
+    """Leave the random generators of all devices as they were."""
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
+        yield

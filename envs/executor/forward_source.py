@@ -1,0 +1,229 @@
+"""A forward pass and a device for each of its calls -> the Python function that runs it.
+
+A tensor that is needed on another device is sent there once; where it is written in between, once
+for each state that is read. What free calls make is made on every device that reads it. A tensor is
+let go of after its last use.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from envs.executor.neutral import CallText
+from graphs.extract.forward import ForwardProgram
+from graphs.extract.program import Ref
+
+NAME: Final = "forward"
+FILE: Final = "<placed forward>"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForwardSource:
+    """The text of ``forward(states, inputs, constants)`` and the names that it uses.
+
+    ``states`` are the tensors of the program's parameters and buffers, each on its home device;
+    ``inputs`` all leaves of the inputs; ``constants[device]`` the constants there. It returns the
+    results of the program as a list. ``transfers`` counts the tensors that it sends, inputs left
+    out, which may be where they are needed.
+    """
+
+    text: str
+    names: Mapping[str, Any]
+    transfers: int
+
+    def compiled(self) -> Callable[..., list[Any]]:
+        """The function."""
+        namespace = dict(self.names)
+        exec(compile(self.text, FILE, "exec"), namespace)
+        function: Callable[..., list[Any]] = namespace[NAME]
+        return function
+
+    def line_of(self, error: BaseException) -> str:
+        """The line in which the function failed, "" if it did not."""
+        lines = self.text.splitlines()
+        walked = traceback.walk_tb(error.__traceback__)
+        at = [number for frame, number in walked if frame.f_code.co_filename == FILE]
+        return lines[at[-1] - 1].strip() if at else ""
+
+
+class ForwardWriter:
+    """Writes the source for one placement after another; what they share is made once."""
+
+    def __init__(self, program: ForwardProgram) -> None:
+        self.program = program
+        self.makers = program.makers()
+        self.texts = [CallText(i, call) for i, call in enumerate(program.calls)]
+        self.written = frozenset().union(*(call.writes for call in program.calls))
+
+    def source(
+        self,
+        launched: Sequence[int],
+        devices: Mapping[str, torch.device],
+        homes: Mapping[int, torch.device],
+    ) -> ForwardSource:
+        """The source for calls in launch order, with ``devices`` by key and ``homes`` by value."""
+        writer = _Writer(self, devices, homes)
+        for call in launched:
+            writer.launch(call)
+        return writer.finished()
+
+
+class _Writer:
+    """Writes one function line by line."""
+
+    def __init__(
+        self,
+        shared: ForwardWriter,
+        devices: Mapping[str, torch.device],
+        homes: Mapping[int, torch.device],
+    ) -> None:
+        self.shared = shared
+        self.program = shared.program
+        self.devices = devices
+        self.homes = homes
+        self.device_names: dict[torch.device, str] = {}
+        self.names: dict[str, Any] = {"arriving": arriving}
+        self.lines: list[tuple[str, list[str], list[str]]] = []  # text, names read, names made
+        self.where: dict[int, torch.device] = {}  # device of the values of placed calls
+        self.there: dict[tuple[int, torch.device, int], str] = {}
+        self.writes: defaultdict[int, int] = defaultdict(int)  # of each storage, so far
+        self.transfers = 0
+        self.sources = {source.value: source for source in self.program.sources}
+        states = (s for s in self.program.sources if s.role in ("parameter", "buffer"))
+        self.states = {source.value: i for i, source in enumerate(states)}
+        constants = (s for s in self.program.sources if s.role == "constant")
+        self.constants = {source.value: i for i, source in enumerate(constants)}
+
+    def launch(self, index: int) -> None:
+        """Write a call, and before it whatever brings its inputs to its device."""
+        call = self.program.calls[index]
+        device = self.devices[call.key]
+        self.where |= {value: device for value in call.outputs if value is not None}
+        self._call(index, device)
+        for storage in call.writes:
+            self.writes[storage] += 1
+
+    def finished(self) -> ForwardSource:
+        """The whole function."""
+        results = [self._result(result) for result in self.program.results]
+        self.lines.append((f"return [{', '.join(results)}]", results, []))
+        return ForwardSource(_text(self.lines), self.names, self.transfers)
+
+    def _result(self, result: Any) -> str:
+        """The name of a leaf of the output; what is no tensor is known without a run."""
+        if not isinstance(result, Ref):
+            return "None"
+        source = self.sources.get(result.value)
+        if source is not None and source.role == "input":
+            return f"inputs[{source.name}]"
+        return self._value(result.value, self._home(result.value))
+
+    def _call(self, index: int, device: torch.device) -> None:
+        call, text = self.program.calls[index], self.shared.texts[index]
+        on = self._device(device)
+        given = {f"v{value}": self._value(value, device) for value in call.reads}
+        expression = text.template.format(device=on, **given)
+        self.names |= text.names | text.on(device, on)
+        made = [
+            (position, value, f"v{value}_{on}")
+            for position, value in enumerate(call.outputs)
+            if value is not None
+        ]
+        reads = list(given.values())
+        expression += f"  # {call.key}"
+        if not call.tuple_result:
+            self.lines.append((f"{made[0][2]} = {expression}", reads, [made[0][2]]))
+        elif made:
+            whole = f"t{index}_{on}"
+            self.lines.append((f"{whole} = {expression}", reads, [whole]))
+            for position, _, name in made:
+                self.lines.append((f"{name} = {whole}[{position}]", [whole], [name]))
+        else:
+            self.lines.append((expression, reads, []))
+        for _, value, name in made:
+            self._keep(value, device, name)
+
+    def _value(self, value: int, device: torch.device) -> str:
+        """The name that a value has on a device, once it is there."""
+        if (known := self.there.get(self._state(value, device))) is not None:
+            return known
+        maker = self.shared.makers.get(value)
+        source = self.sources.get(value)
+        if maker is not None and self.program.calls[maker].is_free:
+            self._call(maker, device)
+            return self.there[self._state(value, device)]
+        on = self._device(device)
+        if source is not None and source.role == "constant":
+            return f"constants[{on}][{self.constants[value]}]"
+        if source is not None and source.role == "input":
+            name = f"v{value}_{on}"
+            self.lines.append((f"{name} = arriving(inputs[{source.name}], {on})", [], [name]))
+            return self._keep(value, device, name)
+        home = self._home(value)
+        at_home = f"states[{self.states[value]}]" if value in self.states else ""
+        if home == device:
+            assert at_home, f"value {value} is read before it is made"
+            return at_home
+        given = at_home or self._value(value, home)
+        storage = self.program.storage_of[value]
+        name = f"v{value}_{on}_{self.writes[storage]}"
+        # What comes from an accelerator must be there before the CPU goes on, and what the CPU
+        # may write to next must have left.
+        is_stable = home.type != "cpu" or storage not in self.shared.written
+        waits = "" if device.type == "cpu" or not is_stable else ", non_blocking=True"
+        self.lines.append((f"{name} = {given}.to({on}{waits})", [given], [name]))
+        self.transfers += 1
+        return self._keep(value, device, name)
+
+    def _keep(self, value: int, device: torch.device, name: str) -> str:
+        self.there[self._state(value, device)] = name
+        return name
+
+    def _state(self, value: int, device: torch.device) -> tuple[int, torch.device, int]:
+        """A value on a device; on a foreign one also after how many writes it was sent."""
+        is_home = self.where.get(value) == device
+        return value, device, 0 if is_home else self.writes[self.program.storage_of[value]]
+
+    def _home(self, value: int) -> torch.device:
+        """Where a value is: where its call or its state is, of a free call where it reads from."""
+        if value in self.where:
+            return self.where[value]
+        if value in self.homes:
+            return self.homes[value]
+        reads = self.program.calls[m].reads if (m := self.shared.makers.get(value)) else ()
+        return self._home(reads[0]) if reads else next(iter(self.devices.values()))
+
+    def _device(self, device: torch.device) -> str:
+        name = self.device_names.setdefault(device, f"d{len(self.device_names)}")
+        self.names[name] = device
+        return name
+
+
+def arriving(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """An input on the device that reads it; from pinned memory without waiting."""
+    if tensor.device == device:
+        return tensor
+    waits = device.type == "cpu" or not tensor.is_pinned()
+    return tensor.to(device, non_blocking=not waits)
+
+
+def _text(lines: Sequence[tuple[str, list[str], list[str]]]) -> str:
+    """The function: its lines, and after the last use of a name the end of it."""
+    made = {name for _, _, names in lines for name in names}
+    last = {name: i for i, (_, reads, makes) in enumerate(lines) for name in (*makes, *reads)}
+    ending: defaultdict[int, list[str]] = defaultdict(list)
+    for name, i in last.items():
+        if name in made and i < len(lines) - 1:
+            ending[i].append(name)
+    body = []
+    for i, (text, _, _) in enumerate(lines):
+        body.append(text)
+        if ending[i]:
+            body.append(f"del {', '.join(ending[i])}")
+    return "\n    ".join([f"def {NAME}(states, inputs, constants):", *body]) + "\n"

@@ -1,0 +1,277 @@
+"""The backend that runs placements on torch's devices, in this process, and times them.
+
+Candidates take turns as in :mod:`envs.measured`. A turn puts the weights where the candidate wants
+them, runs a step that does not count, and then a few that do; their median is one round's time.
+Nothing but the clock is known of a step, so its rebuilt time is its wall time.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import torch
+
+from envs import torch_devices
+from envs.backend import StepResult
+from envs.executor.placed_module import PlacedModule
+from envs.measured import Measurement, infeasible, misfit, noise, run_order
+from envs.placement import Placement
+from envs.problem import Problem
+from envs.simulator import Simulator
+from envs.simulator.schedule import Schedule
+from envs.torch_devices import CPU, OUT_OF_MEMORY, torch_device
+from graphs.extract import Extraction
+from graphs.extract.call_graph import CallGraph
+
+TURN_S: Final = 0.2
+MOST_STEPS: Final = 10
+"""Steps of a turn that count: as many as last about ``TURN_S``, at least one, at most so many."""
+MakeOptimizer: TypeAlias = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+class MeasuredModule:
+    """Times placements of a step on ``cuda:*`` and ``cpu``. Use as a context manager.
+
+    It works on a copy of the model, whose values stay on the host beside what is on accelerators: a
+    placement sends its weights, but never waits for those of the one before. A training step is
+    forward, backward and, with ``make_optimizer``, the optimizer's step; gradients are dropped
+    before it. Memory of CUDA devices is limited to ``limits`` while it is open.
+
+    Args:
+        extraction: the step.
+        calls: its graph of calls.
+        problem: that graph with costs, and the devices.
+        limits: {device name: bytes} that torch may take, gaps included.
+        rounds: turns of every candidate that count.
+        warm_up: turns that do not.
+        make_optimizer: makes an optimizer of the parameters of the placed model.
+
+    Raises:
+        ValueError: a device is not here.
+    """
+
+    def __init__(
+        self,
+        extraction: Extraction,
+        calls: CallGraph,
+        problem: Problem,
+        *,
+        limits: dict[str, int] | None = None,
+        rounds: int = 7,
+        warm_up: int = 1,
+        make_optimizer: MakeOptimizer | None = None,
+    ) -> None:
+        self.calls = calls
+        self.problem = problem
+        self.rounds = rounds
+        self.warm_up = warm_up
+        self.interrupted = False
+        self.reference: Measurement | None = None
+        self._devices = [torch_device(name) for name in problem.cluster.names]
+        self._simulator = Simulator(problem)
+        self._make_optimizer = make_optimizer
+        step = copy.deepcopy(extraction.step)
+        self._extraction = replace(extraction, step=step)
+        self._on_host = {name: t.detach().to(CPU) for name, t in step.named_state().items()}
+        self._module: PlacedModule | None = None
+        self._open = ExitStack()
+        limited = {torch_device(name): size for name, size in (limits or {}).items()}
+        self._open.enter_context(torch_devices.limited(limited))
+        self._open.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
+
+    def __enter__(self) -> MeasuredModule:
+        """The backend itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Drop the model, lift the limits."""
+        self.close()
+
+    def close(self) -> None:
+        """Drop the copy of the model, lift the limits of memory."""
+        self._drop()
+        self._open.close()
+
+    def evaluate(self, placements: Sequence[Placement]) -> list[StepResult]:
+        """Time every placement; the ``parts`` tell how noisy that was."""
+        seen = self.measure(placements)
+        return [self._result(p, m) for p, m in zip(placements, seen, strict=True)]
+
+    def measure(
+        self,
+        placements: Sequence[Placement],
+        progress: Callable[[int, int], None] | None = None,
+        *,
+        reference: bool = False,
+    ) -> list[Measurement]:
+        """Run placements in turn, ``rounds`` times each after the warm-up.
+
+        ``progress`` hears (turns done, turns to do). A placement that has no room, or that torch
+        cannot run, is a failure; the others go on. Ctrl-C ends the measuring: then ``interrupted``
+        is True and only whole rounds count. There is no ``reference`` here: the unplaced step is
+        the placement on one device.
+        """
+        del reference
+        turns = [_Turns(misfit(self.problem, placement)) for placement in placements]
+        self.interrupted = False
+        done = itertools.count(1)
+        total = (self.rounds + self.warm_up) * len(placements)
+        try:
+            for number in range(self.rounds + self.warm_up):
+                for turn in range(len(placements)):
+                    i = (turn + number) % len(placements)
+                    self._turn(placements[i], turns[i], counts=number >= self.warm_up)
+                    if progress is not None:
+                        progress(next(done), total)
+        except KeyboardInterrupt:
+            self.interrupted = True
+        whole = min((len(own.wall_s) for own in turns if not own.failure), default=self.rounds)
+        return [own.measurement(whole) for own in turns]
+
+    def _turn(self, placement: Placement, turns: _Turns, *, counts: bool) -> None:
+        if turns.failure:
+            return
+        try:
+            wall_s = self._steps(placement)
+        except OUT_OF_MEMORY as error:
+            turns.failure, turns.overfull = self._no_room(placement, error), True
+            self._drop()
+        except (RuntimeError, ValueError) as error:
+            turns.failure = f"torch cannot run it: {str(error).splitlines()[0]}"
+            self._drop()
+        else:
+            if counts:
+                turns.wall_s.append(wall_s)
+                turns.keep_peaks(self._peaks())
+
+    def _steps(self, placement: Placement) -> float:
+        """Median seconds of the steps of a turn."""
+        module = self._placed(placement)
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        optimizer = None
+        if self._make_optimizer is not None and self._extraction.step.training:
+            optimizer = self._make_optimizer(parameters)
+        for device in self._devices:
+            torch_devices.reset_peak(device)
+        first_s = self._step(module, optimizer)
+        count = min(max(round(TURN_S / first_s), 1), MOST_STEPS)
+        return float(np.median([self._step(module, optimizer) for _ in range(count)]))
+
+    def _step(self, module: PlacedModule, optimizer: torch.optim.Optimizer | None) -> float:
+        step = self._extraction.step
+        self._wait()
+        start = time.perf_counter()
+        if step.training:
+            module.zero_grad(set_to_none=True)
+            module(*step.step_inputs, **step.keywords).backward()
+            if optimizer is not None:
+                optimizer.step()
+        else:
+            with torch.no_grad():
+                module(*step.step_inputs, **step.keywords)
+        self._wait()
+        return time.perf_counter() - start
+
+    def _placed(self, placement: Placement) -> PlacedModule:
+        devices = [self._devices[d] for d in placement.devices]
+        where = self.calls.devices_of_calls(devices)
+        order = self.calls.launch_order(placement.priority)
+        if self._module is None:
+            self._module = PlacedModule(self._extraction, where, order)
+        else:
+            self._clear(self._module)
+            self._module.place(where, order)
+        return self._module
+
+    def _drop(self) -> None:
+        """Forget the placed module, which an error may have left in pieces."""
+        if self._module is not None:
+            self._clear(self._module)
+        self._module = None
+        gc.collect()  # the traceback of an error holds tensors, in circles
+        for device in self._devices:
+            torch_devices.release(device)
+
+    def _clear(self, module: PlacedModule) -> None:
+        """Empty the accelerators: they may have no room for the old and the new weights at once."""
+        module.zero_grad(set_to_none=True)
+        for name, tensor in self._extraction.step.named_state().items():
+            if tensor.device.type == "cuda":  # other devices have no limit
+                tensor.data = self._on_host[name]
+        for device in self._devices:
+            torch_devices.release(device)
+
+    def _wait(self) -> None:
+        for device in self._devices:
+            torch_devices.synchronize(device)
+
+    def _peaks(self) -> dict[str, int]:
+        peaks = {
+            name: torch_devices.peak_bytes(device)
+            for name, device in zip(self.problem.cluster.names, self._devices, strict=True)
+        }
+        return {name: size for name, size in peaks.items() if size is not None}
+
+    def _no_room(self, placement: Placement, error: BaseException) -> str:
+        """What ran out, and what the simulator had thought."""
+        peaks = self._simulator.run(*placement.arrays()).peak_bytes.tolist()
+        thought = ", ".join(
+            f"{size / 1e9:.2f} GB on {name}"
+            for name, size in zip(self.problem.cluster.names, peaks, strict=True)
+        )
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return f"{said} (predicted: {thought})"
+
+    def _result(self, placement: Placement, seen: Measurement) -> StepResult:
+        if not seen.ok:
+            return infeasible(seen)
+        peaks = self._simulator.run(*placement.arrays()).peak_bytes.tolist()
+        simulated = dict(zip(self.problem.cluster.names, peaks, strict=True))
+        return StepResult(
+            step_s=seen.median_s,
+            peak_memory_bytes={**simulated, **seen.peak_memory_bytes},
+            parts=noise(seen),
+        )
+
+
+def launch_order(problem: Problem, schedule: Schedule) -> list[int]:
+    """All ops as one process should launch them: by simulated start, those of the CPU by their end.
+
+    An op on the CPU holds up launches until it is done: whatever an accelerator is to do meanwhile
+    must be launched before.
+    """
+    on_cpu = np.array([name == "cpu" for name in problem.cluster.names])
+    launch_ns = np.where(on_cpu[schedule.devices], schedule.end_ns, schedule.start_ns)
+    return run_order(problem, launch_ns)
+
+
+class _Turns:
+    """What the turns of one placement gave."""
+
+    def __init__(self, failure: str) -> None:
+        self.failure = failure
+        self.overfull = False
+        self.wall_s: list[float] = []
+        self.peak_bytes: dict[str, int] = {}
+
+    def keep_peaks(self, peaks: dict[str, int]) -> None:
+        for name, size in peaks.items():
+            self.peak_bytes[name] = max(size, self.peak_bytes.get(name, 0))
+
+    def measurement(self, rounds: int) -> Measurement:
+        wall_s: Any = np.array(self.wall_s[:rounds])
+        return Measurement(
+            wall_s=wall_s,
+            rebuilt_s=wall_s,
+            failure=self.failure,
+            peak_memory_bytes=dict(self.peak_bytes),
+            overfull=self.overfull,
+        )

@@ -1,0 +1,135 @@
+"""Speeds of torch's own devices, and of the copies between them, measured."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final
+
+import torch
+
+from envs.cluster import Cluster, Device, Link
+from envs.stopwatch import burst, seconds_per_call
+from envs.torch_devices import CPU, torch_device
+
+SMALL_BYTES: Final = 64
+LARGE_BYTES: Final = 16 << 20
+STREAM_BYTES: Final = 96 << 20  # more than caches hold
+LONG_PRODUCT_S: Final = 2e-3
+SMALLEST_MATRIX: Final = 256
+LARGEST_MATRIX: Final = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """What copying tensors from one device to another costs."""
+
+    latency_s: float
+    bytes_per_s: float
+
+
+def measured_speeds(cluster: Cluster) -> Cluster:
+    """The cluster with measured speeds, launch costs and links, as of today.
+
+    Devices of one kind are measured once, links once for each ordered pair of kinds. A link leads
+    one way, since copies from and to the host differ.
+
+    Raises:
+        ValueError: a device is not here.
+        torch.OutOfMemoryError: a device has less than 0.3 GB free.
+    """
+    first_of = {device.kind: torch_device(device.name) for device in reversed(cluster.devices)}
+    known = {kind: _with_speeds(device) for kind, device in first_of.items()}
+    source = (
+        f"measured {datetime.date.today().isoformat()}, torch {torch.__version__}, "
+        f"float32 matmul precision {torch.get_float32_matmul_precision()}"
+    )
+    copies: dict[tuple[str, str], Copies] = {}
+    links: list[Link] = []
+    for a, b in itertools.permutations(cluster.devices, 2):
+        if (a.kind, b.kind) not in copies:
+            copies[a.kind, b.kind] = copy_speed(torch_device(a.name), torch_device(b.name))
+        links.append(_link(a, b, copies[a.kind, b.kind]))
+    devices = tuple(
+        replace(known[d.kind], name=d.name, kind=d.kind, memory_bytes=d.memory_bytes, source=source)
+        for d in cluster.devices
+    )
+    return replace(cluster, devices=devices, links=tuple(links))
+
+
+def launch_s(device: torch.device) -> float:
+    """Seconds that an op takes which has next to nothing to do."""
+    return seconds_per_call(partial(torch.neg, torch.ones(1).to(device)), [device])
+
+
+def flop_per_s(device: torch.device) -> float:
+    """Peak of float32 matrix products, in the precision that torch is set to."""
+    size = SMALLEST_MATRIX
+    while True:
+        random = torch.Generator().manual_seed(0)  # products of ones take less power
+        matrix = torch.rand(size, size, generator=random).to(device)
+        product = partial(torch.mm, matrix, matrix)
+        burst(product, [device], 1)
+        if burst(product, [device], 1) > LONG_PRODUCT_S or size >= LARGEST_MATRIX:
+            return 2 * size**3 / seconds_per_call(product, [device])
+        size *= 2
+
+
+def memory_bytes_per_s(device: torch.device) -> float:
+    """Bytes read and written per second by an op that no cache helps."""
+    source = torch.ones(STREAM_BYTES // 4).to(device)
+    result = torch.empty_like(source)
+    seconds = seconds_per_call(partial(torch.neg, source, out=result), [device])
+    return 2 * STREAM_BYTES / seconds
+
+
+def copy_speed(source: torch.device, destination: torch.device, *, pinned: bool = False) -> Copies:
+    """Latency and bandwidth of copies into fresh memory, as placed modules make them.
+
+    Args:
+        source: where the tensor is.
+        destination: where it goes.
+        pinned: the tensor is in page-locked memory of the host, and nobody waits for the copy.
+    """
+    seconds = []
+    for size in (SMALL_BYTES, LARGE_BYTES):
+        tensor = torch.ones(size // 4)
+        tensor = tensor.pin_memory() if pinned else tensor.to(source)
+        copy = partial(tensor.to, destination, non_blocking=destination != CPU)
+        seconds.append(seconds_per_call(copy, [source, destination]))
+    return copies_from(*seconds)
+
+
+def copies_from(small_s: float, large_s: float) -> Copies:
+    """Latency and bandwidth from the times of a small and a large copy.
+
+    Where noise made the large copy as short as the small one, all its time counts as moving bytes.
+
+    >>> copies_from(1e-5, 1e-5 + (LARGE_BYTES - SMALL_BYTES) / 1e10)
+    Copies(latency_s=1e-05, bytes_per_s=10000000000.0)
+    """
+    moving_s = large_s - small_s if large_s > small_s else large_s
+    return Copies(small_s, round((LARGE_BYTES - SMALL_BYTES) / moving_s, 3))
+
+
+def _with_speeds(device: torch.device) -> Device:
+    return Device(
+        name=str(device),
+        kind=device.type,
+        memory_bytes=0,
+        launch_s=launch_s(device),
+        peak_flop_per_s=flop_per_s(device),
+        bandwidth_bytes_per_s=memory_bytes_per_s(device),
+    )
+
+
+def _link(source: Device, destination: Device, copies: Copies) -> Link:
+    return Link(
+        between=(source.name, destination.name),
+        latency_s=copies.latency_s,
+        bandwidth_bytes_per_s=copies.bytes_per_s,
+        sharing="pair",
+        one_way=True,
+    )

@@ -1,0 +1,196 @@
+"""The graph of a step at the grain of its exported calls: what can be placed on torch devices.
+
+Autograd runs the backward of a call on the device of the call. A call is therefore a forward node
+and, where it has backward ops, a backward node in the same co-location group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import networkx as nx
+import numpy as np
+from numpy.typing import NDArray
+
+from graphs.extract.extraction import Extraction
+from graphs.extract.forward import ForwardProgram
+from graphs.frozen import frozen
+from graphs.graph import PHASES, GraphArrays, add_edge, add_op, new_graph
+from graphs.group_sizes import GroupSizes
+from graphs.quotient import Quotient, renumbered
+
+FORWARD, BACKWARD = PHASES.index("forward"), PHASES.index("backward")
+Device = TypeVar("Device")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CallGraph:
+    """N ops of an extraction as G nodes, each the ops of one exported call in one phase.
+
+    The ``i``-th node of ``graph`` is node ``i``; ``node_of`` (N,) int32 says which one each op is
+    in. Sizes are those of :class:`graphs.group_sizes.GroupSizes`, sums are exact. ``node_of_call``
+    gives, for the key of every call that has a device, the node whose device it has.
+    """
+
+    graph: nx.DiGraph[str]
+    node_of: NDArray[np.int32]
+    node_of_call: Mapping[str, int]
+
+    def devices_of_calls(self, devices: Sequence[Device]) -> dict[str, Device]:
+        """{key of a call: its device} from the device of every node, (G,).
+
+        Raises:
+            ValueError: there are not as many devices as nodes.
+        """
+        if len(devices) != len(self.graph):
+            raise ValueError(f"{len(devices)} devices are not for {len(self.graph)} nodes")
+        return {key: devices[node] for key, node in self.node_of_call.items()}
+
+    def launch_order(self, priority: Sequence[float]) -> tuple[str, ...]:
+        """Keys of all calls, those of the highest priority first, from that of every node, (G,).
+
+        Raises:
+            ValueError: there are not as many priorities as nodes.
+        """
+        if len(priority) != len(self.graph):
+            raise ValueError(f"{len(priority)} priorities are not for {len(self.graph)} nodes")
+        keys = self.node_of_call
+        return tuple(sorted(keys, key=lambda key: -priority[keys[key]]))
+
+
+def call_graph(extraction: Extraction) -> CallGraph:
+    """The graph of an extraction with calls as nodes, acyclic, and the same every time.
+
+    A free call has no node: its backward ops belong to the first call that reads what it makes.
+    Nodes on a cycle, which an in-place write through views may cause, become one.
+    """
+    arrays = GraphArrays.from_graph(extraction.graph)
+    phases = arrays.phase.tolist()
+    forward = {
+        key: None for key, phase in zip(extraction.call_of, phases, strict=True) if phase == FORWARD
+    }
+    carrier = _carriers(extraction.forward, forward)
+    number: dict[tuple[str, int], int] = {}
+    numbers = [
+        number.setdefault((carrier[key], phase), len(number))
+        for key, phase in zip(extraction.call_of, phases, strict=True)
+    ]
+    node_of = _acyclic(arrays, np.array(numbers, np.int64))
+    of_number = dict(zip(numbers, node_of.tolist(), strict=True))
+    node_of_call = {
+        call.key: of_number[number[carrier[call.key], FORWARD]]
+        for call in extraction.forward.placed_calls
+    }
+    keys = dict(zip(reversed(of_number.values()), reversed(number), strict=True))
+    names = [_name(*keys[node]) for node in range(len(keys))]
+    groups = _groups(_together(extraction, arrays, node_of, node_of_call), names)
+    graph = _graph(extraction, arrays, node_of, keys, groups)
+    return CallGraph(graph, frozen(node_of.astype(np.int32)), node_of_call)
+
+
+def _carriers(program: ForwardProgram, computing: Iterable[str]) -> dict[str, str]:
+    """{key of a call: the call that its ops go with}: itself, if it computes anything in forward.
+
+    Else one that it must share a device with; else the first that reads what it makes, or that
+    reads what is made of that; else the one whose output it reads.
+    """
+    carrier = {key: key for key in computing}
+    last_resort = next(iter(carrier))
+    for keys in program.together():
+        known = next((key for key in keys if key in carrier), None)
+        for key in keys if known is not None else ():
+            carrier.setdefault(key, carrier[known or key])
+    reader: dict[int, str] = {}
+    for call in reversed(program.calls):
+        made = [value for value in call.outputs if value is not None]
+        read_by = next((reader[value] for value in made if value in reader), None)
+        if found := carrier.get(call.key, read_by):
+            carrier[call.key] = found
+            reader |= dict.fromkeys(call.reads, found)
+    makers = program.makers()
+    for call in program.calls:
+        if call.key not in carrier:
+            read = (program.calls[makers[v]].key for v in call.reads if v in makers)
+            carrier[call.key] = next((carrier[key] for key in read), last_resort)
+    return carrier
+
+
+def _acyclic(arrays: GraphArrays, node_of: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The same nodes, those on a cycle as one."""
+    quotient = Quotient.of(arrays, node_of)
+    if not quotient.on_cycle().any():
+        return node_of
+    pairs = zip(quotient.source.tolist(), quotient.target.tolist(), strict=True)
+    merged = np.arange(quotient.count)
+    for component in nx.strongly_connected_components(nx.DiGraph(list(pairs))):
+        merged[list(component)] = min(component)
+    return renumbered(merged[node_of])
+
+
+def _graph(
+    extraction: Extraction,
+    arrays: GraphArrays,
+    node_of: NDArray[np.int64],
+    keys: Mapping[int, tuple[str, int]],
+    groups: Mapping[int, str],
+) -> nx.DiGraph[str]:
+    """The nodes by number, named by the call and phase in ``keys``, and the edges between them."""
+    position = np.empty(len(arrays), np.int64)
+    position[arrays.topological] = np.arange(len(arrays))
+    sizes = GroupSizes.of(arrays, node_of, np.lexsort((position, node_of)))
+    calls = {call.key: call for call in extraction.forward.calls}
+    graph = new_graph(arrays.name, extraction.graph.graph.get("cost_source"))
+    for node, cost_s in enumerate(sizes.cost_s):
+        key, phase = keys[node]
+        add_op(
+            graph,
+            _name(key, phase),
+            op=calls[key].op,
+            phase=PHASES[phase],
+            module=calls[key].module,
+            colocate=groups.get(node),
+            devices=None,
+            cost_s=cost_s,
+            cost_source=None,
+            output_bytes=sizes.output_bytes[node],
+            workspace_bytes=sizes.workspace_bytes[node],
+            **{name: column[node] for name, column in sizes.sums.items()},
+        )
+    names = list(graph)
+    for (source, target), size in sizes.edges.items():
+        add_edge(graph, names[source], names[target], size)
+    return graph
+
+
+def _name(key: str, phase: int) -> str:
+    module, _, op = key.rpartition(":")
+    return key if phase == FORWARD else f"{module}:{PHASES[phase]}/{op}"
+
+
+def _together(
+    extraction: Extraction,
+    arrays: GraphArrays,
+    node_of: NDArray[np.int64],
+    node_of_call: Mapping[str, int],
+) -> nx.Graph[int]:
+    """Nodes with links between those that must share a device."""
+    links: nx.Graph[int] = nx.Graph()
+    for key, node in zip(extraction.call_of, node_of.tolist(), strict=True):
+        links.add_edge(node, node_of_call[key])
+    for keys in extraction.forward.together():
+        nx.add_path(links, [node_of_call[key] for key in keys])
+    for group in range(int(arrays.group.max(initial=-1)) + 1):
+        nx.add_path(links, node_of[arrays.group == group].tolist())
+    return links
+
+
+def _groups(links: nx.Graph[int], names: Sequence[str]) -> dict[int, str]:
+    """{node: co-location group} for linked nodes, groups named by their first."""
+    return {
+        node: f"calls with {names[min(component)]}"
+        for component in nx.connected_components(links)
+        if len(component) > 1
+        for node in component
+    }

@@ -1,0 +1,71 @@
+"""Which call of the exported forward pass an op belongs to: what runs where the call does."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from graphs.extract.convert import OpFacts
+from graphs.extract.forward import ForwardProgram
+from graphs.extract.program import VIEW, StepProgram
+
+
+def calls_of(
+    program: StepProgram, facts: Sequence[OpFacts], forward: ForwardProgram
+) -> tuple[str, ...]:
+    """The key of the call of every op, (N,).
+
+    Torch tells it of nearly all. What it does not tell differentiates what its forward op does; or
+    it adds up gradients of one tensor, which autograd does for the call that made the tensor, and
+    for a parameter where that is first read.
+    """
+    homes = _homes(program, forward)
+    found = [op.stems_from or homes.get(i) for i, op in enumerate(facts)]
+    for i, op in enumerate(facts):
+        if found[i] is None and op.forward_op is not None:
+            found[i] = found[op.forward_op]
+    inputs, readers = _neighbours(program)
+    for i in reversed(range(len(found))):
+        found[i] = found[i] or next((found[reader] for reader in readers[i]), None)
+    for i in range(len(found)):
+        found[i] = found[i] or next((found[source] for source in inputs[i]), None)
+    fallback = forward.calls[0].key
+    return tuple(key or fallback for key in found)
+
+
+def _neighbours(
+    program: StepProgram,
+) -> tuple[defaultdict[int, list[int]], defaultdict[int, list[int]]]:
+    """Ops that an op reads from, and ops that read from it."""
+    inputs: defaultdict[int, list[int]] = defaultdict(list)
+    readers: defaultdict[int, list[int]] = defaultdict(list)
+    producer = program.producers()
+    for call in program.calls:
+        for value in call.reads if call.op != VIEW else ():
+            root = program.values[value].root
+            if root in producer:
+                source = program.calls[producer[root]].op
+                inputs[call.op].append(source)
+                readers[source].append(call.op)
+    return inputs, readers
+
+
+def _homes(program: StepProgram, forward: ForwardProgram) -> dict[int, str]:
+    """{op that makes a gradient: key of the call that reads the parameter first}."""
+    first_reader: dict[int, str] = {}
+    for call in forward.calls:
+        for value in call.reads:
+            first_reader.setdefault(value, call.key)
+    home = {
+        program.ties.get(s.name, s.name): first_reader[s.value]
+        for s in reversed(forward.sources)
+        if s.value in first_reader
+    }
+    producer = program.producers()
+    found: dict[int, str] = {}
+    for result in program.results:
+        root = program.values[result.value].root
+        name = program.ties.get(result.name, result.name)
+        if result.role == "gradient" and root in producer and name in home:
+            found[program.calls[producer[root]].op] = home[name]
+    return found

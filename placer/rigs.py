@@ -1,0 +1,167 @@
+"""What the main job needs of devices: what can be placed on them, its costs, a backend to run it.
+
+Pinned cores run the joint graph op by op in workers, torch's own devices the calls of the exported
+forward pass in this process.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+import networkx as nx
+
+from envs.call_costs import profile_calls
+from envs.call_memory import plannable
+from envs.cluster import Cluster
+from envs.discover import is_here
+from envs.measured import Measured, Measurement, run_order
+from envs.measured_module import MeasuredModule, launch_order
+from envs.placement import Placement
+from envs.problem import Problem
+from envs.simulator.schedule import Schedule
+from envs.torch_devices import is_core
+from graphs.costs import with_costs
+from graphs.extract import Extraction, ExtractionError
+from graphs.extract.call_graph import call_graph
+from placer.costing import costed_graph
+from placer.report.progress import Progress
+
+MEASURED_S: Final = 1.5
+FEWEST_ROUNDS: Final = 7
+MOST_ROUNDS: Final = 41
+
+
+class MeasuringBackend(Protocol):
+    """Runs placements for real, in turn."""
+
+    interrupted: bool
+    reference: Measurement | None
+
+    def measure(
+        self,
+        placements: Sequence[Placement],
+        progress: Callable[[int, int], None] | None = None,
+        *,
+        reference: bool = False,
+    ) -> list[Measurement]:
+        """See :meth:`envs.measured.Measured.measure`."""
+        ...
+
+    def close(self) -> None:
+        """End what it started."""
+        ...
+
+
+class Rig(Protocol):
+    """How an extraction is placed on one sort of devices."""
+
+    graph: nx.DiGraph[str]
+
+    def costed(
+        self, graph: nx.DiGraph[str], cluster: Cluster, hear: Progress, *, fresh: bool = False
+    ) -> nx.DiGraph[str]:
+        """A copy of ``graph``, which has the same ops, with seconds for every kind of device."""
+        ...
+
+    def planned(self, cluster: Cluster) -> Cluster:
+        """The cluster with the memory that placements may count on."""
+        ...
+
+    def order(self, problem: Problem, schedule: Schedule) -> list[int]:
+        """All ops in the order that placements ask for, from what was simulated."""
+        ...
+
+    def backend(self, problem: Problem, longest_s: float, shortest_s: float) -> MeasuringBackend:
+        """What runs candidates whose steps are predicted to take between these times."""
+        ...
+
+
+def rig_for(extraction: Extraction, cluster: Cluster) -> Rig:
+    """The rig for the devices of a cluster; what is elsewhere is simulated op by op, as cores are.
+
+    Raises:
+        ExtractionError: devices of torch cannot run what was extracted.
+    """
+    on_torch = not any(map(is_core, cluster.names)) and all(map(is_here, cluster.names))
+    return TorchDevices(extraction, cluster) if on_torch else Cores(extraction)
+
+
+class Cores:
+    """Pinned cores: every op can be placed."""
+
+    def __init__(self, extraction: Extraction) -> None:
+        self.extraction = extraction
+        self.graph = extraction.graph
+
+    def costed(
+        self, graph: nx.DiGraph[str], cluster: Cluster, hear: Progress, *, fresh: bool = False
+    ) -> nx.DiGraph[str]:
+        """Costs in context, by the clocks of the workers; without ``fresh`` known ones count."""
+        return costed_graph(self.extraction, graph, cluster, hear, fresh=fresh)
+
+    def planned(self, cluster: Cluster) -> Cluster:
+        """All its memory."""
+        return cluster
+
+    def order(self, problem: Problem, schedule: Schedule) -> list[int]:
+        """By start."""
+        return run_order(problem, schedule.start_ns)
+
+    def backend(self, problem: Problem, longest_s: float, shortest_s: float) -> MeasuringBackend:
+        """Workers."""
+        return Measured(
+            self.extraction,
+            problem,
+            latency_s=max((link.latency_s for link in problem.cluster.links), default=0.0),
+            rounds=rounds_for(shortest_s),
+            step_timeout_s=60.0 + 100.0 * longest_s,
+        )
+
+
+class TorchDevices:
+    """``cuda:*`` and ``cpu``: every call can be placed, its backward goes with it."""
+
+    def __init__(self, extraction: Extraction, cluster: Cluster) -> None:
+        if extraction.step.optimizer is not None:
+            raise ExtractionError(
+                "on cuda:N and cpu an optimizer cannot be part of the step yet: leave it out, or "
+                "place on pinned cores (core:N)"
+            )
+        self.extraction = extraction
+        self.calls = call_graph(extraction)
+        self.graph = self.calls.graph
+        self.limits = {device.name: device.memory_bytes for device in cluster.devices}
+
+    def costed(
+        self, graph: nx.DiGraph[str], cluster: Cluster, hear: Progress, *, fresh: bool = False
+    ) -> nx.DiGraph[str]:
+        """Costs of every call alone, always measured."""
+        del fresh
+        costs_s = profile_calls(
+            self.extraction,
+            self.calls,
+            cluster,
+            progress=lambda done, total: hear.advance(done / total),
+        )
+        source = f"measured {datetime.date.today().isoformat()}, each call alone"
+        return with_costs(graph, costs_s, dict.fromkeys(costs_s, source))
+
+    def planned(self, cluster: Cluster) -> Cluster:
+        """Some of its memory is left for gaps and libraries."""
+        return plannable(cluster)
+
+    def order(self, problem: Problem, schedule: Schedule) -> list[int]:
+        """By start, but those of the CPU by their end."""
+        return launch_order(problem, schedule)
+
+    def backend(self, problem: Problem, longest_s: float, shortest_s: float) -> MeasuringBackend:
+        """A placed module in this process."""
+        del longest_s, shortest_s  # its turns are as long as its steps need
+        return MeasuredModule(self.extraction, self.calls, problem, limits=self.limits)
+
+
+def rounds_for(step_s: float) -> int:
+    """How often a candidate is run: short steps scatter more, and cost less."""
+    return int(min(max(MEASURED_S / step_s, FEWEST_ROUNDS), MOST_ROUNDS)) if step_s else MOST_ROUNDS

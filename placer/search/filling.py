@@ -1,0 +1,64 @@
+"""Layers in the order of the model, as many on each device as its memory holds.
+
+That is how people place models by hand on devices that are too small for them.
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envs.problem import Problem
+from envs.simulator import Simulator
+
+
+def first_layers(problem: Problem, priority: NDArray[np.float64]) -> NDArray[np.int32]:
+    """Devices (N,) that fill up one after the other; the last takes what is left.
+
+    Memory is what the simulator says for ops that run by ``priority`` (N,). A co-location group
+    goes with its first layer, and an op that may not run there, with its group, on the last device
+    that it may.
+    """
+    simulator = Simulator(problem)
+    number = layer_numbers(problem)
+    last = problem.device_count - 1
+    devices = np.full(problem.op_count, last, np.int32)
+    begin, count = 0, int(number.max()) + 1
+    for d in range(last):
+        low, high = begin, count  # the layers from begin to low fit
+        while low < high:
+            middle = (low + high + 1) // 2
+            trial = np.where((number >= begin) & (number < middle), np.int32(d), devices)
+            peak = simulator.run(trial, priority).peak_bytes[d]
+            low, high = (middle, high) if peak <= problem.memory_bytes[d] else (low, middle - 1)
+        devices[(number >= begin) & (number < low)] = d
+        begin = low
+    ops = np.arange(problem.op_count)
+    fallback = last - problem.allowed[:, ::-1].argmax(axis=1)
+    return np.where(problem.allowed[ops, devices], devices, fallback).astype(np.int32)
+
+
+def layer_numbers(problem: Problem) -> NDArray[np.int64]:
+    """The layer of every op, (N,), in the order of the model; a group is in its first layer."""
+    graph = problem.graph
+    layers: dict[str, int] = {}
+    for op in graph.topological.tolist():
+        layers.setdefault(layer_of(graph.modules[op]), len(layers))
+    number = np.array([layers[layer_of(module)] for module in graph.modules], np.int64)
+    grouped = graph.group >= 0
+    first = np.full(int(graph.group.max(initial=-1)) + 1, len(layers), np.int64)
+    np.minimum.at(first, graph.group[grouped], number[grouped])
+    number[grouped] = first[graph.group[grouped]]
+    return number
+
+
+def layer_of(module: str) -> str:
+    """A module path up to the first number in it.
+
+    >>> layer_of("decoder.layers.3.mlp.0"), layer_of("head"), layer_of("2.conv")
+    ('decoder.layers.3', 'head', '2')
+    """
+    found = re.match(r"(.*?\.)?\d+(?=\.|$)", module)
+    return found[0] if found else module

@@ -1,0 +1,59 @@
+"""Sizes that people write are read to the byte."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from envs.byte_size import UNITS, parse_bytes, parse_limits
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("8GiB", 8 * 2**30),
+        ("8 GB", 8 * 10**9),
+        ("512MB", 512 * 10**6),
+        ("1KiB", 1024),
+        ("1kB", 1000),
+        ("0.1TiB", 109951162777),
+        ("7", 7),
+        (" 7B ", 7),
+        ("0GB", 0),
+    ],
+)
+def test_sizes_by_hand(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@given(st.integers(0, 10**15), st.sampled_from(sorted(UNITS)))
+def test_whole_numbers_of_any_unit_are_exact(number: int, unit: str) -> None:
+    assert parse_bytes(f"{number}{unit}") == number * UNITS[unit]
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GB", "1e3MB", "8gib", "8 GiBs", "0x10", "nan", "٣"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is no size: write a number and one of B, kB, MB"):
+        parse_bytes(text)
+
+
+def test_limits_of_devices() -> None:
+    assert parse_limits("cuda:0=8GiB, cpu=64GB") == {"cuda:0": 8 * 2**30, "cpu": 64 * 10**9}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("8GiB", "'8GiB' is no limit: write DEVICE=SIZE"),
+        ("=8GiB", "is no limit"),
+        ("", "is no limit"),
+        ("cpu=lots", "'lots' is no size"),
+        ("cpu=1GB,cpu=2GB", "cpu has two limits"),
+    ],
+)
+def test_what_is_no_limit_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        parse_limits(text)

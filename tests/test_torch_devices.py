@@ -1,0 +1,104 @@
+"""Torch's own devices: found by name, limited in memory, and measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from envs import discover as discovery
+from envs import torch_devices, torch_speeds
+from envs.calibrate import calibrated
+from envs.discover import available_memory_bytes, check_devices, discover
+from envs.torch_speeds import LARGE_BYTES, SMALL_BYTES, Copies, copies_from
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def test_cpu_is_all_cores_of_torch_and_all_free_memory() -> None:
+    (cpu,) = discover("cpu").devices
+    assert (cpu.name, cpu.kind) == ("cpu", f"cpu*{torch.get_num_threads()}")
+    assert cpu.memory_bytes == pytest.approx(available_memory_bytes(), rel=0.2)
+
+
+def test_memory_may_be_limited_for_cpu_and_for_cores() -> None:
+    assert discover("cpu", {"cpu": 1000}).devices[0].memory_bytes == 1000
+    assert discover("core:0", {"core:0": 1000}).devices[0].memory_bytes == 1000
+
+
+def test_a_limit_that_cannot_be_kept_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"cpu cannot have 1\d+ bytes of memory: \d+ bytes are"):
+        discover("cpu", {"cpu": 10**18})
+    with pytest.raises(ValueError, match="memory of gpu is limited, but the devices are cpu"):
+        discover("cpu", {"gpu": 1})
+
+
+def test_auto_takes_all_cuda_devices_and_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_devices, "own_accelerators", lambda: ["cuda:0", "cuda:1"])
+    monkeypatch.setattr(torch_devices, "torch_device", torch.device)
+    monkeypatch.setattr(torch_devices, "free_bytes", lambda device: 10 + device.index)
+    monkeypatch.setattr(torch_devices, "kind_of", str)
+    monkeypatch.setattr(discovery, "available_memory_bytes", lambda: 1001)
+    found = discover("auto")
+    assert found.names == ("cuda:0", "cuda:1", "cpu")
+    assert [device.memory_bytes for device in found.devices] == [10, 11, 1001]
+
+
+def test_a_device_that_this_torch_does_not_see_is_refused() -> None:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    with pytest.raises(ValueError, match=f"there is no device cuda:{count}: torch "):
+        check_devices(["cpu", f"cuda:{count}"])
+
+
+def test_speeds_of_the_host_are_measured_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLACER_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch_speeds, "STREAM_BYTES", 8 << 20)
+    first = calibrated(discover("cpu", {"cpu": 1 << 20}))
+    (cpu,) = first.devices
+    assert cpu.memory_bytes == 1 << 20
+    assert 1e-7 < cpu.launch_s < 1e-3
+    assert 1e8 < cpu.peak_flop_per_s < 1e14
+    assert 1e7 < cpu.bandwidth_bytes_per_s < 1e13
+    assert "float32 matmul precision" in cpu.source
+    assert first.links == ()
+    assert calibrated(discover("cpu", {"cpu": 1 << 20})) == first
+
+
+def test_other_numbers_of_threads_are_measured_on_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLACER_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch_speeds, "STREAM_BYTES", 1 << 20)
+    calibrated(discover("cpu"))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
+    assert calibrated(discover("cpu")).devices[0].kind == "cpu*99"
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_copies_by_hand() -> None:
+    moved = LARGE_BYTES - SMALL_BYTES
+    assert copies_from(1e-5, 1e-5 + moved / 2e10) == Copies(1e-5, 2e10)
+    assert copies_from(2e-5, 1e-5).bytes_per_s == pytest.approx(moved / 1e-5)
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_a_limit_of_cuda_memory_holds_and_is_lifted() -> None:
+    device = torch.device("cuda:0")
+    with torch_devices.limited({device: 64 << 20}), pytest.raises(torch.OutOfMemoryError):
+        torch.empty(128 << 20, dtype=torch.uint8, device=device)
+    torch.empty(128 << 20, dtype=torch.uint8, device=device)
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_links_with_the_host_lead_one_way_each() -> None:
+    found = torch_speeds.measured_speeds(discover("cuda:0,cpu"))
+    assert [link.between for link in found.links] == [("cuda:0", "cpu"), ("cpu", "cuda:0")]
+    for link in found.links:
+        assert link.one_way
+        assert 1e-7 < link.latency_s < 1e-3
+        assert 1e8 < link.bandwidth_bytes_per_s < 1e12

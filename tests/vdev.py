@@ -1,0 +1,170 @@
+"""A second torch device for tests: ``vdev`` computes on the CPU and is a device of its own.
+
+It refuses to mix devices in one op as an accelerator does, and writes down what is sent. Autograd
+allows it one index only. Its random numbers are those of the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+CPU = torch.device("cpu")
+TRANSFERS: list[tuple[torch.device, torch.device, int]] = []
+"""What was sent: from where, to where, bytes."""
+
+
+class _Module:
+    """What torch asks of a device's module."""
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def is_available(self) -> bool:
+        return True
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def current_device(self) -> int:
+        return 0
+
+    def device_count(self) -> int:
+        return 1
+
+    def set_device(self, index: int) -> None:
+        assert index == 0
+
+    def manual_seed_all(self, seed: int) -> None:
+        """The CPU's generator has the seed."""
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.float32, torch.bfloat16]
+
+    def get_rng_state(self, device: Any = None) -> Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: Tensor, device: Any = None) -> None:
+        torch.set_rng_state(state)
+
+
+class VTensor(Tensor):
+    """A tensor of vdev around the CPU tensor that holds its elements."""
+
+    elements: Tensor
+
+    @staticmethod
+    def __new__(cls, elements: Tensor, device: torch.device) -> VTensor:
+        tensor = Tensor._make_wrapper_subclass(
+            cls,
+            elements.size(),
+            strides=elements.stride(),
+            storage_offset=elements.storage_offset(),
+            dtype=elements.dtype,
+            device=device,
+        )
+        tensor.elements = elements
+        return tensor
+
+    def __init__(self, elements: Tensor, device: torch.device) -> None:
+        pass
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it wrongly
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    """Sees what no VTensor takes part in: factories on vdev, and copies from the CPU to it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+@contextmanager
+def vdev() -> Iterator[torch.device]:
+    """The device, while the context lasts."""
+    TRANSFERS.clear()
+    with _Mode():  # type: ignore[no-untyped-call]
+        yield torch.device("vdev", 0)
+
+
+def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    aten = torch.ops.aten
+    if func is aten.copy_.default:
+        to, given = args[0], args[1]
+        if to.device != given.device:
+            TRANSFERS.append((given.device, to.device, given.nbytes))
+        _elements(to).copy_(_elements(given))
+        return to
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    devices = {t.device for t in tensors if isinstance(t, VTensor) or t.dim()}
+    if len(devices) > 1:
+        raise RuntimeError(f"all tensors must be on one device, {func} has {devices}")
+    asked = kwargs.get("device")
+    wanted = None if asked is None else torch.device(asked)
+    copies = func is aten._to_copy.default
+    if copies and wanted is not None and wanted != args[0].device:
+        TRANSFERS.append((args[0].device, wanted, args[0].nbytes))
+    device = wanted or (args[0].device if copies else next(iter(devices), CPU))
+    on_cpu = {**kwargs, "device": CPU} if wanted is not None else kwargs
+    out = ON_CPU.get(func, func)(*tree_map(_elements, args), **tree_map(_elements, on_cpu))
+    if device.type != "vdev":
+        return out
+    wrapped = tree_map(lambda t: VTensor(t, device) if isinstance(t, Tensor) else t, out)
+    if copies:
+        return wrapped
+    return return_and_correct_aliasing(func, args, kwargs, wrapped)  # type: ignore[no-untyped-call]
+
+
+def _elements(leaf: Any) -> Any:
+    return leaf.elements if isinstance(leaf, VTensor) else leaf
+
+
+def _lstm_cell(
+    inputs: Tensor, hidden: Tensor, cell: Tensor, *biases: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What accelerators have as one kernel: new hidden state, new cell, the gates for backward."""
+    gates = inputs + hidden + sum(bias for bias in biases if bias is not None)
+    i, f, g, o = gates.chunk(4, 1)
+    i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+    new_cell = f * cell + i * g
+    return o * new_cell.tanh(), new_cell, torch.cat([i, f, g, o], 1)
+
+
+def _lstm_cell_backward(
+    to_hidden: Tensor | None,
+    to_cell: Tensor | None,
+    cell: Tensor,
+    new_cell: Tensor,
+    gates: Tensor,
+    has_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    i, f, g, o = gates.chunk(4, 1)
+    hidden = torch.zeros_like(new_cell) if to_hidden is None else to_hidden
+    shown = new_cell.tanh()
+    inner = hidden * o * (1 - shown * shown) + (0 if to_cell is None else to_cell)
+    to_gates = [
+        inner * g * i * (1 - i),
+        inner * cell * f * (1 - f),
+        inner * i * (1 - g * g),
+        hidden * shown * o * (1 - o),
+    ]
+    whole = torch.cat(to_gates, 1)
+    return whole, inner * f, whole.sum(0) if has_bias else None
+
+
+ON_CPU: dict[Any, Any] = {
+    torch.ops.aten._thnn_fused_lstm_cell.default: _lstm_cell,
+    torch.ops.aten._thnn_fused_lstm_cell_backward_impl.default: _lstm_cell_backward,
+}
+_setup_privateuseone_for_python_backend("vdev", backend_module=_Module())
