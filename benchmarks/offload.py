@@ -40,8 +40,8 @@ SEARCH_S = 2.0
 RUN = 2
 """How many of the search's best are run."""
 REPEATS = 7
-WEIGHTS_SHARE = 0.85
-"""What accelerate may fill with weights; the rest is for activations."""
+ACCELERATE_SHARES = (0.9, 0.7, 0.5, 0.3)
+"""Shares of the limit that accelerate may fill with weights: the largest that runs counts."""
 
 
 def found_by_search(problem: Problem, seed: int = 0) -> list[Candidate]:
@@ -121,15 +121,21 @@ def accelerated(step: Step, cluster: Cluster, limit_bytes: int) -> dict[str, Any
     device = torch_device(cluster.names[0])
     model = copy.deepcopy(step.model).eval()
     blocks = {type(m).__name__ for n, m in model.named_modules() if re.search(r"\.\d+$", n)}
-    device_map = infer_auto_device_map(
-        model,
-        max_memory={0: int(WEIGHTS_SHARE * limit_bytes), "cpu": cluster.devices[-1].memory_bytes},
-        no_split_module_classes=sorted(blocks),
-    )
-    with torch_devices.limited({device: limit_bytes}), torch.no_grad():
-        placed = dispatch_model(model, device_map=device_map, main_device=0)
-        seconds = list(repeated(placed, step, device))
-    return {"device_map": device_map, **quartiles(seconds)}
+    for share in ACCELERATE_SHARES:
+        device_map = infer_auto_device_map(
+            model,
+            max_memory={0: int(share * limit_bytes), "cpu": cluster.devices[-1].memory_bytes},
+            no_split_module_classes=sorted(blocks),
+        )
+        try:
+            with torch_devices.limited({device: limit_bytes}), torch.no_grad():
+                placed = dispatch_model(copy.deepcopy(model), device_map, main_device=0)
+                seconds = list(repeated(placed, step, device))
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            continue
+        return {"share": share, "device_map": device_map, **quartiles(seconds)}
+    return {"failure": f"out of memory with {min(ACCELERATE_SHARES):.0%} of it for weights, too"}
 
 
 def repeated(model: torch.nn.Module, step: Step, device: torch.device) -> Iterator[float]:

@@ -39,6 +39,9 @@ DOUBLE = ("inception", "nasnet")
 """Batch norm over two tiny images magnifies what is rounded."""
 
 
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="vdev would take CUDA's place")
+
+
 @pytest.fixture
 def device() -> Iterator[torch.device]:
     with vdev() as found:

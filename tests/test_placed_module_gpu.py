@@ -39,7 +39,10 @@ def extracted(name: str) -> Extraction:
     torch.manual_seed(0)
     if name in TRANSFORMERS:
         target = tiny_transformers.TARGETS[name] + tiny_transformers.WITHOUT_DROPOUT.get(name, "")
-        return extract(tiny_transformers.load(target))
+        extraction = extract(tiny_transformers.load(target))
+        if extraction.own_forward is None:
+            pytest.skip(f"torch {torch.__version__} cannot export {name}")
+        return extraction
     step = STEPS[name]()
     if name in DOUBLE:
         images, *rest = step.inputs

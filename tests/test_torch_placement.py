@@ -41,12 +41,19 @@ MEMORY = {"vdev:0": 1 << 30, "cpu": 1 << 30}
 
 
 @pytest.fixture(autouse=True)
-def second_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def second_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[None]:
     """A second device, and calibration that is quick and kept for one test."""
     monkeypatch.setenv("PLACER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(torch_speeds, "STREAM_BYTES", 1 << 20)
     monkeypatch.setattr(torch_speeds, "LARGE_BYTES", 1 << 20)
     monkeypatch.setattr(measured_module, "TURN_S", 0.0)
+    if torch.cuda.is_available():
+        if request.node.get_closest_marker("gpu") is None:
+            pytest.skip("vdev would take CUDA's place")
+        yield
+        return
     with vdev():
         yield
 

@@ -6,6 +6,7 @@ allows it one index only. Its random numbers are those of the CPU.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -92,7 +93,14 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves
 
 @contextmanager
 def vdev() -> Iterator[torch.device]:
-    """The device, while the context lasts."""
+    """The device, while the context lasts.
+
+    Raises:
+        RuntimeError: there is a CUDA device, which could not be used any more.
+    """
+    if torch.cuda.is_available():
+        raise RuntimeError("torch knows one accelerator: with vdev, CUDA would fail")
+    _register()
     TRANSFERS.clear()
     with _Mode():  # type: ignore[no-untyped-call]
         yield torch.device("vdev", 0)
@@ -167,4 +175,9 @@ ON_CPU: dict[Any, Any] = {
     torch.ops.aten._thnn_fused_lstm_cell.default: _lstm_cell,
     torch.ops.aten._thnn_fused_lstm_cell_backward_impl.default: _lstm_cell_backward,
 }
-_setup_privateuseone_for_python_backend("vdev", backend_module=_Module())
+
+
+@functools.cache
+def _register() -> None:
+    """Tell torch of vdev: at first use, because it takes CUDA's place as the accelerator."""
+    _setup_privateuseone_for_python_backend("vdev", backend_module=_Module())

@@ -1,5 +1,8 @@
 """Exported calls without the device they were traced on: as text with places for tensors.
 
+Kernels of another device may lay their results out in another way, so that what was a view need not
+be possible there: ``view`` becomes ``reshape``, except where somebody writes into the storage.
+
 The device is burned into factories and conversions, by keyword (``arange(8, device=cpu)``) or by
 position (``to(x, cpu, float32)``), and into the nested graphs of higher-order operators.
 """
@@ -28,7 +31,9 @@ class CallText:
     """
 
     def __init__(self, number: int, call: ForwardCall) -> None:
-        self.names: dict[str, Any] = {f"f{number}": call.target}
+        of_layout = call.target is torch.ops.aten.view.default and not call.touches
+        target = torch.ops.aten.reshape.default if of_layout else call.target
+        self.names: dict[str, Any] = {f"f{number}": target}
         self._number = number
         self._bodies: dict[str, fx.GraphModule] = {}
         args, kwargs = list(call.args), dict(call.kwargs)
