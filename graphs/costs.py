@@ -73,12 +73,19 @@ def is_composite(target: Any) -> bool:
     )
 
 
-def _attention_flops(*inputs: Any, **_: Any) -> Any:
-    return _forward(*inputs[:3])
+def _attention_flops(queries: Any, keys: Any, values: Any, *_: Any, **__: Any) -> Any:
+    return _forward(queries, *_for_every_head(queries, keys, values))
 
 
-def _attention_backward_flops(*inputs: Any, **_: Any) -> Any:
-    return _backward(*inputs[:4])
+def _attention_backward_flops(
+    gradient: Any, queries: Any, keys: Any, values: Any, *_: Any, **__: Any
+) -> Any:
+    return _backward(gradient, queries, *_for_every_head(queries, keys, values))
+
+
+def _for_every_head(queries: Any, *shared: Any) -> list[Any]:
+    """Shapes (batch, heads, length, features) of what several heads of queries may share."""
+    return [(*shape[:1], queries[1], *shape[2:]) for shape in shared]
 
 
 def _recurrent_flops(inputs: Any, *further: Any, **_: Any) -> int:

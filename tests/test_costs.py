@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,7 @@ from tiny_models import Plain, forward
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode
 
 from graphs.costs import call_flops, further_formulas
 from graphs.extract import Extraction, Step, extract
@@ -64,32 +63,25 @@ def total(extraction: Extraction, attribute: str) -> int:
 
 # --- FLOPs
 
-SHARED_HEADS = ("llama", "mixtral")
-
-
-def counts_shared_heads() -> bool:
-    """Torch 2.11 does not: its formula asserts as many heads of keys as of queries."""
-    formula: Callable[..., Any] = sdpa_flop_count
-    queries, keys = (1, 2, 3, 4), (1, 1, 3, 4)
-    try:
-        formula(queries, keys, keys)
-    except AssertionError:
-        return False
-    return True
-
 
 @EITHER_MODE
 @EVERY_MODEL
 def test_flops_are_those_that_torch_counts_in_a_real_run(name: str, training: bool) -> None:
     """Torch's counter is given the formulas that it lacks: attention on CPUs, grouped products."""
-    if name in SHARED_HEADS and not counts_shared_heads():
-        pytest.skip("this torch refuses to count attention whose queries share keys")
     extraction = extracted(name, training)
     with FlopCounterMode(display=False, custom_mapping=further_formulas()) as counter:
         output = forward(copy.deepcopy(extraction.step))
         if training:
             output.backward()
     assert total(extraction, "flops") == counter.get_total_flops() > 0
+
+
+def test_heads_that_share_keys_cost_as_much_as_heads_of_their_own() -> None:
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    queries, keys = torch.empty(2, 4, 5, 3), torch.empty(2, 1, 7, 3)
+    by_hand = 2 * (2 * 4 * 5 * 7 * 3) * 2  # queries by keys, weights by values
+    assert call_flops(attention, (queries, keys, keys), {}, queries) == by_hand
+    assert call_flops(attention, (queries, keys.repeat(1, 4, 1, 1), keys), {}, queries) == by_hand
 
 
 def test_a_further_formula_is_for_what_torch_does_not_count() -> None:

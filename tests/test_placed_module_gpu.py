@@ -23,6 +23,8 @@ GPU = torch.device("cuda", 0)
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
 ]
 STEPS = tiny_models.STEPS | tiny_reference_models.STEPS
 DOUBLE = ("conv_net", "resnet", "inception")
