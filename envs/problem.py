@@ -78,7 +78,7 @@ class Problem:
             queue_count=len(links.by_priority),
             queue_by_priority=frozen(np.array(links.by_priority, np.bool_)),
             memory_bytes=frozen(np.array([d.memory_bytes for d in cluster.devices], np.int64)),
-            held_bytes=frozen(_held_bytes(graph)),
+            held_bytes=frozen(held_bytes_of(graph)),
         )
 
     def cheapest_ns(self) -> NDArray[np.int64]:
@@ -185,7 +185,7 @@ class _Links:
         return self._number[key]
 
 
-def _held_bytes(graph: GraphArrays) -> NDArray[np.int64]:
+def held_bytes_of(graph: GraphArrays) -> NDArray[np.int64]:
     """Saved bytes of ops whose backward is not in the graph; otherwise the edges keep them."""
     backward = PHASES.index("backward")
     has_backward = np.zeros(len(graph), np.bool_)

@@ -209,10 +209,10 @@ class GraphArrays:
         index = {op_id: i for i, op_id in enumerate(ids)}
         nodes = [attributes_of(graph, op_id) for op_id in ids]
         source, target, size = _edges(graph, index)
-        start, successors, order = _csr(source, target, len(ids))
+        start, successors, order = csr(source, target, len(ids))
         edge_bytes = size[order]
         edge_source = source[order]
-        predecessor_start, predecessors, predecessor_edge = _csr(successors, edge_source, len(ids))
+        predecessor_start, predecessors, predecessor_edge = csr(successors, edge_source, len(ids))
         groups: dict[str, int] = {}
         group = [
             -1 if (g := node["colocate"]) is None else groups.setdefault(g, len(groups))
@@ -299,7 +299,7 @@ def _edges(
     return source, target, np.array([e[2] for e in edges], np.int64)
 
 
-def _csr(
+def csr(
     rows: NDArray[np.int32], columns: NDArray[np.int32], count: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
     """Row starts (count+1), columns sorted by row and column, and the permutation that did it."""

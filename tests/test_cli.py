@@ -76,6 +76,17 @@ def test_a_graph_is_optimized_simulated_and_shown(
     assert again["step_s"] == pytest.approx(found["step_s"], rel=0, abs=1e-15)
     assert again["feasible"] is True
 
+    assert main([*simulate, "--micro-batches", "4", "--json"]) == 0
+    four = json.loads(capsys.readouterr().out)
+    assert (again["micro_batches"], four["micro_batches"]) == (1, 4)
+    assert again["period_s"] is None
+    assert 0 < four["period_s"] <= again["step_s"]
+    assert main([*simulate, "--micro-batches", "4"]) == 0
+    assert "4 micro-batches" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([*simulate, "--micro-batches", "0"])
+    assert "'0' is not a whole number from 1" in capsys.readouterr().err
+
     assert main(["show", str(out)]) == 0
     assert "predicted step" in capsys.readouterr().out
     op_id = next(iter(json.loads(out.read_text())["devices"]))

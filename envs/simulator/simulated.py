@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from envs.backend import StepResult
+from envs.micro_batches import Pipeline
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator.arrays import (
@@ -161,25 +163,45 @@ class Simulated:
 
     ``parts`` of a result are ``compute``, the ops of the critical chain, and ``transfer``, what it
     spends on transfers and on waiting for their links; they add up to the step.
+
+    A placement in m micro-batches is a step that takes the graph m times, see
+    :mod:`envs.micro_batches`. Its period is (step of 2 m - step of m) / m: filling and draining the
+    pipeline cost both the same, and the end of a single step would show the drain alone.
     """
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.simulator = Simulator(problem)
+        self._pipelines: dict[int, tuple[Pipeline, Simulator]] = {}
 
     def evaluate(self, placements: Sequence[Placement]) -> list[StepResult]:
         """Time every placement, in order; one that is not for this problem is infeasible."""
         return [self._evaluate(placement) for placement in placements]
 
+    def run(self, placement: Placement) -> tuple[Problem, Schedule]:
+        """The whole step of a placement, and the problem that it is a schedule of.
+
+        Raises:
+            ValueError: the placement is not for this problem, or as for :meth:`Simulator.run`.
+        """
+        placement.check(self.problem.graph, self.problem.cluster)
+        if placement.micro_batches == 1:
+            return self.problem, self.simulator.run(*placement.arrays())
+        pipeline, simulator = self._pipelined(placement.micro_batches)
+        devices, priority = placement.arrays()
+        schedule = simulator.run(pipeline.devices(devices), pipeline.priority(priority))
+        return pipeline.problem, schedule
+
+    def _pipelined(self, micro_batches: int) -> tuple[Pipeline, Simulator]:
+        if micro_batches not in self._pipelines:
+            pipeline = Pipeline.of(self.problem, micro_batches)
+            self._pipelines[micro_batches] = pipeline, Simulator(pipeline.problem)
+        return self._pipelines[micro_batches]
+
     def _evaluate(self, placement: Placement) -> StepResult:
         try:
-            placement.check(self.problem.graph, self.problem.cluster)
-            if placement.micro_batches != 1:
-                raise ValueError(
-                    f"the placement asks for {placement.micro_batches} micro-batches, but this "
-                    "problem is one whole step; simulate the graph of all micro-batches"
-                )
-            schedule = self.simulator.run(*placement.arrays())
+            _, schedule = self.run(placement)
+            period_s = self._period_s(placement, schedule)
         except ValueError as error:
             return _infeasible({}, str(error))
         peaks = dict(zip(self.problem.cluster.names, schedule.peak_bytes.tolist(), strict=True))
@@ -194,7 +216,15 @@ class Simulated:
                 "compute": compute_ns / 1e9,
                 "transfer": (schedule.step_ns - compute_ns) / 1e9,
             },
+            period_s=period_s,
         )
+
+    def _period_s(self, placement: Placement, schedule: Schedule) -> float | None:
+        m = placement.micro_batches
+        if m == 1 or not schedule.feasible:
+            return None
+        _, twice = self.run(replace(placement, micro_batches=2 * m))
+        return (twice.step_ns - schedule.step_ns) / m / 1e9
 
 
 def _infeasible(peaks: dict[str, int], why: str) -> StepResult:

@@ -27,6 +27,21 @@ def seed(text: str) -> int:
     return given
 
 
+def count(text: str) -> int:
+    """A whole number from 1.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    try:
+        given = int(text)
+    except ValueError:
+        given = 0
+    if given < 1:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from 1")
+    return given
+
+
 def pin(text: str) -> tuple[str, str]:
     """Name and device of ``NAME=DEVICE``.
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 
+from placer.cli.arguments import count
 from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs, why_not_written
 
 
@@ -15,6 +17,12 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument("graph", type=Path, help="graph.json")
     parser.add_argument("--cluster", type=Path, required=True, metavar="FILE")
     parser.add_argument("--placement", type=Path, required=True, metavar="FILE")
+    parser.add_argument(
+        "--micro-batches",
+        type=count,
+        metavar="M",
+        help="take the graph as that of one micro-batch of M (default: as the placement says)",
+    )
     parser.add_argument(
         "--timeline", type=Path, metavar="FILE", help="write the step as Chrome trace"
     )
@@ -40,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
         graph = GraphArrays.from_graph(load_graph(args.graph))
         problem = Problem.of(graph, cluster)
         placement = Placement.load(args.placement, cluster.names).aligned(graph, cluster)
+        if args.micro_batches is not None:
+            placement = replace(placement, micro_batches=args.micro_batches)
         [result] = Simulated(problem).evaluate([placement])
     except (ValueError, OSError) as error:
         return fail(BAD_USAGE, error)
@@ -52,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         answer = {
             "step_s": step_s,
+            "micro_batches": placement.micro_batches,
+            "period_s": result.period_s,
             "feasible": result.feasible,
             "why": result.why,
             "peak_memory_bytes": dict(result.peak_memory_bytes),
@@ -60,6 +72,11 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(answer))
     elif result.feasible:
         print(f"step: {result.step_s * 1e3:.6g} ms")
+        if result.period_s is not None:
+            print(
+                f"{placement.micro_batches} micro-batches, "
+                f"{result.period_s * 1e3:.6g} ms for each further one"
+            )
     else:
         print(f"not feasible: {result.why}")
     return 0 if result.feasible else 1
