@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from envs.compiled import compiled_borrowing, compiled_inline
 from envs.problem import Problem
 from envs.simulator.arrays import HORIZON_NS, INFEASIBLE_NS
+from envs.simulator.reasons import why_blocked, why_full
 
 HOST_KIND: Final = "cpu"
 
@@ -116,6 +117,14 @@ def loads_ns(problem: Problem, devices: NDArray[np.int32]) -> Longs:
     loads = loads_for(arrays)
     count_all(arrays, loads, np.require(devices, np.int32, ["C", "W"]))
     return loads.load_ns
+
+
+def why_overloaded(problem: Problem, devices: NDArray[np.int32]) -> str:
+    """Why a placement (N,) is infeasible, for people; "" where it is not."""
+    arrays = load_arrays(problem)
+    loads = loads_for(arrays)
+    count_all(arrays, loads, np.require(devices, np.int32, ["C", "W"]))
+    return why_blocked(problem, devices) or why_full(problem, devices, loads.used_bytes)
 
 
 @compiled_borrowing

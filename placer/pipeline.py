@@ -11,7 +11,6 @@ import networkx as nx
 import numpy as np
 
 import placer
-from envs.bounds import lower_bound_ns
 from envs.calibrate import calibrated
 from envs.cluster import Cluster
 from envs.discover import check_cores
@@ -19,17 +18,18 @@ from envs.executor.pool import WorkerError
 from envs.measured import Measured, Measurement, run_order
 from envs.placement import MadeBy, Placement
 from envs.problem import Problem
-from envs.simulator import INFEASIBLE_NS, Simulator
+from envs.simulator import Simulated
 from graphs.extract import Extraction, Step, extract
 from graphs.graph import GraphArrays
 from placer.costing import measured_graph
 from placer.demands import demanded
 from placer.interrupt import Interrupt
+from placer.objectives import Objective
 from placer.outcome import Optimization, Row, choose
 from placer.report.progress import Progress, Silent
 from placer.search.budget import Budget
 from placer.search.candidate import Candidate
-from placer.search.portfolio import Proposer, load_compiled_code, search
+from placer.search.portfolio import Proposer, load_compiled_code
 
 MEASURED_CANDIDATES: Final = 5
 """How many of the best are run for real, besides the best single device."""
@@ -46,6 +46,7 @@ class Options:
     seed: int = 0
     policy: Proposer | None = None  # None: search without a learned policy
     measure: bool = True
+    objective: Objective = field(default_factory=Objective)
     keep_together: Sequence[str] = ()  # patterns: what matches one shares a device
     pins: Mapping[str, str] = field(default_factory=dict)  # {pattern: device name}
 
@@ -140,7 +141,7 @@ def _decided(
                 problem=problem,
                 rows=tuple(rows),
                 best=best,
-                lower_bound_s=lower_bound_ns(problem) * 1e-9,
+                lower_bound_s=options.objective.lower_bound_s(problem),
                 search_s=ended - began,
                 stopped=interrupt.requested or runs.interrupted,
                 extraction=extraction,
@@ -153,22 +154,22 @@ def _decided(
 def _searched(
     problem: Problem, options: Options, interrupt: Interrupt, hear: Progress
 ) -> list[Row]:
-    candidates = search(
+    candidates = options.objective.search(
         problem,
         options.budget,
         options.seed,
-        policy=options.policy,
+        options.policy,
         progress=hear.advance,
         should_stop=interrupt.asked,
     )
-    simulator = Simulator(problem)
-    return [_row(problem, simulator, candidate, options) for candidate in candidates]
+    simulated = Simulated(problem)
+    return [_row(simulated, candidate, options) for candidate in candidates]
 
 
-def _row(problem: Problem, simulator: Simulator, candidate: Candidate, options: Options) -> Row:
+def _row(simulated: Simulated, candidate: Candidate, options: Options) -> Row:
     """A candidate with its schedule; the placement's priorities spell the simulated order out."""
-    schedule = simulator.run(candidate.devices, candidate.priority)
-    feasible = candidate.step_ns < INFEASIBLE_NS
+    problem, objective = simulated.problem, options.objective
+    schedule = simulated.simulator.run(candidate.devices, candidate.priority)
     priority = np.empty(problem.op_count)
     priority[run_order(problem, schedule.start_ns)] = np.arange(problem.op_count, 0, -1)
     made_by = MadeBy(
@@ -177,16 +178,19 @@ def _row(problem: Problem, simulator: Simulator, candidate: Candidate, options: 
         budget=str(options.budget),
         version=placer.__version__,
     )
+    placement = replace(
+        Placement.of(problem.graph, problem.cluster, candidate.devices, priority, made_by),
+        objective=objective.name,
+        micro_batches=objective.micro_batches,
+    )
+    prediction = objective.predict(simulated, placement)
     return Row(
         name=candidate.name,
-        placement=Placement.of(
-            problem.graph, problem.cluster, candidate.devices, priority, made_by
-        ),
-        predicted_s=candidate.step_ns * 1e-9 if feasible else np.inf,
-        peak_memory_bytes=dict(
-            zip(problem.cluster.names, map(int, schedule.peak_bytes), strict=True)
-        ),
-        why=schedule.why,
+        placement=placement,
+        predicted_s=prediction.value_s,
+        peak_memory_bytes=dict(prediction.peak_memory_bytes),
+        why=prediction.why,
+        times_s=prediction.times_s,
     )
 
 
@@ -255,6 +259,7 @@ def _recorded(found: Optimization) -> Optimization:
     best, single, seen = found.best, found.single, found.best.measurement
     predicted = {
         "step_s": best.predicted_s,
+        **best.times_s,
         "peak_memory_bytes": best.peak_memory_bytes,
         "lower_bound_s": found.lower_bound_s,
     }

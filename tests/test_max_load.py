@@ -14,7 +14,7 @@ from random_problems import keeps_groups, random_problem
 from simulator_cases import fork, one_kind, problem_of, random_case
 
 from envs.cluster import Cluster, Device
-from envs.max_load import count_op, load_arrays, loads_for, loads_ns, max_load_ns
+from envs.max_load import count_op, load_arrays, loads_for, loads_ns, max_load_ns, why_overloaded
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
@@ -52,7 +52,9 @@ def test_memory_is_the_sum_over_all_ops() -> None:
         graph.nodes[name].update(parameter_bytes=200_000_000, workspace_bytes=100_000_000)
     problem, devices, _ = problem_of((graph, one_kind(2), [0, 1], [0.0] * 2))
     assert max_load_ns(problem, devices).tolist() == [1000]
+    assert why_overloaded(problem, devices) == ""
     assert max_load_ns(problem, devices * 0).tolist() == [INFEASIBLE_NS]
+    assert "d0 needs 1.2 GB for 2 ops but has 1.0 GB" in why_overloaded(problem, devices * 0)
 
 
 @settings(max_examples=200, deadline=None)
@@ -64,6 +66,7 @@ def test_loads_equal_their_plain_count(seed: int) -> None:
     assert loads_ns(problem, devices).tolist() == load
     expected = max(load) if feasible else INFEASIBLE_NS
     assert max_load_ns(problem, devices).tolist() == [expected]
+    assert bool(why_overloaded(problem, devices)) != feasible
 
 
 @settings(max_examples=100, deadline=None)

@@ -36,9 +36,10 @@ def run(args: argparse.Namespace) -> int:
     if (why := why_not_outputs({"--timeline": args.timeline}, inputs)) is not None:
         return fail(BAD_USAGE, why)
     from envs.cluster import load_cluster
+    from envs.max_load import max_load_ns
     from envs.placement import Placement
     from envs.problem import Problem
-    from envs.simulator import Simulated
+    from envs.simulator import INFEASIBLE_NS, Simulated
     from graphs.files import load_graph
     from graphs.graph import GraphArrays
     from placer.report.timeline import write_timeline
@@ -58,12 +59,14 @@ def run(args: argparse.Namespace) -> int:
             write_timeline(problem, placement, args.timeline)
         except OSError as error:
             return fail(JOB_FAILED, why_not_written(args.timeline, error))
+    load_ns = int(max_load_ns(problem, placement.arrays()[0])[0])
     step_s = result.step_s if result.feasible else None
     if args.json:
         answer = {
             "step_s": step_s,
             "micro_batches": placement.micro_batches,
             "period_s": result.period_s,
+            "max_load_s": load_ns / 1e9 if load_ns < INFEASIBLE_NS else None,
             "feasible": result.feasible,
             "why": result.why,
             "peak_memory_bytes": dict(result.peak_memory_bytes),
@@ -77,6 +80,8 @@ def run(args: argparse.Namespace) -> int:
                 f"{placement.micro_batches} micro-batches, "
                 f"{result.period_s * 1e3:.6g} ms for each further one"
             )
+        if load_ns < INFEASIBLE_NS:
+            print(f"largest load: {load_ns / 1e6:.6g} ms")
     else:
         print(f"not feasible: {result.why}")
     return 0 if result.feasible else 1
