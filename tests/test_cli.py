@@ -75,6 +75,8 @@ def test_a_graph_is_optimized_simulated_and_shown(
     again = json.loads(capsys.readouterr().out)
     assert again["step_s"] == pytest.approx(found["step_s"], rel=0, abs=1e-15)
     assert again["feasible"] is True
+    assert again["critical_path"][0]["start_s"] == 0
+    assert again["critical_path"][-1]["end_s"] == again["step_s"]
 
     assert main([*simulate, "--micro-batches", "4", "--json"]) == 0
     four = json.loads(capsys.readouterr().out)

@@ -40,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
     from envs.placement import Placement
     from envs.problem import Problem
     from envs.simulator import INFEASIBLE_NS, Simulated
+    from envs.simulator.critical import critical_path, critical_path_to_list
     from graphs.files import load_graph
     from graphs.graph import GraphArrays
     from placer.report.timeline import write_timeline
@@ -51,7 +52,12 @@ def run(args: argparse.Namespace) -> int:
         placement = Placement.load(args.placement, cluster.names).aligned(graph, cluster)
         if args.micro_batches is not None:
             placement = replace(placement, micro_batches=args.micro_batches)
-        [result] = Simulated(problem).evaluate([placement])
+        backend = Simulated(problem)
+        [result] = backend.evaluate([placement])
+        path = []
+        if result.feasible:
+            whole, schedule = backend.run(placement)
+            path = critical_path_to_list(whole, critical_path(whole, schedule))
     except (ValueError, OSError) as error:
         return fail(BAD_USAGE, error)
     if args.timeline is not None:
@@ -71,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
             "why": result.why,
             "peak_memory_bytes": dict(result.peak_memory_bytes),
             "parts": dict(result.parts),
+            "critical_path": path,
         }
         print(json.dumps(answer))
     elif result.feasible:
