@@ -143,7 +143,7 @@ class Simulator:
             devices=where,
             step_ns=step_ns,
             start_ns=start_ns,
-            end_ns=start_ns + self.arrays.cost_ns[np.arange(len(where)), where],
+            end_ns=start_ns + self.problem.cost_ns[np.arange(len(where)), where],
             cause=self.work.cause.copy(),
             peak_bytes=peak_bytes,
             transfers=self._transfers(where),
@@ -178,8 +178,8 @@ class Simulator:
 
     def _transfers(self, devices: NDArray[np.int32]) -> Transfers:
         work, arrays = self.work, self.arrays
-        edge = work.sent[: work.counts[SENT]].copy()
-        producer = arrays.edges["source"][edge]
+        edge = work.sent[: work.counts[SENT]].astype(np.int32)
+        producer = arrays.edges["source"][edge].astype(np.int32)
         destination = devices[arrays.edges["target"][edge]]
         sent = work.transfers[edge]
         order = np.lexsort((edge, destination, producer, sent["start_ns"]))
