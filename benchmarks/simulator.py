@@ -2,9 +2,10 @@
 
     python -m benchmarks.simulator
 
-One core, unless said. Random layered graphs of about two inputs per op; blocks of eight ops are
-placed at random, so that most edges cross devices. Links are shared ("egress"), memory is on,
-priorities stay the same from one placement to the next. An event is the end of an op or of a
+One core, unless said; by the thread's CPU clock, ratios by wall time. Random layered graphs of
+about two inputs per op; blocks of eight ops are placed at random, so that most edges cross devices.
+Links are shared ("egress"), memory is on, priorities stay the same from one placement to the next.
+An event is the end of an op or of a
 transfer. The share of the memory bandwidth is that of reading and writing all arrays once per
 evaluation. The plain simulator is the specification in tests/simulator_twin.py; both give the same
 step here, or the benchmark fails. Compiling is not counted, but printed.
@@ -74,13 +75,17 @@ def cluster_of(count: int) -> Cluster:
     return Cluster(name=f"{count} devices", devices=tuple(devices), links=(link,))
 
 
-def seconds(work: Callable[[], object], repeats: int = REPEATS) -> list[float]:
-    """Sorted wall times of a few runs."""
+def seconds(
+    work: Callable[[], object],
+    repeats: int = REPEATS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[float]:
+    """Sorted times of a few runs."""
     times = []
     for _ in range(repeats):
-        start = time.perf_counter()
+        start = clock()
         work()
-        times.append(time.perf_counter() - start)
+        times.append(clock() - start)
     return sorted(times)
 
 
@@ -126,7 +131,7 @@ def measure(ops: int, device_count: int, batch: int, bar: int, copied_bytes_per_
     simulator = Simulator(problem)
     simulator.step_ns(devices[:1], same[:1])
     repeats = REPEATS if ops < 10**6 else 3
-    times = seconds(lambda: simulator.step_ns(devices, same), repeats)
+    times = seconds(lambda: simulator.step_ns(devices, same), repeats, time.thread_time)
     middle = statistics.median(times) / batch
     events = ops + len(simulator.run(devices[0], same[0]).transfers)
     touched = size_bytes(simulator.arrays, simulator.work)

@@ -199,8 +199,8 @@ def _start_ops(
             work.counts[BEYOND_HORIZON] = 1
             return INFEASIBLE_NS
         device.work_left_ns -= cost
-        if work.start_ns[i] < now:  # it was ready before: it waited for the device
-            work.cause[i] = device.previous
+        waited = work.start_ns[i] < now  # it was ready before, the device was not
+        work.cause[i] = device.previous if waited else work.cause[i]
         work.start_ns[i] = now
         device.running = i
         set_event(work, d, (end << CODE_BITS) | d)
@@ -278,6 +278,5 @@ def _release_inputs(arrays: ProblemArrays, work: Workspace, i: int, d: int) -> N
     for k in range(arrays.ops[i].predecessor_start, arrays.ops[index(i + 1)].predecessor_start):
         copy = work.copies[work.copy_read[arrays.edges[index(k)].predecessor_edge]]
         copy.users -= 1
-        if copy.users == 0:
-            freed += copy.size
+        freed += copy.size if copy.users == 0 else 0
     work.devices[d].used_bytes -= freed

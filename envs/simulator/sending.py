@@ -90,8 +90,7 @@ def end_transfer(
     if memory != IGNORE_MEMORY:
         output = work.copies[producer]
         output.users -= 1
-        if output.users == 0:
-            work.devices[source].used_bytes -= output.size
+        work.devices[source].used_bytes -= output.size if output.users == 0 else 0
     arrive(work, arrays.edges[number].target, destination, producer, now)
     edge = work.transfers[number].next_edge
     while edge >= 0:
