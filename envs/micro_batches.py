@@ -32,6 +32,8 @@ BACKWARD: Final = PHASES.index("backward")
 OPTIMIZER: Final = PHASES.index("optimizer")
 ONCE_PER_STEP: Final = frozenset({"parameter_bytes", "gradient_bytes", "optimizer_bytes"})
 """Columns of a graph that micro-batches share."""
+LARGEST: Final = 1 << 24
+"""The simulator takes fewer edges, see ``envs.simulator.arrays``; no more ops are worth copying."""
 _EDGE_COLUMNS: Final = frozenset(
     {"successor_start", "successors", "edge_bytes", "predecessor_start", "predecessors"}
     | {"predecessor_edge", "topological"}
@@ -59,12 +61,19 @@ class Pipeline:
         """Copy a problem; by default at most one micro-batch per device is in flight.
 
         Raises:
-            ValueError: a count is below 1, or the optimizer feeds the forward or backward pass.
+            ValueError: a count is below 1 or too large, or the optimizer feeds the forward or
+                backward pass.
         """
         limit = base.device_count if in_flight is None else in_flight
         for name, count in (("micro_batches", micro_batches), ("in_flight", limit)):
             if count < 1:
                 raise ValueError(f"{name} is {count}, below 1")
+        size = micro_batches * max(base.op_count, base.graph.edge_count)
+        if size >= LARGEST:
+            raise ValueError(
+                f"{micro_batches} micro-batches of {base.op_count} ops and {base.graph.edge_count} "
+                f"edges are too large for the simulator, which takes {LARGEST - 1} in all"
+            )
         copies = _Copies(base, micro_batches, limit)
         graph = copies.graph()
         cost_ns = base.cost_ns[copies.origin]

@@ -210,6 +210,8 @@ def test_steps_that_cannot_be_repeated_are_refused() -> None:
     add_edge(graph, "update", "loss")
     with pytest.raises(ValueError, match="optimizer op 'update' feeds forward op 'loss'"):
         pipeline_of(graph, one_kind(1), 2)
+    with pytest.raises(ValueError, match="20000000 micro-batches of 1 ops and 0 edges"):
+        pipeline_of(stages(1), one_kind(1), 20_000_000)
     with pytest.raises(ValueError, match="micro_batches is 0"):
         pipeline_of(stages(1), one_kind(1), 0)
     with pytest.raises(ValueError, match="in_flight is 0"):
