@@ -11,6 +11,7 @@ import networkx as nx
 import numpy as np
 
 import placer
+from envs.bounds import why_too_large
 from envs.calibrate import calibrated
 from envs.cluster import Cluster
 from envs.discover import check_cores
@@ -25,7 +26,7 @@ from placer.costing import measured_graph
 from placer.demands import demanded
 from placer.interrupt import Interrupt
 from placer.objectives import Objective
-from placer.outcome import Optimization, Row, choose
+from placer.outcome import Optimization, PlacementError, Row, choose
 from placer.report.progress import Progress, Silent
 from placer.search.budget import Budget
 from placer.search.candidate import Candidate
@@ -113,6 +114,8 @@ def _decided(
     Once the search has begun nothing is lost: Ctrl-C ends the stage, and where workers cannot be
     started the prediction decides.
     """
+    if why := why_too_large(problem):
+        raise PlacementError(f"The model fits nowhere: {why}.")
     hear.stage("Loading compiled code (the first time it is compiled, 30 s)")
     load_compiled_code()
     rows: list[Row] = []

@@ -114,14 +114,15 @@ def test_a_budget_in_evaluations_gives_the_same_placement_again(
 def test_a_graph_that_fits_nowhere_says_where_by_how_much_and_why(
     files: Callable[..., tuple[Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    graph, cluster = files(memory_bytes=10)
     out = tmp_path / "placement.json"
-    arguments = ["optimize", str(graph), "--cluster", str(cluster), "--budget", "50e"]
-    assert main([*arguments, "--out", str(out)]) == 1
-    told = capsys.readouterr().err
-    assert "fits nowhere" in told
-    assert "largest:" in told
-    assert not out.exists()
+    for memory_bytes, reason in ((10, "bytes of parameters, but the"), (18_000_000, "largest:")):
+        graph, cluster = files(memory_bytes=memory_bytes)
+        arguments = ["optimize", str(graph), "--cluster", str(cluster), "--budget", "50e"]
+        assert main([*arguments, "--out", str(out)]) == 1
+        told = capsys.readouterr().err
+        assert "fits nowhere" in told
+        assert reason in told
+        assert not out.exists()
 
 
 def test_a_link_to_where_results_go_is_followed(
