@@ -2,15 +2,20 @@
 
     python -m benchmarks.simulator
 
-One core. Random layered graphs of about two inputs per op; blocks of eight ops are placed at
-random, so that most edges cross devices. Links are shared ("egress"), memory is on. The plain
-simulator is the specification in tests/simulator_twin.py; both give the same step here, or the
-benchmark fails. Compiling is not counted, but printed.
+One core, unless said; by the thread's CPU clock, ratios by wall time. Random layered graphs of
+about two inputs per op; blocks of eight ops are placed at random, so that most edges cross devices.
+Links are shared ("egress"), memory is on, priorities stay the same from one placement to the next.
+An event is the end of an op or of a
+transfer. The share of the memory bandwidth is that of reading and writing all arrays once per
+evaluation. The plain simulator is the specification in tests/simulator_twin.py; both give the same
+step here, or the benchmark fails. Compiling is not counted, but printed.
 """
 
 from __future__ import annotations
 
+import resource
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -22,7 +27,8 @@ from numpy.typing import NDArray
 
 from envs.cluster import Cluster, Device, Link
 from envs.problem import Problem
-from envs.simulator import Simulator
+from envs.simulator import ProblemArrays, Simulator, Workspace
+from graphs.flat import flat_graph
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -30,6 +36,18 @@ from simulator_twin import twin_step
 
 REPEATS = 9
 BLOCK = 8
+ROWS = (  # ops, devices, placements in a batch, evaluations per second at least
+    (100, 4, 4000, 100_000),
+    (200, 4, 2000, 40_000),
+    (1_000, 8, 400, 10_000),
+    (10_000, 8, 40, 900),
+    (100_000, 8, 4, 60),
+    (1_000_000, 64, 1, 2),
+)
+LARGEST_BYTES = 2 * 10**9
+PARALLEL_BAR = 1.7
+PLAIN_BAR = 50
+LARGEST = "largest"
 
 
 def layered(count: int, width: int, seed: int) -> nx.DiGraph[str]:
@@ -57,58 +75,137 @@ def cluster_of(count: int) -> Cluster:
     return Cluster(name=f"{count} devices", devices=tuple(devices), links=(link,))
 
 
-def seconds(work: Callable[[], object], repeats: int = REPEATS) -> list[float]:
-    """Sorted wall times of a few runs."""
+def seconds(
+    work: Callable[[], object],
+    repeats: int = REPEATS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[float]:
+    """Sorted times of a few runs."""
     times = []
     for _ in range(repeats):
-        start = time.perf_counter()
+        start = clock()
         work()
-        times.append(time.perf_counter() - start)
+        times.append(clock() - start)
     return sorted(times)
 
 
-def report(name: str, times: list[float], batch: int, ops: int) -> None:
-    middle, least, most = statistics.median(times), times[0], times[-1]
-    print(
-        f"  {name:34} {batch / middle:>10,.0f} /s   {middle / batch / ops * 1e9:6.0f} ns per op   "
-        f"({batch / most:,.0f} to {batch / least:,.0f} /s)"
+def flat_layered(count: int, width: int, seed: int) -> GraphArrays:
+    """Like :func:`layered`, without networkx."""
+    rng = np.random.default_rng(seed)
+    reader = np.repeat(np.arange(width, count), 2)
+    read = reader - rng.integers(width // 2, 2 * width, len(reader))
+    edges = np.unique(np.column_stack([np.maximum(read, 0), reader]), axis=0)
+    return flat_graph(
+        f"layered-{count}",
+        cost_s=rng.lognormal(-9.0, 0.5, count),
+        source=edges[:, 0],
+        target=edges[:, 1],
+        output_bytes=rng.integers(1, 1 << 20, count),
+        parameter_bytes=np.full(count, 1000),
     )
 
 
-def measure(ops: int, device_count: int, batch: int) -> None:
-    graph, cluster = layered(ops, 12, seed=0), cluster_of(device_count)
-    problem = Problem.of(GraphArrays.from_graph(graph), cluster)
+def placements(
+    ops: int, device_count: int, batch: int
+) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
     rng = np.random.default_rng(1)
     blocks = rng.integers(0, device_count, (batch, ops // BLOCK + 1))
     devices = blocks.repeat(BLOCK, axis=1)[:, :ops].astype(np.int32)
-    fresh = rng.random((batch, ops))
-    same = np.tile(fresh[0], (batch, 1))
-    simulator, without = Simulator(problem), Simulator(problem, memory=False)
-    print(f"{ops} ops, {problem.graph.edge_count} edges, {device_count} devices")
-    first = seconds(lambda: simulator.step_ns(devices[:1], same[:1]), repeats=1)
-    print(f"  first evaluation, compiled or loaded: {first[0]:.2f} s")
+    return devices, np.tile(rng.random(ops), (batch, 1))
 
-    def run(simulator: Simulator, priority: NDArray[np.float64]) -> Callable[[], object]:
-        return lambda: simulator.step_ns(devices, priority)
 
-    times = seconds(run(simulator, same))
-    report("same priorities", times, batch, ops)
-    report("other priorities each time", seconds(run(simulator, fresh)), batch, ops)
-    report("same priorities, memory not counted", seconds(run(without, same)), batch, ops)
+def copy_bytes_per_s() -> float:
+    """Bytes that one core reads and writes per second, by copying what no cache holds."""
+    source = np.zeros(1 << 27, np.uint8)
+    target = np.zeros_like(source)
+    return 2 * len(source) / seconds(lambda: np.copyto(target, source))[0]
 
+
+def size_bytes(*tables: ProblemArrays | Workspace) -> int:
+    return sum(array.nbytes for table in tables for array in table if isinstance(array, np.ndarray))
+
+
+def measure(ops: int, device_count: int, batch: int, bar: int, copied_bytes_per_s: float) -> None:
+    problem = Problem.of(flat_layered(ops, 12, seed=0), cluster_of(device_count))
+    devices, same = placements(ops, device_count, batch)
+    simulator = Simulator(problem)
+    simulator.step_ns(devices[:1], same[:1])
+    repeats = REPEATS if ops < 10**6 else 3
+    times = seconds(lambda: simulator.step_ns(devices, same), repeats, time.thread_time)
+    middle = statistics.median(times) / batch
+    events = ops + len(simulator.run(devices[0], same[0]).transfers)
+    touched = size_bytes(simulator.arrays, simulator.work)
+    print(
+        f"  {ops:>9,} {device_count:>3} {1 / middle:>10,.1f} {batch / times[-1]:>10,.1f} "
+        f"{batch / times[0]:>10,.1f} {bar:>8,} {middle / events * 1e9:>9.0f} "
+        f"{touched / middle / copied_bytes_per_s:>8.0%}"
+    )
+
+
+def measure_largest() -> None:
+    """The last row in a process of its own, for its memory."""
+    ops, device_count, batch, bar = ROWS[-1]
+    measure(ops, device_count, batch, bar, copy_bytes_per_s())
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(f"  its process needed {peak_bytes / 1e9:.2f} GB at most (bar: {LARGEST_BYTES / 1e9:g})")
+
+
+def measure_modes() -> None:
+    """What options cost, and what threads gain, on 1,000 ops and 8 devices."""
+    ops, device_count, batch = 1000, 8, 400
+    problem = Problem.of(flat_layered(ops, 12, seed=0), cluster_of(device_count))
+    devices, same = placements(ops, device_count, batch)
+    fresh = np.random.default_rng(2).random(same.shape)
+    plain, without = Simulator(problem), Simulator(problem, memory=False)
+    both = Simulator(problem, threads=2)
+
+    def rate(simulator: Simulator, priority: NDArray[np.float64]) -> float:
+        times = seconds(lambda: simulator.step_ns(devices, priority))
+        return batch / statistics.median(times)
+
+    print(f"{ops:,} ops, {device_count} devices")
+    print(f"  other priorities each time   {rate(plain, fresh):>8,.0f} /s")
+    print(f"  memory not counted           {rate(without, same):>8,.0f} /s")
+    ratios = sorted(rate(both, same) / rate(plain, same) for _ in range(REPEATS))
+    print(
+        f"  two threads / one thread     {statistics.median(ratios):>8.2f}    "
+        f"({ratios[0]:.2f} to {ratios[-1]:.2f}, bar: {PARALLEL_BAR})"
+    )
+
+
+def measure_plain() -> None:
+    """Against the plain simulator, on the same graph."""
+    ops, device_count, batch = 200, 4, 2000
+    graph, cluster = layered(ops, 12, seed=0), cluster_of(device_count)
+    simulator = Simulator(Problem.of(GraphArrays.from_graph(graph), cluster))
+    devices, same = placements(ops, device_count, batch)
+    steps = simulator.step_ns(devices, same)
     where, priority = devices[0].tolist(), same[0].tolist()
-    if twin_step(graph, cluster, where, priority).step_ns != simulator.step_ns(devices, same)[0]:
+    if twin_step(graph, cluster, where, priority).step_ns != steps[0]:
         raise AssertionError("the plain simulator gives another step")
-    plain = seconds(lambda: twin_step(graph, cluster, where, priority), repeats=3)
-    report("plain, heapq and networkx", plain, 1, ops)
-    ratio = statistics.median(plain) / (statistics.median(times) / batch)
-    print(f"  the plain one takes {ratio:,.0f} times as long")
+    own = statistics.median(seconds(lambda: simulator.step_ns(devices, same))) / batch
+    plain = statistics.median(seconds(lambda: twin_step(graph, cluster, where, priority), 3))
+    print(f"{ops} ops, {device_count} devices: heapq and networkx do {1 / plain:,.0f} /s, ", end="")
+    print(f"they take {plain / own:,.0f} times as long (bar: {PLAIN_BAR})")
 
 
 def main() -> None:
-    measure(200, 4, batch=2000)
-    measure(1000, 8, batch=300)
+    problem = Problem.of(flat_layered(100, 12, seed=0), cluster_of(4))
+    devices, same = placements(100, 4, 1)
+    first = seconds(lambda: Simulator(problem).step_ns(devices, same), repeats=1)
+    print(f"first evaluation, compiled or loaded: {first[0]:.2f} s")
+    print("        ops dev       /s        from         to   at least  ns/event  of memory")
+    copied = copy_bytes_per_s()
+    for ops, device_count, batch, bar in ROWS[:-1]:
+        measure(ops, device_count, batch, bar, copied)
+    command = [sys.executable, "-m", "benchmarks.simulator", LARGEST]
+    print(subprocess.run(command, check=True, capture_output=True, text=True).stdout, end="")
+    measure_modes()
+    measure_plain()
 
 
 if __name__ == "__main__":
-    main()
+    if LARGEST in sys.argv[1:]:
+        measure_largest()
+    else:
+        main()

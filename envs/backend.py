@@ -15,6 +15,8 @@ class StepResult:
 
     ``step_s`` is inf where the placement is not ``feasible``; ``why`` then says what stands in the
     way, for people. ``parts`` breaks the time down (seconds, by name), as far as the backend can.
+    ``period_s`` is the time that every further micro-batch takes in a step of many of them, None
+    for a step of one.
     """
 
     step_s: float
@@ -22,6 +24,7 @@ class StepResult:
     feasible: bool = True
     why: str = ""
     parts: Mapping[str, float] = field(default_factory=dict)
+    period_s: float | None = None
 
 
 class Backend(Protocol):

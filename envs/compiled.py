@@ -7,6 +7,7 @@ from hashlib import sha256
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numba
+import numpy as np
 from numba.core.dispatcher import Dispatcher
 from numba.cpython.unsafe import numbers
 
@@ -15,6 +16,11 @@ R = TypeVar("R")
 
 lowest_set_bit = cast("Callable[[int], int]", numbers.trailing_zeros)
 """Number of the lowest bit that is set; one instruction, for compiled callers only."""
+
+
+index = cast("Callable[[int], int]", np.uint32)
+"""Makes a number an index that is never negative. In a hot loop it saves the question whether to
+count from the end; that question was a sixth of the simulator's time."""
 
 
 def compiled(function: Callable[P, R]) -> Callable[P, R]:

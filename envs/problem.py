@@ -78,7 +78,7 @@ class Problem:
             queue_count=len(links.by_priority),
             queue_by_priority=frozen(np.array(links.by_priority, np.bool_)),
             memory_bytes=frozen(np.array([d.memory_bytes for d in cluster.devices], np.int64)),
-            held_bytes=frozen(_held_bytes(graph)),
+            held_bytes=frozen(held_bytes_of(graph)),
         )
 
     def cheapest_ns(self) -> NDArray[np.int64]:
@@ -98,11 +98,17 @@ class Problem:
 def _costs(graph: GraphArrays, cluster: Cluster) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
     count = len(graph)
     allowed = np.ones((count, len(cluster)), np.bool_)
-    cost_s = np.zeros((count, len(cluster)), np.float64)
-    for d, device in enumerate(cluster.devices):
-        known = graph.costs_for(device.kind)
-        allowed[:, d] = ~np.isnan(known)
-        cost_s[:, d] = np.nan_to_num(known) + device.launch_s
+    cost_ns = np.zeros((count, len(cluster)), np.int64)
+    for d, device in enumerate(cluster.devices):  # one at a time: a float for each is much memory
+        cost_s = graph.costs_for(device.kind) + device.launch_s
+        allowed[:, d] = ~np.isnan(cost_s)
+        if np.nanmax(cost_s, initial=0.0) >= 500.0:
+            worst = int(np.nanargmax(cost_s))
+            raise ValueError(
+                f"op {graph.ids[worst]!r} costs {cost_s[worst]:.3g} s; steps must stay below "
+                "500 s, scale all costs down"
+            )
+        cost_ns[:, d] = np.rint(np.nan_to_num(cost_s) * 1e9)
     for i, names in enumerate(graph.allowed):
         if names is not None:
             allowed[i] &= np.isin(np.array(cluster.names), np.array(names))
@@ -112,13 +118,8 @@ def _costs(graph: GraphArrays, cluster: Cluster) -> tuple[NDArray[np.bool_], NDA
     stuck = np.flatnonzero(~allowed.any(axis=1))
     if len(stuck):
         raise ValueError(_why_stuck(graph, cluster, int(stuck[0]), len(stuck)))
-    if cost_s.max(initial=0.0) >= 500.0:
-        worst = int(cost_s.max(axis=1).argmax())
-        raise ValueError(
-            f"op {graph.ids[worst]!r} costs {cost_s[worst].max():.3g} s; steps must stay below "
-            "500 s, scale all costs down"
-        )
-    return allowed, np.where(allowed, np.rint(cost_s * 1e9), 0).astype(np.int64)
+    cost_ns[~allowed] = 0
+    return allowed, cost_ns
 
 
 def _why_stuck(graph: GraphArrays, cluster: Cluster, op: int, count: int) -> str:
@@ -185,7 +186,7 @@ class _Links:
         return self._number[key]
 
 
-def _held_bytes(graph: GraphArrays) -> NDArray[np.int64]:
+def held_bytes_of(graph: GraphArrays) -> NDArray[np.int64]:
     """Saved bytes of ops whose backward is not in the graph; otherwise the edges keep them."""
     backward = PHASES.index("backward")
     has_backward = np.zeros(len(graph), np.bool_)

@@ -84,9 +84,7 @@ def add_op(
         raise ValueError(f"op {op_id!r} is there already; ids must be unique")
     if phase not in PHASES:
         raise ValueError(f"op {op_id!r}: phase is {phase!r}, not one of {', '.join(PHASES)}")
-    for kind, seconds in cost_s.items():
-        if not (math.isfinite(seconds) and seconds >= 0):
-            raise ValueError(f"op {op_id!r}: cost_s[{kind!r}] is {seconds}, not a time >= 0")
+    _check_costs(cost_s, op_id)
     if unknown := sorted(set(cost_source or {}) - set(cost_s)):
         raise ValueError(f"op {op_id!r}: cost_source names {unknown[0]!r}, which has no cost_s")
     sizes = {
@@ -99,9 +97,8 @@ def add_op(
         "saved_bytes": saved_bytes,
         "workspace_bytes": workspace_bytes,
     }
-    if min(sizes.values()) < 0 or max(sizes.values()) > LARGEST_BYTES:
-        name = next(name for name, size in sizes.items() if not 0 <= size <= LARGEST_BYTES)
-        raise ValueError(f"op {op_id!r}: {name} is {sizes[name]}, not within 0 .. 2**60")
+    for name, size in sizes.items():
+        _check_size(size, f"op {op_id!r}: {name}")
     if devices is not None and not devices:
         raise ValueError(f"op {op_id!r}: the list of allowed devices is empty")
     attributes: OpAttributes = {
@@ -138,8 +135,7 @@ def add_edge(graph: nx.DiGraph[str], source: str, target: str, moved: int | None
     if graph.has_edge(source, target):
         raise ValueError(f"edge {source!r} -> {target!r} is there already; add its bytes up")
     size = attributes_of(graph, source)["output_bytes"] if moved is None else moved
-    if not 0 <= size <= LARGEST_BYTES:
-        raise ValueError(f"edge {source!r} -> {target!r}: bytes is {size}, not within 0 .. 2**60")
+    _check_size(size, f"edge {source!r} -> {target!r}: bytes")
     graph.add_edge(source, target, bytes=size)
 
 
@@ -224,7 +220,7 @@ class GraphArrays:
 
         Raises:
             ValueError: the graph is empty, has a cycle (the message shows one), or has a node or
-                an edge without the attributes of the schema.
+                an edge without the attributes of the schema, or with a number out of range.
         """
         if len(graph) == 0:
             raise ValueError(f"graph {graph.graph.get('name', '')!r} has no ops")
@@ -233,10 +229,10 @@ class GraphArrays:
         index = {op_id: i for i, op_id in enumerate(ids)}
         nodes = [attributes_of(graph, op_id) for op_id in ids]
         source, target, size = _edges(graph, index)
-        start, successors, order = _csr(source, target, len(ids))
+        start, successors, order = csr(source, target, len(ids))
         edge_bytes = size[order]
         edge_source = source[order]
-        predecessor_start, predecessors, predecessor_edge = _csr(successors, edge_source, len(ids))
+        predecessor_start, predecessors, predecessor_edge = csr(successors, edge_source, len(ids))
         groups: dict[str, int] = {}
         group = [
             -1 if (g := node["colocate"]) is None else groups.setdefault(g, len(groups))
@@ -316,9 +312,25 @@ def _check_schema(graph: nx.DiGraph[str]) -> None:
     for op_id, data in graph.nodes(data=True):
         if missing := sorted(OpAttributes.__required_keys__ - data.keys()):
             raise ValueError(f"op {op_id!r} lacks {', '.join(missing)}: add ops with add_op")
+        for name, value in data.items():
+            if name == "flops" or name.endswith("_bytes"):
+                _check_size(value, f"op {op_id!r}: {name}")
+        _check_costs(data["cost_s"], op_id)
     for source, target, data in graph.edges(data=True):
         if "bytes" not in data:
             raise ValueError(f"edge {source!r} -> {target!r} lacks bytes: add edges with add_edge")
+        _check_size(data["bytes"], f"edge {source!r} -> {target!r}: bytes")
+
+
+def _check_costs(cost_s: Mapping[str, float], op_id: str) -> None:
+    for kind, seconds in cost_s.items():
+        if not (math.isfinite(seconds) and seconds >= 0):
+            raise ValueError(f"op {op_id!r}: cost_s[{kind!r}] is {seconds}, not a time >= 0")
+
+
+def _check_size(size: int, what: str) -> None:
+    if not 0 <= size <= LARGEST_BYTES:
+        raise ValueError(f"{what} is {size}, not within 0 .. 2**60")
 
 
 def _edges(
@@ -330,7 +342,7 @@ def _edges(
     return source, target, np.array([e[2] for e in edges], np.int64)
 
 
-def _csr(
+def csr(
     rows: NDArray[np.int32], columns: NDArray[np.int32], count: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
     """Row starts (count+1), columns sorted by row and column, and the permutation that did it."""

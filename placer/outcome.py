@@ -42,7 +42,10 @@ class PlacementError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Row:
-    """One candidate: its placement, predicted step and memory, and measurement if it was run."""
+    """One candidate: its placement, predicted step and memory, and measurement if it was run.
+
+    ``predicted_s`` is what counts: the step, unless the objective is another.
+    """
 
     name: str
     placement: Placement
@@ -50,6 +53,7 @@ class Row:
     peak_memory_bytes: dict[str, int]
     why: str = ""  # it is not feasible
     measurement: Measurement | None = None
+    times_s: Mapping[str, float] = field(default_factory=dict)  # predicted, besides the objective
 
     @property
     def is_single(self) -> bool:

@@ -12,7 +12,7 @@ import networkx as nx
 import numpy as np
 
 import placer
-from envs.bounds import lower_bound_ns
+from envs.bounds import why_too_large
 from envs.calibrate import calibrated
 from envs.cluster import Cluster
 from envs.discover import is_here
@@ -21,19 +21,20 @@ from envs.measured import Measurement, run_order
 from envs.op_costs import check_cluster
 from envs.placement import MadeBy, Placement
 from envs.problem import Problem
-from envs.simulator import INFEASIBLE_NS, Simulator
+from envs.simulator import Simulated
 from graphs.extract import Extraction, Step, extract
 from graphs.extract.extraction import AUTO
 from graphs.extract.fake import check_has_memory
 from graphs.graph import GraphArrays
 from placer.demands import demanded
 from placer.interrupt import Interrupt
-from placer.outcome import Optimization, Row, choose
+from placer.objectives import Objective
+from placer.outcome import Optimization, PlacementError, Row, choose
 from placer.report.progress import Progress, Silent
 from placer.rigs import Rig, rig_for
 from placer.search.budget import Budget
 from placer.search.candidate import Candidate
-from placer.search.portfolio import Proposer, load_compiled_code, search
+from placer.search.portfolio import Proposer, load_compiled_code
 
 MEASURED_CANDIDATES: Final = 5
 """How many of the best are run for real, besides the best single device."""
@@ -49,6 +50,7 @@ class Options:
     seed: int = 0
     policy: Proposer | None = None  # None: search without a learned policy
     measure: bool = True
+    objective: Objective = field(default_factory=Objective)
     keep_together: Sequence[str] = ()  # patterns: what matches one shares a device
     pins: Mapping[str, str] = field(default_factory=dict)  # {pattern: device name}
     fresh: bool = False  # measure devices and ops anew, whatever is known of them
@@ -138,6 +140,8 @@ def _decided(
     Once the search has begun nothing is lost: Ctrl-C ends the stage, and where workers cannot be
     started the prediction decides.
     """
+    if why := why_too_large(problem):
+        raise PlacementError(f"The model fits nowhere: {why}.")
     hear.stage("Loading compiled code (the first time it is compiled, 30 s)")
     load_compiled_code()
     rows: list[Row] = []
@@ -176,7 +180,7 @@ def _decided(
                 problem=problem,
                 rows=tuple(rows),
                 best=best,
-                lower_bound_s=lower_bound_ns(problem) * 1e-9,
+                lower_bound_s=options.objective.lower_bound_s(problem),
                 search_s=ended - began,
                 stopped=interrupt.requested or runs.interrupted,
                 extraction=extraction,
@@ -189,28 +193,22 @@ def _decided(
 def _searched(
     problem: Problem, options: Options, interrupt: Interrupt, hear: Progress, rig: Rig | None
 ) -> list[Row]:
-    candidates = search(
+    candidates = options.objective.search(
         problem,
         options.budget,
         options.seed,
-        policy=options.policy,
+        options.policy,
         progress=hear.advance,
         should_stop=interrupt.asked,
     )
-    simulator = Simulator(problem)
-    return [_row(problem, simulator, candidate, options, rig) for candidate in candidates]
+    simulated = Simulated(problem)
+    return [_row(simulated, candidate, options, rig) for candidate in candidates]
 
 
-def _row(
-    problem: Problem,
-    simulator: Simulator,
-    candidate: Candidate,
-    options: Options,
-    rig: Rig | None,
-) -> Row:
+def _row(simulated: Simulated, candidate: Candidate, options: Options, rig: Rig | None) -> Row:
     """A candidate with its schedule; the placement's priorities spell the simulated order out."""
-    schedule = simulator.run(candidate.devices, candidate.priority)
-    feasible = candidate.step_ns < INFEASIBLE_NS
+    problem, objective = simulated.problem, options.objective
+    schedule = simulated.simulator.run(candidate.devices, candidate.priority)
     priority = np.empty(problem.op_count)
     order = run_order(problem, schedule.start_ns) if rig is None else rig.order(problem, schedule)
     priority[order] = np.arange(problem.op_count, 0, -1)
@@ -220,16 +218,19 @@ def _row(
         budget=str(options.budget),
         version=placer.__version__,
     )
+    placement = replace(
+        Placement.of(problem.graph, problem.cluster, candidate.devices, priority, made_by),
+        objective=objective.name,
+        micro_batches=objective.micro_batches,
+    )
+    prediction = objective.predict(simulated, placement)
     return Row(
         name=candidate.name,
-        placement=Placement.of(
-            problem.graph, problem.cluster, candidate.devices, priority, made_by
-        ),
-        predicted_s=candidate.step_ns * 1e-9 if feasible else np.inf,
-        peak_memory_bytes=dict(
-            zip(problem.cluster.names, map(int, schedule.peak_bytes), strict=True)
-        ),
-        why=schedule.why,
+        placement=placement,
+        predicted_s=prediction.value_s,
+        peak_memory_bytes=dict(prediction.peak_memory_bytes),
+        why=prediction.why,
+        times_s=prediction.times_s,
     )
 
 
@@ -312,6 +313,7 @@ def _recorded(found: Optimization) -> Optimization:
     best, single, seen = found.best, found.single, found.best.measurement
     predicted = {
         "step_s": best.predicted_s,
+        **best.times_s,
         "peak_memory_bytes": best.peak_memory_bytes,
         "lower_bound_s": found.lower_bound_s,
     }

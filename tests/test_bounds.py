@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
+
 import networkx as nx
 import numpy as np
 import pytest
@@ -10,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulator_cases import one_kind, problem_of, random_case
 
-from envs.bounds import lower_bound_ns
+from envs.bounds import bounds_of, lower_bound_ns, why_too_large
 from envs.cluster import Cluster, Device
 from envs.problem import Problem
-from envs.simulator import Simulator
+from envs.simulator import INFEASIBLE_NS, Simulator
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
+from graphs.planted import planted
 
 torch.set_num_threads(1)
 
@@ -76,3 +80,103 @@ def test_one_device_is_bounded_by_all_work() -> None:
     first = Cluster(name="one", devices=problem.cluster.devices[:1])
     alone = Problem.of(problem.graph, first)
     assert lower_bound_ns(alone) == alone.cost_ns.sum()
+
+
+def two_kinds() -> Cluster:
+    """One device of kind x and one of kind y, 1 us and 1 GB/s apart."""
+    pair = one_kind(2)
+    devices = tuple(replace(d, kind=k) for d, k in zip(pair.devices, "xy", strict=True))
+    return replace(pair, devices=devices)
+
+
+def test_a_path_counts_transfers_that_no_placement_avoids() -> None:
+    graph = new_graph("apart")
+    add_op(graph, "a", cost_s={"x": 1e-6}, output_bytes=1000)
+    add_op(graph, "b", cost_s={"x": 9e-6, "y": 1e-6}, output_bytes=2000)
+    add_op(graph, "c", cost_s={"y": 1e-6})
+    add_edge(graph, "a", "b")
+    add_edge(graph, "b", "c")
+    # b moves on y: 1 + (1 + 1) + 1 + 1; on x it would be 1 + 9 + (1 + 2) + 1.
+    assert bound_of(graph, two_kinds()) == 5000
+    graph.edges["a", "b"]["bytes"] = 30_000  # then b is better on x
+    assert bound_of(graph, two_kinds()) == 14_000
+
+
+def test_a_path_stays_where_moving_costs_more_than_it_saves() -> None:
+    graph = new_graph("stay")
+    for i in range(4):
+        kinds = {"x": 1e-6, "y": 2e-6} if i % 2 else {"x": 2e-6, "y": 1e-6}
+        add_op(graph, str(i), cost_s=kinds, output_bytes=1000)
+        if i:
+            add_edge(graph, str(i - 1), str(i))
+    assert bound_of(graph, two_kinds()) == 6000  # not 4000, the sum of the fastest
+
+
+def test_every_bound_holds_for_the_best_of_all_placements() -> None:
+    tight = 0
+    for seed in range(40):
+        problem, _, _ = problem_of(random_case(seed, bad_places=False))
+        if problem.device_count**problem.op_count > 20_000:
+            continue
+        every = product(range(problem.device_count), repeat=problem.op_count)
+        devices = np.array(list(every), np.int32)
+        steps = Simulator(problem, memory=False).step_ns(devices, np.zeros(devices.shape))
+        bounds = bounds_of(problem)
+        assert max(bounds.work_ns, bounds.path_ns, bounds.around_ns) <= steps.min()
+        assert bounds.lower_bound_ns == max(bounds.work_ns, bounds.path_ns, bounds.around_ns)
+        tight += bounds.lower_bound_ns == steps.min()
+    assert tight > 5
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 4, 5, 7, 8])
+@pytest.mark.parametrize("seed", range(3))
+def test_planted_placements_reach_the_bound_exactly(devices: int, seed: int) -> None:
+    made = planted(np.random.default_rng(seed), devices=devices, ops_per_device=12)
+    cluster = one_kind(
+        devices,
+        latency_s=made.gap_s / 2,
+        bandwidth_bytes_per_s=made.largest_bytes / (made.gap_s / 2),
+        sharing="none",
+    )
+    problem = Problem.of(GraphArrays.from_graph(made.graph), cluster)
+    order = -np.arange(problem.op_count, dtype=np.float64)  # ops are listed by their start
+    schedule = Simulator(problem, memory=False).run(np.array(made.devices, np.int32), order)
+    assert schedule.step_ns == round(made.step_s * 1e9) == lower_bound_ns(problem)
+
+
+def sized(sizes: list[int], groups: list[str | None] | None = None) -> nx.DiGraph[str]:
+    graph = independent(0, {})
+    for i, size in enumerate(sizes):
+        group = groups[i] if groups else None
+        add_op(graph, str(i), cost_s={"*": 1e-6}, parameter_bytes=size, colocate=group)
+    return graph
+
+
+def too_large(graph: nx.DiGraph[str], *memory_bytes: int) -> str:
+    names = (f"d{k}" for k in range(len(memory_bytes)))
+    devices = tuple(
+        Device(name=name, kind="gpu", memory_bytes=size)
+        for name, size in zip(names, memory_bytes, strict=True)
+    )
+    cluster = Cluster(name="bins", devices=devices)
+    return why_too_large(Problem.of(GraphArrays.from_graph(graph), cluster))
+
+
+def test_what_cannot_be_packed_is_told_with_numbers() -> None:
+    assert too_large(sized([5, 5]), 5, 5) == ""
+    assert "'1' has 7 bytes of parameters" in too_large(sized([1, 7]), 6, 5)
+    together = too_large(sized([3, 1, 3], ["g", None, "g"]), 5, 5)
+    assert "'0' and the 1 that share its device have 6 bytes" in together
+    assert "have 12 bytes, but all of d0, d1 together have 11" in too_large(sized([4] * 3), 6, 5)
+    assert "3 ops or groups have 4 bytes" in too_large(sized([4, 4, 4]), 6, 6)
+    assert "2 devices have room" in too_large(sized([4, 4, 4]), 7, 7, 3)
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 10**7))
+def test_whatever_some_placement_fits_is_not_called_too_large(seed: int) -> None:
+    problem, _, priority = problem_of(random_case(seed))
+    rng = np.random.default_rng(seed)
+    devices = rng.integers(0, problem.device_count, (20, problem.op_count)).astype(np.int32)
+    steps = Simulator(problem).step_ns(devices, np.tile(priority, (20, 1)))
+    assert not why_too_large(problem) or (steps == INFEASIBLE_NS).all()

@@ -75,6 +75,19 @@ def test_a_graph_is_optimized_simulated_and_shown(
     again = json.loads(capsys.readouterr().out)
     assert again["step_s"] == pytest.approx(found["step_s"], rel=0, abs=1e-15)
     assert again["feasible"] is True
+    assert again["critical_path"][0]["start_s"] == 0
+    assert again["critical_path"][-1]["end_s"] == again["step_s"]
+
+    assert main([*simulate, "--micro-batches", "4", "--json"]) == 0
+    four = json.loads(capsys.readouterr().out)
+    assert (again["micro_batches"], four["micro_batches"]) == (1, 4)
+    assert again["period_s"] is None
+    assert 0 < four["period_s"] <= again["step_s"]
+    assert main([*simulate, "--micro-batches", "4"]) == 0
+    assert "4 micro-batches" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([*simulate, "--micro-batches", "0"])
+    assert "'0' is not a whole number from 1" in capsys.readouterr().err
 
     assert main(["show", str(out)]) == 0
     assert "predicted step" in capsys.readouterr().out
@@ -101,14 +114,15 @@ def test_a_budget_in_evaluations_gives_the_same_placement_again(
 def test_a_graph_that_fits_nowhere_says_where_by_how_much_and_why(
     files: Callable[..., tuple[Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    graph, cluster = files(memory_bytes=10)
     out = tmp_path / "placement.json"
-    arguments = ["optimize", str(graph), "--cluster", str(cluster), "--budget", "50e"]
-    assert main([*arguments, "--out", str(out)]) == 1
-    told = capsys.readouterr().err
-    assert "fits nowhere" in told
-    assert "largest:" in told
-    assert not out.exists()
+    for memory_bytes, reason in ((10, "bytes of parameters, but the"), (18_000_000, "largest:")):
+        graph, cluster = files(memory_bytes=memory_bytes)
+        arguments = ["optimize", str(graph), "--cluster", str(cluster), "--budget", "50e"]
+        assert main([*arguments, "--out", str(out)]) == 1
+        told = capsys.readouterr().err
+        assert "fits nowhere" in told
+        assert reason in told
+        assert not out.exists()
 
 
 def test_a_link_to_where_results_go_is_followed(

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulator_cases import one_kind, problem_of, random_case
+from simulator_cases import fork, one_kind, problem_of, random_case
 from simulator_twin import twin_step
 
-from envs.cluster import Cluster
+from envs.cluster import LINK_ORDERS, SHARINGS, Cluster
 from envs.simulator import (
     IGNORE_MEMORY,
     INFEASIBLE_NS,
@@ -22,6 +25,7 @@ from envs.simulator import (
     simulate_core,
     workspace_for,
 )
+from graphs.graph import add_edge, add_op, new_graph
 
 torch.set_num_threads(1)
 
@@ -67,6 +71,32 @@ def assert_equals_twin(seed: int) -> str:
     return "fits" if fits else "full"
 
 
+def test_random_cases_cover_every_option() -> None:
+    seen: Counter[object] = Counter()
+    for seed in range(1000):
+        graph, cluster, devices, priority = random_case(seed)
+        seen["once"] += cluster.once_per_destination
+        seen["every edge"] += not cluster.once_per_destination
+        seen["launch"] += any(device.launch_s for device in cluster.devices)
+        seen["two kinds"] += len({device.kind for device in cluster.devices}) > 1
+        seen["ties"] += len(set(priority)) < len(priority)
+        seen["no cost"] += any(0.0 in node["cost_s"].values() for node in graph.nodes.values())
+        seen["no bytes"] += any(edge["bytes"] == 0 for *_, edge in graph.edges(data=True))
+        seen["held"] += any(node["saved_bytes"] for node in graph.nodes.values())
+        seen["workspace"] += any(node["workspace_bytes"] for node in graph.nodes.values())
+        for u, v in graph.edges:  # of links, those that something is sent over
+            ends = {cluster.names[devices[list(graph).index(op)]] for op in (u, v)}
+            link = cluster.link_between(*sorted(ends)) if len(ends) > 1 else None
+            if link is not None:
+                seen[link.sharing, link.full_duplex, link.order] += 1
+                seen["infinite"] += link.bandwidth_bytes_per_s == math.inf
+                seen["no latency"] += link.latency_s == 0
+    links = product(SHARINGS, (True, False), LINK_ORDERS)
+    names = ("once", "every edge", "launch", "two kinds", "ties", "no cost", "no bytes", "held")
+    expected = {*links, *names, "workspace", "infinite", "no latency"}
+    assert {option for option in expected if seen[option] >= 50} == expected
+
+
 @pytest.mark.parametrize("block", range(10))
 def test_simulator_equals_its_specification(block: int) -> None:
     kinds = [assert_equals_twin(1000 * block + seed) for seed in range(100)]
@@ -87,6 +117,50 @@ def test_one_device_takes_the_sum_of_costs(seed: int) -> None:
     problem, devices, levels = problem_of((graph, first, [0] * len(graph), priority))
     simulator = Simulator(problem, memory=False)
     assert simulator.step_ns(devices, levels).tolist() == [problem.cost_ns[:, 0].sum()]
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(10**6, 10**7), more=st.sampled_from([1.0, 1.5, 3.0, 100.0]))
+def test_a_chain_is_never_slower_with_more_bandwidth(seed: int, more: float) -> None:
+    _, cluster, _, _ = random_case(seed)
+    rng = np.random.default_rng(seed)
+    graph = new_graph("chain")
+    for i in range(int(rng.integers(1, 20))):
+        cost = {kind: float(rng.integers(0, 5)) * 1e-6 for kind in ("gpu", "cpu")}
+        add_op(graph, str(i), cost_s=cost, output_bytes=int(rng.integers(0, 10**6)))
+        if i:
+            add_edge(graph, str(i - 1), str(i))
+    devices = rng.integers(0, len(cluster), len(graph)).tolist()
+    faster = replace(
+        cluster,
+        links=tuple(
+            replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * more)
+            for link in cluster.links
+        ),
+    )
+    before, after = (
+        Simulator(problem, memory=False).step_ns(where, levels)[0]
+        for problem, where, levels in (
+            problem_of((graph, one, devices, [0.0] * len(graph))) for one in (cluster, faster)
+        )
+    )
+    assert after <= before
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(10**6, 10**7))
+def test_memory_in_use_is_never_negative_and_ends_with_what_stays(seed: int) -> None:
+    problem, devices, priority = problem_of(random_case(seed, bad_places=False))
+    simulator = Simulator(problem)
+    if not simulator.run(devices, priority).step_ns < INFEASIBLE_NS:
+        return
+    graph = problem.graph
+    stays = np.zeros(problem.device_count, np.int64)
+    unread = np.diff(graph.successor_start) == 0
+    left = graph.parameter_bytes + problem.held_bytes + np.where(unread, graph.output_bytes, 0)
+    np.add.at(stays, devices, left)
+    assert simulator.work.devices["used_bytes"].tolist() == stays.tolist()
+    assert (simulator.work.devices["peak_bytes"] >= stays).all()
 
 
 @settings(max_examples=60, deadline=None)
@@ -132,6 +206,32 @@ def test_a_batch_gives_what_single_placements_give() -> None:
     priority = rng.integers(0, 4, shape).astype(np.float64)
     devices.setflags(write=False)
     together = Simulator(problem).step_ns(devices, priority)
+    assert Simulator(problem, threads=3).step_ns(devices, priority).tolist() == together.tolist()
     alone = [Simulator(problem).step_ns(d, p)[0] for d, p in zip(devices, priority, strict=True)]
     assert together.tolist() == alone
     assert len(set(alone)) > 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(10**6, 10**7), threads=st.integers(2, 5), rows=st.integers(1, 50))
+def test_threads_change_nothing(seed: int, threads: int, rows: int) -> None:
+    problem, _, _ = problem_of(random_case(seed))
+    rng = np.random.default_rng(seed)
+    shape = (rows, problem.op_count)
+    devices = rng.integers(0, problem.device_count, shape).astype(np.int32)
+    priority = rng.integers(0, 4, shape).astype(np.float64)
+    one, many = Simulator(problem), Simulator(problem, threads=threads)
+    for _ in range(2):
+        assert many.step_ns(devices, priority).tolist() == one.step_ns(devices, priority).tolist()
+
+
+def test_a_step_beyond_the_horizon_is_told_by_every_thread() -> None:
+    problem, devices, priority = problem_of(
+        (fork(1), one_kind(2, latency_s=600.0), [0, 1], [0.0, 0.0])
+    )
+    rows = np.tile(devices, (9, 1))
+    rows[:8] = 0
+    with pytest.raises(ValueError, match="more than 550 s"):
+        Simulator(problem, threads=2).step_ns(rows, np.tile(priority, (9, 1)))
+    with pytest.raises(ValueError, match="threads is 0"):
+        Simulator(problem, threads=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -158,16 +157,13 @@ def test_the_backend_times_placements_and_explains_those_it_cannot_time() -> Non
     backend = Simulated(Problem.of(graph, cluster))
     good = Placement.of(graph, cluster, np.array([0, 1]), np.zeros(2))
     other = Placement.of(GraphArrays.from_graph(fork(2)), cluster, np.array([0, 1, 1]), np.zeros(3))
-    batches = dataclasses.replace(good, micro_batches=2)
-    answer, refused, ignored = backend.evaluate([good, other, batches])
+    answer, refused = backend.evaluate([good, other])
     assert answer.step_s == 4e-6
     assert answer.parts == {"compute": 2e-6, "transfer": 2e-6}
     assert answer.peak_memory_bytes == {"d0": 1000, "d1": 1000}
     assert not refused.feasible
     assert refused.step_s == math.inf
     assert "not for 'fork'" in refused.why
-    assert not ignored.feasible
-    assert "asks for 2 micro-batches" in ignored.why
 
 
 def test_a_chain_of_many_ops_needs_no_recursion() -> None:

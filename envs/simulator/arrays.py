@@ -6,6 +6,7 @@ N ops, E edges, D devices, Q queues. Make both once per problem, with :func:`arr
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -14,14 +15,16 @@ from numpy.typing import NDArray
 from envs.problem import NO_QUEUE, Problem
 from graphs.graph import GraphArrays
 
-Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
+Indices = NDArray[np.uint32]
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
 Table = NDArray[np.void]
 
 CODE_BITS: Final = 24
 """An event is one integer, ``time << CODE_BITS | code``."""
+NO_EVENT: Final = (1 << 63) - 1
+"""Later than every event; none has its code."""
 HORIZON_NS: Final = 1 << (63 - CODE_BITS)
 """Times stay below this, 550 s."""
 INFEASIBLE_NS: Final = (1 << 63) - 1
@@ -32,11 +35,14 @@ IGNORE_MEMORY: Final = 0
 STOP_WHEN_FULL: Final = 1
 RECORD_MEMORY: Final = 2
 
+FORBIDDEN: Final = -1
+"""Cost of an op on a device where it may not run."""
+
 WORD_BITS: Final = 6
 """Bitmaps have words of 64 bits."""
 
 # Entries of Workspace.counts
-EVENTS: Final = 0
+UNQUEUED_EVENTS: Final = 0
 TOUCHED_DEVICES: Final = 1
 TOUCHED_QUEUES: Final = 2
 UNQUEUED: Final = 3
@@ -56,14 +62,14 @@ _OP: Final = _table(
     resident_bytes="i8",  # parameters, gradients and optimizer state
     workspace_bytes="i8",
     start_bytes="i8",  # output, workspace and held bytes
-    successor_start="i4",
-    predecessor_start="i4",
+    successor_start="u4",
+    predecessor_start="u4",
 )
 _EDGE: Final = _table(
     bytes="i8",
-    source="i4",
-    target="i4",
-    predecessor_edge="i4",  # by position in the list of predecessors, unlike the others
+    source="u4",
+    target="u4",
+    predecessor_edge="u4",  # by position in the list of predecessors, unlike the others
 )
 _PAIR: Final = _table(
     latency_s="f8",
@@ -79,7 +85,7 @@ _QUEUE: Final = _table(
 )
 _OP_STATE: Final = _table(
     remaining="i4",  # inputs not yet there
-    rank="i4",  # by priority
+    rank="u4",  # by priority
 )
 _DEVICE_STATE: Final = _table(
     work_left_ns="i8",  # cost of the ops that have not started
@@ -103,9 +109,8 @@ _COPY_STATE: Final = _table(
 )
 _TRANSFER_STATE: Final = _table(  # by edge; a transfer has the number of one of its edges
     request_ns="i8",
-    start_ns="i8",
+    start_ns="i8",  # while it waits: its order among requests of one instant
     duration_ns="i8",
-    sequence="i8",  # order among requests of one instant
     urgency="f8",  # highest priority of its consumers; 0 where the queue is fifo
     next_edge="i4",  # next edge of the same transfer, or -1
     left="i4",  # skew heap
@@ -116,8 +121,8 @@ _TRANSFER_STATE: Final = _table(  # by edge; a transfer has the number of one of
 class ProblemArrays(NamedTuple):
     """What a simulation only reads."""
 
-    cost_ns: Longs  # (N, D)
-    allowed: Bools  # (N, D)
+    cost_ns: Longs  # (N, K) one column for all devices with the same costs, -1: not allowed
+    column: Indices  # (D,) of cost_ns
     ops: Table  # (N + 1,) of _OP
     edges: Table  # (E,) of _EDGE
     pairs: Table  # (D, D) of _PAIR
@@ -146,18 +151,19 @@ class Workspace(NamedTuple):
     queues: Table  # (Q,) of _QUEUE_STATE
     transfers: Table  # (E,) of _TRANSFER_STATE
     copies: Table  # (N + E,) of _COPY_STATE
-    copy_read: Ints  # (E,) the copy that the target of an edge reads
-    order: Ints  # (N,) ops by rank
+    copy_read: Indices  # (E,) the copy that the target of an edge reads
+    order: Indices  # (N,) ops by rank
     ranked_priority: Floats  # (N,) the priorities for which ranks and order hold
-    merged: Ints  # (N,)
-    run_start: Ints  # (N + 1,)
+    merged: Indices  # (N,)
+    run_start: Indices  # (N + 1,)
     ready: Longs  # (D, words) bit r of a row: the op of rank r is ready
     ready_words: Longs  # (D, words of words) which words of ready are not 0
-    touched_devices: Ints  # (D,)
-    touched_queues: Ints  # (Q,)
-    sent: Ints  # (E,)
-    unqueued: Ints  # (E,) transfers that start without waiting; also those put back into a line
-    events: Longs  # (D + E + 1,) binary heap
+    touched_devices: Indices  # (D,)
+    touched_queues: Indices  # (Q,)
+    sent: Indices  # (E,)
+    unqueued: Indices  # (E,) transfers that start without waiting; also those put back into a line
+    events: Longs  # (2 P,) the next event of every slot, see envs.simulator.events
+    unqueued_events: Longs  # (E,) binary heap
     counts: Longs  # (COUNTS,)
 
 
@@ -189,9 +195,10 @@ def arrays_of(problem: Problem) -> ProblemArrays:
         raise ValueError(
             f"graph {graph.name!r} holds {total:.3g} bytes in all; the simulator counts to 2**62"
         )
+    cost_ns, column = _cost_columns(problem)
     return ProblemArrays(
-        cost_ns=_plain(problem.cost_ns),
-        allowed=_plain(problem.allowed),
+        cost_ns=cost_ns,
+        column=column,
         ops=_ops(problem),
         edges=_edges(graph),
         pairs=_pairs(problem),
@@ -206,7 +213,7 @@ def workspace_for(problem: Problem) -> Workspace:
     n, e = problem.op_count, problem.graph.edge_count
     d, q = problem.device_count, problem.queue_count
     words = (n >> WORD_BITS) + 1
-    order = np.arange(n, dtype=np.int32)
+    order = np.arange(n, dtype=np.uint32)
     ops = np.zeros(n, _OP_STATE)
     ops["rank"] = order
     copies = np.zeros(n + e, _COPY_STATE)
@@ -219,20 +226,36 @@ def workspace_for(problem: Problem) -> Workspace:
         queues=np.zeros(q, _QUEUE_STATE),
         transfers=np.zeros(e, _TRANSFER_STATE),
         copies=copies,
-        copy_read=np.zeros(e, np.int32),
+        copy_read=np.zeros(e, np.uint32),
         order=order,
         ranked_priority=np.zeros(n),
-        merged=np.zeros(n, np.int32),
-        run_start=np.zeros(n + 1, np.int32),
+        merged=np.zeros(n, np.uint32),
+        run_start=np.zeros(n + 1, np.uint32),
         ready=np.zeros((d, words), np.int64),
         ready_words=np.zeros((d, (words >> WORD_BITS) + 1), np.int64),
-        touched_devices=np.zeros(d, np.int32),
-        touched_queues=np.zeros(q, np.int32),
-        sent=np.zeros(e, np.int32),
-        unqueued=np.zeros(e, np.int32),
-        events=np.zeros(d + e + 1, np.int64),
+        touched_devices=np.zeros(d, np.uint32),
+        touched_queues=np.zeros(q, np.uint32),
+        sent=np.zeros(e, np.uint32),
+        unqueued=np.zeros(e, np.uint32),
+        events=np.full(2 << (d + q).bit_length(), NO_EVENT, np.int64),
+        unqueued_events=np.zeros(e, np.int64),
         counts=np.zeros(COUNTS, np.int64),
     )
+
+
+def _cost_columns(problem: Problem) -> tuple[Longs, Indices]:
+    """The different columns of costs, (N, K), and which of them each device has, (D,)."""
+    different: list[Longs] = []
+    number: dict[bytes, int] = {}
+    column = np.zeros(problem.device_count, np.uint32)
+    for d in range(problem.device_count):
+        cost = np.where(problem.allowed[:, d], problem.cost_ns[:, d], FORBIDDEN)
+        key = hashlib.sha256(cost.data).digest()
+        if key not in number:
+            number[key] = len(different)
+            different.append(cost)
+        column[d] = number[key]
+    return np.ascontiguousarray(np.column_stack(different)), column
 
 
 def _tails(problem: Problem) -> Longs:

@@ -21,16 +21,17 @@ from __future__ import annotations
 
 from typing import Final
 
-from envs.compiled import compiled_borrowing, compiled_inline
+from envs.compiled import compiled_borrowing, compiled_inline, index
 from envs.simulator.arrays import (
     BEYOND_HORIZON,
     CODE_BITS,
     COUNTS,
-    EVENTS,
+    FORBIDDEN,
     FULL,
     HORIZON_NS,
     IGNORE_MEMORY,
     INFEASIBLE_NS,
+    NO_EVENT,
     NO_LIMIT_NS,
     SENT,
     STOP_WHEN_FULL,
@@ -41,7 +42,7 @@ from envs.simulator.arrays import (
     ProblemArrays,
     Workspace,
 )
-from envs.simulator.heaps import pop_event, push_event
+from envs.simulator.events import set_event
 from envs.simulator.ranks import rank_ops
 from envs.simulator.ready import arrive, clear_ready, make_ready, pop_ready, touch_device
 from envs.simulator.sending import allocate, end_transfer, request, start_transfers
@@ -92,17 +93,20 @@ def simulate_core(
         if work.counts[FULL] + work.counts[BEYOND_HORIZON] > 0:
             clear_ready(work)
             return INFEASIBLE_NS
-        if work.counts[EVENTS] == 0:
+        event = work.events[1]
+        if event == NO_EVENT:
             return now
         # Handle everything that ends next.
-        now = work.events[0] >> CODE_BITS
-        while work.counts[EVENTS] > 0 and work.events[0] >> CODE_BITS == now:
-            code = pop_event(work) & _CODE_MASK
+        now = event >> CODE_BITS
+        while event >> CODE_BITS == now and event != NO_EVENT:
+            code = index(event & _CODE_MASK)
             if code >= device_count:
-                end_transfer(arrays, work, devices, code - device_count, now, memory)
+                number = index(code - device_count)
+                end_transfer(arrays, work, devices, number, now, memory)
             elif not _end_op(arrays, work, devices, priority, code, now, memory):
                 clear_ready(work)
                 return INFEASIBLE_NS
+            event = work.events[1]
 
 
 @compiled_borrowing
@@ -131,6 +135,8 @@ def _reset(arrays: ProblemArrays, work: Workspace, devices: Ints, memory: int) -
     """Time 0, nothing started; False where an op may not run on its device or does not fit."""
     for k in range(COUNTS):
         work.counts[k] = 0
+    for k in range(len(work.events)):
+        work.events[k] = NO_EVENT
     for d in range(len(work.devices)):
         device = work.devices[d]
         device.running = -1
@@ -145,15 +151,17 @@ def _reset(arrays: ProblemArrays, work: Workspace, devices: Ints, memory: int) -
         queue.waiting = -1
         queue.busy = False
         queue.touched = False
-    for i in range(len(devices)):
-        d = devices[i]
-        if not arrays.allowed[i, d]:
+    for number in range(len(devices)):
+        i = index(number)
+        d = index(devices[i])
+        cost = arrays.cost_ns[i, arrays.column[d]]
+        if cost == FORBIDDEN:
             return False
         op = arrays.ops[i]
         device = work.devices[d]
-        device.work_left_ns += arrays.cost_ns[i, d]
+        device.work_left_ns += cost
         device.used_bytes += op.resident_bytes
-        inputs = arrays.ops[i + 1].predecessor_start - op.predecessor_start
+        inputs = arrays.ops[index(i + 1)].predecessor_start - op.predecessor_start
         work.ops[i].remaining = inputs
         if inputs == 0:
             work.start_ns[i] = 0
@@ -173,16 +181,17 @@ def _start_ops(
 ) -> int:
     """Every touched idle device starts its next op; returns -1, or a step above the limit."""
     for k in range(work.counts[TOUCHED_DEVICES]):
-        d = work.touched_devices[k]
+        d = work.touched_devices[index(k)]
         device = work.devices[d]
         device.touched = False
         if device.running >= 0:
             continue
-        i = pop_ready(work, d)
-        if i < 0:
+        ready = pop_ready(work, d)
+        if ready < 0:
             continue
+        i = index(ready)
         op = arrays.ops[i]
-        cost = arrays.cost_ns[i, d]
+        cost = arrays.cost_ns[i, arrays.column[d]]
         end = now + cost
         at_least = max(now + device.work_left_ns, end + op.tail_ns)
         if at_least > limit_ns:
@@ -191,11 +200,11 @@ def _start_ops(
             work.counts[BEYOND_HORIZON] = 1
             return INFEASIBLE_NS
         device.work_left_ns -= cost
-        if work.start_ns[i] < now:  # it was ready before: it waited for the device
-            work.cause[i] = device.previous
+        waited = work.start_ns[i] < now  # it was ready before, the device was not
+        work.cause[i] = device.previous if waited else work.cause[i]
         work.start_ns[i] = now
         device.running = i
-        push_event(work, (end << CODE_BITS) | d)
+        set_event(work, d, (end << CODE_BITS) | d)
         if memory != IGNORE_MEMORY:
             allocate(arrays, work, d, op.start_bytes, memory)
     work.counts[TOUCHED_DEVICES] = 0
@@ -213,18 +222,21 @@ def _end_op(
     memory: int,
 ) -> bool:
     """The op that runs on d ends; False where a consumer is on a device that no link leads to."""
-    i = work.devices[d].running
+    i = index(work.devices[d].running)
     work.devices[d].running = -1
     work.devices[d].previous = i
+    set_event(work, d, NO_EVENT)
     touch_device(work, d)
     if memory != IGNORE_MEMORY:
         _release_inputs(arrays, work, i, d)
-    begin, end = arrays.ops[i].successor_start, arrays.ops[i + 1].successor_start
+    begin, end = arrays.ops[i].successor_start, arrays.ops[index(i + 1)].successor_start
+    count = len(devices)
     first_sent = work.counts[SENT]
     users = 0  # of the output on this device: consumers here, and transfers
-    for number in range(begin, end):
+    for k in range(begin, end):
+        number = index(k)
         edge = arrays.edges[number]
-        destination = devices[edge.target]
+        destination = index(devices[edge.target])
         if destination == d:
             users += 1
             work.copy_read[number] = i
@@ -232,11 +244,11 @@ def _end_op(
             continue
         carrier = work.devices[destination].opened
         if arrays.once_per_destination and begin <= carrier < end:
-            transfer = work.transfers[carrier]
+            transfer = work.transfers[index(carrier)]
             work.transfers[number].next_edge = transfer.next_edge
             transfer.next_edge = number
             transfer.urgency = max(transfer.urgency, priority[edge.target])
-            copy = work.copies[len(devices) + carrier]
+            copy = work.copies[index(count + carrier)]
             copy.size = max(copy.size, edge.bytes)
             copy.users += 1
         else:
@@ -245,18 +257,18 @@ def _end_op(
             carrier = number
             users += 1
             work.devices[destination].opened = carrier
-            transfer = work.transfers[carrier]
+            transfer = work.transfers[number]
             transfer.next_edge = -1
             transfer.urgency = priority[edge.target]
-            copy = work.copies[len(devices) + carrier]
+            copy = work.copies[index(count + number)]
             copy.size = edge.bytes
             copy.users = 1
-            work.sent[work.counts[SENT]] = carrier
+            work.sent[index(work.counts[SENT])] = number
             work.counts[SENT] += 1
-        work.copy_read[number] = len(devices) + carrier
+        work.copy_read[number] = count + carrier
     work.copies[i].users = users
     for k in range(first_sent, work.counts[SENT]):
-        request(arrays, work, devices, work.sent[k], now)
+        request(arrays, work, devices, work.sent[index(k)], now)
     return True
 
 
@@ -264,9 +276,8 @@ def _end_op(
 def _release_inputs(arrays: ProblemArrays, work: Workspace, i: int, d: int) -> None:
     """Op i, which ran on d, needs its workspace and its inputs no more."""
     freed = arrays.ops[i].workspace_bytes
-    for k in range(arrays.ops[i].predecessor_start, arrays.ops[i + 1].predecessor_start):
-        copy = work.copies[work.copy_read[arrays.edges[k].predecessor_edge]]
+    for k in range(arrays.ops[i].predecessor_start, arrays.ops[index(i + 1)].predecessor_start):
+        copy = work.copies[work.copy_read[arrays.edges[index(k)].predecessor_edge]]
         copy.users -= 1
-        if copy.users == 0:
-            freed += copy.size
+        freed += copy.size if copy.users == 0 else 0
     work.devices[d].used_bytes -= freed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from envs.compiled import compiled_borrowing, compiled_inline
-from envs.simulator.arrays import Floats, Ints, Workspace
+from envs.simulator.arrays import Floats, Indices, Workspace
 
 
 @compiled_borrowing
@@ -38,7 +38,7 @@ def _precedes(a: int, b: int, priority: Floats) -> bool:
 
 
 @compiled_inline
-def _find_runs(order: Ints, priority: Floats, run_start: Ints) -> int:
+def _find_runs(order: Indices, priority: Floats, run_start: Indices) -> int:
     """Cut ``order`` into sorted runs; returns how many, their starts and the end in run_start."""
     runs = 1
     run_start[0] = 0
@@ -51,7 +51,9 @@ def _find_runs(order: Ints, priority: Floats, run_start: Ints) -> int:
 
 
 @compiled_inline
-def _merge_pairs(source: Ints, target: Ints, priority: Floats, run_start: Ints, runs: int) -> int:
+def _merge_pairs(
+    source: Indices, target: Indices, priority: Floats, run_start: Indices, runs: int
+) -> int:
     """Merge runs 0 and 1, 2 and 3, ... of source into target; returns how many are left."""
     left_over = 0
     for first in range(0, runs, 2):

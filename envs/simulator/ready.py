@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from envs.compiled import compiled_inline, lowest_set_bit
+from envs.compiled import compiled_inline, index, lowest_set_bit
 from envs.simulator.arrays import TOUCHED_DEVICES, WORD_BITS, Workspace
 
 _LOW_BITS: Final = (1 << WORD_BITS) - 1
@@ -14,8 +14,8 @@ _LOW_BITS: Final = (1 << WORD_BITS) - 1
 def make_ready(work: Workspace, i: int, d: int) -> None:
     """All inputs of op i are on its device d."""
     rank = work.ops[i].rank
-    word = rank >> WORD_BITS
-    group = word >> WORD_BITS
+    word = index(rank >> WORD_BITS)
+    group = index(word >> WORD_BITS)
     work.ready[d, word] |= 1 << (rank & _LOW_BITS)
     work.ready_words[d, group] |= 1 << (word & _LOW_BITS)
     device = work.devices[d]
@@ -28,16 +28,17 @@ def pop_ready(work: Workspace, d: int) -> int:
     """The ready op of lowest rank on a device, or -1."""
     groups = work.ready_words.shape[1]
     group = work.devices[d].ready_first
-    while group < groups and work.ready_words[d, group] == 0:
+    while group < groups and work.ready_words[d, index(group)] == 0:
         group += 1
     work.devices[d].ready_first = group
     if group == groups:
         return -1
-    word = (group << WORD_BITS) + lowest_set_bit(work.ready_words[d, group])
-    rank = (word << WORD_BITS) + lowest_set_bit(work.ready[d, word])
+    words = work.ready_words[d, index(group)]
+    word = index((group << WORD_BITS) + lowest_set_bit(words))
+    rank = index((word << WORD_BITS) + lowest_set_bit(work.ready[d, word]))
     work.ready[d, word] &= work.ready[d, word] - 1
     if work.ready[d, word] == 0:
-        work.ready_words[d, group] &= work.ready_words[d, group] - 1
+        work.ready_words[d, index(group)] = words & (words - 1)
     return int(work.order[rank])
 
 
@@ -68,5 +69,5 @@ def touch_device(work: Workspace, d: int) -> None:
     device = work.devices[d]
     if not device.touched:
         device.touched = True
-        work.touched_devices[work.counts[TOUCHED_DEVICES]] = d
+        work.touched_devices[index(work.counts[TOUCHED_DEVICES])] = d
         work.counts[TOUCHED_DEVICES] += 1

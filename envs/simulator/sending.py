@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from envs.compiled import compiled_inline
+from envs.compiled import compiled_inline, index
 from envs.simulator.arrays import (
     BEYOND_HORIZON,
     CODE_BITS,
     FULL,
     HORIZON_NS,
     IGNORE_MEMORY,
+    NO_EVENT,
     STOP_WHEN_FULL,
     TOUCHED_QUEUES,
     UNQUEUED,
@@ -18,30 +19,31 @@ from envs.simulator.arrays import (
     ProblemArrays,
     Workspace,
 )
-from envs.simulator.heaps import pop_waiting, push_event, push_waiting
+from envs.simulator.events import pop_unqueued, push_unqueued, set_event
 from envs.simulator.ready import arrive
+from envs.simulator.waiting import pop_waiting, push_waiting
 
 
 @compiled_inline
 def request(arrays: ProblemArrays, work: Workspace, devices: Ints, number: int, now: int) -> None:
     """Put a transfer into its line, or on the list of those that never wait."""
     transfer, edge = work.transfers[number], arrays.edges[number]
-    destination = devices[edge.target]
-    pair = arrays.pairs[devices[edge.source], destination]
-    size = work.copies[len(work.ops) + number].size
+    destination = index(devices[edge.target])
+    pair = arrays.pairs[index(devices[edge.source]), destination]
+    size = work.copies[index(len(work.ops) + number)].size
     seconds = pair.latency_s + size / pair.bandwidth_bytes_per_s
     # What is too long for an integer is beyond the horizon anyway.
     transfer.duration_ns = np.int64(np.rint(min(seconds * 1e9, float(HORIZON_NS))))
     transfer.request_ns = now
-    line = pair.line
-    if line < 0:
-        work.unqueued[work.counts[UNQUEUED]] = number
+    if pair.line < 0:
+        work.unqueued[index(work.counts[UNQUEUED])] = number
         work.counts[UNQUEUED] += 1
         return
+    line = index(pair.line)
     if not arrays.queues[line].by_priority:
         transfer.urgency = 0.0
     by_ends = edge.source * len(work.devices) + destination
-    transfer.sequence = by_ends * len(work.transfers) + number
+    transfer.start_ns = by_ends * len(work.transfers) + number
     push_waiting(work, line, number)
     _touch_queue(work, line)
 
@@ -52,10 +54,10 @@ def start_transfers(
 ) -> None:
     """Start what never waits, and what the touched lines let through."""
     for k in range(work.counts[UNQUEUED]):
-        _start_transfer(arrays, work, devices, work.unqueued[k], now, memory)
+        _start_transfer(arrays, work, devices, work.unqueued[index(k)], now, memory)
     work.counts[UNQUEUED] = 0
     for k in range(work.counts[TOUCHED_QUEUES]):
-        line = work.touched_queues[k]
+        line = work.touched_queues[index(k)]
         queue = work.queues[line]
         queue.touched = False
         if arrays.queues[line].ports > 1:
@@ -72,24 +74,28 @@ def end_transfer(
 ) -> None:
     """The copy is there: free the link, feed the consumers."""
     producer = arrays.edges[number].source
-    source, destination = devices[producer], devices[arrays.edges[number].target]
+    source = index(devices[producer])
+    destination = index(devices[arrays.edges[number].target])
     pair = arrays.pairs[source, destination]
-    line = pair.line
-    if line >= 0:
-        work.queues[pair.queue].busy = False
+    if pair.line < 0:
+        pop_unqueued(work, len(work.devices) + len(work.queues))
+    else:
+        line = index(pair.line)
+        set_event(work, len(work.devices) + pair.queue, NO_EVENT)
+        work.queues[index(pair.queue)].busy = False
         if arrays.queues[line].ports > 1:
-            work.queues[pair.second_queue].busy = False
+            work.queues[index(pair.second_queue)].busy = False
             work.queues[line].idle_ports += 2
         _touch_queue(work, line)
     if memory != IGNORE_MEMORY:
         output = work.copies[producer]
         output.users -= 1
-        if output.users == 0:
-            work.devices[source].used_bytes -= output.size
-    edge = number
+        work.devices[source].used_bytes -= output.size if output.users == 0 else 0
+    arrive(work, arrays.edges[number].target, destination, producer, now)
+    edge = work.transfers[number].next_edge
     while edge >= 0:
-        arrive(work, arrays.edges[edge].target, destination, producer, now)
-        edge = work.transfers[edge].next_edge
+        arrive(work, arrays.edges[index(edge)].target, destination, producer, now)
+        edge = work.transfers[index(edge)].next_edge
 
 
 @compiled_inline
@@ -102,10 +108,10 @@ def _serve_ports(
     while queue.idle_ports > 1 and queue.waiting >= 0:
         number = pop_waiting(work, line)
         edge = arrays.edges[number]
-        pair = arrays.pairs[devices[edge.source], devices[edge.target]]
-        out, into = work.queues[pair.queue], work.queues[pair.second_queue]
+        pair = arrays.pairs[index(devices[edge.source]), index(devices[edge.target])]
+        out, into = work.queues[index(pair.queue)], work.queues[index(pair.second_queue)]
         if out.busy or into.busy:
-            work.unqueued[passed_over] = number
+            work.unqueued[index(passed_over)] = number
             passed_over += 1
         else:
             out.busy = True
@@ -113,7 +119,7 @@ def _serve_ports(
             queue.idle_ports -= 2
             _start_transfer(arrays, work, devices, number, now, memory)
     for k in range(passed_over):
-        push_waiting(work, line, work.unqueued[k])
+        push_waiting(work, line, work.unqueued[index(k)])
 
 
 @compiled_inline
@@ -127,10 +133,17 @@ def _start_transfer(
     if end >= HORIZON_NS:
         work.counts[BEYOND_HORIZON] = 1
         return
-    push_event(work, (end << CODE_BITS) | (len(work.devices) + number))
+    event = (end << CODE_BITS) | (len(work.devices) + number)
+    edge = arrays.edges[number]
+    destination = index(devices[edge.target])
+    queue = arrays.pairs[index(devices[edge.source]), destination].queue
+    if queue < 0:
+        push_unqueued(work, len(work.devices) + len(work.queues), event)
+    else:
+        set_event(work, len(work.devices) + queue, event)
     if memory != IGNORE_MEMORY:
-        size = work.copies[len(work.ops) + number].size
-        allocate(arrays, work, devices[arrays.edges[number].target], size, memory)
+        size = work.copies[index(len(work.ops) + number)].size
+        allocate(arrays, work, destination, size, memory)
 
 
 @compiled_inline
@@ -139,7 +152,7 @@ def _touch_queue(work: Workspace, line: int) -> None:
     queue = work.queues[line]
     if not queue.touched:
         queue.touched = True
-        work.touched_queues[work.counts[TOUCHED_QUEUES]] = line
+        work.touched_queues[index(work.counts[TOUCHED_QUEUES])] = line
         work.counts[TOUCHED_QUEUES] += 1
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from envs.backend import StepResult
+from envs.micro_batches import Pipeline
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator.arrays import (
@@ -20,6 +24,7 @@ from envs.simulator.arrays import (
     RECORD_MEMORY,
     SENT,
     STOP_WHEN_FULL,
+    Workspace,
     arrays_of,
     workspace_for,
 )
@@ -27,18 +32,32 @@ from envs.simulator.kernel import simulate_batch, simulate_core
 from envs.simulator.reasons import why_blocked, why_full
 from envs.simulator.schedule import Schedule, Transfers, no_transfers
 
+BLOCKS_PER_THREAD: Final = 8
+"""Blocks of a batch that a thread takes on average: some placements take longer than others."""
+
 
 class Simulator:
     """Times placements of one problem. Not for several threads at once: make one for each.
 
-    With ``memory`` False, no placement is infeasible for want of memory, and timing is faster.
+    With ``memory`` False, no placement is infeasible for want of memory, and timing is faster. A
+    batch is spread over ``threads`` threads, each with a workspace of its own; the answers are the
+    same, and with fewer than about a millisecond of work in a batch so is the time.
+
+    Every placement is simulated from the start. After a change only what happened before it could
+    be reused, half on average, at the price of storing states; stopping at a limit, as
+    :func:`simulate_core` does for searches, saves more. Loads are counted by change, see
+    :mod:`envs.max_load`.
     """
 
-    def __init__(self, problem: Problem, *, memory: bool = True) -> None:
+    def __init__(self, problem: Problem, *, memory: bool = True, threads: int = 1) -> None:
+        if threads < 1:
+            raise ValueError(f"threads is {threads}, below 1")
         self.problem = problem
         self.memory = memory
+        self.threads = threads
         self.arrays = arrays_of(problem)
         self.work = workspace_for(problem)
+        self._works = [self.work]
 
     def step_ns(
         self, devices: NDArray[np.int32], priority: NDArray[np.float64]
@@ -60,10 +79,45 @@ class Simulator:
         devices, priority = self._checked(devices, priority)
         steps = np.empty(len(devices), np.int64)
         memory = STOP_WHEN_FULL if self.memory else IGNORE_MEMORY
-        stopped = simulate_batch(self.arrays, self.work, devices, priority, memory, steps)
-        if stopped >= 0:
+        threads = min(self.threads, len(devices))
+        if threads < 2:
+            stopped = simulate_batch(self.arrays, self.work, devices, priority, memory, steps)
+            beyond = stopped >= 0
+        else:
+            beyond = self._spread(devices, priority, memory, steps, threads)
+        if beyond:
             raise _too_long(self.problem)
         return steps
+
+    def _spread(
+        self,
+        devices: NDArray[np.int32],
+        priority: NDArray[np.float64],
+        memory: int,
+        steps: NDArray[np.int64],
+        threads: int,
+    ) -> bool:
+        """Simulate blocks of a batch, whichever thread is free the next; whether one is too long.
+
+        Compiled code runs without the interpreter lock.
+        """
+        while len(self._works) < threads:
+            self._works.append(workspace_for(self.problem))
+        size = max(len(devices) // (BLOCKS_PER_THREAD * threads), 1)
+        blocks = iter(range(0, len(devices), size))
+
+        def run(work: Workspace) -> bool:
+            beyond = False
+            for first in blocks:
+                rows = slice(first, first + size)
+                stopped = simulate_batch(
+                    self.arrays, work, devices[rows], priority[rows], memory, steps[rows]
+                )
+                beyond |= stopped >= 0
+            return beyond
+
+        with ThreadPoolExecutor(threads) as pool:
+            return any(list(pool.map(run, self._works[:threads])))
 
     def run(self, devices: NDArray[np.int32], priority: NDArray[np.float64]) -> Schedule:
         """The whole step of one placement, (N,) each.
@@ -89,7 +143,7 @@ class Simulator:
             devices=where,
             step_ns=step_ns,
             start_ns=start_ns,
-            end_ns=start_ns + self.arrays.cost_ns[np.arange(len(where)), where],
+            end_ns=start_ns + self.problem.cost_ns[np.arange(len(where)), where],
             cause=self.work.cause.copy(),
             peak_bytes=peak_bytes,
             transfers=self._transfers(where),
@@ -124,8 +178,8 @@ class Simulator:
 
     def _transfers(self, devices: NDArray[np.int32]) -> Transfers:
         work, arrays = self.work, self.arrays
-        edge = work.sent[: work.counts[SENT]].copy()
-        producer = arrays.edges["source"][edge]
+        edge = work.sent[: work.counts[SENT]].astype(np.int32)
+        producer = arrays.edges["source"][edge].astype(np.int32)
         destination = devices[arrays.edges["target"][edge]]
         sent = work.transfers[edge]
         order = np.lexsort((edge, destination, producer, sent["start_ns"]))
@@ -161,25 +215,45 @@ class Simulated:
 
     ``parts`` of a result are ``compute``, the ops of the critical chain, and ``transfer``, what it
     spends on transfers and on waiting for their links; they add up to the step.
+
+    A placement in m micro-batches is a step that takes the graph m times, see
+    :mod:`envs.micro_batches`. Its period is (step of 2 m - step of m) / m: filling and draining the
+    pipeline cost both the same, and the end of a single step would show the drain alone.
     """
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.simulator = Simulator(problem)
+        self._pipelines: dict[int, tuple[Pipeline, Simulator]] = {}
 
     def evaluate(self, placements: Sequence[Placement]) -> list[StepResult]:
         """Time every placement, in order; one that is not for this problem is infeasible."""
         return [self._evaluate(placement) for placement in placements]
 
+    def run(self, placement: Placement) -> tuple[Problem, Schedule]:
+        """The whole step of a placement, and the problem that it is a schedule of.
+
+        Raises:
+            ValueError: the placement is not for this problem, or as for :meth:`Simulator.run`.
+        """
+        placement.check(self.problem.graph, self.problem.cluster)
+        if placement.micro_batches == 1:
+            return self.problem, self.simulator.run(*placement.arrays())
+        pipeline, simulator = self._pipelined(placement.micro_batches)
+        devices, priority = placement.arrays()
+        schedule = simulator.run(pipeline.devices(devices), pipeline.priority(priority))
+        return pipeline.problem, schedule
+
+    def _pipelined(self, micro_batches: int) -> tuple[Pipeline, Simulator]:
+        if micro_batches not in self._pipelines:
+            pipeline = Pipeline.of(self.problem, micro_batches)
+            self._pipelines[micro_batches] = pipeline, Simulator(pipeline.problem)
+        return self._pipelines[micro_batches]
+
     def _evaluate(self, placement: Placement) -> StepResult:
         try:
-            placement.check(self.problem.graph, self.problem.cluster)
-            if placement.micro_batches != 1:
-                raise ValueError(
-                    f"the placement asks for {placement.micro_batches} micro-batches, but this "
-                    "problem is one whole step; simulate the graph of all micro-batches"
-                )
-            schedule = self.simulator.run(*placement.arrays())
+            _, schedule = self.run(placement)
+            period_s = self._period_s(placement, schedule)
         except ValueError as error:
             return _infeasible({}, str(error))
         peaks = dict(zip(self.problem.cluster.names, schedule.peak_bytes.tolist(), strict=True))
@@ -194,7 +268,15 @@ class Simulated:
                 "compute": compute_ns / 1e9,
                 "transfer": (schedule.step_ns - compute_ns) / 1e9,
             },
+            period_s=period_s,
         )
+
+    def _period_s(self, placement: Placement, schedule: Schedule) -> float | None:
+        m = placement.micro_batches
+        if m == 1 or not schedule.feasible:
+            return None
+        _, twice = self.run(replace(placement, micro_batches=2 * m))
+        return (twice.step_ns - schedule.step_ns) / m / 1e9
 
 
 def _infeasible(peaks: dict[str, int], why: str) -> StepResult:

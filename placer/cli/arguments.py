@@ -33,6 +33,21 @@ def seed(text: str) -> int:
     return given
 
 
+def count(text: str) -> int:
+    """A whole number from 1.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    try:
+        given = int(text)
+    except ValueError:
+        given = 0
+    if given < 1:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from 1")
+    return given
+
+
 def add_step(parser: argparse.ArgumentParser) -> None:
     """Add ``--optimizer`` and ``--dtype``: what a step is, besides its model."""
     parser.add_argument(

@@ -14,6 +14,7 @@ from placer.cli.arguments import (
     add_devices,
     add_extractor,
     add_step,
+    count,
     extraction_to_dict,
     pin,
     pins_of,
@@ -75,9 +76,17 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     )
     parser.add_argument(
         "--objective",
-        choices=["latency"],
+        choices=["latency", "throughput", "max-load"],
         default="latency",
-        help="what to make small: the time of one step, so far the only one",
+        help="what to make small: the time of one step (default); of a graph file also the time of "
+        "each further micro-batch, or the largest load of a device in a pipeline",
+    )
+    parser.add_argument(
+        "--micro-batches",
+        type=count,
+        default=1,
+        metavar="M",
+        help="a graph file is that of one micro-batch of M that make a step (default: 1)",
     )
     parser.add_argument(
         "--policy",
@@ -173,11 +182,19 @@ def _file(args: argparse.Namespace) -> Path:
 
 
 def _options(args: argparse.Namespace) -> Options:
+    from placer.objectives import Objective
     from placer.pipeline import Options
     from placer.policies import load
     from placer.search.budget import Budget
 
+    objective = Objective(name=args.objective, micro_batches=args.micro_batches)
+    if objective != Objective() and not args.target.endswith(".json"):
+        raise ValueError(
+            "a model is run step by step: other objectives and micro-batches are for graph files "
+            "(placer extract writes one)"
+        )
     return Options(
+        objective=objective,
         budget=Budget.parse(args.budget),
         seed=args.seed,
         policy=None if args.policy == "none" else load(args.policy),
@@ -257,9 +274,12 @@ def _talk(found: Optimization, args: argparse.Namespace) -> str:
 
 def _summary(found: Optimization, args: argparse.Namespace) -> dict[str, Any]:
     data = found.placement.to_dict()
+    times = data["measured"] or data["predicted"]
     return {
         "best": found.best.name,
-        "step_s": found.step_s(found.best),
+        "objective": data["objective"],
+        "micro_batches": data["micro_batches"],
+        "step_s": times["step_s"],
         "predicted": data["predicted"],
         "measured": data["measured"],
         "speed_up": found.speed_up if math.isfinite(found.speed_up) else None,

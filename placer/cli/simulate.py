@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 
+from placer.cli.arguments import count
 from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs, why_not_written
 
 
@@ -15,6 +17,12 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument("graph", type=Path, help="graph.json")
     parser.add_argument("--cluster", type=Path, required=True, metavar="FILE")
     parser.add_argument("--placement", type=Path, required=True, metavar="FILE")
+    parser.add_argument(
+        "--micro-batches",
+        type=count,
+        metavar="M",
+        help="take the graph as that of one micro-batch of M (default: as the placement says)",
+    )
     parser.add_argument(
         "--timeline", type=Path, metavar="FILE", help="write the step as Chrome trace"
     )
@@ -28,9 +36,11 @@ def run(args: argparse.Namespace) -> int:
     if (why := why_not_outputs({"--timeline": args.timeline}, inputs)) is not None:
         return fail(BAD_USAGE, why)
     from envs.cluster import load_cluster
+    from envs.max_load import max_load_ns
     from envs.placement import Placement
     from envs.problem import Problem
-    from envs.simulator import Simulated
+    from envs.simulator import INFEASIBLE_NS, Simulated
+    from envs.simulator.critical import critical_path, critical_path_to_list
     from graphs.files import load_graph
     from graphs.graph import GraphArrays
     from placer.report.timeline import write_timeline
@@ -40,7 +50,14 @@ def run(args: argparse.Namespace) -> int:
         graph = GraphArrays.from_graph(load_graph(args.graph))
         problem = Problem.of(graph, cluster)
         placement = Placement.load(args.placement, cluster.names).aligned(graph, cluster)
-        [result] = Simulated(problem).evaluate([placement])
+        if args.micro_batches is not None:
+            placement = replace(placement, micro_batches=args.micro_batches)
+        backend = Simulated(problem)
+        [result] = backend.evaluate([placement])
+        path = []
+        if result.feasible:
+            whole, schedule = backend.run(placement)
+            path = critical_path_to_list(whole, critical_path(whole, schedule))
     except (ValueError, OSError) as error:
         return fail(BAD_USAGE, error)
     if args.timeline is not None:
@@ -48,18 +65,30 @@ def run(args: argparse.Namespace) -> int:
             write_timeline(problem, placement, args.timeline)
         except OSError as error:
             return fail(JOB_FAILED, why_not_written(args.timeline, error))
+    load_ns = int(max_load_ns(problem, placement.arrays()[0])[0])
     step_s = result.step_s if result.feasible else None
     if args.json:
         answer = {
             "step_s": step_s,
+            "micro_batches": placement.micro_batches,
+            "period_s": result.period_s,
+            "max_load_s": load_ns / 1e9 if load_ns < INFEASIBLE_NS else None,
             "feasible": result.feasible,
             "why": result.why,
             "peak_memory_bytes": dict(result.peak_memory_bytes),
             "parts": dict(result.parts),
+            "critical_path": path,
         }
         print(json.dumps(answer))
     elif result.feasible:
         print(f"step: {result.step_s * 1e3:.6g} ms")
+        if result.period_s is not None:
+            print(
+                f"{placement.micro_batches} micro-batches, "
+                f"{result.period_s * 1e3:.6g} ms for each further one"
+            )
+        if load_ns < INFEASIBLE_NS:
+            print(f"largest load: {load_ns / 1e6:.6g} ms")
     else:
         print(f"not feasible: {result.why}")
     return 0 if result.feasible else 1

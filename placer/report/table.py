@@ -59,6 +59,8 @@ def _legend(found: Optimization, ran: bool) -> str:
         "Times in ms; speed-up over the best single device; simulated peak memory of "
         + " / ".join(found.problem.cluster.names)
     )
+    if found.placement.objective != "latency":
+        text += f"; predicted and speed-up are of the objective, {found.placement.objective}"
     if ran:
         text += (
             "; measured: median; spread: between the quartiles; in brackets: predicted, it was not "

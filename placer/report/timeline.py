@@ -7,7 +7,7 @@ from pathlib import Path
 
 from envs.placement import Placement
 from envs.problem import Problem
-from envs.simulator import Simulator
+from envs.simulator import Simulated
 from envs.simulator.timeline import chrome_trace
 from graphs.whole_file import write_whole
 
@@ -18,5 +18,5 @@ def write_timeline(problem: Problem, placement: Placement, path: Path) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    schedule = Simulator(problem).run(*placement.arrays())
-    write_whole(path, json.dumps(chrome_trace(problem, schedule)))
+    simulated = Simulated(problem).run(placement)
+    write_whole(path, json.dumps(chrome_trace(*simulated)))

@@ -1,0 +1,87 @@
+"""Longest paths to and from every op on every device, with the transfers that they cannot avoid."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envs.compiled import compiled
+from envs.problem import Problem
+from envs.simulator.arrays import HORIZON_NS
+
+Longs = NDArray[np.int64]
+UNREACHABLE_NS: Final = 1 << 60
+"""Stands for a time that no placement reaches; sums of a few stay within 63 bits."""
+
+
+class Paths(NamedTuple):
+    """Least nanoseconds before each op when it is on a device, and after it, (N, D) each.
+
+    Each input is taken on the device from which it could be there first, whatever that means for
+    other paths, so these are lower bounds. ``UNREACHABLE_NS`` and more where nothing is allowed.
+    """
+
+    head_ns: Longs
+    tail_ns: Longs
+
+
+def paths(problem: Problem) -> Paths:
+    """The paths of a problem, in time E * D * D."""
+    graph = problem.graph
+    head, tail = _longest(
+        graph.topological.copy(),
+        graph.predecessor_start.copy(),
+        graph.predecessors.copy(),
+        graph.edge_bytes[graph.predecessor_edge],
+        np.where(problem.allowed, problem.cost_ns, UNREACHABLE_NS),
+        problem.latency_s.copy(),
+        problem.bandwidth_bytes_per_s.copy(),
+        problem.connected.copy(),
+    )
+    return Paths(head_ns=head, tail_ns=tail)
+
+
+@compiled
+def _longest(
+    topological: NDArray[np.int32],
+    predecessor_start: NDArray[np.int32],
+    predecessors: NDArray[np.int32],
+    edge_bytes: Longs,
+    cost_ns: Longs,
+    latency_s: NDArray[np.float64],
+    bandwidth_bytes_per_s: NDArray[np.float64],
+    connected: NDArray[np.bool_],
+) -> tuple[Longs, Longs]:
+    count, devices = cost_ns.shape
+    head = np.zeros((count, devices), np.int64)
+    tail = np.zeros((count, devices), np.int64)
+    moved = np.zeros((devices, devices), np.int64)
+    for step in range(2 * count):
+        forward = step < count
+        v = topological[step] if forward else topological[2 * count - 1 - step]
+        for e in range(predecessor_start[v], predecessor_start[v + 1]):
+            u = predecessors[e]
+            for s in range(devices):
+                for d in range(devices):
+                    if s == d:
+                        moved[s, d] = 0
+                    elif connected[s, d]:
+                        seconds = latency_s[s, d] + edge_bytes[e] / bandwidth_bytes_per_s[s, d]
+                        moved[s, d] = int(np.rint(min(seconds * 1e9, float(HORIZON_NS))))
+                    else:
+                        moved[s, d] = UNREACHABLE_NS
+            for here in range(devices):
+                least = UNREACHABLE_NS
+                for there in range(devices):
+                    if forward:
+                        time = head[u, there] + cost_ns[u, there] + moved[there, here]
+                    else:
+                        time = moved[here, there] + cost_ns[v, there] + tail[v, there]
+                    least = min(least, time)
+                if forward:
+                    head[v, here] = max(head[v, here], least)
+                else:
+                    tail[u, here] = max(tail[u, here], least)
+    return head, tail

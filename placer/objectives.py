@@ -1,0 +1,106 @@
+"""What a search makes small: the step, the pace of many micro-batches, or the largest load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from envs.bounds import bounds_of, lower_bound_ns
+from envs.max_load import max_load_ns, why_overloaded
+from envs.micro_batches import Pipeline
+from envs.placement import OBJECTIVES, Placement
+from envs.problem import Problem
+from envs.simulator import INFEASIBLE_NS, Simulated
+from placer.search.balancing import balance
+from placer.search.budget import Budget
+from placer.search.candidate import Candidate
+from placer.search.portfolio import Proposer, search
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What the model says of a placement; ``value_s`` is that of the objective, inf: infeasible."""
+
+    value_s: float
+    times_s: Mapping[str, float]  # "step_s" and what else is known
+    peak_memory_bytes: Mapping[str, int]
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """What to make small, and how many micro-batches a step has.
+
+    ``latency`` is the time of one step, of all its micro-batches; ``throughput`` the time that each
+    further micro-batch takes; ``max-load`` the largest load, see :mod:`envs.max_load`.
+    """
+
+    name: str = "latency"
+    micro_batches: int = 1
+
+    def __post_init__(self) -> None:
+        if self.name not in OBJECTIVES:
+            raise ValueError(f"objective is {self.name!r}, not one of {', '.join(OBJECTIVES)}")
+        if self.micro_batches < 1:
+            raise ValueError(f"micro_batches is {self.micro_batches}, below 1")
+        if self.name == "throughput" and self.micro_batches == 1:
+            raise ValueError("throughput is that of several micro-batches: give 2 or more of them")
+
+    def search(
+        self,
+        problem: Problem,
+        budget: Budget,
+        seed: int,
+        policy: Proposer | None,
+        *,
+        progress: Callable[[float, str], None] | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> list[Candidate]:
+        """Plans for the ops of a problem; all heuristics are among them.
+
+        A step of micro-batches is searched as the problem of its copies; throughput, too, by the
+        step, whose length follows it. Priorities found for single copies are those of the first.
+        """
+        if self.name == "max-load":
+            return balance(problem, budget, seed, progress=progress, should_stop=should_stop)
+        whole = problem
+        if self.micro_batches > 1:
+            whole = Pipeline.of(problem, self.micro_batches).problem
+        found = search(whole, budget, seed, policy, progress=progress, should_stop=should_stop)
+        count = problem.op_count
+        return [
+            replace(plan, devices=plan.devices[:count], priority=plan.priority[:count])
+            for plan in found
+        ]
+
+    def predict(self, simulated: Simulated, placement: Placement) -> Prediction:
+        """Simulate a placement and count its loads."""
+        problem = simulated.problem
+        [result] = simulated.evaluate([placement])
+        _, schedule = simulated.run(placement)
+        devices, _ = placement.arrays()
+        load_ns = int(max_load_ns(problem, devices)[0])
+        known = {"step_s": schedule.step_ns, "max_load_s": load_ns}
+        times_s = {name: ns / 1e9 for name, ns in known.items() if ns < INFEASIBLE_NS}
+        if result.period_s is not None:
+            times_s["period_s"] = result.period_s
+        feasible, why = result.feasible, result.why
+        if self.name == "max-load":
+            feasible, why = load_ns < INFEASIBLE_NS, why_overloaded(problem, devices)
+        key = {"latency": "step_s", "throughput": "period_s", "max-load": "max_load_s"}[self.name]
+        return Prediction(
+            value_s=times_s[key] if feasible else np.inf,
+            times_s=times_s,
+            peak_memory_bytes=result.peak_memory_bytes,
+            why=why,
+        )
+
+    def lower_bound_s(self, problem: Problem) -> float:
+        """What no placement can beat; for pipelines in steady state, the work of all devices."""
+        if self.name != "latency":
+            return bounds_of(problem).work_ns / 1e9
+        if self.micro_batches > 1:
+            problem = Pipeline.of(problem, self.micro_batches).problem
+        return lower_bound_ns(problem) / 1e9

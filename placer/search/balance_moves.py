@@ -1,0 +1,136 @@
+"""Moves of the search for a small largest load: which ops go where.
+
+A move changes the device of an op (with its co-location group), of a connected cluster, or of two
+ops that swap, mostly of an op on the busiest device.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envs.compiled import compiled_inline
+from envs.max_load import LoadArrays
+from placer.search.randomness import below, exponential, uniform
+
+ON_BUSIEST: Final = 0.7
+TRIES: Final = 8
+SWAPS: Final = 0.2
+CLUSTERS: Final = 0.3
+SPREADING: Final = 0.7
+MEAN_CLUSTER: Final = 5.0
+TO_NEIGHBOUR: Final = 0.7
+
+BEST: Final = 0
+MOVED: Final = 1
+COUNTED: Final = 2
+BUSIEST: Final = 3
+COUNTERS: Final = 4
+
+
+class Balance(NamedTuple):
+    """State of a run, and scratch space; N ops, D devices, C co-location groups."""
+
+    devices: NDArray[np.int32]  # (N,)
+    best_devices: NDArray[np.int32]  # (N,)
+    energy: NDArray[np.float64]  # (1,)
+    group: NDArray[np.int32]  # (N,) -1 for none
+    group_start: NDArray[np.int32]  # (C + 1,)
+    members: NDArray[np.int32]
+    predecessor_start: NDArray[np.int32]
+    predecessors: NDArray[np.int32]
+    moved: NDArray[np.int32]  # the first counters[MOVED] ops have been moved
+    moved_from: NDArray[np.int32]
+    counted: NDArray[np.int32]  # the first counters[COUNTED] ops are to be counted again
+    is_counted: NDArray[np.bool_]  # (N,)
+    counters: NDArray[np.int64]
+    random: NDArray[np.uint64]  # (1,)
+
+
+@compiled_inline
+def propose(arrays: LoadArrays, state: Balance, device_count: int) -> None:
+    """Note which ops to move, and where from; ``devices`` has their new ones afterwards."""
+    random = state.random
+    op = below(random, len(state.devices))
+    if uniform(random) < ON_BUSIEST:
+        for _ in range(TRIES):
+            if state.devices[op] == state.counters[BUSIEST]:
+                break
+            op = below(random, len(state.devices))
+    home = state.devices[op]
+    kind = uniform(random)
+    if kind < SWAPS:
+        other = below(random, len(state.devices))
+        there = state.devices[other]
+        apart = state.group[op] < 0 or state.group[op] != state.group[other]
+        if there != home and apart and arrays.allowed[op, there] and arrays.allowed[other, home]:
+            _move(state, op, there)
+            _move(state, other, home)
+        return
+    target = below(random, device_count)
+    if uniform(random) < TO_NEIGHBOUR and _degree(arrays, state, op) > 0:
+        k = below(random, _degree(arrays, state, op))
+        target = state.devices[_neighbour(arrays, state, op, k)]
+    if target == home:
+        target = (home + 1 + below(random, device_count - 1)) % device_count
+    if not arrays.allowed[op, target]:
+        return
+    _move(state, op, target)
+    if kind >= SWAPS + CLUSTERS:
+        return
+    size = 2 + int(min(exponential(random, MEAN_CLUSTER), len(state.devices)))
+    leader = 0
+    while leader < state.counters[MOVED] and state.counters[MOVED] < size:
+        op = state.moved[leader]
+        leader += 1
+        for k in range(_degree(arrays, state, op)):
+            other = _neighbour(arrays, state, op, k)
+            if (
+                state.devices[other] == home
+                and arrays.allowed[other, target]
+                and uniform(random) < SPREADING
+            ):
+                _move(state, other, target)
+                if state.counters[MOVED] >= size:
+                    return
+
+
+@compiled_inline
+def _move(state: Balance, op: int, target: int) -> None:
+    """Put an op and its group on a device, and note where they were."""
+    group = state.group[op]
+    first, end = 0, 1
+    if group >= 0:
+        first, end = state.group_start[group], state.group_start[group + 1]
+    for k in range(first, end):
+        member = state.members[k] if group >= 0 else op
+        at = state.counters[MOVED]
+        state.moved[at] = member
+        state.moved_from[at] = state.devices[member]
+        state.counters[MOVED] = at + 1
+        state.devices[member] = target
+
+
+@compiled_inline
+def swap_sides(state: Balance) -> None:
+    """Move everything that has been moved back, or forth again."""
+    for k in range(state.counters[MOVED]):
+        op = state.moved[k]
+        state.devices[op], state.moved_from[k] = state.moved_from[k], state.devices[op]
+
+
+@compiled_inline
+def _degree(arrays: LoadArrays, state: Balance, op: int) -> int:
+    inputs = state.predecessor_start[op + 1] - state.predecessor_start[op]
+    return int(inputs + arrays.successor_start[op + 1] - arrays.successor_start[op])
+
+
+@compiled_inline
+def _neighbour(arrays: LoadArrays, state: Balance, op: int, k: int) -> int:
+    """Neighbour k of an op, inputs first."""
+    inputs = state.predecessor_start[op + 1] - state.predecessor_start[op]
+    if k < inputs:
+        return int(state.predecessors[state.predecessor_start[op] + k])
+    return int(arrays.successors[arrays.successor_start[op] + k - inputs])

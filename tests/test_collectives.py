@@ -1,0 +1,161 @@
+"""Costs of reductions: by hand, and what holds for all of them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from envs.collectives import (
+    ALGORITHMS,
+    FLAT,
+    Level,
+    all_reduce_s,
+    cheapest_all_reduce,
+    halving_doubling_s,
+    hierarchical_s,
+    ring_s,
+    single_reducer_s,
+    tree_s,
+)
+
+GRADIENT_BYTES = 1.2e9
+
+
+def level(ranks: int, latency_s: float = 0.0, bandwidth_bytes_per_s: float = 1e9) -> Level:
+    return Level(ranks=ranks, latency_s=latency_s, bandwidth_bytes_per_s=bandwidth_bytes_per_s)
+
+
+LEVELS = st.lists(
+    st.builds(
+        Level,
+        ranks=st.integers(1, 9),
+        latency_s=st.floats(0, 1e-3),
+        bandwidth_bytes_per_s=st.floats(1e6, 1e12),
+    ),
+    min_size=1,
+    max_size=4,
+)
+SIZES = st.integers(0, 10**10)
+
+
+def test_a_single_reducer_takes_in_all_bytes_of_all_others() -> None:
+    assert single_reducer_s(GRADIENT_BYTES, level(2)) == pytest.approx(1.2)
+    assert single_reducer_s(GRADIENT_BYTES, level(10)) == pytest.approx(10.8)
+    assert single_reducer_s(0, level(3, latency_s=0.5)) == 2.0  # two messages each way
+
+
+def test_a_ring_sends_twice_all_bytes_but_one_part() -> None:
+    assert ring_s(GRADIENT_BYTES, level(2)) == pytest.approx(1.2)
+    assert ring_s(GRADIENT_BYTES, level(10)) == pytest.approx(2 * 9 / 10 * 1.2)
+    assert ring_s(0, level(4, latency_s=0.5)) == 3.0  # 2 (4 - 1) messages
+
+
+def test_a_tree_sends_all_bytes_at_every_step() -> None:
+    assert tree_s(1e9, level(8, latency_s=0.5)) == 6 * 1.5  # three steps up, three down
+    assert tree_s(1e9, level(5)) == 6.0
+
+
+def test_halving_doubling_sends_the_bytes_of_a_ring_in_fewer_messages() -> None:
+    assert halving_doubling_s(1e9, level(8)) == ring_s(1e9, level(8)) == 1.75
+    assert halving_doubling_s(0, level(8, latency_s=0.5)) == 3.0
+    # Two of six hand everything over first and get it back last: 1.5 s for four, and 2 s.
+    assert halving_doubling_s(1e9, level(6)) == 3.5
+
+
+def test_a_hierarchy_sends_only_its_part_to_other_nodes() -> None:
+    inside, across = level(4, bandwidth_bytes_per_s=1e10), level(2)
+    # 1.5 x 1 GB at 10 GB/s; then each of four has 0.25 GB for a quarter of 1 GB/s.
+    assert hierarchical_s(1e9, [inside, across]) == pytest.approx(0.15 + 1.0)
+    assert all_reduce_s("ring", 1e9, [inside, across]) == pytest.approx(1.75)
+    # A rack of eight ranks holds an eighth each and shares its port by eight.
+    rack = level(3, bandwidth_bytes_per_s=5e8)
+    assert hierarchical_s(1e9, [inside, across, rack]) == pytest.approx(1.15 + 4 / 3 * 2)
+
+
+def test_flat_halving_doubling_shares_the_ports_of_nodes() -> None:
+    inside, across = level(4, bandwidth_bytes_per_s=1e10), level(2)
+    assert all_reduce_s("halving-doubling", 1e9, [inside, across]) == pytest.approx(1.75 * 4)
+
+
+def test_the_cheapest_is_chosen_by_size() -> None:
+    network = [level(16, latency_s=1e-5, bandwidth_bytes_per_s=1e10)]
+    small, large = cheapest_all_reduce(8, network), cheapest_all_reduce(1e9, network)
+    assert small.algorithm == "halving-doubling"
+    assert large.seconds == pytest.approx(2 * 15 / 16 * 0.1, rel=1e-2)
+    nodes = [level(8, bandwidth_bytes_per_s=1e11), level(4, bandwidth_bytes_per_s=1e9)]
+    assert cheapest_all_reduce(1e9, nodes).algorithm == "hierarchical"
+
+
+@given(size=SIZES, levels=LEVELS)
+def test_the_cheapest_is_none_dearer_than_another(size: int, levels: list[Level]) -> None:
+    best = cheapest_all_reduce(size, levels)
+    assert best.seconds == min(all_reduce_s(name, size, levels) for name in ALGORITHMS)
+
+
+@given(size=SIZES, levels=LEVELS, more=st.floats(1, 10), name=st.sampled_from(ALGORITHMS))
+def test_more_bytes_or_latency_or_less_bandwidth_is_never_faster(
+    size: int, levels: list[Level], more: float, name: str
+) -> None:
+    slower = [
+        Level(
+            ranks=one.ranks,
+            latency_s=one.latency_s * more,
+            bandwidth_bytes_per_s=one.bandwidth_bytes_per_s / more,
+        )
+        for one in levels
+    ]
+    now_s = all_reduce_s(name, size, levels) * (1 - 1e-12)
+    assert all_reduce_s(name, size * more, levels) >= now_s
+    assert all_reduce_s(name, size, slower) >= now_s
+
+
+@given(size=SIZES, levels=LEVELS, name=st.sampled_from(ALGORITHMS), factor=st.floats(1e-3, 2))
+def test_a_payload_factor_counts_as_fewer_bytes(
+    size: int, levels: list[Level], name: str, factor: float
+) -> None:
+    packed = all_reduce_s(name, size, levels, payload_factor=factor)
+    assert packed == all_reduce_s(name, size * factor, levels)
+
+
+@given(size=SIZES, name=st.sampled_from(sorted(FLAT)), one=LEVELS)
+def test_one_rank_has_nothing_to_send(size: int, name: str, one: list[Level]) -> None:
+    alone = level(1, one[0].latency_s, one[0].bandwidth_bytes_per_s)
+    assert all_reduce_s(name, size, [alone]) == hierarchical_s(size, [alone, alone]) == 0.0
+
+
+@given(size=SIZES, ranks=st.integers(2, 40), bandwidth=st.floats(1e6, 1e12))
+def test_no_algorithm_sends_less_than_a_ring(size: int, ranks: int, bandwidth: float) -> None:
+    least_s = 2 * (ranks - 1) / ranks * size / bandwidth
+    for name in ALGORITHMS:
+        seconds = all_reduce_s(name, size, [level(ranks, 0.0, bandwidth)])
+        assert seconds >= least_s * (1 - 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("star", 1.0, [level(2)]), "no reduction 'star': there are ring, tree"),
+        (("ring", 1.0, []), "at least one level"),
+        (("ring", -1.0, [level(2)]), "size_bytes is -1.0"),
+        (("ring", math.nan, [level(2)]), "size_bytes is nan"),
+    ],
+)
+def test_what_is_no_reduction_is_refused(
+    arguments: tuple[str, float, list[Level]], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        all_reduce_s(*arguments)
+
+
+def test_numbers_out_of_range_are_refused() -> None:
+    with pytest.raises(ValueError, match="payload_factor is 0"):
+        all_reduce_s("ring", 1.0, [level(2)], payload_factor=0)
+    with pytest.raises(ValueError, match="0 ranks"):
+        level(0)
+    with pytest.raises(ValueError, match="latency_s is nan"):
+        level(2, latency_s=math.nan)
+    with pytest.raises(ValueError, match="bandwidth_bytes_per_s is 0"):
+        level(2, bandwidth_bytes_per_s=0)

@@ -1,0 +1,149 @@
+"""The objective max-load: by hand, against its plain twin, and its search against the optimum."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from max_load_twin import twin_loads
+from random_problems import keeps_groups, random_problem
+from simulator_cases import fork, one_kind, problem_of, random_case
+
+from envs.cluster import Cluster, Device
+from envs.max_load import count_op, load_arrays, loads_for, loads_ns, max_load_ns, why_overloaded
+from envs.problem import Problem
+from envs.simulator import INFEASIBLE_NS
+from graphs.graph import GraphArrays, add_edge, add_op, new_graph
+from placer.search.balancing import balance
+from placer.search.budget import Budget
+
+
+def test_both_ends_pay_for_a_transfer_once() -> None:
+    problem, devices, _ = problem_of((fork(4), one_kind(3), [0, 0, 1, 1, 2], [0.0] * 5))
+    # d0: s, one op, one transfer out of 2 us; d1: two ops, one transfer in; d2: one and one.
+    assert loads_ns(problem, devices).tolist() == [4000, 4000, 3000]
+    assert max_load_ns(problem, devices).tolist() == [4000]
+
+
+def test_a_cpu_pays_for_no_transfer() -> None:
+    pair = one_kind(2)
+    host = Device(name="d0", kind="cpu", memory_bytes=10**9)
+    cluster = Cluster(name="host", devices=(host, pair.devices[1]), links=pair.links)
+    problem, devices, _ = problem_of((fork(1), cluster, [0, 1], [0.0] * 2))
+    assert loads_ns(problem, devices).tolist() == [1000, 3000]
+    assert loads_ns(problem, devices[::-1]).tolist() == [1000, 3000]
+
+
+def test_of_unequal_edges_the_largest_counts_and_of_unequal_links_the_slowest() -> None:
+    graph = fork(3)
+    graph.edges["s", "1"]["bytes"] = 5000
+    problem, devices, _ = problem_of((graph, one_kind(3), [0, 1, 1, 2], [0.0] * 4))
+    assert loads_ns(problem, devices).tolist() == [1000 + 6000, 2000 + 6000, 1000 + 2000]
+
+
+def test_memory_is_the_sum_over_all_ops() -> None:
+    graph = new_graph("sizes")
+    for name in "ab":
+        add_op(graph, name, cost_s={"*": 1e-6}, output_bytes=300_000_000)
+        graph.nodes[name].update(parameter_bytes=200_000_000, workspace_bytes=100_000_000)
+    problem, devices, _ = problem_of((graph, one_kind(2), [0, 1], [0.0] * 2))
+    assert max_load_ns(problem, devices).tolist() == [1000]
+    assert why_overloaded(problem, devices) == ""
+    assert max_load_ns(problem, devices * 0).tolist() == [INFEASIBLE_NS]
+    assert "d0 needs 1.2 GB for 2 ops but has 1.0 GB" in why_overloaded(problem, devices * 0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 10**7))
+def test_loads_equal_their_plain_count(seed: int) -> None:
+    case = random_case(seed)
+    problem, devices, _ = problem_of(case)
+    load, feasible = twin_loads(*case[:3])
+    assert loads_ns(problem, devices).tolist() == load
+    expected = max(load) if feasible else INFEASIBLE_NS
+    assert max_load_ns(problem, devices).tolist() == [expected]
+    assert bool(why_overloaded(problem, devices)) != feasible
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 10**7))
+def test_loads_stay_exact_when_ops_are_taken_away_and_added(seed: int) -> None:
+    problem, devices, _ = problem_of(random_case(seed))
+    arrays = load_arrays(problem)
+    loads = loads_for(arrays)
+    order = np.random.default_rng(seed).permutation(problem.op_count).tolist()
+    for sign in (1, -1, 1):
+        for i in order:
+            count_op(arrays, loads, devices, i, sign)
+    assert loads.load_ns.tolist() == loads_ns(problem, devices).tolist()
+
+
+def test_a_batch_gives_what_single_placements_give() -> None:
+    problem, _, _ = problem_of(random_case(7, bad_places=False))
+    rng = np.random.default_rng(0)
+    devices = rng.integers(0, problem.device_count, (30, problem.op_count)).astype(np.int32)
+    alone = [max_load_ns(problem, row)[0] for row in devices]
+    assert max_load_ns(problem, devices).tolist() == alone
+    assert len(set(alone)) > 1
+
+
+def test_arrays_that_name_no_placement_are_refused() -> None:
+    problem, devices, _ = problem_of((fork(1), one_kind(2), [0, 0], [0.0, 0.0]))
+    with pytest.raises(ValueError, match="from 0 to 2, but there are 2"):
+        max_load_ns(problem, np.array([0, 2], np.int32))
+    with pytest.raises(ValueError, match=r"must be \(B, 2\)"):
+        max_load_ns(problem, devices[:1])
+
+
+def brute_force(problem: Problem) -> int:
+    """The smallest largest load of all placements that keep groups together."""
+    every = np.array(list(product(range(problem.device_count), repeat=problem.op_count)), np.int32)
+    group = problem.graph.group
+    kept = np.ones(len(every), np.bool_)
+    for g in range(int(group.max(initial=-1)) + 1):
+        members = every[:, group == g]
+        kept &= (members == members[:, :1]).all(axis=1)
+    return int(max_load_ns(problem, every[kept]).min())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_search_finds_the_optimum_of_small_graphs(seed: int) -> None:
+    problem = random_problem(
+        seed,
+        ops=9,
+        devices=2 + seed % 2,
+        groups=seed % 3 == 0,
+        pins=seed % 4 == 1,
+        unequal=seed % 2 == 1,
+        memory_bytes=10_000_000 if seed % 5 == 2 else 10**12,
+    )
+    found = balance(problem, Budget(evaluations=60_000), seed)
+    best = max_load_ns(problem, found[0].devices)[0]
+    assert best == brute_force(problem)
+    assert keeps_groups(problem, found[0].devices)
+
+
+def test_the_search_repeats_itself_and_is_never_worse_than_what_it_began_with() -> None:
+    problem = random_problem(3, ops=60, devices=4, groups=True)
+    one, two = (balance(problem, Budget(evaluations=5000), 1) for _ in range(2))
+    assert [c.devices.tolist() for c in one] == [c.devices.tolist() for c in two]
+    loads = max_load_ns(problem, np.array([c.devices for c in one]))
+    assert loads.tolist() == sorted(loads.tolist())
+    assert one[0].name == "annealing"
+
+
+def test_a_pipeline_of_equal_stages_is_cut_into_equal_parts() -> None:
+    graph = new_graph("chain")
+    for i in range(40):
+        add_op(graph, f"op{i}", cost_s={"*": 1e-6}, output_bytes=1)
+        if i:
+            add_edge(graph, f"op{i - 1}", f"op{i}")
+    cluster = one_kind(4, latency_s=1e-7, bandwidth_bytes_per_s=math.inf)
+    problem = Problem.of(GraphArrays.from_graph(graph), cluster)
+    found = balance(problem, Budget(evaluations=60_000), 0)
+    # Inner parts pay for two transfers of 0.1 us: ten ops each, 10.2 us.
+    assert max_load_ns(problem, found[0].devices).tolist() == [10_200]
