@@ -157,7 +157,7 @@ def test_memory_in_use_is_never_negative_and_ends_with_what_stays(seed: int) -> 
     graph = problem.graph
     stays = np.zeros(problem.device_count, np.int64)
     unread = np.diff(graph.successor_start) == 0
-    left = graph.parameter_bytes + problem.held_bytes + np.where(unread, graph.output_bytes, 0)
+    left = graph.resident_bytes + problem.held_bytes + np.where(unread, graph.output_bytes, 0)
     np.add.at(stays, devices, left)
     assert simulator.work.devices["used_bytes"].tolist() == stays.tolist()
     assert (simulator.work.devices["peak_bytes"] >= stays).all()

@@ -6,7 +6,6 @@ allows it one index only. Its random numbers are those of the CPU.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -100,7 +99,6 @@ def vdev() -> Iterator[torch.device]:
     """
     if torch.cuda.is_available():
         raise RuntimeError("torch knows one accelerator: with vdev, CUDA would fail")
-    _register()
     TRANSFERS.clear()
     with _Mode():  # type: ignore[no-untyped-call]
         yield torch.device("vdev", 0)
@@ -175,9 +173,7 @@ ON_CPU: dict[Any, Any] = {
     torch.ops.aten._thnn_fused_lstm_cell.default: _lstm_cell,
     torch.ops.aten._thnn_fused_lstm_cell_backward_impl.default: _lstm_cell_backward,
 }
-
-
-@functools.cache
-def _register() -> None:
-    """Tell torch of vdev: at first use, because it takes CUDA's place as the accelerator."""
+# Before the first backward pass, or autograd does not know it; not where there is a CUDA device,
+# whose place as the accelerator it would take.
+if not torch.cuda.is_available():
     _setup_privateuseone_for_python_backend("vdev", backend_module=_Module())
