@@ -28,7 +28,7 @@ test: $(READY)  ## run the fast tests
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu"
 
 test-all: $(READY)  ## run the slow tests too
-	$(BIN)/python -m pytest -q -m "not gpu"
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not gpu"
 
 check: $(READY)  ## lint, format, types, floors
 	$(BIN)/ruff check .

@@ -14,6 +14,7 @@ import tiny_transformers
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from in_turn import in_turn
 from tiny_models import Plain, forward
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -41,7 +42,7 @@ STEPS = {
     **tiny_reference_models.STEPS,
     **tiny_transformers.STEPS,
 }
-EVERY_MODEL = pytest.mark.parametrize("name", STEPS)
+EVERY_MODEL = pytest.mark.parametrize("name", in_turn(STEPS, slow=("nasnet",)))
 EITHER_MODE = pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 
 

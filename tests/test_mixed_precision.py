@@ -14,6 +14,7 @@ import pytest
 import tiny_models
 import tiny_transformers
 import torch
+from in_turn import in_turn
 from tiny_models import Plain, assert_same, eager, forward, gradients_of, squared, state_of
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -82,7 +83,7 @@ STEPS = {
     **{make.__name__: make for make in (composites, asks_for_its_dtype)},
     **{name: without_dropout(name) for name in ("bert", "gpt2", "llama")},
 }
-EXACT = pytest.mark.parametrize("name", sorted(STEPS.keys() - {"llama"}))
+EXACT = pytest.mark.parametrize("name", in_turn(sorted(STEPS.keys() - {"llama"}), slow=("nmt",)))
 LARGER = pytest.mark.parametrize("name", ["conv_net", "nmt", "bert", "gpt2", "llama"])
 
 

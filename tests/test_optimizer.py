@@ -12,6 +12,7 @@ import one_process
 import pytest
 import tiny_models
 import torch
+from in_turn import in_turn
 from tiny_models import Plain, assert_same, forward, state_of
 from torch import Tensor, nn
 
@@ -107,7 +108,9 @@ def test_three_steps_leave_what_torchs_own_optimizer_leaves(kind: str, count: in
     assert all(parameter.grad is None for parameter in step.model.parameters())
 
 
-@pytest.mark.parametrize("name", [*tiny_models.TRAINING, "other_layouts"])
+@pytest.mark.parametrize(
+    "name", in_turn([*tiny_models.TRAINING, "other_layouts"], slow=("inception", "nmt"))
+)
 def test_any_model_is_updated_as_by_torch(name: str) -> None:
     make = other_layouts if name == "other_layouts" else tiny_models.STEPS[name]
     step = with_optimizer(make(), "adamw", learning_rate=0.01)

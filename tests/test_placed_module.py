@@ -33,7 +33,7 @@ INFERENCE = [
 TRAINING = [name for name in STEPS if name not in tiny_models.INFERENCE]
 QUICK = (
     *("conv_net", "tied_weights", "norm_twice", "views", "attention", "own_loss", "nmt"),
-    *("decaying_weight", "weighted_loss", "bert", "t5", "mixtral"),
+    *("decaying_weight", "weighted_loss", "bert", "mixtral"),
 )
 DOUBLE = ("inception", "nasnet")
 """Batch norm over two tiny images magnifies what is rounded."""

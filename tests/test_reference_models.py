@@ -11,6 +11,7 @@ from pathlib import Path
 import one_process
 import pytest
 import torch
+from in_turn import in_turn
 from tiny_models import assert_same, eager
 from tiny_reference_models import STEPS, TINY_MOE, parameter_count
 from torch import Tensor
@@ -31,7 +32,7 @@ def extracted(name: str, training: bool) -> Extraction:
 
 
 @EITHER_MODE
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", in_turn(STEPS, slow=("nasnet",)))
 def test_a_step_on_one_device_is_bit_for_bit_what_torch_computes(name: str, training: bool) -> None:
     extraction = extracted(name, training)
     expected = eager(extraction.step)
