@@ -101,6 +101,13 @@ def views() -> Step:
     return Step.of(model, (torch.randn(5, 7), torch.randn(5, 3)), squared)
 
 
+def transposed_output() -> Step:
+    """A loss whose gradient torch lays out otherwise than the trace says: a view becomes a copy."""
+    torch.manual_seed(13)
+    model = Plain(lambda m, x: m.linear(x).transpose(0, 1), linear=nn.Linear(4, 3))
+    return Step.of(model, (torch.randn(5, 2, 4), torch.randn(2, 5, 3)), nn.functional.mse_loss)
+
+
 def lstm() -> Step:
     """A recurrent layer, which torch runs as one kernel and traces cell by cell."""
     torch.manual_seed(4)
@@ -229,6 +236,7 @@ TRAINING: dict[str, Callable[[], Step]] = {
         weighted_loss,
         decaying_weight,
         frozen_norm,
+        transposed_output,
         nmt,
         inception,
     )

@@ -2,12 +2,16 @@
 
 The source of each function is generated: looking arguments up in nested containers for every call
 would cost more than the small ops themselves.
+
+Kernels may lay their results out otherwise than the trace says (the gradient of mse_loss does), so
+that what was a view need not be possible: it becomes ``reshape``, which copies then. Where strides
+are given as numbers, the tensor is brought into the traced layout first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -15,6 +19,11 @@ from envs.executor.arena import Arena
 from envs.executor.lists import Give, Instruction, Receive, Run, Send
 from envs.executor.signals import Signals
 from graphs.extract.program import Call, Ref, StepProgram
+
+FREE_OF_LAYOUT: Final = {
+    f"aten.{name}.default": "aten.reshape.default" for name in ("view", "_unsafe_view")
+}
+BY_STRIDES: Final = "aten.as_strided.default"
 
 
 def operator(target: str) -> Callable[..., Any]:
@@ -33,6 +42,14 @@ def operator(target: str) -> Callable[..., Any]:
             f"a worker knows no operator {target}: custom operators must be importable there"
         ) from None
     return found
+
+
+def laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """The tensor with these strides: itself, or a copy."""
+    if tensor.stride() == stride:
+        return tensor
+    copied = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+    return copied.copy_(tensor)
 
 
 class CompiledList:
@@ -131,8 +148,12 @@ class CompiledList:
 
     def _source(self, call: Call, names: dict[str, Any]) -> str:
         target = f"f{len(names)}"
-        names[target] = operator(call.target)
+        names[target] = operator(FREE_OF_LAYOUT.get(call.target, call.target))
         arguments = [self._argument(argument, names) for argument in call.args]
+        if call.target == BY_STRIDES:
+            names["laid_out"] = laid_out
+            stride = self.program.values[call.reads[0]].stride
+            arguments[0] = f"laid_out({arguments[0]}, {stride!r})"
         arguments += [f"{key}={self._argument(item, names)}" for key, item in call.kwargs.items()]
         text = f"{target}({', '.join(arguments)})"
         if not call.tuple_result:

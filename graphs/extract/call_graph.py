@@ -66,12 +66,13 @@ def call_graph(extraction: Extraction) -> CallGraph:
     A free call has no node: its backward ops belong to the first call that reads what it makes.
     Nodes on a cycle, which an in-place write through views may cause, become one.
     """
+    program = extraction.forward
     arrays = GraphArrays.from_graph(extraction.graph)
     phases = arrays.phase.tolist()
     forward = {
         key: None for key, phase in zip(extraction.call_of, phases, strict=True) if phase == FORWARD
     }
-    carrier = _carriers(extraction.forward, forward)
+    carrier = _carriers(program, forward)
     number: dict[tuple[str, int], int] = {}
     numbers = [
         number.setdefault((carrier[key], phase), len(number))
@@ -80,8 +81,7 @@ def call_graph(extraction: Extraction) -> CallGraph:
     node_of = _acyclic(arrays, np.array(numbers, np.int64))
     of_number = dict(zip(numbers, node_of.tolist(), strict=True))
     node_of_call = {
-        call.key: of_number[number[carrier[call.key], FORWARD]]
-        for call in extraction.forward.placed_calls
+        call.key: of_number[number[carrier[call.key], FORWARD]] for call in program.placed_calls
     }
     keys = dict(zip(reversed(of_number.values()), reversed(number), strict=True))
     names = [_name(*keys[node]) for node in range(len(keys))]

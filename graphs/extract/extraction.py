@@ -104,7 +104,7 @@ class Extraction:
         Raises:
             ExtractionError: there is no program, or it holds for the example inputs only.
         """
-        if self.program is not None and self.depends_on_data:
+        if self.depends_on_data:
             raise ExtractionError(
                 f"{type(self.step.model).__name__} reads values of tensors "
                 f"({shown_lines(self.depends_on_data)}), and what it does next was recorded for "
