@@ -10,6 +10,7 @@ import difflib
 import gc
 import json
 import math
+import re
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +21,8 @@ from typing import Any, Final, TypeVar
 from graphs.whole_file import read_limited
 
 Parsed = TypeVar("Parsed")
+MUCH: Final = 1 << 20
+"""Characters that take long to parse; where they are junk, it is better told before."""
 LARGEST_FILE_BYTES: Final = 1 << 29
 """About four million ops; what is larger was hardly meant as a graph or a placement."""
 
@@ -52,6 +55,8 @@ def load_checked(path: Path, parse: Callable[[object], Parsed]) -> Parsed:
         text = read_limited(path, LARGEST_FILE_BYTES).decode("utf-8-sig")
         if not text or text.isspace():
             raise ValueError("the file is empty")
+        if len(text) > MUCH and not re.match(r"\s*\{", text):
+            raise ValueError("the file is no JSON object")
         with _without_collecting():
             return parse(json.loads(text, object_pairs_hook=_object_of))
     except RecursionError:
@@ -59,7 +64,10 @@ def load_checked(path: Path, parse: Callable[[object], Parsed]) -> Parsed:
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}: not JSON: {error}") from error
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        shown = str(error)
+        if "integer string conversion" in shown:
+            shown = "a number has thousands of digits"
+        raise ValueError(f"{path}: {shown}") from error
 
 
 def fields(

@@ -211,6 +211,7 @@ def test_fault_is_refused_with_its_place(content: object, message: str, tmp_path
     ("text", "message"),
     [
         ("", "the file is empty"),
+        ("[1, 2], " * 200_000, "the file is no JSON object"),
         ("nothing", "not JSON: Expecting value: line 1 column 1"),
         ("[" * 200_000, "nested too deeply"),
         (f'{{"format": "{FORMAT}", "nodes": [', "not JSON"),
@@ -219,7 +220,7 @@ def test_fault_is_refused_with_its_place(content: object, message: str, tmp_path
             f'{{"format": "{FORMAT}", "nodes": [{{"id": "a", "cost_s": {{"*": 1, "*": 2}}}}]}}',
             r"nodes\[0\]\.cost_s\.\* is given twice",
         ),
-        (f'{{"format": {"9" * 5000}, "nodes": []}}', "Exceeds the limit"),
+        (f'{{"format": {"9" * 5000}, "nodes": []}}', "a number has thousands of digits"),
     ],
 )
 def test_text_that_is_no_plain_json_object_is_refused(

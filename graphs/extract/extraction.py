@@ -88,9 +88,11 @@ class Extraction:
             ExtractionError: the step was not exported, or is in another precision than its model.
         """
         if self.own_forward is None:
-            why = f"its graph is one of {self.extractor}"
-            if self.extractor == "export":
-                why = f"its step is one in {self.step.dtype}, which pinned cores (core:N) can run"
+            why = {
+                "export": f"its step is one in {self.step.dtype}, which pinned cores (core:N) run",
+                "dispatch": "its ops were recorded, which pinned cores (core:N) can run",
+                "modules": "its graph is of modules",
+            }[self.extractor]
             raise ExtractionError(
                 f"{type(self.step.model).__name__} cannot be placed on cuda:N and cpu, which run "
                 f"models as torch.export gives them: {why}"
@@ -102,7 +104,7 @@ class Extraction:
         """Refuse to run the step on other data than it was extracted on.
 
         Raises:
-            ExtractionError: there is no program, or it holds for the example inputs only.
+            ExtractionError: it was recorded, and holds for the example inputs only.
         """
         if self.depends_on_data:
             raise ExtractionError(

@@ -39,7 +39,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     )
     parser.add_argument(
         "target",
-        help="path/to/model.py:function, hf:NAME, model.pt2, model.onnx, or a graph.json to summarize",
+        help="path/to/model.py:function, hf:NAME, model.pt2, model.onnx, or a graph.json to "
+        "summarize",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="where the graph goes (JSON)")
     parser.add_argument(
