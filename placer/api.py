@@ -49,6 +49,7 @@ def optimize(
     measure: bool = True,
     keep_together: Sequence[str] = (),
     pin: Mapping[str, str] | None = None,
+    groups: int | None = None,
     fresh: bool = False,
     extractor: str = AUTO,
     progress: bool = True,
@@ -77,6 +78,7 @@ def optimize(
         keep_together: op ids, module paths or globs such as ``"layers.3.*"``; all ops that match
             one of them share a device.
         pin: {op id, module path or glob: device name}; what matches runs there.
+        groups: merge ops into at most so many groups and place those, for large graphs.
         fresh: measure devices and ops anew, whatever the cache knows of them.
         extractor: how the graph is extracted: ``"export"``, ``"dispatch"`` or ``"modules"``;
             ``"auto"`` is the first of these that takes the model.
@@ -103,6 +105,7 @@ def optimize(
         pins=dict(pin or {}),
         fresh=fresh,
         extractor=extractor,
+        groups=groups,
     )
     cluster = _cluster(devices, memory or {})
     step = Step.of(

@@ -22,6 +22,7 @@ from envs.op_costs import check_cluster
 from envs.placement import MadeBy, Placement
 from envs.problem import Problem
 from envs.simulator import Simulated
+from graphs.coarsen import Coarsened, coarsen
 from graphs.extract import Extraction, Step, extract
 from graphs.extract.extraction import AUTO
 from graphs.extract.fake import check_has_memory
@@ -55,6 +56,7 @@ class Options:
     pins: Mapping[str, str] = field(default_factory=dict)  # {pattern: device name}
     fresh: bool = False  # measure devices and ops anew, whatever is known of them
     extractor: str = AUTO  # how the graph is extracted
+    groups: int | None = None  # search placements of this many groups of ops; None: of single ops
 
 
 def optimize_step(
@@ -104,6 +106,7 @@ def optimize_step(
             hear,
             extraction if all_here else None,
             rig if runs else None,
+            coarse=_grouped(graph, options),
         )
         return replace(found, cost_source=graph.graph["cost_source"])
 
@@ -123,7 +126,7 @@ def optimize_graph(
     with Interrupt() as interrupt:
         graph = demanded(graph, cluster, options.keep_together, options.pins)
         problem = Problem.of(GraphArrays.from_graph(graph), cluster)
-        found = _decided(problem, options, interrupt, hear)
+        found = _decided(problem, options, interrupt, hear, coarse=_grouped(graph, options))
         return replace(found, cost_source=graph.graph["cost_source"])
 
 
@@ -134,6 +137,8 @@ def _decided(
     hear: Progress,
     extraction: Extraction | None = None,
     rig: Rig | None = None,
+    *,
+    coarse: Coarsened | None = None,
 ) -> Optimization:
     """Search, run the best if there is something to run, choose.
 
@@ -150,7 +155,7 @@ def _decided(
     try:
         with interrupt.polled():
             hear.stage("Searching placements")
-            rows = _searched(problem, options, interrupt, hear, rig)
+            rows = _searched(problem, options, interrupt, hear, rig, coarse)
             ended = time.perf_counter()
         if rig is not None and options.measure and not interrupt.requested:
             hear.stage("Running the best for real")
@@ -161,7 +166,7 @@ def _decided(
                 hear.stage(f"Memory did not suffice: searching again for {share:.0%} of it")
                 smaller = _with_less_memory(problem, share)
                 with interrupt.polled():
-                    more = _searched(smaller, options, interrupt, hear, rig)
+                    more = _searched(smaller, options, interrupt, hear, rig, coarse)
                 if not any(np.isfinite(row.predicted_s) for row in more):
                     break
                 rows, runs = _joined(rows, runs, more, _run_best(more, rig, smaller, hear))
@@ -190,19 +195,41 @@ def _decided(
         )
 
 
+def _grouped(graph: nx.DiGraph[str], options: Options) -> Coarsened | None:
+    """The ops in groups, if that was asked for."""
+    return None if options.groups is None else coarsen(graph, most_groups=options.groups)
+
+
 def _searched(
-    problem: Problem, options: Options, interrupt: Interrupt, hear: Progress, rig: Rig | None
+    problem: Problem,
+    options: Options,
+    interrupt: Interrupt,
+    hear: Progress,
+    rig: Rig | None,
+    coarse: Coarsened | None,
 ) -> list[Row]:
+    """The candidates of a search, on groups of ops if there are, simulated op by op."""
+    searched = problem
+    if coarse is not None:
+        searched = Problem.of(GraphArrays.from_graph(coarse.graph), problem.cluster)
     candidates = options.objective.search(
-        problem,
+        searched,
         options.budget,
         options.seed,
         options.policy,
         progress=hear.advance,
         should_stop=interrupt.asked,
     )
+    if coarse is not None:
+        candidates = [_expanded(plan, coarse) for plan in candidates]
     simulated = Simulated(problem)
     return [_row(simulated, candidate, options, rig) for candidate in candidates]
+
+
+def _expanded(plan: Candidate, coarse: Coarsened) -> Candidate:
+    """A plan for groups as one for their ops."""
+    devices, priority = coarse.expand(plan.devices, plan.priority)
+    return replace(plan, devices=devices, priority=priority)
 
 
 def _row(simulated: Simulated, candidate: Candidate, options: Options, rig: Rig | None) -> Row:

@@ -21,7 +21,10 @@ from envs.cluster import Cluster, Device, Link
 from envs.measured import Measurement
 from envs.placement import Placement
 from envs.problem import Problem
+from envs.simulator import Simulated
+from graphs.coarsen import coarsen
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
+from graphs.synthetic import draw
 from placer.outcome import Optimization, PlacementError, Row, choose
 from placer.pipeline import Options, optimize_graph, worth_running
 from placer.rigs import rounds_for
@@ -214,6 +217,19 @@ class Towers(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         product: torch.Tensor = self.left(x) * self.right(x)
         return product.mean()
+
+
+def test_groups_of_ops_are_placed_as_one_and_simulated_op_by_op() -> None:
+    graph = draw(np.random.default_rng(3), "inception", max_ops=100)
+    options = Options(budget=Budget.parse("400e"), groups=12)
+    found = optimize_graph(graph, PAIR, options)
+    coarse = coarsen(graph, most_groups=12)
+    where = np.array(found.placement.devices)
+    assert all(len(set(where[coarse.members(g)])) == 1 for g in range(len(coarse)))
+    (again,) = Simulated(found.problem).evaluate([found.placement])
+    assert again.step_s == pytest.approx(found.best.predicted_s, rel=0, abs=1e-15)
+    assert found.single is not None
+    assert found.best.predicted_s <= found.single.predicted_s
 
 
 @two_cores

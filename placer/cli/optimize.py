@@ -95,6 +95,12 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help="trained policy that proposes placements, or none (default: generalist)",
     )
     parser.add_argument(
+        "--groups",
+        type=count,
+        metavar="N",
+        help="merge ops into at most N groups and place those: faster for large graphs, coarser",
+    )
+    parser.add_argument(
         "--keep-together",
         action="append",
         default=[],
@@ -203,6 +209,7 @@ def _options(args: argparse.Namespace) -> Options:
         pins=pins_of(args.pin),
         fresh=args.fresh,
         extractor=args.extractor,
+        groups=args.groups,
     )
 
 
