@@ -6,16 +6,15 @@ forward pass in this process.
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 import networkx as nx
 
-from envs.call_costs import profile_calls
 from envs.call_memory import plannable
 from envs.cluster import Cluster
 from envs.discover import is_here
+from envs.known_calls import call_costs
 from envs.measured import Measured, Measurement, run_order
 from envs.measured_module import MeasuredModule, launch_order
 from envs.placement import Placement
@@ -137,16 +136,19 @@ class TorchDevices:
     def costed(
         self, graph: nx.DiGraph[str], cluster: Cluster, hear: Progress, *, fresh: bool = False
     ) -> nx.DiGraph[str]:
-        """Costs of every call alone, always measured."""
-        del fresh
-        costs_s = profile_calls(
+        """Costs of every call alone; without ``fresh`` known ones count."""
+        costs = call_costs(
             self.extraction,
             self.calls,
             cluster,
+            fresh=fresh,
             progress=lambda done, total: hear.advance(done / total),
         )
-        source = f"measured {datetime.date.today().isoformat()}, each call alone"
-        return with_costs(graph, costs_s, dict.fromkeys(costs_s, source))
+        return with_costs(
+            graph,
+            {kind: known.cost_s for kind, known in costs.items()},
+            {kind: known.sources for kind, known in costs.items()},
+        )
 
     def planned(self, cluster: Cluster) -> Cluster:
         """Some of its memory is left for gaps and libraries."""

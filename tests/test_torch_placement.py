@@ -23,6 +23,7 @@ from envs.call_memory import FRAGMENTED_SHARE, plannable
 from envs.cluster import Cluster, Link
 from envs.discover import discover
 from envs.executor.placed_module import PlacedModule
+from envs.known_calls import call_costs, node_signatures
 from envs.measured import Measurement
 from envs.measured_module import MeasuredModule, launch_order
 from envs.placement import Placement
@@ -145,6 +146,38 @@ def test_a_call_without_room_is_not_allowed_there(monkeypatch: pytest.MonkeyPatc
     problem = Problem.of(GraphArrays.from_graph(graph), linked())
     assert not problem.allowed[names.index(lacking[0]), 0]
     assert problem.allowed[:, 1].all()
+
+
+def test_costs_of_calls_are_known_after_three_profiles() -> None:
+    extraction = extract(tiny_models.conv_net())
+    calls = call_graph(extraction)
+    cluster = linked()
+    for _ in range(3):
+        costs = call_costs(extraction, calls, cluster)
+        assert all(s.startswith("measured") for own in costs.values() for s in own.sources)
+    known = call_costs(extraction, calls, cluster)
+    assert known.keys() == {device.kind for device in cluster.devices}
+    for own in known.values():
+        assert len(own.cost_s) == len(calls.graph)
+        assert (own.cost_s >= 0).all()
+        assert all(source.startswith("cached, measured") for source in own.sources)
+    again = call_costs(extraction, calls, cluster, fresh=True)
+    assert all(s.startswith("measured") for own in again.values() for s in own.sources)
+
+
+def test_other_shapes_and_precisions_are_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    def signatures(width: int) -> tuple[str, ...]:
+        model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 4))
+        step = Step.of(model, (torch.randn(2, 4), torch.randn(2, 4)), nn.functional.mse_loss)
+        extraction = extract(step)
+        return node_signatures(extraction, call_graph(extraction))
+
+    assert signatures(5) == signatures(5)
+    assert not set(signatures(5)[:2]) & set(signatures(6)[:2])
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
+    plain = signatures(5)
+    monkeypatch.undo()
+    assert not set(plain) & set(signatures(5))
 
 
 # --- memory

@@ -1,0 +1,101 @@
+"""What the calls of a step cost on torch's own devices: measured now, or known from before.
+
+They are kept with the costs of ops (envs/cost_cache.py). How calm a profile was is not known here,
+so each counts as a noisy one: three of them make a cost known.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+import torch
+
+from envs.cache_folder import host, processor
+from envs.call_costs import profile_calls
+from envs.cluster import Cluster, Device
+from envs.cost_cache import Conditions, CostCache, Session
+from envs.op_costs import OpCosts
+from envs.op_signature import op_signatures
+from graphs.extract import Extraction
+from graphs.extract.call_graph import CallGraph
+
+NOISY: Final = 1.0
+
+
+def call_costs(
+    extraction: Extraction,
+    calls: CallGraph,
+    cluster: Cluster,
+    *,
+    fresh: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, OpCosts]:
+    """Seconds of every node of a call graph, {device kind: costs (M,)}; see ``profile_calls``.
+
+    With ``fresh`` nothing is taken from the cache; what is measured is kept in it all the same.
+
+    Raises:
+        ValueError: a device is not here.
+    """
+    signatures = node_signatures(extraction, calls)
+    cache = CostCache()
+    found: dict[str, OpCosts] = {}
+    missing: list[Device] = []
+    for device in {device.kind: device for device in reversed(cluster.devices)}.values():
+        known = {} if fresh else cache.known(_conditions(device), signatures)
+        if not all(signature in known for signature in signatures):
+            missing.append(device)
+            continue
+        launched_s = np.array([known[signature].cost_s for signature in signatures])
+        found[device.kind] = OpCosts(
+            cost_s=np.maximum(launched_s - device.launch_s, 0.0),
+            sources=[f"cached, measured {known[s].measured}, each call alone" for s in signatures],
+        )
+    if not missing:
+        return found
+    of_missing = Cluster(name=cluster.name, devices=tuple(missing))
+    today = datetime.date.today().isoformat()
+    profiled = profile_calls(extraction, calls, of_missing, progress=progress)
+    for device in missing:
+        cost_s = profiled[device.kind]
+        launched_s = cost_s + device.launch_s
+        cache.store(_conditions(device), _session(signatures, launched_s.tolist(), today))
+        sources = (f"measured {today}, each call alone",) * len(cost_s)
+        found[device.kind] = OpCosts(cost_s=cost_s, sources=sources)
+    return found
+
+
+def node_signatures(extraction: Extraction, calls: CallGraph) -> tuple[str, ...]:
+    """The signature of every node, (M,): those of its ops, and the precision of products."""
+    ops: defaultdict[int, list[str]] = defaultdict(list)
+    for node, signature in zip(
+        calls.node_of.tolist(), op_signatures(extraction.program), strict=True
+    ):
+        ops[node].append(signature)
+    precision = torch.get_float32_matmul_precision()
+    texts = ["\n".join([precision, *ops[node]]) for node in range(len(calls.graph))]
+    return tuple(hashlib.sha256(text.encode()).hexdigest()[:32] for text in texts)
+
+
+def _session(signatures: Sequence[str], launched_s: Sequence[float], day: str) -> Session:
+    times: defaultdict[str, list[float]] = defaultdict(list)
+    for signature, seconds in zip(signatures, launched_s, strict=True):
+        if not math.isnan(seconds):
+            times[signature].append(seconds)
+    return Session(
+        cost_s={signature: float(np.median(own)) for signature, own in times.items()},
+        runs=1,
+        spread=NOISY,
+        measured=day,
+    )
+
+
+def _conditions(device: Device) -> Conditions:
+    hardware = f"{host()}, {processor()}"
+    return Conditions(kind=device.kind, hardware=hardware, torch=torch.__version__)
