@@ -82,6 +82,7 @@ _PAIR: Final = _table(
     second_queue="i4",  # what it occupies besides, -1 for nothing
     line="i4",  # where it waits: its queue, or the first of the ports that are one link's
     connected="?",
+    by_priority="?",
 )
 _QUEUE: Final = _table(
     ports="i4",  # how many queues take their transfers from this line
@@ -113,10 +114,8 @@ _COPY_STATE: Final = _table(
     users="i4",  # consumers on the device, and transfers from it, that still need this copy
 )
 _TRANSFER_STATE: Final = _table(  # by edge; a transfer has the number of one of its edges
-    request_ns="i8",
-    start_ns="i8",  # while it waits: its order among requests of one instant
+    start_ns="i8",  # while it waits: when it was requested
     duration_ns="i8",
-    urgency="f8",  # highest priority of its consumers; 0 where the queue is fifo
     next_edge="i4",  # next edge of the same transfer, or -1
     left="i4",  # skew heap
     right="i4",
@@ -143,8 +142,8 @@ class Workspace(NamedTuple):
     After a simulation that reached its end, ``start_ns`` (N) holds when every op started,
     ``cause`` (N) the op that made it start then (the one before it on its device, or the producer
     of its last input; -1 for a start at 0), and the first ``counts[SENT]`` entries of ``sent`` the
-    transfers, each named by one of its edges, with ``request_ns``, ``start_ns`` and ``duration_ns``
-    in ``transfers``. ``devices["peak_bytes"]`` (D) is the peak memory of every device where memory
+    transfers, each named by one of its edges, with ``start_ns`` and ``duration_ns`` in
+    ``transfers``. ``devices["peak_bytes"]`` (D) is the peak memory of every device where memory
     was recorded.
 
     A copy is what consumers on one device read: copy i is the output of op i where it was made,
@@ -157,6 +156,7 @@ class Workspace(NamedTuple):
     devices: Table  # (D,) of _DEVICE_STATE
     queues: Table  # (Q,) of _QUEUE_STATE
     transfers: Table  # (E,) of _TRANSFER_STATE
+    urgency: Floats  # (E,) highest priority of a transfer's consumers, if its line goes by that
     copies: Table  # (N + E,) of _COPY_STATE
     copy_read: Indices  # (E,) the copy that the target of an edge reads
     order: Indices  # (N,) ops by rank
@@ -232,6 +232,7 @@ def workspace_for(problem: Problem) -> Workspace:
         devices=np.zeros(d, _DEVICE_STATE),
         queues=np.zeros(q, _QUEUE_STATE),
         transfers=np.zeros(e, _TRANSFER_STATE),
+        urgency=np.zeros(e),
         copies=copies,
         copy_read=np.zeros(e, np.uint32),
         order=order,
@@ -310,6 +311,7 @@ def _pairs(problem: Problem) -> Table:
     of_queue = np.array([*_lines(problem), NO_QUEUE])  # the last entry answers for NO_QUEUE
     pairs["line"] = of_queue[problem.queue]
     pairs["connected"] = problem.connected
+    pairs["by_priority"] = np.append(problem.queue_by_priority, False)[problem.queue]
     return pairs.ravel()
 
 

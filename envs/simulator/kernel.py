@@ -262,7 +262,9 @@ def _end_op(
             transfer = work.transfers[index(carrier)]
             work.transfers[number].next_edge = transfer.next_edge
             transfer.next_edge = number
-            transfer.urgency = max(transfer.urgency, priority[edge.target])
+            if arrays.pairs[transfer.pair].by_priority:
+                at = index(carrier)
+                work.urgency[at] = max(work.urgency[at], priority[edge.target])
             copy = work.copies[index(count + carrier)]
             copy.size = max(copy.size, edge.bytes)
             copy.users += 1
@@ -275,7 +277,8 @@ def _end_op(
             work.devices[destination].opened = carrier
             transfer = work.transfers[number]
             transfer.next_edge = -1
-            transfer.urgency = priority[edge.target]
+            if arrays.pairs[pair].by_priority:
+                work.urgency[number] = priority[edge.target]
             transfer.pair = pair
             copy = work.copies[index(count + number)]
             copy.size = edge.bytes

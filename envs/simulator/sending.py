@@ -32,17 +32,13 @@ def request(arrays: ProblemArrays, work: Workspace, number: int, now: int) -> No
     seconds = pair.latency_s + size / pair.bandwidth_bytes_per_s
     # What is too long for an integer is beyond the horizon anyway.
     transfer.duration_ns = np.int64(np.rint(min(seconds * 1e9, float(HORIZON_NS))))
-    transfer.request_ns = now
+    transfer.start_ns = now
     if pair.line < 0:
         work.unqueued[index(work.counts[UNQUEUED])] = number
         work.counts[UNQUEUED] += 1
         return
     line = index(pair.line)
-    if not arrays.queues[line].by_priority:
-        transfer.urgency = 0.0
-    by_ends = arrays.edges[number].source * len(work.devices) + pair.destination
-    transfer.start_ns = by_ends * len(work.transfers) + number
-    push_waiting(work, line, number)
+    push_waiting(arrays, work, line, number)
     _touch_queue(work, line)
 
 
@@ -60,7 +56,7 @@ def start_transfers(arrays: ProblemArrays, work: Workspace, now: int, memory: in
             _serve_ports(arrays, work, line, now, memory)
         elif not queue.busy and queue.waiting >= 0:
             queue.busy = True
-            _start_transfer(arrays, work, pop_waiting(work, line), now, memory)
+            _start_transfer(arrays, work, pop_waiting(arrays, work, line), now, memory)
     work.counts[TOUCHED_QUEUES] = 0
 
 
@@ -98,7 +94,7 @@ def _serve_ports(arrays: ProblemArrays, work: Workspace, line: int, now: int, me
     queue = work.queues[line]
     passed_over = 0
     while queue.idle_ports > 1 and queue.waiting >= 0:
-        number = pop_waiting(work, line)
+        number = pop_waiting(arrays, work, line)
         pair = arrays.pairs[work.transfers[index(number)].pair]
         out, into = work.queues[index(pair.queue)], work.queues[index(pair.second_queue)]
         if out.busy or into.busy:
@@ -110,7 +106,7 @@ def _serve_ports(arrays: ProblemArrays, work: Workspace, line: int, now: int, me
             queue.idle_ports -= 2
             _start_transfer(arrays, work, number, now, memory)
     for k in range(passed_over):
-        push_waiting(work, line, work.unqueued[index(k)])
+        push_waiting(arrays, work, line, work.unqueued[index(k)])
 
 
 @compiled_inline
