@@ -254,7 +254,8 @@ def _end_op(
         destination = index(devices[edge.target])
         if destination == d:
             users += 1
-            work.copy_read[number] = i
+            if memory != IGNORE_MEMORY:
+                work.copy_read[number] = i
             arrive(work, edge.target, d, i, now)
             continue
         carrier = work.devices[destination].opened
@@ -285,8 +286,10 @@ def _end_op(
             copy.users = 1
             work.sent[index(work.counts[SENT])] = number
             work.counts[SENT] += 1
-        work.copy_read[number] = count + carrier
-    work.copies[i].users = users
+        if memory != IGNORE_MEMORY:
+            work.copy_read[number] = count + carrier
+    if memory != IGNORE_MEMORY:
+        work.copies[i].users = users
     for k in range(first_sent, work.counts[SENT]):
         request(arrays, work, work.sent[index(k)], now)
     return True
