@@ -216,7 +216,7 @@ def arrays_of(problem: Problem) -> ProblemArrays:
 
 
 def workspace_for(problem: Problem) -> Workspace:
-    """A fresh workspace that fits a problem; about 60 bytes per op and 90 per edge."""
+    """A fresh workspace that fits a problem; about 60 bytes per op and 76 per edge."""
     n, e = problem.op_count, problem.graph.edge_count
     d, q = problem.device_count, problem.queue_count
     words = (n >> WORD_BITS) + 1
