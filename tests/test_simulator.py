@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from simulator_cases import fork, one_kind, problem_of, random_case
 from simulator_twin import twin_step
 
@@ -20,6 +21,8 @@ from envs.simulator import (
     IGNORE_MEMORY,
     INFEASIBLE_NS,
     NO_LIMIT_NS,
+    RECORD_EXCESS,
+    STOP_WHEN_FULL,
     Simulator,
     arrays_of,
     simulate_core,
@@ -161,6 +164,33 @@ def test_memory_in_use_is_never_negative_and_ends_with_what_stays(seed: int) -> 
     np.add.at(stays, devices, left)
     assert simulator.work.devices["used_bytes"].tolist() == stays.tolist()
     assert (simulator.work.devices["peak_bytes"] >= stays).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(10**6, 10**7))
+def test_a_step_fits_into_its_peaks_and_no_byte_less(seed: int) -> None:
+    problem, devices, priority = problem_of(random_case(seed, bad_places=False))
+    schedule = Simulator(problem).run(devices, priority)
+    if not schedule.step_ns < INFEASIBLE_NS:
+        return
+    peaks = schedule.peak_bytes
+    plenty = peaks + 2**40  # that nothing runs out of it is seen before the first op starts
+
+    def measured(memory_bytes: NDArray[np.int64], memory: int) -> tuple[int, list[int]]:
+        """The step, and the bytes that every device lacks."""
+        arrays = arrays_of(replace(problem, memory_bytes=memory_bytes))
+        work = workspace_for(problem)
+        step_ns = simulate_core(arrays, work, devices, priority, NO_LIMIT_NS, memory)
+        return step_ns, np.maximum(work.devices["peak_bytes"] - memory_bytes, 0).tolist()
+
+    nothing = [0] * len(peaks)
+    for room in (peaks, plenty):
+        assert measured(room, STOP_WHEN_FULL)[0] == schedule.step_ns
+        assert measured(room, RECORD_EXCESS) == (schedule.step_ns, nothing)
+    for d in np.flatnonzero(peaks):
+        less = peaks - (np.arange(len(peaks)) == d)
+        assert measured(less, STOP_WHEN_FULL)[0] == INFEASIBLE_NS
+        assert measured(less, RECORD_EXCESS) == (schedule.step_ns, (peaks - less).tolist())
 
 
 @settings(max_examples=60, deadline=None)

@@ -34,6 +34,7 @@ NO_LIMIT_NS: Final = INFEASIBLE_NS
 IGNORE_MEMORY: Final = 0
 STOP_WHEN_FULL: Final = 1
 RECORD_MEMORY: Final = 2
+RECORD_EXCESS: Final = 3
 
 FORBIDDEN: Final = -1
 """Cost of an op on a device where it may not run."""
@@ -62,6 +63,7 @@ _OP: Final = _table(
     resident_bytes="i8",  # parameters, gradients and optimizer state
     workspace_bytes="i8",
     start_bytes="i8",  # output, workspace and held bytes
+    most_bytes="i8",  # all that the op can need on its device: with copies of all its inputs
     successor_start="u4",
     predecessor_start="u4",
 )
@@ -74,10 +76,13 @@ _EDGE: Final = _table(
 _PAIR: Final = _table(
     latency_s="f8",
     bandwidth_bytes_per_s="f8",
+    source="u4",
+    destination="u4",
     queue="i4",  # what a transfer occupies, -1 for nothing
     second_queue="i4",  # what it occupies besides, -1 for nothing
     line="i4",  # where it waits: its queue, or the first of the ports that are one link's
     connected="?",
+    by_priority="?",
 )
 _QUEUE: Final = _table(
     ports="i4",  # how many queues take their transfers from this line
@@ -91,6 +96,7 @@ _DEVICE_STATE: Final = _table(
     work_left_ns="i8",  # cost of the ops that have not started
     used_bytes="i8",
     peak_bytes="i8",
+    most_bytes="i8",  # all that its ops can need, if they need it at once
     running="i4",  # op, or -1
     previous="i4",  # last op that ended, or -1
     opened="i4",  # last transfer that was opened to this device, or -1
@@ -108,13 +114,12 @@ _COPY_STATE: Final = _table(
     users="i4",  # consumers on the device, and transfers from it, that still need this copy
 )
 _TRANSFER_STATE: Final = _table(  # by edge; a transfer has the number of one of its edges
-    request_ns="i8",
-    start_ns="i8",  # while it waits: its order among requests of one instant
+    start_ns="i8",  # while it waits: when it was requested
     duration_ns="i8",
-    urgency="f8",  # highest priority of its consumers; 0 where the queue is fifo
     next_edge="i4",  # next edge of the same transfer, or -1
     left="i4",  # skew heap
     right="i4",
+    pair="u4",  # its two devices
 )
 
 
@@ -125,7 +130,7 @@ class ProblemArrays(NamedTuple):
     column: Indices  # (D,) of cost_ns
     ops: Table  # (N + 1,) of _OP
     edges: Table  # (E,) of _EDGE
-    pairs: Table  # (D, D) of _PAIR
+    pairs: Table  # (D * D,) of _PAIR, by source, then destination
     queues: Table  # (Q,) of _QUEUE
     memory_bytes: Longs  # (D,)
     once_per_destination: bool
@@ -136,9 +141,10 @@ class Workspace(NamedTuple):
 
     After a simulation that reached its end, ``start_ns`` (N) holds when every op started,
     ``cause`` (N) the op that made it start then (the one before it on its device, or the producer
-    of its last input; -1 for a start at 0), ``devices["peak_bytes"]`` (D) the peak memory of every
-    device, and the first ``counts[SENT]`` entries of ``sent`` the transfers, each named by one of
-    its edges, with ``request_ns``, ``start_ns`` and ``duration_ns`` in ``transfers``.
+    of its last input; -1 for a start at 0), and the first ``counts[SENT]`` entries of ``sent`` the
+    transfers, each named by one of its edges, with ``start_ns`` and ``duration_ns`` in
+    ``transfers``. ``devices["peak_bytes"]`` (D) is the peak memory of every device where memory
+    was recorded.
 
     A copy is what consumers on one device read: copy i is the output of op i where it was made,
     copy N + e what transfer e brings.
@@ -150,6 +156,7 @@ class Workspace(NamedTuple):
     devices: Table  # (D,) of _DEVICE_STATE
     queues: Table  # (Q,) of _QUEUE_STATE
     transfers: Table  # (E,) of _TRANSFER_STATE
+    urgency: Floats  # (E,) highest priority of a transfer's consumers, if its line goes by that
     copies: Table  # (N + E,) of _COPY_STATE
     copy_read: Indices  # (E,) the copy that the target of an edge reads
     order: Indices  # (N,) ops by rank
@@ -209,7 +216,7 @@ def arrays_of(problem: Problem) -> ProblemArrays:
 
 
 def workspace_for(problem: Problem) -> Workspace:
-    """A fresh workspace that fits a problem; about 60 bytes per op and 90 per edge."""
+    """A fresh workspace that fits a problem; about 60 bytes per op and 76 per edge."""
     n, e = problem.op_count, problem.graph.edge_count
     d, q = problem.device_count, problem.queue_count
     words = (n >> WORD_BITS) + 1
@@ -225,6 +232,7 @@ def workspace_for(problem: Problem) -> Workspace:
         devices=np.zeros(d, _DEVICE_STATE),
         queues=np.zeros(q, _QUEUE_STATE),
         transfers=np.zeros(e, _TRANSFER_STATE),
+        urgency=np.zeros(e),
         copies=copies,
         copy_read=np.zeros(e, np.uint32),
         order=order,
@@ -277,6 +285,8 @@ def _ops(problem: Problem) -> Table:
     ops["resident_bytes"][:-1] = graph.resident_bytes
     ops["workspace_bytes"][:-1] = graph.workspace_bytes
     ops["start_bytes"][:-1] = graph.output_bytes + graph.workspace_bytes + problem.held_bytes
+    ops["most_bytes"] = ops["resident_bytes"] + ops["start_bytes"]
+    np.add.at(ops["most_bytes"], graph.successors, graph.edge_bytes)
     ops["successor_start"] = graph.successor_start
     ops["predecessor_start"] = graph.predecessor_start
     return ops
@@ -293,6 +303,7 @@ def _edges(graph: GraphArrays) -> Table:
 
 def _pairs(problem: Problem) -> Table:
     pairs = np.zeros((problem.device_count, problem.device_count), _PAIR)
+    pairs["source"], pairs["destination"] = np.indices(pairs.shape)
     pairs["latency_s"] = problem.latency_s
     pairs["bandwidth_bytes_per_s"] = problem.bandwidth_bytes_per_s
     pairs["queue"] = problem.queue
@@ -300,7 +311,8 @@ def _pairs(problem: Problem) -> Table:
     of_queue = np.array([*_lines(problem), NO_QUEUE])  # the last entry answers for NO_QUEUE
     pairs["line"] = of_queue[problem.queue]
     pairs["connected"] = problem.connected
-    return pairs
+    pairs["by_priority"] = np.append(problem.queue_by_priority, False)[problem.queue]
+    return pairs.ravel()
 
 
 def _queues(problem: Problem) -> Table:

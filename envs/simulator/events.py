@@ -24,6 +24,16 @@ def set_event(work: Workspace, slot: int, event: int) -> None:
 
 
 @compiled_inline
+def add_event(work: Workspace, slot: int, event: int) -> None:
+    """Give an event to a slot that has none; no level of the tree waits for the one below."""
+    events = work.events
+    at = slot + (len(events) >> 1)
+    while at > 0:
+        events[index(at)] = min(event, events[index(at)])
+        at >>= 1
+
+
+@compiled_inline
 def push_unqueued(work: Workspace, slot: int, event: int) -> None:
     """Add the end of a transfer that never waits."""
     _push(work, event)

@@ -33,6 +33,7 @@ from envs.simulator.arrays import (
     INFEASIBLE_NS,
     NO_EVENT,
     NO_LIMIT_NS,
+    RECORD_MEMORY,
     SENT,
     STOP_WHEN_FULL,
     TOUCHED_DEVICES,
@@ -42,7 +43,7 @@ from envs.simulator.arrays import (
     ProblemArrays,
     Workspace,
 )
-from envs.simulator.events import set_event
+from envs.simulator.events import add_event, set_event
 from envs.simulator.ranks import rank_ops
 from envs.simulator.ready import arrive, clear_ready, make_ready, pop_ready, touch_device
 from envs.simulator.sending import allocate, end_transfer, request, start_transfers
@@ -69,7 +70,8 @@ def simulate_core(
         priority: (N,) float64 without nan (not checked).
         limit_ns: abort as soon as the step provably takes longer; ``NO_LIMIT_NS`` for never.
         memory: ``IGNORE_MEMORY``, ``STOP_WHEN_FULL`` (a placement that does not fit is
-            infeasible) or ``RECORD_MEMORY`` (peaks are recorded and never stop anything).
+            infeasible), ``RECORD_MEMORY`` (peaks are recorded and never stop anything) or
+            ``RECORD_EXCESS`` (the same, but only those above a device's memory are sure to be).
 
     Returns:
         The step if it is at most ``limit_ns``, else some number above ``limit_ns`` (the largest of
@@ -81,6 +83,8 @@ def simulate_core(
     if not _reset(arrays, work, devices, memory):
         clear_ready(work)
         return INFEASIBLE_NS
+    if memory != RECORD_MEMORY and _fits_anyway(arrays, work):
+        memory = IGNORE_MEMORY
     device_count = len(arrays.memory_bytes)
     now = 0
     while True:
@@ -89,7 +93,7 @@ def simulate_core(
         if beyond >= 0:
             clear_ready(work)
             return beyond
-        start_transfers(arrays, work, devices, now, memory)
+        start_transfers(arrays, work, now, memory)
         if work.counts[FULL] + work.counts[BEYOND_HORIZON] > 0:
             clear_ready(work)
             return INFEASIBLE_NS
@@ -102,7 +106,7 @@ def simulate_core(
             code = index(event & _CODE_MASK)
             if code >= device_count:
                 number = index(code - device_count)
-                end_transfer(arrays, work, devices, number, now, memory)
+                end_transfer(arrays, work, number, now, memory)
             elif not _end_op(arrays, work, devices, priority, code, now, memory):
                 clear_ready(work)
                 return INFEASIBLE_NS
@@ -144,6 +148,7 @@ def _reset(arrays: ProblemArrays, work: Workspace, devices: Ints, memory: int) -
         device.opened = -1
         device.work_left_ns = 0
         device.used_bytes = 0
+        device.most_bytes = 0
         device.touched = False
     for q in range(len(work.queues)):
         queue = work.queues[q]
@@ -161,6 +166,7 @@ def _reset(arrays: ProblemArrays, work: Workspace, devices: Ints, memory: int) -
         device = work.devices[d]
         device.work_left_ns += cost
         device.used_bytes += op.resident_bytes
+        device.most_bytes += op.most_bytes
         inputs = arrays.ops[index(i + 1)].predecessor_start - op.predecessor_start
         work.ops[i].remaining = inputs
         if inputs == 0:
@@ -171,6 +177,15 @@ def _reset(arrays: ProblemArrays, work: Workspace, devices: Ints, memory: int) -
         device = work.devices[d]
         device.peak_bytes = device.used_bytes
         if memory == STOP_WHEN_FULL and device.used_bytes > arrays.memory_bytes[d]:
+            return False
+    return True
+
+
+@compiled_inline
+def _fits_anyway(arrays: ProblemArrays, work: Workspace) -> bool:
+    """No device can run out of memory, in whatever order its ops run."""
+    for d in range(len(work.devices)):
+        if work.devices[d].most_bytes > arrays.memory_bytes[d]:
             return False
     return True
 
@@ -204,7 +219,7 @@ def _start_ops(
         work.cause[i] = device.previous if waited else work.cause[i]
         work.start_ns[i] = now
         device.running = i
-        set_event(work, d, (end << CODE_BITS) | d)
+        add_event(work, d, (end << CODE_BITS) | d)
         if memory != IGNORE_MEMORY:
             allocate(arrays, work, d, op.start_bytes, memory)
     work.counts[TOUCHED_DEVICES] = 0
@@ -239,7 +254,8 @@ def _end_op(
         destination = index(devices[edge.target])
         if destination == d:
             users += 1
-            work.copy_read[number] = i
+            if memory != IGNORE_MEMORY:
+                work.copy_read[number] = i
             arrive(work, edge.target, d, i, now)
             continue
         carrier = work.devices[destination].opened
@@ -247,28 +263,35 @@ def _end_op(
             transfer = work.transfers[index(carrier)]
             work.transfers[number].next_edge = transfer.next_edge
             transfer.next_edge = number
-            transfer.urgency = max(transfer.urgency, priority[edge.target])
+            if arrays.pairs[transfer.pair].by_priority:
+                at = index(carrier)
+                work.urgency[at] = max(work.urgency[at], priority[edge.target])
             copy = work.copies[index(count + carrier)]
             copy.size = max(copy.size, edge.bytes)
             copy.users += 1
         else:
-            if not arrays.pairs[d, destination].connected:
+            pair = index(d * len(work.devices) + destination)
+            if not arrays.pairs[pair].connected:
                 return False
             carrier = number
             users += 1
             work.devices[destination].opened = carrier
             transfer = work.transfers[number]
             transfer.next_edge = -1
-            transfer.urgency = priority[edge.target]
+            if arrays.pairs[pair].by_priority:
+                work.urgency[number] = priority[edge.target]
+            transfer.pair = pair
             copy = work.copies[index(count + number)]
             copy.size = edge.bytes
             copy.users = 1
             work.sent[index(work.counts[SENT])] = number
             work.counts[SENT] += 1
-        work.copy_read[number] = count + carrier
-    work.copies[i].users = users
+        if memory != IGNORE_MEMORY:
+            work.copy_read[number] = count + carrier
+    if memory != IGNORE_MEMORY:
+        work.copies[i].users = users
     for k in range(first_sent, work.counts[SENT]):
-        request(arrays, work, devices, work.sent[index(k)], now)
+        request(arrays, work, work.sent[index(k)], now)
     return True
 
 

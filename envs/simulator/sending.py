@@ -15,68 +15,57 @@ from envs.simulator.arrays import (
     STOP_WHEN_FULL,
     TOUCHED_QUEUES,
     UNQUEUED,
-    Ints,
     ProblemArrays,
     Workspace,
 )
-from envs.simulator.events import pop_unqueued, push_unqueued, set_event
+from envs.simulator.events import add_event, pop_unqueued, push_unqueued, set_event
 from envs.simulator.ready import arrive
 from envs.simulator.waiting import pop_waiting, push_waiting
 
 
 @compiled_inline
-def request(arrays: ProblemArrays, work: Workspace, devices: Ints, number: int, now: int) -> None:
+def request(arrays: ProblemArrays, work: Workspace, number: int, now: int) -> None:
     """Put a transfer into its line, or on the list of those that never wait."""
-    transfer, edge = work.transfers[number], arrays.edges[number]
-    destination = index(devices[edge.target])
-    pair = arrays.pairs[index(devices[edge.source]), destination]
+    transfer = work.transfers[number]
+    pair = arrays.pairs[transfer.pair]
     size = work.copies[index(len(work.ops) + number)].size
     seconds = pair.latency_s + size / pair.bandwidth_bytes_per_s
     # What is too long for an integer is beyond the horizon anyway.
     transfer.duration_ns = np.int64(np.rint(min(seconds * 1e9, float(HORIZON_NS))))
-    transfer.request_ns = now
+    transfer.start_ns = now
     if pair.line < 0:
         work.unqueued[index(work.counts[UNQUEUED])] = number
         work.counts[UNQUEUED] += 1
         return
     line = index(pair.line)
-    if not arrays.queues[line].by_priority:
-        transfer.urgency = 0.0
-    by_ends = edge.source * len(work.devices) + destination
-    transfer.start_ns = by_ends * len(work.transfers) + number
-    push_waiting(work, line, number)
+    push_waiting(arrays, work, line, number)
     _touch_queue(work, line)
 
 
 @compiled_inline
-def start_transfers(
-    arrays: ProblemArrays, work: Workspace, devices: Ints, now: int, memory: int
-) -> None:
+def start_transfers(arrays: ProblemArrays, work: Workspace, now: int, memory: int) -> None:
     """Start what never waits, and what the touched lines let through."""
     for k in range(work.counts[UNQUEUED]):
-        _start_transfer(arrays, work, devices, work.unqueued[index(k)], now, memory)
+        _start_transfer(arrays, work, work.unqueued[index(k)], now, memory)
     work.counts[UNQUEUED] = 0
     for k in range(work.counts[TOUCHED_QUEUES]):
         line = work.touched_queues[index(k)]
         queue = work.queues[line]
         queue.touched = False
         if arrays.queues[line].ports > 1:
-            _serve_ports(arrays, work, devices, line, now, memory)
+            _serve_ports(arrays, work, line, now, memory)
         elif not queue.busy and queue.waiting >= 0:
             queue.busy = True
-            _start_transfer(arrays, work, devices, pop_waiting(work, line), now, memory)
+            _start_transfer(arrays, work, pop_waiting(arrays, work, line), now, memory)
     work.counts[TOUCHED_QUEUES] = 0
 
 
 @compiled_inline
 def end_transfer(
-    arrays: ProblemArrays, work: Workspace, devices: Ints, number: int, now: int, memory: int
+    arrays: ProblemArrays, work: Workspace, number: int, now: int, memory: int
 ) -> None:
     """The copy is there: free the link, feed the consumers."""
-    producer = arrays.edges[number].source
-    source = index(devices[producer])
-    destination = index(devices[arrays.edges[number].target])
-    pair = arrays.pairs[source, destination]
+    pair = arrays.pairs[work.transfers[number].pair]
     if pair.line < 0:
         pop_unqueued(work, len(work.devices) + len(work.queues))
     else:
@@ -87,28 +76,26 @@ def end_transfer(
             work.queues[index(pair.second_queue)].busy = False
             work.queues[line].idle_ports += 2
         _touch_queue(work, line)
+    edge = arrays.edges[number]
     if memory != IGNORE_MEMORY:
-        output = work.copies[producer]
+        output = work.copies[edge.source]
         output.users -= 1
-        work.devices[source].used_bytes -= output.size if output.users == 0 else 0
-    arrive(work, arrays.edges[number].target, destination, producer, now)
-    edge = work.transfers[number].next_edge
-    while edge >= 0:
-        arrive(work, arrays.edges[index(edge)].target, destination, producer, now)
-        edge = work.transfers[index(edge)].next_edge
+        work.devices[pair.source].used_bytes -= output.size if output.users == 0 else 0
+    arrive(work, edge.target, pair.destination, edge.source, now)
+    other = work.transfers[number].next_edge
+    while other >= 0:
+        arrive(work, arrays.edges[index(other)].target, pair.destination, edge.source, now)
+        other = work.transfers[index(other)].next_edge
 
 
 @compiled_inline
-def _serve_ports(
-    arrays: ProblemArrays, work: Workspace, devices: Ints, line: int, now: int, memory: int
-) -> None:
+def _serve_ports(arrays: ProblemArrays, work: Workspace, line: int, now: int, memory: int) -> None:
     """Look at a line in order; each transfer whose two ports are idle starts."""
     queue = work.queues[line]
     passed_over = 0
     while queue.idle_ports > 1 and queue.waiting >= 0:
-        number = pop_waiting(work, line)
-        edge = arrays.edges[number]
-        pair = arrays.pairs[index(devices[edge.source]), index(devices[edge.target])]
+        number = pop_waiting(arrays, work, line)
+        pair = arrays.pairs[work.transfers[index(number)].pair]
         out, into = work.queues[index(pair.queue)], work.queues[index(pair.second_queue)]
         if out.busy or into.busy:
             work.unqueued[index(passed_over)] = number
@@ -117,14 +104,14 @@ def _serve_ports(
             out.busy = True
             into.busy = True
             queue.idle_ports -= 2
-            _start_transfer(arrays, work, devices, number, now, memory)
+            _start_transfer(arrays, work, number, now, memory)
     for k in range(passed_over):
-        push_waiting(work, line, work.unqueued[index(k)])
+        push_waiting(arrays, work, line, work.unqueued[index(k)])
 
 
 @compiled_inline
 def _start_transfer(
-    arrays: ProblemArrays, work: Workspace, devices: Ints, number: int, now: int, memory: int
+    arrays: ProblemArrays, work: Workspace, number: int, now: int, memory: int
 ) -> None:
     """Occupy the destination's memory from now on, and end in time."""
     transfer = work.transfers[number]
@@ -134,16 +121,14 @@ def _start_transfer(
         work.counts[BEYOND_HORIZON] = 1
         return
     event = (end << CODE_BITS) | (len(work.devices) + number)
-    edge = arrays.edges[number]
-    destination = index(devices[edge.target])
-    queue = arrays.pairs[index(devices[edge.source]), destination].queue
-    if queue < 0:
+    pair = arrays.pairs[transfer.pair]
+    if pair.queue < 0:
         push_unqueued(work, len(work.devices) + len(work.queues), event)
     else:
-        set_event(work, len(work.devices) + queue, event)
+        add_event(work, len(work.devices) + pair.queue, event)
     if memory != IGNORE_MEMORY:
         size = work.copies[index(len(work.ops) + number)].size
-        allocate(arrays, work, destination, size, memory)
+        allocate(arrays, work, pair.destination, size, memory)
 
 
 @compiled_inline

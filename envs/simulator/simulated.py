@@ -137,16 +137,17 @@ class Simulator:
         if step_ns == INFEASIBLE_NS:
             return self._blocked(where)
         start_ns = self.work.start_ns.copy()
+        end_ns = start_ns + self.problem.cost_ns[np.arange(len(where)), where]
         peak_bytes = self.work.devices["peak_bytes"].copy()
         why = why_full(self.problem, where, peak_bytes) if self.memory else ""
         return Schedule(
             devices=where,
             step_ns=step_ns,
             start_ns=start_ns,
-            end_ns=start_ns + self.problem.cost_ns[np.arange(len(where)), where],
+            end_ns=end_ns,
             cause=self.work.cause.copy(),
             peak_bytes=peak_bytes,
-            transfers=self._transfers(where),
+            transfers=self._transfers(where, end_ns),
             feasible=not why,
             why=why,
         )
@@ -176,7 +177,7 @@ class Simulator:
             np.require(priority, np.float64, ["C", "W"]).reshape(-1, count),
         )
 
-    def _transfers(self, devices: NDArray[np.int32]) -> Transfers:
+    def _transfers(self, devices: NDArray[np.int32], end_ns: NDArray[np.int64]) -> Transfers:
         work, arrays = self.work, self.arrays
         edge = work.sent[: work.counts[SENT]].astype(np.int32)
         producer = arrays.edges["source"][edge].astype(np.int32)
@@ -189,7 +190,7 @@ class Simulator:
             producer=producer,
             source=devices[producer],
             destination=destination,
-            request_ns=sent["request_ns"],
+            request_ns=end_ns[producer],
             start_ns=sent["start_ns"],
             end_ns=sent["start_ns"] + sent["duration_ns"],
             bytes=work.copies["size"][len(devices) + edge[order]],

@@ -3,55 +3,61 @@
 from __future__ import annotations
 
 from envs.compiled import compiled_inline, index
-from envs.simulator.arrays import Table, Workspace
+from envs.simulator.arrays import ProblemArrays, Workspace
 
 
 @compiled_inline
-def merge_waiting(transfers: Table, a: int, b: int) -> int:
+def merge_waiting(arrays: ProblemArrays, work: Workspace, line: int, a: int, b: int) -> int:
     """Merge two skew heaps of transfers (-1: empty), first to serve at the root; the new root."""
     if a < 0:
         return b
     if b < 0:
         return a
-    if _waits_before(transfers, b, a):
+    if _waits_before(arrays, work, line, b, a):
         a, b = b, a
     root = a
     while True:
-        upper = transfers[index(a)]
+        upper = work.transfers[index(a)]
         rest = upper.right
         upper.right = upper.left
         if rest < 0:
             upper.left = b
             return root
-        if _waits_before(transfers, b, rest):
+        if _waits_before(arrays, work, line, b, rest):
             rest, b = b, rest
         upper.left = rest
         a = rest
 
 
 @compiled_inline
-def pop_waiting(work: Workspace, line: int) -> int:
+def pop_waiting(arrays: ProblemArrays, work: Workspace, line: int) -> int:
     """Remove and return the transfer that a line serves first; there must be one."""
     first = int(work.queues[line].waiting)
     transfer = work.transfers[index(first)]
-    work.queues[line].waiting = merge_waiting(work.transfers, transfer.left, transfer.right)
+    left, right = transfer.left, transfer.right
+    work.queues[line].waiting = merge_waiting(arrays, work, line, left, right)
     return first
 
 
 @compiled_inline
-def push_waiting(work: Workspace, line: int, transfer: int) -> None:
+def push_waiting(arrays: ProblemArrays, work: Workspace, line: int, transfer: int) -> None:
     """Let a transfer wait in a line."""
     work.transfers[transfer].left = -1
     work.transfers[transfer].right = -1
     queue = work.queues[line]
-    queue.waiting = merge_waiting(work.transfers, queue.waiting, transfer)
+    queue.waiting = merge_waiting(arrays, work, line, queue.waiting, transfer)
 
 
 @compiled_inline
-def _waits_before(transfers: Table, one: int, other: int) -> bool:
-    a, b = transfers[index(one)], transfers[index(other)]
-    if a.urgency != b.urgency:
-        return bool(a.urgency > b.urgency)
-    if a.request_ns != b.request_ns:
-        return bool(a.request_ns < b.request_ns)
-    return bool(a.start_ns < b.start_ns)
+def _waits_before(arrays: ProblemArrays, work: Workspace, line: int, one: int, other: int) -> bool:
+    """By urgency where the line goes by that, then instant, producer, destination and edge."""
+    if arrays.queues[line].by_priority and work.urgency[index(one)] != work.urgency[index(other)]:
+        return bool(work.urgency[index(one)] > work.urgency[index(other)])
+    a, b = work.transfers[index(one)], work.transfers[index(other)]
+    if a.start_ns != b.start_ns:
+        return bool(a.start_ns < b.start_ns)
+    producer, rival = arrays.edges[index(one)].source, arrays.edges[index(other)].source
+    if producer != rival:
+        return bool(producer < rival)
+    to, elsewhere = arrays.pairs[a.pair].destination, arrays.pairs[b.pair].destination
+    return bool(to < elsewhere or (to == elsewhere and one < other))

@@ -13,7 +13,7 @@ from envs.simulator import (
     IGNORE_MEMORY,
     INFEASIBLE_NS,
     NO_LIMIT_NS,
-    RECORD_MEMORY,
+    RECORD_EXCESS,
     ProblemArrays,
     Workspace,
     arrays_of,
@@ -93,7 +93,7 @@ def plan_cost(
     memory_matters: bool,
 ) -> int:
     """Cost of one plan if it is at most ``limit``, else some number above it."""
-    memory = RECORD_MEMORY if memory_matters else IGNORE_MEMORY
+    memory = RECORD_EXCESS if memory_matters else IGNORE_MEMORY
     cost = simulate_core(arrays, work, devices, priority, limit, memory)
     if not memory_matters or cost > limit:
         return cost
