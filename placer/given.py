@@ -87,15 +87,34 @@ def load_given(path: Path) -> Given:
     return load_checked(path, lambda data: _given(table(data, "")))
 
 
-def placement_of(given: Given, model: nn.Module, graph: GraphArrays, cluster: Cluster) -> Placement:
+def given_from(given: Placement | Mapping[str, int | str] | str | Path) -> Given:
+    """A placement as it is, a device map, or what :func:`load_given` reads.
+
+    Raises:
+        ValueError: it is none of them.
+        OSError: the file cannot be read.
+    """
+    if isinstance(given, Placement):
+        return given
+    return _given(given) if isinstance(given, Mapping) else load_given(Path(given))
+
+
+def placement_of(
+    given: Given, model: nn.Module | None, graph: GraphArrays, cluster: Cluster
+) -> Placement:
     """What is given as a placement of a graph's ops on a cluster's devices.
 
     Raises:
-        ValueError: it is of another graph or model, or has other devices.
+        ValueError: it is of another graph or model, or has other devices; or it is a device map,
+            and the graph is of no model.
     """
-    if isinstance(given, DeviceMap):
-        return given.placed(model, graph, cluster)
-    return given.aligned(graph, cluster)
+    if not isinstance(given, DeviceMap):
+        return given.aligned(graph, cluster)
+    if model is None:
+        raise ValueError("a device map names modules, and a graph file has none: give a placement")
+    placement = given.placed(model, graph, cluster)
+    placement.check(graph, cluster)
+    return placement
 
 
 def _given(data: Mapping[str, object]) -> Given:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from placed_at_random import cluster_of, cut_placement
 from torch import nn
 from vdev import vdev
 
+import placer
 from envs import measured_module, torch_speeds
 from envs.discover import discover
 from envs.placement import Placement
@@ -22,7 +23,7 @@ from graphs.graph import PHASES, GraphArrays
 from placer.cli.main import main
 from placer.export.device_map import device_map
 from placer.export.placed_modules import PlacedModules
-from placer.given import DeviceMap, load_given, placement_of
+from placer.given import GIVEN, DeviceMap, load_given, placement_of
 from placer.measuring import score
 
 torch.set_num_threads(1)
@@ -135,6 +136,60 @@ def test_a_map_of_another_model_is_refused() -> None:
     for told, devices in cases.items():
         with pytest.raises(ValueError, match=told):
             placement_of(DeviceMap(devices), step.model, graph, cluster_of(PAIR))
+
+
+# --- where a search starts from
+
+
+@pytest.mark.usefixtures("second_device")
+def test_what_a_user_has_is_one_more_candidate_and_always_run() -> None:
+    step = layers()
+    found = placer.optimize(
+        step.model,
+        step.inputs,
+        loss=step.loss,
+        devices="vdev:0,cpu",
+        memory={"vdev:0": 1 << 30, "cpu": 1 << 30},
+        budget="50e",
+        policy=None,
+        start_from={"0": "vdev:0", "2": "cpu"},
+        progress=False,
+    )
+    given = next(row for row in found.rows if row.name == GIVEN)
+    assert given.measurement is not None
+    assert given.measurement.ok
+    assert set(given.placement.devices_of("0")) == {"vdev:0"}
+    assert set(given.placement.devices_of("2")) == {"cpu"}
+
+
+def test_a_search_from_a_placement_is_never_worse_than_it(
+    files: Callable[..., tuple[Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    graph, cluster = files()
+    best, out = tmp_path / "best.json", tmp_path / "out.json"
+    command = ["optimize", str(graph), "--cluster", str(cluster), "--policy", "none", "--json"]
+    assert main([*command, "--budget", "3000e", "--out", str(best)]) == 0
+    far = json.loads(capsys.readouterr().out)
+    assert main([*command, "--budget", "1e", "--out", str(out)]) == 0
+    near = json.loads(capsys.readouterr().out)
+    assert near["step_s"] > far["step_s"]
+    started = [*command, "--budget", "1e", "--out", str(out), "--start-from", str(best)]
+    assert main(started) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["best"], found["step_s"]) == (GIVEN, far["step_s"])
+
+
+def test_a_graph_file_has_no_modules_to_start_from(
+    files: Callable[..., tuple[Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    graph, cluster = files()
+    given = tmp_path / "map.json"
+    given.write_text('{"0": "a"}')
+    command = ["optimize", str(graph), "--cluster", str(cluster), "--start-from", str(given)]
+    assert main([*command, "--out", str(tmp_path / "out.json")]) == 1
+    assert "a graph file has none: give a placement" in capsys.readouterr().err
+    assert main([*command, "--out", str(given)]) == 2
+    assert "--start-from are the same file" in capsys.readouterr().err
 
 
 # --- scores
