@@ -26,6 +26,7 @@ from graphs.extract.fake import check_has_memory
 from graphs.graph import GraphArrays
 from graphs.optimizer import Optimizer
 from graphs.precision import FULL
+from placer.given import given_from
 from placer.outcome import Optimization
 from placer.pipeline import Options, optimize_step
 from placer.policies import Policy, load
@@ -52,6 +53,7 @@ def optimize(
     groups: int | None = None,
     fresh: bool = False,
     extractor: str = AUTO,
+    start_from: Placement | Mapping[str, int | str] | str | Path | None = None,
     progress: bool = True,
 ) -> Optimization:
     """Find which op of a model should run on which device so that a step takes the least time.
@@ -82,6 +84,8 @@ def optimize(
         fresh: measure devices and ops anew, whatever the cache knows of them.
         extractor: how the graph is extracted: ``"export"``, ``"dispatch"`` or ``"modules"``;
             ``"auto"`` is the first of these that takes the model.
+        start_from: what you have already: a placement, a Hugging Face device map, or a file of
+            either. It is one more candidate, and always run.
         progress: show on stderr what is going on.
 
     Returns:
@@ -106,6 +110,7 @@ def optimize(
         fresh=fresh,
         extractor=extractor,
         groups=groups,
+        start_from=None if start_from is None else given_from(start_from),
     )
     cluster = _cluster(devices, memory or {})
     step = Step.of(

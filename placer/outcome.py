@@ -25,6 +25,7 @@ SMALLEST_GAIN: Final = 0.01
 """Steps that differ by less are as fast as each other, to people."""
 SIMPLEST_FIRST: Final = (
     "single",
+    "given",
     "layer split",
     "first layers",
     "round robin",

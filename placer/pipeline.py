@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import networkx as nx
 import numpy as np
+from torch import nn
 
 import placer
 from envs.bounds import why_too_large
@@ -28,6 +29,7 @@ from graphs.extract.extraction import AUTO
 from graphs.extract.fake import check_has_memory
 from graphs.graph import GraphArrays
 from placer.demands import demanded
+from placer.given import GIVEN, Given, placement_of
 from placer.interrupt import Interrupt
 from placer.objectives import Objective
 from placer.outcome import Optimization, PlacementError, Row, choose
@@ -35,6 +37,7 @@ from placer.report.progress import Progress, Silent
 from placer.rigs import Rig, rig_for
 from placer.search.budget import Budget
 from placer.search.candidate import Candidate
+from placer.search.judge import Judge
 from placer.search.portfolio import Proposer, load_compiled_code
 
 MEASURED_CANDIDATES: Final = 5
@@ -57,6 +60,15 @@ class Options:
     fresh: bool = False  # measure devices and ops anew, whatever is known of them
     extractor: str = AUTO  # how the graph is extracted
     groups: int | None = None  # search placements of this many groups of ops; None: of single ops
+    start_from: Given | None = None  # what the user has: one more candidate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Outset:
+    """What a search begins with, besides its problem."""
+
+    coarse: Coarsened | None  # groups of ops to be placed, None: single ops
+    given: Placement | None  # what the user has
 
 
 def optimize_step(
@@ -77,8 +89,8 @@ def optimize_step(
     Raises:
         ExtractionError: the model cannot be exported, or is on the meta device.
         DemandError: an option names ops or devices that are not there, or contradicts another.
-        ValueError: a device is neither here nor described, or cores are mixed with devices of
-            torch.
+        ValueError: a device is neither here nor described, cores are mixed with devices of torch,
+            or what to start from is of another model or cluster.
         PlacementError: the model fits nowhere, or nothing could be run.
         KeyboardInterrupt: stopped before there was any placement.
     """
@@ -92,6 +104,7 @@ def optimize_step(
         extraction = extract(step, options.extractor)
         rig = rig_for(extraction, cluster)
         graph = demanded(rig.graph, cluster, options.keep_together, options.pins)
+        given = _given(options, step.model, graph, cluster)
         if all_here and not cluster.links:
             hear.stage("Calibrating devices")
             cluster = calibrated(cluster, again=options.fresh)
@@ -106,7 +119,7 @@ def optimize_step(
             hear,
             extraction if all_here else None,
             rig if runs else None,
-            coarse=_grouped(graph, options),
+            outset=_Outset(coarse=_grouped(graph, options), given=given),
         )
         return replace(found, cost_source=graph.graph["cost_source"])
 
@@ -118,7 +131,8 @@ def optimize_graph(
 
     Raises:
         DemandError: an option names ops or devices that are not there, or contradicts another.
-        ValueError: an op has no cost on any device of the cluster.
+        ValueError: an op has no cost on any device of the cluster, or what to start from is no
+            placement of the graph.
         PlacementError: the graph fits nowhere.
         KeyboardInterrupt: stopped before there was any placement.
     """
@@ -126,8 +140,18 @@ def optimize_graph(
     with Interrupt() as interrupt:
         graph = demanded(graph, cluster, options.keep_together, options.pins)
         problem = Problem.of(GraphArrays.from_graph(graph), cluster)
-        found = _decided(problem, options, interrupt, hear, coarse=_grouped(graph, options))
+        given = _given(options, None, graph, cluster)
+        outset = _Outset(coarse=_grouped(graph, options), given=given)
+        found = _decided(problem, options, interrupt, hear, outset=outset)
         return replace(found, cost_source=graph.graph["cost_source"])
+
+
+def _given(
+    options: Options, model: nn.Module | None, graph: nx.DiGraph[str], cluster: Cluster
+) -> Placement | None:
+    if options.start_from is None:
+        return None
+    return placement_of(options.start_from, model, GraphArrays.from_graph(graph), cluster)
 
 
 def _decided(
@@ -138,7 +162,7 @@ def _decided(
     extraction: Extraction | None = None,
     rig: Rig | None = None,
     *,
-    coarse: Coarsened | None = None,
+    outset: _Outset,
 ) -> Optimization:
     """Search, run the best if there is something to run, choose.
 
@@ -155,7 +179,7 @@ def _decided(
     try:
         with interrupt.polled():
             hear.stage("Searching placements")
-            rows = _searched(problem, options, interrupt, hear, rig, coarse)
+            rows = _searched(problem, options, interrupt, hear, rig, outset)
             ended = time.perf_counter()
         if rig is not None and options.measure and not interrupt.requested:
             hear.stage("Running the best for real")
@@ -166,7 +190,7 @@ def _decided(
                 hear.stage(f"Memory did not suffice: searching again for {share:.0%} of it")
                 smaller = _with_less_memory(problem, share)
                 with interrupt.polled():
-                    more = _searched(smaller, options, interrupt, hear, rig, coarse)
+                    more = _searched(smaller, options, interrupt, hear, rig, outset)
                 if not any(np.isfinite(row.predicted_s) for row in more):
                     break
                 rows, runs = _joined(rows, runs, more, _run_best(more, rig, smaller, hear))
@@ -206,12 +230,12 @@ def _searched(
     interrupt: Interrupt,
     hear: Progress,
     rig: Rig | None,
-    coarse: Coarsened | None,
+    outset: _Outset,
 ) -> list[Row]:
     """The candidates of a search, on groups of ops if there are, simulated op by op."""
     searched = problem
-    if coarse is not None:
-        searched = Problem.of(GraphArrays.from_graph(coarse.graph), problem.cluster)
+    if outset.coarse is not None:
+        searched = Problem.of(GraphArrays.from_graph(outset.coarse.graph), problem.cluster)
     candidates = options.objective.search(
         searched,
         options.budget,
@@ -220,8 +244,10 @@ def _searched(
         progress=hear.advance,
         should_stop=interrupt.asked,
     )
-    if coarse is not None:
-        candidates = [_expanded(plan, coarse) for plan in candidates]
+    if outset.coarse is not None:
+        candidates = [_expanded(plan, outset.coarse) for plan in candidates]
+    if outset.given is not None:
+        candidates.append(Judge(problem).candidate(GIVEN, *outset.given.arrays()))
     simulated = Simulated(problem)
     return [_row(simulated, candidate, options, rig) for candidate in candidates]
 
@@ -322,7 +348,10 @@ def _joined(
 
 
 def worth_running(rows: Sequence[Row], cluster: Cluster) -> list[int]:
-    """Indices of the candidates to be run: the best single device of each kind, the best others."""
+    """Indices of the candidates to be run: the best single device of each kind, the best others.
+
+    What the user has is run in any case.
+    """
     kind_of = {device.name: device.kind for device in cluster.devices}
     feasible = [i for i, row in enumerate(rows) if np.isfinite(row.predicted_s)]
     by_time = sorted(feasible, key=lambda i: rows[i].predicted_s)
@@ -332,7 +361,8 @@ def worth_running(rows: Sequence[Row], cluster: Cluster) -> list[int]:
             placement = rows[i].placement
             singles.setdefault(kind_of[placement.device_names[placement.devices[0]]], i)
     others = [i for i in by_time if not rows[i].is_single]
-    return [*singles.values(), *others[:MEASURED_CANDIDATES]]
+    chosen = [*singles.values(), *others[:MEASURED_CANDIDATES]]
+    return chosen + [i for i in by_time if rows[i].name == GIVEN and i not in chosen]
 
 
 def _recorded(found: Optimization) -> Optimization:

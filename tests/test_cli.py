@@ -42,7 +42,10 @@ def test_help_imports_nothing_heavy_and_is_quick() -> None:
     assert min(help_cpu_s() for _ in range(5)) < 0.15
 
 
-@pytest.mark.parametrize("command", ["optimize", "extract", "simulate", "devices", "show", "train"])
+@pytest.mark.parametrize(
+    "command",
+    ["optimize", "extract", "export", "measure", "simulate", "devices", "show", "train"],
+)
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main([command, "--help"])

@@ -116,6 +116,12 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         metavar="NAME=DEVICE",
         help="what matches the name runs on this device; may be given again",
     )
+    parser.add_argument(
+        "--start-from",
+        type=Path,
+        metavar="FILE",
+        help="what you have: a placement, or a device_map as JSON; one more candidate, always run",
+    )
     add_extractor(parser)
     parser.add_argument(
         "--fresh",
@@ -142,7 +148,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 def run(args: argparse.Namespace) -> int:
     """Optimize, write the placement and the timeline, print the table."""
     outputs = {"--out": args.out, "--timeline": args.timeline}
-    inputs = {"target": _file(args), "--cluster": args.cluster}
+    inputs = {"target": _file(args), "--cluster": args.cluster, "--start-from": args.start_from}
     if (why := why_not_outputs(outputs, inputs)) is not None:
         return fail(BAD_USAGE, why)
     try:
@@ -188,6 +194,7 @@ def _file(args: argparse.Namespace) -> Path:
 
 
 def _options(args: argparse.Namespace) -> Options:
+    from placer.given import load_given
     from placer.objectives import Objective
     from placer.pipeline import Options
     from placer.policies import load
@@ -210,6 +217,7 @@ def _options(args: argparse.Namespace) -> Options:
         fresh=args.fresh,
         extractor=args.extractor,
         groups=args.groups,
+        start_from=None if args.start_from is None else load_given(args.start_from),
     )
 
 

@@ -1,0 +1,107 @@
+"""``placer measure``: how long a step takes as it is placed already."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from placer.cli.arguments import add_devices, add_extractor, add_step, why_no_step
+from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail
+
+if TYPE_CHECKING:
+    from placer.measuring import Score
+
+EPILOG = """\
+examples:
+  placer measure model.py:build --placement placement.json
+  placer measure hf:gpt2 --placement device_map.json --devices cuda:0,cpu --json
+"""
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "measure",
+        help="run a model as a placement or device_map says, and print its step time",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("target", help="path/to/model.py:function or hf:NAME")
+    parser.add_argument(
+        "--placement",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="placement.json, or a device_map as JSON: {module: GPU number or device}",
+    )
+    add_devices(parser, "those of the placement")
+    parser.add_argument("--inference", action="store_true", help="of inference, not training")
+    add_step(parser)
+    add_extractor(parser)
+    parser.add_argument(
+        "--fresh", action="store_true", help="measure devices and ops anew (see placer cache)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON to stdout")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Score the placement; 1 if it could not be run."""
+    if (why := why_no_step(args, is_graph=False)) is not None:
+        return fail(BAD_USAGE, why)
+    from envs.discover import discover
+    from graphs.extract import ExtractionError
+    from placer.given import load_given
+    from placer.report.progress import progress_for
+    from placer.target import TargetError, is_graph_file
+
+    try:
+        if is_graph_file(args.target):
+            raise ValueError("a graph file has no model to run: see placer simulate")
+        given = load_given(args.placement)
+        cluster = discover(args.devices or ",".join(given.device_names), args.memory)
+    except (ValueError, OSError) as error:
+        return fail(BAD_USAGE, error)
+    from dataclasses import replace
+
+    from graphs.optimizer import Optimizer
+    from placer.measuring import score
+    from placer.target import load_step
+
+    try:
+        with progress_for(sys.stderr.isatty()) as progress:
+            progress.stage("Loading the model")
+            step = load_step(args.target, training=not args.inference)
+            step = replace(step, optimizer=Optimizer.of(args.optimizer), dtype=args.dtype)
+            found = score(
+                step,
+                given,
+                cluster,
+                fresh=args.fresh,
+                extractor=args.extractor,
+                progress=progress,
+            )
+    except TargetError as error:
+        return fail(BAD_USAGE, error)
+    except (ExtractionError, ValueError, OSError, RuntimeError) as error:
+        return fail(JOB_FAILED, error)
+    if args.json:
+        print(json.dumps(found.to_dict(), allow_nan=False))
+    else:
+        _print(found)
+    return fail(JOB_FAILED, found.measurement.failure) if found.measurement.failure else 0
+
+
+def _print(found: Score) -> None:
+    predicted, seen = found.predicted, found.measurement
+    told = f"{predicted.step_s * 1e3:.6g} ms" if predicted.feasible else f"none: {predicted.why}"
+    print(f"predicted step: {told}")
+    if seen.ok:
+        how = ", rebuilt from CPU clocks, since the machine is loaded" if found.loaded else ""
+        print(
+            f"measured step: {found.step_s * 1e3:.6g} ms (median of {len(seen.wall_s)}, shortest "
+            f"{seen.min_s * 1e3:.6g} ms, quartiles {seen.spread:.0%} apart{how})"
+        )

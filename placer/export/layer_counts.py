@@ -1,0 +1,68 @@
+"""Layers per stage, as vLLM takes them by number and torchtitan by name.
+
+``vllm`` holds the environment variable that vLLM's pipeline parallelism reads, ``torchtitan`` the
+setting of its parallelism section.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby, pairwise
+from typing import Any
+
+from placer.export.format import Exported
+from placer.export.layers import Stack, stacks
+from placer.export.placed_modules import ExportError, PlacedModules
+from placer.export.stages import moved, stages, ties_across
+
+
+def layer_counts(placed: PlacedModules) -> Exported:
+    """How many layers of the model's one stack each device runs, in the order of the stages.
+
+    Raises:
+        ExportError: there is not one stack of layers, or the placement goes back to a device.
+    """
+    stack = _only_stack(placed)
+    devices = [placed.home(layer) for layer in stack.layers]
+    runs = [(device, len(list(run))) for device, run in groupby(devices)]
+    _check_once(stack, devices)
+    counts = [count for _, count in runs]
+    content: dict[str, Any] = {
+        "layers": stack.path,
+        "stages": [device for device, _ in runs],
+        "counts": counts,
+        "vllm": {"VLLM_PP_LAYER_PARTITION": ",".join(map(str, counts))},
+    }
+    try:
+        found = stages(placed)
+    except ExportError as error:
+        told = [f"counts are of layers alone: what is around them is placed otherwise ({error})"]
+        told += (
+            [text] if (text := placed.moved(dict(zip(stack.layers, devices, strict=True)))) else []
+        )
+        return Exported(content=content, remarks=tuple(told))
+    content["torchtitan"] = {"module_fqns_per_model_part": [list(part.modules) for part in found]}
+    return Exported(content=content, remarks=(*moved(placed, found), *ties_across(placed, found)))
+
+
+def _only_stack(placed: PlacedModules) -> Stack:
+    found = stacks(placed.model)
+    if len(found) == 1:
+        return found[0]
+    name = type(placed.model).__name__
+    if not found:
+        raise ExportError(f"{name} has no list of like layers that could be counted")
+    raise ExportError(
+        f"{name} has {len(found)} lists of layers, {', '.join(stack.path for stack in found)}, but "
+        "counts are of one; --format pipeline names split points instead"
+    )
+
+
+def _check_once(stack: Stack, devices: list[str]) -> None:
+    left: set[str] = set()
+    for layer, (before, device) in zip(stack.layers[1:], pairwise(devices), strict=True):
+        left |= {before} if before != device else set()
+        if device in left:
+            raise ExportError(
+                f"the placement is no pipeline: layer {layer} goes back to {device}, which was "
+                "left before"
+            )

@@ -1,0 +1,68 @@
+"""llama.cpp's ``--override-tensor``: which buffer holds the experts of which layers.
+
+llama.cpp names tensors its own way: those of a layer's experts are stacked, such as
+``blk.3.ffn_up_exps.weight``. The text is the argument: ``PATTERN=BUFFER``, separated by commas.
+"""
+
+from __future__ import annotations
+
+from placer.export.format import Exported
+from placer.export.layers import stacks
+from placer.export.placed_modules import ExportError, PlacedModules, is_inside
+
+EXPERTS = "experts"
+
+
+def override_regex(placed: PlacedModules) -> Exported:
+    """One pattern per device that has experts; all other tensors are left to llama.cpp.
+
+    Raises:
+        ExportError: there are no experts, or a device is neither a GPU nor the CPU.
+    """
+    experts = _experts(placed)
+    device_of: dict[int, str] = {}
+    for layer, modules in experts.items():
+        device_of[layer] = placed.majority(modules) or placed.home(modules[0])
+    layers_on: dict[str, list[int]] = {}
+    for layer, device in sorted(device_of.items()):
+        layers_on.setdefault(_buffer(device), []).append(layer)
+    patterns = [
+        rf"blk\.({'|'.join(map(str, layers))})\.ffn_.*_exps\.={buffer}"
+        for buffer, layers in sorted(layers_on.items())
+    ]
+    told = placed.moved(
+        {module: device_of[layer] for layer, modules in experts.items() for module in modules}
+    )
+    return Exported(content=",".join(patterns), remarks=(told,) if told else ())
+
+
+def _experts(placed: PlacedModules) -> dict[int, list[str]]:
+    """{layer: paths of the modules that hold its experts}."""
+    lists = [
+        path
+        for path, _ in placed.model.named_modules()
+        if path.rpartition(".")[2] == EXPERTS and EXPERTS not in path.split(".")[:-1]
+    ]
+    found: dict[int, list[str]] = {}
+    for stack in stacks(placed.model):
+        for number, layer in enumerate(stack.layers):
+            inside = [path for path in lists if is_inside(path, layer)]
+            if inside:
+                found[number] = inside
+    if not found:
+        raise ExportError(
+            f"{type(placed.model).__name__} has no layers with experts (modules called {EXPERTS}): "
+            "overrides are for mixtures of experts"
+        )
+    return found
+
+
+def _buffer(device: str) -> str:
+    kind, _, index = device.partition(":")
+    if kind == "cpu":
+        return "CPU"
+    if kind == "cuda":
+        return f"CUDA{index or 0}"
+    raise ExportError(
+        f"llama.cpp has no buffer for {device}: say what it stands for, as in --as {device}=cpu"
+    )

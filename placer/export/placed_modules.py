@@ -1,0 +1,222 @@
+"""A placement of ops seen from the modules: on which device most of the work of each one is."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from envs.cluster import Cluster, Device
+from envs.placement import Placement
+from envs.torch_devices import is_core
+from graphs.extract import Extraction, Step
+from graphs.extract.call_graph import call_graph
+from graphs.extract.extraction import ties_of
+from graphs.graph import PHASES, GraphArrays
+
+FORWARD = PHASES.index("forward")
+
+
+class ExportError(ValueError):
+    """A placement that a format cannot express; the message says what is in the way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedOp:
+    """One op of the forward pass, and the device it is placed on."""
+
+    module: str
+    is_repeated: bool  # in a second or later call of its module
+    device: str
+    flops: int
+    moved_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlacedModules:
+    """The forward ops of a placed step in the order of the program, and the model they are of.
+
+    ``main_device`` is where the user of the export feeds the model, None where the format decides.
+    """
+
+    extraction: Extraction
+    ops: tuple[PlacedOp, ...]
+    main_device: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        extraction: Extraction,
+        placement: Placement,
+        *,
+        renamed: Mapping[str, str] | None = None,
+        main_device: str | None = None,
+    ) -> PlacedModules:
+        """What a placement means for the modules of the model it was made for.
+
+        Args:
+            extraction: the model's step.
+            placement: of its ops (devices ``core:N``) or of its calls (``cuda:N``, ``cpu``).
+            renamed: {device of the placement: device to export}.
+            main_device: where the model will be fed.
+
+        Raises:
+            ExportError: ``renamed`` names a device that the placement has not.
+            ValueError: the placement is of another graph.
+        """
+        names = dict(renamed or {})
+        for name in names:
+            if name not in placement.device_names:
+                raise ExportError(
+                    f"--as renames {name}, but the placement has "
+                    f"{', '.join(placement.device_names)}"
+                )
+        graph = _graph_of(extraction, placement)
+        devices = tuple(
+            Device(name=name, kind=name, memory_bytes=0) for name in placement.device_names
+        )
+        fitting = placement.aligned(graph, Cluster(name=placement.cluster, devices=devices))
+        path_of = canonical_paths(extraction.step.model)
+        ops = [
+            PlacedOp(
+                module=path_of.get(graph.modules[i], graph.modules[i]),
+                is_repeated="@" in op_id.partition(":")[0],
+                device=names.get(device := fitting.device_names[fitting.devices[i]], device),
+                flops=int(graph.flops[i]),
+                moved_bytes=int(graph.moved_bytes[i]),
+            )
+            for i, op_id in enumerate(graph.ids)
+            if graph.phase[i] == FORWARD
+        ]
+        return cls(extraction=extraction, ops=tuple(ops), main_device=main_device)
+
+    @property
+    def step(self) -> Step:
+        """The step that is placed."""
+        return self.extraction.step
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that is placed."""
+        return self.step.model
+
+    def majority(self, modules: Iterable[str]) -> str | None:
+        """The device of most FLOPs inside some modules, then of most bytes; None without ops."""
+        work: dict[str, tuple[int, int]] = {}
+        inside = tuple(modules)
+        for op in self.ops:
+            if any(is_inside(op.module, module) for module in inside):
+                flops, size = work.get(op.device, (0, 0))
+                work[op.device] = (flops + op.flops, size + op.moved_bytes)
+        return max(work, key=lambda device: work[device], default=None)
+
+    def home(self, module: str) -> str:
+        """The device of a module, or of the nearest one around it that has ops."""
+        found = self.majority([module])
+        while found is None and module:
+            module = parent(module)
+            found = self.majority([module])
+        return found or self.ops[0].device
+
+    def why_no_torch(self) -> str:
+        """The sentence about devices that torch has not, "" if there are none."""
+        cores = sorted({op.device for op in self.ops if is_core(op.device)})
+        if not cores:
+            return ""
+        example = ",".join(f"{name}=cuda:{i}" for i, name in enumerate(cores))
+        return (
+            f"{', '.join(cores)} are no devices of torch: say which devices to write instead, "
+            f"as in --as {example}"
+        )
+
+    def moved(self, device_of: Mapping[str, str]) -> str:
+        """What it costs to give every module one device: the sentence, "" if it costs nothing.
+
+        ``device_of`` is {module: device}; ops outside these modules run where their inputs are.
+        """
+        moved = [
+            op
+            for op in self.ops
+            if (unit := around(op.module, device_of)) is not None and device_of[unit] != op.device
+        ]
+        if not moved:
+            return ""
+        flops = sum(op.flops for op in self.ops)
+        share = sum(op.flops for op in moved) / flops if flops else 0.0
+        return (
+            f"{len(moved)} of {len(self.ops)} forward ops, {share:.1%} of the FLOPs, are not where "
+            "the placement has them, since a module has one device"
+        )
+
+    def units(self) -> list[str]:
+        """The smallest modules that have a device of their own, in the order of the program.
+
+        A module with parameters or buffers of its own is not divided; one without any inside is no
+        unit. Those that run no op come last.
+        """
+        found = list(_units(self.model, ""))
+        first: dict[str, int] = {}
+        for place, op in enumerate(self.ops):
+            first.setdefault(op.module, place)
+        last = len(self.ops)
+
+        def place_of(unit: str) -> int:
+            inside = [place for module, place in first.items() if is_inside(module, unit)]
+            return min(inside, default=last)
+
+        return sorted(found, key=place_of)
+
+    def tied_units(self, units: Collection[str]) -> list[tuple[str, ...]]:
+        """Units that share a parameter, which therefore have one device."""
+        together: dict[str, dict[str, None]] = {}
+        for name, first in ties_of(self.step).items():
+            owners = [owner for key in (first, name) if (owner := around(key, units)) is not None]
+            together.setdefault(first, {}).update(dict.fromkeys(owners))
+        return [tuple(group) for group in together.values() if len(group) > 1]
+
+
+def parent(module: str) -> str:
+    """The path of the module around another."""
+    return module.rpartition(".")[0]
+
+
+def around(path: str, modules: Container[str]) -> str | None:
+    """The innermost of these modules that a path is in, None if it is in none."""
+    while path not in modules:
+        if not path:
+            return None
+        path = parent(path)
+    return path
+
+
+def canonical_paths(model: nn.Module) -> dict[str, str]:
+    """{path of a module: its first one}; those of a module that has several differ."""
+    first = {id(module): path for path, module in model.named_modules()}
+    return {path: first[id(m)] for path, m in model.named_modules(remove_duplicate=False)}
+
+
+def is_inside(module: str, outer: str) -> bool:
+    """Whether a module is another one or in it."""
+    return not outer or module == outer or module.startswith(outer + ".")
+
+
+def _graph_of(extraction: Extraction, placement: Placement) -> GraphArrays:
+    """The graph, of ops or of calls, that a placement is of."""
+    of_ops = GraphArrays.from_graph(extraction.graph)
+    if extraction.own_forward is None or placement.graph == of_ops.hash:
+        return of_ops
+    if not placement.graph and set(of_ops.ids) <= set(placement.ops):
+        return of_ops
+    of_calls = GraphArrays.from_graph(call_graph(extraction).graph)
+    on_cores = all(map(is_core, placement.device_names))
+    return of_ops if on_cores and placement.graph != of_calls.hash else of_calls
+
+
+def _units(module: nn.Module, path: str) -> Iterator[str]:
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    if own:
+        yield path
+        return
+    for name, child in module.named_children():
+        yield from _units(child, f"{path}.{name}" if path else name)

@@ -1,0 +1,83 @@
+"""Stages of a pipeline: the modules of a placement by device, if no device is needed twice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from placer.export.layers import layer_of, stacks
+from placer.export.placed_modules import ExportError, PlacedModules, around
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What one device runs before the next takes over; ``modules`` in order, none in another."""
+
+    device: str
+    modules: tuple[str, ...]
+
+
+def stages(placed: PlacedModules) -> list[Stage]:
+    """The stages of a placement that never goes back to a device it has left.
+
+    Layers of a stack are whole: they are what pipelines are cut between, and torch cannot always
+    cut inside one. Elsewhere modules are as small as can be. A module that goes back only to share
+    a parameter, such as an embedding's, stays where it is reached: its stage has a copy.
+
+    Raises:
+        ExportError: a unit is on a device that the placement has left, or runs again after that.
+    """
+    found = stacks(placed.model)
+    units = list(dict.fromkeys(layer_of(unit, found) or unit for unit in placed.units()))
+    device_of = {unit: placed.home(unit) for unit in units}
+    runs: list[Stage] = []
+    for unit, device in device_of.items():
+        before = next((run for run in runs if run.device == device), None)
+        if before is None:
+            runs.append(Stage(device, (unit,)))
+        elif before is runs[-1] or _share_parameter(placed, unit, before.modules):
+            runs[-1] = Stage(runs[-1].device, (*runs[-1].modules, unit))
+        else:
+            raise ExportError(
+                f"the placement is no pipeline: {unit} goes back to {device}, which was left after "
+                f"{before.modules[-1]} for {runs[-1].device}"
+            )
+    _check_forward(placed, {unit: i for i, run in enumerate(runs) for unit in run.modules})
+    return runs
+
+
+def _share_parameter(placed: PlacedModules, unit: str, modules: Sequence[str]) -> bool:
+    """Whether it is only for a parameter of one of these modules that a unit is where it is."""
+    return any(unit in group for group in placed.tied_units([unit, *modules]))
+
+
+def _check_forward(placed: PlacedModules, stage_of: Mapping[str, int]) -> None:
+    reached = 0
+    last = ""
+    for op in placed.ops:
+        unit = around(op.module, stage_of)
+        if unit is None:
+            continue
+        if stage_of[unit] < reached:
+            raise ExportError(
+                f"the placement is no pipeline: {unit} runs again in stage {stage_of[unit]} after "
+                f"{last} in stage {reached}"
+            )
+        reached, last = stage_of[unit], unit
+
+
+def ties_across(placed: PlacedModules, found: Sequence[Stage]) -> list[str]:
+    """A sentence for every parameter that several stages hold a copy of."""
+    stage_of = {unit: i for i, stage in enumerate(found) for unit in stage.modules}
+    return [
+        f"{' and '.join(group)} share a parameter but not a stage: each stage has a copy, and in "
+        "training their gradients must be added up"
+        for group in placed.tied_units(stage_of)
+        if len({stage_of[unit] for unit in group}) > 1
+    ]
+
+
+def moved(placed: PlacedModules, found: Sequence[Stage]) -> list[str]:
+    """What it costs that modules have one device, as one sentence or none."""
+    told = placed.moved({unit: stage.device for stage in found for unit in stage.modules})
+    return [told] if told else []

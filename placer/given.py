@@ -1,0 +1,147 @@
+"""A placement that a user already has: a placement file, or a device map of Hugging Face's."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+
+from envs.cluster import Cluster
+from envs.placement import MadeBy, Placement
+from graphs.graph import GraphArrays
+from graphs.strict_json import load_checked, table
+from placer.export.placed_modules import around, canonical_paths
+
+GIVEN: Final = "given"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMap:
+    """{module: device name}, where the modules inside it run that are not listed themselves."""
+
+    devices: Mapping[str, str]
+
+    @property
+    def device_names(self) -> tuple[str, ...]:
+        """The devices in order of first use."""
+        return tuple(dict.fromkeys(self.devices.values()))
+
+    def placed(self, model: nn.Module, graph: GraphArrays, cluster: Cluster) -> Placement:
+        """The placement of the ops of a model's step that the map means.
+
+        Ops outside of all its modules run where most of their inputs' bytes come from, and ops that
+        must share a device run where the first of them does. Order is that of the program.
+
+        Raises:
+            ValueError: it names modules that the model has not, leaves some with parameters out, or
+                has devices that the cluster has not.
+        """
+        self._check(model)
+        path_of = canonical_paths(model)
+        known = {path_of.get(path, path): name for path, name in self.devices.items()}
+        index = {name: cluster.index(name) for name in self.device_names}
+        devices = np.full(len(graph), -1, np.int64)
+        home: dict[int, int] = {}
+        for i in graph.topological.tolist():
+            module = around(path_of.get(graph.modules[i], graph.modules[i]), known)
+            own = _inherited(graph, devices, i) if module is None else index[known[module]]
+            group = int(graph.group[i])
+            devices[i] = own if group < 0 else home.setdefault(group, own)
+        rank = np.empty(len(graph))
+        rank[graph.topological] = np.arange(len(graph), 0, -1)
+        return Placement.of(graph, cluster, devices, rank, MadeBy(placer=GIVEN))
+
+    def _check(self, model: nn.Module) -> None:
+        modules = dict(model.named_modules(remove_duplicate=False))
+        tensors = model.state_dict().keys()
+        for path in self.devices:
+            if path not in modules and path not in tensors:
+                near = difflib.get_close_matches(path, modules, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ValueError(
+                    f"the device map names {path!r}, which {type(model).__name__} has not{hint}"
+                )
+        if missing := [name for name in tensors if around(name, self.devices) is None]:
+            raise ValueError(
+                f"the device map leaves out {len(missing)} of {len(tensors)} parameters and "
+                f"buffers, such as {missing[0]!r}"
+            )
+
+
+Given: TypeAlias = Placement | DeviceMap
+
+
+def load_given(path: Path) -> Given:
+    """Read a placement file, or a device map: ``{"model.layers.0": 0, "lm_head": "cpu"}``.
+
+    Raises:
+        ValueError: it is neither; the message starts with the file.
+        OSError: it cannot be read.
+    """
+    return load_checked(path, lambda data: _given(table(data, "")))
+
+
+def given_from(given: Placement | Mapping[str, int | str] | str | Path) -> Given:
+    """A placement as it is, a device map, or what :func:`load_given` reads.
+
+    Raises:
+        ValueError: it is none of them.
+        OSError: the file cannot be read.
+    """
+    if isinstance(given, Placement):
+        return given
+    return _given(given) if isinstance(given, Mapping) else load_given(Path(given))
+
+
+def placement_of(
+    given: Given, model: nn.Module | None, graph: GraphArrays, cluster: Cluster
+) -> Placement:
+    """What is given as a placement of a graph's ops on a cluster's devices.
+
+    Raises:
+        ValueError: it is of another graph or model, or has other devices; or it is a device map,
+            and the graph is of no model.
+    """
+    if not isinstance(given, DeviceMap):
+        return given.aligned(graph, cluster)
+    if model is None:
+        raise ValueError("a device map names modules, and a graph file has none: give a placement")
+    placement = given.placed(model, graph, cluster)
+    placement.check(graph, cluster)
+    return placement
+
+
+def _given(data: Mapping[str, object]) -> Given:
+    if "format" in data:
+        return Placement.from_dict(data)
+    if not data:
+        raise ValueError("it names no modules: a device map is {module: device}")
+    return DeviceMap({module: _name(device, module) for module, device in data.items()})
+
+
+def _name(device: object, module: str) -> str:
+    """A device as clusters call it: GPUs are numbers in device maps."""
+    if isinstance(device, int) and not isinstance(device, bool) and device >= 0:
+        return f"cuda:{device}"
+    if not isinstance(device, str) or not device or device == "disk":
+        raise ValueError(
+            f"{module!r} is on {device!r}, but ops run on a GPU (its number) or a device such as "
+            '"cpu" or "core:0"'
+        )
+    return "cuda:0" if device == "cuda" else device
+
+
+def _inherited(graph: GraphArrays, devices: NDArray[np.int64], i: int) -> int:
+    """The device that most bytes of an op's inputs come from, 0 if it has none."""
+    size: dict[int, int] = {}
+    for k in range(graph.predecessor_start[i], graph.predecessor_start[i + 1]):
+        device = int(devices[graph.predecessors[k]])
+        moved = int(graph.edge_bytes[graph.predecessor_edge[k]])
+        size[device] = size.get(device, 0) + moved
+    return max(size, key=lambda device: size[device], default=0)

@@ -1,0 +1,117 @@
+"""Scores a placement that is there already: what it is predicted to take, and what it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+from envs.backend import StepResult
+from envs.calibrate import calibrated
+from envs.cluster import Cluster
+from envs.measured import Measurement, contended, noise
+from envs.placement import Placement
+from envs.problem import Problem
+from envs.simulator import Simulated
+from graphs.extract import Step, extract
+from graphs.extract.extraction import AUTO
+from graphs.extract.fake import check_has_memory
+from graphs.graph import GraphArrays
+from placer.given import Given, placement_of
+from placer.report.progress import Progress, Silent
+from placer.rigs import rig_for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """A placement with its simulated step and its runs."""
+
+    placement: Placement
+    predicted: StepResult
+    measurement: Measurement
+    cost_source: Mapping[str, str]  # {device kind: where its op costs are from}
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the machine was loaded while it ran: then the rebuilt time counts."""
+        return contended([self.measurement])
+
+    @property
+    def step_s(self) -> float:
+        """The measured step; inf if it could not be run."""
+        return self.measurement.step_s(contended=self.loaded)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The numbers, as JSON can hold them."""
+        seen, predicted = self.measurement, self.predicted
+        return {
+            "predicted": {
+                "step_s": predicted.step_s if predicted.feasible else None,
+                "feasible": predicted.feasible,
+                "why": predicted.why,
+                "peak_memory_bytes": dict(predicted.peak_memory_bytes),
+            },
+            "measured": {
+                "step_s": self.step_s,
+                **noise(seen),
+                "rounds": len(seen.wall_s),
+                "peak_memory_bytes": dict(seen.peak_memory_bytes),
+            }
+            if seen.ok
+            else None,
+            "failure": seen.failure,
+            "cost_source": dict(self.cost_source),
+        }
+
+
+def score(
+    step: Step,
+    given: Given,
+    cluster: Cluster,
+    *,
+    fresh: bool = False,
+    extractor: str = AUTO,
+    progress: Progress | None = None,
+) -> Score:
+    """Predict and run one step as it is placed, as :func:`placer.optimize` does with candidates.
+
+    Args:
+        step: the model and its example inputs.
+        given: a placement of its ops, or a device map of its modules.
+        cluster: devices of this machine; speeds are calibrated.
+        fresh: measure devices and ops anew, whatever is known of them.
+        extractor: how the graph is extracted.
+        progress: hears what is going on.
+
+    Raises:
+        ExtractionError: the model cannot be extracted, or what was extracted cannot be run.
+        ValueError: the placement is of another model, or has other devices.
+        WorkerError: the workers do not come up.
+    """
+    hear = progress or Silent()
+    check_has_memory(step)
+    hear.stage("Extracting the graph")
+    extraction = extract(step, extractor)
+    rig = rig_for(extraction, cluster)
+    placement = placement_of(given, step.model, GraphArrays.from_graph(rig.graph), cluster)
+    hear.stage("Calibrating devices")
+    cluster = calibrated(cluster, again=fresh)
+    hear.stage("Measuring op costs")
+    graph = rig.costed(rig.graph, cluster, hear, fresh=fresh)
+    problem = Problem.of(GraphArrays.from_graph(graph), rig.planned(cluster))
+    [predicted] = Simulated(problem).evaluate([placement])
+    expected_s = predicted.step_s if predicted.feasible else 1.0
+    hear.stage("Running it for real")
+    with closing(rig.backend(problem, expected_s, expected_s)) as backend:
+        [seen] = backend.measure(
+            [placement], progress=lambda done, total: hear.advance(done / total)
+        )
+    if not seen.counts:
+        raise KeyboardInterrupt
+    return Score(
+        placement=placement,
+        predicted=predicted,
+        measurement=seen,
+        cost_source=graph.graph["cost_source"],
+    )

@@ -1,0 +1,64 @@
+"""Placements of tiny steps for tests of exports: at random, or cut somewhere along the program."""
+
+from __future__ import annotations
+
+import random
+
+import networkx as nx
+import numpy as np
+
+from envs.cluster import Cluster, Device
+from envs.placement import Placement
+from graphs.extract import Extraction
+from graphs.extract.call_graph import call_graph
+from graphs.graph import GraphArrays, attributes_of
+from placer.export.layers import layer_of, stacks
+
+
+def cluster_of(names: tuple[str, ...]) -> Cluster:
+    devices = tuple(Device(name=name, kind=name, memory_bytes=0) for name in names)
+    return Cluster(name="any", devices=devices)
+
+
+def random_placement(
+    extraction: Extraction, names: tuple[str, ...], seed: int, *, by: str = "op"
+) -> Placement:
+    """A random device for every call, for all calls of a module, or of a layer."""
+    graph = call_graph(extraction).graph
+    found = stacks(extraction.step.model)
+    randomly = random.Random(seed)
+    chosen: dict[str, int] = {}
+    devices = []
+    for node in graph:
+        module = attributes_of(graph, node)["module"]
+        key = {"op": node, "module": module, "layer": layer_of(module, found) or module}[by]
+        devices.append(chosen.setdefault(key, randomly.randrange(len(names))))
+    return placement_of(graph, names, devices)
+
+
+def cut_placement(
+    extraction: Extraction, names: tuple[str, ...], cuts: tuple[str, ...], *, of_calls: bool
+) -> Placement:
+    """Device by device along the forward pass, the next from each of these modules on."""
+    graph = call_graph(extraction).graph if of_calls else extraction.graph
+    device, waiting = 0, list(cuts)
+    devices = []
+    for node in graph:
+        own = attributes_of(graph, node)
+        if own["phase"] == "forward" and waiting and own["module"].startswith(waiting[0]):
+            waiting.pop(0)
+            device += 1
+        devices.append(device)
+    assert not waiting, waiting
+    return placement_of(graph, names, devices)
+
+
+def placement_of(graph: nx.DiGraph[str], names: tuple[str, ...], devices: list[int]) -> Placement:
+    """A placement of a graph; those of a co-location group go with the first."""
+    arrays = GraphArrays.from_graph(graph)
+    home: dict[int, int] = {}
+    together = [
+        home.setdefault(group, device) if group >= 0 else device
+        for group, device in zip(arrays.group.tolist(), devices, strict=True)
+    ]
+    return Placement.of(arrays, cluster_of(names), np.array(together), np.zeros(len(arrays)))

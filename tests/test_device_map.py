@@ -1,0 +1,180 @@
+"""Device maps, as accelerate dispatches them over the CPU and a fake second device."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import tiny_models
+import tiny_transformers
+import torch
+from placed_at_random import cut_placement, random_placement
+from torch import Tensor, nn
+from vdev import vdev
+
+from graphs.extract import Extraction, Step, extract
+from graphs.extract.extraction import ties_of
+from placer.export.device_flow import Conflict, first_conflict
+from placer.export.device_map import device_map
+from placer.export.placed_modules import ExportError, PlacedModules, around
+
+torch.set_num_threads(1)
+accelerate = pytest.importorskip("accelerate")
+without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="vdev would take its place")
+
+PAIR = ("cpu", "vdev:0")
+GPUS = ("cuda:0", "cuda:1")
+
+
+class Meeting(nn.Module):
+    """Two towers whose outputs meet in an op of the model's own, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+        self.right = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.left(x) + self.right(x))
+        return out
+
+
+def meeting() -> Step:
+    torch.manual_seed(0)
+    return Step.of(Meeting(), (torch.randn(3, 4), torch.randn(3, 2)), tiny_models.squared)
+
+
+def transformer(name: str) -> Step:
+    target = tiny_transformers.TARGETS[name] + tiny_transformers.WITHOUT_DROPOUT.get(name, "")
+    return tiny_transformers.load(target)
+
+
+STEPS: dict[str, Callable[[], Step]] = {
+    "meeting": meeting,
+    "attention": tiny_models.attention,
+    "conv_net": tiny_models.conv_net,
+    "norm_twice": tiny_models.norm_twice,
+    "nmt": tiny_models.nmt,
+    **{
+        name: functools.partial(transformer, name)
+        for name in ("bert", "distilbert", "gpt2", "t5", "llama")
+    },
+}
+
+
+@functools.cache
+def extracted(name: str) -> Extraction:
+    return extract(STEPS[name]())
+
+
+def trained(step: Step, model: nn.Module) -> dict[str, Any]:
+    """The loss and all gradients of one step, on the CPU."""
+    output = model(*step.model_inputs, **step.keywords)
+    loss = output.loss if step.loss is None else step.loss(output, step.inputs[-1])
+    loss.backward()
+    gradients = {
+        name: None if p.grad is None else p.grad.to("cpu") for name, p in model.named_parameters()
+    }
+    return {"": loss.detach().to("cpu"), **gradients}
+
+
+@without_cuda
+@pytest.mark.parametrize("by", ["op", "module", "layer"])
+@pytest.mark.parametrize("name", STEPS)
+def test_accelerate_trains_whatever_was_placed(name: str, by: str) -> None:
+    extraction = extracted(name)
+    step = extraction.step
+    expected = trained(step, copy.deepcopy(step.model))
+    for seed in range(2):
+        placement = random_placement(extraction, PAIR, seed, by=by)
+        placed = PlacedModules.of(extraction, placement, main_device="cpu")
+        found = device_map(placed).content
+        for tied, first in ties_of(step).items():
+            homes = {found[home] for n in (tied, first) if (home := around(n, found)) is not None}
+            assert len(homes) == 1
+        with vdev():
+            model = accelerate.dispatch_model(copy.deepcopy(step.model), found, main_device="cpu")
+            if len(set(found.values())) == 1:  # its user is to feed it there
+                assert {str(p.device) for p in model.parameters()} == set(found.values())
+                continue
+            seen = trained(step, model)
+        torch.testing.assert_close(seen, expected, atol=1e-5, rtol=0)
+
+
+def test_a_placement_by_layers_is_written_as_it_is() -> None:
+    extraction = extracted("llama")
+    placement = cut_placement(extraction, GPUS, ("model.layers.1",), of_calls=True)
+    found = device_map(PlacedModules.of(extraction, placement, main_device="cuda:1"))
+    assert found.content == {
+        "model.embed_tokens": 0,
+        "model.rotary_emb": 0,
+        "model.layers.0": 0,
+        "model.layers.1": 1,
+        "model.norm": 1,
+        "lm_head": 1,
+    }
+    assert found.remarks == ()
+
+
+def test_only_what_meets_is_joined_and_its_price_is_told() -> None:
+    extraction = extracted("meeting")
+    placement = cut_placement(extraction, GPUS, ("right",), of_calls=True)
+    found = device_map(PlacedModules.of(extraction, placement))
+    # left.2 and right.2 have as many FLOPs on either device, and the first device wins.
+    assert found.content == {"left": 0, "right.0": 1, "right.2": 0, "head": 1}
+    (told,) = found.remarks
+    # right.2: 3 x 8 x 4 of 3 x (4 x 8 + 8 x 4) x 2 + 3 x 4 x 2 multiplications.
+    assert "23.5% of the FLOPs" in told
+
+
+def test_the_dry_run_on_paper_finds_where_two_devices_meet() -> None:
+    extraction = extracted("meeting")
+    devices = {"left": "cuda:0", "right.0": "cuda:1", "right.2": "cuda:1", "head": "cuda:0"}
+    found = first_conflict(extraction.forward, extraction.step, devices, "cuda:0")
+    assert found == Conflict("", ("left", "right.2"))
+    devices["right.2"] = "cuda:0"
+    assert first_conflict(extraction.forward, extraction.step, devices, "cuda:0") is None
+
+
+def test_one_device_is_one_entry() -> None:
+    extraction = extracted("gpt2")
+    placement = random_placement(extraction, ("cuda:3",), 0)
+    found = device_map(PlacedModules.of(extraction, placement))
+    assert (found.content, found.remarks) == ({"": 3}, ())
+
+
+def test_training_on_the_cpu_beside_a_gpu_is_refused_where_it_means_offloading() -> None:
+    extraction = extracted("llama")
+    placement = cut_placement(extraction, ("cuda:0", "cpu"), ("model.layers.1",), of_calls=True)
+    with pytest.raises(ExportError, match="give their parameters no gradients"):
+        device_map(PlacedModules.of(extraction, placement))
+    fed_on_cpu = device_map(PlacedModules.of(extraction, placement, main_device="cpu"))
+    assert set(fed_on_cpu.content.values()) == {0, "cpu"}
+    assert 'main_device="cpu"' in fed_on_cpu.remarks[-1]
+
+
+def test_inference_with_offloaded_modules_is_told_what_it_means() -> None:
+    extraction = extract(replace(STEPS["llama"](), training=False))
+    placement = cut_placement(extraction, ("cuda:0", "cpu"), ("model.layers.1",), of_calls=True)
+    found = device_map(PlacedModules.of(extraction, placement))
+    assert found.content["model.layers.1"] == "cpu"
+    assert "offloaded" in found.remarks[-1]
+
+
+def test_cores_are_no_devices_of_torch_until_they_are_renamed() -> None:
+    extraction = extracted("llama")
+    cores = ("core:0", "core:1")
+    placement = cut_placement(extraction, cores, ("model.layers.1",), of_calls=False)
+    with pytest.raises(ExportError, match="--as core:0=cuda:0,core:1=cuda:1"):
+        device_map(PlacedModules.of(extraction, placement))
+    with pytest.raises(ExportError, match="core:7, but the placement has core:0, core:1"):
+        PlacedModules.of(extraction, placement, renamed={"core:7": "cuda:0"})
+    renamed = dict(zip(cores, GPUS, strict=True))
+    placed = PlacedModules.of(extraction, placement, renamed=renamed, main_device="cuda:1")
+    assert device_map(placed).content["model.layers.0"] == 0
+    assert device_map(placed).content["model.layers.1"] == 1

@@ -1,0 +1,288 @@
+"""Placements as pipelines, layer counts and overrides, and the command that writes them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import tiny_reference_models
+import tiny_transformers
+import torch
+from placed_at_random import cut_placement, placement_of
+from torch import nn
+from torch.distributed.pipelining import SplitPoint, pipeline
+from torch.utils._pytree import tree_leaves
+
+from envs.placement import Placement
+from graphs.extract import Extraction, Step, extract
+from graphs.graph import attributes_of
+from placer.cli.main import main
+from placer.export import FORMATS, format_named
+from placer.export.layer_counts import layer_counts
+from placer.export.layers import Stack, stacks
+from placer.export.override_regex import override_regex
+from placer.export.pipeline_split import pipeline_split
+from placer.export.placed_modules import ExportError, PlacedModules
+
+torch.set_num_threads(1)
+GPUS = ("cuda:0", "cuda:1")
+
+
+def normed(forward: Callable[..., Any]) -> Step:
+    torch.manual_seed(0)
+    layers = {"norm": nn.LayerNorm(4), "first": nn.Linear(4, 4), "last": nn.Linear(4, 4)}
+    model = tiny_models.Plain(forward, **layers)
+    return Step.of(model, (torch.randn(3, 4), torch.randn(3, 4)), tiny_models.squared)
+
+
+def transformer(name: str) -> Step:
+    target = tiny_transformers.TARGETS[name] + tiny_transformers.WITHOUT_DROPOUT.get(name, "")
+    return tiny_transformers.load(target)
+
+
+STEPS: dict[str, Callable[[], Step]] = {
+    "norm_later": lambda: normed(lambda m, x: m.last(m.norm(m.first(m.norm(x))))),
+    "norm_twice": lambda: normed(lambda m, x: m.last(m.norm(m.norm(m.first(x))))),
+    "conv_net": tiny_models.conv_net,
+    "inception": tiny_models.inception,
+    "separate_moe": tiny_reference_models.separate_moe,
+    **{name: functools.partial(transformer, name) for name in tiny_transformers.TARGETS},
+}
+
+
+@functools.cache
+def extracted(name: str) -> Extraction:
+    if name in tiny_transformers.TARGETS:
+        pytest.importorskip("transformers")
+    return extract(STEPS[name]())
+
+
+def cut(
+    name: str, *cuts: str, names: tuple[str, ...] = GPUS, of_calls: bool = True
+) -> PlacedModules:
+    extraction = extracted(name)
+    return PlacedModules.of(extraction, cut_placement(extraction, names, cuts, of_calls=of_calls))
+
+
+# --- pipelines
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch copies what it deprecates
+@pytest.mark.parametrize("of_calls", [False, True], ids=["ops", "calls"])
+@pytest.mark.parametrize(
+    ("name", "cuts"),
+    [
+        ("conv_net", ("4",)),
+        ("bert", ("bert.encoder.layer.1",)),
+        ("gpt2", ("transformer.h.0", "transformer.h.1")),
+        ("t5", ("decoder.block.0", "decoder.block.1")),
+        pytest.param("inception", ("mixed_6c.branch7x7dbl_2",), marks=pytest.mark.slow),
+    ],
+)
+def test_torch_cuts_the_model_where_the_placement_does(
+    name: str, cuts: tuple[str, ...], of_calls: bool
+) -> None:
+    names = tuple(f"cuda:{i}" for i in range(len(cuts) + 1))
+    placed = cut(name, *cuts, names=names, of_calls=of_calls)
+    found = pipeline_split(placed).content
+    assert found["stages"] == list(names)
+    assert len(found["split_points"]) == len(cuts)
+    for start, asked in zip(found["split_points"], cuts, strict=True):
+        assert start.startswith(asked)
+    step, model = placed.step, copy.deepcopy(placed.model)
+    split_spec = dict.fromkeys(found["split_points"], SplitPoint.BEGINNING)
+    pipe = pipeline(model, step.model_inputs, dict(step.keywords), split_spec=split_spec)
+    assert pipe.num_stages == len(names)
+    torch.manual_seed(0)
+    seen = pipe(*step.model_inputs, **step.keywords)
+    torch.manual_seed(0)
+    expected = copy.deepcopy(placed.model)(*step.model_inputs, **step.keywords)
+    torch.testing.assert_close(
+        [leaf for leaf in tree_leaves(seen) if isinstance(leaf, torch.Tensor)],
+        [leaf for leaf in tree_leaves(expected) if isinstance(leaf, torch.Tensor)],
+    )
+
+
+def test_a_placement_that_goes_back_is_no_pipeline_and_the_module_is_named() -> None:
+    placed = cut("conv_net", "1", "7", names=("cuda:0", "cuda:1", "cuda:2"))
+    back = [replace(op, device=op.device.replace("2", "0")) for op in placed.ops]
+    with pytest.raises(ExportError, match="7 goes back to cuda:0, which was left after 0 for"):
+        pipeline_split(replace(placed, ops=tuple(back)))
+
+
+def test_a_module_that_runs_again_later_is_named() -> None:
+    placed = cut("norm_later", "first")
+    with pytest.raises(ExportError, match="norm runs again in stage 0 after first in stage 1"):
+        pipeline_split(placed)
+
+
+def test_a_stage_does_not_begin_with_what_is_called_twice() -> None:
+    with pytest.raises(ExportError, match="begin with norm, which a step calls more than once"):
+        pipeline_split(cut("norm_twice", "norm"))
+    assert pipeline_split(cut("norm_twice", "last")).content["split_points"].keys() == {"last"}
+
+
+def test_one_device_is_nothing_to_split() -> None:
+    with pytest.raises(ExportError, match="all modules are on cuda:0"):
+        pipeline_split(cut("conv_net", names=("cuda:0",)))
+
+
+def test_a_shared_embedding_stays_where_it_is_reached_and_that_is_told() -> None:
+    found = pipeline_split(cut("gpt2", "transformer.h.1"))
+    assert found.content["split_points"] == {"transformer.h.1": "beginning"}
+    assert found.remarks[-1].startswith("transformer.wte and lm_head share a parameter")
+
+
+# --- layers
+
+
+def test_stacks_are_the_outermost_lists_of_like_modules() -> None:
+    layer = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    body = nn.ModuleList([copy.deepcopy(layer), copy.deepcopy(layer)])
+    model = nn.ModuleDict({"body": body, "head": layer})
+    assert stacks(model) == [
+        Stack("body", ("body.0", "body.1")),
+        Stack("head", ("head.0", "head.1")),
+    ]
+    assert stacks(nn.Sequential(nn.Linear(2, 2), nn.ReLU())) == []
+
+
+def test_layers_are_counted_by_stage_and_every_module_is_in_one() -> None:
+    placed = cut("llama", "model.layers.1")
+    found = layer_counts(placed).content
+    assert found["counts"] == [1, 1]
+    assert found["stages"] == list(GPUS)
+    assert found["vllm"] == {"VLLM_PP_LAYER_PARTITION": "1,1"}
+    assert found["torchtitan"]["module_fqns_per_model_part"] == [
+        ["model.embed_tokens", "model.rotary_emb", "model.layers.0"],
+        ["model.layers.1", "model.norm", "lm_head"],
+    ]
+
+
+def test_counts_hold_although_what_is_around_the_layers_goes_back() -> None:
+    placed = cut("llama", "model.layers.1", "model.norm", names=("cuda:0", "cuda:1", "cuda:2"))
+    back = [replace(op, device=op.device.replace("2", "0")) for op in placed.ops]
+    found = layer_counts(replace(placed, ops=tuple(back)))
+    assert found.content["counts"] == [1, 1]
+    assert "torchtitan" not in found.content
+    assert "model.norm goes back to cuda:0" in found.remarks[0]
+
+
+def test_models_without_one_stack_have_no_counts() -> None:
+    with pytest.raises(ExportError, match=r"2 lists of layers, encoder\.block, decoder\.block"):
+        layer_counts(cut("t5", "decoder.block.0"))
+    with pytest.raises(ExportError, match="no list of like layers"):
+        layer_counts(cut("conv_net", "4"))
+
+
+# --- overrides
+
+
+def experts_on(name: str, device_of_layer: tuple[str, ...]) -> PlacedModules:
+    """All on cuda:0, but the experts of each layer on a device."""
+    extraction = extracted(name)
+    names = tuple(dict.fromkeys(("cuda:0", *device_of_layer)))
+    devices = []
+    for node in extraction.graph:
+        module = attributes_of(extraction.graph, node)["module"]
+        layer = re.search(r"layers\.(\d+)\..*experts", module)
+        devices.append(names.index(device_of_layer[int(layer[1])]) if layer else 0)
+    return PlacedModules.of(extraction, placement_of(extraction.graph, names, devices))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "separate_moe"])
+def test_overrides_match_the_tensors_of_the_experts_and_no_others(name: str) -> None:
+    found = override_regex(experts_on(name, ("cpu", "cuda:1"))).content
+    rules = [rule.rpartition("=") for rule in found.split(",")]
+
+    def buffer_of(tensor: str) -> list[str]:
+        return [buffer for pattern, _, buffer in rules if re.search(pattern, tensor)]
+
+    for kind in ("up", "down", "gate"):
+        assert buffer_of(f"blk.0.ffn_{kind}_exps.weight") == ["CPU"]
+        assert buffer_of(f"blk.1.ffn_{kind}_exps.weight") == ["CUDA1"]
+        assert buffer_of(f"blk.10.ffn_{kind}_exps.weight") == []
+    assert buffer_of("blk.0.ffn_gate_inp.weight") == []
+    assert buffer_of("blk.0.attn_q.weight") == []
+
+
+def test_models_without_experts_have_nothing_to_override() -> None:
+    with pytest.raises(ExportError, match="no layers with experts"):
+        override_regex(cut("llama", "model.layers.1"))
+
+
+# --- the command
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> tuple[str, Path]:
+    """A model in a file, and a placement of its ops on two cores."""
+    path = tmp_path / "model.py"
+    path.write_text(
+        "import torch\nfrom torch import nn\n\n"
+        "def build():\n"
+        "    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in '123'))\n"
+        "    return model, (torch.ones(2, 4), torch.ones(2, 4)), nn.MSELoss()\n"
+    )
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in "123"))
+    extraction = extract(Step.of(model, (torch.ones(2, 4), torch.ones(2, 4)), nn.MSELoss()))
+    placement = cut_placement(extraction, ("core:0", "core:1"), ("1",), of_calls=False)
+    placement.save(tmp_path / "placement.json")
+    return f"{path}:build", tmp_path / "placement.json"
+
+
+def export(target: tuple[str, Path], *arguments: str) -> int:
+    name, placement = target
+    return main(["export", str(placement), name, *arguments])
+
+
+def test_the_command_writes_what_the_formats_say(
+    target: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected: dict[str, Any] = {
+        "device-map": {"0": 0, "1": 1, "2": 1},
+        "pipeline": {"stages": ["cuda:0", "cuda:1"], "split_points": {"1": "beginning"}},
+    }
+    renamed = ("--as", "core:0=cuda:0,core:1=cuda:1")
+    for name, content in expected.items():
+        out = tmp_path / f"{name}.json"
+        assert export(target, "--format", name, "--out", str(out), *renamed) == 0
+        assert json.loads(out.read_text()) == content
+        assert str(out) in capsys.readouterr().err
+    assert export(target, "--format", "layer-counts") == 0
+    assert json.loads(capsys.readouterr().out)["counts"] == [1, 2]
+
+
+def test_the_command_says_what_is_in_the_way(
+    target: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export(target, "--format", "device-map") == 1
+    assert "--as core:0=cuda:0,core:1=cuda:1" in capsys.readouterr().err
+    assert export(target, "--format", "override-regex") == 1
+    assert "no layers with experts" in capsys.readouterr().err
+    assert export(target, "--format", "pipeline", "--as", "cuda:0=cuda:1") == 1
+    assert "the placement has core:0, core:1" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        export(target, "--format", "pipeline", "--as", "core:0")
+    assert "give NAME=DEVICE" in capsys.readouterr().err
+    assert export((str(tmp_path / "graph.json"), target[1]), "--format", "pipeline") == 2
+    assert "a graph file has no modules" in capsys.readouterr().err
+    other = Placement.load(target[1])
+    replace(other, graph="0" * 64).save(target[1])
+    assert export(target, "--format", "layer-counts") == 2
+    assert "was made for graph 000000000000" in capsys.readouterr().err
+
+
+def test_every_format_is_found_by_its_name() -> None:
+    for name in FORMATS:
+        assert callable(format_named(name))
+    with pytest.raises(ValueError, match="did you mean 'device-map'"):
+        format_named("device_map")

@@ -1,0 +1,252 @@
+"""What users already have: device maps as placements, and their step times."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny_models
+import torch
+from placed_at_random import cluster_of, cut_placement
+from torch import nn
+from vdev import vdev
+
+import placer
+from envs import measured_module, torch_speeds
+from envs.discover import discover
+from envs.placement import Placement
+from graphs.extract import Step, extract
+from graphs.graph import PHASES, GraphArrays
+from placer.cli.main import main
+from placer.export.device_map import device_map
+from placer.export.placed_modules import PlacedModules
+from placer.given import GIVEN, DeviceMap, load_given, placement_of
+from placer.measuring import score
+
+torch.set_num_threads(1)
+PAIR = ("a", "b")
+TARGET = """
+import torch
+from torch import nn
+
+def build():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+    return model, (torch.randn(16, 64), torch.randn(16, 8)), nn.MSELoss()
+"""
+
+
+def layers() -> Step:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    return Step.of(model, (torch.randn(3, 4), torch.randn(3, 2)), tiny_models.squared)
+
+
+@pytest.fixture(autouse=True)
+def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calibration that is quick and kept for one test."""
+    monkeypatch.setenv("PLACER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch_speeds, "STREAM_BYTES", 1 << 20)
+    monkeypatch.setattr(torch_speeds, "LARGE_BYTES", 1 << 20)
+    monkeypatch.setattr(measured_module, "TURN_S", 0.0)
+
+
+@pytest.fixture
+def second_device() -> Iterator[None]:
+    if torch.cuda.is_available():
+        pytest.skip("vdev would take CUDA's place")
+    with vdev():
+        yield
+
+
+# --- device maps
+
+
+def test_ops_run_where_the_map_has_their_module_and_others_where_their_inputs_are() -> None:
+    step = layers()
+    graph = GraphArrays.from_graph(extract(step).graph)
+    found = DeviceMap({"0": "a", "2": "b"}).placed(step.model, graph, cluster_of(PAIR))
+    for op_id, module, phase in zip(graph.ids, graph.modules, graph.phase, strict=True):
+        expected = {"0": "a", "2": "b"}.get(module)
+        if expected is None and PHASES[phase] == "forward":
+            expected = "a" if module == "1" else "b"  # the loss reads what the last layer makes
+        if expected is not None:
+            assert found.device_of(op_id) == expected, op_id
+
+
+def test_the_innermost_module_of_a_map_counts() -> None:
+    step = tiny_models.tied_weights()
+    graph = GraphArrays.from_graph(extract(step).graph)
+    found = DeviceMap({"": "a", "middle": "b"}).placed(step.model, graph, cluster_of(PAIR))
+    assert set(found.devices_of("middle")) == {"b"}
+    assert set(found.devices_of("embedding")) == {"a"}
+    found.check(graph, cluster_of(PAIR))
+
+
+def test_a_map_that_was_exported_is_the_placement_again() -> None:
+    extraction = extract(layers())
+    placement = cut_placement(extraction, ("cuda:0", "cuda:1"), ("2",), of_calls=True)
+    content = device_map(PlacedModules.of(extraction, placement, main_device="cuda:1")).content
+    again = DeviceMap({module: f"cuda:{number}" for module, number in content.items()})
+    assert again.device_names == ("cuda:0", "cuda:1")
+    graph = GraphArrays.from_graph(extraction.graph)
+    found = again.placed(extraction.step.model, graph, cluster_of(again.device_names))
+    assert set(found.devices_of("0")) == {"cuda:0"}
+    assert set(found.devices_of("2")) == {"cuda:1"}
+
+
+def test_maps_are_read_with_gpus_by_number(tmp_path: Path) -> None:
+    path = tmp_path / "map.json"
+    path.write_text('{"0": 1, "2": "cpu", "4": "cuda", "6": "core:0"}')
+    assert load_given(path) == DeviceMap({"0": "cuda:1", "2": "cpu", "4": "cuda:0", "6": "core:0"})
+    extraction = extract(layers())
+    placement = cut_placement(extraction, PAIR, ("2",), of_calls=False)
+    placement.save(path)
+    assert isinstance(load_given(path), Placement)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ('{"0": "disk"}', "'0' is on 'disk', but ops run on a GPU"),
+        ('{"0": true}', "'0' is on True"),
+        ("{}", "it names no modules"),
+        ("[]", "map.json"),
+        ('{"format": "placer-placement/9", "devices": {}}', "this version reads"),
+    ],
+)
+def test_what_is_no_map_is_refused(tmp_path: Path, content: str, told: str) -> None:
+    path = tmp_path / "map.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=told):
+        load_given(path)
+
+
+def test_a_map_of_another_model_is_refused() -> None:
+    step = layers()
+    graph = GraphArrays.from_graph(extract(step).graph)
+    cases = {
+        "names '3', which Sequential has not": {"0": "a", "2": "a", "3": "b"},
+        r"leaves out 2 of 4 parameters and buffers, such as '2\.weight'": {"0": "a", "1": "b"},
+        "c": {"0": "a", "2": "c"},
+    }
+    for told, devices in cases.items():
+        with pytest.raises(ValueError, match=told):
+            placement_of(DeviceMap(devices), step.model, graph, cluster_of(PAIR))
+
+
+# --- where a search starts from
+
+
+@pytest.mark.usefixtures("second_device")
+def test_what_a_user_has_is_one_more_candidate_and_always_run() -> None:
+    step = layers()
+    found = placer.optimize(
+        step.model,
+        step.inputs,
+        loss=step.loss,
+        devices="vdev:0,cpu",
+        memory={"vdev:0": 1 << 30, "cpu": 1 << 30},
+        budget="50e",
+        policy=None,
+        start_from={"0": "vdev:0", "2": "cpu"},
+        progress=False,
+    )
+    given = next(row for row in found.rows if row.name == GIVEN)
+    assert given.measurement is not None
+    assert given.measurement.ok
+    assert set(given.placement.devices_of("0")) == {"vdev:0"}
+    assert set(given.placement.devices_of("2")) == {"cpu"}
+
+
+def test_a_search_from_a_placement_is_never_worse_than_it(
+    files: Callable[..., tuple[Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    graph, cluster = files()
+    best, out = tmp_path / "best.json", tmp_path / "out.json"
+    command = ["optimize", str(graph), "--cluster", str(cluster), "--policy", "none", "--json"]
+    assert main([*command, "--budget", "3000e", "--out", str(best)]) == 0
+    far = json.loads(capsys.readouterr().out)
+    assert main([*command, "--budget", "1e", "--out", str(out)]) == 0
+    near = json.loads(capsys.readouterr().out)
+    assert near["step_s"] > far["step_s"]
+    started = [*command, "--budget", "1e", "--out", str(out), "--start-from", str(best)]
+    assert main(started) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["best"], found["step_s"]) == (GIVEN, far["step_s"])
+
+
+def test_a_graph_file_has_no_modules_to_start_from(
+    files: Callable[..., tuple[Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    graph, cluster = files()
+    given = tmp_path / "map.json"
+    given.write_text('{"0": "a"}')
+    command = ["optimize", str(graph), "--cluster", str(cluster), "--start-from", str(given)]
+    assert main([*command, "--out", str(tmp_path / "out.json")]) == 1
+    assert "a graph file has none: give a placement" in capsys.readouterr().err
+    assert main([*command, "--out", str(given)]) == 2
+    assert "--start-from are the same file" in capsys.readouterr().err
+
+
+# --- scores
+
+
+@pytest.mark.usefixtures("second_device")
+def test_a_map_over_two_devices_is_run_and_predicted() -> None:
+    step = layers()
+    before = tiny_models.state_of(step)
+    cluster = discover("vdev:0,cpu", {"vdev:0": 1 << 30, "cpu": 1 << 30})
+    found = score(step, DeviceMap({"0": "vdev:0", "2": "cpu"}), cluster)
+    assert found.measurement.ok
+    assert found.predicted.feasible
+    assert 0 < found.measurement.min_s <= found.step_s
+    assert set(found.placement.devices_of("0")) == {"vdev:0"}
+    assert set(found.placement.devices_of("2")) == {"cpu"}
+    told = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert told["measured"]["step_s"] == found.step_s
+    assert told["predicted"]["step_s"] == found.predicted.step_s > 0
+    tiny_models.assert_same(tiny_models.state_of(step), before)
+
+
+def test_the_command_scores_a_placement_on_a_pinned_core_and_a_map_on_the_cpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, given = tmp_path / "model.py", tmp_path / "given.json"
+    model.write_text(TARGET)
+    given.write_text('{"": "cpu"}')
+    command = ["measure", f"{model}:build", "--placement", str(given)]
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["measured"]["step_s"] > 0
+    assert found["predicted"]["peak_memory_bytes"].keys() == {"cpu"}
+    core = discover("auto").names[0] if not torch.cuda.is_available() else "core:0"
+    given.write_text(json.dumps({"": core}))
+    assert main(command) == 0
+    told = capsys.readouterr().out
+    assert "predicted step: " in told
+    assert "measured step: " in told
+
+
+def test_the_command_says_what_cannot_be_scored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, given = tmp_path / "model.py", tmp_path / "given.json"
+    model.write_text(TARGET)
+    command = ["measure", f"{model}:build", "--placement", str(given)]
+    assert main(command) == 2
+    assert "given.json" in capsys.readouterr().err
+    given.write_text('{"0": "cpu"}')
+    assert main(command) == 1
+    assert "leaves out 2 of 4" in capsys.readouterr().err
+    given.write_text('{"": "nowhere:0"}')
+    assert main(command) == 2
+    assert "nowhere:0" in capsys.readouterr().err
+    extraction = extract(layers())
+    many = cut_placement(extraction, ("cpu",), (), of_calls=True)
+    replace(many, graph="0" * 64).save(given)
+    assert main(command) == 1
+    assert "was made for graph 000000000000" in capsys.readouterr().err
