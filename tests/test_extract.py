@@ -24,6 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from envs.executor.lists import device_lists, priority_order
 from graphs.extract import Extraction, ExtractionError, Step, extract
+from graphs.extract.keys import Homes
 from graphs.extract.program import VIEW
 from graphs.graph import GraphArrays, attributes_of
 
@@ -128,7 +129,7 @@ def test_two_extractions_agree_in_every_id_and_number(name: str) -> None:
     assert list(first.graph.edges(data=True)) == list(second.graph.edges(data=True))
 
 
-@pytest.mark.parametrize("name", sorted(set(tiny_models.STEPS) - {"own_loss", "structured_output"}))
+@pytest.mark.parametrize("name", sorted(tiny_models.STEPS))
 def test_parameter_bytes_are_those_of_the_model(name: str) -> None:
     extraction = extracted(name)
     parameters = extraction.step.model.parameters()
@@ -136,8 +137,16 @@ def test_parameter_bytes_are_those_of_the_model(name: str) -> None:
     assert total(extraction.graph, "parameter_bytes") == expected
 
 
-def test_unused_parameters_belong_to_no_op() -> None:
-    assert total(extracted("own_loss").graph, "parameter_bytes") == 4 * (4 * 4 + 4)
+def test_an_unread_parameter_counts_with_the_first_op_of_the_nearest_module_around_it() -> None:
+    homes = Homes([(0, "a.b"), (1, "a"), (2, "c.d"), (3, "c.d")])
+    homed = {name: homes.of(name) for name in ("a.b.w", "a.w", "a.x.w", "c.d.e.w", "c.w", "w")}
+    assert homed == {"a.b.w": 0, "a.w": 0, "a.x.w": 0, "c.d.e.w": 2, "c.w": 2, "w": 0}
+
+
+def test_an_unread_parameter_takes_memory_but_has_no_gradient() -> None:
+    graph = extracted("own_loss").graph
+    assert total(graph, "gradient_bytes") == 4 * (4 * 4 + 4)
+    assert total(graph, "parameter_bytes") == 2 * total(graph, "gradient_bytes")
 
 
 @pytest.mark.parametrize(
