@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from envs.executor.lists import device_lists, priority_order
-from graphs.extract import Extraction, ExtractionError, Step, extract
+from graphs.extract import Extraction, ExtractionError, Step, StepError, extract
 from graphs.extract.keys import Homes
 from graphs.extract.program import VIEW
 from graphs.graph import GraphArrays, attributes_of
@@ -312,6 +312,44 @@ def test_numbers_among_the_inputs_are_part_of_the_graph() -> None:
         linear_step(lambda m, n, x, flag, y: (m.linear(x) * n - y).sum(), 3, X, None, X)
     ).program
     assert [s.name for s in program.sources if s.role == "input"] == ["0", "1"]
+
+
+class Scaled(nn.Module):
+    """Takes a keyword that is no position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, *, scale: Tensor) -> Tensor:
+        out: Tensor = self.linear(x) * scale
+        return out
+
+
+@pytest.mark.parametrize("extractor", ["export", "dispatch", "modules"])
+def test_of_keywords_the_one_that_the_model_does_not_take_is_the_target(extractor: str) -> None:
+    inputs = {"x": X, "target": X.flip(0), "scale": torch.tensor(2.0)}
+    step = Step.of(Scaled(), inputs, squared)
+    by_hand = squared(step.model(X, scale=torch.tensor(2.0)), X.flip(0))
+    assert_same(forward(copy.deepcopy(step)), by_hand)
+    assert total(extract(step, extractor).graph, "gradient_bytes") == 4 * (8 * 8 + 8)
+    alone = Step.of(step.model, inputs, squared, training=False)
+    assert_same(forward(copy.deepcopy(alone)), step.model(X, scale=torch.tensor(2.0)).detach())
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs"),
+    [
+        (Scaled(), {"x": X, "scale": X}),
+        (Scaled(), {"x": X, "scale": X, "target": X, "weight": X}),
+        (Plain(lambda m, **given: None), {"x": X, "target": X}),
+    ],
+)
+def test_keywords_without_one_target_are_refused_with_what_to_give_instead(
+    model: nn.Module, inputs: dict[str, Tensor]
+) -> None:
+    with pytest.raises(StepError, match=r"one entry that .*forward does not take.* or a tuple"):
+        Step.of(model, inputs, squared)
 
 
 # --- what is refused, and how
