@@ -13,6 +13,7 @@ from envs.measured import Measurement, contended, tied
 from envs.placement import Placement
 from envs.problem import Problem
 from graphs.extract import Extraction
+from graphs.extract.export import lstm_layers
 from graphs.extract.extraction import shown_lines
 from graphs.graph import PHASES
 
@@ -247,6 +248,12 @@ def extraction_remarks(extraction: Extraction) -> list[str]:
         found.append(
             "This is a graph of modules, timed one by one: there is no program that runs it "
             "placed, so the simulator's answer counts."
+        )
+    if extraction.step.training and (layers := lstm_layers(extraction.step)):
+        found.append(
+            f"LSTM layers ({shown_lines(layers)}) are traced cell by cell: bytes saved for "
+            "backward and times may differ from those of the fused kernel that torch trains them "
+            "with where nothing is placed."
         )
     if extraction.depends_on_data:
         found.append(
