@@ -95,6 +95,16 @@ def _recurrent_flops(inputs: Any, *further: Any, **_: Any) -> int:
     return int(2 * math.prod(inputs[:-1]) * weights)
 
 
+def _recurrent_kernel_flops(inputs: Any, of_inputs: Any, of_state: Any, *_: Any, **__: Any) -> int:
+    """One layer in one direction: every step multiplies by its two matrices of weights."""
+    return int(2 * math.prod(inputs[:-1]) * (math.prod(of_inputs) + math.prod(of_state)))
+
+
+def _recurrent_kernel_backward_flops(*inputs: Any, **_: Any) -> int:
+    """A product for the gradient of what each matrix is applied to, and one for its own."""
+    return 2 * _recurrent_kernel_flops(*inputs[:3])
+
+
 def _grouped_product_flops(left: Any, right: Any, *_: Any, **__: Any) -> int:
     """Products of G groups: a matrix stands for all groups at once, one of (G, ., .) for each.
 
@@ -120,6 +130,8 @@ FURTHER: Final[Mapping[tuple[str, str], Callable[..., Any]]] = {
     ("aten", "gru"): _recurrent_flops,
     ("aten", "rnn_tanh"): _recurrent_flops,
     ("aten", "rnn_relu"): _recurrent_flops,
+    ("aten", "mkldnn_rnn_layer"): _recurrent_kernel_flops,
+    ("aten", "mkldnn_rnn_layer_backward"): _recurrent_kernel_backward_flops,
     ("aten", "_grouped_mm"): _grouped_product_flops,
     ("transformers", "grouped_mm_fallback"): _grouped_product_flops,
     ("transformers", "grouped_mm_fallback_backward"): _grouped_product_backward_flops,

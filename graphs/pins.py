@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 import networkx as nx
 
 from graphs.graph import attributes_of
 from graphs.selection import DemandError, matching
+
+KEPT: Final = "kept together: "
+WHY: Final[Mapping[str, str]] = {
+    "parameter ": "a parameter has one home, with all that read or update it",
+    "state ": "a tied parameter or state that the step changes has one home",
+    "tensor of ": "views of a part stay with their tensor",
+    "call": "calls stay with their backward ops and with those that share their state",
+    KEPT: "so it was demanded",
+}
+"""Reasons for a co-location group, by what its name starts with."""
 
 
 def pin(graph: nx.DiGraph[str], devices: Mapping[str, str]) -> nx.DiGraph[str]:
@@ -18,8 +29,8 @@ def pin(graph: nx.DiGraph[str], devices: Mapping[str, str]) -> nx.DiGraph[str]:
         devices: {op id, module path or glob: device name}, see :func:`graphs.selection.matching`.
 
     Raises:
-        DemandError: a pattern matches nothing, two patterns want one op on different devices, or
-            the graph does not allow the device for an op.
+        DemandError: a pattern matches nothing, two patterns want one op or one co-location group
+            on different devices, or the graph does not allow the device for an op.
     """
     pinned: nx.DiGraph[str] = graph.copy()
     pinned_by: dict[str, str] = {}
@@ -38,7 +49,27 @@ def pin(graph: nx.DiGraph[str], devices: Mapping[str, str]) -> nx.DiGraph[str]:
                     f"{', '.join(allowed)}"
                 )
             pinned.nodes[op_id]["devices"] = (device,)
+    _check_groups(pinned, devices, pinned_by)
     return pinned
+
+
+def _check_groups(
+    graph: nx.DiGraph[str], devices: Mapping[str, str], pinned_by: Mapping[str, str]
+) -> None:
+    """Refuse pins, {op id: pattern}, that want one co-location group on different devices."""
+    first: dict[str, str] = {}
+    for op_id, pattern in pinned_by.items():
+        group = attributes_of(graph, op_id)["colocate"]
+        if group is None:
+            continue
+        other = first.setdefault(group, pattern)
+        if devices[other] != devices[pattern]:
+            why = next((f" ({why})" for start, why in WHY.items() if group.startswith(start)), "")
+            raise DemandError(
+                f"{other!r} is pinned to {devices[other]} and {pattern!r} to {devices[pattern]}, "
+                f"but ops of both are in the co-location group {group!r}, which shares one "
+                f"device{why}; pin them to the same device"
+            )
 
 
 def keep_together(graph: nx.DiGraph[str], patterns: Sequence[str]) -> nx.DiGraph[str]:
@@ -55,5 +86,5 @@ def keep_together(graph: nx.DiGraph[str], patterns: Sequence[str]) -> nx.DiGraph
         touched = {attributes_of(kept, op_id)["colocate"] for op_id in chosen} - {None}
         chosen += [op_id for op_id in kept if attributes_of(kept, op_id)["colocate"] in touched]
         for op_id in chosen:
-            kept.nodes[op_id]["colocate"] = f"kept together: {pattern}"
+            kept.nodes[op_id]["colocate"] = KEPT + pattern
     return kept

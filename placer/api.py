@@ -62,8 +62,9 @@ def optimize(
         model: the model; it is not changed.
         example_inputs: a tensor, a tuple of arguments or a dict of keywords. Shapes count: the
             placement is for steps of these shapes.
-        loss: called with the model's output and the last of the inputs, gives a scalar. Without
-            it a training step needs a model that returns its loss.
+        loss: called with the model's output and the target, gives a scalar. The target is the last
+            of the inputs, in a dict the one entry that the model does not take. Without a loss
+            a training step needs a model that returns its own.
         training: a step is forward and backward; with False the model's inference.
         optimizer: what updates the parameters in the step: ``"sgd"``, ``"momentum"``, ``"adam"``,
             ``"adamw"`` or a :class:`placer.Optimizer`; None leaves it out.

@@ -23,7 +23,8 @@ def demanded(
         pins: {pattern: device name}, see :func:`graphs.pins.pin`.
 
     Raises:
-        DemandError: a device or what a pattern names is not there, or two pins contradict.
+        DemandError: a device or what a pattern names is not there, or two pins contradict
+            each other or part ops that must share a device.
     """
     for pattern, device in pins.items():
         if device not in cluster.names:

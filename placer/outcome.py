@@ -13,6 +13,7 @@ from envs.measured import Measurement, contended, tied
 from envs.placement import Placement
 from envs.problem import Problem
 from graphs.extract import Extraction
+from graphs.extract.export import lstm_layers
 from graphs.extract.extraction import shown_lines
 from graphs.graph import PHASES
 
@@ -154,7 +155,7 @@ class Optimization:
             failed = [row for row in self.rows if row.is_single and row.failure]
             if failed:
                 return f"No single device could be run to compare with: {failed[0].failure}"
-            return "No single device has room for the whole step; this placement makes it fit."
+            return self._why_no_single()
         gap = single.predicted_s / self.lower_bound_s - 1 if self.lower_bound_s else 0.0
         if self.best.is_single and gap <= NO_HEADROOM:
             return (
@@ -179,6 +180,21 @@ class Optimization:
                     "still."
                 )
         return text
+
+    def _why_no_single(self) -> str:
+        """Why everything on one device is no candidate that can run: pins, costs or memory."""
+        able = self.problem.allowed.all(axis=0)
+        pinned_to = {name for names in self.problem.graph.allowed for name in names or ()}
+        if able.any():
+            which = "that the pins allow " if pinned_to else "that knows all ops "
+            return (
+                f"No single device {'' if able.all() else which}has room for the whole step; this "
+                "placement makes it fit."
+            )
+        if pinned_to:
+            names = " and ".join(name for name in self.problem.cluster.names if name in pinned_to)
+            return f"No single device may run the whole step: ops are pinned to {names}."
+        return "No single device has costs for all ops."
 
     @property
     def remarks(self) -> list[str]:
@@ -233,6 +249,12 @@ def extraction_remarks(extraction: Extraction) -> list[str]:
         found.append(
             "This is a graph of modules, timed one by one: there is no program that runs it "
             "placed, so the simulator's answer counts."
+        )
+    if extraction.step.training and (layers := lstm_layers(extraction.step)):
+        found.append(
+            f"LSTM layers ({shown_lines(layers)}) are traced cell by cell: bytes saved for "
+            "backward and times may differ from those of the fused kernel that torch trains them "
+            "with where nothing is placed."
         )
     if extraction.depends_on_data:
         found.append(

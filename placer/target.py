@@ -32,7 +32,8 @@ def load_step(target: str, *, training: bool, weights: bool = True) -> Step:
     :mod:`placer.sources.onnx`. Anything else names a function, which is
     called: it takes no arguments and returns ``(model, inputs)`` or ``(model, inputs, loss)``;
     ``inputs`` is a tensor, a tuple of arguments or a dict of keywords. With a loss function the
-    last of the inputs is the target, see :class:`graphs.extract.Step`.
+    last of the inputs is the target, in a dict the one entry that the model does not take, see
+    :meth:`graphs.extract.Step.of`.
 
     Raises:
         TargetError: there is no such model, file or function, it fails, or it returns something

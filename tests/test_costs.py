@@ -98,6 +98,20 @@ def test_a_recurrent_layer_multiplies_by_its_weights_at_every_step(layer: type[n
     assert total(extraction, "flops") == 2 * 7 * 2 * weights
 
 
+def test_a_recurrent_kernel_multiplies_by_its_weights_and_thrice_in_training() -> None:
+    """Of oneDNN, as bf16 has it and as eager training on CPUs runs it: one layer, one direction."""
+    model = Plain(lambda m, x: m.rnn(x)[0], rnn=nn.LSTM(3, 5))
+    steps = torch.randn(7, 2, 3)
+    by_hand = 2 * (7 * 2) * (4 * 5) * (3 + 5)  # four gates of 5 for each of 7 steps of 2 sequences
+    mixed = extract(Step.of(model, steps, training=False, dtype="bf16"))
+    assert "mkldnn_rnn_layer" in {data["op"] for _, data in mixed.graph.nodes(data=True)}
+    assert total(mixed, "flops") == by_hand
+    with FlopCounterMode(display=False, custom_mapping=further_formulas()) as counter:
+        model(steps).sum().backward()
+    assert counter.get_flop_counts()["Global"][torch.ops.aten.mkldnn_rnn_layer] == by_hand
+    assert counter.get_total_flops() == 3 * by_hand
+
+
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 5), st.integers(1, 5))
 def test_grouped_products_cost_as_much_as_their_parts(
     groups: int, rows: int, inner: int, columns: int

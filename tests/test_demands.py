@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import networkx as nx
 import numpy as np
 import pytest
+import tiny_models
 import torch
 from torch import nn
 
 import placer
 from envs.cluster import Cluster, Device, Link
 from graphs.graph import add_edge, add_op, graph_hash, new_graph
+from graphs.selection import DemandError
 from placer.demands import demanded
-from placer.pipeline import Options, optimize_graph
+from placer.pipeline import Options, optimize_graph, optimize_step
+from placer.report.progress import Silent
 from placer.search.budget import Budget
 
 torch.set_num_threads(1)
@@ -73,6 +77,48 @@ def test_pins_hold_for_every_candidate_though_no_single_device_can_take_all() ->
     assert best == ({"b"}, {"a"})
     assert others
     assert all(left == {"b"} and "a" in right for left, right in others)
+
+
+class Stages(Silent):
+    """Keeps what stages there were."""
+
+    def __init__(self) -> None:
+        self.titles: list[str] = []
+
+    def stage(self, title: str) -> None:
+        """A new stage."""
+        self.titles.append(title)
+
+
+def test_a_verdict_tells_pins_from_memory() -> None:
+    quick = Budget(evaluations=50)
+    told = optimize_graph(
+        two_branches(), PAIR, Options(budget=quick, pins={"left": "b", "right": "a"})
+    ).verdict
+    assert told == "No single device may run the whole step: ops are pinned to a and b."
+    large = two_branches()
+    for op_id in ("left:0", "right:0"):
+        large.nodes[op_id]["parameter_bytes"] = 1000
+    small = replace(PAIR, devices=tuple(replace(d, memory_bytes=1500) for d in PAIR.devices))
+    told = optimize_graph(large, small, Options(budget=quick)).verdict
+    assert told == "No single device has room for the whole step; this placement makes it fit."
+    told = optimize_graph(large, small, Options(budget=quick, pins={"left:3": "b"})).verdict
+    assert told.startswith("No single device that the pins allow has room for the whole step")
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="pins to two cores need two cores")
+def test_pins_that_part_tied_modules_are_refused_before_anything_is_measured() -> None:
+    one, two = (f"core:{core}" for core in CORES[:2])
+    step = tiny_models.tied_weights()
+    hear = Stages()
+    with pytest.raises(DemandError, match=r"'parameter embedding\.weight'"):
+        optimize_step(
+            step,
+            pair(one, two, kind="core"),
+            Options(pins={"embedding": one, "head": two}, measure=False),
+            hear,
+        )
+    assert hear.titles == ["Extracting the graph"]
 
 
 def test_ops_kept_together_share_a_device_in_every_candidate() -> None:

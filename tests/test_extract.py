@@ -23,7 +23,8 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from envs.executor.lists import device_lists, priority_order
-from graphs.extract import Extraction, ExtractionError, Step, extract
+from graphs.extract import Extraction, ExtractionError, Step, StepError, extract
+from graphs.extract.keys import Homes
 from graphs.extract.program import VIEW
 from graphs.graph import GraphArrays, attributes_of
 
@@ -128,7 +129,7 @@ def test_two_extractions_agree_in_every_id_and_number(name: str) -> None:
     assert list(first.graph.edges(data=True)) == list(second.graph.edges(data=True))
 
 
-@pytest.mark.parametrize("name", sorted(set(tiny_models.STEPS) - {"own_loss", "structured_output"}))
+@pytest.mark.parametrize("name", sorted(tiny_models.STEPS))
 def test_parameter_bytes_are_those_of_the_model(name: str) -> None:
     extraction = extracted(name)
     parameters = extraction.step.model.parameters()
@@ -136,8 +137,16 @@ def test_parameter_bytes_are_those_of_the_model(name: str) -> None:
     assert total(extraction.graph, "parameter_bytes") == expected
 
 
-def test_unused_parameters_belong_to_no_op() -> None:
-    assert total(extracted("own_loss").graph, "parameter_bytes") == 4 * (4 * 4 + 4)
+def test_an_unread_parameter_counts_with_the_first_op_of_the_nearest_module_around_it() -> None:
+    homes = Homes([(0, "a.b"), (1, "a"), (2, "c.d"), (3, "c.d")])
+    homed = {name: homes.of(name) for name in ("a.b.w", "a.w", "a.x.w", "c.d.e.w", "c.w", "w")}
+    assert homed == {"a.b.w": 0, "a.w": 0, "a.x.w": 0, "c.d.e.w": 2, "c.w": 2, "w": 0}
+
+
+def test_an_unread_parameter_takes_memory_but_has_no_gradient() -> None:
+    graph = extracted("own_loss").graph
+    assert total(graph, "gradient_bytes") == 4 * (4 * 4 + 4)
+    assert total(graph, "parameter_bytes") == 2 * total(graph, "gradient_bytes")
 
 
 @pytest.mark.parametrize(
@@ -303,6 +312,44 @@ def test_numbers_among_the_inputs_are_part_of_the_graph() -> None:
         linear_step(lambda m, n, x, flag, y: (m.linear(x) * n - y).sum(), 3, X, None, X)
     ).program
     assert [s.name for s in program.sources if s.role == "input"] == ["0", "1"]
+
+
+class Scaled(nn.Module):
+    """Takes a keyword that is no position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, *, scale: Tensor) -> Tensor:
+        out: Tensor = self.linear(x) * scale
+        return out
+
+
+@pytest.mark.parametrize("extractor", ["export", "dispatch", "modules"])
+def test_of_keywords_the_one_that_the_model_does_not_take_is_the_target(extractor: str) -> None:
+    inputs = {"x": X, "target": X.flip(0), "scale": torch.tensor(2.0)}
+    step = Step.of(Scaled(), inputs, squared)
+    by_hand = squared(step.model(X, scale=torch.tensor(2.0)), X.flip(0))
+    assert_same(forward(copy.deepcopy(step)), by_hand)
+    assert total(extract(step, extractor).graph, "gradient_bytes") == 4 * (8 * 8 + 8)
+    alone = Step.of(step.model, inputs, squared, training=False)
+    assert_same(forward(copy.deepcopy(alone)), step.model(X, scale=torch.tensor(2.0)).detach())
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs"),
+    [
+        (Scaled(), {"x": X, "scale": X}),
+        (Scaled(), {"x": X, "scale": X, "target": X, "weight": X}),
+        (Plain(lambda m, **given: None), {"x": X, "target": X}),
+    ],
+)
+def test_keywords_without_one_target_are_refused_with_what_to_give_instead(
+    model: nn.Module, inputs: dict[str, Tensor]
+) -> None:
+    with pytest.raises(StepError, match=r"one entry that .*forward does not take.* or a tuple"):
+        Step.of(model, inputs, squared)
 
 
 # --- what is refused, and how

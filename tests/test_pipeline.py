@@ -13,6 +13,7 @@ from pathlib import Path
 import networkx as nx
 import numpy as np
 import pytest
+import tiny_models
 import torch
 from torch import nn
 
@@ -23,9 +24,10 @@ from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator import Simulated
 from graphs.coarsen import coarsen
+from graphs.extract import extract
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 from graphs.synthetic import draw
-from placer.outcome import Optimization, PlacementError, Row, choose
+from placer.outcome import Optimization, PlacementError, Row, choose, extraction_remarks
 from placer.pipeline import Options, optimize_graph, worth_running
 from placer.rigs import rounds_for
 from placer.search.budget import Budget
@@ -151,6 +153,14 @@ def test_remarks_tell_of_scatter_wrong_predictions_and_of_the_impossible() -> No
     assert "HEFT scatter by 100%" in scatter
     assert "0.50 of what was measured" in wrong
     assert impossible.startswith("More than 2.00x is not possible")
+
+
+def test_a_remark_tells_that_lstms_are_trained_by_another_kernel_where_nothing_is_placed() -> None:
+    step = tiny_models.lstm()
+    (told,) = extraction_remarks(extract(step))
+    assert told.startswith("LSTM layers (rnn) are traced cell by cell")
+    assert extraction_remarks(extract(replace(step, training=False))) == []
+    assert extraction_remarks(extract(tiny_models.tied_weights())) == []
 
 
 @pytest.mark.parametrize(("step_s", "rounds"), [(10.0, 7), (0.1, 15), (1e-4, 41), (0.0, 41)])

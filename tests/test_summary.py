@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
+
 import networkx as nx
 import numpy as np
 import pytest
+from rich.console import Console
 
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 from graphs.summary import GraphSummary, critical_path_s
+from placer.report.summary import print_summary
 
 
 def diamond() -> nx.DiGraph[str]:
@@ -41,6 +45,26 @@ def test_counts_sums_critical_path_and_headroom() -> None:
     assert work.critical_path_s == 1.0 + 4.0 + 1.0
     assert work.headroom == pytest.approx(8 / 6)
     assert [(op.id, op.cost_s) for op in work.dearest] == [("c", 4.0), ("b", 2.0)]
+
+
+@pytest.mark.parametrize(
+    ("flops", "told"),
+    [
+        (0, "0 FLOP"),
+        (640, "640 FLOP"),
+        (12_345, "12.345 kFLOP"),
+        (2_000_000, "2.000 MFLOP"),
+        (3_500_000_000, "3.500 GFLOP"),
+        (1_234_500_000_000_000, "1,234.500 TFLOP"),
+    ],
+)
+def test_flops_are_told_in_a_fitting_unit(flops: int, told: str) -> None:
+    graph = new_graph("one")
+    add_op(graph, "a", cost_s={"x": 1.0}, flops=flops)
+    shown = io.StringIO()
+    print_summary(GraphSummary.of(graph), Console(file=shown, width=80))
+    (line,) = (line for line in shown.getvalue().splitlines() if "FLOPs" in line)
+    assert " ".join(line.split()) == f"FLOPs {told}"
 
 
 def test_dearest_ops_say_where_their_costs_come_from() -> None:

@@ -10,7 +10,7 @@ import networkx as nx
 
 from graphs.extract.colocation import colocation_groups
 from graphs.extract.convert import OpFacts
-from graphs.extract.keys import numbered
+from graphs.extract.keys import Homes, numbered
 from graphs.extract.program import VIEW, Call, Ref, StepProgram
 from graphs.graph import add_edge, add_op, new_graph
 
@@ -29,6 +29,7 @@ def build_graph(program: StepProgram, facts: Sequence[OpFacts], name: str) -> nx
     A gradient of a parameter counts once: as ``gradient_bytes`` of the first op that reads the
     parameter, whether or not the step has an optimizer. ``output_bytes`` of the op that makes it
     leave it out, unless something in the backward pass reads it, too; then autograd copies it.
+    A parameter that no op reads counts with an op of its module, see :class:`Homes`.
     """
     sizes = _Sizes(program, facts)
     ids = op_ids(facts)
@@ -109,6 +110,10 @@ class _Sizes:
                     self.optimizer[call.op] += size
             if call.shows_part:
                 self.moved[call.op] = 0
+        homes = Homes((i, op.module) for i, op in enumerate(facts))
+        for value, name in parameters.items():
+            if name in homeless:
+                self.parameter[homes.of(name)] += program.values[value].size_bytes
 
 
 def _read_bytes(program: StepProgram, call: Call, root: int) -> int:

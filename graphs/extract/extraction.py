@@ -104,9 +104,9 @@ class Extraction:
         """Refuse to run the step on other data than it was extracted on.
 
         Raises:
-            ExtractionError: it was recorded, and holds for the example inputs only.
+            ExtractionError: there is no program, or it holds for the example inputs only.
         """
-        if self.depends_on_data:
+        if self.program.op_count and self.depends_on_data:
             raise ExtractionError(
                 f"{type(self.step.model).__name__} reads values of tensors "
                 f"({shown_lines(self.depends_on_data)}), and what it does next was recorded for "

@@ -46,6 +46,7 @@ class Flow(Units):
         self.trained = {id(p) for p in step.model.parameters()}
         if step.training and isinstance(step.loss, torch.nn.Module):
             self.trained |= {id(p) for p in step.loss.parameters()}
+        self.with_gradient: set[str] = set()
         self.readers: defaultdict[str, dict[Unit, None]] = defaultdict(dict)
         self.written: set[str] = set()
         self.inputs = {
@@ -72,10 +73,12 @@ class Flow(Units):
                 if (maker := self.maker.get(self._key(tensor))) is not None:
                     self.handed_on[maker][self._key(tensor)] = bytes_of(tensor)
             if step.training:
-                trained = [t for _, t in self.state.values() if t.requires_grad]
+                trained = {name: t for name, t in self.state.values() if t.requires_grad}
                 self.is_backward = True
                 assert isinstance(found, torch.Tensor)
-                torch.autograd.grad(found, trained, allow_unused=True)
+                gradients = torch.autograd.grad(found, [*trained.values()], allow_unused=True)
+                known = zip(trained, gradients, strict=True)
+                self.with_gradient = {name for name, gradient in known if gradient is not None}
 
     def entered(self, call: ModuleCall, inputs: Any) -> None:
         """Watch the thread, if it is one that the model has started, until it leaves the call."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import fx
+
+from graphs.extract.step import LOSS
+
+Op = TypeVar("Op")
 
 
 def owner(node: fx.Node, prefix: str) -> tuple[str, str] | None:
@@ -40,6 +44,30 @@ def numbered(keys: Iterable[str]) -> list[str]:
         seen[key] += 1
         distinct.append(f"{key}#{number}" if number else key)
     return distinct
+
+
+class Homes(Generic[Op]):
+    """Where parameters that no op reads are counted, for they take memory all the same."""
+
+    def __init__(self, ops: Iterable[tuple[Op, str]]) -> None:
+        """``ops`` are all ops, one at least, each with the path of its module."""
+        self._first: dict[str, Op] = {}
+        for op, module in ops:
+            for path in _and_outer(module):
+                self._first.setdefault(path, op)
+
+    def of(self, parameter: str) -> Op:
+        """The first op in the parameter's own module, else in the nearest one around it."""
+        module = parameter.replace(LOSS, "loss").rpartition(".")[0]
+        return next(self._first[path] for path in _and_outer(module) if path in self._first)
+
+
+def _and_outer(module: str) -> Iterator[str]:
+    """A module path and those of all modules around it, the whole model's last."""
+    while module:
+        yield module
+        module = module.rpartition(".")[0]
+    yield ""
 
 
 def _stripped(path: str, prefix: str) -> str:

@@ -17,8 +17,9 @@ import torch
 
 from graphs.extract.export import cell_by_cell, check_trainable
 from graphs.extract.flow import Flow, Work, bytes_of
+from graphs.extract.keys import Homes
 from graphs.extract.refusals import explained, quiet
-from graphs.extract.step import LOSS, ExtractionError, Step, StepError
+from graphs.extract.step import ExtractionError, Step, StepError
 from graphs.extract.substitute import in_its_mode
 from graphs.extract.trial import runnable, try_fakes
 from graphs.extract.units import Unit
@@ -86,8 +87,11 @@ class _Builder:
         """Forward ops in the order in which they began, then backward ops in the reverse order."""
         groups = self._groups()
         parameters: Counter[Unit] = Counter()
+        gradients: Counter[Unit] = Counter()
         for name, unit in self.home.items():
-            parameters[unit] += bytes_of(self._state[name])
+            size = bytes_of(self._state[name])
+            parameters[unit] += size
+            gradients[unit] += size if name in self.flow.with_gradient else 0
         kept = self._kept()
         for unit in self.forward:
             work = self.flow.forward[unit]
@@ -102,6 +106,7 @@ class _Builder:
                 moved_bytes=work.moved_bytes,
                 output_bytes=sum(output.values()),
                 parameter_bytes=parameters[unit],
+                gradient_bytes=gradients[unit],
                 saved_bytes=sum(kept[unit].values()),
                 colocate=groups.get(unit),
             )
@@ -157,18 +162,15 @@ class _Builder:
         return kept
 
     def _homes(self) -> dict[str, Unit]:
-        """{parameter: the unit that it belongs to}: who read it first, else who owns it."""
+        """{parameter: the unit that it belongs to}: who read it first, else one of its module."""
         flow = self.flow
         homes: dict[str, Unit] = {}
+        of_unread = Homes((unit, unit.call.path) for unit in self.forward)
         for name, tensor in flow.state.values():
             if id(tensor) not in flow.trained:
                 continue
             readers = [unit for unit in flow.readers[name] if unit in flow.forward]
-            path = name.replace(LOSS, "loss").rpartition(".")[0]
-            owners = (unit for unit in self.forward if unit.call.path == path)
-            first = readers[0] if readers else next(owners, None)
-            if first is not None:
-                homes[name] = first
+            homes[name] = readers[0] if readers else of_unread.of(name)
         return homes
 
     def _groups(self) -> dict[Unit, str]:

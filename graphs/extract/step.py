@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -30,10 +31,10 @@ class Step:
     """One step of ``model`` on ``inputs``.
 
     With a ``loss`` function the last input is the target: the step's loss is
-    ``loss(model(*inputs[:-1]), inputs[-1])``. Without one, a training step takes the model's own
-    output: a scalar, or an output with a scalar ``loss``. With an ``optimizer`` the step also
-    updates the parameters. In another ``dtype`` than fp32 forward pass and loss are under
-    ``torch.autocast`` on CPUs; parameters keep theirs.
+    ``loss(model(*inputs[:-1], **keywords), inputs[-1])``. Without one, a training
+    step takes the model's own output: a scalar, or an output with a scalar ``loss``. With an
+    ``optimizer`` the step also updates the parameters. In another ``dtype`` than fp32 forward pass
+    and loss are under ``torch.autocast`` on CPUs; parameters keep theirs.
     """
 
     model: nn.Module
@@ -48,7 +49,7 @@ class Step:
         check_dtype(self.dtype)
         if self.loss is not None and self.training and not self.inputs:
             raise StepError(
-                "a loss function takes the last of the inputs as target, but there are no inputs"
+                "a loss function takes the last of the inputs as target, but none is positional"
             )
         if self.optimizer is not None and not self.training:
             raise ExtractionError(
@@ -67,11 +68,29 @@ class Step:
         optimizer: Optimizer | None = None,
         dtype: str = FULL,
     ) -> Step:
-        """A step from what a user has: a tensor, a tuple or list of arguments, or keywords."""
+        """A step from what a user has: a tensor, a tuple or list of arguments, or keywords.
+
+        Among keywords the target of a loss function is the one entry, whatever its name, that the
+        model's ``forward`` does not take.
+
+        Raises:
+            StepError: a loss function has no target, or several entries could be it.
+        """
         inputs: tuple[Any, ...] = (example_inputs,)
         keywords: dict[str, Any] = {}
         if isinstance(example_inputs, Mapping):
             inputs, keywords = (), dict(example_inputs)
+            if loss is not None:
+                targets = _not_taken(model, keywords)
+                if len(targets) == 1:
+                    inputs = (keywords.pop(targets[0]),)
+                elif training or targets:
+                    raise StepError(
+                        "with a loss function a dict of inputs needs one entry that "
+                        f"{type(model).__name__}.forward does not take, the target: of "
+                        f"{', '.join(map(repr, keywords))} it takes all but {len(targets)}. Give "
+                        "such an entry, or a tuple of arguments with the target at its end"
+                    )
         elif isinstance(example_inputs, tuple | list):
             inputs = tuple(example_inputs)
         return cls(model, inputs, keywords, loss, training, optimizer, dtype)
@@ -128,6 +147,14 @@ def unwrapped(name: str) -> str:
     """The name that :meth:`Step.named_state` gives to a parameter or buffer of such a module."""
     owner, _, rest = name.partition(".")
     return rest if owner == WRAPPED else f"{LOSS}.{rest}"
+
+
+def _not_taken(model: nn.Module, keywords: Mapping[str, Any]) -> list[str]:
+    """The keywords that a model's forward has no parameter for."""
+    parameters = inspect.signature(model.forward).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return []
+    return [name for name in keywords if name not in parameters]
 
 
 def _named_state(module: nn.Module) -> dict[str, torch.Tensor]:

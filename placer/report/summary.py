@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from placer.report.table import human_bytes
+from placer.report.table import human_bytes, human_flops
 
 if TYPE_CHECKING:
     from graphs.summary import GraphSummary, Work
@@ -25,7 +25,7 @@ def print_summary(summary: GraphSummary, console: Console) -> None:
     for phase, ops in summary.ops.items():
         if ops:
             table.add_row(f"{phase} ops", str(ops))
-    table.add_row("FLOPs", f"{summary.flops / 1e9:,.3f} GFLOP")
+    table.add_row("FLOPs", human_flops(summary.flops))
     table.add_row("parameters", human_bytes(summary.parameter_bytes))
     if summary.gradient_bytes:
         table.add_row("gradients", human_bytes(summary.gradient_bytes))

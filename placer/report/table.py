@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from placer.outcome import Optimization, Row
 
 UNITS: Final = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+FLOP_UNITS: Final = (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6), ("kFLOP", 1e3))
 MEASURED_COLUMNS: Final = ("measured", "min", "spread", "rebuilt")
 UNPLACED: Final = "not placed"
 
@@ -137,6 +138,14 @@ def human_bytes(size: float) -> str:
         if size >= scale:
             return f"{size / scale:.1f} {unit}"
     return f"{size:.0f} B"
+
+
+def human_flops(count: float) -> str:
+    """FLOPs with a decimal unit, as in "3.500 GFLOP"."""
+    for unit, scale in FLOP_UNITS:
+        if count >= scale:
+            return f"{count / scale:,.3f} {unit}"
+    return f"{count:.0f} FLOP"
 
 
 def _title(found: Optimization) -> str:
