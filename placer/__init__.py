@@ -24,7 +24,7 @@ from placer.shadow_guard import refuse_shadows
 if TYPE_CHECKING:
     from envs.placement import Placement
     from graphs.optimizer import Optimizer
-    from placer.api import apply, optimize, train
+    from placer.api import apply, export_placement, optimize, train
     from placer.outcome import Optimization
 
 __version__ = "0.1.0"
@@ -34,12 +34,14 @@ __all__ = [
     "Placement",
     "__version__",
     "apply",
+    "export_placement",
     "optimize",
     "train",
 ]
 
 _HOMES = {
     "apply": "placer.api",
+    "export_placement": "placer.api",
     "optimize": "placer.api",
     "train": "placer.api",
     "Optimization": "placer.outcome",

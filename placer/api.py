@@ -26,6 +26,9 @@ from graphs.extract.fake import check_has_memory
 from graphs.graph import GraphArrays
 from graphs.optimizer import Optimizer
 from graphs.precision import FULL
+from placer.export import format_named
+from placer.export.format import Exported
+from placer.export.placed_modules import PlacedModules
 from placer.given import given_from
 from placer.outcome import Optimization
 from placer.pipeline import Options, optimize_step
@@ -210,6 +213,54 @@ def apply(
     fitting = found.aligned(GraphArrays.from_graph(extraction.graph), cluster)
     order = priority_order(extraction.program, fitting.priority)
     return PlacedModel(extraction, cluster, fitting.devices, order)
+
+
+def export_placement(
+    model: nn.Module,
+    placement: Optimization | Placement | str | Path,
+    format: str,
+    example_inputs: Any = None,
+    *,
+    loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    training: bool = True,
+    dtype: str = FULL,
+    extractor: str = AUTO,
+    renamed: Mapping[str, str] | None = None,
+    main_device: str | None = None,
+) -> Exported:
+    """A placement in the terms of another runtime: ``.content``, and ``.remarks`` on what it costs.
+
+    Args:
+        model: the model that was placed.
+        placement: what :func:`optimize` returned, or a placement (file) made before.
+        format: ``"device-map"``, ``"pipeline"``, ``"layer-counts"`` or ``"override-regex"``; see
+            :mod:`placer.export`.
+        example_inputs: as for :func:`optimize`; needed with a placement (file).
+        loss: as for :func:`optimize`.
+        training: as for :func:`optimize`.
+        dtype: as for :func:`optimize`.
+        extractor: as for :func:`optimize`.
+        renamed: {device of the placement: device to write}, as in ``{"core:0": "cuda:0"}``.
+        main_device: where a model with a device map will be fed, by default the first accelerator.
+
+    Raises:
+        ExportError: the runtime cannot run such a placement; says which module is in the way.
+        ExtractionError: the model cannot be extracted.
+        ValueError: the placement is of another graph, there is no such format, or the example
+            inputs are missing.
+    """
+    write = format_named(format)
+    if isinstance(placement, Optimization) and placement.extraction is not None:
+        extraction = placement.extraction
+    elif example_inputs is None:
+        raise ValueError("without what optimize returned, example_inputs are needed, as for it")
+    else:
+        step = Step.of(model, example_inputs, loss, training=training, dtype=dtype)
+        extraction = extract(step, extractor)
+    found = placement.placement if isinstance(placement, Optimization) else placement
+    if not isinstance(found, Placement):
+        found = Placement.load(Path(found))
+    return write(PlacedModules.of(extraction, found, renamed=renamed, main_device=main_device))
 
 
 def _placed_module(extraction: Extraction, placement: Placement, cluster: Cluster) -> PlacedModule:

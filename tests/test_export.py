@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.pipelining import SplitPoint, pipeline
 from torch.utils._pytree import tree_leaves
 
+import placer
 from envs.placement import Placement
 from graphs.extract import Extraction, Step, extract
 from graphs.graph import attributes_of
@@ -76,15 +77,15 @@ def cut(
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch copies what it deprecates
-@pytest.mark.parametrize("of_calls", [False, True], ids=["ops", "calls"])
 @pytest.mark.parametrize(
-    ("name", "cuts"),
+    ("name", "cuts", "of_calls"),
     [
-        ("conv_net", ("4",)),
-        ("bert", ("bert.encoder.layer.1",)),
-        ("gpt2", ("transformer.h.0", "transformer.h.1")),
-        ("t5", ("decoder.block.0", "decoder.block.1")),
-        pytest.param("inception", ("mixed_6c.branch7x7dbl_2",), marks=pytest.mark.slow),
+        ("conv_net", ("4",), True),
+        ("conv_net", ("4",), False),
+        ("bert", ("bert.encoder.layer.1",), True),
+        ("gpt2", ("transformer.h.0", "transformer.h.1"), False),
+        pytest.param("t5", ("decoder.block.0", "decoder.block.1"), True, marks=pytest.mark.slow),
+        pytest.param("inception", ("mixed_6c.branch7x7dbl_2",), True, marks=pytest.mark.slow),
     ],
 )
 def test_torch_cuts_the_model_where_the_placement_does(
@@ -279,6 +280,18 @@ def test_the_command_says_what_is_in_the_way(
     replace(other, graph="0" * 64).save(target[1])
     assert export(target, "--format", "layer-counts") == 2
     assert "was made for graph 000000000000" in capsys.readouterr().err
+
+
+def test_python_exports_what_the_command_does(target: tuple[str, Path]) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in "123"))
+    inputs = (torch.ones(2, 4), torch.ones(2, 4))
+    renamed = {"core:0": "cuda:0", "core:1": "cuda:1"}
+    found = placer.export_placement(
+        model, target[1], "device-map", inputs, loss=nn.MSELoss(), renamed=renamed
+    )
+    assert (found.content, found.remarks) == ({"0": 0, "1": 1, "2": 1}, ())
+    with pytest.raises(ValueError, match="example_inputs are needed"):
+        placer.export_placement(model, target[1], "pipeline")
 
 
 def test_every_format_is_found_by_its_name() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import nn
 
@@ -33,7 +34,7 @@ class PlacedOp:
     moved_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class PlacedModules:
     """The forward ops of a placed step in the order of the program, and the model they are of.
 
@@ -101,14 +102,31 @@ class PlacedModules:
         """The model that is placed."""
         return self.step.model
 
-    def majority(self, modules: Iterable[str]) -> str | None:
-        """The device of most FLOPs inside some modules, then of most bytes; None without ops."""
-        work: dict[str, tuple[int, int]] = {}
-        inside = tuple(modules)
+    @cached_property
+    def _work(self) -> dict[str, dict[str, tuple[int, int]]]:
+        """{module: {device: FLOPs and bytes of the ops inside it}}."""
+        found: dict[str, dict[str, tuple[int, int]]] = {}
         for op in self.ops:
-            if any(is_inside(op.module, module) for module in inside):
-                flops, size = work.get(op.device, (0, 0))
-                work[op.device] = (flops + op.flops, size + op.moved_bytes)
+            module = op.module
+            while True:
+                inside = found.setdefault(module, {})
+                flops, size = inside.get(op.device, (0, 0))
+                inside[op.device] = (flops + op.flops, size + op.moved_bytes)
+                if not module:
+                    break
+                module = parent(module)
+        return found
+
+    def majority(self, modules: Iterable[str]) -> str | None:
+        """The device of most FLOPs inside some modules, then of most bytes; None without ops.
+
+        None of the modules is inside another.
+        """
+        work: dict[str, tuple[int, int]] = {}
+        for module in modules:
+            for device, (flops, size) in self._work.get(module, {}).items():
+                known_flops, known_size = work.get(device, (0, 0))
+                work[device] = (known_flops + flops, known_size + size)
         return max(work, key=lambda device: work[device], default=None)
 
     def home(self, module: str) -> str:
