@@ -33,12 +33,13 @@ from graphs.extract.export import (
     constants_of,
 )
 from graphs.extract.fake import without_meta
+from graphs.extract.own_backward import own_backward_refused
 from graphs.extract.program import Result, Role, Source
 from graphs.extract.recorder import Recorder, lines_that_read, listable
 from graphs.extract.refusals import explained, quiet, wants_input_gradient, writes_input
 from graphs.extract.step import ExtractionError, LossModule, Step
 from graphs.extract.substitute import in_its_mode, substituted, with_distinct_inputs
-from graphs.extract.trial import try_fakes
+from graphs.extract.trial import check_differentiable, try_fakes
 
 PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -52,7 +53,8 @@ def record(step: Step) -> Traced:
     try:
         with quiet(), in_its_mode(step), without_meta(step) as traceable, cell_by_cell(step):
             try_fakes(traceable)
-            return _Recording(with_distinct_inputs(traceable)).traced()
+            with own_backward_refused(step):
+                return _Recording(with_distinct_inputs(traceable)).traced()
     except ExtractionError:
         raise
     except Exception as error:
@@ -156,6 +158,7 @@ class _Recording:
     ) -> list[torch.Tensor]:
         with autocast(self.step.dtype):
             loss = LossModule(self.step)(*inputs, **keywords)
+        check_differentiable(self.step, loss)
         trained = [
             (given.source.name, own)
             for given, own in zip(self.given, wrapped, strict=True)

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from graphs.extract.autocast import autocast, cast_once, name_nodes, runs_under, share_casts
 from graphs.extract.fake import without_meta
 from graphs.extract.lineage import tag_calls
+from graphs.extract.own_backward import own_backward_refused
 from graphs.extract.program import Result, Source
 from graphs.extract.refusals import explained, quiet, wants_input_gradient, writes_input
 from graphs.extract.step import (
@@ -107,7 +108,7 @@ def _mixed_inference(step: Step) -> Traced:
 def _described(wrapper: nn.Module, step: Step) -> Traced:
     """The graph that AOTAutograd makes of a wrapper; descriptions tell what goes in and out."""
     arguments = step.step_inputs, dict(step.keywords)
-    with autocast(step.dtype):
+    with autocast(step.dtype), own_backward_refused(step, functions=True, saving=True):
         program = torch.export.export(wrapper, *arguments, strict=False)
     module = program.module(check_guards=False)
     assert isinstance(module, fx.GraphModule)

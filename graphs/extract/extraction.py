@@ -19,6 +19,7 @@ from graphs.extract.dispatch import record
 from graphs.extract.export import Traced, trace
 from graphs.extract.exported_calls import calls_of
 from graphs.extract.forward import ForwardProgram, forward_program
+from graphs.extract.gradients import check_gradients
 from graphs.extract.modules import module_graph
 from graphs.extract.program import StepProgram
 from graphs.extract.step import ExtractionError, Step, StepError
@@ -165,6 +166,8 @@ def _of_trace(
             f"{name} runs no ops on these inputs, so there is nothing to place; give the model "
             "that does the work"
         )
+    if step.training:
+        check_gradients(step, program.gradients)
     forward, call_of = _forward(step, traced, program, facts)
     if step.optimizer is not None:
         program, facts = with_optimizer(program, facts, step.optimizer)

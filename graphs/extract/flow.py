@@ -39,6 +39,7 @@ class Flow(Units):
     def __init__(self, step: Step) -> None:
         super().__init__(step)
         self.is_backward = False
+        self.gradients: list[str] = []  # what has one, by name
         self._alive: dict[int, torch.UntypedStorage] = {}
         self.forward: dict[Unit, Work] = {}
         self.backward: dict[Unit, Work] = {}
@@ -72,10 +73,13 @@ class Flow(Units):
                 if (maker := self.maker.get(self._key(tensor))) is not None:
                     self.handed_on[maker][self._key(tensor)] = bytes_of(tensor)
             if step.training:
-                trained = [t for _, t in self.state.values() if t.requires_grad]
+                trained = {name: t for name, t in self.state.values() if t.requires_grad}
                 self.is_backward = True
                 assert isinstance(found, torch.Tensor)
-                torch.autograd.grad(found, trained, allow_unused=True)
+                found_of = torch.autograd.grad(found, list(trained.values()), allow_unused=True)
+                self.gradients = [
+                    name for name, g in zip(trained, found_of, strict=True) if g is not None
+                ]
 
     def entered(self, call: ModuleCall, inputs: Any) -> None:
         """Watch the thread, if it is one that the model has started, until it leaves the call."""

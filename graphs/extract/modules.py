@@ -17,6 +17,8 @@ import torch
 
 from graphs.extract.export import cell_by_cell, check_trainable
 from graphs.extract.flow import Flow, Work, bytes_of
+from graphs.extract.gradients import check_gradients
+from graphs.extract.own_backward import own_backward_refused
 from graphs.extract.refusals import explained, quiet
 from graphs.extract.step import LOSS, ExtractionError, Step, StepError
 from graphs.extract.substitute import in_its_mode
@@ -51,13 +53,16 @@ def module_graph(step: Step) -> ModuleGraph:
         with quiet(), in_its_mode(step), runnable(step) as copy, cell_by_cell(step):
             try_fakes(copy)
             flow = Flow(copy)
-            flow.run(copy)
+            with own_backward_refused(step, saving=True):
+                flow.run(copy)
     except ExtractionError:
         raise
     except Exception as error:
         raise ExtractionError(explained(step, error, "run module by module")) from error
     if not flow.forward:
         raise StepError(f"{type(step.model).__name__} runs no ops on these inputs")
+    if step.training:
+        check_gradients(step, flow.gradients)
     found = _Builder(flow, type(step.model).__name__).graph()
     try:
         topological_order(found.graph)

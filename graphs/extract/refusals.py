@@ -104,6 +104,15 @@ def wants_input_gradient(which: str) -> StepError:
     )
 
 
+def loss_without_gradient(step: Step) -> StepError:
+    """The refusal of a training step without a backward pass."""
+    return StepError(
+        f"the loss of {type(step.model).__name__} does not depend on any parameter that requires "
+        "a gradient, so there is no backward pass: look for torch.no_grad() and detach() on the "
+        "way to it, or place inference"
+    )
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Keep torch from talking while it traces.

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from graphs.extract.autocast import autocast
 from graphs.extract.fake import without_meta
-from graphs.extract.refusals import DATA_DEPENDENT, explained, quiet
+from graphs.extract.refusals import DATA_DEPENDENT, explained, loss_without_gradient, quiet
 from graphs.extract.step import ExtractionError, LossModule, Step, StepError
 from graphs.extract.substitute import in_its_mode, on_copies, with_distinct_inputs
 
@@ -55,10 +55,21 @@ def forward_of(step: Step) -> object:
     """The loss of a training step, what the model returns of an inference step.
 
     Raises:
-        StepError: a training step has no scalar loss.
+        StepError: a training step has no scalar loss, or one without a backward pass.
     """
     with autocast(step.dtype):
         if step.training:
             loss: torch.Tensor = LossModule(step)(*step.inputs, **step.keywords)
+            check_differentiable(step, loss)
             return loss
         return step.model(*step.model_inputs, **step.keywords)
+
+
+def check_differentiable(step: Step, loss: torch.Tensor) -> None:
+    """Refuse a loss that has no backward pass.
+
+    Raises:
+        StepError: it depends on no parameter that requires a gradient.
+    """
+    if not loss.requires_grad:
+        raise loss_without_gradient(step)
