@@ -156,6 +156,15 @@ def test_a_loss_without_a_backward_pass_is_a_fault_of_the_step(extractor: str) -
     assert "torch.no_grad()" in str(refused.value)
 
 
+def test_a_backward_pass_that_only_tracing_cannot_see_is_no_fault_of_the_step() -> None:
+    def either(m: Any, x: Tensor) -> Any:
+        return torch.cond(x.sum() > 0, m.first, m.second, (x,))
+
+    with pytest.raises(ExtractionError) as refused:
+        extract(two_layers(either))
+    assert "does not depend on any parameter" not in str(refused.value)
+
+
 def test_torch_is_left_as_it_was() -> None:
     apply, enter = Function.__dict__["apply"], saved_tensors_hooks.__enter__
     for function in (both, checkpointed, reentrant):

@@ -29,7 +29,6 @@ from graphs.extract.export import (
     Position,
     Traced,
     cell_by_cell,
-    check_trainable,
     constants_of,
 )
 from graphs.extract.fake import without_meta
@@ -39,7 +38,7 @@ from graphs.extract.recorder import Recorder, lines_that_read, listable
 from graphs.extract.refusals import explained, quiet, wants_input_gradient, writes_input
 from graphs.extract.step import ExtractionError, LossModule, Step
 from graphs.extract.substitute import in_its_mode, substituted, with_distinct_inputs
-from graphs.extract.trial import check_differentiable, try_fakes
+from graphs.extract.trial import try_fakes
 
 PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -73,8 +72,6 @@ class _Recording:
     """One recorded step."""
 
     def __init__(self, step: Step) -> None:
-        if step.training:
-            check_trainable(step)
         self.step = step
         self.leaves, self.tree = tree_flatten((step.step_inputs, dict(step.keywords)))
         self.given = list(self._given())
@@ -158,7 +155,6 @@ class _Recording:
     ) -> list[torch.Tensor]:
         with autocast(self.step.dtype):
             loss = LossModule(self.step)(*inputs, **keywords)
-        check_differentiable(self.step, loss)
         trained = [
             (given.source.name, own)
             for given, own in zip(self.given, wrapped, strict=True)
@@ -166,9 +162,11 @@ class _Recording:
         ]
         recorder.go_back_from(loss)
         tangent = wrapped[-1].to(loss.dtype)
-        gradients = torch.autograd.grad(
-            [loss], [own for _, own in trained], [tangent], allow_unused=True
-        )
+        gradients: Sequence[torch.Tensor | None] = [None] * len(trained)
+        if loss.requires_grad:
+            gradients = torch.autograd.grad(
+                [loss], [own for _, own in trained], [tangent], allow_unused=True
+            )
         self.results = [Result(-1, "output", "0")]
         found = [loss]
         for (name, _), gradient in zip(trained, gradients, strict=True):

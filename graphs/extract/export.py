@@ -28,7 +28,6 @@ from graphs.extract.step import (
     LossModule,
     ModelAlone,
     Step,
-    StepError,
     unwrapped,
 )
 from graphs.extract.substitute import in_its_mode, with_distinct_inputs
@@ -87,7 +86,6 @@ def trace(step: Step) -> Traced:
 
 
 def _joint(step: Step) -> Traced:
-    check_trainable(step)
     with cell_by_cell(step):
         return _described(LossModule(step), step)
 
@@ -176,19 +174,6 @@ def cell_by_cell(step: Step) -> contextlib.AbstractContextManager[None]:
     if any(isinstance(part, nn.LSTM) for part in step.model.modules()):
         return torch.backends.mkldnn.flags(enabled=False)
     return contextlib.nullcontext()
-
-
-def check_trainable(step: Step) -> None:
-    """Refuse a training step that trains nothing.
-
-    Raises:
-        StepError: no parameter requires a gradient.
-    """
-    if not any(tensor.requires_grad for tensor in step.named_state().values()):
-        raise StepError(
-            f"{type(step.model).__name__} has no parameter that requires a gradient, so there is "
-            "nothing to train; place inference"
-        )
 
 
 def _is_output(description: Any) -> bool:

@@ -76,10 +76,10 @@ class Flow(Units):
                 trained = {name: t for name, t in self.state.values() if t.requires_grad}
                 self.is_backward = True
                 assert isinstance(found, torch.Tensor)
-                found_of = torch.autograd.grad(found, list(trained.values()), allow_unused=True)
-                self.gradients = [
-                    name for name, g in zip(trained, found_of, strict=True) if g is not None
-                ]
+                if found.requires_grad:
+                    gradients = torch.autograd.grad(found, [*trained.values()], allow_unused=True)
+                    pairs = zip(trained, gradients, strict=True)
+                    self.gradients = [name for name, gradient in pairs if gradient is not None]
 
     def entered(self, call: ModuleCall, inputs: Any) -> None:
         """Watch the thread, if it is one that the model has started, until it leaves the call."""

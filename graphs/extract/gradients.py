@@ -7,7 +7,7 @@ from collections.abc import Collection
 from graphs.extract.refusals import explained, loss_without_gradient, quiet
 from graphs.extract.step import ExtractionError, Step
 from graphs.extract.substitute import in_its_mode
-from graphs.extract.trial import forward_of, runnable
+from graphs.extract.trial import check_differentiable, forward_of, runnable
 
 
 def check_gradients(step: Step, found: Collection[str]) -> None:
@@ -32,7 +32,8 @@ def check_gradients(step: Step, found: Collection[str]) -> None:
         raise ExtractionError(
             f"torch computes a gradient for {lost[0]}{more}, but the traced step of "
             f"{type(step.model).__name__} does not: some of its backward pass is hidden from "
-            "tracing, as in a function that starts a backward pass of its own"
+            "tracing, as in a function that starts a backward pass of its own, or the model takes "
+            "another path every time"
         )
     if not computed:
         raise loss_without_gradient(step)
@@ -43,6 +44,7 @@ def _computed(step: Step) -> set[str]:
     try:
         with quiet(), in_its_mode(step), runnable(step) as copy:
             loss = forward_of(copy)
+            check_differentiable(copy, loss)
             state = copy.named_state()
             for own in state.values():
                 own.grad = None

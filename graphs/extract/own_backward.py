@@ -27,7 +27,7 @@ def own_backward_refused(
 
     Args:
         step: one of inference has no backward pass, and nothing is refused.
-        functions: refuse functions with a backward of their own.
+        functions: refuse functions with a backward of their own, those of torch excepted.
         saving: refuse tensors that are saved in another way, as in activation checkpointing.
 
     Raises:
@@ -47,7 +47,7 @@ def own_backward_refused(
                 f"{name} uses reentrant checkpointing{_here()}, which starts backward passes of "
                 "its own that cannot be placed; give use_reentrant=False"
             )
-        if torch.is_grad_enabled() and functions:
+        if torch.is_grad_enabled() and functions and not cls.__module__.startswith("torch."):
             raise ExtractionError(
                 f"{name} uses {cls.__name__}{_here()}, a function with a backward of its own, "
                 "which torch.export does not keep"

@@ -19,11 +19,12 @@ def check_runs(step: Step) -> None:
     """Run the forward pass once, by torch alone; the model is left as it was.
 
     Raises:
-        StepError: it fails, so that no way of extracting it can help.
+        StepError: it fails, or has nothing to go back from in training, so that no way of
+            extracting it can help.
     """
     try:
         with quiet(), in_its_mode(step), runnable(step) as copy:
-            forward_of(copy)
+            check_differentiable(copy, forward_of(copy))
     except ExtractionError:
         raise
     except Exception as error:
@@ -55,21 +56,20 @@ def forward_of(step: Step) -> object:
     """The loss of a training step, what the model returns of an inference step.
 
     Raises:
-        StepError: a training step has no scalar loss, or one without a backward pass.
+        StepError: a training step has no scalar loss.
     """
     with autocast(step.dtype):
         if step.training:
             loss: torch.Tensor = LossModule(step)(*step.inputs, **step.keywords)
-            check_differentiable(step, loss)
             return loss
         return step.model(*step.model_inputs, **step.keywords)
 
 
-def check_differentiable(step: Step, loss: torch.Tensor) -> None:
-    """Refuse a loss that has no backward pass.
+def check_differentiable(step: Step, found: object) -> None:
+    """Refuse a training step whose loss, as a plain run gives it, has no backward pass.
 
     Raises:
-        StepError: it depends on no parameter that requires a gradient.
+        StepError: the loss depends on no parameter that requires a gradient.
     """
-    if not loss.requires_grad:
+    if step.training and not (isinstance(found, torch.Tensor) and found.requires_grad):
         raise loss_without_gradient(step)
