@@ -437,7 +437,7 @@ def test_a_training_step_needs_a_scalar_loss(function: Callable[..., Any], shown
 
 def test_a_loss_function_needs_a_target() -> None:
     with pytest.raises(ExtractionError, match="takes the last of the inputs as target"):
-        Step.of(nn.Linear(8, 8), {"input": X}, squared)
+        Step.of(nn.Linear(8, 8), (), squared)
 
 
 def test_nothing_to_train_is_said() -> None:

@@ -29,10 +29,10 @@ from graphs.extract.export import (
     Position,
     Traced,
     cell_by_cell,
-    check_trainable,
     constants_of,
 )
 from graphs.extract.fake import without_meta
+from graphs.extract.own_backward import own_backward_refused
 from graphs.extract.program import Result, Role, Source
 from graphs.extract.recorder import Recorder, lines_that_read, listable
 from graphs.extract.refusals import explained, quiet, wants_input_gradient, writes_input
@@ -52,7 +52,8 @@ def record(step: Step) -> Traced:
     try:
         with quiet(), in_its_mode(step), without_meta(step) as traceable, cell_by_cell(step):
             try_fakes(traceable)
-            return _Recording(with_distinct_inputs(traceable)).traced()
+            with own_backward_refused(step):
+                return _Recording(with_distinct_inputs(traceable)).traced()
     except ExtractionError:
         raise
     except Exception as error:
@@ -71,8 +72,6 @@ class _Recording:
     """One recorded step."""
 
     def __init__(self, step: Step) -> None:
-        if step.training:
-            check_trainable(step)
         self.step = step
         self.leaves, self.tree = tree_flatten((step.step_inputs, dict(step.keywords)))
         self.given = list(self._given())
@@ -163,9 +162,11 @@ class _Recording:
         ]
         recorder.go_back_from(loss)
         tangent = wrapped[-1].to(loss.dtype)
-        gradients = torch.autograd.grad(
-            [loss], [own for _, own in trained], [tangent], allow_unused=True
-        )
+        gradients: Sequence[torch.Tensor | None] = [None] * len(trained)
+        if loss.requires_grad:
+            gradients = torch.autograd.grad(
+                [loss], [own for _, own in trained], [tangent], allow_unused=True
+            )
         self.results = [Result(-1, "output", "0")]
         found = [loss]
         for (name, _), gradient in zip(trained, gradients, strict=True):

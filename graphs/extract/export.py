@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from graphs.extract.autocast import autocast, cast_once, name_nodes, runs_under, share_casts
 from graphs.extract.fake import without_meta
 from graphs.extract.lineage import tag_calls
+from graphs.extract.own_backward import own_backward_refused
 from graphs.extract.program import Result, Source
 from graphs.extract.refusals import explained, quiet, wants_input_gradient, writes_input
 from graphs.extract.step import (
@@ -27,7 +28,6 @@ from graphs.extract.step import (
     LossModule,
     ModelAlone,
     Step,
-    StepError,
     unwrapped,
 )
 from graphs.extract.substitute import in_its_mode, with_distinct_inputs
@@ -86,7 +86,6 @@ def trace(step: Step) -> Traced:
 
 
 def _joint(step: Step) -> Traced:
-    check_trainable(step)
     with cell_by_cell(step):
         return _described(LossModule(step), step)
 
@@ -107,7 +106,7 @@ def _mixed_inference(step: Step) -> Traced:
 def _described(wrapper: nn.Module, step: Step) -> Traced:
     """The graph that AOTAutograd makes of a wrapper; descriptions tell what goes in and out."""
     arguments = step.step_inputs, dict(step.keywords)
-    with autocast(step.dtype):
+    with autocast(step.dtype), own_backward_refused(step, functions=True, saving=True):
         program = torch.export.export(wrapper, *arguments, strict=False)
     module = program.module(check_guards=False)
     assert isinstance(module, fx.GraphModule)
@@ -182,19 +181,6 @@ def lstm_layers(step: Step) -> tuple[str, ...]:
     """Paths of the LSTM layers of a step's model."""
     named = step.model.named_modules()
     return tuple(path or type(part).__name__ for path, part in named if isinstance(part, nn.LSTM))
-
-
-def check_trainable(step: Step) -> None:
-    """Refuse a training step that trains nothing.
-
-    Raises:
-        StepError: no parameter requires a gradient.
-    """
-    if not any(tensor.requires_grad for tensor in step.named_state().values()):
-        raise StepError(
-            f"{type(step.model).__name__} has no parameter that requires a gradient, so there is "
-            "nothing to train; place inference"
-        )
 
 
 def _is_output(description: Any) -> bool:

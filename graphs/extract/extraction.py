@@ -18,9 +18,12 @@ from graphs.extract.dag import build_graph
 from graphs.extract.dispatch import record
 from graphs.extract.export import Traced, trace
 from graphs.extract.exported_calls import calls_of
+from graphs.extract.faults import check_step
 from graphs.extract.forward import ForwardProgram, forward_program
+from graphs.extract.gradients import check_gradients
 from graphs.extract.modules import module_graph
 from graphs.extract.program import StepProgram
+from graphs.extract.refusals import first_line, sentences, unforeseen
 from graphs.extract.step import ExtractionError, Step, StepError
 from graphs.extract.trial import check_runs
 from graphs.extract.units import Unit
@@ -49,9 +52,10 @@ class Extraction:
 
     ``forward`` is the forward pass as it was exported, and ``call_of`` gives for every op the key
     of the call in it that the op stems from: what runs where the call does. A recording has
-    neither. A graph of modules has no program, and ``units`` says what each of its ops stands for.
-    A recording that ``depends_on_data`` holds for the example inputs only: at these lines the model
-    reads values of tensors, and another path may be taken on others.
+    neither; of an export that has none, ``no_forward`` says why. A graph of modules has no program,
+    and ``units`` says what each of its ops stands for. A recording that ``depends_on_data`` holds
+    for the example inputs only: at these lines the model reads values of tensors, and another path
+    may be taken on others.
     """
 
     step: Step
@@ -65,6 +69,7 @@ class Extraction:
     units: tuple[Unit, ...] = ()
     own_forward: ForwardProgram | None = None
     call_of: tuple[str, ...] = ()
+    no_forward: str = ""
 
     @property
     def program(self) -> StepProgram:
@@ -93,11 +98,11 @@ class Extraction:
                 "dispatch": "its ops were recorded, which pinned cores (core:N) can run",
                 "modules": "its graph is of modules",
             }[self.extractor]
-            raise ExtractionError(
+            told = (
                 f"{type(self.step.model).__name__} cannot be placed on cuda:N and cpu, which run "
-                f"models as torch.export gives them: {why}"
-                + "".join(f". {tried.reason}" for tried in self.fell_back)
+                f"models as torch.export gives them: {self.no_forward or why}"
             )
+            raise ExtractionError(sentences(told, *(tried.reason for tried in self.fell_back)))
         return self.own_forward
 
     def check_any_data(self) -> None:
@@ -133,20 +138,45 @@ def extract(step: Step, extractor: str = AUTO) -> Extraction:
         raise ValueError(
             f"there is no extractor {extractor!r}; give {AUTO} or one of {', '.join(EXTRACTORS)}"
         )
+    check_step(step)
     if extractor != AUTO:
-        return _BY_NAME[extractor](step, ())
+        return _by(extractor, step, ())
     fell_back: list[FallBack] = []
     for name in EXTRACTORS:
         try:
-            return _BY_NAME[name](step, tuple(fell_back))
+            return _by(name, step, tuple(fell_back))
         except StepError:
             raise
         except ExtractionError as error:
             if not fell_back:
                 check_runs(step)
-            fell_back.append(FallBack(name, str(error)))
-    reasons = " ".join(f"{tried.extractor}: {tried.reason}" for tried in fell_back)
-    raise ExtractionError(f"no extractor takes {type(step.model).__name__}. {reasons}")
+            fell_back.append(FallBack(name, sentences(str(error))))
+    refusal = f"no extractor takes {type(step.model).__name__}"
+    raise ExtractionError(sentences(refusal, *_told(fell_back)))
+
+
+def _told(fell_back: Sequence[FallBack]) -> list[str]:
+    """Every reason once, with the extractors that have it."""
+    by_reason: dict[str, list[FallBack]] = {}
+    for tried in fell_back:
+        _, _, reason = tried.reason.partition(": ")  # before it stands what could not be done
+        by_reason.setdefault(reason or tried.reason, []).append(tried)
+    told = []
+    for alike in by_reason.values():
+        *others, last = (tried.extractor for tried in alike)
+        who = f"{', '.join(others)} and {last}" if others else last
+        told.append(f"{who}: {alike[0].reason}")
+    return told
+
+
+def _by(extractor: str, step: Step, fell_back: tuple[FallBack, ...]) -> Extraction:
+    """The extraction by one extractor; what its author did not foresee is a refusal, too."""
+    try:
+        return _BY_NAME[extractor](step, fell_back)
+    except ExtractionError:
+        raise
+    except Exception as error:
+        raise ExtractionError(unforeseen(step, error)) from error
 
 
 def _exported(step: Step, fell_back: tuple[FallBack, ...]) -> Extraction:
@@ -167,7 +197,9 @@ def _of_trace(
             f"{name} runs no ops on these inputs, so there is nothing to place; give the model "
             "that does the work"
         )
-    forward, call_of = _forward(step, traced, program, facts)
+    if step.training:
+        check_gradients(step, program.gradients)
+    forward, call_of, no_forward = _forward(step, traced, program, facts)
     if step.optimizer is not None:
         program, facts = with_optimizer(program, facts, step.optimizer)
     return Extraction(
@@ -181,23 +213,30 @@ def _of_trace(
         depends_on_data=traced.depends_on_data,
         own_forward=forward,
         call_of=call_of,
+        no_forward=no_forward,
     )
 
 
 def _forward(
     step: Step, traced: Traced, program: StepProgram, facts: Sequence[OpFacts]
-) -> tuple[ForwardProgram | None, tuple[str, ...]]:
-    """The forward pass as it was exported, and the key of the call of every op; if it was."""
+) -> tuple[ForwardProgram | None, tuple[str, ...], str]:
+    """The forward pass as it was exported, the key of the call of every op; or why there is none.
+
+    Cores can run a step whose forward pass is one that devices of torch cannot.
+    """
     if traced.exported is None:
-        return None, ()
-    forward = forward_program(
-        traced.exported,
-        step.named_state(),
-        prefix=traced.prefix,
-        mutated={result.name for result in program.results if result.role == "state"},
-        counted={op.stems_from for op in facts if op.stems_from is not None},
-    )
-    return forward, calls_of(program, facts, forward)
+        return None, (), ""
+    try:
+        forward = forward_program(
+            traced.exported,
+            step.named_state(),
+            prefix=traced.prefix,
+            mutated={result.name for result in program.results if result.role == "state"},
+            counted={op.stems_from for op in facts if op.stems_from is not None},
+        )
+        return forward, calls_of(program, facts, forward), ""
+    except Exception as error:  # noqa: BLE001  # export has more in it than it tells
+        return None, (), f"its forward pass has what they cannot run: {first_line(error)}"
 
 
 def _of_modules(step: Step, fell_back: tuple[FallBack, ...]) -> Extraction:

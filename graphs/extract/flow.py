@@ -76,9 +76,10 @@ class Flow(Units):
                 trained = {name: t for name, t in self.state.values() if t.requires_grad}
                 self.is_backward = True
                 assert isinstance(found, torch.Tensor)
-                gradients = torch.autograd.grad(found, [*trained.values()], allow_unused=True)
-                known = zip(trained, gradients, strict=True)
-                self.with_gradient = {name for name, gradient in known if gradient is not None}
+                if found.requires_grad:
+                    gradients = torch.autograd.grad(found, [*trained.values()], allow_unused=True)
+                    known = zip(trained, gradients, strict=True)
+                    self.with_gradient = {name for name, gradient in known if gradient is not None}
 
     def entered(self, call: ModuleCall, inputs: Any) -> None:
         """Watch the thread, if it is one that the model has started, until it leaves the call."""

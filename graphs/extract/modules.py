@@ -15,9 +15,11 @@ from dataclasses import dataclass
 import networkx as nx
 import torch
 
-from graphs.extract.export import cell_by_cell, check_trainable
+from graphs.extract.export import cell_by_cell
 from graphs.extract.flow import Flow, Work, bytes_of
+from graphs.extract.gradients import check_gradients
 from graphs.extract.keys import Homes
+from graphs.extract.own_backward import own_backward_refused
 from graphs.extract.refusals import explained, quiet
 from graphs.extract.step import ExtractionError, Step, StepError
 from graphs.extract.substitute import in_its_mode
@@ -41,24 +43,25 @@ def module_graph(step: Step) -> ModuleGraph:
     """The graph of the module calls of one step; the model is left as it was.
 
     Raises:
-        StepError: the step has nothing to train, or its model runs no ops.
+        StepError: the model runs no ops.
         ExtractionError: the model fails on the example inputs, or an optimizer is in the step.
     """
     if step.optimizer is not None:
         raise ExtractionError("a graph of modules has no ops for an optimizer: leave it out")
-    if step.training:
-        check_trainable(step)
     try:
         with quiet(), in_its_mode(step), runnable(step) as copy, cell_by_cell(step):
             try_fakes(copy)
             flow = Flow(copy)
-            flow.run(copy)
+            with own_backward_refused(step, saving=True):
+                flow.run(copy)
     except ExtractionError:
         raise
     except Exception as error:
         raise ExtractionError(explained(step, error, "run module by module")) from error
     if not flow.forward:
         raise StepError(f"{type(step.model).__name__} runs no ops on these inputs")
+    if step.training:
+        check_gradients(step, flow.with_gradient)
     found = _Builder(flow, type(step.model).__name__).graph()
     try:
         topological_order(found.graph)

@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import re
 import sys
+import textwrap
 import threading
 import warnings
 from collections.abc import Iterator
@@ -19,6 +21,7 @@ from typing import Final
 import torch
 
 from graphs.extract.step import Step, StepError
+from graphs.precision import FULL
 
 OWN: Final = str(Path(__file__).parent)
 RECORDING: Final = str(Path(OWN, "dispatch.py"))
@@ -33,14 +36,25 @@ DATA_DEPENDENT: Final = {
 """Torch's exceptions for what no fixed graph can hold, and what they mean; {} is their message."""
 
 
+ADDRESS: Final = re.compile(
+    r"<(?:\w+\.)*(?:<locals>\.)?(?P<what>[^<>]+?)(?: object)? at 0x[0-9a-fA-F]+>"
+)
+METHOD: Final = re.compile(r"<(?:slot wrapper|method) '(?P<what>[^']*)' of '[^']*' objects>")
+"""How Python shows objects, for people to leave out."""
+
+
 def explained(step: Step, error: Exception, verb: str) -> str:
     """What torch says in its first line, the line of the model, and what can be done about it.
 
     ``verb`` is what cannot be done to the model, as in "exported".
     """
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    reason = (lines[0] if lines else type(error).__name__)[:300].rstrip(".")
+    lines, reason = _lines(error), first_line(error)
     advice = "The model must run on the example inputs as they are given"
+    if step.dtype != FULL:
+        advice += (
+            f", under torch.autocast in {step.dtype}; if it does without autocast only, place it "
+            f"with --dtype {FULL}"
+        )
     if type(error).__name__ in DATA_DEPENDENT:
         reason = DATA_DEPENDENT[type(error).__name__].format(reason)
         advice = (
@@ -54,6 +68,38 @@ def explained(step: Step, error: Exception, verb: str) -> str:
     if place := place or raised_at(error):
         text += f" ({place})"
     return f"{text}. {advice}."
+
+
+def unforeseen(step: Step, error: Exception) -> str:
+    """What to say of an error on the way from what torch has traced to a graph."""
+    return (
+        f"{type(step.model).__name__} was traced, but no graph comes out of the trace: "
+        f"{type(error).__name__}: {first_line(error)}. Another extractor may take it."
+    )
+
+
+def first_line(error: Exception) -> str:
+    r"""The first line of an error, without the addresses of objects and the full stop.
+
+    >>> first_line(TypeError("no <__main__.Batch object at 0x7f63> here.\nSee above"))
+    'no Batch here'
+    """
+    told = next(iter(_lines(error)), type(error).__name__)
+    told = ADDRESS.sub(r"\g<what>", METHOD.sub(r"\g<what>", told))
+    return textwrap.shorten(told.rstrip(". "), 300, placeholder=" [...]")
+
+
+def _lines(error: Exception) -> list[str]:
+    return [line.strip() for line in str(error).splitlines() if line.strip()]
+
+
+def sentences(*parts: str) -> str:
+    """Parts of a message one after another, each with one full stop.
+
+    >>> sentences("It fails", "Try again.")
+    'It fails. Try again.'
+    """
+    return " ".join(f"{part.rstrip('. ')}." for part in parts)
 
 
 def raised_at(error: Exception) -> str:
@@ -101,6 +147,15 @@ def wants_input_gradient(which: str) -> StepError:
     return StepError(
         f"tensor {which} of the inputs requires a gradient, but a placed step hands back "
         "gradients of parameters only; detach it first"
+    )
+
+
+def loss_without_gradient(step: Step) -> StepError:
+    """The refusal of a training step without a backward pass."""
+    return StepError(
+        f"the loss of {type(step.model).__name__} does not depend on any parameter that requires "
+        "a gradient, so there is no backward pass: look for torch.no_grad() and detach() on the "
+        "way to it, or place inference"
     )
 
 

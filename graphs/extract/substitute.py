@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from graphs.extract.calls import module_paths
 from graphs.extract.step import Step
 
 
@@ -43,17 +45,39 @@ def substituted(step: Step, of: Callable[[torch.Tensor], torch.Tensor]) -> Itera
 def in_its_mode(step: Step) -> Iterator[None]:
     """Switch a model that is not in the step's mode as a whole, and gradients on or off.
 
-    Modules in eval mode within a model in train mode stay so: a step is taken as it stands.
+    Modules in eval mode within a model in train mode stay so: a step is taken as it stands. At the
+    end all attributes of the model are as they were, whatever it has kept in them meanwhile.
     """
-    modes = {module: module.training for module in step.model.modules()}
+    attributes = [_Attributes(module) for module in module_paths(step)]
     if step.model.training is not step.training:
         step.model.train(step.training)
     try:
         with torch.set_grad_enabled(step.training):
             yield
     finally:
-        for module, mode in modes.items():
-            module.training = mode
+        for own in attributes:
+            own.restore()
+
+
+class _Attributes:
+    """The attributes of a module as they are now; of lists, sets and dicts, what is in them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.now = vars(module)
+        self.before = dict(self.now)
+        self.inside = [
+            (held, copy.copy(held))
+            for held in self.before.values()
+            if type(held) in (list, set, dict, OrderedDict)
+        ]
+
+    def restore(self) -> None:
+        """Give the module back what it had."""
+        self.now.clear()
+        self.now.update(self.before)
+        for held, inside in self.inside:
+            held.clear()
+            (held.extend if isinstance(held, list) else held.update)(inside)
 
 
 @contextlib.contextmanager

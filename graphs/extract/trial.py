@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from graphs.extract.autocast import autocast
 from graphs.extract.fake import without_meta
-from graphs.extract.refusals import DATA_DEPENDENT, explained, quiet
+from graphs.extract.refusals import DATA_DEPENDENT, explained, loss_without_gradient, quiet
 from graphs.extract.step import ExtractionError, LossModule, Step, StepError
 from graphs.extract.substitute import in_its_mode, on_copies, with_distinct_inputs
 
@@ -19,11 +19,12 @@ def check_runs(step: Step) -> None:
     """Run the forward pass once, by torch alone; the model is left as it was.
 
     Raises:
-        StepError: it fails, so that no way of extracting it can help.
+        StepError: it fails, or has nothing to go back from in training, so that no way of
+            extracting it can help.
     """
     try:
         with quiet(), in_its_mode(step), runnable(step) as copy:
-            forward_of(copy)
+            check_differentiable(copy, forward_of(copy))
     except ExtractionError:
         raise
     except Exception as error:
@@ -62,3 +63,13 @@ def forward_of(step: Step) -> object:
             loss: torch.Tensor = LossModule(step)(*step.inputs, **step.keywords)
             return loss
         return step.model(*step.model_inputs, **step.keywords)
+
+
+def check_differentiable(step: Step, found: object) -> None:
+    """Refuse a training step whose loss, as a plain run gives it, has no backward pass.
+
+    Raises:
+        StepError: the loss depends on no parameter that requires a gradient.
+    """
+    if step.training and not (isinstance(found, torch.Tensor) and found.requires_grad):
+        raise loss_without_gradient(step)
