@@ -197,6 +197,7 @@ class _Recording:
         found: list[torch.Tensor] = []
         for given, own in zip(self.given, wrapped, strict=True):
             source = given.source
+            # torch's stubs leave its functions for functionalization out
             written = torch._functionalize_has_data_mutation(own.elem)  # type: ignore[attr-defined]
             if source.role == "input" and written:
                 raise writes_input(f"tensor {source.name} of its inputs")

@@ -111,7 +111,8 @@ class Extraction:
         Raises:
             ExtractionError: there is no program, or it holds for the example inputs only.
         """
-        if self.program.op_count and self.depends_on_data:
+        program = self.program  # there is none of a graph of modules
+        if program.op_count and self.depends_on_data:
             raise ExtractionError(
                 f"{type(self.step.model).__name__} reads values of tensors "
                 f"({shown_lines(self.depends_on_data)}), and what it does next was recorded for "

@@ -62,6 +62,7 @@ def own_backward_refused(
             )
         enter(hooks)
 
+    # No hook of torch tells of a call of one, so that for the while the method itself is another.
     Function.apply = classmethod(applied)  # type: ignore[method-assign, assignment]
     saved_tensors_hooks.__enter__ = entered  # type: ignore[method-assign]
     try:
