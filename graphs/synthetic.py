@@ -14,6 +14,7 @@ import networkx as nx
 import numpy as np
 
 from graphs import sketches
+from graphs.motifs import cells, recurrence
 from graphs.shapes import Weights, chain, fork_join, grid, layered
 
 __all__ = ["FAMILIES", "FEWEST_OPS", "Weights", "chain", "draw", "fork_join", "grid", "layered"]
@@ -87,6 +88,23 @@ def _draw_grid(rng: np.random.Generator, max_ops: int) -> nx.DiGraph[str]:
     return grid(rng, rows=rows, columns=int(rng.integers(2, room // rows + 1)), weights=weights)
 
 
+def _draw_cells(rng: np.random.Generator, max_ops: int) -> nx.DiGraph[str]:
+    weights = _draw_weights(rng)
+    room = max_ops // 2 if weights.backward else max_ops
+    nodes = int(rng.integers(4, 17))
+    repeats = int(rng.integers(1, (room - 1) // (nodes + 1) + 1))
+    return cells(rng, repeats=repeats, nodes=nodes, weights=weights)
+
+
+def _draw_recurrence(rng: np.random.Generator, max_ops: int) -> nx.DiGraph[str]:
+    weights = _draw_weights(rng)
+    room = max_ops // 2 if weights.backward else max_ops
+    layers = int(rng.integers(2, 9))
+    steps = int(rng.integers(2, room // layers))
+    reuse = _log_uniform(rng, 1.0, 30.0)
+    return recurrence(rng, layers=layers, steps=steps, reuse=reuse, weights=weights)
+
+
 def _draw_nmt(rng: np.random.Generator, max_ops: int) -> nx.DiGraph[str]:
     layers, steps = int(rng.integers(2, 6)), int(rng.integers(5, 25))
     batch = int(rng.integers(64, 257))
@@ -154,6 +172,8 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "layered": _draw_layered,
     "fork-join": _draw_fork_join,
     "grid": _draw_grid,
+    "cells": _draw_cells,
+    "recurrence": _draw_recurrence,
     "nmt": _draw_nmt,
     "moe": _draw_moe,
     "transformer": _draw_transformer,

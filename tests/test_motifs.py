@@ -1,0 +1,124 @@
+"""Graphs of a repeated motif, and sharded matrix programs: what they promise."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import networkx as nx
+import numpy as np
+import pytest
+
+from graphs.graph import GraphArrays
+from graphs.motifs import cells, recurrence
+from graphs.shapes import Weights
+from graphs.sketches import matrix_chain, sharded_feed_forward, sharded_layer
+
+
+def rng(seed: int = 0) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def test_every_cell_is_wired_alike_and_only_its_costs_vary_a_little() -> None:
+    graph = cells(rng(), repeats=5, nodes=6, weights=Weights(spread=1.0))
+    assert len(graph) == 1 + 5 * 7
+
+    def wiring(cell: int) -> list[list[str]]:
+        prefix = f"cells.{cell}."
+        own = [f"{prefix}{node}:op" for node in range(6)]
+        inside = {op_id: op_id.removeprefix(prefix) for op_id in graph if op_id.startswith(prefix)}
+        return [sorted(inside[source] for source in graph.pred[v] if source in inside) for v in own]
+
+    assert all(wiring(cell) == wiring(0) for cell in range(5))
+    costs = np.array(
+        [[graph.nodes[f"cells.{c}.{n}:op"]["cost_s"]["*"] for n in range(6)] for c in range(5)]
+    )
+    assert np.log(costs).std(axis=0).max() < 0.3  # within a node
+    assert np.log(costs).mean(axis=0).std() > 0.3  # between nodes
+
+
+def test_a_cell_hands_on_all_that_its_nodes_do_not_read() -> None:
+    for seed in range(10):
+        graph = cells(rng(seed), repeats=4, nodes=7)
+        loose = [op_id for op_id in graph if not graph.succ[op_id]]
+        assert loose == ["cells.3.out:op"]
+
+
+def test_a_recurrence_reads_the_layer_below_the_step_before_and_weights_that_cost_nothing() -> None:
+    graph = recurrence(rng(), layers=3, steps=4)
+    assert len(graph) == 3 + 12
+    assert sorted(graph.pred["layers.1@2:op"]) == [
+        "layers.0@2:op",
+        "layers.1:weight",
+        "layers.1@1:op",
+    ]
+    assert graph.nodes["layers.1:weight"]["cost_s"]["*"] == 0.0
+    assert len(graph.succ["layers.1:weight"]) == 4
+    assert nx.dag_longest_path_length(graph, weight=None, default_weight=1) == 3 + 4 - 1
+
+
+def test_weights_of_a_recurrence_are_as_large_as_asked_for() -> None:
+    graph = recurrence(rng(), layers=4, steps=30, reuse=10.0, weights=Weights(spread=0.5))
+    for layer in range(4):
+        outputs = [graph.nodes[f"layers.{layer}@{t}:op"]["output_bytes"] for t in range(30)]
+        size = graph.nodes[f"layers.{layer}:weight"]["output_bytes"]
+        assert size / np.mean(outputs) == pytest.approx(10.0, rel=0.5)
+
+
+def test_a_motif_has_its_mean_cost_and_its_ratio_of_sending_to_computing() -> None:
+    weights = Weights(mean_cost_s=1e-3, ratio=0.5, bandwidth_bytes_per_s=1e9, spread=0.5)
+    costs, sizes = [], []
+    for seed in range(200):
+        for _, node in cells(rng(seed), repeats=1, nodes=8, weights=weights).nodes(data=True):
+            costs.append(node["cost_s"]["*"])
+            sizes.append(node["output_bytes"])
+    assert np.mean(costs) == pytest.approx(1e-3, rel=0.1)
+    assert np.mean(sizes) / 1e9 == pytest.approx(0.5e-3, rel=0.1)
+
+
+def test_a_backward_pass_is_added_where_it_is_wanted() -> None:
+    weights = Weights(backward=True)
+    assert len(cells(rng(), repeats=2, nodes=3, weights=weights)) == 2 * (1 + 2 * 4)
+    assert len(recurrence(rng(), layers=2, steps=3, weights=weights)) == 2 * (2 + 6)
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: cells(rng(), repeats=0), "0 cells of 8 nodes"),
+        (lambda: cells(rng(), nodes=0), "6 cells of 0 nodes"),
+        (lambda: recurrence(rng(), layers=0), "0 layers"),
+        (lambda: recurrence(rng(), steps=0), "0 steps"),
+        (lambda: recurrence(rng(), reuse=-1.0), "reuse -1.0"),
+        (lambda: recurrence(rng(), reuse=float("nan")), "reuse nan"),
+        (lambda: matrix_chain(shards=0), "0 x 0 tiles"),
+        (lambda: sharded_layer(size=0), "2 x 2 tiles of 0 x 0"),
+    ],
+)
+def test_sizes_that_make_no_graph_are_refused(make: object, why: str) -> None:
+    assert callable(make)
+    with pytest.raises(ValueError, match=why):
+        make()
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_a_matrix_chain_has_all_tile_products(shards: int) -> None:
+    graph = matrix_chain(shards=shards)
+    kinds = Counter(node["op"] for _, node in graph.nodes(data=True))
+    tiles = shards**2
+    assert kinds == {
+        "input": 5 * tiles,
+        "product": 3 * tiles * shards,  # A B, D E, C (D E)
+        "sum": 3 * tiles,
+        "add": tiles,
+    }
+    product = graph.pred["cde.0.0.0:product"]
+    assert sorted(product) == ["c.0.0:input", "de.0.0:sum"]
+
+
+@pytest.mark.parametrize("program", [matrix_chain, sharded_feed_forward, sharded_layer])
+def test_sharded_programs_are_graphs_of_which_every_tile_is_used(program: object) -> None:
+    assert callable(program)
+    graph = program(shards=2)
+    assert len(GraphArrays.from_graph(graph)) == len(graph)
+    results = {op_id.split(".")[0] for op_id in graph if not graph.succ[op_id]}
+    assert len(results) == 1
