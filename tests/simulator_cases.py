@@ -20,13 +20,17 @@ from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 Case: TypeAlias = "tuple[nx.DiGraph[str], Cluster, list[int], list[float]]"
 
 
-def random_graph(rng: random.Random, cluster: Cluster, *, bad_places: bool) -> nx.DiGraph[str]:
-    """Up to 16 ops in random order of insertion, with zeros and ties on purpose."""
+def random_graph(
+    rng: random.Random, cluster: Cluster, *, bad_places: bool, plain: bool
+) -> nx.DiGraph[str]:
+    """Up to 16 ops in random order of insertion, with ties and, unless plain, zeros on purpose."""
     graph = new_graph("random")
     count = rng.randint(1, 16)
     names = [f"op{i}" for i in range(count)]
     rng.shuffle(names)
     costs = rng.choice([[0.0, 1e-6], [1e-6], [1e-6, 2e-6, 3e-6], [0.0, 1.2345e-6, 5e-7, 3.3e-5]])
+    if plain:
+        costs = [cost or 1e-9 for cost in costs]
     sizes = rng.choice([[0, 1000], [1000], [0, 1, 999, 123_456, 10**6]])
     kinds = {device.kind for device in cluster.devices}
     for name in names:
@@ -54,7 +58,8 @@ def random_graph(rng: random.Random, cluster: Cluster, *, bad_places: bool) -> n
     return graph
 
 
-def random_cluster(rng: random.Random) -> Cluster:
+def random_cluster(rng: random.Random, *, plain: bool) -> Cluster:
+    """Up to 5 devices and 3 links; unless plain, they may take no time or serve by priority."""
     devices = tuple(
         Device(
             name=f"d{k}",
@@ -69,11 +74,11 @@ def random_cluster(rng: random.Random) -> Cluster:
     def link(between: list[str]) -> Link:
         return Link(
             between=tuple(between),
-            latency_s=rng.choice([0.0, 1e-6, 3.7e-6]),
+            latency_s=rng.choice([1e-9 if plain else 0.0, 1e-6, 3.7e-6]),
             bandwidth_bytes_per_s=rng.choice([math.inf, 1e9, 7e8]),
             sharing=rng.choice(SHARINGS),
             full_duplex=rng.random() < 0.5,
-            order=rng.choice(LINK_ORDERS),
+            order="fifo" if plain else rng.choice(LINK_ORDERS),
             one_way=len(between) == 2 and rng.random() < 0.3,
         )
 
@@ -88,15 +93,17 @@ def random_cluster(rng: random.Random) -> Cluster:
         name="random",
         devices=devices,
         links=tuple(links),
-        once_per_destination=rng.random() < 0.7,
+        once_per_destination=plain or rng.random() < 0.7,
     )
 
 
 def random_case(seed: int, *, bad_places: bool = True) -> Case:
+    """Every second case is plain: most of those are such that the simulator goes its short way."""
     rng = random.Random(seed)
-    cluster = random_cluster(rng)
+    plain = rng.random() < 0.5
+    cluster = random_cluster(rng, plain=plain)
     while True:
-        graph = random_graph(rng, cluster, bad_places=bad_places)
+        graph = random_graph(rng, cluster, bad_places=bad_places, plain=plain)
         try:
             Problem.of(GraphArrays.from_graph(graph), cluster)
         except ValueError:  # an op that no device may run
