@@ -121,7 +121,7 @@ def normalised(
 
 def names() -> tuple[str, ...]:
     """The policies that ship with this project."""
-    return tuple(sorted(path.stem for path in _shipped().glob("*.safetensors")))
+    return tuple(sorted(path.stem for path in shipped().glob("*.safetensors")))
 
 
 def load(name: str) -> Policy:
@@ -152,7 +152,7 @@ def path_of(name: str) -> Path:
     Raises:
         ValueError: there is no such policy; the message lists those there are.
     """
-    path = _shipped() / name if name in names() else Path(name).with_suffix("")
+    path = shipped() / name if name in names() else Path(name).with_suffix("")
     tensors_path = path.with_suffix(".safetensors")
     if not tensors_path.is_file():
         near = difflib.get_close_matches(name, names(), n=1)
@@ -190,7 +190,7 @@ def _shapes(tensors: Mapping[str, NDArray[Any]], depth: int) -> dict[str, tuple[
     return shapes
 
 
-def _shipped() -> Path:
+def shipped() -> Path:
     """Where the shipped policies are: inside an installed package, else beside the sources."""
     package = Path(__file__).resolve().parents[1]
     inside = package / "trained_policies"

@@ -135,7 +135,7 @@ class Stage:
 
     def __post_init__(self) -> None:
         _above_zero(self, "share", "graphs")
-        _check_graphs(self.families, self.max_ops)
+        check_graphs(self.families, self.max_ops)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +149,7 @@ class Test:
 
     def __post_init__(self) -> None:
         _above_zero(self, "graphs")
-        _check_graphs(self.families, self.max_ops)
+        check_graphs(self.families, self.max_ops)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,7 +223,12 @@ def _above_zero(values: object, *names: str) -> None:
             raise ValueError(f"{name} is {getattr(values, name)}, not above 0")
 
 
-def _check_graphs(chosen: tuple[str, ...], max_ops: int) -> None:
+def check_graphs(chosen: tuple[str, ...], max_ops: int) -> None:
+    """Make sure that there are such families, of such a size.
+
+    Raises:
+        ValueError: there are not.
+    """
     families(chosen)
     if not chosen:
         raise ValueError("families is empty: leave it out for all but chains")
