@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from placer.cli.arguments import seed
+from placer.cli.arguments import add_devices, count, seed
 from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs
 
 if TYPE_CHECKING:
@@ -19,10 +19,27 @@ A training that was stopped or killed goes on from NAME.checkpoint when the same
 again, and ends as it would have without. NAME.csv tells of every rollout; with the extra "track"
 so does NAME.tensorboard.
 
+With --reward measured a policy is tuned to one model on devices of this machine, and the fastest
+placement that was measured goes to NAME.placement.json.
+
 examples:
   placer train --config trained_policies/generalist.toml --out trained_policies/generalist
   placer train --out policies/mine --families layered moe --decodes 100000 --seeds 1
+  placer train --reward measured --target examples/inception.py:build --devices core:0,core:1 \\
+    --from generalist --out policies/inception
 """
+ONLY_SIMULATED = [
+    "config",
+    "decodes",
+    "seconds",
+    "seeds",
+    "families",
+    "workers",
+    "device",
+    "ray",
+    "fresh",
+]
+ONLY_MEASURED = ["target", "devices", "memory", "from_policy", "rounds", "plans", "budget"]
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -71,6 +88,28 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument(
         "--fresh", action="store_true", help="begin anew, whatever checkpoint there is"
     )
+    measured = parser.add_argument_group("tuning to one model by measured steps")
+    measured.add_argument(
+        "--reward",
+        choices=["simulated", "measured"],
+        default="simulated",
+        help="measured: tune a policy to --target by what its steps take here",
+    )
+    measured.add_argument("--target", help="the model, as for placer optimize")
+    add_devices(measured, "auto")
+    measured.add_argument(
+        "--from",
+        dest="from_policy",
+        metavar="NAME",
+        help="the policy to begin with (default: generalist)",
+    )
+    measured.add_argument("--rounds", type=count, metavar="N", help="of measuring (default: 6)")
+    measured.add_argument(
+        "--plans", type=count, metavar="N", help="sampled and run in each round (default: 6)"
+    )
+    measured.add_argument(
+        "--budget", help="of each search by simulated reward (default: 20s), as for placer optimize"
+    )
     parser.set_defaults(run=run)
 
 
@@ -78,6 +117,14 @@ def run(args: argparse.Namespace) -> int:
     """Train, write the policy with its card, say which seed was kept."""
     if not args.out.name.strip("."):
         return fail(BAD_USAGE, f"--out {args.out} names no policy; write for example policies/mine")
+    other = ONLY_MEASURED if args.reward == "simulated" else ONLY_SIMULATED
+    if given := [name for name in other if getattr(args, name) not in (None, False, {})]:
+        option = given[0].partition("_")[0]
+        return fail(BAD_USAGE, f"--{option} says nothing with --reward {args.reward}: leave it out")
+    if args.reward == "measured":
+        from placer.cli.tuning import run_tuning
+
+        return run_tuning(args)
     endings = {"weights": "safetensors", "card": "json", "log": "csv", "checkpoint": "checkpoint"}
     files = {key: args.out.with_name(f"{args.out.name}.{end}") for key, end in endings.items()}
     if (why := why_not_outputs(files, {"--config": args.config})) is not None:

@@ -77,15 +77,23 @@ class ParamsBatch(VecEnv):
     """
 
     def __init__(
-        self, pool: Sequence[Exercise], count: int, seed: int, decoders: Decoders | None = None
+        self,
+        pool: Sequence[Exercise],
+        count: int,
+        seed: int,
+        decoders: Decoders | None = None,
+        scale: tuple[NDArray[np.float32], NDArray[np.float32]] | None = None,
     ) -> None:
-        """``count`` environments that draw from one pool; ``decoders`` know its problems."""
+        """``count`` environments that draw from one pool; ``decoders`` know its problems.
+
+        Observations are in units of ``scale``, by default the pool's own.
+        """
         super().__init__(count, observation_space(), action_space())
         self.pool = list(pool)
         self.decoders = decoders or Here([item.judge for item in self.pool])
         self.chosen = np.arange(len(self.pool))
         self._random = np.random.default_rng(seed)
-        mean, deviation = pool_scale(self.pool)
+        mean, deviation = scale or pool_scale(self.pool)
         self._observations = np.stack(
             [normalised(item.summary, mean, deviation) for item in self.pool]
         )

@@ -22,6 +22,7 @@ from placer.policies.training.config import TrainingConfig
 from placer.policies.training.curriculum import Curriculum
 from placer.policies.training.imitation import evolved_actions, imitate
 from placer.policies.training.learner import Learner
+from placer.policies.training.networks import exported
 from placer.policies.training.scores import SAMPLES, scores
 
 SEQUENTIAL_FORMAT: Final = "placer-sequential-policy/1"
@@ -168,31 +169,6 @@ def task_for(config: TrainingConfig, curriculum: Curriculum) -> Task:
     if config.algorithm == "maskable-ppo":
         return OpByOp(config, curriculum)
     return DecoderWeights(config, curriculum)
-
-
-def exported(
-    model: OnPolicyAlgorithm,
-    name: str,
-    mean: NDArray[np.float32],
-    deviation: NDArray[np.float32],
-) -> Policy:
-    """The network of a trained model as a policy without a card."""
-    state = {key: value.detach().cpu().numpy() for key, value in model.policy.state_dict().items()}
-    hidden = sorted(
-        key.removesuffix(".weight")
-        for key in state
-        if key.startswith("mlp_extractor.policy_net.") and key.endswith(".weight")
-    )
-    return Policy(
-        name=name,
-        card={},
-        feature_mean=mean,
-        feature_deviation=deviation,
-        layers=tuple(
-            (state[f"{layer}.weight"], state[f"{layer}.bias"]) for layer in [*hidden, "action_net"]
-        ),
-        log_std=state["log_std"],
-    )
 
 
 def _decoders(config: TrainingConfig, curriculum: Curriculum) -> Decoders:
