@@ -19,13 +19,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_training import SMALL_PPO, TINY
 
-from placer.policies import load
+from placer.cli.main import main
+from placer.policies import load, reference
 from placer.policies.decoders import Here, Processes
+from placer.policies.params_env import weights_of
 from placer.policies.pool import Clusters, draw_pool
 from placer.policies.training import load_config, train
 from placer.policies.training.config import Imitation, Length, Ppo, Stage, TrainingConfig
+from placer.policies.training.imitation import evolved_actions
 from placer.policies.training.log import COLUMNS
 from placer.policies.training.records import differences, plain, record
+from placer.report.progress import time_left
 from placer.search.decoder import HEFT, WEIGHT_COUNT
 
 torch.set_num_threads(1)
@@ -35,7 +39,7 @@ TWO_STAGES = replace(
     TINY,
     seeds=2,
     checkpoint_rollouts=3,
-    length=Length(decodes=800),
+    length=Length(decodes=480),
     stage=(
         Stage(families=("layered",), graphs=3, max_ops=80),
         Stage(families=("grid",), graphs=3, max_ops=80, clusters=Clusters(comm_ratio=(1.0, 4.0))),
@@ -207,17 +211,33 @@ def test_a_killed_training_goes_on_to_the_same_curve(tmp_path: Path, algorithm: 
     config.write_text(toml(TWO_STAGES if algorithm == "ppo" else sequential))
     train(tmp_path / "whole", load_config(config))
     killed = tmp_path / "killed"
-    with subprocess.Popen(command(config, killed), stderr=subprocess.DEVNULL) as process:
-        while not has_told(killed, rollouts=120 if algorithm == "ppo" else 20):
+    helped = ["--workers", "2"] if algorithm == "ppo" else []
+    with subprocess.Popen(command(config, killed, *helped), stderr=subprocess.DEVNULL) as process:
+        while not has_told(killed, rollouts=75 if algorithm == "ppo" else 20):
             assert process.poll() is None, "it ended before it was killed"
             time.sleep(0.002)
+        own = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         process.send_signal(signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL
     assert not (tmp_path / "killed.json").exists()
     train(killed, load_config(config))
     assert curve(killed) == curve(tmp_path / "whole")
+    if algorithm == "maskable-ppo":
+        with pytest.raises(ValueError, match="op by op"):
+            load(str(killed))
     weights = [tmp_path / f"{name}.safetensors" for name in ("whole", "killed")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert len(own) >= len(helped)
+    assert not [child for child in own if is_running(int(child))], "workers outlive who is killed"
+
+
+def is_running(process: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 def has_told(out: Path, *, rollouts: int) -> bool:
@@ -300,3 +320,97 @@ def test_a_pool_drawn_with_the_defaults_is_what_it_was() -> None:
     first, second = draw_pool(5, 4, 80), draw_pool(5, 4, 80, clusters=Clusters())
     for ours, theirs in zip(first, second, strict=True):
         assert (ours.summary == theirs.summary).all()
+
+
+def test_the_command_takes_a_configuration_and_options_go_before_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "tiny.toml"
+    config.write_text(toml(TINY))
+    out = tmp_path / "policies" / "tiny"
+    out.parent.mkdir()
+    arguments = ["train", "--config", str(config), "--out", str(out), "--families", "grid"]
+    assert main([*arguments, "--decodes", "8", "--first-seed", "3"]) == 0
+    assert "seed 3 of 1" in capsys.readouterr().out
+    card = load(str(out)).card
+    assert card["trained_on"]["families"] == ["grid"]
+    assert card["seeds"][0]["decodes"] == 8
+    assert sorted(path.name for path in out.parent.iterdir() if path.is_file()) == [
+        "tiny.csv",
+        "tiny.json",
+        "tiny.safetensors",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--config", "nowhere.toml"], "nowhere.toml"),
+        (["--decodes", "0"], "above 0"),
+        (["--decodes", "10", "--seconds", "1"], "give one of them"),
+        (["--workers", "2", "--ray"], "not both"),
+        (["--families", "layred"], "layered"),
+        (["--device", "cuda"], "no such device"),
+    ],
+)
+def test_the_command_refuses_what_makes_no_sense(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
+) -> None:
+    if "cuda" in arguments and torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert main(["train", "--out", str(tmp_path / "tiny"), *arguments]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_tensorboard_has_the_curve_where_it_is_installed(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    train(tmp_path / "tiny", TINY)
+    events = accumulator.EventAccumulator(str(tmp_path / "tiny.tensorboard" / "seed-0"))
+    events.Reload()
+    told = [(event.step, event.value) for event in events.Scalars("mean_ratio")]
+    rows = curve(tmp_path / "tiny")
+    assert [step for step, _ in told] == [int(row["decodes"]) for row in rows]
+    assert [value for _, value in told] == pytest.approx([float(r["mean_ratio"]) for r in rows])
+
+
+def test_evolved_weights_are_no_worse_than_those_it_began_with() -> None:
+    pool = draw_pool(5, 4, 80)
+    decoders = Here([item.judge for item in pool])
+    numbers = np.arange(4)
+    actions = evolved_actions(decoders, numbers, Imitation(graphs=4, decodes=60), 0, lambda _: None)
+    assert np.abs(actions).max() <= 1.0
+    heft = decoders.costs(numbers, np.tile(HEFT, (4, 1)))
+    found = decoders.costs(numbers, weights_of(actions))
+    assert (found <= heft * 1.02).all()  # actions are of single precision
+    assert found.sum() < heft.sum()
+
+
+def test_a_reference_model_is_drawn_with_costs_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "MODELS", {"dlrm": reference.MODELS["dlrm"]})
+    small, large = (
+        draw_pool(1, 2, max_ops, ["reference"])[0].judge.problem for max_ops in (100, 400)
+    )
+    assert small.op_count <= 100 < large.op_count <= 400
+    assert (large.cost_ns >= 5000).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(reference.MODELS))
+def test_every_reference_model_is_extracted_without_memory(name: str) -> None:
+    graph = reference.extracted(name)
+    assert len(graph) > 50
+    assert {node["phase"] for _, node in graph.nodes(data=True)} == {"forward", "backward"}
+
+
+@pytest.mark.parametrize(
+    ("spent_s", "share", "told"),
+    [
+        (60.0, 0.25, ", 3 min left"),
+        (10.0, 0.5, ", 10 s left"),
+        (3600.0, 0.2, ", 4.0 h left"),
+        (1.0, 0.0, ""),
+        (5.0, 1.0, ", 0 s left"),
+    ],
+)
+def test_what_is_left_is_told_in_a_fitting_unit(spent_s: float, share: float, told: str) -> None:
+    assert time_left(spent_s, share) == told

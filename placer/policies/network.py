@@ -21,6 +21,7 @@ from placer.search.decoder import HEFT, WEIGHT_COUNT
 from placer.search.judge import Judge
 
 FORMAT: Final = "placer-policy/1"
+SEQUENTIAL_FORMAT: Final = "placer-sequential-policy/1"
 ACTION_SCALE: Final = 2.0
 """Decoder weights are those of HEFT + ACTION_SCALE * action, actions within -1 .. 1."""
 FARTHEST: Final = 5.0
@@ -138,6 +139,8 @@ def load(name: str) -> Policy:
         tensors = load_file(tensors_path)
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"{path}: not a policy: {error}") from error
+    if isinstance(card, dict) and card.get("format") == SEQUENTIAL_FORMAT:
+        raise ValueError(f"{path} chooses devices op by op: it proposes no decoder weights")
     if not isinstance(card, dict) or card.get("format") != FORMAT:
         raise ValueError(f"{card_path}: the format is not {FORMAT!r}; train the policy again")
     try:

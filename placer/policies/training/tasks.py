@@ -15,7 +15,7 @@ from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from graphs.whole_file import write_whole
 from placer.policies.decoders import Decoders, Here, Processes
 from placer.policies.generated_env import GeneratedBatch, GeneratedPlacementEnv
-from placer.policies.network import FORMAT, Policy, write_card
+from placer.policies.network import FORMAT, SEQUENTIAL_FORMAT, Policy, write_card
 from placer.policies.params_env import ParamsBatch
 from placer.policies.pool import Exercise
 from placer.policies.training.config import TrainingConfig
@@ -25,7 +25,6 @@ from placer.policies.training.learner import Learner
 from placer.policies.training.networks import exported
 from placer.policies.training.scores import SAMPLES, scores
 
-SEQUENTIAL_FORMAT: Final = "placer-sequential-policy/1"
 CANNOT_RUN: Final = 1e3
 """Ratio of a placement that cannot run."""
 
