@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_training import SMALL_PPO, TINY
 
+import placer
 from placer.cli.main import main
 from placer.policies import load, reference
 from placer.policies.decoders import Here, Processes
@@ -102,6 +103,7 @@ def test_a_configuration_that_is_written_reads_back_unchanged(tmp_path: Path) ->
         ("[length]\ndecodes = 10\nseconds = 1.0", "length: .* either decodes or seconds"),
         ("[length]\ndecodes = 0", "length: .* above 0"),
         ("seeds = 0", "seeds is 0"),
+        ("first_seed = 1000000", "not within 0 .. 999999"),
         ("seeds = 1.5", "seeds is 1.5, not a whole number"),
         ('workers = "rat"', "workers is 'rat', not one of 'ray'"),
         ("workers = -1", "workers is -1"),
@@ -340,6 +342,18 @@ def test_the_command_takes_a_configuration_and_options_go_before_it(
         "tiny.json",
         "tiny.safetensors",
     ]
+
+
+def test_python_trains_by_the_same_configuration(tmp_path: Path) -> None:
+    config = tmp_path / "tiny.toml"
+    config.write_text(toml(TINY))
+    policy = placer.train(tmp_path / "tiny", config, seeds=2, families=["grid"])
+    assert policy.name == "tiny"
+    assert len(policy.card["seeds"]) == 2
+    assert policy.card["trained_on"]["families"] == ["grid"]
+    config.write_text(toml(replace(TINY, algorithm="maskable-ppo")))
+    with pytest.raises(ValueError, match="op by op"):
+        placer.train(tmp_path / "tiny", config)
 
 
 @pytest.mark.parametrize(

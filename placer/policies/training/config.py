@@ -48,6 +48,8 @@ from placer.policies.training.records import plain, record
 
 FORMAT: Final = "placer-training/1"
 LARGEST_FILE_BYTES: Final = 10**6
+MOST_SEEDS: Final = 1_000_000
+"""Seeds beyond would draw graphs that are for testing."""
 UNIMPORTANT: Final = ("workers", "checkpoint_rollouts", "ray_address")
 """What has no influence on what is learnt."""
 
@@ -172,8 +174,8 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         _above_zero(self, "seeds", "checkpoint_rollouts")
-        if self.first_seed < 0:
-            raise ValueError(f"first_seed is {self.first_seed}, below 0")
+        if not 0 <= self.first_seed < MOST_SEEDS:
+            raise ValueError(f"first_seed is {self.first_seed}, not within 0 .. {MOST_SEEDS - 1}")
         if isinstance(self.workers, int) and self.workers < 0:
             raise ValueError(f'workers is {self.workers}: give 0 or more processes, or "ray"')
         if not self.stage:
