@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from placer.policies.training import TrainingConfig
-from placer.policies.training.config import Length, Ppo, Stage, Test
+from placer.policies.training.config import Length, Ppo, Stage, Testing
 
 SMALL_PPO = Ppo(environments=4, steps=2, batch_size=4, epochs=2, layers=(8,))
 TINY = TrainingConfig(
@@ -12,5 +12,5 @@ TINY = TrainingConfig(
     length=Length(decodes=32),
     ppo=SMALL_PPO,
     stage=(Stage(families=("layered",), graphs=2, max_ops=80),),
-    test=Test(graphs=2, max_ops=80, families=("layered", "grid")),
+    test=Testing(graphs=2, max_ops=80, families=("layered", "grid")),
 )

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import placer
+from envs.executor.pool import WorkerError
 from envs.measured import Measurement, contended, tied
 from envs.placement import MadeBy, Placement
 from envs.simulator import Simulator
@@ -75,7 +76,7 @@ class Measuring:
 
         Raises:
             KeyboardInterrupt: the measuring was stopped.
-            WorkerError: the workers do not come up.
+            WorkerError: the workers do not come up, or the known plan cannot be run.
         """
         placements = {_key(own): self.placement(own) for own in (self.known, *candidates)}
         runs = self.backend.measure(list(placements.values()))
@@ -84,6 +85,8 @@ class Measuring:
         measured = dict(zip(placements, runs, strict=True))
         loaded = contended(runs)
         known = measured[_key(self.known)]
+        if not known.ok:
+            raise WorkerError(f"{self.known.name} cannot be run: {known.failure}")
         found: dict[bytes, Run] = {}
         for candidate in (self.known, *candidates):
             key, own = _key(candidate), measured[_key(candidate)]

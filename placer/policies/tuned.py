@@ -32,6 +32,7 @@ class Tuning:
     def training(self, policy: Policy) -> TrainingConfig:
         """The learner's configuration; a rollout is one round."""
         return TrainingConfig(
+            seeds=1,
             length=Length(decodes=self.rounds * (self.plans + self.decodes)),
             ppo=Ppo(
                 environments=self.plans,

@@ -139,9 +139,8 @@ class Tuner:
 
     def _searched(self, fit: Fit, number: int) -> list[Candidate]:
         """The best plan for the fitted simulator, with its step in the one that is not."""
-        found = search(fit.problem, self.tuning.budget, self.tuning.seed + number + 1, self.policy)[
-            0
-        ]
+        seed = self.tuning.seed + number + 1
+        found = search(fit.problem, self.tuning.budget, seed, self.policy)[0]
         plan = self.judge.candidate(f"{found.name}, fitted", found.devices, found.priority)
         return [plan] if plan.step_ns < OVERFULL_NS else []
 

@@ -141,7 +141,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Test:
+class Testing:
     """Graphs never seen in training: for choosing the seed, and as many again for the card."""
 
     families: tuple[str, ...] = field(default_factory=families)
@@ -170,7 +170,7 @@ class TrainingConfig:
     ppo: Ppo = field(default_factory=Ppo)
     imitation: Imitation = field(default_factory=Imitation)
     stage: tuple[Stage, ...] = field(default_factory=lambda: (Stage(),))
-    test: Test = field(default_factory=Test)
+    test: Testing = field(default_factory=Testing)
 
     def __post_init__(self) -> None:
         _above_zero(self, "seeds", "checkpoint_rollouts")
