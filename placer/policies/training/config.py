@@ -114,9 +114,9 @@ class Imitation:
     """What the network imitates first: the weights that a short evolution finds for each graph."""
 
     graphs: int = 0  # the first so many of all stages in turn; 0: nothing is imitated
-    decodes: int = 300  # of each evolution
-    sigma: float = 0.5
-    epochs: int = 200  # of regression on what was found
+    decodes: int = 150  # of each evolution
+    sigma: float = 0.25
+    epochs: int = 10  # of regression on what was found: more of them generalise worse
     learning_rate: float = 1e-3
 
     def __post_init__(self) -> None:
