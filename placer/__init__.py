@@ -10,8 +10,8 @@
         loss = placed.step(batch)
 
 Names load what they need when they are first used. With Gymnasium imported first, the environments
-``placer/Placement-v0`` and ``placer/PlacementParams-v0`` are registered; otherwise
-``import placer.registration`` does it.
+``placer/Placement-v0``, ``placer/GeneratedPlacement-v0`` and ``placer/PlacementParams-v0`` are
+registered; otherwise ``import placer.registration`` does it.
 """
 
 from __future__ import annotations

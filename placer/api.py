@@ -275,22 +275,42 @@ def _placed_module(extraction: Extraction, placement: Placement, cluster: Cluste
 
 def train(
     out: str | Path,
+    config: str | Path | None = None,
     *,
-    seconds: float = 100.0,
-    seeds: int = 3,
+    seconds: float | None = None,
+    seeds: int | None = None,
     families: Sequence[str] | None = None,
+    fresh: bool = False,
 ) -> Policy:
     """Train a policy by PPO on generated graphs and keep the best seed.
 
+    Stopped or killed it goes on from ``out``.checkpoint when it is called again.
+
     Args:
         out: where ``out``.safetensors and its card ``out``.json go; the last part is the name.
-        seconds: of processor time for each seed.
+        config: a file that says what to train on and how, see
+            :mod:`placer.policies.training.config`; what follows goes before what it says.
+        seconds: of processor time for each seed, instead of so many decodes.
         seeds: how many.
-        families: of :mod:`graphs.synthetic` to train on, by default all but chains.
+        families: of :mod:`graphs.synthetic` to train on, or "reference"; by default all but chains.
+        fresh: begin anew, whatever checkpoint there is.
 
     Raises:
-        ValueError: a family does not exist, seconds or seeds is not above 0.
+        ValueError: a family does not exist, seconds or seeds is not above 0, the file is no such
+            configuration, or the checkpoint is of another.
+        OSError: a file cannot be read or written.
     """
+    from placer.policies.training import TrainingConfig, load_config
     from placer.policies.training import train as train_policy
+    from placer.policies.training.config import Length
 
-    return train_policy(Path(out), seconds=seconds, seeds=seeds, chosen=families)
+    chosen = TrainingConfig() if config is None else load_config(Path(config))
+    if chosen.algorithm != "ppo":
+        raise ValueError("what chooses devices op by op proposes no weights: use placer train")
+    if seconds is not None:
+        chosen = replace(chosen, length=Length(seconds=seconds))
+    if families is not None:
+        stages = tuple(replace(stage, families=tuple(families)) for stage in chosen.stage)
+        chosen = replace(chosen, stage=stages)
+    train_policy(Path(out), chosen if seeds is None else replace(chosen, seeds=seeds), fresh=fresh)
+    return load(str(out))

@@ -4,6 +4,7 @@ Importing this module registers them, so either of these works::
 
     import placer.registration
     gymnasium.make("placer/PlacementParams-v0", pool=pool)
+    gymnasium.make("placer/GeneratedPlacement-v0", pool=pool)
 
     gymnasium.make("placer.registration:placer/Placement-v0", problem=problem)
 
@@ -19,13 +20,19 @@ import gymnasium
 from envs import registration
 
 PARAMS_ID: Final = "placer/PlacementParams-v0"
+GENERATED_ID: Final = "placer/GeneratedPlacement-v0"
+_ENTRIES: Final = {
+    PARAMS_ID: "placer.policies.params_env:PlacementParamsEnv",
+    GENERATED_ID: "placer.policies.generated_env:GeneratedPlacementEnv",
+}
 
 
 def register_environments() -> None:
     """Register the environments of this floor and of the one below, where they are not yet."""
     registration.register_environments()
-    if PARAMS_ID not in gymnasium.registry:
-        gymnasium.register(PARAMS_ID, entry_point="placer.policies.params_env:PlacementParamsEnv")
+    for name, entry in _ENTRIES.items():
+        if name not in gymnasium.registry:
+            gymnasium.register(name, entry_point=entry)
 
 
 register_environments()

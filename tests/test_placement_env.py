@@ -23,7 +23,7 @@ from envs.registration import register_environments
 from envs.toy_problem import toy_problem
 from placer.registration import register_environments as register_all
 
-IDS = ("placer/Placement-v0", "placer/PlacementParams-v0")
+IDS = ("placer/Placement-v0", "placer/PlacementParams-v0", "placer/GeneratedPlacement-v0")
 
 
 @pytest.mark.parametrize("name", IDS)

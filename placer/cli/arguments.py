@@ -140,7 +140,7 @@ def memory(text: str) -> dict[str, int]:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def add_devices(parser: argparse.ArgumentParser, default: str) -> None:
+def add_devices(parser: argparse._ActionsContainer, default: str) -> None:
     """Add ``--devices`` and ``--memory``; the default is told, not set."""
     parser.add_argument(
         "--devices",

@@ -9,10 +9,32 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import placer
-from placer.cli import cache, devices, export, extract, measure, optimize, show, simulate, train
+from placer.cli import (
+    cache,
+    devices,
+    evaluate_policy,
+    export,
+    extract,
+    measure,
+    optimize,
+    show,
+    simulate,
+    train,
+)
 from placer.cli.failures import JOB_FAILED, fail
 
-COMMANDS = (optimize, extract, export, measure, simulate, devices, cache, show, train)
+COMMANDS = (
+    optimize,
+    extract,
+    export,
+    measure,
+    simulate,
+    devices,
+    cache,
+    show,
+    train,
+    evaluate_policy,
+)
 
 
 def build_parser() -> argparse.ArgumentParser:

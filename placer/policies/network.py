@@ -21,6 +21,7 @@ from placer.search.decoder import HEFT, WEIGHT_COUNT
 from placer.search.judge import Judge
 
 FORMAT: Final = "placer-policy/1"
+SEQUENTIAL_FORMAT: Final = "placer-sequential-policy/1"
 ACTION_SCALE: Final = 2.0
 """Decoder weights are those of HEFT + ACTION_SCALE * action, actions within -1 .. 1."""
 FARTHEST: Final = 5.0
@@ -38,15 +39,15 @@ class Policy:
 
     name: str
     card: Mapping[str, Any]
-    feature_mean: NDArray[np.float32]  # (22,)
-    feature_deviation: NDArray[np.float32]  # (22,)
+    feature_mean: NDArray[np.float32]  # (F,) of FEATURES
+    feature_deviation: NDArray[np.float32]  # (F,) of FEATURES
     layers: tuple[tuple[NDArray[np.float32], NDArray[np.float32]], ...]
-    log_std: NDArray[np.float32]  # (21,) of actions
+    log_std: NDArray[np.float32]  # (K,) of actions, K being WEIGHT_COUNT
 
     def propose(
         self, judge: Judge, known: list[Candidate]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Mean (21,) and standard deviation (21,) of the weights that suit a problem.
+        """Mean (K,) and standard deviation (K,) of the weights that suit a problem.
 
         ``known`` are the candidates of :func:`placer.search.heuristics.heuristics`.
         """
@@ -55,7 +56,7 @@ class Policy:
     def weights(
         self, summary: NDArray[np.float64]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """The same from the summary (22,)."""
+        """The same from the summary (F,)."""
         x = normalised(summary, self.feature_mean, self.feature_deviation)
         for number, (matrix, bias) in enumerate(self.layers):
             x = np.asarray(matrix @ x + bias)
@@ -71,6 +72,12 @@ class Policy:
         Raises:
             OSError: they cannot be written.
         """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path.with_name(f"{path.name}.safetensors"), save(self.tensors()))
+        write_card(path, self.card)
+
+    def tensors(self) -> dict[str, NDArray[Any]]:
+        """What it consists of, by name; :meth:`of` makes it again."""
         tensors = {
             "feature_mean": self.feature_mean,
             "feature_deviation": self.feature_deviation,
@@ -79,22 +86,43 @@ class Policy:
         for number, (matrix, bias) in enumerate(self.layers):
             tensors[f"layers.{number}.weight"] = np.ascontiguousarray(matrix)
             tensors[f"layers.{number}.bias"] = bias
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path.with_name(f"{path.name}.safetensors"), save(tensors))
-        card = json.dumps(self.card, indent=1) + "\n"
-        write_whole(path.with_name(f"{path.name}.json"), card)
+        return tensors
+
+    @classmethod
+    def of(cls, name: str, card: Mapping[str, Any], tensors: Mapping[str, NDArray[Any]]) -> Policy:
+        """The policy that consists of these.
+
+        Raises:
+            ValueError: one is missing, of another shape, or not all finite.
+        """
+        depth = sum(key.startswith("layers.") for key in tensors) // 2
+        for key, shape in _shapes(tensors, depth).items():
+            found = tensors[key].shape if key in tensors else None
+            if found != shape or not np.isfinite(tensors[key]).all():
+                raise ValueError(f"{key} is {found}, not {shape} finite numbers")
+        return cls(
+            name=name,
+            card=card,
+            feature_mean=tensors["feature_mean"],
+            feature_deviation=tensors["feature_deviation"],
+            layers=tuple(
+                (tensors[f"layers.{number}.weight"], tensors[f"layers.{number}.bias"])
+                for number in range(depth)
+            ),
+            log_std=tensors["log_std"],
+        )
 
 
 def normalised(
     summary: NDArray[np.float64], mean: NDArray[np.float32], deviation: NDArray[np.float32]
 ) -> NDArray[np.float32]:
-    """Summaries (..., 22) in units of the training pool's standard deviations, clipped."""
+    """Summaries (..., F) in units of the training pool's standard deviations, clipped."""
     return np.asarray(np.clip((summary - mean) / deviation, -FARTHEST, FARTHEST), np.float32)
 
 
 def names() -> tuple[str, ...]:
     """The policies that ship with this project."""
-    return tuple(sorted(path.stem for path in _shipped().glob("*.safetensors")))
+    return tuple(sorted(path.stem for path in shipped().glob("*.safetensors")))
 
 
 def load(name: str) -> Policy:
@@ -104,8 +132,31 @@ def load(name: str) -> Policy:
         ValueError: there is no such policy (the message lists those there are), or its files are
             not those of a policy of this version.
     """
-    path = _shipped() / name if name in names() else Path(name).with_suffix("")
+    path = path_of(name)
     tensors_path, card_path = path.with_suffix(".safetensors"), path.with_suffix(".json")
+    try:
+        card = json.loads(card_path.read_text(encoding="utf-8"))
+        tensors = load_file(tensors_path)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(f"{path}: not a policy: {error}") from error
+    if isinstance(card, dict) and card.get("format") == SEQUENTIAL_FORMAT:
+        raise ValueError(f"{path} chooses devices op by op: it proposes no decoder weights")
+    if not isinstance(card, dict) or card.get("format") != FORMAT:
+        raise ValueError(f"{card_path}: the format is not {FORMAT!r}; train the policy again")
+    try:
+        return Policy.of(path.name, card, tensors)
+    except ValueError as error:
+        raise ValueError(f"{tensors_path}: {error}") from error
+
+
+def path_of(name: str) -> Path:
+    """Where a policy is, without ending: a shipped one by name, or one of your own by its path.
+
+    Raises:
+        ValueError: there is no such policy; the message lists those there are.
+    """
+    path = shipped() / name if name in names() else Path(name).with_suffix("")
+    tensors_path = path.with_suffix(".safetensors")
     if not tensors_path.is_file():
         near = difflib.get_close_matches(name, names(), n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
@@ -113,20 +164,20 @@ def load(name: str) -> Policy:
             f"there is no policy {name!r}: {', '.join(names()) or 'none'} ship with placer, and "
             f"{tensors_path} does not exist{hint}"
         )
-    try:
-        card = json.loads(card_path.read_text(encoding="utf-8"))
-        tensors = load_file(tensors_path)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(f"{path}: not a policy: {error}") from error
-    if not isinstance(card, dict) or card.get("format") != FORMAT:
-        raise ValueError(f"{card_path}: the format is not {FORMAT!r}; train the policy again")
-    return _from_tensors(path.name, card, tensors, tensors_path)
+    return path
 
 
-def _from_tensors(
-    name: str, card: Mapping[str, Any], tensors: dict[str, NDArray[Any]], path: Path
-) -> Policy:
-    depth = sum(key.startswith("layers.") for key in tensors) // 2
+def write_card(path: Path, card: Mapping[str, Any]) -> None:
+    """Write ``path``.json.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    write_whole(path.with_name(f"{path.name}.json"), json.dumps(card, indent=1) + "\n")
+
+
+def _shapes(tensors: Mapping[str, NDArray[Any]], depth: int) -> dict[str, tuple[int, ...]]:
+    """What shapes the tensors of a policy must have."""
     shapes: dict[str, tuple[int, ...]] = {
         "feature_mean": (len(FEATURES),),
         "feature_deviation": (len(FEATURES),),
@@ -139,24 +190,10 @@ def _from_tensors(
         shapes[f"layers.{number}.weight"] = (out, size)
         shapes[f"layers.{number}.bias"] = (out,)
         size = out
-    for key, shape in shapes.items():
-        found = tensors[key].shape if key in tensors else None
-        if found != shape or not np.isfinite(tensors[key]).all():
-            raise ValueError(f"{path}: {key} is {found}, not {shape} finite numbers")
-    return Policy(
-        name=name,
-        card=card,
-        feature_mean=tensors["feature_mean"],
-        feature_deviation=tensors["feature_deviation"],
-        layers=tuple(
-            (tensors[f"layers.{number}.weight"], tensors[f"layers.{number}.bias"])
-            for number in range(depth)
-        ),
-        log_std=tensors["log_std"],
-    )
+    return shapes
 
 
-def _shipped() -> Path:
+def shipped() -> Path:
     """Where the shipped policies are: inside an installed package, else beside the sources."""
     package = Path(__file__).resolve().parents[1]
     inside = package / "trained_policies"

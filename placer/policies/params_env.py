@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import gymnasium as gym
@@ -14,6 +14,7 @@ from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvStepReturn
 
 from envs.toy_problem import toy_problem
+from placer.policies.decoders import Decoders, Here
 from placer.policies.network import ACTION_SCALE, FARTHEST, normalised
 from placer.policies.pool import Exercise, exercise
 from placer.policies.summary import FEATURES
@@ -27,9 +28,9 @@ WORST_REWARD: Final = -20.0
 class PlacementParamsEnv(gym.Env[NDArray[np.float32], NDArray[np.float32]]):
     """Chooses the weights of the list scheduler for a problem; one step is an episode.
 
-    Observation: (22,) float32 in -5 .. 5: the summary of a problem drawn from the pool, normalised
+    Observation: (F,) float32 in -5 .. 5: the summary of a problem drawn from the pool, normalised
                  by the pool's mean and standard deviation.
-    Action:      (21,) float32 in -1 .. 1; weights = HEFT + 2 * action.
+    Action:      (K,) float32 in -1 .. 1; weights = HEFT + 2 * action.
     Reward:      -10 log(step / reference), the reference being the best of single device, HEFT and
                  ETF; not below WORST_REWARD. Higher is better, 0 is as good as the heuristics.
     Info:        ``step_ns``, ``reference_ns`` and ``family``.
@@ -70,14 +71,29 @@ class PlacementParamsEnv(gym.Env[NDArray[np.float32], NDArray[np.float32]]):
 
 
 class ParamsBatch(VecEnv):
-    """The same environment, many at once in one thread: problems differ from episode to episode."""
+    """The same environment, many at once: problems differ from episode to episode.
 
-    def __init__(self, pool: Sequence[Exercise], count: int, seed: int) -> None:
-        """``count`` environments that draw from one pool."""
+    The info of every step has the ``ratio`` of the cost to the reference.
+    """
+
+    def __init__(
+        self,
+        pool: Sequence[Exercise],
+        count: int,
+        seed: int,
+        decoders: Decoders | None = None,
+        scale: tuple[NDArray[np.float32], NDArray[np.float32]] | None = None,
+    ) -> None:
+        """``count`` environments that draw from one pool; ``decoders`` know its problems.
+
+        Observations are in units of ``scale``, by default the pool's own.
+        """
         super().__init__(count, observation_space(), action_space())
         self.pool = list(pool)
+        self.decoders = decoders or Here([item.judge for item in self.pool])
+        self.chosen = np.arange(len(self.pool))
         self._random = np.random.default_rng(seed)
-        mean, deviation = pool_scale(self.pool)
+        mean, deviation = scale or pool_scale(self.pool)
         self._observations = np.stack(
             [normalised(item.summary, mean, deviation) for item in self.pool]
         )
@@ -85,23 +101,47 @@ class ParamsBatch(VecEnv):
         self._actions = np.zeros((count, WEIGHT_COUNT), np.float32)
 
     def reset(self) -> NDArray[np.float32]:
-        """Draw problems; their observations (count, 22)."""
-        self._current = self._random.integers(len(self.pool), size=self.num_envs)
+        """Draw problems; their observations (count, F)."""
+        self._current = self.chosen[self._random.integers(len(self.chosen), size=self.num_envs)]
         return self._observations[self._current]
 
     def step_async(self, actions: NDArray[np.float32]) -> None:
-        """Take the actions (count, 21)."""
+        """Take the actions (count, K)."""
         self._actions = actions
 
     def step_wait(self) -> VecEnvStepReturn:
         """Decode all, and draw the next problems."""
+        costs = self.decoders.costs(self._current, weights_of(self._actions))
         rewards = np.empty(self.num_envs, np.float32)
         infos: list[dict[str, Any]] = []
-        for row, number in enumerate(self._current):
+        for row, (number, cost) in enumerate(zip(self._current, costs.tolist(), strict=True)):
             item = self.pool[number]
-            rewards[row] = reward_of(item, decoded_cost(item, self._actions[row]))
-            infos.append({"terminal_observation": self._observations[number]})
+            rewards[row] = reward_of(item, cost)
+            infos.append(
+                {
+                    "terminal_observation": self._observations[number],
+                    "ratio": item.ratio(cost),
+                }
+            )
         return self.reset(), rewards, np.ones(self.num_envs, np.bool_), infos
+
+    def observations(self, numbers: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Observations (B, F) of the problems ``numbers`` (B,)."""
+        return self._observations[numbers]
+
+    def choose(self, numbers: NDArray[np.int64]) -> None:
+        """From now on draw these problems of the pool."""
+        self.chosen = numbers
+
+    def state(self) -> dict[str, Any]:
+        """Where the drawing of problems is, as JSON can hold it."""
+        return {"random": self._random.bit_generator.state, "current": self._current.tolist()}
+
+    def restore(self, state: Mapping[str, Any]) -> NDArray[np.float32]:
+        """Go on from :meth:`state`; the observations (count, F) that were last."""
+        self._random.bit_generator.state = state["random"]
+        self._current = np.array(state["current"], np.int64)
+        return self._observations[self._current]
 
     def close(self) -> None:
         """Nothing is held."""
@@ -129,17 +169,17 @@ class ParamsBatch(VecEnv):
 
 
 def observation_space() -> gym.Space[NDArray[np.float32]]:
-    """Normalised summaries (22,)."""
+    """Normalised summaries (F,)."""
     return spaces.Box(-FARTHEST, FARTHEST, (len(FEATURES),), np.float32)
 
 
 def action_space() -> gym.Space[NDArray[np.float32]]:
-    """Offsets from HEFT (21,), in units of ACTION_SCALE."""
+    """Offsets from HEFT (K,), in units of ACTION_SCALE."""
     return spaces.Box(-1.0, 1.0, (WEIGHT_COUNT,), np.float32)
 
 
 def pool_scale(pool: Sequence[Exercise]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Mean (22,) and standard deviation (22,) of the summaries of a pool; 1 where all are equal."""
+    """Mean (F,) and standard deviation (F,) of the summaries of a pool; 1 where all are equal."""
     summaries = np.stack([item.summary for item in pool])
     deviation = summaries.std(axis=0)
     return (
@@ -149,9 +189,13 @@ def pool_scale(pool: Sequence[Exercise]) -> tuple[NDArray[np.float32], NDArray[n
 
 
 def decoded_cost(item: Exercise, action: NDArray[np.float32]) -> int:
-    """Cost of what an action (21,) decodes to."""
-    weights = HEFT + ACTION_SCALE * np.clip(action.astype(np.float64), -1.0, 1.0)
-    return int(item.judge.decoded(weights[None])[2][0])
+    """Cost of what an action (K,) decodes to."""
+    return int(item.judge.decoded(weights_of(action[None]))[2][0])
+
+
+def weights_of(actions: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Weights (B, K) of actions (B, K)."""
+    return np.asarray(HEFT + ACTION_SCALE * np.clip(actions.astype(np.float64), -1.0, 1.0))
 
 
 def reward_of(item: Exercise, cost: int) -> float:

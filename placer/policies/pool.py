@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -14,6 +15,7 @@ from envs.cluster import Cluster, Device, Link, LinkOrder, Sharing
 from envs.problem import Problem
 from graphs.graph import ANY_KIND, GraphArrays
 from graphs.synthetic import FAMILIES, draw
+from placer.policies.reference import draw_reference
 from placer.policies.summary import summarise
 from placer.search.candidate import Candidate
 from placer.search.heuristics import ETF_NAME, HEFT_NAME, SINGLE, heuristics
@@ -21,14 +23,70 @@ from placer.search.judge import Judge
 
 FASTEST: Final = "fast"
 SLOWER: Final = "slow"
-UNEQUAL_SHARE: Final = 0.25
-DEVICE_COUNTS: Final = (2, 2, 3, 4, 5, 6, 8)
-LATENCIES_S: Final = (5e-6, 15e-6, 30e-6)
-BANDWIDTHS: Final = (8e9, 50e9)  # bytes/s, log-uniform
 SHARINGS: Final[tuple[Sharing, ...]] = ("egress", "egress", "pair")
 ORDERS: Final[tuple[LinkOrder, ...]] = ("fifo", "priority")
 NO_NEWS: Final = ("chain",)
 """Families that teach nothing: one device is the best there."""
+REFERENCE: Final = "reference"
+"""A family of its own: reference models as they are extracted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clusters:
+    """Which clusters are drawn; one link joins all devices.
+
+    ``comm_ratio``, where it is given, decides the bandwidth: the time to send every output once,
+    over the time of all ops.
+    """
+
+    devices: tuple[int, ...] = (2, 2, 3, 4, 5, 6, 8)  # one of these numbers
+    unequal_share: float = 0.25  # of the clusters have some devices that are 1.5 to 4 times slower
+    latencies_s: tuple[float, ...] = (5e-6, 15e-6, 30e-6)  # one of these
+    bandwidth_bytes_per_s: tuple[float, float] = (8e9, 50e9)  # log-uniform
+    comm_ratio: tuple[float, float] | None = None  # log-uniform
+
+    def __post_init__(self) -> None:
+        if not self.devices or min(self.devices) < 2:
+            raise ValueError(f"devices is {list(self.devices)}: give numbers from 2")
+        if not 0.0 <= self.unequal_share <= 1.0:
+            raise ValueError(f"unequal_share is {self.unequal_share}, not within 0 .. 1")
+        if not self.latencies_s or min(self.latencies_s) < 0.0:
+            raise ValueError(f"latencies_s is {list(self.latencies_s)}: give times >= 0")
+        for name in ("bandwidth_bytes_per_s", "comm_ratio"):
+            low, high = getattr(self, name) or (1.0, 1.0)
+            if not 0.0 < low <= high:
+                raise ValueError(f"{name} is {low:g} .. {high:g}: give a range above 0")
+
+    def draw(self, rng: np.random.Generator, graph: GraphArrays) -> tuple[GraphArrays, Cluster]:
+        """A cluster, and ``graph``, whose costs are of any kind, with costs for its devices."""
+        count = int(rng.choice(self.devices))
+        kinds = [FASTEST] * count
+        cost = graph.costs_for(ANY_KIND)
+        if rng.random() < self.unequal_share:
+            slow = int(rng.integers(1, count))
+            kinds[:slow] = [SLOWER] * slow
+            factor = float(rng.uniform(1.5, 4.0))
+            graph = replace(graph, cost_s={FASTEST: cost, SLOWER: cost * factor})
+        devices = tuple(
+            Device(name=f"device:{i}", kind=kind, memory_bytes=1 << 45)
+            for i, kind in enumerate(kinds)
+        )
+        link = Link(
+            between=tuple(device.name for device in devices),
+            latency_s=float(rng.choice(self.latencies_s)),
+            bandwidth_bytes_per_s=self._bandwidth(rng, graph, float(cost.sum())),
+            sharing=SHARINGS[int(rng.integers(len(SHARINGS)))],
+            order=ORDERS[int(rng.integers(len(ORDERS)))],
+        )
+        return graph, Cluster(name=f"{count}-devices", devices=devices, links=(link,))
+
+    def _bandwidth(self, rng: np.random.Generator, graph: GraphArrays, work_s: float) -> float:
+        """Bytes per second of the link."""
+        if self.comm_ratio is None:
+            return math.exp(rng.uniform(*np.log(self.bandwidth_bytes_per_s)))
+        ratio = math.exp(rng.uniform(*np.log(self.comm_ratio)))
+        sent = graph.output_bytes[np.diff(graph.successor_start) > 0].sum()
+        return max(float(sent), 1.0) / (ratio * max(work_s, 1e-9))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -38,7 +96,7 @@ class Exercise:
     family: str
     judge: Judge
     known: list[Candidate]
-    summary: NDArray[np.float64]  # (22,)
+    summary: NDArray[np.float64]  # (F,) of summary.FEATURES
     reference_ns: int  # the best of single device, HEFT and ETF
 
     def ratio(self, cost: int) -> float:
@@ -47,39 +105,26 @@ class Exercise:
 
 
 def families(chosen: Sequence[str] | None = None) -> tuple[str, ...]:
-    """The families to draw from: those chosen, or all that are worth it.
+    """The families to draw from: those chosen, or all made-up ones that are worth it.
 
     Raises:
         ValueError: there is no such family; the message lists those there are.
     """
+    known = (*FAMILIES, REFERENCE)
     for name in chosen or ():
-        if name not in FAMILIES:
-            raise ValueError(f"there is no family {name!r}; there are {', '.join(FAMILIES)}")
+        if name not in known:
+            raise ValueError(f"there is no family {name!r}; there are {', '.join(known)}")
     return tuple(chosen) if chosen else tuple(name for name in FAMILIES if name not in NO_NEWS)
 
 
-def draw_exercise(rng: np.random.Generator, family: str, max_ops: int) -> Exercise:
-    """A graph of a family on a random cluster of 2 to 8 devices, a quarter of them unequal."""
-    graph = GraphArrays.from_graph(draw(rng, family, max_ops=max_ops))
-    count = int(rng.choice(DEVICE_COUNTS))
-    kinds = [FASTEST] * count
-    if rng.random() < UNEQUAL_SHARE:
-        slow = int(rng.integers(1, count))
-        kinds[:slow] = [SLOWER] * slow
-        factor = float(rng.uniform(1.5, 4.0))
-        cost = graph.costs_for(ANY_KIND)
-        graph = replace(graph, cost_s={FASTEST: cost, SLOWER: cost * factor})
-    devices = tuple(
-        Device(name=f"device:{i}", kind=kind, memory_bytes=1 << 45) for i, kind in enumerate(kinds)
+def draw_exercise(
+    rng: np.random.Generator, family: str, max_ops: int, clusters: Clusters | None = None
+) -> Exercise:
+    """A graph of a family on a random cluster."""
+    drawn = draw_reference if family == REFERENCE else partial(draw, family=family)
+    graph, cluster = (clusters or Clusters()).draw(
+        rng, GraphArrays.from_graph(drawn(rng, max_ops=max_ops))
     )
-    link = Link(
-        between=tuple(device.name for device in devices),
-        latency_s=float(rng.choice(LATENCIES_S)),
-        bandwidth_bytes_per_s=math.exp(rng.uniform(*np.log(BANDWIDTHS))),
-        sharing=SHARINGS[int(rng.integers(len(SHARINGS)))],
-        order=ORDERS[int(rng.integers(len(ORDERS)))],
-    )
-    cluster = Cluster(name=f"{count}-devices", devices=devices, links=(link,))
     return exercise(Problem.of(graph, cluster), family)
 
 
@@ -100,7 +145,11 @@ def exercise(problem: Problem, family: str = "") -> Exercise:
 
 
 def draw_pool(
-    seed: int, count: int, max_ops: int, chosen: Sequence[str] | None = None
+    seed: int,
+    count: int,
+    max_ops: int,
+    chosen: Sequence[str] | None = None,
+    clusters: Clusters | None = None,
 ) -> list[Exercise]:
     """``count`` exercises, the families taking turns.
 
@@ -109,4 +158,4 @@ def draw_pool(
     """
     rng = np.random.default_rng(seed)
     turn = families(chosen)
-    return [draw_exercise(rng, turn[i % len(turn)], max_ops) for i in range(count)]
+    return [draw_exercise(rng, turn[i % len(turn)], max_ops, clusters) for i in range(count)]

@@ -1,4 +1,4 @@
-"""Twenty-two numbers that say what kind of problem it is: what a policy sees."""
+"""Numbers that say what kind of problem it is: what a policy sees."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LARGEST_RATIO: Final = 10.0
 
 
 def summarise(judge: Judge, known: list[Candidate]) -> NDArray[np.float64]:
-    """The features (22,) of a problem whose heuristics are ``known``, not normalised."""
+    """The features (F,) of a problem whose heuristics are ``known``, not normalised."""
     o = judge.outline
     count, devices = o.cost.shape
     cost = np.where(o.allowed, o.cost, np.inf).min(axis=1) / o.scale

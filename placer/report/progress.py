@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 SECONDS_BETWEEN_FRAMES: Final = 0.1
 SECONDS_BETWEEN_TICKS: Final = 0.25
 SECONDS_BETWEEN_LINES: Final = 10.0
+SHORTEST_SHARE: Final = 0.002
+"""Of what has to be done, before it is foretold how long the rest takes."""
 
 
 class Progress(Protocol):
@@ -156,3 +158,19 @@ class Bars:
 def progress_for(stream_is_terminal: bool) -> Bars | PlainLines:
     """Bars for a terminal, plain lines for anything else."""
     return Bars() if stream_is_terminal else PlainLines()
+
+
+def time_left(spent_s: float, share: float) -> str:
+    """How long something still takes, to follow other text, when a share of it took so long.
+
+    Nothing where that tells little.
+
+    >>> time_left(60.0, 0.25)
+    ', 3 min left'
+    """
+    if share < SHORTEST_SHARE:
+        return ""
+    left_s = spent_s * (1.0 - min(share, 1.0)) / share
+    if left_s >= 5400:
+        return f", {left_s / 3600:.1f} h left"
+    return f", {left_s / 60:.0f} min left" if left_s >= 90 else f", {left_s:.0f} s left"

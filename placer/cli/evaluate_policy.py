@@ -1,0 +1,88 @@
+"""``placer evaluate-policy``: how good a policy is on graphs that it never saw."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from placer.cli.arguments import count
+from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_written
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "evaluate-policy",
+        help="score a policy on a suite of graphs, and write that into its card",
+    )
+    parser.add_argument("policy", help="a policy that ships with placer, or the path of your own")
+    parser.add_argument(
+        "--suite",
+        default="families",
+        metavar="NAME",
+        help="one of trained_policies/suites.toml (default: families)",
+    )
+    parser.add_argument(
+        "--suites", type=Path, metavar="FILE", help="suites of your own, in such a file"
+    )
+    parser.add_argument(
+        "--seeds", type=count, default=5, metavar="N", help="of the samples, from 0 (default: 5)"
+    )
+    parser.add_argument(
+        "--no-card", action="store_true", help="print the scores only, leave the card as it is"
+    )
+    parser.add_argument("--json", action="store_true", help="print the scores as JSON to stdout")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Evaluate, write the card, print the table."""
+    from placer.policies.evaluation import evaluate, write_into_card
+    from placer.policies.network import load, path_of
+    from placer.policies.suites import load_suites, suite_named
+    from placer.report.progress import progress_for
+
+    try:
+        suite = suite_named(args.suite, load_suites(args.suites))
+        path, policy = path_of(args.policy), load(args.policy)
+    except (ValueError, OSError) as error:
+        return fail(BAD_USAGE, error)
+    with progress_for(sys.stderr.isatty()) as progress:
+        progress.stage(f"Evaluating {policy.name}")
+        found = evaluate(policy, suite, seeds=args.seeds, progress=progress.advance)
+    card = path.with_name(f"{path.name}.json")
+    if not args.no_card:
+        try:
+            write_into_card(path, found)
+        except OSError as error:
+            return fail(JOB_FAILED, why_not_written(card, error))
+    if args.json:
+        print(json.dumps({"policy": policy.name, **found}, allow_nan=False))
+    else:
+        _print(found)
+    if not args.no_card:
+        print(f"written into {card}", file=sys.stderr)
+    return 0
+
+
+def _print(found: Mapping[str, Any]) -> None:
+    """The table for people."""
+    from rich.table import Table
+
+    from placer.report.console import stdout_console
+
+    rows: dict[str, dict[str, float]] = found["table"]
+    shown = Table(box=None, pad_edge=False)
+    shown.add_column("family")
+    for name in next(iter(rows.values())):
+        shown.add_column(name, justify="right")
+    for family, scores in rows.items():
+        cells = [f"{v:g}" if name == "graphs" else f"{v:.3f}" for name, v in scores.items()]
+        shown.add_row(family, *cells)
+    console = stdout_console()
+    console.print(shown)
+    console.print(f"Numbers are {found['scores_are']}; medians over {len(found['seeds'])} seeds.")

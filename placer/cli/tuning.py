@@ -1,0 +1,52 @@
+"""``placer train --reward measured``: tune a policy to one model by measured steps."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs
+
+
+def run_tuning(args: argparse.Namespace) -> int:
+    """Tune, write the policy with its card and the best placement, say what was gained."""
+    if args.target is None:
+        return fail(BAD_USAGE, "--reward measured is for one model: give --target, as to optimize")
+    endings = {"weights": "safetensors", "card": "json", "placement": "placement.json"}
+    files = {key: args.out.with_name(f"{args.out.name}.{end}") for key, end in endings.items()}
+    if (why := why_not_outputs(files, {})) is not None:
+        return fail(BAD_USAGE, why)
+    from envs.discover import discover
+    from graphs.extract import ExtractionError
+    from placer.policies.network import load
+    from placer.policies.tuned import Tuning
+    from placer.policies.tuning import tune
+    from placer.report.progress import progress_for
+    from placer.search.budget import Budget
+    from placer.target import TargetError, is_graph_file, load_step
+
+    try:
+        if is_graph_file(args.target):
+            raise ValueError("a graph file cannot be run: give the function that makes the model")
+        budget = None if args.budget is None else Budget.parse(args.budget)
+        given = {"rounds": args.rounds, "plans": args.plans, "budget": budget}
+        given["seed"] = args.first_seed
+        tuning = Tuning(**{key: value for key, value in given.items() if value is not None})
+        policy = load(args.from_policy or "generalist")
+        cluster = discover(args.devices or "auto", args.memory)
+        step = load_step(args.target, training=True)
+    except (TargetError, ValueError) as error:
+        return fail(BAD_USAGE, error)
+    try:
+        with progress_for(sys.stderr.isatty()) as progress:
+            found = tune(step, cluster, policy, args.out.name, tuning, progress)
+        placement = found.save(args.out)
+    except (ExtractionError, ValueError, OSError, RuntimeError) as error:
+        return fail(JOB_FAILED, error)
+    best_ms, simulated_ms = 1e3 * found.best.step_s, 1e3 * found.simulated.step_s
+    if found.best is found.simulated:
+        print(f"nothing measured is faster than what simulated reward chooses: {best_ms:.2f} ms")
+    else:
+        print(f"{best_ms:.2f} ms, where simulated reward chooses {simulated_ms:.2f} ms")
+    print(f"policy: {files['weights']}; placement: {placement}", file=sys.stderr)
+    return 0

@@ -1,0 +1,77 @@
+"""Decoding on several machines by Ray (extra: cluster).
+
+Work is stateless tasks, so that those of a machine that dies are done by another, to the same
+costs. Every machine must have placer installed, in the same version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placer.policies.decoders import Here
+from placer.search.judge import Judge
+
+FOREVER = -1
+
+
+class RayTasks:
+    """Decodes on all processors of a Ray cluster, one task for each; see :class:`Decoders`."""
+
+    def __init__(self, judges: Sequence[Judge], address: str = "") -> None:
+        """Connect to the cluster at ``address``, or start one of this machine.
+
+        Raises:
+            ValueError: Ray is not installed.
+            ConnectionError: there is no such cluster.
+        """
+        try:
+            import ray
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                "Ray is not installed: pip install 'device-placer[cluster]'"
+            ) from error
+        self._ray: Any = ray
+        self._connected = not ray.is_initialized()
+        if self._connected:
+            ray.init(address or None, include_dashboard=False, log_to_driver=False)
+        self._problems = ray.put([judge.problem for judge in judges])
+        self._decode = ray.remote(num_cpus=1, max_retries=FOREVER)(_costs)
+
+    def costs(
+        self, numbers: NDArray[np.int64], weights: NDArray[np.floating[Any]]
+    ) -> NDArray[np.int64]:
+        """See :class:`Decoders`."""
+        count = max(int(self._ray.cluster_resources().get("CPU", 1)), 1)
+        parts = np.array_split(np.arange(len(numbers)), count)
+        # In a list, so that a worker fetches the problems once and not with every task.
+        tasks = [
+            self._decode.remote([self._problems], numbers[part], weights[part])
+            for part in parts
+            if len(part)
+        ]
+        return np.concatenate(self._ray.get(tasks))
+
+    def close(self) -> None:
+        """Leave the cluster; one that was started here ends."""
+        if self._connected:
+            self._ray.shutdown()
+
+
+_known: dict[str, Here] = {}
+"""Of a worker: what it decodes with, by the id of the problems; one at a time."""
+
+
+def _costs(
+    problems: list[Any], numbers: NDArray[np.int64], weights: NDArray[np.floating[Any]]
+) -> NDArray[np.int64]:
+    import ray
+
+    key = problems[0].hex()
+    if key not in _known:
+        _known.clear()
+        _known[key] = Here([Judge(problem) for problem in ray.get(problems[0])])
+    return _known[key].costs(numbers, weights)

@@ -1,0 +1,98 @@
+"""Suites: named sets of graphs on clusters, to evaluate policies on.
+
+They are in ``suites.toml`` beside the shipped policies::
+
+    format = "placer-suites/1"
+
+    [[suite]]
+    name = "many-devices"
+    about = "16 to 64 devices"
+    families = ["layered", "moe"]     # of graphs/synthetic.py, or "reference"
+    graphs = 42
+    max_ops = 800
+    seed = 4000000                    # of the graphs
+
+    [suite.clusters]                  # see placer/policies/pool.py: Clusters
+    devices = [16, 32, 64]
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Literal
+
+from graphs.whole_file import read_limited
+from placer.policies.network import shipped
+from placer.policies.pool import Clusters, Exercise, draw_pool, families
+from placer.policies.training.config import LARGEST_FILE_BYTES, check_graphs
+from placer.policies.training.records import record
+
+FORMAT: Final = "placer-suites/1"
+SEED: Final = 4_000_000
+"""Of no graph that anything is trained, selected or tested on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suite:
+    """Graphs of families on clusters, the same each time."""
+
+    name: str
+    about: str = ""
+    families: tuple[str, ...] = field(default_factory=families)
+    graphs: int = 56
+    max_ops: int = 800
+    seed: int = SEED
+    clusters: Clusters = field(default_factory=Clusters)
+
+    def __post_init__(self) -> None:
+        if self.graphs < 1 or self.seed < 0:
+            raise ValueError(f"{self.graphs} graphs from seed {self.seed}: give 1 or more, from 0")
+        check_graphs(self.families, self.max_ops)
+
+    def drawn(self) -> list[Exercise]:
+        """Its graphs with what there is to beat."""
+        return draw_pool(self.seed, self.graphs, self.max_ops, self.families, self.clusters)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Suites:
+    format: Literal["placer-suites/1"]
+    suite: tuple[Suite, ...] = ()
+
+
+def load_suites(path: Path | None = None) -> Mapping[str, Suite]:
+    """The suites of a file by name, by default those that ship with placer.
+
+    Raises:
+        ValueError: it is no such file, or two have one name; says the path of the key.
+        OSError: it cannot be read.
+    """
+    path = path or shipped() / "suites.toml"
+    try:
+        content = read_limited(path, LARGEST_FILE_BYTES).decode()
+        found = record(_Suites, tomllib.loads(content)).suite
+        suites = {suite.name: suite for suite in found}
+        if len(suites) < len(found):
+            raise ValueError("two suites have one name")
+        return suites
+    except RecursionError:
+        raise ValueError(f"{path}: nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def suite_named(name: str, suites: Mapping[str, Suite]) -> Suite:
+    """One of them.
+
+    Raises:
+        ValueError: there is no such suite; the message lists those there are.
+    """
+    if name in suites:
+        return suites[name]
+    near = difflib.get_close_matches(name, suites, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise ValueError(f"there is no suite {name!r}: there are {', '.join(suites)}{hint}")

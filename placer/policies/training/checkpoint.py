@@ -1,0 +1,100 @@
+"""Checkpoints: one file of safetensors, whose header holds the rest as JSON; nothing is pickled.
+
+``NAME.checkpoint`` is replaced whole, so that who is killed while writing has the one before.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from graphs.whole_file import write_whole
+from placer.policies.training.learner import Saved
+from placer.policies.training.records import differences
+
+FORMAT: Final = "placer-checkpoint/1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Checkpoint:
+    """A training in the middle of a seed."""
+
+    essence: Mapping[str, Any]  # of its configuration
+    graphs: str  # digest of what it is trained on
+    finished: Sequence[Saved]  # networks of the seeds before, with their rows of the card
+    learner: Saved  # of the seed that goes on
+    rollouts: int  # of that seed
+    spent_s: float
+    log_bytes: int  # of the log that tells of it
+
+    def write(self, path: Path) -> None:
+        """Write it; it is complete or absent.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        parts = {f"finished.{i}": own for i, own in enumerate(self.finished)}
+        parts["learner"] = self.learner
+        tensors = {
+            f"{part}/{key}": np.ascontiguousarray(value)
+            for part, own in parts.items()
+            for key, value in own.tensors.items()
+        }
+        header = {
+            "format": FORMAT,
+            "essence": self.essence,
+            "graphs": self.graphs,
+            "data": {part: own.data for part, own in parts.items()},
+            "rollouts": self.rollouts,
+            "spent_s": self.spent_s,
+            "log_bytes": self.log_bytes,
+        }
+        write_whole(path, save(tensors, {"placer": json.dumps(header)}))
+
+
+def read_checkpoint(path: Path, essence: Mapping[str, Any]) -> Checkpoint:
+    """The checkpoint of a training with this configuration.
+
+    Raises:
+        ValueError: it is no checkpoint, or one of another configuration: says what differs.
+        OSError: it cannot be read.
+    """
+    try:
+        with safe_open(path, framework="numpy") as file:
+            header = json.loads((file.metadata() or {})["placer"])
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no dict
+        if header["format"] != FORMAT:
+            raise ValueError(f"the format is {header['format']!r}, this version reads {FORMAT!r}")
+        if changed := differences(header["essence"], essence):
+            raise ValueError(
+                f"it is of another training: {'; '.join(changed)}. Train with what it was, or give "
+                "--fresh to begin anew"
+            )
+        parts = {part: _part(tensors, part, data) for part, data in header["data"].items()}
+        learner = parts.pop("learner")
+        return Checkpoint(
+            essence=essence,
+            graphs=header["graphs"],
+            finished=[parts[f"finished.{i}"] for i in range(len(parts))],
+            learner=learner,
+            rollouts=header["rollouts"],
+            spent_s=header["spent_s"],
+            log_bytes=header["log_bytes"],
+        )
+    except (KeyError, TypeError, SafetensorError, ValueError) as error:
+        why = f"not a checkpoint: {error!r}" if not isinstance(error, ValueError) else error
+        raise ValueError(f"{path}: {why}") from error
+
+
+def _part(tensors: Mapping[str, NDArray[Any]], part: str, data: Mapping[str, Any]) -> Saved:
+    prefix = f"{part}/"
+    own = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+    return Saved(own, data)

@@ -1,0 +1,195 @@
+"""An algorithm of stable-baselines3 that learns rollout by rollout and can be put away between."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from sb3_contrib import MaskablePPO
+from stable_baselines3 import PPO
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.logger import Logger
+from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
+
+from placer.policies.training.config import TrainingConfig
+
+LOGGED: Final = {
+    "policy_loss": "train/policy_gradient_loss",
+    "value_loss": "train/value_loss",
+    "entropy_loss": "train/entropy_loss",
+    "approx_kl": "train/approx_kl",
+    "clip_fraction": "train/clip_fraction",
+}
+"""{column of the log: name that stable-baselines3 has for it}."""
+
+
+class Batch(Protocol):
+    """A VecEnv that can be put away, and draws problems from a pool."""
+
+    def choose(self, numbers: NDArray[np.int64]) -> None:
+        """From now on draw these problems."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Where it is, as JSON can hold it."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> NDArray[np.float32]:
+        """Go on from there; the last observations."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Saved:
+    """Everything that decides what is learnt from here on."""
+
+    tensors: Mapping[str, NDArray[Any]]
+    data: Mapping[str, Any]  # as JSON can hold it
+
+
+class Learner:
+    """Network, optimizer, environments and random numbers of one seed.
+
+    Random numbers are those of torch and numpy that every caller shares: nobody else may draw any
+    while this learns, if it is to be had again.
+    """
+
+    def __init__(self, config: TrainingConfig, seed: int, batch: Any) -> None:
+        """``batch`` is a VecEnv and a :class:`Batch`."""
+        self.batch: Batch = batch
+        self.learning_rate = config.ppo.learning_rate
+        self.model = _model(config, seed, batch, lambda _: self.learning_rate)
+        self._ratios = _Ratios()
+
+    @property
+    def decodes(self) -> int:
+        """Steps of all environments until now."""
+        return int(self.model.num_timesteps)
+
+    def rollout(self) -> dict[str, float]:
+        """Gather a rollout and learn from it; what the log tells about it."""
+        self._ratios.found.clear()
+        self.model.learn(1, self._ratios, log_interval=sys.maxsize, reset_num_timesteps=False)
+        told = self.model.logger.name_to_value
+        ratios = np.array(self._ratios.found)
+        log_std = getattr(self.model.policy, "log_std", None)
+        return {
+            "decodes": self.decodes,
+            "mean_ratio": float(np.exp(np.log(ratios).mean())) if len(ratios) else np.nan,
+            "best_ratio": float(ratios.min()) if len(ratios) else np.nan,
+            "log_std": np.nan if log_std is None else float(log_std.detach().mean()),
+            **{column: float(told.get(name, np.nan)) for column, name in LOGGED.items()},
+            "learning_rate": self.learning_rate,
+        }
+
+    def save(self) -> Saved:
+        """What :meth:`restore` goes on from; call it between rollouts."""
+        model, optimizer = self.model, self.model.policy.optimizer.state_dict()["state"]
+        keys, random, position, has_gauss, gauss = np.random.get_state()
+        tensors = {f"network.{k}": _array(v) for k, v in model.policy.state_dict().items()}
+        for number, own in optimizer.items():
+            tensors |= {f"optimizer.{number}.{k}": _array(v) for k, v in own.items()}
+        tensors["random.torch"] = _array(torch.get_rng_state())
+        tensors["random.numpy"] = np.asarray(random)
+        if model.device.type == "cuda":
+            tensors["random.cuda"] = _array(torch.cuda.get_rng_state(model.device))
+        starts = model._last_episode_starts
+        return Saved(
+            tensors,
+            {
+                "decodes": self.decodes,
+                "updates": int(model._n_updates),
+                "numpy": [keys, position, has_gauss, gauss],
+                "batch": self.batch.state(),
+                "starts": None if starts is None else starts.tolist(),
+            },
+        )
+
+    def restore(self, saved: Saved) -> None:
+        """Go on as if nothing had happened since :meth:`save`.
+
+        Raises:
+            ValueError: it was saved by another training.
+        """
+        model, tensors, data = self.model, saved.tensors, saved.data
+        try:
+            network = _those(tensors, "network.")
+            model.policy.load_state_dict({k: torch.from_numpy(v) for k, v in network.items()})
+            state: dict[int, dict[str, torch.Tensor]] = {}
+            for key, value in _those(tensors, "optimizer.").items():
+                number, _, name = key.partition(".")
+                state.setdefault(int(number), {})[name] = torch.from_numpy(value)
+            groups = model.policy.optimizer.state_dict()["param_groups"]
+            model.policy.optimizer.load_state_dict({"state": state, "param_groups": groups})
+            model.num_timesteps = data["decodes"]
+            model._n_updates = data["updates"]
+            model._last_obs = self.batch.restore(data["batch"])
+            starts = data["starts"]
+            model._last_episode_starts = None if starts is None else np.array(starts, np.bool_)
+            keys, position, has_gauss, gauss = data["numpy"]
+            np.random.set_state((keys, tensors["random.numpy"], position, has_gauss, gauss))
+            torch.set_rng_state(torch.from_numpy(tensors["random.torch"]))
+            if model.device.type == "cuda":
+                cuda = torch.from_numpy(tensors["random.cuda"])
+                torch.cuda.set_rng_state(cuda, model.device)
+        except (KeyError, TypeError, RuntimeError) as error:
+            raise ValueError(f"it is not of this training: {error}") from error
+
+
+class _Ratios(BaseCallback):
+    """Hears how the episodes of a rollout ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[float] = []
+
+    def _on_step(self) -> bool:
+        self.found += [info["ratio"] for info in self.locals["infos"] if "ratio" in info]
+        return True
+
+
+def _model(config: TrainingConfig, seed: int, batch: Any, learning_rate: Any) -> OnPolicyAlgorithm:
+    ppo = config.ppo
+    sequential = config.algorithm == "maskable-ppo"
+    options: dict[str, Any] = {
+        "learning_rate": learning_rate,
+        "n_steps": ppo.steps,
+        "batch_size": ppo.batch_size,
+        "n_epochs": ppo.epochs,
+        "gamma": 1.0,
+        "gae_lambda": 1.0,
+        "clip_range": ppo.clip,
+        "ent_coef": ppo.entropy,
+        "policy_kwargs": {"net_arch": list(ppo.layers)},
+        "seed": seed,
+        "device": config.device,
+    }
+    if not sequential:
+        options["policy_kwargs"]["log_std_init"] = ppo.log_std
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", "You are trying to run", UserWarning
+        )  # on a GPU: asked for
+        kind = MaskablePPO if sequential else PPO
+        model: OnPolicyAlgorithm = kind("MlpPolicy", batch, **options)
+    model.set_logger(Logger(folder=None, output_formats=[]))
+    if not sequential:
+        with torch.no_grad():  # the first mean is HEFT itself
+            for parameter in model.policy.action_net.parameters():
+                parameter.zero_()
+    return model
+
+
+def _those(tensors: Mapping[str, NDArray[Any]], prefix: str) -> dict[str, NDArray[Any]]:
+    """The tensors whose names begin so, by the rest of their names."""
+    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+
+
+def _array(tensor: Any) -> NDArray[Any]:
+    return torch.as_tensor(tensor).detach().cpu().numpy().copy()

@@ -1,0 +1,103 @@
+"""The log of a training: a line of CSV for every rollout, and TensorBoard where it is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+COLUMNS: Final = (
+    "seed",
+    "rollout",
+    "stage",
+    "decodes",
+    "mean_ratio",  # geometric, of step / best of {single device, HEFT, ETF}
+    "best_ratio",
+    "log_std",
+    "policy_loss",
+    "value_loss",
+    "entropy_loss",
+    "approx_kl",
+    "clip_fraction",
+    "learning_rate",
+    "spent_s",
+)
+INDICES: Final = ("seed", "rollout", "stage", "decodes")
+
+
+class Log:
+    """``NAME.csv``, continued where a checkpoint left it, and ``NAME.tensorboard/seed-N``."""
+
+    def __init__(self, path: Path, *, keep_bytes: int = 0) -> None:
+        """Continue ``path``.csv after ``keep_bytes``; what comes behind is told anew.
+
+        Raises:
+            ValueError: the log is shorter than that.
+            OSError: it cannot be written.
+        """
+        self.path = path.with_name(f"{path.name}.csv")
+        self._file = self.path.open("r+b" if keep_bytes else "wb")
+        if self._file.seek(0, 2) < keep_bytes:
+            self._file.close()
+            raise ValueError(
+                f"{self.path} is shorter than its checkpoint says: give --fresh to begin anew"
+            )
+        self._file.seek(keep_bytes)
+        self._file.truncate()
+        if not keep_bytes:
+            self._write(COLUMNS)
+        self._folder = path.with_name(f"{path.name}.tensorboard")
+        self._board: Any = None
+        self._board_seed: object = None
+
+    def __enter__(self) -> Log:
+        """Itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the files."""
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+    @property
+    def bytes(self) -> int:
+        """How long it is."""
+        return self._file.tell()
+
+    def tell(self, row: Mapping[str, float]) -> None:
+        """Write a row, so that it is there whatever happens next."""
+        self._write(_shown(row[column]) for column in COLUMNS)
+        board = self._board_for(row)
+        for column in COLUMNS:
+            if board is not None and column not in INDICES and math.isfinite(row[column]):
+                board.add_scalar(column, row[column], int(row["decodes"]))
+
+    def _write(self, items: Any) -> None:
+        self._file.write((",".join(items) + "\n").encode())
+        self._file.flush()
+
+    def _board_for(self, row: Mapping[str, float]) -> Any:
+        """The writer of a seed, None without TensorBoard."""
+        if self._board_seed != row["seed"] and importlib.util.find_spec("tensorboard"):
+            from torch.utils.tensorboard import SummaryWriter
+
+            if self._board is not None:
+                self._board.close()
+            folder = self._folder / f"seed-{row['seed']:g}"
+            self._board_seed = row["seed"]
+            self._board = SummaryWriter(str(folder), purge_step=int(row["decodes"]))
+        return self._board
+
+
+def _shown(value: float) -> str:
+    """In all digits; nothing where there is no value."""
+    return "" if math.isnan(value) else repr(value)

@@ -1,0 +1,239 @@
+"""Trains policies, one for each seed, and keeps the best.
+
+    placer train --config trained_policies/generalist.toml --out trained_policies/generalist
+
+Seeds vary as much as training gains, so every seed's scores go into the card, beside those of an
+untrained control: the best of sixteen random weights around HEFT. What was interrupted goes on
+from its checkpoint, to the same end as without.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import stable_baselines3
+import torch
+
+import placer
+from placer.policies.threads import one_thread
+from placer.policies.training.checkpoint import Checkpoint, read_checkpoint
+from placer.policies.training.config import TrainingConfig
+from placer.policies.training.curriculum import Curriculum
+from placer.policies.training.learner import Learner, Saved
+from placer.policies.training.log import Log
+from placer.policies.training.records import plain
+from placer.policies.training.scores import MEANING, baselines, mean, table
+from placer.policies.training.tasks import Task, task_for
+from placer.report.progress import time_left
+
+Progress = Callable[[float, str], None]
+
+
+@one_thread()
+def train(
+    out: Path,
+    config: TrainingConfig | None = None,
+    *,
+    progress: Progress | None = None,
+    fresh: bool = False,
+) -> Mapping[str, Any]:
+    """Train one policy per seed and write the best of them to ``out``.safetensors and .json.
+
+    ``out``.csv tells of every rollout, and ``out``.checkpoint is there until the end.
+
+    Args:
+        out: where to, without ending; its last part is the policy's name.
+        config: what to train on and how; by default all families, three seeds, 300,000 decodes.
+        progress: called with the done share, 0 .. 1, and what is going on.
+        fresh: begin anew, whatever checkpoint there is.
+
+    Returns:
+        The card that was written.
+
+    Raises:
+        ValueError: the checkpoint is of another configuration, or there is no such device.
+        OSError: a file cannot be read or written.
+    """
+    config = config or TrainingConfig()
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError('device is "cuda", but torch sees no such device here: use "cpu"')
+    tell = progress or _silent
+    out.parent.mkdir(parents=True, exist_ok=True)
+    path = out.with_name(f"{out.name}.checkpoint")
+    checkpoint = None
+    if path.exists() and not fresh:
+        checkpoint = read_checkpoint(path, config.essence())
+    tell(0.0, "drawing graphs")
+    curriculum = Curriculum.drawn(config)
+    if checkpoint is not None and checkpoint.graphs != _digest(curriculum):
+        raise ValueError(
+            f"{path}: this version draws other graphs than the one that began: give --fresh to "
+            "begin anew"
+        )
+    with (
+        closing(task_for(config, curriculum)) as task,
+        Log(out, keep_bytes=checkpoint.log_bytes if checkpoint else 0) as log,
+    ):
+        run = _Run(config, curriculum, task, log, path, tell)
+        finished = run.seeds(checkpoint)
+    card, best = _card(out.name, config, curriculum, task, finished)
+    task.save(out, card, finished[best].tensors)
+    path.unlink(missing_ok=True)
+    return card
+
+
+class _Run:
+    """A training that goes on."""
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        curriculum: Curriculum,
+        task: Task,
+        log: Log,
+        path: Path,
+        tell: Progress,
+    ) -> None:
+        self.config = config
+        self.curriculum = curriculum
+        self.task = task
+        self.log = log
+        self.path = path
+        self.tell = tell
+        self.finished: list[Saved] = []
+        self.graphs = _digest(curriculum)
+
+    def seeds(self, checkpoint: Checkpoint | None) -> list[Saved]:
+        """Train all seeds; their networks, each with its row of the card."""
+        if checkpoint is not None:
+            self.finished = list(checkpoint.finished)
+        self.began, self.begun_at = time.perf_counter(), self._share(0.0)
+        while len(self.finished) < self.config.seeds:
+            seed = self.config.first_seed + len(self.finished)
+            learner, spent_s = self._learnt(seed, checkpoint)
+            checkpoint = None
+            self._tell(1.0, f"seed {seed}: scoring")
+            row = self._row(seed, learner, spent_s)
+            self.finished.append(Saved(self.task.tensors(learner.model), row))
+            self._tell(0.0, f"seed {seed}: {row['validation']}")
+        return self.finished
+
+    def _learnt(self, seed: int, checkpoint: Checkpoint | None) -> tuple[Learner, float]:
+        """Train a seed, from its checkpoint if there is one; the learner and what it took."""
+        config, rollouts, spent_s = self.config, 0, 0.0
+        # Processor time where this process does all the work: others may use the machine, too.
+        clock = time.process_time if config.workers == 0 else time.perf_counter
+        began = clock()
+        if checkpoint is None:
+            learner = self.task.learner(seed, lambda _, text: self._tell(0.0, text))
+        else:
+            learner = self.task.blank(seed)
+            learner.restore(checkpoint.learner)
+            rollouts, spent_s = checkpoint.rollouts, checkpoint.spent_s
+        began -= spent_s
+        if checkpoint is not None:
+            self.begun_at = self._share(config.length.share(learner.decodes, spent_s))
+        while (share := config.length.share(learner.decodes, spent_s)) < 1.0:
+            stage = config.stage_at(share)
+            learner.batch.choose(self.curriculum.stages[stage])
+            learner.learning_rate = config.ppo.learning_rate_at(share)
+            told = learner.rollout()
+            rollouts, spent_s = rollouts + 1, clock() - began
+            numbers = {"seed": seed, "rollout": rollouts, "stage": stage, "spent_s": spent_s}
+            self.log.tell({**numbers, **told})
+            if rollouts % config.checkpoint_rollouts == 0:
+                self._checkpoint(learner, rollouts, spent_s)
+            share = config.length.share(learner.decodes, spent_s)
+            self._tell(share, f"seed {seed}, {learner.decodes} decodes{_ratio(told)}")
+        return learner, spent_s
+
+    def _checkpoint(self, learner: Learner, rollouts: int, spent_s: float) -> None:
+        Checkpoint(
+            essence=self.config.essence(),
+            graphs=self.graphs,
+            finished=self.finished,
+            learner=learner.save(),
+            rollouts=rollouts,
+            spent_s=spent_s,
+            log_bytes=self.log.bytes,
+        ).write(self.path)
+
+    def _row(self, seed: int, learner: Learner, spent_s: float) -> dict[str, Any]:
+        """What the card tells of a seed."""
+        alone, sampled = self.task.scores(learner.model, self.curriculum.validation)
+        tests = self.curriculum.tests
+        return {
+            "seed": seed,
+            "decodes": learner.decodes,
+            "spent_s": round(spent_s, 1),
+            "validation": {"mean": mean(alone), "best_of_16": mean(sampled)},
+            "test": table(tests, *self.task.scores(learner.model, tests)),
+        }
+
+    def _share(self, share: float) -> float:
+        """How much of all seeds is done when so much of this one is."""
+        return min((len(self.finished) + min(share, 1.0)) / self.config.seeds, 1.0)
+
+    def _tell(self, share: float, text: str) -> None:
+        done = self._share(share)
+        part = (done - self.begun_at) / max(1.0 - self.begun_at, 1e-9)
+        self.tell(done, text + time_left(time.perf_counter() - self.began, part))
+
+
+def _card(
+    name: str,
+    config: TrainingConfig,
+    curriculum: Curriculum,
+    task: Task,
+    finished: Sequence[Saved],
+) -> tuple[dict[str, Any], int]:
+    """The card, and which of the seeds is the best."""
+    rows = [own.data for own in finished]
+    best = min(range(len(rows)), key=lambda i: sum(rows[i]["validation"].values()))
+    families = dict.fromkeys(family for stage in config.stage for family in stage.families)
+    devices = sorted({count for stage in config.stage for count in stage.clusters.devices})
+    return {
+        "format": task.format,
+        "name": name,
+        "trained_on": {
+            "families": list(families),
+            "graphs": len(curriculum.pool),
+            "largest_ops": max(item.judge.problem.op_count for item in curriculum.pool),
+            "devices": devices,
+        },
+        "config": plain(config),
+        "seed": rows[best]["seed"],
+        "selected_by": "lowest sum of both validation scores",
+        "scores_are": MEANING,
+        "seeds": rows,
+        "baselines": baselines(curriculum.tests),
+        "versions": {
+            "placer": placer.__version__,
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+            "torch": torch.__version__,
+            "stable_baselines3": stable_baselines3.__version__,
+        },
+    }, best
+
+
+def _digest(curriculum: Curriculum) -> str:
+    """Tells whether graphs are the same, by what a policy sees of them."""
+    seen = np.stack([item.summary for item in curriculum.pool])
+    return hashlib.sha256(seen.round(6).tobytes()).hexdigest()
+
+
+def _ratio(told: Mapping[str, float]) -> str:
+    return f", ratio {told['mean_ratio']:.3f}" if math.isfinite(told["mean_ratio"]) else ""
+
+
+def _silent(share: float, text: str) -> None:
+    """Tell nobody."""

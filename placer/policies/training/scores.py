@@ -1,0 +1,92 @@
+"""How good policies are on graphs: ratios to the best of single device, HEFT and ETF."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placer.policies.network import ACTION_SCALE, Policy
+from placer.policies.pool import Exercise
+from placer.search.decoder import HEFT, WEIGHT_COUNT
+from placer.search.heuristics import ETF_NAME, HEFT_NAME, SINGLE
+
+MEANING: Final = "geometric mean of step / best of {single device, HEFT, ETF}, simulated"
+SAMPLES: Final = 15
+UNTRAINED_DEVIATION: Final = 0.4
+HEURISTICS: Final = {"single": SINGLE, HEFT_NAME: HEFT_NAME, ETF_NAME: ETF_NAME}
+"""{name in tables: how the names of its candidates begin}."""
+
+
+def scores(
+    policy: Policy, pool: Sequence[Exercise], seed: int = 0
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Ratios (len(pool),): of one decode, and of the best of it and 15 samples from ``seed``."""
+    proposals = [policy.weights(item.summary) for item in pool]
+    return _decoded(pool, proposals, seed)
+
+
+def untrained_scores(
+    deviation: float, pool: Sequence[Exercise], seed: int = 0
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The same of HEFT and 15 random weights around it, by standard deviation of actions."""
+    spread = np.full(WEIGHT_COUNT, ACTION_SCALE * deviation)
+    return _decoded(pool, [(HEFT, spread)] * len(pool), seed)
+
+
+def heuristic_ratios(pool: Sequence[Exercise]) -> dict[str, NDArray[np.float64]]:
+    """Ratios (len(pool),) of the best single device, HEFT and ETF."""
+    return {
+        name: np.array(
+            [
+                item.ratio(min(c.step_ns for c in item.known if c.name.startswith(begin)))
+                for item in pool
+            ]
+        )
+        for name, begin in HEURISTICS.items()
+    }
+
+
+def baselines(pool: Sequence[Exercise]) -> dict[str, float]:
+    """Scores of the heuristics, and of the best of HEFT and 15 random weights around it."""
+    found = {name: mean(ratios) for name, ratios in heuristic_ratios(pool).items()}
+    untrained = untrained_scores(UNTRAINED_DEVIATION, pool)[1]
+    return {**found, "untrained, best of 16": mean(untrained)}
+
+
+def table(
+    pool: Sequence[Exercise], alone: NDArray[np.float64], sampled: NDArray[np.float64]
+) -> dict[str, Any]:
+    """Scores in all and by family."""
+    found: dict[str, Any] = {"mean": mean(alone), "best_of_16": mean(sampled)}
+    for family, chosen in by_family(pool).items():
+        found[family] = {"mean": mean(alone[chosen]), "best_of_16": mean(sampled[chosen])}
+    return found
+
+
+def by_family(pool: Sequence[Exercise]) -> dict[str, NDArray[np.bool_]]:
+    """{family: which items of the pool are of it, (len(pool),)}."""
+    of_family = np.array([item.family for item in pool])
+    return {str(family): of_family == family for family in dict.fromkeys(of_family.tolist())}
+
+
+def mean(ratios: NDArray[np.float64]) -> float:
+    """Geometric mean, in the digits that mean something."""
+    return round(float(np.exp(np.log(ratios).mean())), 4)
+
+
+def _decoded(
+    pool: Sequence[Exercise],
+    proposals: Sequence[tuple[NDArray[np.float64], NDArray[np.float64]]],
+    seed: int,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    alone, sampled = [], []
+    for number, (item, (weights, deviation)) in enumerate(zip(pool, proposals, strict=True)):
+        rng = np.random.default_rng([seed, number] if seed else number)
+        normal = rng.standard_normal((SAMPLES, WEIGHT_COUNT))
+        costs = item.judge.decoded(np.vstack([weights, weights + deviation * normal]))[2]
+        alone.append(item.ratio(int(costs[0])))
+        sampled.append(item.ratio(int(costs.min())))
+    return np.array(alone), np.array(sampled)

@@ -1,0 +1,196 @@
+"""What is learnt: weights of the list scheduler, or devices op by op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.numpy import save
+from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
+
+from graphs.whole_file import write_whole
+from placer.policies.decoders import Decoders, Here, Processes
+from placer.policies.generated_env import GeneratedBatch, GeneratedPlacementEnv
+from placer.policies.network import FORMAT, SEQUENTIAL_FORMAT, Policy, write_card
+from placer.policies.params_env import ParamsBatch
+from placer.policies.pool import Exercise
+from placer.policies.training.config import TrainingConfig
+from placer.policies.training.curriculum import Curriculum
+from placer.policies.training.imitation import evolved_actions, imitate
+from placer.policies.training.learner import Learner
+from placer.policies.training.networks import exported
+from placer.policies.training.scores import SAMPLES, scores
+
+CANNOT_RUN: Final = 1e3
+"""Ratio of a placement that cannot run."""
+
+Ratios = tuple[NDArray[np.float64], NDArray[np.float64]]
+"""Ratios to the reference, (B,): of one placement each, and of the best of 16."""
+
+
+class Task(Protocol):
+    """What a policy is to do, and how good it is at that."""
+
+    format: str
+
+    def learner(self, seed: int, tell: Callable[[float, str], None]) -> Learner:
+        """A learner that has done nothing yet, or has imitated; ``tell`` hears how that goes."""
+        ...
+
+    def blank(self, seed: int) -> Learner:
+        """A learner that is to be restored."""
+        ...
+
+    def tensors(self, model: OnPolicyAlgorithm) -> dict[str, NDArray[Any]]:
+        """What the trained policy consists of."""
+        ...
+
+    def scores(self, model: OnPolicyAlgorithm, pool: Sequence[Exercise]) -> Ratios:
+        """How good it is."""
+        ...
+
+    def save(self, path: Path, card: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
+        """Write ``path``.safetensors and ``path``.json."""
+        ...
+
+    def close(self) -> None:
+        """End what was started."""
+        ...
+
+
+class DecoderWeights:
+    """Learn which weights of the list scheduler suit a problem: PPO, an episode is one decode."""
+
+    format = FORMAT
+
+    def __init__(self, config: TrainingConfig, curriculum: Curriculum) -> None:
+        self.config = config
+        self.curriculum = curriculum
+        self.decoders = _decoders(config, curriculum)
+        self._imitated: tuple[NDArray[np.int64], NDArray[np.float32]] | None = None
+
+    def blank(self, seed: int) -> Learner:
+        """See :class:`Task`."""
+        count = self.config.ppo.environments
+        batch = ParamsBatch(self.curriculum.pool, count, seed, self.decoders)
+        return Learner(self.config, seed, batch)
+
+    def learner(self, seed: int, tell: Callable[[float, str], None]) -> Learner:
+        """See :class:`Task`; what is imitated is the same for all seeds, and found once."""
+        learner, imitation = self.blank(seed), self.config.imitation
+        if imitation.graphs:
+            if self._imitated is None:
+                numbers = self.curriculum.in_turn(imitation.graphs)
+                first = self.config.first_seed
+                actions = evolved_actions(
+                    self.decoders,
+                    numbers,
+                    imitation,
+                    first,
+                    lambda share: tell(share, f"evolving weights for {len(numbers)} graphs"),
+                )
+                self._imitated = (numbers, actions)
+            numbers, actions = self._imitated
+            seen = learner.batch.observations(numbers)  # type: ignore[attr-defined]
+            left = imitate(learner.model, seen, actions, imitation, seed)
+            tell(1.0, f"imitated, squared error {left:.3f}")
+        return learner
+
+    def tensors(self, model: OnPolicyAlgorithm) -> dict[str, NDArray[Any]]:
+        """See :class:`Task`."""
+        return exported(model, "", *self.curriculum.scale()).tensors()
+
+    def scores(self, model: OnPolicyAlgorithm, pool: Sequence[Exercise]) -> Ratios:
+        """See :class:`Task`."""
+        return scores(exported(model, "", *self.curriculum.scale()), pool)
+
+    def save(self, path: Path, card: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
+        """See :class:`Task`."""
+        Policy.of(path.name, card, tensors).save(path)
+
+    def close(self) -> None:
+        """See :class:`Task`."""
+        self.decoders.close()
+
+
+class OpByOp:
+    """Learn to choose devices op by op: MaskablePPO, the plain form of the problem."""
+
+    format = SEQUENTIAL_FORMAT
+
+    def __init__(self, config: TrainingConfig, curriculum: Curriculum) -> None:
+        self.config = config
+        self.curriculum = curriculum
+        clusters = [stage.clusters for stage in config.stage] + [config.test.clusters]
+        self.devices = max(max(own.devices) for own in clusters)
+
+    def blank(self, seed: int) -> Learner:
+        """See :class:`Task`."""
+        count = self.config.ppo.environments
+        return Learner(self.config, seed, GeneratedBatch(self.curriculum.pool, count, self.devices))
+
+    def learner(self, seed: int, tell: Callable[[float, str], None]) -> Learner:
+        """See :class:`Task`; nothing is imitated."""
+        return self.blank(seed)
+
+    def tensors(self, model: OnPolicyAlgorithm) -> dict[str, NDArray[Any]]:
+        """See :class:`Task`: the network as stable-baselines3 names its parts."""
+        return {
+            key: np.ascontiguousarray(value.detach().cpu().numpy())
+            for key, value in model.policy.state_dict().items()
+        }
+
+    def scores(self, model: OnPolicyAlgorithm, pool: Sequence[Exercise]) -> Ratios:
+        """See :class:`Task`."""
+        alone, sampled = [], []
+        for number, item in enumerate(pool):
+            torch.manual_seed(number)
+            ratios = _episodes(model, item, self.devices)
+            alone.append(ratios[0])
+            sampled.append(min(ratios))
+        return np.array(alone), np.array(sampled)
+
+    def save(self, path: Path, card: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
+        """See :class:`Task`."""
+        write_whole(path.with_name(f"{path.name}.safetensors"), save(dict(tensors)))
+        write_card(path, card)
+
+    def close(self) -> None:
+        """See :class:`Task`."""
+
+
+def task_for(config: TrainingConfig, curriculum: Curriculum) -> Task:
+    """The task that an algorithm is for."""
+    if config.algorithm == "maskable-ppo":
+        return OpByOp(config, curriculum)
+    return DecoderWeights(config, curriculum)
+
+
+def _decoders(config: TrainingConfig, curriculum: Curriculum) -> Decoders:
+    judges = [item.judge for item in curriculum.pool]
+    if config.workers == "ray":
+        from placer.policies.ray_decoders import RayTasks
+
+        return RayTasks(judges, config.ray_address)
+    return Processes(judges, config.workers) if config.workers else Here(judges)
+
+
+def _episodes(model: Any, item: Exercise, devices: int) -> list[float]:
+    """Ratios of an episode with the likeliest actions and of 15 with sampled ones, at once."""
+    environments = [GeneratedPlacementEnv([item], devices) for _ in range(1 + SAMPLES)]
+    seen = np.stack([environment.reset()[0] for environment in environments])
+    ratios = [np.nan] * len(environments)
+    while np.isnan(ratios).any():
+        masks = np.stack([environment.action_masks() for environment in environments])
+        actions = model.predict(seen, action_masks=masks)[0]
+        actions[0] = model.predict(seen[:1], action_masks=masks[:1], deterministic=True)[0][0]
+        for i, environment in enumerate(environments):
+            if np.isnan(ratios[i]):
+                seen[i], _, ended, _, info = environment.step(actions[i])
+                if ended:
+                    ratios[i] = info.get("ratio", CANNOT_RUN)
+    return ratios

@@ -1,0 +1,72 @@
+"""Fine-tuning on measured step time: a policy for one model on this machine's devices.
+
+The reward is the measured step, relative to the plan that simulated reward chooses, run in the same
+rounds. Measurements are few, so that between them the policy learns from the simulator, fitted to
+all that was measured. In the end the plans that were fastest are run once more, together; what
+noise cannot tell from the plan that simulated reward chooses is not chosen over it.
+"""
+
+from __future__ import annotations
+
+from envs.calibrate import calibrated
+from envs.cluster import Cluster
+from envs.discover import check_devices
+from envs.problem import Problem
+from graphs.extract import ExtractionError, Step, extract
+from graphs.extract.fake import check_has_memory
+from graphs.graph import GraphArrays
+from placer.policies.network import Policy
+from placer.policies.threads import one_thread
+from placer.policies.tuned import Tuned, Tuning
+from placer.policies.tuner import Tuner
+from placer.report.progress import Progress, Silent
+from placer.rigs import rig_for
+from placer.search.portfolio import load_compiled_code
+
+
+@one_thread()
+def tune(
+    step: Step,
+    cluster: Cluster,
+    policy: Policy,
+    name: str,
+    tuning: Tuning | None = None,
+    progress: Progress | None = None,
+) -> Tuned:
+    """Tune a policy to one step on devices that are here.
+
+    Stopped by Ctrl-C once something was run, it ends with that.
+
+    Args:
+        step: the model and its example inputs.
+        cluster: devices of this machine; speeds are calibrated where there are no links.
+        policy: what to start from.
+        name: of the tuned policy.
+        tuning: how long and how.
+        progress: hears what is going on.
+
+    Raises:
+        ExtractionError: the model cannot be extracted, or what was extracted cannot be run.
+        ValueError: a device is not here, or there is but one.
+        WorkerError: the workers do not come up.
+        KeyboardInterrupt: stopped before anything was run.
+    """
+    tuning, hear = tuning or Tuning(), progress or Silent()
+    check_devices(cluster.names)
+    if len(cluster) < 2:
+        raise ValueError("on one device there is nothing to learn: name two or more")
+    check_has_memory(step)
+    hear.stage("Extracting the graph")
+    extraction = extract(step)
+    if extraction.own_program is None:
+        raise ExtractionError("only the modules of this model were extracted: that cannot be run")
+    rig = rig_for(extraction, cluster)
+    if not cluster.links:
+        hear.stage("Calibrating devices")
+        cluster = calibrated(cluster)
+    hear.stage("Measuring op costs")
+    graph = rig.costed(rig.graph, cluster, hear)
+    problem = Problem.of(GraphArrays.from_graph(graph), rig.planned(cluster))
+    hear.stage("Loading compiled code (the first time it is compiled, 30 s)")
+    load_compiled_code()
+    return Tuner(problem, rig, policy, name, tuning, hear).tuned()
