@@ -16,8 +16,9 @@ import placer.registration
 from placer.policies import Policy, load, names
 from placer.policies.maskable import maskable_ppo
 from placer.policies.network import ACTION_SCALE, FORMAT
-from placer.policies.params_env import WORST_REWARD, ParamsBatch, PlacementParamsEnv
+from placer.policies.params_env import ParamsBatch, PlacementParamsEnv
 from placer.policies.pool import draw_pool, exercise, families
+from placer.policies.rewards import WORST_REWARD
 from placer.policies.summary import FEATURES, summarise
 from placer.policies.training import scores, train
 from placer.search.budget import Budget
@@ -63,6 +64,26 @@ def test_a_policy_that_was_saved_says_the_same(tmp_path: Path) -> None:
         "made-up.json",
         "made-up.safetensors",
     ]
+
+
+def test_a_policy_keeps_the_proposals_of_other_seeds_beside_its_own(tmp_path: Path) -> None:
+    first = made_up_policy()
+    rest = tuple(
+        replace(
+            made_up_policy(seed),
+            feature_mean=first.feature_mean,
+            feature_deviation=first.feature_deviation,
+        )
+        for seed in range(1, 12)
+    )
+    replace(first, others=rest).save(tmp_path / "many")
+    many = load(str(tmp_path / "many"))
+    summary = np.random.default_rng(0).normal(size=len(FEATURES))
+    means, deviations = many.proposals(summary)
+    assert means.shape == deviations.shape == (12, WEIGHT_COUNT)
+    for row, policy in enumerate((first, *rest)):
+        assert (means[row] == policy.weights(summary)[0]).all()
+        assert (deviations[row] == policy.weights(summary)[1]).all()
 
 
 def test_a_policy_without_layers_proposes_heft() -> None:

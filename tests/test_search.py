@@ -13,6 +13,7 @@ from envs.simulator import INFEASIBLE_NS, Simulator
 from placer.search.budget import Budget, Meter
 from placer.search.candidate import Candidate, distinct, ranked
 from placer.search.decoder import HEFT, WEIGHT_COUNT
+from placer.search.heuristics import heuristics
 from placer.search.judge import Judge
 from placer.search.portfolio import search
 from placer.search.trivial import layer_split, round_robin, single_device, trivial_plans
@@ -26,7 +27,32 @@ class Fixed:
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """HEFT, and a little around it."""
         assert known[0].name.startswith("single")
-        return np.array(HEFT), np.full(WEIGHT_COUNT, 0.3)
+        return np.array([HEFT]), np.full((1, WEIGHT_COUNT), 0.3)
+
+
+class Several:
+    """A policy that proposes nonsense first, and what is known to be good last."""
+
+    def __init__(self, good: NDArray[np.float64]) -> None:
+        self.good = good
+
+    def propose(
+        self, judge: Judge, known: list[Candidate]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Three proposals."""
+        means = np.stack([-HEFT, 0 * HEFT, self.good])
+        return means, np.zeros_like(means)
+
+
+def test_all_proposals_of_a_policy_are_tried() -> None:
+    problem = random_problem(3, ops=60, devices=3)
+    judge = Judge(problem)
+    rows = HEFT + np.random.default_rng(0).normal(0.0, 0.5, (200, WEIGHT_COUNT))
+    costs = judge.decoded(rows)[2]
+    good = rows[int(costs.argmin())]
+    known = len(heuristics(judge))
+    found = search(problem, Budget(evaluations=4 * (known + 3)), 0, Several(good))
+    assert min(c.step_ns for c in found if c.name != "annealing") <= costs.min()
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument(
         "--seconds", type=float, help="length of each seed in processor time instead"
     )
-    parser.add_argument("--seeds", type=int, help="how many (default: 3); the best is kept")
+    parser.add_argument("--seeds", type=int, help="how many (default: 5)")
     parser.add_argument("--first-seed", type=seed, metavar="N", help="the default is 0")
     parser.add_argument(
         "--families", nargs="+", metavar="NAME", help="to train on (default: all but chains)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,9 @@ FARTHEST: Final = 5.0
 """Normalised features are clipped to -FARTHEST .. FARTHEST."""
 DECIMALS: Final = 6
 """Weights are rounded, so that the last bit of a linear algebra library does not matter."""
+_SHARED: Final = ("feature_mean", "feature_deviation")
+_OTHERS: Final = "others."
+_OTHER_KEY: Final = re.compile(r"others\.(\d+)\.([a-z].*)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -35,6 +39,7 @@ class Policy:
     """Maps the summary of a problem to decoder weights.
 
     ``layers`` are (out, in) matrices with their biases (out,); tanh between them, none at the end.
+    ``others`` are policies of other training seeds, the most helpful first: search asks them, too.
     """
 
     name: str
@@ -43,20 +48,29 @@ class Policy:
     feature_deviation: NDArray[np.float32]  # (F,) of FEATURES
     layers: tuple[tuple[NDArray[np.float32], NDArray[np.float32]], ...]
     log_std: NDArray[np.float32]  # (K,) of actions, K being WEIGHT_COUNT
+    others: tuple[Policy, ...] = ()
 
     def propose(
         self, judge: Judge, known: list[Candidate]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Mean (K,) and standard deviation (K,) of the weights that suit a problem.
+        """Means (M, K) and standard deviations (M, K) of the weights that suit a problem.
 
-        ``known`` are the candidates of :func:`placer.search.heuristics.heuristics`.
+        The first of M is this policy's own proposal, the rest are those of the others. ``known``
+        are the candidates of :func:`placer.search.heuristics.heuristics`.
         """
-        return self.weights(summarise(judge, known))
+        return self.proposals(summarise(judge, known))
+
+    def proposals(
+        self, summary: NDArray[np.float64]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """The same from the summary (F,)."""
+        own = [policy.weights(summary) for policy in (self, *self.others)]
+        return np.stack([mean for mean, _ in own]), np.stack([spread for _, spread in own])
 
     def weights(
         self, summary: NDArray[np.float64]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """The same from the summary (F,)."""
+        """Mean (K,) and standard deviation (K,) of this policy alone."""
         x = normalised(summary, self.feature_mean, self.feature_deviation)
         for number, (matrix, bias) in enumerate(self.layers):
             x = np.asarray(matrix @ x + bias)
@@ -86,6 +100,9 @@ class Policy:
         for number, (matrix, bias) in enumerate(self.layers):
             tensors[f"layers.{number}.weight"] = np.ascontiguousarray(matrix)
             tensors[f"layers.{number}.bias"] = bias
+        for number, other in enumerate(self.others):
+            own = other.tensors()
+            tensors |= {f"{_OTHERS}{number}.{k}": v for k, v in own.items() if k not in _SHARED}
         return tensors
 
     @classmethod
@@ -95,6 +112,11 @@ class Policy:
         Raises:
             ValueError: one is missing, of another shape, or not all finite.
         """
+        shared = {key: value for key, value in tensors.items() if key in _SHARED}
+        groups: dict[int, dict[str, NDArray[Any]]] = {}
+        for key, value in tensors.items():
+            if match := _OTHER_KEY.fullmatch(key):
+                groups.setdefault(int(match[1]), dict(shared))[match[2]] = value
         depth = sum(key.startswith("layers.") for key in tensors) // 2
         for key, shape in _shapes(tensors, depth).items():
             found = tensors[key].shape if key in tensors else None
@@ -110,6 +132,7 @@ class Policy:
                 for number in range(depth)
             ),
             log_std=tensors["log_std"],
+            others=tuple(cls.of(name, {}, groups[number]) for number in sorted(groups)),
         )
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -17,12 +16,9 @@ from envs.toy_problem import toy_problem
 from placer.policies.decoders import Decoders, Here
 from placer.policies.network import ACTION_SCALE, FARTHEST, normalised
 from placer.policies.pool import Exercise, exercise
+from placer.policies.rewards import Rewards, plain_rewards
 from placer.policies.summary import FEATURES
 from placer.search.decoder import HEFT, WEIGHT_COUNT
-
-REWARD_SCALE: Final = 10.0
-WORST_REWARD: Final = -20.0
-"""Of a plan that cannot run, and of one that takes more than seven times the reference."""
 
 
 class PlacementParamsEnv(gym.Env[NDArray[np.float32], NDArray[np.float32]]):
@@ -32,7 +28,7 @@ class PlacementParamsEnv(gym.Env[NDArray[np.float32], NDArray[np.float32]]):
                  by the pool's mean and standard deviation.
     Action:      (K,) float32 in -1 .. 1; weights = HEFT + 2 * action.
     Reward:      -10 log(step / reference), the reference being the best of single device, HEFT and
-                 ETF; not below WORST_REWARD. Higher is better, 0 is as good as the heuristics.
+                 ETF; not below -20. Higher is better, 0 is as good as the heuristics.
     Info:        ``step_ns``, ``reference_ns`` and ``family``.
     """
 
@@ -83,14 +79,17 @@ class ParamsBatch(VecEnv):
         seed: int,
         decoders: Decoders | None = None,
         scale: tuple[NDArray[np.float32], NDArray[np.float32]] | None = None,
+        rewards: Rewards | None = None,
     ) -> None:
         """``count`` environments that draw from one pool; ``decoders`` know its problems.
 
-        Observations are in units of ``scale``, by default the pool's own.
+        Observations are in units of ``scale``, by default the pool's own. ``rewards`` are by
+        default those of the plain environment.
         """
         super().__init__(count, observation_space(), action_space())
         self.pool = list(pool)
         self.decoders = decoders or Here([item.judge for item in self.pool])
+        self.rewards = rewards or plain_rewards(len(self.pool))
         self.chosen = np.arange(len(self.pool))
         self._random = np.random.default_rng(seed)
         mean, deviation = scale or pool_scale(self.pool)
@@ -112,17 +111,15 @@ class ParamsBatch(VecEnv):
     def step_wait(self) -> VecEnvStepReturn:
         """Decode all, and draw the next problems."""
         costs = self.decoders.costs(self._current, weights_of(self._actions))
-        rewards = np.empty(self.num_envs, np.float32)
-        infos: list[dict[str, Any]] = []
-        for row, (number, cost) in enumerate(zip(self._current, costs.tolist(), strict=True)):
-            item = self.pool[number]
-            rewards[row] = reward_of(item, cost)
-            infos.append(
-                {
-                    "terminal_observation": self._observations[number],
-                    "ratio": item.ratio(cost),
-                }
-            )
+        items = [self.pool[number] for number in self._current]
+        ratios = [
+            item.ratio(max(cost, 1)) for item, cost in zip(items, costs.tolist(), strict=True)
+        ]
+        rewards = self.rewards.of(self._current, np.array(ratios))
+        infos: list[dict[str, Any]] = [
+            {"terminal_observation": self._observations[number], "ratio": ratio}
+            for number, ratio in zip(self._current, ratios, strict=True)
+        ]
         return self.reset(), rewards, np.ones(self.num_envs, np.bool_), infos
 
     def observations(self, numbers: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -199,5 +196,6 @@ def weights_of(actions: NDArray[np.float32]) -> NDArray[np.float64]:
 
 
 def reward_of(item: Exercise, cost: int) -> float:
-    """Reward of a cost, in WORST_REWARD .. infinity."""
-    return max(WORST_REWARD, -REWARD_SCALE * math.log(max(cost, 1) / item.reference_ns))
+    """Plain reward of a cost, in WORST_REWARD .. infinity."""
+    ratio = np.array([item.ratio(max(cost, 1))])
+    return float(plain_rewards(1).of(np.zeros(1, np.int64), ratio)[0])

@@ -53,7 +53,10 @@ class Proposer(Protocol):
     def propose(
         self, judge: Judge, known: list[Candidate]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Mean (21,) and standard deviation (21,) of weights; ``known`` are the heuristics."""
+        """Means (M, 21) and standard deviations (M, 21) of weights; ``known`` are the heuristics.
+
+        All means are tried, in their order, then samples around the best of them.
+        """
         ...
 
 
@@ -119,13 +122,18 @@ class _Search:
         self.report(self.meter.share(), "heuristics")
 
     def learned(self, policy: Proposer) -> tuple[NDArray[np.float64], float]:
-        """Decode the policy's mean and samples around it; returns the best weights."""
-        mean, deviation = policy.propose(self.judge, self.known)
+        """Decode what the policy proposes and samples around the best; returns the best weights."""
+        means, deviations = policy.propose(self.judge, self.known)
+        costs = self.decode("policy", means, SAMPLE_SHARE)
+        if len(costs) == 0:
+            return means[0], TRAINED_SIGMA
+        first = int(costs.argmin())
         normal = np.random.default_rng(self.seeds[0]).standard_normal((SAMPLES, WEIGHT_COUNT))
-        rows = np.vstack([mean, mean + SAMPLE_SPREAD * deviation * normal]).round(9)
-        costs = self.decode("policy", rows, SAMPLE_SHARE)
-        best = rows[int(costs.argmin())] if len(costs) else mean
-        return best, TRAINED_SIGMA
+        rows = (means[first] + SAMPLE_SPREAD * deviations[first] * normal).round(9)
+        sampled = self.decode("policy", rows, SAMPLE_SHARE)
+        if len(sampled) and sampled.min() < costs[first]:
+            return rows[int(sampled.argmin())], TRAINED_SIGMA
+        return means[first], TRAINED_SIGMA
 
     def evolve(self, weights: NDArray[np.float64], sigma: float) -> None:
         """Improve decoder weights."""

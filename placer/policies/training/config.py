@@ -4,7 +4,8 @@
 
     format = "placer-training/1"
     algorithm = "ppo"              # ppo: decoder weights, | maskable-ppo: devices op by op
-    seeds = 3                      # as many policies are trained, the best is kept
+    seeds = 5                      # as many policies are trained
+    keep = 5                       # so many of them are kept: the best, and what helps it most
     first_seed = 0
     device = "cpu"                 # of the network: cpu | cuda
     workers = 0                    # processes that decode, 0: none but this one; or "ray"
@@ -95,6 +96,7 @@ class Ppo:
     entropy: float = 0.0
     layers: tuple[int, ...] = (64, 64)  # hidden, of policy and critic each
     log_std: float = -1.6  # at first, of actions; op by op there is none
+    reward: Literal["relative", "plain"] = "relative"  # see placer/policies/rewards.py
 
     def __post_init__(self) -> None:
         _above_zero(self, "environments", "steps", "batch_size", "epochs", "learning_rate", "clip")
@@ -160,7 +162,8 @@ class TrainingConfig:
 
     format: Literal["placer-training/1"] = FORMAT
     algorithm: Algorithm = "ppo"
-    seeds: int = 3
+    seeds: int = 5
+    keep: int = 5
     first_seed: int = 0
     device: Literal["cpu", "cuda"] = "cpu"
     workers: int | Literal["ray"] = 0
@@ -173,7 +176,7 @@ class TrainingConfig:
     test: Testing = field(default_factory=Testing)
 
     def __post_init__(self) -> None:
-        _above_zero(self, "seeds", "checkpoint_rollouts")
+        _above_zero(self, "seeds", "keep", "checkpoint_rollouts")
         if not 0 <= self.first_seed < MOST_SEEDS:
             raise ValueError(f"first_seed is {self.first_seed}, not within 0 .. {MOST_SEEDS - 1}")
         if isinstance(self.workers, int) and self.workers < 0:

@@ -1,4 +1,4 @@
-"""Trains policies, one for each seed, and keeps the best.
+"""Trains policies, one for each seed, and keeps the best with those that help it.
 
     placer train --config trained_policies/generalist.toml --out trained_policies/generalist
 
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import stable_baselines3
@@ -35,6 +35,8 @@ from placer.policies.training.tasks import Task, task_for
 from placer.report.progress import time_left
 
 Progress = Callable[[float, str], None]
+RATIOS: Final = "ratios"
+"""Of one decode on every validation graph: in checkpoints, not in cards."""
 
 
 @one_thread()
@@ -45,7 +47,7 @@ def train(
     progress: Progress | None = None,
     fresh: bool = False,
 ) -> Mapping[str, Any]:
-    """Train one policy per seed and write the best of them to ``out``.safetensors and .json.
+    """Train one policy per seed and write them, the best first, to ``out``.safetensors and .json.
 
     ``out``.csv tells of every rollout, and ``out``.checkpoint is there until the end.
 
@@ -84,8 +86,9 @@ def train(
     ):
         run = _Run(config, curriculum, task, log, path, tell)
         finished = run.seeds(checkpoint)
-    card, best = _card(out.name, config, curriculum, task, finished)
-    task.save(out, card, finished[best].tensors)
+    kept = most_helpful([own.data for own in finished], config.keep)
+    card = _card(out.name, config, curriculum, task, [finished[i].data for i in kept], finished)
+    task.save(out, card, [finished[i].tensors for i in kept])
     path.unlink(missing_ok=True)
     return card
 
@@ -176,6 +179,7 @@ class _Run:
             "spent_s": round(spent_s, 1),
             "validation": {"mean": mean(alone), "best_of_16": mean(sampled)},
             "test": table(tests, *self.task.scores(learner.model, tests)),
+            RATIOS: alone.round(6).tolist(),
         }
 
     def _share(self, share: float) -> float:
@@ -188,18 +192,32 @@ class _Run:
         self.tell(done, text + time_left(time.perf_counter() - self.began, part))
 
 
+def most_helpful(rows: Sequence[Mapping[str, Any]], count: int) -> list[int]:
+    """Which seeds to keep, at most ``count``: the best, then always who adds most to those kept.
+
+    What a seed adds is how much it lowers the mean, over the validation graphs, of the logarithm
+    of the best ratio.
+    """
+    kept = [min(range(len(rows)), key=lambda i: sum(rows[i]["validation"].values()))]
+    logs = np.log([row[RATIOS] for row in rows])
+    while len(kept) < min(count, len(rows)):
+        best = logs[kept].min(axis=0)
+        left = [i for i in range(len(rows)) if i not in kept]
+        kept.append(min(left, key=lambda i: float(np.minimum(best, logs[i]).mean())))
+    return kept
+
+
 def _card(
     name: str,
     config: TrainingConfig,
     curriculum: Curriculum,
     task: Task,
+    kept: Sequence[Mapping[str, Any]],
     finished: Sequence[Saved],
-) -> tuple[dict[str, Any], int]:
-    """The card, and which of the seeds is the best."""
-    rows = [own.data for own in finished]
-    best = min(range(len(rows)), key=lambda i: sum(rows[i]["validation"].values()))
+) -> dict[str, Any]:
     families = dict.fromkeys(family for stage in config.stage for family in stage.families)
     devices = sorted({count for stage in config.stage for count in stage.clusters.devices})
+    rows = [{k: v for k, v in own.data.items() if k != RATIOS} for own in finished]
     return {
         "format": task.format,
         "name": name,
@@ -210,8 +228,9 @@ def _card(
             "devices": devices,
         },
         "config": plain(config),
-        "seed": rows[best]["seed"],
-        "selected_by": "lowest sum of both validation scores",
+        "seed": kept[0]["seed"],
+        "others": [row["seed"] for row in kept[1:]],
+        "selected_by": "lowest sum of both validation scores; others by what they add to it",
         "scores_are": MEANING,
         "seeds": rows,
         "baselines": baselines(curriculum.tests),
@@ -222,7 +241,7 @@ def _card(
             "torch": torch.__version__,
             "stable_baselines3": stable_baselines3.__version__,
         },
-    }, best
+    }
 
 
 def _digest(curriculum: Curriculum) -> str:

@@ -14,7 +14,8 @@ from placer.search.decoder import HEFT, WEIGHT_COUNT
 from placer.search.heuristics import ETF_NAME, HEFT_NAME, SINGLE
 
 MEANING: Final = "geometric mean of step / best of {single device, HEFT, ETF}, simulated"
-SAMPLES: Final = 15
+DECODES: Final = 16
+SAMPLES: Final = DECODES - 1
 UNTRAINED_DEVIATION: Final = 0.4
 HEURISTICS: Final = {"single": SINGLE, HEFT_NAME: HEFT_NAME, ETF_NAME: ETF_NAME}
 """{name in tables: how the names of its candidates begin}."""
@@ -23,8 +24,11 @@ HEURISTICS: Final = {"single": SINGLE, HEFT_NAME: HEFT_NAME, ETF_NAME: ETF_NAME}
 def scores(
     policy: Policy, pool: Sequence[Exercise], seed: int = 0
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Ratios (len(pool),): of one decode, and of the best of it and 15 samples from ``seed``."""
-    proposals = [policy.weights(item.summary) for item in pool]
+    """Ratios (len(pool),): of one decode, and of the best of sixteen from ``seed``.
+
+    The sixteen are what the policy and its others propose, and samples around the best of these.
+    """
+    proposals = [policy.proposals(item.summary) for item in pool]
     return _decoded(pool, proposals, seed)
 
 
@@ -32,8 +36,8 @@ def untrained_scores(
     deviation: float, pool: Sequence[Exercise], seed: int = 0
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """The same of HEFT and 15 random weights around it, by standard deviation of actions."""
-    spread = np.full(WEIGHT_COUNT, ACTION_SCALE * deviation)
-    return _decoded(pool, [(HEFT, spread)] * len(pool), seed)
+    spread = np.full((1, WEIGHT_COUNT), ACTION_SCALE * deviation)
+    return _decoded(pool, [(HEFT[None], spread)] * len(pool), seed)
 
 
 def heuristic_ratios(pool: Sequence[Exercise]) -> dict[str, NDArray[np.float64]]:
@@ -83,10 +87,13 @@ def _decoded(
     seed: int,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     alone, sampled = [], []
-    for number, (item, (weights, deviation)) in enumerate(zip(pool, proposals, strict=True)):
+    for number, (item, (all_means, deviations)) in enumerate(zip(pool, proposals, strict=True)):
         rng = np.random.default_rng([seed, number] if seed else number)
-        normal = rng.standard_normal((SAMPLES, WEIGHT_COUNT))
-        costs = item.judge.decoded(np.vstack([weights, weights + deviation * normal]))[2]
+        means = all_means[:DECODES]
+        normal = rng.standard_normal((SAMPLES, WEIGHT_COUNT))[: DECODES - len(means)]
+        costs = item.judge.decoded(means)[2]
+        best = int(costs.argmin())
+        more = item.judge.decoded(means[best] + deviations[best] * normal)[2]
         alone.append(item.ratio(int(costs[0])))
-        sampled.append(item.ratio(int(costs.min())))
+        sampled.append(item.ratio(int(min(costs.min(), more.min(initial=costs.min())))))
     return np.array(alone), np.array(sampled)

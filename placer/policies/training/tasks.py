@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -18,6 +20,7 @@ from placer.policies.generated_env import GeneratedBatch, GeneratedPlacementEnv
 from placer.policies.network import FORMAT, SEQUENTIAL_FORMAT, Policy, write_card
 from placer.policies.params_env import ParamsBatch
 from placer.policies.pool import Exercise
+from placer.policies.rewards import Rewards, relative_rewards
 from placer.policies.training.config import TrainingConfig
 from placer.policies.training.curriculum import Curriculum
 from placer.policies.training.imitation import evolved_actions, imitate
@@ -53,8 +56,10 @@ class Task(Protocol):
         """How good it is."""
         ...
 
-    def save(self, path: Path, card: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
-        """Write ``path``.safetensors and ``path``.json."""
+    def save(
+        self, path: Path, card: Mapping[str, Any], tensors: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Write ``path``.safetensors and ``path``.json, from the best policy and others."""
         ...
 
     def close(self) -> None:
@@ -71,12 +76,15 @@ class DecoderWeights:
         self.config = config
         self.curriculum = curriculum
         self.decoders = _decoders(config, curriculum)
+        self._relative: Rewards | None = None
         self._imitated: tuple[NDArray[np.int64], NDArray[np.float32]] | None = None
 
     def blank(self, seed: int) -> Learner:
         """See :class:`Task`."""
         count = self.config.ppo.environments
-        batch = ParamsBatch(self.curriculum.pool, count, seed, self.decoders)
+        batch = ParamsBatch(
+            self.curriculum.pool, count, seed, self.decoders, rewards=self._rewards()
+        )
         return Learner(self.config, seed, batch)
 
     def learner(self, seed: int, tell: Callable[[float, str], None]) -> Learner:
@@ -100,6 +108,16 @@ class DecoderWeights:
             tell(1.0, f"imitated, squared error {left:.3f}")
         return learner
 
+    def _rewards(self) -> Rewards | None:
+        """Found once for all seeds."""
+        if self._relative is None and self.config.ppo.reward == "relative":
+            self._relative = self._found_rewards()
+        return self._relative
+
+    def _found_rewards(self) -> Rewards:
+        references = np.array([item.reference_ns for item in self.curriculum.pool], np.int64)
+        return relative_rewards(self.decoders, references, math.exp(self.config.ppo.log_std))
+
     def tensors(self, model: OnPolicyAlgorithm) -> dict[str, NDArray[Any]]:
         """See :class:`Task`."""
         return exported(model, "", *self.curriculum.scale()).tensors()
@@ -108,9 +126,12 @@ class DecoderWeights:
         """See :class:`Task`."""
         return scores(exported(model, "", *self.curriculum.scale()), pool)
 
-    def save(self, path: Path, card: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
+    def save(
+        self, path: Path, card: Mapping[str, Any], tensors: Sequence[Mapping[str, Any]]
+    ) -> None:
         """See :class:`Task`."""
-        Policy.of(path.name, card, tensors).save(path)
+        first, *others = (Policy.of(path.name, card, own) for own in tensors)
+        replace(first, others=tuple(others)).save(path)
 
     def close(self) -> None:
         """See :class:`Task`."""
@@ -154,9 +175,11 @@ class OpByOp:
             sampled.append(min(ratios))
         return np.array(alone), np.array(sampled)
 
-    def save(self, path: Path, card: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
-        """See :class:`Task`."""
-        write_whole(path.with_name(f"{path.name}.safetensors"), save(dict(tensors)))
+    def save(
+        self, path: Path, card: Mapping[str, Any], tensors: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """See :class:`Task`; others are left out."""
+        write_whole(path.with_name(f"{path.name}.safetensors"), save(dict(tensors[0])))
         write_card(path, card)
 
     def close(self) -> None:

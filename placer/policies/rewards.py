@@ -1,0 +1,78 @@
+"""What a decode earns: how much shorter its step is than could be expected of its problem.
+
+A reward is ``(expected - log(cost / reference)) / spread``, cut off at both ends. Plain rewards
+expect the reference of every problem, the best of {single device, HEFT, ETF}. Relative rewards
+expect of a problem what untrained weights around HEFT cost on average, in units of how much they
+vary: the problems where much is to be had do not drown the others, and none is hopeless.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placer.policies.decoders import Decoders
+from placer.policies.network import ACTION_SCALE
+from placer.search.decoder import HEFT, WEIGHT_COUNT
+
+REWARD_SCALE: Final = 10.0
+WORST_REWARD: Final = -20.0
+"""Of a plan that cannot run, and of one that takes more than seven times the reference."""
+UNTRAINED_SAMPLES: Final = 32
+FARTHEST_REWARD: Final = 5.0
+SMALLEST_SPREAD: Final = 0.01
+"""Weights that change a step by less teach nothing."""
+SEED: Final = 5_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rewards:
+    """Rewards of G problems; ``expected`` and ``spread`` are logarithms of cost / reference."""
+
+    expected: NDArray[np.float64]  # (G,)
+    spread: NDArray[np.float64]  # (G,)
+    least: float
+    most: float
+
+    def of(self, numbers: NDArray[np.int64], ratios: NDArray[np.floating]) -> NDArray[np.float32]:
+        """Rewards (B,) of costs over references (B,) on the problems ``numbers`` (B,)."""
+        gain = self.expected[numbers] - np.log(ratios)
+        cut = np.clip(gain / self.spread[numbers], self.least, self.most)
+        return np.asarray(cut, np.float32)
+
+
+def plain_rewards(count: int) -> Rewards:
+    """-10 log(cost / reference), not below WORST_REWARD, for all of ``count`` problems."""
+    return Rewards(
+        expected=np.zeros(count),
+        spread=np.full(count, 1.0 / REWARD_SCALE),
+        least=WORST_REWARD,
+        most=np.inf,
+    )
+
+
+def relative_rewards(
+    decoders: Decoders, references: NDArray[np.int64], deviation: float
+) -> Rewards:
+    """Against 32 untrained decodes of every problem.
+
+    Args:
+        decoders: know the problems.
+        references: (G,) costs of the best heuristics.
+        deviation: of the untrained actions.
+    """
+    count = len(references)
+    rng = np.random.default_rng(SEED)
+    normal = rng.standard_normal((count, UNTRAINED_SAMPLES, WEIGHT_COUNT))
+    weights = (HEFT + ACTION_SCALE * deviation * normal).reshape(-1, WEIGHT_COUNT)
+    costs = decoders.costs(np.repeat(np.arange(count), UNTRAINED_SAMPLES), weights)
+    ratios = np.log(np.maximum(costs, 1).reshape(count, -1) / references[:, None])
+    return Rewards(
+        expected=ratios.mean(axis=1),
+        spread=np.maximum(ratios.std(axis=1), SMALLEST_SPREAD),
+        least=-FARTHEST_REWARD,
+        most=FARTHEST_REWARD,
+    )

@@ -1,0 +1,93 @@
+"""What a decode earns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from placer.policies.pool import draw_pool
+from placer.policies.rewards import (
+    FARTHEST_REWARD,
+    SMALLEST_SPREAD,
+    UNTRAINED_SAMPLES,
+    WORST_REWARD,
+    plain_rewards,
+    relative_rewards,
+)
+from placer.policies.training.run import RATIOS, most_helpful
+from placer.search.decoder import HEFT
+
+
+class Steps:
+    """Costs that alternate around a level, by problem."""
+
+    levels = np.array([1000.0, 1000.0, 50.0])
+    spreads = np.array([0.5, 0.001, 0.1])
+
+    def __init__(self) -> None:
+        self.weights: list[NDArray[np.floating[Any]]] = []
+
+    def costs(
+        self, numbers: NDArray[np.int64], weights: NDArray[np.floating[Any]]
+    ) -> NDArray[np.int64]:
+        """One below, one above."""
+        self.weights.append(weights)
+        sign = 1.0 - 2.0 * (np.arange(len(numbers)) % 2)
+        steps = 1e9 * self.levels[numbers] * np.exp(self.spreads[numbers] * sign)
+        return np.asarray(steps.round(), np.int64)
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+def test_a_plain_reward_is_ten_times_the_logarithm_of_the_gain() -> None:
+    rewards = plain_rewards(3)
+    found = rewards.of(np.array([0, 1, 2]), np.array([1.0, 0.5, 1e9]))
+    assert found.tolist() == pytest.approx([0.0, 10 * np.log(2), WORST_REWARD], rel=1e-6)
+
+
+def test_a_relative_reward_is_measured_by_what_untrained_weights_do_on_that_problem() -> None:
+    steps = Steps()
+    rewards = relative_rewards(steps, np.array([10**12, 5 * 10**11, 10**11]), 0.2)
+    # Logarithms of cost / reference: 0, log 2 and log 0.5 on average.
+    assert rewards.expected == pytest.approx([0.0, np.log(2), np.log(0.5)], abs=1e-6)
+    assert rewards.spread == pytest.approx([0.5, SMALLEST_SPREAD, 0.1], abs=1e-6)
+    found = rewards.of(np.array([0, 0, 2, 1]), np.array([1.0, np.exp(-0.5), 0.5 * np.e**0.2, 1e9]))
+    assert found.tolist() == pytest.approx([0.0, 1.0, -2.0, -FARTHEST_REWARD], abs=1e-4)
+    weights = np.concatenate(steps.weights)
+    assert len(weights) == 3 * UNTRAINED_SAMPLES
+    assert np.abs(weights - HEFT).std() > 0
+
+
+def test_untrained_weights_earn_nothing_on_average() -> None:
+    from placer.policies.decoders import Here
+
+    pool = draw_pool(3, 6, 100)
+    here = Here([item.judge for item in pool])
+    references = np.array([item.reference_ns for item in pool])
+    rewards = relative_rewards(here, references, 0.2)
+    again = relative_rewards(here, references, 0.2)
+    assert (rewards.expected == again.expected).all()
+    numbers = np.repeat(np.arange(6), 50)
+    weights = HEFT + 0.4 * np.random.default_rng(0).normal(size=(300, len(HEFT)))
+    ratios = here.costs(numbers, weights) / references[numbers]
+    earned = rewards.of(numbers, ratios).reshape(6, 50).mean(axis=1)
+    assert np.abs(earned).max() < 1.5
+
+
+def test_seeds_are_kept_that_add_most_to_the_best() -> None:
+    def row(total: float, ratios: list[float]) -> dict[str, Any]:
+        return {"validation": {"mean": total, "best_of_16": 0.0}, RATIOS: ratios}
+
+    rows = [
+        row(0.9, [0.9, 0.9, 0.8]),
+        row(0.8, [0.8, 0.8, 0.8]),  # the best
+        row(0.85, [0.8, 0.8, 0.79]),
+        row(2.0, [0.4, 3.0, 3.0]),  # bad, but of help
+    ]
+    assert most_helpful(rows, 1) == [1]
+    assert most_helpful(rows, 3) == [1, 3, 2]
+    assert most_helpful(rows, 9) == [1, 3, 2, 0]
