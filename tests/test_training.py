@@ -83,7 +83,7 @@ def test_learning_changes_the_policy_and_imitation_begins_elsewhere(tmp_path: Pa
     assert np.abs(proposed[1] - HEFT).max() > np.abs(proposed[0] - HEFT).max()
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "maskable-ppo"])
+@pytest.mark.parametrize("algorithm", ["ppo", pytest.param("maskable-ppo", marks=pytest.mark.slow)])
 def test_a_killed_training_goes_on_to_the_same_curve(tmp_path: Path, algorithm: str) -> None:
     config = tmp_path / "two-stages.toml"
     sequential = replace(
