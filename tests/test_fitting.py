@@ -31,19 +31,27 @@ def steps_s(problem: Problem, placements: list[Placement]) -> list[float]:
     return [float(simulator.step_ns(*own.arrays())[0]) / 1e9 for own in placements]
 
 
-@settings(max_examples=15, deadline=None)
-@given(st.integers(0, 50), st.lists(st.floats(0.5, 2.0), min_size=4, max_size=4))
-def test_factors_that_made_the_measurements_are_found_again(
-    seed: int, factors: list[float]
-) -> None:
+@pytest.mark.parametrize("seed", range(4))
+def test_factors_that_made_the_measurements_are_found_again(seed: int) -> None:
+    factors = [1.5, 0.7, 1.2, 1.6]
     problem = random_problem(seed, ops=30, devices=3)
     placements = plans(problem, 12)
     measured_s = steps_s(scaled(problem, np.log(factors)), placements)
     fit = fitted(problem, placements, measured_s)
-    assert fit.error <= fit.error_before
-    assert fit.error < 0.02
+    assert fit.error < 0.1 * fit.error_before
     assert fit.device_factors == pytest.approx(factors[:3], rel=0.05)
     assert steps_s(fit.problem, placements) == pytest.approx(measured_s, rel=0.05)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 50), st.lists(st.floats(0.1, 10.0), min_size=6, max_size=6))
+def test_a_fit_is_never_worse_than_none(seed: int, surprises: list[float]) -> None:
+    problem = random_problem(seed, ops=30, devices=3)
+    placements = plans(problem, 6)
+    predicted_s = steps_s(problem, placements)
+    measured_s = [own * by for own, by in zip(predicted_s, surprises, strict=True)]
+    fit = fitted(problem, placements, measured_s)
+    assert fit.error <= fit.error_before
 
 
 def test_steps_as_they_were_predicted_change_nothing() -> None:

@@ -1,4 +1,4 @@
-"""Training: its configuration, its checkpoints, its log, and that it can be had again."""
+"""Training: its checkpoints, its log, its workers, and that it can be had again."""
 
 from __future__ import annotations
 
@@ -17,37 +17,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_training import SMALL_PPO, TINY
+from tiny_training import TINY, TWO_STAGES, toml
 
-import placer
-from placer.cli.main import main
 from placer.policies import load, reference
 from placer.policies.decoders import Here, Processes
 from placer.policies.params_env import weights_of
 from placer.policies.pool import Clusters, draw_pool
 from placer.policies.training import load_config, train
-from placer.policies.training.config import Imitation, Length, Ppo, Stage, TrainingConfig
+from placer.policies.training.config import Imitation, Length, TrainingConfig
 from placer.policies.training.imitation import evolved_actions
 from placer.policies.training.log import COLUMNS
-from placer.policies.training.records import differences, plain, record
+from placer.policies.training.records import record
 from placer.report.progress import time_left
 from placer.search.decoder import HEFT, WEIGHT_COUNT
 
 torch.set_num_threads(1)
-
-CONFIGS = sorted((Path(__file__).parent.parent / "trained_policies").glob("*.toml"))
-TWO_STAGES = replace(
-    TINY,
-    seeds=2,
-    checkpoint_rollouts=3,
-    length=Length(decodes=480),
-    stage=(
-        Stage(families=("layered",), graphs=3, max_ops=80),
-        Stage(families=("grid",), graphs=3, max_ops=80, clusters=Clusters(comm_ratio=(1.0, 4.0))),
-    ),
-    ppo=replace(SMALL_PPO, final_learning_rate=1e-4),
-    imitation=Imitation(graphs=2, decodes=20, epochs=3),
-)
 
 
 def curve(path: Path) -> list[dict[str, str]]:
@@ -59,110 +43,9 @@ def curve(path: Path) -> list[dict[str, str]]:
     return rows
 
 
-def toml(config: TrainingConfig) -> str:
-    """A configuration as a file, its tables inline."""
-
-    def shown(value: object) -> str:
-        if isinstance(value, dict):
-            items = (f"{k} = {shown(v)}" for k, v in value.items() if v is not None)
-            return "{" + ", ".join(items) + "}"
-        if isinstance(value, list):
-            return "[" + ", ".join(map(shown, value)) + "]"
-        return json.dumps(value)
-
-    return "\n".join(f"{k} = {shown(v)}" for k, v in plain(config).items()) + "\n"
-
-
 def command(config: Path, out: Path, *more: str) -> list[str]:
     train_it = ["train", "--config", str(config), "--out", str(out), *more]
     return [sys.executable, "-m", "placer.cli.main", *train_it]
-
-
-def test_a_configuration_without_anything_is_the_default_one(tmp_path: Path) -> None:
-    path = tmp_path / "default.toml"
-    path.write_text('format = "placer-training/1"\n')
-    assert load_config(path) == TrainingConfig()
-
-
-def test_a_configuration_that_is_written_reads_back_unchanged(tmp_path: Path) -> None:
-    path = tmp_path / "two-stages.toml"
-    path.write_text(toml(TWO_STAGES))
-    assert load_config(path) == TWO_STAGES
-    assert record(TrainingConfig, plain(TWO_STAGES)) == TWO_STAGES
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "format is missing"),
-        ('format = "placer-training/2"', "format is 'placer-training/2'"),
-        ("[ppo]\nlearning_rat = 1", "unknown key ppo.learning_rat; did you mean learning_rate"),
-        ("[[stage]]\n[[stage]]\nclusters = { devices = [1] }", r"stage\[1\].clusters: devices"),
-        ("[[stage]]\nfamilies = ['layred']", r"stage\[0\]: there is no family 'layred'"),
-        ("[[stage]]\nmax_ops = 10", "below the 80"),
-        ("[length]\ndecodes = 10\nseconds = 1.0", "length: .* either decodes or seconds"),
-        ("[length]\ndecodes = 0", "length: .* above 0"),
-        ("seeds = 0", "seeds is 0"),
-        ("first_seed = 1000000", "not within 0 .. 999999"),
-        ("seeds = 1.5", "seeds is 1.5, not a whole number"),
-        ('workers = "rat"', "workers is 'rat', not one of 'ray'"),
-        ("workers = -1", "workers is -1"),
-        ("[ppo]\nlayers = 64", "ppo.layers is 64, not a list"),
-        ("[ppo]\nclip = nan", "ppo.clip is nan, not a finite"),
-        ("stage = []", "there is no stage"),
-        ('algorithm = "maskable-ppo"\n[imitation]\ngraphs = 2', "only decoder weights"),
-        ('algorithm = "maskable-ppo"\nworkers = 2', "leave them out"),
-        ("seeds = = 2", "line 2"),
-    ],
-)
-def test_a_configuration_with_a_fault_is_refused_with_its_path(
-    tmp_path: Path, text: str, message: str
-) -> None:
-    path = tmp_path / "faulty.toml"
-    head = "" if "format" in text or not text else 'format = "placer-training/1"\n'
-    path.write_text(head + text)
-    with pytest.raises(ValueError, match=message) as caught:
-        load_config(path)
-    assert str(caught.value).startswith(str(path))
-
-
-def test_the_configurations_that_ship_are_read() -> None:
-    assert {path.stem for path in CONFIGS} >= {"generalist", "synthetic-only"}
-    for path in CONFIGS:
-        if path.stem != "suites":
-            load_config(path)
-
-
-def test_what_never_saw_a_reference_model_is_trained_on_made_up_graphs_alone() -> None:
-    config = load_config(next(path for path in CONFIGS if path.stem == "synthetic-only"))
-    seen = {family for stage in config.stage for family in stage.families}
-    assert seen <= {"layered", "fork-join", "grid"}
-
-
-def test_differences_say_every_path_that_changed() -> None:
-    before = plain(TINY)
-    now = plain(replace(TINY, seeds=2, ppo=replace(TINY.ppo, layers=(8, 8)), stage=(Stage(),)))
-    told = differences(before, now)
-    assert differences(before, before) == []
-    assert "seeds was 1 and is 2 now" in told
-    assert "ppo.layers was [8] and is [8, 8] now" in told
-    assert any(text.startswith("stage[0].max_ops was 80") for text in told)
-
-
-@given(st.floats(0, 2), st.lists(st.floats(0.1, 10), min_size=1, max_size=4))
-def test_stages_follow_each_other_and_the_last_goes_on(share: float, shares: list[float]) -> None:
-    config = replace(TINY, stage=tuple(Stage(share=own) for own in shares))
-    assert config.stage_at(0.0) == 0
-    assert config.stage_at(1.0) == len(shares) - 1
-    assert config.stage_at(share) <= config.stage_at(share + 0.1)
-
-
-def test_the_learning_rate_falls_linearly() -> None:
-    ppo = Ppo(learning_rate=1e-3, final_learning_rate=1e-4)
-    assert ppo.learning_rate_at(0.0) == 1e-3
-    assert ppo.learning_rate_at(0.5) == pytest.approx(5.5e-4)
-    assert ppo.learning_rate_at(2.0) == pytest.approx(1e-4)
-    assert Ppo().learning_rate_at(0.7) == Ppo().learning_rate
 
 
 def test_training_writes_a_policy_with_every_seed_in_its_card(tmp_path: Path) -> None:
@@ -200,7 +83,7 @@ def test_learning_changes_the_policy_and_imitation_begins_elsewhere(tmp_path: Pa
     assert np.abs(proposed[1] - HEFT).max() > np.abs(proposed[0] - HEFT).max()
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "maskable-ppo"])
+@pytest.mark.parametrize("algorithm", ["ppo", pytest.param("maskable-ppo", marks=pytest.mark.slow)])
 def test_a_killed_training_goes_on_to_the_same_curve(tmp_path: Path, algorithm: str) -> None:
     config = tmp_path / "two-stages.toml"
     sequential = replace(
@@ -322,58 +205,6 @@ def test_a_pool_drawn_with_the_defaults_is_what_it_was() -> None:
     first, second = draw_pool(5, 4, 80), draw_pool(5, 4, 80, clusters=Clusters())
     for ours, theirs in zip(first, second, strict=True):
         assert (ours.summary == theirs.summary).all()
-
-
-def test_the_command_takes_a_configuration_and_options_go_before_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = tmp_path / "tiny.toml"
-    config.write_text(toml(TINY))
-    out = tmp_path / "policies" / "tiny"
-    out.parent.mkdir()
-    arguments = ["train", "--config", str(config), "--out", str(out), "--families", "grid"]
-    assert main([*arguments, "--decodes", "8", "--first-seed", "3"]) == 0
-    assert "seed 3 of 1" in capsys.readouterr().out
-    card = load(str(out)).card
-    assert card["trained_on"]["families"] == ["grid"]
-    assert card["seeds"][0]["decodes"] == 8
-    assert sorted(path.name for path in out.parent.iterdir() if path.is_file()) == [
-        "tiny.csv",
-        "tiny.json",
-        "tiny.safetensors",
-    ]
-
-
-def test_python_trains_by_the_same_configuration(tmp_path: Path) -> None:
-    config = tmp_path / "tiny.toml"
-    config.write_text(toml(TINY))
-    policy = placer.train(tmp_path / "tiny", config, seeds=2, families=["grid"])
-    assert policy.name == "tiny"
-    assert len(policy.card["seeds"]) == 2
-    assert policy.card["trained_on"]["families"] == ["grid"]
-    config.write_text(toml(replace(TINY, algorithm="maskable-ppo")))
-    with pytest.raises(ValueError, match="op by op"):
-        placer.train(tmp_path / "tiny", config)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["--config", "nowhere.toml"], "nowhere.toml"),
-        (["--decodes", "0"], "above 0"),
-        (["--decodes", "10", "--seconds", "1"], "give one of them"),
-        (["--workers", "2", "--ray"], "not both"),
-        (["--families", "layred"], "layered"),
-        (["--device", "cuda"], "no such device"),
-    ],
-)
-def test_the_command_refuses_what_makes_no_sense(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
-) -> None:
-    if "cuda" in arguments and torch.cuda.is_available():
-        pytest.skip("there is one")
-    assert main(["train", "--out", str(tmp_path / "tiny"), *arguments]) == 2
-    assert told in capsys.readouterr().err
 
 
 def test_tensorboard_has_the_curve_where_it_is_installed(tmp_path: Path) -> None:

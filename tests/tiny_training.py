@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
+from placer.policies.pool import Clusters
 from placer.policies.training import TrainingConfig
-from placer.policies.training.config import Length, Ppo, Stage, Testing
+from placer.policies.training.config import Imitation, Length, Ppo, Stage, Testing
+from placer.policies.training.records import plain
 
 SMALL_PPO = Ppo(environments=4, steps=2, batch_size=4, epochs=2, layers=(8,))
 TINY = TrainingConfig(
@@ -14,3 +19,29 @@ TINY = TrainingConfig(
     stage=(Stage(families=("layered",), graphs=2, max_ops=80),),
     test=Testing(graphs=2, max_ops=80, families=("layered", "grid")),
 )
+TWO_STAGES = replace(
+    TINY,
+    seeds=2,
+    checkpoint_rollouts=3,
+    length=Length(decodes=480),
+    stage=(
+        Stage(families=("layered",), graphs=3, max_ops=80),
+        Stage(families=("grid",), graphs=3, max_ops=80, clusters=Clusters(comm_ratio=(1.0, 4.0))),
+    ),
+    ppo=replace(SMALL_PPO, final_learning_rate=1e-4),
+    imitation=Imitation(graphs=2, decodes=20, epochs=3),
+)
+
+
+def toml(config: TrainingConfig) -> str:
+    """A configuration as a file, its tables inline."""
+
+    def shown(value: object) -> str:
+        if isinstance(value, dict):
+            items = (f"{k} = {shown(v)}" for k, v in value.items() if v is not None)
+            return "{" + ", ".join(items) + "}"
+        if isinstance(value, list):
+            return "[" + ", ".join(map(shown, value)) + "]"
+        return json.dumps(value)
+
+    return "\n".join(f"{k} = {shown(v)}" for k, v in plain(config).items()) + "\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,12 +14,10 @@ from envs.executor.pool import WorkerError
 from envs.measured import Measurement, contended, tied
 from envs.placement import MadeBy, Placement
 from envs.simulator import Simulator
+from placer.policies.pool import CANNOT_RUN
 from placer.rigs import MeasuringBackend, Rig
 from placer.search.candidate import Candidate
 from placer.search.judge import OVERFULL_NS, Judge
-
-CANNOT_RUN: Final = 1e3
-"""Ratio of a plan that cannot be run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

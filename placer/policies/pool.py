@@ -27,6 +27,8 @@ SHARINGS: Final[tuple[Sharing, ...]] = ("egress", "egress", "pair")
 ORDERS: Final[tuple[LinkOrder, ...]] = ("fifo", "priority")
 NO_NEWS: Final = ("chain",)
 """Families that teach nothing: one device is the best there."""
+CANNOT_RUN: Final = 1e3
+"""Ratio of a placement that cannot run."""
 REFERENCE: Final = "reference"
 """A family of its own: reference models as they are extracted."""
 

@@ -15,10 +15,10 @@ import placer
 from envs.fitting import Fit, fitted
 from envs.measured import contended, noise, tied
 from envs.problem import Problem
-from placer.policies.measuring import CANNOT_RUN, Fitted, Measuring, Run
+from placer.policies.measuring import Fitted, Measuring, Run
 from placer.policies.network import FORMAT, Policy
 from placer.policies.params_env import ParamsBatch
-from placer.policies.pool import exercise
+from placer.policies.pool import CANNOT_RUN, exercise
 from placer.policies.training.learner import Learner
 from placer.policies.training.networks import exported, imported
 from placer.policies.training.records import plain

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from placer.policies.decoders import Decoders, Here, Processes
 from placer.policies.generated_env import GeneratedBatch, GeneratedPlacementEnv
 from placer.policies.network import FORMAT, SEQUENTIAL_FORMAT, Policy, write_card
 from placer.policies.params_env import ParamsBatch
-from placer.policies.pool import Exercise
+from placer.policies.pool import CANNOT_RUN, Exercise
 from placer.policies.rewards import Rewards, relative_rewards
 from placer.policies.training.config import TrainingConfig
 from placer.policies.training.curriculum import Curriculum
@@ -28,10 +28,7 @@ from placer.policies.training.learner import Learner
 from placer.policies.training.networks import exported
 from placer.policies.training.scores import SAMPLES, scores
 
-CANNOT_RUN: Final = 1e3
-"""Ratio of a placement that cannot run."""
-
-Ratios = tuple[NDArray[np.float64], NDArray[np.float64]]
+Ratios: TypeAlias = tuple[NDArray[np.float64], NDArray[np.float64]]
 """Ratios to the reference, (B,): of one placement each, and of the best of 16."""
 
 
