@@ -37,7 +37,7 @@ from placer.search.portfolio import load_compiled_code
 
 Make: TypeAlias = Callable[[], Placer]
 
-EVALUATIONS: Final = 40
+EVALUATIONS: Final = 30
 TICK_S: Final = 0.05
 ALLOWED_FOR_RULES: Final = 24
 """Evaluations on top of the budget: rules run in full, and the best are judged again."""

@@ -8,8 +8,9 @@ that carry one transfer at a time. Where it differs it allows more, so that its 
   simulator is work-conserving and takes transfers in order of request or priority;
 * memory is that of parameters, gradients, optimizer state and what is held, without activations.
 
-Every plan that the solver finds is therefore judged by the simulator, with ops by their start and by
-bottom level, and the step it reports is that of the simulator. Where it equals the solver's bound it is the best.
+Every plan that the solver finds is therefore judged by the simulator, with ops by their start and
+by bottom level, and the step that is reported is that of the simulator. Where it equals the
+solver's bound it is the best.
 """
 
 from __future__ import annotations
