@@ -25,6 +25,7 @@ Floats = NDArray[np.float64]
 
 MOST_PLACES: Final = 400
 """Cuts that are considered, evenly spread over the cost where there are more."""
+NO_PART: Final = -1
 MOST_ORDERED: Final = 4
 """Up to so many devices are tried in every order, more in theirs and from fast to slow."""
 
@@ -55,7 +56,7 @@ def contiguous(problem: Problem, *, keep_outputs: bool = True) -> NDArray[np.int
     line = _line(problem, keep_outputs)
     best, found = np.inf, None
     for order in _orders(problem):
-        slowest, wish = _split(problem, line, order)
+        slowest, wish = _Split(problem, line, order).solve()
         if slowest < best:
             best, found = slowest, wish
     return None if found is None else spread(problem, found)
@@ -122,52 +123,63 @@ def _places(cost: Floats) -> NDArray[np.int64]:
     return np.unique([0, *even.tolist(), len(cost) - 1])
 
 
-def _split(
-    problem: Problem, line: _Line, order: tuple[int, ...]
-) -> tuple[float, NDArray[np.int64] | None]:
-    """The time of the slowest part, ns, and devices (N,); inf and None where nothing fits.
+class _Split:
+    """The best split on devices in one order; its parts are numbered by it, and may be left out.
 
-    ``best[q][p]`` (P + 1,): the slowest closed part where the part of device number p begins at
-    each place and that before it, if any, is of number q. It is closed when the next begins.
+    ``closed[q, p]`` (P + 1,): the slowest part so far, ns, where part p begins at each place, right
+    after part q, whose end is then known; q is -1 for the first part. ``came[q, p]``: the number
+    of the part before q, and the place where q begins.
     """
-    count, places = len(order), len(line.place)
-    best = {(-1, p): np.where(np.arange(places) == 0, 0.0, np.inf) for p in range(count)}
-    came: dict[tuple[int, int], tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
-    end, last = np.inf, (-1, -1, -1)
-    for p, d in enumerate(order):
-        own = _part_ns(problem, line, d)
-        before = range(-1, p)
-        begun = {}
-        for q in before:
-            if (q, p) in best:
-                enter = _cut_ns(problem, line, order[q], d)[1] if q >= 0 else np.zeros(places)
-                begun[q] = own + enter[:, None], best[q, p][:, None]
-        for q, (part, closed) in begun.items():
-            whole = np.maximum(part, closed)[:, -1]
-            if whole.min() < end:
-                end, last = float(whole.min()), (q, p, int(whole.argmin()))
-        for n in range(p + 1, count):
-            leave = _cut_ns(problem, line, d, order[n])[0][None]
-            reached = np.full((len(before), places), np.inf)
-            start = np.zeros((len(before), places), np.int64)
-            for k, q in enumerate(before):
-                if q in begun:
-                    slowest = np.maximum(begun[q][0] + leave, begun[q][1])
-                    start[k], reached[k] = slowest.argmin(axis=0), slowest.min(axis=0)
-            k = reached.argmin(axis=0)
-            best[p, n] = reached[k, np.arange(places)]
-            came[p, n] = k - 1, start[k, np.arange(places)]
-    if not np.isfinite(end):
-        return end, None
-    wish = np.zeros(int(line.unit_of.max()) + 1, np.int64)
-    q, p, begin = last
-    upto = places - 1
-    while True:
-        wish[line.place[begin] : line.place[upto]] = order[p]
-        if q < 0:
-            return end, wish[line.unit_of]
-        number, start = came[q, p]
-        q, p, begin, upto = int(number[begin]), q, int(start[begin]), begin
+
+    def __init__(self, problem: Problem, line: _Line, order: tuple[int, ...]) -> None:
+        self.problem = problem
+        self.line = line
+        self.order = order
+        self.places = len(line.place)
+        at_start = np.where(np.arange(self.places) == 0, 0.0, np.inf)
+        self.closed = {(NO_PART, p): at_start for p in range(len(order))}
+        self.came: dict[tuple[int, int], tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
+
+    def solve(self) -> tuple[float, NDArray[np.int64] | None]:
+        """The time of the slowest part and devices (N,); inf and None where nothing fits."""
+        best, last = np.inf, (NO_PART, 0, 0)
+        for p in range(len(self.order)):
+            begun = self._begun(p)
+            for q, (part, closed) in begun.items():
+                whole = np.maximum(part, closed)[:, -1]
+                if whole.min() < best:
+                    best, last = float(whole.min()), (q, p, int(whole.argmin()))
+            for follower in range(p + 1, len(self.order)):
+                self._close(p, follower, begun)
+        return best, self._devices(*last) if np.isfinite(best) else None
+
+    def _begun(self, p: int) -> dict[int, tuple[Floats, Floats]]:
+        """By the part before p: times of p from each place to each, and the slowest closed part."""
+        own = _part_ns(self.problem, self.line, self.order[p])
+        begun = {NO_PART: (own, self.closed[NO_PART, p][:, None])}
+        for q in range(p):
+            enter = _cut_ns(self.problem, self.line, self.order[q], self.order[p])[1]
+            begun[q] = own + enter[:, None], self.closed[q, p][:, None]
+        return begun
+
+    def _close(self, p: int, follower: int, begun: dict[int, tuple[Floats, Floats]]) -> None:
+        """End part p at each place, where ``follower`` begins."""
+        leave = _cut_ns(self.problem, self.line, self.order[p], self.order[follower])[0]
+        slowest = np.stack([np.maximum(part + leave, closed) for part, closed in begun.values()])
+        flat = slowest.reshape(-1, self.places)
+        row = flat.argmin(axis=0)
+        before = np.array(list(begun))[row // self.places]
+        self.closed[p, follower] = flat[row, np.arange(self.places)]
+        self.came[p, follower] = before, row % self.places
+
+    def _devices(self, q: int, p: int, begin: int) -> NDArray[np.int64]:
+        """Devices (N,) where the last part is p, begins there and comes after q."""
+        of_unit = np.full(int(self.line.unit_of.max()) + 1, self.order[p])
+        while q != NO_PART:
+            of_unit[: self.line.place[begin]] = self.order[q]
+            before, start = self.came[q, p]
+            q, p, begin = int(before[begin]), q, int(start[begin])
+        return of_unit[self.line.unit_of]
 
 
 def _part_ns(problem: Problem, line: _Line, d: int) -> Floats:
