@@ -14,6 +14,7 @@ from envs.placement import OBJECTIVES, Placement
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS, Simulated
 from placer.placers.placer import Placer
+from placer.placers.rule import sorted_for
 from placer.search.budget import Budget
 from placer.search.candidate import Candidate
 from placer.search.heuristics import ETF_NAME, SINGLE, heuristics
@@ -78,12 +79,23 @@ class Objective:
             progress=progress,
             should_stop=should_stop,
         )
-        found = _with_heuristics(whole, found)
+        found = self._with_heuristics(whole, found)
         count = problem.op_count
         return [
             replace(plan, devices=plan.devices[:count], priority=plan.priority[:count])
             for plan in found
         ]
+
+    def _with_heuristics(self, problem: Problem, found: list[Candidate]) -> list[Candidate]:
+        """What was found, and the heuristics where they are not among it, the best first."""
+        names = {plan.name for plan in found}
+        expected = {f"{SINGLE}{name}" for name in problem.cluster.names}
+        if problem.device_count > 1:
+            expected.add(ETF_NAME)
+        if expected <= names:
+            return found
+        others = [plan for plan in heuristics(Judge(problem)) if plan.name not in names]
+        return sorted_for(self.name, problem, [*others, *found])
 
     def predict(self, simulated: Simulated, placement: Placement) -> Prediction:
         """Simulate a placement and count its loads."""
@@ -114,15 +126,3 @@ class Objective:
         if self.micro_batches > 1:
             problem = Pipeline.of(problem, self.micro_batches).problem
         return lower_bound_ns(problem) / 1e9
-
-
-def _with_heuristics(problem: Problem, found: list[Candidate]) -> list[Candidate]:
-    """What was found, and the heuristics where they are not among it."""
-    names = {plan.name for plan in found}
-    several = problem.device_count > 1
-    asked = {f"{SINGLE}{name}" for name in problem.cluster.names} | (
-        {ETF_NAME} if several else set()
-    )
-    if asked <= names:
-        return found
-    return [*found, *(plan for plan in heuristics(Judge(problem)) if plan.name not in names)]

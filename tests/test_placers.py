@@ -26,11 +26,13 @@ from placer.placers.placer import STEPS
 from placer.placers.round_robin import Turns
 from placer.placers.rule import Plan, Rule
 from placer.placers.sampling import Sampling
+from placer.policies import load
 from placer.search.budget import Budget
 from placer.search.candidate import Candidate
 from placer.search.judge import Judge
 from placer.search.tally import Tally
 
+POLICY = load("generalist")
 NAMES = [listing.name for listing in registry.OWN]
 Files = Callable[..., tuple[Path, Path]]
 
@@ -38,7 +40,7 @@ Files = Callable[..., tuple[Path, Path]]
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_placer_keeps_the_contract(name: str, check: Callable[[Make], None]) -> None:
-    check(lambda: placer_named(name))
+    check(lambda: placer_named(name, POLICY))
 
 
 class Anywhere(Rule):
@@ -200,10 +202,12 @@ def test_placers_are_listed_without_loading_any(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize("name", NAMES)
 def test_whatever_the_placer_heuristics_take_part(name: str) -> None:
     problem = random_problem(3, ops=25, devices=3)
-    found = Objective().search(problem, Budget(evaluations=20), 0, placer_named(name))
+    found = Objective().search(problem, Budget(evaluations=20), 0, placer_named(name, POLICY))
     names = [plan.name for plan in found]
     heuristics = [f"single device:{d}" for d in range(3)] + ["layer split", "HEFT", "ETF"]
     assert all(names.count(name) == 1 for name in heuristics)
+    steps = [plan.step_ns for plan in found]
+    assert steps == sorted(steps)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -214,11 +218,11 @@ def test_micro_batches_and_loads_are_placed_or_refused(name: str) -> None:
         Objective(name="throughput", micro_batches=3),
         Objective(name="max-load"),
     ):
-        if objective.name == "max-load" and placer_named(name).objectives == STEPS:
+        if objective.name == "max-load" and placer_named(name, POLICY).objectives == STEPS:
             with pytest.raises(ValueError, match="not max-load; 'portfolio' serves all"):
-                placer_named(name, objective=objective.name)
+                placer_named(name, POLICY, objective=objective.name)
             continue
-        placer = placer_named(name, objective=objective.name)
+        placer = placer_named(name, POLICY, objective=objective.name)
         plans = objective.search(problem, Budget(evaluations=30), 0, placer)
         assert {plan.devices.shape for plan in plans} == {(10,)}
 
@@ -243,6 +247,8 @@ def test_the_command_refuses_what_it_cannot_have(
     arguments = ["optimize", str(graph), "--cluster", str(cluster), "--out", str(tmp_path / "p")]
     assert main([*arguments, "--placer", "heff"]) == 2
     assert "did you mean 'heft'" in capsys.readouterr().err
+    assert main([*arguments, "--placer", "policy", "--policy", "none"]) == 2
+    assert "is nothing without a trained policy" in capsys.readouterr().err
     assert main([*arguments, "--placer", "heft", "--objective", "max-load"]) == 2
     assert "'portfolio' serves all" in capsys.readouterr().err
 

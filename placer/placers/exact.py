@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import ClassVar
 
 from envs.problem import Problem
@@ -17,7 +16,7 @@ from placer.search.tally import Tally
 
 
 class Exact:
-    """CP-SAT from the best heuristic; a plan that is proven the best is called "exact, proven".
+    """CP-SAT from the best heuristic; its last progress says whether the plan is proven the best.
 
     An evaluation of a budget is worth a millisecond of the solver's deterministic time. Needs
     ortools.
@@ -45,5 +44,6 @@ class Exact:
         judge = Judge(problem)
         tally = Tally(judge, Meter(budget, should_stop), "exact", progress)
         proven = exact(tally, seed, ranked(heuristics(judge))[0])
-        best = tally.best()
-        return [replace(best, name="exact, proven") if proven else best]
+        if progress is not None:
+            progress(1.0, "exact, proven to be the best" if proven else "exact, not proven")
+        return [tally.best()]

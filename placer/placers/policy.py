@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Final
+from typing import ClassVar
 
 import numpy as np
 
 from placer.placers.sampling import Sampling
-from placer.policies import load
 from placer.search.decoder import decode
 from placer.search.heuristics import heuristics
 from placer.search.portfolio import Proposer
 from placer.search.tally import Tally
 
-DEFAULT_POLICY: Final = "generalist"
-
 
 class Proposed(Sampling):
-    """The plan that the policy's mean decodes to, then samples; without a policy the generalist."""
+    """The plan that the policy's mean decodes to, then samples around it."""
 
     name: ClassVar[str] = "policy"
 
-    def __init__(self, policy: Proposer | None = None) -> None:
-        self.policy = policy or load(DEFAULT_POLICY)
+    def __init__(self, policy: Proposer | None) -> None:
+        if policy is None:
+            raise ValueError("placer 'policy' is nothing without a trained policy: name one")
+        self.policy = policy
 
     def sample(self, tally: Tally, seed: int) -> None:
         """The policy sees how the heuristics do; that is not counted."""

@@ -107,8 +107,8 @@ def placer_named(
     """The placer of a name; ``policy`` is for those that take one.
 
     Raises:
-        ValueError: there is no such placer, it lacks something to be installed or cannot be
-            loaded, or it does not serve the objective; the message says what there is instead.
+        ValueError: there is no such placer, it lacks a policy or something to be installed or
+            cannot be loaded, or it does not serve the objective; the message says what to do.
     """
     known = {listing.name: listing for listing in listings()}
     if name not in known:
