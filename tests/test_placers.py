@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from random_problems import random_problem
 
-from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS
 from placer.cli.main import main
 from placer.objectives import Objective
@@ -251,23 +250,3 @@ def test_the_command_refuses_what_it_cannot_have(
     assert "is nothing without a trained policy" in capsys.readouterr().err
     assert main([*arguments, "--placer", "heft", "--objective", "max-load"]) == 2
     assert "'portfolio' serves all" in capsys.readouterr().err
-
-
-def test_memory_etf_keeps_room_for_outputs_that_etf_forgets() -> None:
-    problem = short_of_memory()
-    [etf] = placer_named("etf").place(problem, Budget(evaluations=1), 0)
-    [memory_etf] = placer_named("m-etf").place(problem, Budget(evaluations=1), 0)
-    assert etf.devices.tolist() != memory_etf.devices.tolist()
-    graph = problem.graph
-    kept = graph.resident_bytes + graph.output_bytes
-    for plan, fits in ((etf, False), (memory_etf, True)):
-        used = np.bincount(plan.devices, kept, minlength=2)
-        assert bool((used <= problem.memory_bytes).all()) is fits
-
-
-def short_of_memory() -> Problem:
-    """Outputs of all ops would not fit on one device."""
-    problem = random_problem(4, ops=20, devices=2)
-    graph = problem.graph
-    kept = int((graph.resident_bytes + graph.output_bytes).sum())
-    return random_problem(4, ops=20, devices=2, memory_bytes=int(0.55 * kept))
