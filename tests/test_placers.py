@@ -8,14 +8,19 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import torch
 from random_problems import random_problem
+from torch import nn
 
+import placer
+from envs.cluster import Cluster, Device, Link
 from envs.simulator import INFEASIBLE_NS
 from placer.cli.main import main
 from placer.objectives import Objective
@@ -221,8 +226,8 @@ def test_micro_batches_and_loads_are_placed_or_refused(name: str) -> None:
             with pytest.raises(ValueError, match="not max-load; 'portfolio' serves all"):
                 placer_named(name, POLICY, objective=objective.name)
             continue
-        placer = placer_named(name, POLICY, objective=objective.name)
-        plans = objective.search(problem, Budget(evaluations=30), 0, placer)
+        searcher = placer_named(name, POLICY, objective=objective.name)
+        plans = objective.search(problem, Budget(evaluations=30), 0, searcher)
         assert {plan.devices.shape for plan in plans} == {(10,)}
 
 
@@ -250,3 +255,28 @@ def test_the_command_refuses_what_it_cannot_have(
     assert "is nothing without a trained policy" in capsys.readouterr().err
     assert main([*arguments, "--placer", "heft", "--objective", "max-load"]) == 2
     assert "'portfolio' serves all" in capsys.readouterr().err
+
+
+def test_a_model_is_placed_by_the_placer_that_is_named() -> None:
+    names = ("cuda:6", "cuda:7")
+    device = Device(
+        name="any",
+        kind="gpu",
+        memory_bytes=10**10,
+        peak_flop_per_s=1e13,
+        bandwidth_bytes_per_s=1e12,
+    )
+    cluster = Cluster(
+        name="elsewhere",
+        devices=tuple(replace(device, name=name) for name in names),
+        links=(Link(between=names, latency_s=1e-5, bandwidth_bytes_per_s=1e10),),
+    )
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    place = partial(
+        placer.optimize, model, torch.ones(2, 8), training=False, devices=cluster, progress=False
+    )
+    found = place(placer="cross-entropy", budget="20e")
+    assert {"cross-entropy", "single cuda:6", "HEFT"} <= {row.name for row in found.rows}
+    assert not {"annealing", "evolution", "policy"} & {row.name for row in found.rows}
+    with pytest.raises(ValueError, match="there is no placer 'cem'"):
+        place(placer="cem")
