@@ -30,6 +30,7 @@ from placer.placers.placer import STEPS
 from placer.placers.round_robin import Turns
 from placer.placers.rule import Plan, Rule
 from placer.placers.sampling import Sampling
+from placer.placers.single_device import Single
 from placer.policies import load
 from placer.search.budget import Budget
 from placer.search.candidate import Candidate
@@ -102,6 +103,14 @@ class Tireless(Sampling):
             tally.judged(home, np.zeros(problem.op_count))
 
 
+class Backward(Single):
+    """Has the worst plan first."""
+
+    def place(self, *args: Any, **named: Any) -> list[Candidate]:
+        """The other way round."""
+        return super().place(*args, **named)[::-1]
+
+
 class Silent(Turns):
     """Has no plans."""
 
@@ -120,6 +129,8 @@ class Silent(Turns):
         (Tireless, contract.evaluations_are_kept, "evaluations for"),
         (Tireless, contract.seconds_are_kept, "after the end"),
         (Tireless, contract.a_stop_is_heard, "after a stop was asked for"),
+        (Backward, contract.steps_are_the_simulators, "not the best first"),
+        (Backward, contract.objectives_are_served, "not the smallest load first"),
         (Silent, contract.small_budgets_give_plans, "no plan for"),
     ],
 )

@@ -25,9 +25,10 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
+from envs.max_load import max_load_ns
 from envs.problem import Problem
 from envs.simulator import Simulator
-from placer.placers.placer import ALL, Placer
+from placer.placers.placer import ALL, MAX_LOAD, Placer
 from placer.placers.problems import contract_problems
 from placer.search.annealing import Annealing
 from placer.search.budget import Budget
@@ -138,7 +139,7 @@ def small_budgets_give_plans(make: Make) -> None:
 
 
 def objectives_are_served(make: Make) -> None:
-    """There are plans for every objective that the placer names."""
+    """There are plans for every objective that the placer names, the best first."""
     placer = make()
     assert placer.objectives, "it names no objective"
     for objective in placer.objectives:
@@ -146,6 +147,11 @@ def objectives_are_served(make: Make) -> None:
         for problem in contract_problems():
             found = placer.place(problem, Budget(evaluations=1), 0, objective=objective)
             assert found, f"no plan for {problem.graph.name!r} under {objective}"
+            if objective == MAX_LOAD:
+                loads = max_load_ns(problem, np.array([plan.devices for plan in found])).tolist()
+                assert loads == sorted(loads), (
+                    f"{problem.graph.name!r}: not the smallest load first"
+                )
 
 
 CHECKS: Final[Sequence[Callable[[Make], None]]] = (

@@ -9,7 +9,7 @@ from envs.problem import Problem
 from placer.placers.placer import LATENCY, STEPS, Progress
 from placer.search.budget import Budget, Meter
 from placer.search.candidate import Candidate, ranked
-from placer.search.exact import exact, why_too_large
+from placer.search.exact import exact
 from placer.search.heuristics import heuristics
 from placer.search.judge import Judge
 from placer.search.tally import Tally
@@ -39,8 +39,6 @@ class Exact:
         Raises:
             ValueError: the graph has too many ops.
         """
-        if why := why_too_large(problem):
-            raise ValueError(why)
         judge = Judge(problem)
         tally = Tally(judge, Meter(budget, should_stop), "exact", progress)
         proven = exact(tally, seed, ranked(heuristics(judge))[0])

@@ -19,9 +19,11 @@ class LayerSplit(Rule):
     """
 
     def plans(self, judge: Judge) -> Iterable[Plan]:
-        """One plan, or two where memory is short."""
-        problem, by_level = judge.problem, judge.outline.bottom_level
-        plans = [contiguous(problem), contiguous(problem, keep_outputs=False)]
-        found = [plan for plan in plans if plan is not None] or [layer_split(problem)]
-        for plan in found[:1] if plans[0] is not None else found:
-            yield "layer split, balanced", plan, by_level
+        """One plan."""
+        problem = judge.problem
+        plan = contiguous(problem)
+        if plan is None:
+            plan = contiguous(problem, keep_outputs=False)
+        if plan is None:
+            plan = layer_split(problem)
+        yield "layer split, balanced", plan, judge.outline.bottom_level

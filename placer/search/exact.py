@@ -36,16 +36,6 @@ LOOK_S: Final = 0.05
 ROUNDS: Final = 4
 
 
-def why_too_large(problem: Problem) -> str:
-    """Why a problem cannot be solved exactly, "" if it can."""
-    if problem.op_count <= LARGEST:
-        return ""
-    return (
-        f"graph {problem.graph.name!r} has {problem.op_count} ops; exact search takes at most "
-        f"{LARGEST}: merge them into groups, or take another placer"
-    )
-
-
 def exact(tally: Tally, seed: int, start: Candidate) -> bool:
     """Solve until the tally is over; whether its best is proven to be.
 
@@ -56,8 +46,11 @@ def exact(tally: Tally, seed: int, start: Candidate) -> bool:
         ValueError: the graph has too many ops.
     """
     problem = tally.judge.problem
-    if why := why_too_large(problem):
-        raise ValueError(why)
+    if problem.op_count > LARGEST:
+        raise ValueError(
+            f"graph {problem.graph.name!r} has {problem.op_count} ops; exact search takes at most "
+            f"{LARGEST}: merge them into groups, or take another placer"
+        )
     tally.judged(start.devices, start.priority)
     for number in range(ROUNDS):
         if tally.over():
