@@ -13,10 +13,12 @@ from envs.micro_batches import Pipeline
 from envs.placement import OBJECTIVES, Placement
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS, Simulated
-from placer.search.balancing import balance
+from placer.placers.placer import Placer
+from placer.placers.rule import sorted_for
 from placer.search.budget import Budget
 from placer.search.candidate import Candidate
-from placer.search.portfolio import Proposer, search
+from placer.search.heuristics import ETF_NAME, SINGLE, heuristics
+from placer.search.judge import Judge
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,27 +55,47 @@ class Objective:
         problem: Problem,
         budget: Budget,
         seed: int,
-        policy: Proposer | None,
+        placer: Placer,
         *,
         progress: Callable[[float, str], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> list[Candidate]:
-        """Plans for the ops of a problem; all heuristics are among them.
+        """Plans of a placer for the ops of a problem; all heuristics are among them.
 
         A step of micro-batches is searched as the problem of its copies; throughput, too, by the
         step, whose length follows it. Priorities found for single copies are those of the first.
+
+        Raises:
+            ValueError: the placer does not take such a problem.
         """
-        if self.name == "max-load":
-            return balance(problem, budget, seed, progress=progress, should_stop=should_stop)
         whole = problem
-        if self.micro_batches > 1:
+        if self.micro_batches > 1 and self.name != "max-load":
             whole = Pipeline.of(problem, self.micro_batches).problem
-        found = search(whole, budget, seed, policy, progress=progress, should_stop=should_stop)
+        found = placer.place(
+            whole,
+            budget,
+            seed,
+            objective=self.name,
+            progress=progress,
+            should_stop=should_stop,
+        )
+        found = self._with_heuristics(whole, found)
         count = problem.op_count
         return [
             replace(plan, devices=plan.devices[:count], priority=plan.priority[:count])
             for plan in found
         ]
+
+    def _with_heuristics(self, problem: Problem, found: list[Candidate]) -> list[Candidate]:
+        """What was found, and the heuristics where they are not among it, the best first."""
+        names = {plan.name for plan in found}
+        expected = {f"{SINGLE}{name}" for name in problem.cluster.names}
+        if problem.device_count > 1:
+            expected.add(ETF_NAME)
+        if expected <= names:
+            return found
+        others = [plan for plan in heuristics(Judge(problem)) if plan.name not in names]
+        return sorted_for(self.name, problem, [*others, *found])
 
     def predict(self, simulated: Simulated, placement: Placement) -> Prediction:
         """Simulate a placement and count its loads."""

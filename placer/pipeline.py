@@ -33,6 +33,8 @@ from placer.given import GIVEN, Given, placement_of
 from placer.interrupt import Interrupt
 from placer.objectives import Objective
 from placer.outcome import Optimization, PlacementError, Row, choose
+from placer.placers.placer import Placer
+from placer.placers.portfolio import Portfolio
 from placer.report.progress import Progress, Silent
 from placer.rigs import Rig, rig_for
 from placer.search.budget import Budget
@@ -53,6 +55,7 @@ class Options:
     budget: Budget = field(default_factory=lambda: Budget(seconds=20.0))
     seed: int = 0
     policy: Proposer | None = None  # None: search without a learned policy
+    placer: Placer | None = None  # None: the portfolio, with the policy
     measure: bool = True
     objective: Objective = field(default_factory=Objective)
     keep_together: Sequence[str] = ()  # patterns: what matches one shares a device
@@ -240,7 +243,7 @@ def _searched(
         searched,
         options.budget,
         options.seed,
-        options.policy,
+        options.placer or Portfolio(options.policy),
         progress=hear.advance,
         should_stop=interrupt.asked,
     )

@@ -44,7 +44,7 @@ def test_help_imports_nothing_heavy_and_is_quick() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["optimize", "extract", "export", "measure", "simulate", "devices", "show", "train"],
+    ["optimize", "placers", "extract", "export", "measure", "simulate", "devices", "show", "train"],
 )
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:

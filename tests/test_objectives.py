@@ -15,6 +15,7 @@ from envs.placement import Placement
 from envs.simulator import Simulated
 from placer.cli.main import main
 from placer.objectives import Objective
+from placer.placers.portfolio import Portfolio
 from placer.search.budget import Budget
 
 Files = Callable[..., tuple[Path, Path]]
@@ -102,6 +103,6 @@ def test_a_full_device_has_its_own_reason_in_each_objective() -> None:
 
 def test_plans_for_micro_batches_name_every_op_once() -> None:
     problem = random_problem(1, ops=15, devices=3, groups=True)
-    plans = Objective(micro_batches=3).search(problem, Budget(evaluations=200), 0, None)
+    plans = Objective(micro_batches=3).search(problem, Budget(evaluations=200), 0, Portfolio())
     assert {plan.devices.shape for plan in plans} == {(15,)}
     assert len(set(max_load_ns(problem, np.array([plan.devices for plan in plans])))) > 1

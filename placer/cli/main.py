@@ -9,10 +9,21 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import placer
-from placer.cli import cache, devices, export, extract, measure, optimize, show, simulate, train
+from placer.cli import (
+    cache,
+    devices,
+    export,
+    extract,
+    measure,
+    optimize,
+    placers,
+    show,
+    simulate,
+    train,
+)
 from placer.cli.failures import JOB_FAILED, fail
 
-COMMANDS = (optimize, extract, export, measure, simulate, devices, cache, show, train)
+COMMANDS = (optimize, placers, extract, export, measure, simulate, devices, cache, show, train)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -22,6 +22,7 @@ from placer.cli.arguments import (
     why_no_step,
 )
 from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs, why_not_written
+from placer.placers.registry import DEFAULT
 
 if TYPE_CHECKING:
     from envs.cluster import Cluster
@@ -93,6 +94,12 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         default="generalist",
         metavar="NAME",
         help="trained policy that proposes placements, or none (default: generalist)",
+    )
+    parser.add_argument(
+        "--placer",
+        default=DEFAULT,
+        metavar="NAME",
+        help=f"who searches, see placer placers (default: {DEFAULT}); heuristics always take part",
     )
     parser.add_argument(
         "--groups",
@@ -197,6 +204,7 @@ def _options(args: argparse.Namespace) -> Options:
     from placer.given import load_given
     from placer.objectives import Objective
     from placer.pipeline import Options
+    from placer.placers import placer_named
     from placer.policies import load
     from placer.search.budget import Budget
 
@@ -206,11 +214,13 @@ def _options(args: argparse.Namespace) -> Options:
             "a model is run step by step: other objectives and micro-batches are for graph files "
             "(placer extract writes one)"
         )
+    policy = None if args.policy == "none" else load(args.policy)
     return Options(
         objective=objective,
         budget=Budget.parse(args.budget),
         seed=args.seed,
-        policy=None if args.policy == "none" else load(args.policy),
+        policy=policy,
+        placer=placer_named(args.placer, policy, objective=args.objective),
         measure=not args.no_measure,
         keep_together=tuple(args.keep_together),
         pins=pins_of(args.pin),
