@@ -61,8 +61,11 @@ class Device:
     def __post_init__(self) -> None:
         if not self.name or not self.kind:
             raise ValueError(f"device {self.name!r} of kind {self.kind!r}: neither may be empty")
-        if self.memory_bytes < 0:
-            raise ValueError(f"device {self.name!r}: memory_bytes is {self.memory_bytes}, below 0")
+        if not 0 <= self.memory_bytes <= LARGEST_INT or self.memory_bytes != int(self.memory_bytes):
+            raise ValueError(
+                f"device {self.name!r}: memory_bytes is {self.memory_bytes}, not a whole number "
+                "from 0 to 2**63 - 1"
+            )
         if not (math.isfinite(self.launch_s) and self.launch_s >= 0):
             raise ValueError(f"device {self.name!r}: launch_s is {self.launch_s}, not a time >= 0")
         for name in ("peak_flop_per_s", "bandwidth_bytes_per_s"):

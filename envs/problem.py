@@ -7,6 +7,7 @@ overhead) and a transfer (latency + bytes / bandwidth) are each rounded once, ha
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,8 @@ from graphs.frozen import frozen
 from graphs.graph import PHASES, GraphArrays
 
 NO_QUEUE = -1
+LARGEST_TOTAL_BYTES: Final = 2.0**62
+"""Of all ops and edges: whatever is summed up of them stays within 63 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -45,6 +48,23 @@ class Problem:
     memory_bytes: NDArray[np.int64]  # (D,)
     held_bytes: NDArray[np.int64]  # (N,) stays on the op's device from its start to the step's end
 
+    def __post_init__(self) -> None:
+        graph = self.graph
+        sizes = (
+            graph.output_bytes,
+            graph.parameter_bytes,
+            graph.gradient_bytes,
+            graph.optimizer_bytes,
+            graph.workspace_bytes,
+            graph.edge_bytes,
+            self.held_bytes,
+        )
+        total = sum(float(size.sum(dtype=np.float64)) for size in sizes)
+        if total >= LARGEST_TOTAL_BYTES:
+            raise ValueError(
+                f"graph {graph.name!r} holds {total:.3g} bytes in all; a problem may have 2**62"
+            )
+
     @property
     def op_count(self) -> int:
         """N."""
@@ -61,7 +81,7 @@ class Problem:
 
         Raises:
             ValueError: an op can run on no device, or a co-location group on no common device; the
-                message names it and says what is missing.
+                message names it and says what is missing. Or all bytes together reach 2**62.
         """
         allowed, cost_ns = _costs(graph, cluster)
         links = _Links.of(cluster)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from envs.bounds import bounds_of, lower_bound_ns
+from envs.bounds import lower_bound_ns, pace_ns
 from envs.max_load import max_load_ns, why_overloaded
 from envs.micro_batches import Pipeline
 from envs.placement import OBJECTIVES, Placement
@@ -34,7 +34,8 @@ class Objective:
     """What to make small, and how many micro-batches a step has.
 
     ``latency`` is the time of one step, of all its micro-batches; ``throughput`` the time that each
-    further micro-batch takes; ``max-load`` the largest load, see :mod:`envs.max_load`.
+    further micro-batch takes, see :class:`envs.simulator.Simulated`; ``max-load`` the largest
+    load, see :mod:`envs.max_load`.
     """
 
     name: str = "latency"
@@ -89,18 +90,26 @@ class Objective:
         feasible, why = result.feasible, result.why
         if self.name == "max-load":
             feasible, why = load_ns < INFEASIBLE_NS, why_overloaded(problem, devices)
+        if self.name == "throughput" and feasible:
+            why = result.why_no_period
         key = {"latency": "step_s", "throughput": "period_s", "max-load": "max_load_s"}[self.name]
         return Prediction(
-            value_s=times_s[key] if feasible else np.inf,
+            value_s=times_s.get(key, np.inf) if feasible else np.inf,
             times_s=times_s,
             peak_memory_bytes=result.peak_memory_bytes,
             why=why,
         )
 
     def lower_bound_s(self, problem: Problem) -> float:
-        """What no placement can beat; for pipelines in steady state, the work of all devices."""
+        """What no placement can beat; for pipelines in steady state, the work of all devices.
+
+        The optimizer runs once a step, so it is no part of the time of a further micro-batch.
+
+        Raises:
+            ValueError: no placement can run, for want of a link.
+        """
         if self.name != "latency":
-            return bounds_of(problem).work_ns / 1e9
+            return pace_ns(problem, optimizer=self.name == "max-load") / 1e9
         if self.micro_batches > 1:
             problem = Pipeline.of(problem, self.micro_batches).problem
         return lower_bound_ns(problem) / 1e9

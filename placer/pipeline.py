@@ -13,7 +13,7 @@ import numpy as np
 from torch import nn
 
 import placer
-from envs.bounds import why_too_large
+from envs.bounds import why_apart, why_too_large
 from envs.calibrate import calibrated
 from envs.cluster import Cluster
 from envs.discover import is_here
@@ -171,6 +171,8 @@ def _decided(
     """
     if why := why_too_large(problem):
         raise PlacementError(f"The model fits nowhere: {why}.")
+    if why := why_apart(problem):
+        raise PlacementError(f"The model runs nowhere: {why}.")
     hear.stage("Loading compiled code (the first time it is compiled, 30 s)")
     load_compiled_code()
     rows: list[Row] = []

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulator_cases import one_kind, problem_of, random_case
 
-from envs.bounds import bounds_of, lower_bound_ns, why_too_large
+from envs.bounds import bounds_of, lower_bound_ns, pace_ns, why_apart, why_too_large
 from envs.cluster import Cluster, Device
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS, Simulator
@@ -42,7 +42,10 @@ def test_no_step_is_below_the_bound(seed: int) -> None:
     shape = (20, problem.op_count)
     devices = rng.integers(0, problem.device_count, shape).astype(np.int32)
     steps = Simulator(problem, memory=False).step_ns(devices, np.tile(priority, (20, 1)))
-    assert steps.min() >= lower_bound_ns(problem)
+    if why_apart(problem):
+        assert (steps == INFEASIBLE_NS).all()
+    else:
+        assert steps.min() >= lower_bound_ns(problem)
 
 
 def test_a_chain_is_bounded_by_its_length() -> None:
@@ -50,6 +53,17 @@ def test_a_chain_is_bounded_by_its_length() -> None:
     for i in range(4):
         add_edge(graph, str(i), str(i + 1))
     assert bound_of(graph, one_kind(3)) == 10_000
+
+
+def test_the_pace_of_a_pipeline_leaves_the_optimizer_out_where_that_is_asked_for() -> None:
+    graph = independent(12, {"*": 1e-6})
+    for i in range(4):
+        add_op(graph, f"update{i}", cost_s={"*": 9e-6}, phase="optimizer")
+    problem = Problem.of(GraphArrays.from_graph(graph), one_kind(4))
+    assert pace_ns(problem) == 12_000
+    assert pace_ns(problem, optimizer=False) == 3000
+    only = Problem.of(problem.graph, one_kind(1))
+    assert (pace_ns(only), pace_ns(only, optimizer=False)) == (48_000, 12_000)
 
 
 def test_independent_ops_are_bounded_by_their_share_of_the_work() -> None:
@@ -142,6 +156,33 @@ def test_planted_placements_reach_the_bound_exactly(devices: int, seed: int) -> 
     order = -np.arange(problem.op_count, dtype=np.float64)  # ops are listed by their start
     schedule = Simulator(problem, memory=False).run(np.array(made.devices, np.int32), order)
     assert schedule.step_ns == round(made.step_s * 1e9) == lower_bound_ns(problem)
+
+
+def apart(*limits: tuple[str, ...]) -> Problem:
+    """A chain of ops with the devices that each may use; of d0, d1 and d2 the first two linked."""
+    graph = independent(0, {})
+    for i, names in enumerate(limits):
+        add_op(graph, str(i), cost_s={"*": 1e-6}, devices=names)
+        if i:
+            add_edge(graph, str(i - 1), str(i))
+    three = one_kind(3)
+    link = replace(three.links[0], between=("d0", "d1"))
+    return Problem.of(GraphArrays.from_graph(graph), replace(three, links=(link,)))
+
+
+def test_ops_that_no_link_can_join_are_named_instead_of_a_bound() -> None:
+    assert why_apart(apart(("d0",), ("d1", "d2"), ("d1",))) == ""
+    problem = apart(("d0", "d1"), ("d2",))
+    assert why_apart(problem) == (
+        "op '1' may run on d2 and needs the output of '0', which may run on d0, d1, but no link "
+        'leads there; add a [[link]] between = ["d0", "d2"] to the cluster, or allow more devices'
+    )
+    with pytest.raises(ValueError, match="op '1' may run on d2 and needs the output of '0'"):
+        lower_bound_ns(problem)
+    # Each edge has a way, but whatever is chosen for 1, one of them is cut.
+    chain = apart(("d0",), ("d1", "d2"), ("d2",))
+    assert "op '0' may run on d0, but wherever it does, links lead to no" in why_apart(chain)
+    assert why_apart(problem_of(random_case(3))[0]) == ""
 
 
 def sized(sizes: list[int], groups: list[str | None] | None = None) -> nx.DiGraph[str]:

@@ -150,6 +150,12 @@ def test_a_one_way_link_carries_from_the_first_to_the_second_only() -> None:
         Link(between=("a", "b", "c"), latency_s=0.0, bandwidth_bytes_per_s=1.0, one_way=True)
 
 
+@pytest.mark.parametrize("memory_bytes", [math.inf, math.nan, 2**63, 9.3e18, -1, 0.5])
+def test_memory_that_is_no_number_of_bytes_is_refused_by_the_device(memory_bytes: Any) -> None:
+    with pytest.raises(ValueError, match=r"device 'huge': memory_bytes is .*, not a whole number"):
+        Device(name="huge", kind="gpu", memory_bytes=memory_bytes)
+
+
 def test_devices_without_a_common_link_have_none() -> None:
     cluster = cluster_from_dict(pair(link=[]))
     assert cluster.link_between("core:0", "core:1") is None
@@ -190,7 +196,11 @@ def test_device_is_found_by_name_or_the_nearest_one_is_suggested() -> None:
             r"device\[0\]\.memory_bytes is True, not of type",
         ),
         (pair(device=[device(memory_bytes=math.inf)]), "memory_bytes is inf, not a whole number"),
-        (pair(device=[device(memory_bytes=-1)]), "device 'core:0': memory_bytes is -1, below 0"),
+        (pair(device=[device(memory_bytes=-1)]), "device 'core:0': memory_bytes is -1, not a"),
+        (
+            pair(device=[device(memory_bytes=9.3e18)]),
+            "device 'core:0': memory_bytes is 9300000000000000000, not a whole number from 0 to",
+        ),
         (pair(device=[device(launch_s=10**400)]), r"device\[0\]\.launch_s is too large a number"),
         (pair(device=[device(launch_s=-1)]), "device 'core:0': launch_s is -1.0, not a time >= 0"),
         (pair(device=[device(launch_s=math.nan)]), "launch_s is nan, not a time >= 0"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -91,12 +93,35 @@ def test_a_batch_gives_what_single_placements_give() -> None:
     assert len(set(alone)) > 1
 
 
-def test_arrays_that_name_no_placement_are_refused() -> None:
+@pytest.mark.parametrize("count", [max_load_ns, loads_ns, why_overloaded])
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        ([0, 2], "device 2 does not exist, 'plain' has 2: 0 to 1"),
+        ([0, 10**6], "device 1000000 does not exist"),
+        ([-5, 0], "device -5 does not exist"),
+        ([0, 2**32], "device 4294967296 does not exist"),
+        ([0], r"devices \(1,\) must be \(B, 2\)"),
+        ([0, 0, 0], r"devices \(3,\) must be \(B, 2\)"),
+        ([], r"devices \(0,\) must be"),
+        ([0.7, 1.2], "of type float64, not whole numbers"),
+        ([True, False], "of type bool, not whole numbers"),
+    ],
+)
+def test_arrays_that_name_no_placement_are_refused(
+    count: Callable[..., object], devices: list[Any], message: str
+) -> None:
+    problem, _, _ = problem_of((fork(1), one_kind(2), [0, 0], [0.0, 0.0]))
+    for row in (devices, np.array(devices)):
+        with pytest.raises(ValueError, match=message):
+            count(problem, row)
+
+
+def test_loads_of_several_placements_are_asked_for_one_by_one() -> None:
     problem, devices, _ = problem_of((fork(1), one_kind(2), [0, 0], [0.0, 0.0]))
-    with pytest.raises(ValueError, match="from 0 to 2, but there are 2"):
-        max_load_ns(problem, np.array([0, 2], np.int32))
-    with pytest.raises(ValueError, match=r"must be \(B, 2\)"):
-        max_load_ns(problem, devices[:1])
+    assert loads_ns(problem, devices[None]).tolist() == [2000, 0]
+    with pytest.raises(ValueError, match="one placement, not 3"):
+        loads_ns(problem, np.tile(devices, (3, 1)))
 
 
 def brute_force(problem: Problem) -> int:

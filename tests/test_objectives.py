@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from random_problems import random_problem
+from simulator_cases import Case, one_kind, problem_of, random_case
 
 from envs.max_load import max_load_ns
 from envs.placement import Placement
 from envs.simulator import Simulated
+from graphs.graph import add_edge, add_op, new_graph
 from placer.cli.main import main
 from placer.objectives import Objective
 from placer.search.budget import Budget
@@ -98,6 +104,83 @@ def test_a_full_device_has_its_own_reason_in_each_objective() -> None:
         assert said.value_s == np.inf
         assert "device:0 needs" in said.why
         assert said.times_s["step_s"] > 0
+
+
+def phased(seed: int) -> Case:
+    """A random case whose ops belong to all three phases."""
+    rng = random.Random(seed)
+    graph, cluster, devices, priority = random_case(seed, bad_places=False)
+    for op in graph:
+        last = graph.out_degree(op) == 0
+        graph.nodes[op]["phase"] = rng.choice(["forward", "backward", *["optimizer"] * last])
+    return graph, cluster, devices, priority
+
+
+def assert_no_period_below_the_bound(case: Case, micro_batches: int) -> bool:
+    """Whether there was a period."""
+    problem, devices, priority = problem_of(case)
+    placement = replace(
+        Placement.of(problem.graph, problem.cluster, devices, priority),
+        micro_batches=micro_batches,
+    )
+    objective = Objective(name="throughput", micro_batches=micro_batches)
+    said = objective.predict(Simulated(problem), placement)
+    loads_s = np.bincount(
+        devices,
+        problem.cost_ns[np.arange(len(devices)), devices] / 1e9 * (problem.graph.phase != 2),
+    )
+    if said.value_s < np.inf:
+        assert said.value_s >= objective.lower_bound_s(problem)
+        assert said.value_s >= loads_s.max() * (1 - 1e-12)
+    return said.value_s < np.inf
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 10**7), micro_batches=st.integers(2, 4))
+def test_no_period_is_below_the_lower_bound(seed: int, micro_batches: int) -> None:
+    assert_no_period_below_the_bound(phased(seed), micro_batches)
+
+
+def test_no_period_of_two_short_steps_is_below_the_lower_bound() -> None:
+    graph, cluster, devices, priority = random_case(1118, bad_places=False)
+    rng = random.Random(1118)
+    for op in graph:
+        graph.nodes[op]["phase"] = rng.choice(["forward", "backward"])
+    for micro_batches in (2, 3, 4):
+        case = (graph, cluster, devices, priority)
+        assert assert_no_period_below_the_bound(case, micro_batches)
+
+
+def test_the_optimizer_is_no_part_of_the_bound_of_a_further_micro_batch() -> None:
+    graph = new_graph("training")
+    add_op(graph, "forward", cost_s={"*": 1e-6})
+    add_op(graph, "update", cost_s={"*": 5e-6}, phase="optimizer")
+    add_edge(graph, "forward", "update")
+    problem, devices, priority = problem_of((graph, one_kind(1), [0, 0], [0.0, 0.0]))
+    assert Objective(name="throughput", micro_batches=4).lower_bound_s(problem) == 1e-6
+    assert Objective(name="max-load").lower_bound_s(problem) == 6e-6
+    placement = Placement.of(problem.graph, problem.cluster, devices, priority)
+    objective = Objective(name="throughput", micro_batches=4)
+    said = objective.predict(Simulated(problem), replace(placement, micro_batches=4))
+    assert said.value_s == 1e-6
+    assert said.times_s["step_s"] == pytest.approx(9e-6)
+
+
+def test_a_step_stays_feasible_where_twice_as_many_micro_batches_are_too_long() -> None:
+    graph = new_graph("long")
+    add_op(graph, "a", cost_s={"*": 100.0})
+    problem, devices, priority = problem_of((graph, one_kind(1), [0], [0.0]))
+    placement = replace(
+        Placement.of(problem.graph, problem.cluster, devices, priority), micro_batches=3
+    )
+    [result] = Simulated(problem).evaluate([placement])
+    assert (result.feasible, result.step_s, result.period_s) == (True, 300.0, None)
+    assert result.why_no_period.startswith("6 micro-batches cannot be simulated: a step of 'long'")
+    said = Objective(micro_batches=3).predict(Simulated(problem), placement)
+    assert (said.value_s, said.why) == (300.0, "")
+    said = Objective(name="throughput", micro_batches=3).predict(Simulated(problem), placement)
+    assert said.value_s == np.inf
+    assert said.why == result.why_no_period
 
 
 def test_plans_for_micro_batches_name_every_op_once() -> None:

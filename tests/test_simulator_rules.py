@@ -120,7 +120,8 @@ def test_a_placement_without_a_link_says_which_edge_lacks_it() -> None:
     [
         ([0, 5], [0.0, 0.0], "device 5 does not exist"),
         ([0, -1], [0.0, 0.0], "device -1 does not exist"),
-        ([0], [0.0], r"must both be \(B, 2\)"),
+        ([0], [0.0], r"must be \(B, 2\)"),
+        ([0, 0], [0.0], r"devices \(2,\) and priority \(1,\) differ in shape"),
         ([0, 0], [0.0, math.nan], "not a finite number"),
     ],
 )
@@ -137,6 +138,20 @@ def test_devices_that_are_not_whole_numbers_are_refused() -> None:
     halves: Any = devices + 0.5
     with pytest.raises(ValueError, match="float64, not whole numbers"):
         Simulator(problem).step_ns(halves, priority)
+
+
+@pytest.mark.parametrize("priority", [[0j, 1j], ["a", "b"], [True, False]])
+def test_priorities_that_are_no_numbers_are_refused(priority: Any) -> None:
+    problem, devices, _ = problem_of((fork(1), one_kind(2), [0, 0], [0.0, 0.0]))
+    with pytest.raises(ValueError, match="priorities are of type"):
+        Simulator(problem).step_ns(devices, np.array(priority))
+
+
+def test_a_schedule_keeps_its_devices_when_the_caller_changes_theirs() -> None:
+    problem, devices, priority = problem_of((fork(1), one_kind(2), [0, 1], [0.0, 0.0]))
+    schedule = Simulator(problem).run(devices, priority)
+    devices[1] = 0
+    assert schedule.devices.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("latency_s", [600.0, 1e30])

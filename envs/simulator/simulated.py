@@ -15,6 +15,7 @@ from envs.backend import StepResult
 from envs.micro_batches import Pipeline
 from envs.placement import Placement
 from envs.problem import Problem
+from envs.rows import device_rows, priority_rows
 from envs.simulator.arrays import (
     BEYOND_HORIZON,
     HORIZON_NS,
@@ -30,7 +31,7 @@ from envs.simulator.arrays import (
 )
 from envs.simulator.kernel import simulate_batch, simulate_core
 from envs.simulator.reasons import why_blocked, why_full
-from envs.simulator.schedule import Schedule, Transfers, no_transfers
+from envs.simulator.schedule import Schedule, Transfers, busy_ns, no_transfers
 
 BLOCKS_PER_THREAD: Final = 8
 """Blocks of a batch that a thread takes on average: some placements take longer than others."""
@@ -128,7 +129,7 @@ class Simulator:
         devices, priority = self._checked(devices, priority)
         if len(devices) != 1:
             raise ValueError(f"run takes one placement, not {len(devices)}")
-        where = devices[0]
+        where = devices[0].copy()  # the schedule's own, whatever becomes of the caller's
         step_ns = simulate_core(
             self.arrays, self.work, where, priority[0], NO_LIMIT_NS, RECORD_MEMORY
         )
@@ -155,27 +156,10 @@ class Simulator:
     def _checked(
         self, devices: NDArray[np.int32], priority: NDArray[np.float64]
     ) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-        """Both as (B, N), contiguous and writable: another type of array would compile again."""
-        count = self.problem.op_count
-        if devices.shape != priority.shape or devices.ndim > 2 or devices.shape[-1:] != (count,):
-            raise ValueError(
-                f"devices {devices.shape} and priority {priority.shape} must both be (B, {count}) "
-                f"or ({count},)"
-            )
-        if devices.dtype.kind not in "iu":
-            raise ValueError(f"devices are of type {devices.dtype}, not whole numbers")
-        if devices.size and not 0 <= devices.min() <= devices.max() < self.problem.device_count:
-            wrong = next(d for d in devices.flat if not 0 <= d < self.problem.device_count)
-            raise ValueError(
-                f"device {wrong} does not exist, {self.problem.cluster.name!r} has "
-                f"{self.problem.device_count}: 0 to {self.problem.device_count - 1}"
-            )
-        if not np.isfinite(priority).all():
-            raise ValueError("a priority is not a finite number")
-        return (
-            np.require(devices, np.int32, ["C", "W"]).reshape(-1, count),
-            np.require(priority, np.float64, ["C", "W"]).reshape(-1, count),
-        )
+        shapes = np.shape(devices), np.shape(priority)
+        if shapes[0] != shapes[1]:
+            raise ValueError(f"devices {shapes[0]} and priority {shapes[1]} differ in shape")
+        return device_rows(self.problem, devices), priority_rows(self.problem, priority)
 
     def _transfers(self, devices: NDArray[np.int32], end_ns: NDArray[np.int64]) -> Transfers:
         work, arrays = self.work, self.arrays
@@ -219,7 +203,10 @@ class Simulated:
 
     A placement in m micro-batches is a step that takes the graph m times, see
     :mod:`envs.micro_batches`. Its period is (step of 2 m - step of m) / m: filling and draining the
-    pipeline cost both the same, and the end of a single step would show the drain alone.
+    pipeline cost both the same, and the end of a single step would show the drain alone. With few
+    micro-batches the two steps may still differ in how they fill it. The period is therefore never
+    less than what the busiest device or link has to do for a further micro-batch, which no
+    steady state can undercut; the optimizer, which runs once a step, is no part of it.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -253,8 +240,7 @@ class Simulated:
 
     def _evaluate(self, placement: Placement) -> StepResult:
         try:
-            _, schedule = self.run(placement)
-            period_s = self._period_s(placement, schedule)
+            problem, schedule = self.run(placement)
         except ValueError as error:
             return _infeasible({}, str(error))
         peaks = dict(zip(self.problem.cluster.names, schedule.peak_bytes.tolist(), strict=True))
@@ -262,6 +248,7 @@ class Simulated:
             return _infeasible(peaks, schedule.why)
         chain = schedule.critical_chain()
         compute_ns = int((schedule.end_ns - schedule.start_ns)[chain].sum())
+        period_s, why_no_period = self._period_s(placement, problem, schedule)
         return StepResult(
             step_s=schedule.step_ns / 1e9,
             peak_memory_bytes=peaks,
@@ -270,14 +257,22 @@ class Simulated:
                 "transfer": (schedule.step_ns - compute_ns) / 1e9,
             },
             period_s=period_s,
+            why_no_period=why_no_period,
         )
 
-    def _period_s(self, placement: Placement, schedule: Schedule) -> float | None:
+    def _period_s(
+        self, placement: Placement, problem: Problem, schedule: Schedule
+    ) -> tuple[float | None, str]:
+        """The period, or None and why there is none."""
         m = placement.micro_batches
-        if m == 1 or not schedule.feasible:
-            return None
-        _, twice = self.run(replace(placement, micro_batches=2 * m))
-        return (twice.step_ns - schedule.step_ns) / m / 1e9
+        if m == 1:
+            return None, ""
+        try:
+            doubled, twice = self.run(replace(placement, micro_batches=2 * m))
+        except ValueError as error:
+            return None, f"{2 * m} micro-batches cannot be simulated: {error}"
+        more_ns = busy_ns(doubled, twice) - busy_ns(problem, schedule)
+        return max(twice.step_ns - schedule.step_ns, int(more_ns.max())) / m / 1e9, ""
 
 
 def _infeasible(peaks: dict[str, int], why: str) -> StepResult:

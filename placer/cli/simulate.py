@@ -55,16 +55,11 @@ def run(args: argparse.Namespace) -> int:
         backend = Simulated(problem)
         [result] = backend.evaluate([placement])
         path = []
-        if result.feasible:
+        if args.json and result.feasible:
             whole, schedule = backend.run(placement)
             path = critical_path_to_list(whole, critical_path(whole, schedule))
     except (ValueError, OSError) as error:
         return fail(BAD_USAGE, error)
-    if args.timeline is not None:
-        try:
-            write_timeline(problem, placement, args.timeline)
-        except OSError as error:
-            return fail(JOB_FAILED, why_not_written(args.timeline, error))
     load_ns = int(max_load_ns(problem, placement.arrays()[0])[0])
     step_s = result.step_s if result.feasible else None
     if args.json:
@@ -72,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
             "step_s": step_s,
             "micro_batches": placement.micro_batches,
             "period_s": result.period_s,
+            "why_no_period": result.why_no_period,
             "max_load_s": load_ns / 1e9 if load_ns < INFEASIBLE_NS else None,
             "feasible": result.feasible,
             "why": result.why,
@@ -87,8 +83,17 @@ def run(args: argparse.Namespace) -> int:
                 f"{placement.micro_batches} micro-batches, "
                 f"{result.period_s * 1e3:.6g} ms for each further one"
             )
+        elif result.why_no_period:
+            print(f"time of a further micro-batch: unknown, {result.why_no_period}")
         if load_ns < INFEASIBLE_NS:
             print(f"largest load: {load_ns / 1e6:.6g} ms")
     else:
         print(f"not feasible: {result.why}")
+    if args.timeline is not None:
+        try:
+            write_timeline(problem, placement, args.timeline)
+        except OSError as error:
+            return fail(JOB_FAILED, why_not_written(args.timeline, error))
+        except ValueError as error:
+            return fail(JOB_FAILED, f"{args.timeline} is not written: {error}")
     return 0 if result.feasible else 1
