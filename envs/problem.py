@@ -29,9 +29,10 @@ class Problem:
     graph forbids it) and ``cost_ns[i, d]`` is 0. ``queue[s, d]`` is the index of the queue (of
     ``queue_count``) that transfers from s to d wait in, -1 where they never wait; queues with
     ``queue_by_priority`` serve the transfer with the highest-priority consumer first.
-    ``second_queue[s, d]`` is -1 except on half-duplex "egress" links: there a queue is the one
-    port of a device, and a transfer occupies the port of its sender (``queue``) and that of its
-    receiver (``second_queue``) at once. ``connected[s, d]`` is False where no link joins s to d.
+    ``second_queue[s, d]`` is -1 except on half-duplex "egress" links and those with ``ingress``:
+    there a transfer occupies the port of its sender (``queue``) and that of its receiver
+    (``second_queue``) at once; half duplex, the one of a device for both directions.
+    ``connected[s, d]`` is False where no link joins s to d.
     """
 
     graph: GraphArrays
@@ -177,10 +178,11 @@ class _Links:
             for d, destination in enumerate(cluster.names):
                 link = cluster.link_between(source, destination) if s != d else None
                 if link is not None:
-                    links._join(link, cluster.links.index(link), s, d)
+                    ports = (link.port_of(source), link.port_of(destination))
+                    links._join(link, cluster.links.index(link), s, d, ports)
         return links
 
-    def _join(self, link: Link, number: int, s: int, d: int) -> None:
+    def _join(self, link: Link, number: int, s: int, d: int, ports: tuple[str, str]) -> None:
         self.connected[s, d] = True
         self.latency_s[s, d] = link.latency_s
         self.bandwidth_bytes_per_s[s, d] = link.bandwidth_bytes_per_s
@@ -188,17 +190,20 @@ class _Links:
             case "bus":
                 self.queue[s, d] = self._queue(link, number)
             case "pair" if link.full_duplex:
-                self.queue[s, d] = self._queue(link, number, s, d)
+                self.queue[s, d] = self._queue(link, number, *ports)
             case "pair":
-                self.queue[s, d] = self._queue(link, number, *sorted((s, d)))
+                self.queue[s, d] = self._queue(link, number, *sorted(ports))
             case "egress":
-                self.queue[s, d] = self._queue(link, number, s)
+                out, into = ports
+                self.queue[s, d] = self._queue(link, number, out)
                 if not link.full_duplex:
-                    self.second_queue[s, d] = self._queue(link, number, d)
+                    self.second_queue[s, d] = self._queue(link, number, into)
+                elif link.ingress:
+                    self.second_queue[s, d] = self._queue(link, number, "in", into)
             case "none":
                 pass
 
-    def _queue(self, link: Link, *key: int) -> int:
+    def _queue(self, link: Link, *key: object) -> int:
         """The queue that all transfers with this key (its link first) share."""
         if key not in self._number:
             self._number[key] = len(self._number)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from max_load_twin import twin_loads
 from random_problems import keeps_groups, random_problem
-from simulator_cases import fork, one_kind, problem_of, random_case
+from simulator_cases import Case, fork, one_kind, problem_of, random_case
 
 from envs.cluster import Cluster, Device
 from envs.max_load import count_op, load_arrays, loads_for, loads_ns, max_load_ns, why_overloaded
@@ -59,16 +59,26 @@ def test_memory_is_the_sum_over_all_ops() -> None:
     assert "d0 needs 1.2 GB for 2 ops but has 1.0 GB" in why_overloaded(problem, devices * 0)
 
 
-@settings(max_examples=200, deadline=None)
-@given(seed=st.integers(0, 10**7))
-def test_loads_equal_their_plain_count(seed: int) -> None:
-    case = random_case(seed)
+def assert_loads_are_exact(case: Case) -> None:
     problem, devices, _ = problem_of(case)
     load, feasible = twin_loads(*case[:3])
     assert loads_ns(problem, devices).tolist() == load
     expected = max(load) if feasible else INFEASIBLE_NS
     assert max_load_ns(problem, devices).tolist() == [expected]
     assert bool(why_overloaded(problem, devices)) != feasible
+
+
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 10**7))
+def test_loads_equal_their_plain_count(seed: int) -> None:
+    assert_loads_are_exact(random_case(seed))
+
+
+@pytest.mark.slow
+@settings(max_examples=2000, deadline=None, derandomize=True, database=None)
+@given(seed=st.integers(0, 2**32))
+def test_loads_equal_their_plain_count_on_many_more_cases(seed: int) -> None:
+    assert_loads_are_exact(random_case(seed, large=seed % 20 == 0))
 
 
 @settings(max_examples=100, deadline=None)

@@ -119,6 +119,38 @@ def test_sharing_says_which_transfers_wait_in_one_queue(
     assert (problem.second_queue == NO_QUEUE).all() != ports
 
 
+@pytest.mark.parametrize(
+    ("options", "queues", "equal", "different"),
+    [
+        ({"sharing": "egress"}, 3, [(0, 2), (1, 3)], [(0, 2), (2, 0), (3, 0)]),
+        ({"sharing": "pair"}, 6, [(0, 2), (1, 2)], [(0, 2), (0, 3), (2, 0), (2, 3)]),
+        ({"sharing": "pair", "full_duplex": False}, 3, [(0, 2), (2, 1)], [(0, 2), (0, 3), (2, 3)]),
+        ({"sharing": "bus"}, 1, [(0, 2), (2, 3)], []),
+    ],
+)
+def test_devices_that_share_a_port_share_its_queues(
+    options: dict[str, Any],
+    queues: int,
+    equal: list[tuple[int, int]],
+    different: list[tuple[int, int]],
+) -> None:
+    problem = problem_of(cluster_of(link(ports=(("d0", "d1"),), **options)))
+    assert problem.queue_count == queues
+    assert not problem.connected[0, 1]
+    assert len({problem.queue[pair] for pair in equal}) == 1
+    assert len({problem.queue[pair] for pair in different}) == len(different)
+
+
+@pytest.mark.parametrize("options", [{"ingress": True}, {"full_duplex": False}])
+def test_a_transfer_occupies_the_ports_of_both_ends(options: dict[str, Any]) -> None:
+    problem = problem_of(cluster_of(link(ports=(("d0", "d1"), ("d2", "d3")), **options)))
+    one_port = not options.get("ingress", False)
+    assert problem.queue_count == (2 if one_port else 4)
+    assert problem.queue[0, 2] == problem.queue[1, 3]
+    assert problem.second_queue[0, 2] == problem.second_queue[1, 3] != problem.queue[0, 2]
+    assert (problem.second_queue[0, 2] == problem.queue[2, 0]) == one_port
+
+
 def test_links_that_are_not_shared_have_no_queue() -> None:
     problem = problem_of(cluster_of(link(sharing="none")))
     assert problem.queue_count == 0

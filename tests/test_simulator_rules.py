@@ -71,6 +71,45 @@ def test_half_duplex_ports_let_a_later_transfer_pass_one_that_has_to_wait() -> N
     assert schedule.transfers.start_ns.tolist() == [1000, 5000, 15000]
 
 
+def nodes(**options: Any) -> Cluster:
+    """Two nodes of two devices; those of a node share a port of the only link."""
+    return one_kind(4, ports=(("d0", "d1"), ("d2", "d3")), **options)
+
+
+def test_devices_of_a_node_share_its_network_card() -> None:
+    graph = new_graph("cards")
+    for name in ("a", "b"):
+        add_op(graph, name, cost_s={"*": 1e-6}, output_bytes=9000)
+    for source, target in (("a", "x"), ("b", "y")):
+        add_op(graph, target, cost_s={"*": 1e-6})
+        add_edge(graph, source, target)
+    # a on d0 and b on d1 send 10 us each to the other node, one after the other.
+    assert run(graph, nodes(), [0, 1, 2, 3]).transfers.start_ns.tolist() == [1000, 11000]
+    assert run(graph, one_kind(4), [0, 1, 2, 3]).transfers.start_ns.tolist() == [1000, 1000]
+    # In opposite directions they only wait for each other on a half-duplex card.
+    assert run(graph, nodes(), [0, 2, 3, 1]).transfers.start_ns.tolist() == [1000, 1000]
+    half = nodes(full_duplex=False)
+    assert run(graph, half, [0, 2, 3, 1]).transfers.start_ns.tolist() == [1000, 11000]
+    assert run(graph, nodes(), [0, 1, 1, 3]).step_ns == INFEASIBLE_NS  # no link inside a node
+
+
+def test_ingress_lets_a_receiver_take_one_transfer_at_a_time() -> None:
+    graph = new_graph("incast")
+    for name in "abc":
+        add_op(graph, name, cost_s={"*": 1e-6}, output_bytes=9000)
+    add_op(graph, "x", cost_s={"*": 1e-6})
+    add_op(graph, "y", cost_s={"*": 1e-6})
+    for source, target in ("ax", "bx", "cy"):
+        add_edge(graph, source, target)
+    where = [0, 1, 1, 2, 0]  # a: 0 -> 2; b: 1 -> 2 and, made after it, c: 1 -> 0
+    free = run(graph, one_kind(3), where)
+    assert free.transfers.start_ns.tolist() == [1000, 1000, 11000]
+    # b waits for the way into d2, and c passes it on the way out of d1, into d0 that only sends.
+    ingress = run(graph, one_kind(3, ingress=True), where)
+    assert ingress.transfers.producer.tolist() == [0, 2, 1]
+    assert ingress.transfers.start_ns.tolist() == [1000, 2000, 12000]
+
+
 def test_peak_memory_counts_what_is_alive() -> None:
     graph = new_graph("memory")
     add_op(graph, "a", cost_s={"*": 1e-6}, output_bytes=100, parameter_bytes=7, workspace_bytes=50)
@@ -111,7 +150,8 @@ def test_a_placement_without_a_link_says_which_edge_lacks_it() -> None:
     assert schedule.step_ns == INFEASIBLE_NS
     assert schedule.why == (
         "op '0' on d1 needs the output of 's' on d0, but no link joins these devices "
-        "(edges without a link: 1)."
+        "(edges without a link: 1). Place them together, or add a [[link]] between = "
+        '["d0", "d1"] to the cluster.'
     )
 
 
