@@ -31,7 +31,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """What to make small, and how many micro-batches a step has.
+    """What to make small, how many micro-batches a step has and how many of them are in flight.
 
     ``latency`` is the time of one step, of all its micro-batches; ``throughput`` the time that each
     further micro-batch takes, see :class:`envs.simulator.Simulated`; ``max-load`` the largest
@@ -40,6 +40,7 @@ class Objective:
 
     name: str = "latency"
     micro_batches: int = 1
+    in_flight: int | None = None  # one for each device
 
     def __post_init__(self) -> None:
         if self.name not in OBJECTIVES:
@@ -48,6 +49,10 @@ class Objective:
             raise ValueError(f"micro_batches is {self.micro_batches}, below 1")
         if self.name == "throughput" and self.micro_batches == 1:
             raise ValueError("throughput is that of several micro-batches: give 2 or more of them")
+        if self.in_flight is not None and self.in_flight < 1:
+            raise ValueError(f"in_flight is {self.in_flight}, below 1")
+        if self.in_flight is not None and self.micro_batches == 1:
+            raise ValueError("in_flight is of several micro-batches: give 2 or more of them")
 
     def search(
         self,
@@ -68,7 +73,7 @@ class Objective:
             return balance(problem, budget, seed, progress=progress, should_stop=should_stop)
         whole = problem
         if self.micro_batches > 1:
-            whole = Pipeline.of(problem, self.micro_batches).problem
+            whole = self._pipelined(problem)
         found = search(whole, budget, seed, policy, progress=progress, should_stop=should_stop)
         count = problem.op_count
         return [
@@ -111,5 +116,8 @@ class Objective:
         if self.name != "latency":
             return pace_ns(problem, optimizer=self.name == "max-load") / 1e9
         if self.micro_batches > 1:
-            problem = Pipeline.of(problem, self.micro_batches).problem
+            problem = self._pipelined(problem)
         return lower_bound_ns(problem) / 1e9
+
+    def _pipelined(self, problem: Problem) -> Problem:
+        return Pipeline.of(problem, self.micro_batches, in_flight=self.in_flight).problem

@@ -277,6 +277,7 @@ def _row(simulated: Simulated, candidate: Candidate, options: Options, rig: Rig 
         Placement.of(problem.graph, problem.cluster, candidate.devices, priority, made_by),
         objective=objective.name,
         micro_batches=objective.micro_batches,
+        in_flight=objective.in_flight,
     )
     prediction = objective.predict(simulated, placement)
     return Row(

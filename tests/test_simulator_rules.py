@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from random_problems import random_problem
 from simulator_cases import fork, one_kind, problem_of, run
 
 from envs.cluster import Cluster
@@ -219,6 +221,24 @@ def test_the_backend_times_placements_and_explains_those_it_cannot_time() -> Non
     assert not refused.feasible
     assert refused.step_s == math.inf
     assert "not for 'fork'" in refused.why
+
+
+def test_the_backend_gives_the_same_answers_in_several_threads() -> None:
+    problem = random_problem(0, ops=20)
+    rows = np.random.default_rng(0).integers(0, 3, (40, 20))
+    placements = [
+        replace(
+            Placement.of(problem.graph, problem.cluster, row, np.zeros(20)),
+            micro_batches=1 + k % 2,
+        )
+        for k, row in enumerate(rows)
+    ]
+    one = Simulated(problem).evaluate(placements)
+    several = Simulated(problem, threads=3)
+    assert several.evaluate(placements) == several.evaluate(placements) == one
+    assert len({result.step_s for result in one}) > 5
+    with pytest.raises(ValueError, match="threads is 0"):
+        Simulated(problem, threads=0)
 
 
 def test_a_chain_of_many_ops_needs_no_recursion() -> None:

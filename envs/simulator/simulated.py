@@ -209,14 +209,36 @@ class Simulated:
     steady state can undercut; the optimizer, which runs once a step, is no part of it.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, *, threads: int = 1) -> None:
+        if threads < 1:
+            raise ValueError(f"threads is {threads}, below 1")
         self.problem = problem
+        self.threads = threads
         self.simulator = Simulator(problem)
-        self._pipelines: dict[int, tuple[Pipeline, Simulator]] = {}
+        self._pipelines: dict[tuple[int, int | None], tuple[Pipeline, Simulator]] = {}
+        self._others: list[Simulated] = []  # one for each further thread
 
     def evaluate(self, placements: Sequence[Placement]) -> list[StepResult]:
-        """Time every placement, in order; one that is not for this problem is infeasible."""
-        return [self._evaluate(placement) for placement in placements]
+        """Time every placement, in order; one that is not for this problem is infeasible.
+
+        Several are spread over ``threads`` threads, with the same answers. It pays for large
+        graphs: what is told of a step besides its time is found by the interpreter.
+        """
+        threads = min(self.threads, len(placements))
+        if threads < 2:
+            return [self._evaluate(placement) for placement in placements]
+        while len(self._others) < threads - 1:
+            self._others.append(Simulated(self.problem))
+        results: dict[int, StepResult] = {}
+        waiting = iter(range(len(placements)))
+
+        def run(backend: Simulated) -> None:
+            for i in waiting:
+                results[i] = backend._evaluate(placements[i])
+
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(run, [self, *self._others[: threads - 1]]))
+        return [results[i] for i in range(len(placements))]
 
     def run(self, placement: Placement) -> tuple[Problem, Schedule]:
         """The whole step of a placement, and the problem that it is a schedule of.
@@ -227,16 +249,17 @@ class Simulated:
         placement.check(self.problem.graph, self.problem.cluster)
         if placement.micro_batches == 1:
             return self.problem, self.simulator.run(*placement.arrays())
-        pipeline, simulator = self._pipelined(placement.micro_batches)
+        pipeline, simulator = self._pipelined(placement.micro_batches, placement.in_flight)
         devices, priority = placement.arrays()
         schedule = simulator.run(pipeline.devices(devices), pipeline.priority(priority))
         return pipeline.problem, schedule
 
-    def _pipelined(self, micro_batches: int) -> tuple[Pipeline, Simulator]:
-        if micro_batches not in self._pipelines:
-            pipeline = Pipeline.of(self.problem, micro_batches)
-            self._pipelines[micro_batches] = pipeline, Simulator(pipeline.problem)
-        return self._pipelines[micro_batches]
+    def _pipelined(self, micro_batches: int, in_flight: int | None) -> tuple[Pipeline, Simulator]:
+        key = (micro_batches, in_flight)
+        if key not in self._pipelines:
+            pipeline = Pipeline.of(self.problem, micro_batches, in_flight=in_flight)
+            self._pipelines[key] = pipeline, Simulator(pipeline.problem)
+        return self._pipelines[key]
 
     def _evaluate(self, placement: Placement) -> StepResult:
         try:

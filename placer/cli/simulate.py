@@ -7,7 +7,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from placer.cli.arguments import count
+from placer.cli.arguments import add_in_flight, count
 from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs, why_not_written
 
 
@@ -23,6 +23,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         metavar="M",
         help="take the graph as that of one micro-batch of M (default: as the placement says)",
     )
+    add_in_flight(parser, "as the placement says, or one for each device")
     parser.add_argument(
         "--timeline", type=Path, metavar="FILE", help="write the step as Chrome trace"
     )
@@ -52,6 +53,10 @@ def run(args: argparse.Namespace) -> int:
         placement = Placement.load(args.placement, cluster.names).aligned(graph, cluster)
         if args.micro_batches is not None:
             placement = replace(placement, micro_batches=args.micro_batches)
+        if args.in_flight is not None:
+            if placement.micro_batches == 1:
+                raise ValueError("--in-flight is of several micro-batches: give --micro-batches")
+            placement = replace(placement, in_flight=args.in_flight)
         backend = Simulated(problem)
         [result] = backend.evaluate([placement])
         path = []
