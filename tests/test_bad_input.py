@@ -29,7 +29,7 @@ def problem_of(graph: nx.DiGraph[str]) -> Problem:
         ("cost_s", {"*": math.nan}, r"op '0': cost_s\['\*'\] is nan"),
         ("cost_s", {"*": -1e-6}, r"cost_s\['\*'\] is -1e-06"),
         ("cost_s", {"*": math.inf}, r"cost_s\['\*'\] is inf"),
-        ("cost_s", {"*": 1e300}, "op '0' costs 1e\\+300 s; steps must stay below 500 s"),
+        ("cost_s", {"*": 1e300}, "op '0' costs 1e\\+300 s on d0; steps must stay below 500 s"),
         ("cost_s", {}, "op '0' can run on no device"),
         ("output_bytes", -1, "op '0': output_bytes is -1"),
         ("parameter_bytes", 1 << 61, "op '0': parameter_bytes is 2305843009213693952"),

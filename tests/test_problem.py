@@ -56,6 +56,14 @@ def test_ops_are_kept_from_devices_without_a_cost_or_permission() -> None:
     assert named.cheapest_ns().tolist() == [2000, 2]
 
 
+def test_an_op_may_take_longest_where_it_is_kept_from() -> None:
+    kinds = {"g": 1e-6, "c": 501.0}
+    problem = problem_of(cluster_of(kinds="gc"), cost_s=kinds, devices=("d0",))
+    assert problem.cost_ns[0].tolist() == [1000, 0]
+    with pytest.raises(ValueError, match=r"op 'a' costs 501 s on d1; .* keep it off that device"):
+        problem_of(cluster_of(kinds="gc"), cost_s=kinds)
+
+
 def test_a_group_may_only_be_where_all_its_ops_may() -> None:
     graph = new_graph("group")
     add_op(graph, "a", cost_s={"*": 1e-6}, colocate="g", devices=("d0", "d1"))
@@ -69,7 +77,7 @@ def test_a_group_may_only_be_where_all_its_ops_may() -> None:
     [
         ({"cost_s": {"tpu": 1.0}}, "known for kind tpu, the devices are of kind g"),
         ({"devices": ("d9",)}, "the graph allows only d9"),
-        ({"cost_s": {"*": 501.0}}, "op 'a' costs 501 s"),
+        ({"cost_s": {"*": 501.0}}, "op 'a' costs 501 s on d0; steps must stay below 500 s"),
     ],
 )
 def test_ops_that_cannot_be_placed_are_named(op: dict[str, Any], message: str) -> None:

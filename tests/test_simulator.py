@@ -294,7 +294,11 @@ def test_a_step_beyond_the_horizon_is_told_by_every_thread() -> None:
     )
     rows = np.tile(devices, (9, 1))
     rows[:8] = 0
-    with pytest.raises(ValueError, match="more than 550 s"):
-        Simulator(problem, threads=2).step_ns(rows, np.tile(priority, (9, 1)))
+    rows[5] = devices
+    for threads in (1, 2, 4):
+        with pytest.raises(ValueError, match=r"placement 5 of 9: a step of .* more than 550 s"):
+            Simulator(problem, threads=threads).step_ns(rows, np.tile(priority, (9, 1)))
+    with pytest.raises(ValueError, match=r"^a step of 'fork' takes more than 550 s"):
+        Simulator(problem).step_ns(devices, priority)
     with pytest.raises(ValueError, match="threads is 0"):
         Simulator(problem, threads=0)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import chain
 from typing import Final
 
 import numpy as np
@@ -82,12 +83,12 @@ class Simulator:
         memory = STOP_WHEN_FULL if self.memory else IGNORE_MEMORY
         threads = min(self.threads, len(devices))
         if threads < 2:
-            stopped = simulate_batch(self.arrays, self.work, devices, priority, memory, steps)
-            beyond = stopped >= 0
+            beyond = simulate_batch(self.arrays, self.work, devices, priority, memory, steps)
         else:
             beyond = self._spread(devices, priority, memory, steps, threads)
-        if beyond:
-            raise _too_long(self.problem)
+        if beyond >= 0:
+            where = f"placement {beyond} of {len(devices)}: " if len(devices) > 1 else ""
+            raise ValueError(where + _too_long(self.problem))
         return steps
 
     def _spread(
@@ -97,8 +98,8 @@ class Simulator:
         memory: int,
         steps: NDArray[np.int64],
         threads: int,
-    ) -> bool:
-        """Simulate blocks of a batch, whichever thread is free the next; whether one is too long.
+    ) -> int:
+        """Simulate blocks of a batch, whichever thread is free the next; as ``simulate_batch``.
 
         Compiled code runs without the interpreter lock.
         """
@@ -107,18 +108,18 @@ class Simulator:
         size = max(len(devices) // (BLOCKS_PER_THREAD * threads), 1)
         blocks = iter(range(0, len(devices), size))
 
-        def run(work: Workspace) -> bool:
-            beyond = False
+        def run(work: Workspace) -> list[int]:
+            beyond = []
             for first in blocks:
                 rows = slice(first, first + size)
                 stopped = simulate_batch(
                     self.arrays, work, devices[rows], priority[rows], memory, steps[rows]
                 )
-                beyond |= stopped >= 0
+                beyond += [first + stopped] if stopped >= 0 else []
             return beyond
 
         with ThreadPoolExecutor(threads) as pool:
-            return any(list(pool.map(run, self._works[:threads])))
+            return min(chain.from_iterable(pool.map(run, self._works[:threads])), default=-1)
 
     def run(self, devices: NDArray[np.int32], priority: NDArray[np.float64]) -> Schedule:
         """The whole step of one placement, (N,) each.
@@ -134,7 +135,7 @@ class Simulator:
             self.arrays, self.work, where, priority[0], NO_LIMIT_NS, RECORD_MEMORY
         )
         if self.work.counts[BEYOND_HORIZON]:
-            raise _too_long(self.problem)
+            raise ValueError(_too_long(self.problem))
         if step_ns == INFEASIBLE_NS:
             return self._blocked(where)
         start_ns = self.work.start_ns.copy()
@@ -269,8 +270,8 @@ class Simulated:
         peaks = dict(zip(self.problem.cluster.names, schedule.peak_bytes.tolist(), strict=True))
         if not schedule.feasible:
             return _infeasible(peaks, schedule.why)
-        chain = schedule.critical_chain()
-        compute_ns = int((schedule.end_ns - schedule.start_ns)[chain].sum())
+        critical = schedule.critical_chain()
+        compute_ns = int((schedule.end_ns - schedule.start_ns)[critical].sum())
         period_s, why_no_period = self._period_s(placement, problem, schedule)
         return StepResult(
             step_s=schedule.step_ns / 1e9,
@@ -302,8 +303,8 @@ def _infeasible(peaks: dict[str, int], why: str) -> StepResult:
     return StepResult(step_s=math.inf, peak_memory_bytes=peaks, feasible=False, why=why)
 
 
-def _too_long(problem: Problem) -> ValueError:
-    return ValueError(
+def _too_long(problem: Problem) -> str:
+    return (
         f"a step of {problem.graph.name!r} takes more than {HORIZON_NS / 1e9:.0f} s, the most that "
         "the simulator counts; scale all costs and transfers down"
     )
