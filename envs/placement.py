@@ -172,21 +172,27 @@ class Placement:
                 f"this placement was made for devices {', '.join(self.device_names)}, the cluster "
                 f"{cluster.name!r} has {', '.join(cluster.names)}"
             )
-        home: dict[int, int] = {}
-        for i, (group, d) in enumerate(zip(graph.group.tolist(), self.devices, strict=True)):
-            first = home.setdefault(group, i) if group >= 0 else i
-            if self.devices[first] != d:
+        self._check_groups(graph)
+        for i, limits in enumerate(graph.allowed):
+            if limits is not None and self.device_names[self.devices[i]] not in limits:
                 raise ValueError(
-                    f"ops {graph.ids[first]!r} and {graph.ids[i]!r} share state and must be on one "
-                    f"device, but are on {self.device_names[self.devices[first]]} and "
-                    f"{self.device_names[d]}"
+                    f"op {graph.ids[i]!r} is on {self.device_names[self.devices[i]]}, but may only "
+                    f"run on {', '.join(limits)}"
                 )
-            limits = graph.allowed[i]
-            if limits is not None and self.device_names[d] not in limits:
-                raise ValueError(
-                    f"op {graph.ids[i]!r} is on {self.device_names[d]}, but may only run on "
-                    f"{', '.join(limits)}"
-                )
+
+    def _check_groups(self, graph: GraphArrays) -> None:
+        devices = np.array(self.devices)
+        grouped = np.flatnonzero(graph.group >= 0)
+        _, at, of = np.unique(graph.group[grouped], return_index=True, return_inverse=True)
+        first = grouped[at[of]]
+        apart = np.flatnonzero(devices[grouped] != devices[first])
+        if len(apart):
+            one, other = int(first[apart[0]]), int(grouped[apart[0]])
+            raise ValueError(
+                f"ops {graph.ids[one]!r} and {graph.ids[other]!r} share state and must be on one "
+                f"device, but are on {self.device_names[self.devices[one]]} and "
+                f"{self.device_names[self.devices[other]]}"
+            )
 
     def aligned(self, graph: GraphArrays, cluster: Cluster) -> Placement:
         """The same placement with its ops in the order of the graph, devices in the cluster's.

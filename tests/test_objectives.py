@@ -55,6 +55,7 @@ def test_what_is_predicted_is_what_simulate_says(
     assert main(simulate) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["micro_batches"] == found["micro_batches"]
+    assert said["in_flight"] == found["in_flight"] == (1 if "--in-flight" in options else None)
     for name in ("step_s", key):
         assert said[name] == pytest.approx(found["predicted"][name], rel=0, abs=1e-15)
     assert found["lower_bound_s"] <= said[key] * (1 + 1e-9)

@@ -121,8 +121,14 @@ class Simulator:
         with ThreadPoolExecutor(threads) as pool:
             return min(chain.from_iterable(pool.map(run, self._works[:threads])), default=-1)
 
-    def run(self, devices: NDArray[np.int32], priority: NDArray[np.float64]) -> Schedule:
-        """The whole step of one placement, (N,) each.
+    def run(
+        self,
+        devices: NDArray[np.int32],
+        priority: NDArray[np.float64],
+        *,
+        transfers: bool = True,
+    ) -> Schedule:
+        """The whole step of one placement, (N,) each; faster if its transfers are not listed.
 
         Raises:
             ValueError: as for :meth:`step_ns`.
@@ -149,7 +155,7 @@ class Simulator:
             end_ns=end_ns,
             cause=self.work.cause.copy(),
             peak_bytes=peak_bytes,
-            transfers=self._transfers(where, end_ns),
+            transfers=self._transfers(where, end_ns) if transfers else no_transfers(),
             feasible=not why,
             why=why,
         )
@@ -247,9 +253,13 @@ class Simulated:
         Raises:
             ValueError: the placement is not for this problem, or as for :meth:`Simulator.run`.
         """
+        return self._run(placement, transfers=True)
+
+    def _run(self, placement: Placement, *, transfers: bool) -> tuple[Problem, Schedule]:
         placement.check(self.problem.graph, self.problem.cluster)
         if placement.micro_batches == 1:
-            return self.problem, self.simulator.run(*placement.arrays())
+            schedule = self.simulator.run(*placement.arrays(), transfers=transfers)
+            return self.problem, schedule
         pipeline, simulator = self._pipelined(placement.micro_batches, placement.in_flight)
         devices, priority = placement.arrays()
         schedule = simulator.run(pipeline.devices(devices), pipeline.priority(priority))
@@ -264,7 +274,7 @@ class Simulated:
 
     def _evaluate(self, placement: Placement) -> StepResult:
         try:
-            problem, schedule = self.run(placement)
+            problem, schedule = self._run(placement, transfers=placement.micro_batches > 1)
         except ValueError as error:
             return _infeasible({}, str(error))
         peaks = dict(zip(self.problem.cluster.names, schedule.peak_bytes.tolist(), strict=True))

@@ -298,6 +298,7 @@ def _summary(found: Optimization, args: argparse.Namespace) -> dict[str, Any]:
         "best": found.best.name,
         "objective": data["objective"],
         "micro_batches": data["micro_batches"],
+        "in_flight": found.placement.in_flight,
         "step_s": times["step_s"],
         "predicted": data["predicted"],
         "measured": data["measured"],

@@ -71,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
         answer = {
             "step_s": step_s,
             "micro_batches": placement.micro_batches,
+            "in_flight": placement.in_flight,
             "period_s": result.period_s,
             "why_no_period": result.why_no_period,
             "max_load_s": load_ns / 1e9 if load_ns < INFEASIBLE_NS else None,
