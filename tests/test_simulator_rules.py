@@ -189,6 +189,17 @@ def test_priorities_that_are_no_numbers_are_refused(priority: Any) -> None:
         Simulator(problem).step_ns(devices, np.array(priority))
 
 
+def test_a_schedule_without_its_transfers_is_otherwise_the_same() -> None:
+    problem, devices, priority = problem_of((fork(2), one_kind(3), [0, 1, 2], [0.0] * 3))
+    simulator = Simulator(problem)
+    whole = simulator.run(devices, priority)
+    brief = simulator.run(devices, priority, transfers=False)
+    assert (len(whole.transfers), len(brief.transfers)) == (2, 0)
+    assert brief.start_ns.tolist() == whole.start_ns.tolist()
+    assert brief.peak_bytes.tolist() == whole.peak_bytes.tolist()
+    assert brief.critical_chain() == whole.critical_chain()
+
+
 def test_a_schedule_keeps_its_devices_when_the_caller_changes_theirs() -> None:
     problem, devices, priority = problem_of((fork(1), one_kind(2), [0, 1], [0.0, 0.0]))
     schedule = Simulator(problem).run(devices, priority)
