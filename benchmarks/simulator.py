@@ -5,11 +5,12 @@
 One core, unless said; by the thread's CPU clock, ratios by wall time. Random layered graphs of
 about two inputs per op; blocks of eight ops are placed at random, so that most edges cross devices.
 Links are shared ("egress"), memory is on, priorities stay the same from one placement to the next.
-An event is the end of an op or of a
-transfer. The share of the memory bandwidth is that of reading and writing all arrays once per
-evaluation. The plain simulator is benchmarks/heapq_simulator.py, the specification
-tests/simulator_twin.py; all give the same step here, or the benchmark fails. Compiling is not
-counted, but printed.
+Where all that the ops of a device can ever need fits into its memory, it "suffices"; else it is
+"followed" in time. An event is the end of an op or of a transfer. The share of the memory bandwidth
+is that of reading and writing all arrays once per evaluation, though the short way (see
+envs/simulator/express.py) does without those that only the long way needs. The plain simulator is
+benchmarks/heapq_simulator.py, the specification tests/simulator_twin.py; all give the same step
+here, or the benchmark fails. Compiling is not counted, but printed.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import networkx as nx
@@ -138,10 +140,12 @@ def measure(ops: int, device_count: int, batch: int, bar: int, copied_bytes_per_
     middle = statistics.median(times) / batch
     events = ops + len(simulator.run(devices[0], same[0]).transfers)
     touched = size_bytes(simulator.arrays, simulator.work)
+    room = simulator.arrays.memory_bytes
+    followed = (simulator.work.devices["most_bytes"] > room).any()
     print(
         f"  {ops:>9,} {device_count:>3} {1 / middle:>10,.1f} {batch / times[-1]:>10,.1f} "
         f"{batch / times[0]:>10,.1f} {bar:>8,} {middle / events * 1e9:>9.0f} "
-        f"{touched / middle / copied_bytes_per_s:>8.0%}"
+        f"{touched / middle / copied_bytes_per_s:>8.0%}  {'followed' if followed else 'suffices'}"
     )
 
 
@@ -161,15 +165,35 @@ def measure_modes() -> None:
     fresh = np.random.default_rng(2).random(same.shape)
     plain, without = Simulator(problem), Simulator(problem, memory=False)
     both = Simulator(problem, threads=2)
+    peak_bytes = max(
+        int(plain.run(d, p).peak_bytes.max()) for d, p in zip(devices, same, strict=True)
+    )
+    twice, tight = (
+        Simulator(replace(problem, memory_bytes=np.full(device_count, room)))
+        for room in (2 * peak_bytes, peak_bytes)
+    )
+    in_order = cluster_of(device_count)
+    by_priority = replace(in_order, links=(replace(in_order.links[0], order="priority"),))
+    long_way = Simulator(Problem.of(problem.graph, by_priority))
 
-    def rate(simulator: Simulator, priority: NDArray[np.float64]) -> float:
-        times = seconds(lambda: simulator.step_ns(devices, priority))
+    def rate(
+        simulator: Simulator,
+        priority: NDArray[np.float64],
+        clock: Callable[[], float] = time.thread_time,
+    ) -> float:
+        times = seconds(lambda: simulator.step_ns(devices, priority), clock=clock)
         return batch / statistics.median(times)
+
+    def wall_rate(simulator: Simulator) -> float:
+        return rate(simulator, same, time.perf_counter)
 
     print(f"{ops:,} ops, {device_count} devices")
     print(f"  other priorities each time   {rate(plain, fresh):>8,.0f} /s")
     print(f"  memory not counted           {rate(without, same):>8,.0f} /s")
-    ratios = sorted(rate(both, same) / rate(plain, same) for _ in range(REPEATS))
+    print(f"  memory twice the peak        {rate(twice, same):>8,.0f} /s")
+    print(f"  memory just enough           {rate(tight, same):>8,.0f} /s")
+    print(f"  links by priority, long way  {rate(long_way, same):>8,.0f} /s")
+    ratios = sorted(wall_rate(both) / wall_rate(plain) for _ in range(REPEATS))
     print(
         f"  two threads / one thread     {statistics.median(ratios):>8.2f}    "
         f"({ratios[0]:.2f} to {ratios[-1]:.2f}, bar: {PARALLEL_BAR})"
@@ -219,7 +243,7 @@ def main() -> None:
     devices, same = placements(100, 4, 1)
     first = seconds(lambda: Simulator(problem).step_ns(devices, same), repeats=1)
     print(f"first evaluation, compiled or loaded: {first[0]:.2f} s")
-    print("        ops dev       /s        from         to   at least  ns/event  of memory")
+    print("        ops dev       /s        from         to   at least  ns/event bandwidth  memory")
     copied = copy_bytes_per_s()
     for ops, device_count, batch, bar in ROWS[:-1]:
         measure(ops, device_count, batch, bar, copied)

@@ -22,14 +22,16 @@ Case: TypeAlias = "tuple[nx.DiGraph[str], Cluster, list[int], list[float]]"
 
 
 def random_graph(
-    rng: random.Random, cluster: Cluster, *, bad_places: bool, large: bool
+    rng: random.Random, cluster: Cluster, *, bad_places: bool, plain: bool, large: bool
 ) -> nx.DiGraph[str]:
-    """Up to 16 ops, or up to 300, in random order of insertion, with zeros and ties on purpose."""
+    """Up to 16 ops, or up to 300, in random order of insertion; ties and, unless plain, zeros."""
     graph = new_graph("random")
     count = rng.choice([70, 130, 200, 300]) if large else rng.randint(1, 16)
     names = [f"op{i}" for i in range(count)]
     rng.shuffle(names)
     costs = rng.choice([[0.0, 1e-6], [1e-6], [1e-6, 2e-6, 3e-6], [0.0, 1.2345e-6, 5e-7, 3.3e-5]])
+    if plain:
+        costs = [cost or 1e-9 for cost in costs]
     sizes = rng.choice([[0, 1000], [1000], [0, 1, 999, 123_456, 10**6]])
     kinds = {device.kind for device in cluster.devices}
     grouped = rng.random() < 0.3
@@ -66,23 +68,24 @@ def random_ports(rng: random.Random, between: list[str]) -> tuple[tuple[str, ...
     return tuple(port for port in lists if 0 < len(port) < len(between))
 
 
-def random_link(rng: random.Random, between: list[str]) -> Link:
+def random_link(rng: random.Random, between: list[str], *, plain: bool) -> Link:
     sharing, full_duplex = rng.choice(SHARINGS), rng.random() < 0.5
     one_way = len(between) == 2 and rng.random() < 0.3
     return Link(
         between=tuple(between),
-        latency_s=rng.choice([0.0, 1e-6, 3.7e-6]),
+        latency_s=rng.choice([1e-9 if plain else 0.0, 1e-6, 3.7e-6]),
         bandwidth_bytes_per_s=rng.choice([math.inf, 1e9, 7e8]),
         sharing=sharing,
         full_duplex=full_duplex,
-        order=rng.choice(LINK_ORDERS),
+        order="fifo" if plain else rng.choice(LINK_ORDERS),
         one_way=one_way,
         ports=random_ports(rng, between) if rng.random() < 0.4 else (),
-        ingress=sharing == "egress" and full_duplex and rng.random() < 0.5,
+        ingress=sharing == "egress" and full_duplex and not plain and rng.random() < 0.5,
     )
 
 
-def random_cluster(rng: random.Random, *, large: bool) -> Cluster:
+def random_cluster(rng: random.Random, *, plain: bool, large: bool) -> Cluster:
+    """Up to 5 devices, or up to 9; unless plain, links may take no time or serve by priority."""
     devices = tuple(
         Device(
             name=f"d{k}",
@@ -96,27 +99,33 @@ def random_cluster(rng: random.Random, *, large: bool) -> Cluster:
     links = []
     if len(names) > 1:
         links = [
-            random_link(rng, rng.sample(names, rng.randint(2, len(names))))
+            random_link(rng, rng.sample(names, rng.randint(2, len(names))), plain=plain)
             for _ in range(rng.randint(0, 2))
         ]
         if rng.random() < 0.9:
-            links.append(random_link(rng, names))
+            links.append(random_link(rng, names, plain=plain))
         if links and any(link.ports for link in links) and rng.random() < 0.8:
-            links.append(replace(random_link(rng, names), ports=()))  # for devices of one port
+            links.append(
+                replace(random_link(rng, names, plain=plain), ports=())
+            )  # for devices of one port
     return Cluster(
         name="random",
         devices=devices,
         links=tuple(links),
-        once_per_destination=rng.random() < 0.7,
+        once_per_destination=plain or rng.random() < 0.7,
     )
 
 
 def random_case(seed: int, *, bad_places: bool = True, large: bool = False) -> Case:
-    """A graph, a cluster, devices that keep groups together, and priorities."""
+    """A graph, a cluster, devices that keep groups together, and priorities.
+
+    Every second case is plain: most of those are such that the simulator goes its short way.
+    """
     rng = random.Random(seed)
-    cluster = random_cluster(rng, large=large)
+    plain = rng.random() < 0.5
+    cluster = random_cluster(rng, plain=plain, large=large)
     while True:
-        graph = random_graph(rng, cluster, bad_places=bad_places, large=large)
+        graph = random_graph(rng, cluster, bad_places=bad_places, plain=plain, large=large)
         try:
             Problem.of(GraphArrays.from_graph(graph), cluster)
         except ValueError:  # an op that no device may run

@@ -95,7 +95,7 @@ def test_loads_stay_exact_when_ops_are_taken_away_and_added(seed: int) -> None:
 
 
 def test_a_batch_gives_what_single_placements_give() -> None:
-    problem, _, _ = problem_of(random_case(7, bad_places=False))
+    problem = random_problem(7)
     rng = np.random.default_rng(0)
     devices = rng.integers(0, problem.device_count, (30, problem.op_count)).astype(np.int32)
     alone = [max_load_ns(problem, row)[0] for row in devices]

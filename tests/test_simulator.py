@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from itertools import product
 
+import networkx as nx
 import numpy as np
 import pytest
 import torch
@@ -17,6 +18,7 @@ from simulator_cases import Case, fork, one_kind, problem_of, random_case
 from simulator_twin import twin_step
 
 from envs.cluster import LINK_ORDERS, SHARINGS, Cluster
+from envs.problem import Problem
 from envs.simulator import (
     IGNORE_MEMORY,
     INFEASIBLE_NS,
@@ -28,7 +30,7 @@ from envs.simulator import (
     simulate_core,
     workspace_for,
 )
-from graphs.graph import add_edge, add_op, new_graph
+from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 
 torch.set_num_threads(1)
 
@@ -50,7 +52,10 @@ def assert_equals_twin(case: Case) -> None:
         return
     assert step_ns == (twin.step_ns if fits else INFEASIBLE_NS)
     assert schedule.step_ns == twin.step_ns
-    assert Simulator(problem, memory=False).step_ns(devices, priority).tolist() == [twin.step_ns]
+    without = Simulator(problem, memory=False)
+    assert without.step_ns(devices, priority).tolist() == [twin.step_ns]
+    assert without.work.start_ns.tolist() == schedule.start_ns.tolist()
+    assert without.work.cause.tolist() == schedule.cause.tolist()
     assert schedule.start_ns.tolist() == [twin.start_ns[i] for i in range(len(devices))]
     assert schedule.end_ns.tolist() == [twin.end_ns[i] for i in range(len(devices))]
     assert schedule.peak_bytes.tolist() == twin.peak_bytes
@@ -72,6 +77,10 @@ def assert_equals_twin(case: Case) -> None:
     assert sorted(rows) == sorted(twin_rows)
 
 
+def goes_express(graph: nx.DiGraph[str], cluster: Cluster) -> bool:
+    return arrays_of(Problem.of(GraphArrays.from_graph(graph), cluster)).express
+
+
 def test_random_cases_cover_every_option() -> None:
     seen: Counter[object] = Counter()
     for seed in range(1000):
@@ -90,6 +99,7 @@ def test_random_cases_cover_every_option() -> None:
         seen["no cost"] += any(0.0 in node["cost_s"].values() for node in graph.nodes.values())
         seen["no bytes"] += any(edge["bytes"] == 0 for *_, edge in graph.edges(data=True))
         seen["held"] += any(node["saved_bytes"] for node in graph.nodes.values())
+        seen["express"] += len(set(devices)) > 1 and goes_express(graph, cluster)
         seen["workspace"] += any(node["workspace_bytes"] for node in graph.nodes.values())
         for u, v in graph.edges:  # of links, those that something is sent over
             ends = {cluster.names[devices[list(graph).index(op)]] for op in (u, v)}
@@ -107,6 +117,7 @@ def test_random_cases_cover_every_option() -> None:
     more = ("workspace", "infinite", "no latency", "groups", "ingress", "one way")
     expected = {*links, *ports, *names, *more, "blocked", "fits", "full"}
     assert {option for option in expected if seen[option] >= 50} == expected
+    assert 250 <= seen["express"] <= 750
 
 
 REPEATABLE = settings(deadline=None, derandomize=True, database=None)
@@ -263,7 +274,7 @@ def test_an_aborted_step_is_above_the_limit_and_any_other_exact(
 
 def test_a_batch_gives_what_single_placements_give() -> None:
     rng = np.random.default_rng(0)
-    problem, _, _ = problem_of(random_case(7, bad_places=False))
+    problem, _, _ = problem_of(random_case(14, bad_places=False))
     shape = (40, problem.op_count)
     devices = rng.integers(0, problem.device_count, shape).astype(np.int32)
     priority = rng.integers(0, 4, shape).astype(np.float64)

@@ -15,12 +15,11 @@ from envs.simulator.arrays import (
     STOP_WHEN_FULL,
     ProblemArrays,
     Workspace,
-    arrays_of,
-    workspace_for,
 )
 from envs.simulator.kernel import simulate_batch, simulate_core
 from envs.simulator.schedule import Schedule, Transfers
 from envs.simulator.simulated import Simulated, Simulator
+from envs.simulator.tables import arrays_of, workspace_for
 
 __all__ = [
     "BEYOND_HORIZON",

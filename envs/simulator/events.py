@@ -8,13 +8,12 @@ is the earliest event: an update walks up one path and makes no guesses.
 from __future__ import annotations
 
 from envs.compiled import compiled_inline, index
-from envs.simulator.arrays import NO_EVENT, UNQUEUED_EVENTS, Workspace
+from envs.simulator.arrays import NO_EVENT, Longs
 
 
 @compiled_inline
-def set_event(work: Workspace, slot: int, event: int) -> None:
+def set_event(events: Longs, slot: int, event: int) -> None:
     """The next event of a slot, ``time << CODE_BITS | code`` or ``NO_EVENT``."""
-    events = work.events
     at = slot + (len(events) >> 1)
     events[index(at)] = event
     while at > 1:
@@ -24,9 +23,8 @@ def set_event(work: Workspace, slot: int, event: int) -> None:
 
 
 @compiled_inline
-def add_event(work: Workspace, slot: int, event: int) -> None:
+def add_event(events: Longs, slot: int, event: int) -> None:
     """Give an event to a slot that has none; no level of the tree waits for the one below."""
-    events = work.events
     at = slot + (len(events) >> 1)
     while at > 0:
         events[index(at)] = min(event, events[index(at)])
@@ -34,59 +32,42 @@ def add_event(work: Workspace, slot: int, event: int) -> None:
 
 
 @compiled_inline
-def push_unqueued(work: Workspace, slot: int, event: int) -> None:
-    """Add the end of a transfer that never waits."""
-    _push(work, event)
-    set_event(work, slot, work.unqueued_events[0])
-
-
-@compiled_inline
-def pop_unqueued(work: Workspace, slot: int) -> None:
-    """Remove the earliest end of such a transfer; there must be one."""
-    _pop(work)
-    set_event(work, slot, work.unqueued_events[0] if work.counts[UNQUEUED_EVENTS] > 0 else NO_EVENT)
-
-
-@compiled_inline
-def _push(work: Workspace, event: int) -> None:
-    """Add ``time << CODE_BITS | code``."""
-    events = work.unqueued_events
-    hole = work.counts[UNQUEUED_EVENTS]
-    work.counts[UNQUEUED_EVENTS] = hole + 1
+def push_event(heap: Longs, count: int, event: int) -> int:
+    """Add an event to a heap of ``count``; returns how many it has now."""
+    hole = count
     while hole > 0:
         parent = (hole - 1) >> 1
-        if events[parent] <= event:
+        if heap[index(parent)] <= event:
             break
-        events[hole] = events[parent]
+        heap[index(hole)] = heap[index(parent)]
         hole = parent
-    events[hole] = event
+    heap[index(hole)] = event
+    return count + 1
 
 
 @compiled_inline
-def _pop(work: Workspace) -> int:
-    """Remove and return the earliest event; there must be one.
+def pop_event(heap: Longs, count: int) -> int:
+    """Remove the earliest event of a heap of ``count``, above 0; returns how many are left.
 
-    The hole left at the top walks down to a leaf and the last event is sifted up from there,
-    which compares less than sifting it down: it came from a leaf and mostly belongs there.
+    An empty heap has ``NO_EVENT`` on top. The hole left at the top walks down to a leaf and the
+    last event is sifted up from there, which compares less than sifting it down: it came from a
+    leaf and mostly belongs there.
     """
-    events = work.unqueued_events
-    top = events[0]
-    count = work.counts[UNQUEUED_EVENTS] - 1
-    work.counts[UNQUEUED_EVENTS] = count
-    event = events[count]
+    count -= 1
+    event = heap[index(count)]
     hole = 0
     child = 1
     while child < count:
-        if child + 1 < count and events[child + 1] < events[child]:
+        if child + 1 < count and heap[index(child + 1)] < heap[index(child)]:
             child += 1
-        events[hole] = events[child]
+        heap[index(hole)] = heap[index(child)]
         hole = child
         child = 2 * hole + 1
     while hole > 0:
         parent = (hole - 1) >> 1
-        if events[parent] <= event:
+        if heap[index(parent)] <= event:
             break
-        events[hole] = events[parent]
+        heap[index(hole)] = heap[index(parent)]
         hole = parent
-    events[hole] = event
-    return int(top)
+    heap[index(hole)] = event if count > 0 else NO_EVENT
+    return count

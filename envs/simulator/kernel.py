@@ -1,4 +1,7 @@
-"""The compiled core: one step of a placed graph, event by event, in integer nanoseconds.
+"""The compiled core: one step of a placed graph in integer nanoseconds.
+
+A step goes the short way of ``envs.simulator.express`` where that is exact, else the long way of
+``envs.simulator.full``; their answers, starts and causes are the same.
 
 Time advances from instant to instant. An instant is a number of rounds (more than one only where
 something takes no time): first everything that ends is handled, then every idle device picks its
@@ -25,31 +28,29 @@ from typing import Final
 from envs.compiled import compiled_borrowing, compiled_inline, index
 from envs.simulator.arrays import (
     BEYOND_HORIZON,
-    CODE_BITS,
     COUNTS,
+    EXPRESS,
     FORBIDDEN,
-    FULL,
-    HORIZON_NS,
     IGNORE_MEMORY,
     INFEASIBLE_NS,
     NO_EVENT,
     NO_LIMIT_NS,
     RECORD_MEMORY,
-    SENT,
     STOP_WHEN_FULL,
-    TOUCHED_DEVICES,
     Floats,
     Ints,
     Longs,
     ProblemArrays,
     Workspace,
 )
-from envs.simulator.events import add_event, set_event
+from envs.simulator.express import GIVES_UP, express_core
+from envs.simulator.full import full_core
 from envs.simulator.ranks import rank_ops
-from envs.simulator.ready import arrive, clear_ready, make_ready, pop_ready, touch_device
-from envs.simulator.sending import allocate, end_transfer, request, start_transfers
+from envs.simulator.ready import clear_ready, make_ready
 
-_CODE_MASK: Final = (1 << CODE_BITS) - 1
+TO_REST: Final = 0
+RESTED: Final = 1
+LONGEST_REST: Final = 15
 
 
 @compiled_borrowing
@@ -86,32 +87,22 @@ def simulate_core(
         return INFEASIBLE_NS
     if memory != RECORD_MEMORY and _fits_anyway(arrays, work):
         memory = IGNORE_MEMORY
-    device_count = len(arrays.memory_bytes)
-    now = 0
-    while True:
-        # As long as the limit holds, start what can start.
-        beyond = _start_ops(arrays, work, devices, now, limit_ns, memory)
-        if beyond >= 0:
+    answer = GIVES_UP
+    if arrays.express and _takes_express(work, memory):
+        follows_memory = memory != IGNORE_MEMORY
+        answer = express_core(arrays, work, devices, limit_ns, follows_memory)
+        if follows_memory:
+            _rest_if(work, answer == GIVES_UP)
+        if answer == GIVES_UP:
             clear_ready(work)
-            return beyond
-        start_transfers(arrays, work, now, memory)
-        if work.counts[FULL] + work.counts[BEYOND_HORIZON] > 0:
-            clear_ready(work)
-            return INFEASIBLE_NS
-        event = work.events[1]
-        if event == NO_EVENT:
-            return now
-        # Handle everything that ends next.
-        now = event >> CODE_BITS
-        while event >> CODE_BITS == now and event != NO_EVENT:
-            code = index(event & _CODE_MASK)
-            if code >= device_count:
-                number = index(code - device_count)
-                end_transfer(arrays, work, number, now, memory)
-            elif not _end_op(arrays, work, devices, priority, code, now, memory):
-                clear_ready(work)
-                return INFEASIBLE_NS
-            event = work.events[1]
+            _reset(arrays, work, devices, memory)
+        else:
+            work.counts[EXPRESS] = 1
+    if answer == GIVES_UP:
+        answer = full_core(arrays, work, devices, priority, limit_ns, memory)
+    if answer > limit_ns or answer == INFEASIBLE_NS:
+        clear_ready(work)
+    return answer
 
 
 @compiled_borrowing
@@ -147,6 +138,8 @@ def _reset(arrays: ProblemArrays, work: Workspace, devices: Ints, memory: int) -
         device.running = -1
         device.previous = -1
         device.opened = -1
+        device.ready = 0
+        device.lone = -1
         device.work_left_ns = 0
         device.used_bytes = 0
         device.most_bytes = 0
@@ -170,6 +163,7 @@ def _reset(arrays: ProblemArrays, work: Workspace, devices: Ints, memory: int) -
         device.most_bytes += op.most_bytes
         inputs = arrays.ops[index(i + 1)].predecessor_start - op.predecessor_start
         work.ops[i].remaining = inputs
+        work.ops[i].latest = 0
         if inputs == 0:
             work.start_ns[i] = 0
             work.cause[i] = -1
@@ -192,116 +186,19 @@ def _fits_anyway(arrays: ProblemArrays, work: Workspace) -> bool:
 
 
 @compiled_inline
-def _start_ops(
-    arrays: ProblemArrays, work: Workspace, devices: Ints, now: int, limit_ns: int, memory: int
-) -> int:
-    """Every touched idle device starts its next op; returns -1, or a step above the limit."""
-    for k in range(work.counts[TOUCHED_DEVICES]):
-        d = work.touched_devices[index(k)]
-        device = work.devices[d]
-        device.touched = False
-        if device.running >= 0:
-            continue
-        ready = pop_ready(work, d)
-        if ready < 0:
-            continue
-        i = index(ready)
-        op = arrays.ops[i]
-        cost = arrays.cost_ns[i, arrays.column[d]]
-        end = now + cost
-        at_least = max(now + device.work_left_ns, end + op.tail_ns)
-        if at_least > limit_ns:
-            return int(at_least)
-        if end >= HORIZON_NS:
-            work.counts[BEYOND_HORIZON] = 1
-            return INFEASIBLE_NS
-        device.work_left_ns -= cost
-        waited = work.start_ns[i] < now  # it was ready before, the device was not
-        work.cause[i] = device.previous if waited else work.cause[i]
-        work.start_ns[i] = now
-        device.running = i
-        add_event(work, d, (end << CODE_BITS) | d)
-        if memory != IGNORE_MEMORY:
-            allocate(arrays, work, d, op.start_bytes, memory)
-    work.counts[TOUCHED_DEVICES] = 0
-    return -1
+def _takes_express(work: Workspace, memory: int) -> bool:
+    """Not where peaks are recorded, and not for some steps after memory made it give up.
+
+    It soon would again, and both ways take longer than one.
+    """
+    if memory in (IGNORE_MEMORY, RECORD_MEMORY):
+        return memory == IGNORE_MEMORY
+    work.rests[TO_REST] -= 1
+    return bool(work.rests[TO_REST] < 0)
 
 
 @compiled_inline
-def _end_op(
-    arrays: ProblemArrays,
-    work: Workspace,
-    devices: Ints,
-    priority: Floats,
-    d: int,
-    now: int,
-    memory: int,
-) -> bool:
-    """The op that runs on d ends; False where a consumer is on a device that no link leads to."""
-    i = index(work.devices[d].running)
-    work.devices[d].running = -1
-    work.devices[d].previous = i
-    set_event(work, d, NO_EVENT)
-    touch_device(work, d)
-    if memory != IGNORE_MEMORY:
-        _release_inputs(arrays, work, i, d)
-    begin, end = arrays.ops[i].successor_start, arrays.ops[index(i + 1)].successor_start
-    count = len(devices)
-    first_sent = work.counts[SENT]
-    users = 0  # of the output on this device: consumers here, and transfers
-    for k in range(begin, end):
-        number = index(k)
-        edge = arrays.edges[number]
-        destination = index(devices[edge.target])
-        if destination == d:
-            users += 1
-            if memory != IGNORE_MEMORY:
-                work.copy_read[number] = i
-            arrive(work, edge.target, d, i, now)
-            continue
-        carrier = work.devices[destination].opened
-        if arrays.once_per_destination and begin <= carrier < end:
-            transfer = work.transfers[index(carrier)]
-            work.transfers[number].next_edge = transfer.next_edge
-            transfer.next_edge = number
-            if arrays.pairs[transfer.pair].by_priority:
-                at = index(carrier)
-                work.urgency[at] = max(work.urgency[at], priority[edge.target])
-            copy = work.copies[index(count + carrier)]
-            copy.size = max(copy.size, edge.bytes)
-            copy.users += 1
-        else:
-            pair = index(d * len(work.devices) + destination)
-            if not arrays.pairs[pair].connected:
-                return False
-            carrier = number
-            users += 1
-            work.devices[destination].opened = carrier
-            transfer = work.transfers[number]
-            transfer.next_edge = -1
-            if arrays.pairs[pair].by_priority:
-                work.urgency[number] = priority[edge.target]
-            transfer.pair = pair
-            copy = work.copies[index(count + number)]
-            copy.size = edge.bytes
-            copy.users = 1
-            work.sent[index(work.counts[SENT])] = number
-            work.counts[SENT] += 1
-        if memory != IGNORE_MEMORY:
-            work.copy_read[number] = count + carrier
-    if memory != IGNORE_MEMORY:
-        work.copies[i].users = users
-    for k in range(first_sent, work.counts[SENT]):
-        request(arrays, work, work.sent[index(k)], now)
-    return True
-
-
-@compiled_inline
-def _release_inputs(arrays: ProblemArrays, work: Workspace, i: int, d: int) -> None:
-    """Op i, which ran on d, needs its workspace and its inputs no more."""
-    freed = arrays.ops[i].workspace_bytes
-    for k in range(arrays.ops[i].predecessor_start, arrays.ops[index(i + 1)].predecessor_start):
-        copy = work.copies[work.copy_read[arrays.edges[index(k)].predecessor_edge]]
-        copy.users -= 1
-        freed += copy.size if copy.users == 0 else 0
-    work.devices[d].used_bytes -= freed
+def _rest_if(work: Workspace, gave_up: bool) -> None:
+    """Go the long way for the next 1, 3, 7 and then 15 steps, as long as it gives up."""
+    work.rests[RESTED] = min(2 * work.rests[RESTED] + 1, LONGEST_REST) if gave_up else 0
+    work.rests[TO_REST] = work.rests[RESTED]

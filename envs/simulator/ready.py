@@ -1,4 +1,4 @@
-"""Ready ops of every device: a bitmap over ranks, and the devices that may have one to start."""
+"""Ready ops of every device, one or a bitmap over ranks; devices that may have one to start."""
 
 from __future__ import annotations
 
@@ -13,33 +13,61 @@ _LOW_BITS: Final = (1 << WORD_BITS) - 1
 @compiled_inline
 def make_ready(work: Workspace, i: int, d: int) -> None:
     """All inputs of op i are on its device d."""
-    rank = work.ops[i].rank
+    add_ready(work, i, d)
+    touch_device(work, d)
+
+
+@compiled_inline
+def add_ready(work: Workspace, i: int, d: int) -> None:
+    """Let device d start op i when it next picks; a lone op needs no bitmap."""
+    device = work.devices[d]
+    device.ready += 1
+    if device.ready == 1:
+        device.lone = i
+        return
+    if device.lone >= 0:
+        _set_bit(work, work.ops[index(device.lone)].rank, d)
+        device.lone = -1
+    _set_bit(work, work.ops[i].rank, d)
+
+
+@compiled_inline
+def pop_ready(work: Workspace, d: int) -> int:
+    """The ready op of lowest rank on a device, or -1."""
+    device = work.devices[d]
+    if device.ready == 0:
+        return -1
+    device.ready -= 1
+    lone = device.lone
+    device.lone = -1
+    return int(lone) if lone >= 0 else int(work.order[_pop_bit(work, d)])
+
+
+@compiled_inline
+def _set_bit(work: Workspace, rank: int, d: int) -> None:
+    """The op of this rank is ready on device d."""
     word = index(rank >> WORD_BITS)
     group = index(word >> WORD_BITS)
     work.ready[d, word] |= 1 << (rank & _LOW_BITS)
     work.ready_words[d, group] |= 1 << (word & _LOW_BITS)
     device = work.devices[d]
     device.ready_first = min(device.ready_first, group)
-    touch_device(work, d)
 
 
 @compiled_inline
-def pop_ready(work: Workspace, d: int) -> int:
-    """The ready op of lowest rank on a device, or -1."""
-    groups = work.ready_words.shape[1]
+def _pop_bit(work: Workspace, d: int) -> int:
+    """The lowest rank whose bit is set, which there must be."""
     group = work.devices[d].ready_first
-    while group < groups and work.ready_words[d, index(group)] == 0:
+    while work.ready_words[d, index(group)] == 0:
         group += 1
     work.devices[d].ready_first = group
-    if group == groups:
-        return -1
     words = work.ready_words[d, index(group)]
     word = index((group << WORD_BITS) + lowest_set_bit(words))
     rank = index((word << WORD_BITS) + lowest_set_bit(work.ready[d, word]))
     work.ready[d, word] &= work.ready[d, word] - 1
     if work.ready[d, word] == 0:
         work.ready_words[d, index(group)] = words & (words - 1)
-    return int(work.order[rank])
+    return rank
 
 
 @compiled_inline

@@ -15,12 +15,20 @@ from envs.simulator.arrays import (
     STOP_WHEN_FULL,
     TOUCHED_QUEUES,
     UNQUEUED,
+    UNQUEUED_EVENTS,
     ProblemArrays,
     Workspace,
 )
-from envs.simulator.events import add_event, pop_unqueued, push_unqueued, set_event
+from envs.simulator.events import add_event, pop_event, push_event, set_event
 from envs.simulator.ready import arrive
 from envs.simulator.waiting import pop_waiting, push_waiting
+
+
+@compiled_inline
+def duration_ns(latency_s: float, size: int, bandwidth_bytes_per_s: float) -> int:
+    """Nanoseconds of a transfer of ``size`` bytes, at most ``HORIZON_NS``."""
+    seconds = latency_s + size / bandwidth_bytes_per_s
+    return int(np.rint(min(seconds * 1e9, float(HORIZON_NS))))
 
 
 @compiled_inline
@@ -29,9 +37,7 @@ def request(arrays: ProblemArrays, work: Workspace, number: int, now: int) -> No
     transfer = work.transfers[number]
     pair = arrays.pairs[transfer.pair]
     size = work.copies[index(len(work.ops) + number)].size
-    seconds = pair.latency_s + size / pair.bandwidth_bytes_per_s
-    # What is too long for an integer is beyond the horizon anyway.
-    transfer.duration_ns = np.int64(np.rint(min(seconds * 1e9, float(HORIZON_NS))))
+    transfer.duration_ns = duration_ns(pair.latency_s, size, pair.bandwidth_bytes_per_s)
     transfer.start_ns = now
     if pair.line < 0:
         work.unqueued[index(work.counts[UNQUEUED])] = number
@@ -67,10 +73,12 @@ def end_transfer(
     """The copy is there: free the link, feed the consumers."""
     pair = arrays.pairs[work.transfers[number].pair]
     if pair.line < 0:
-        pop_unqueued(work, len(work.devices) + len(work.queues))
+        count = pop_event(work.unqueued_events, work.counts[UNQUEUED_EVENTS])
+        work.counts[UNQUEUED_EVENTS] = count
+        set_event(work.events, len(work.devices) + len(work.queues), work.unqueued_events[0])
     else:
         line = index(pair.line)
-        set_event(work, len(work.devices) + pair.queue, NO_EVENT)
+        set_event(work.events, len(work.devices) + pair.queue, NO_EVENT)
         work.queues[index(pair.queue)].busy = False
         if arrays.queues[line].ports > 1:
             work.queues[index(pair.second_queue)].busy = False
@@ -123,9 +131,11 @@ def _start_transfer(
     event = (end << CODE_BITS) | (len(work.devices) + number)
     pair = arrays.pairs[transfer.pair]
     if pair.queue < 0:
-        push_unqueued(work, len(work.devices) + len(work.queues), event)
+        count = push_event(work.unqueued_events, work.counts[UNQUEUED_EVENTS], event)
+        work.counts[UNQUEUED_EVENTS] = count
+        set_event(work.events, len(work.devices) + len(work.queues), work.unqueued_events[0])
     else:
-        add_event(work, len(work.devices) + pair.queue, event)
+        add_event(work.events, len(work.devices) + pair.queue, event)
     if memory != IGNORE_MEMORY:
         size = work.copies[index(len(work.ops) + number)].size
         allocate(arrays, work, pair.destination, size, memory)

@@ -27,14 +27,13 @@ from envs.simulator.arrays import (
     SENT,
     STOP_WHEN_FULL,
     Workspace,
-    arrays_of,
-    workspace_for,
 )
 from envs.simulator.kernel import simulate_batch, simulate_core
 from envs.simulator.reasons import why_blocked, why_full
 from envs.simulator.schedule import Schedule, Transfers, busy_ns, no_transfers
+from envs.simulator.tables import arrays_of, workspace_for
 
-BLOCKS_PER_THREAD: Final = 8
+BLOCKS_PER_THREAD: Final = 32
 """Blocks of a batch that a thread takes on average: some placements take longer than others."""
 
 

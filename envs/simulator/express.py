@@ -1,0 +1,252 @@
+"""The short way through a step: no transfer is an event, for it is known ahead when it ends.
+
+It applies where ``ProblemArrays.express`` is set: every op and every transfer takes at least a
+nanosecond, outputs are sent once to each device, of which there are at most 64, and each queue
+serves one transfer at a time in order of request. What ends at an instant is then one round, and
+the requests of a queue arrive in the order in which it serves them, so a request can be answered
+at once: the transfer starts now, or when the last one before it ends. An op is ready at the latest
+of its inputs' arrivals, known when the last of its producers ends. If its device is busy until
+then, it may count as ready right away; if not, that is an event, one for the op and not one for
+each transfer.
+
+Memory is followed on the safe side: a copy for each reader, from the request of its transfer until
+the reader ends; an output until its last reader ends, wherever that is. If that suffices on every
+device, so does what is really needed. If not, or where the horizon is near, this way gives up and
+the long way decides.
+
+Starts and causes are those of the long way. The *arrival* of an input is ``time << CODE_BITS``,
+plus 1 + its producer if that ran on another device: of inputs that arrive at once, the one from
+elsewhere with the last producer is the cause. An op whose last input was made on its own device, or
+that waited for its device, has the op before it there as its cause, which made that input.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from envs.compiled import compiled_inline, index, lowest_set_bit
+from envs.simulator.arrays import (
+    CODE_BITS,
+    HORIZON_NS,
+    INFEASIBLE_NS,
+    NO_EVENT,
+    READY_LATER,
+    Ints,
+    ProblemArrays,
+    Workspace,
+)
+from envs.simulator.events import add_event, pop_event, push_event, set_event
+from envs.simulator.ready import add_ready, pop_ready
+from envs.simulator.sending import duration_ns
+
+GIVES_UP: Final = -1
+_GOES_ON: Final = -2
+_CODE_MASK: Final = (1 << CODE_BITS) - 1
+
+
+@compiled_inline
+def express_core(
+    arrays: ProblemArrays, work: Workspace, devices: Ints, limit_ns: int, follows_memory: bool
+) -> int:
+    """What ``simulate_core`` returns, or ``GIVES_UP``; the workspace is reset for this step.
+
+    Sets of devices are words of 64 bits.
+    """
+    picking = _reset(work, follows_memory)
+    now = 0
+    while True:
+        while picking != 0:
+            d = index(lowest_set_bit(picking))
+            picking &= picking - 1
+            answer = _start_op(arrays, work, d, now, limit_ns, follows_memory)
+            if answer != _GOES_ON:
+                return answer
+        event = min(work.ends[1], work.ready_later[0])
+        if event == NO_EVENT:
+            return now
+        now = event >> CODE_BITS
+        picking = _make_ready(work, devices, now)
+        ended = _stop_devices(work, now)
+        for k in range(ended):
+            d = index(work.touched_devices[index(k)])
+            picking |= 1 << d
+            answer = _end_op(arrays, work, devices, d, now, follows_memory)
+            if answer != _GOES_ON:
+                return answer
+
+
+@compiled_inline
+def _reset(work: Workspace, follows_memory: bool) -> int:
+    """Nothing started; the set of devices that have ready ops."""
+    for k in range(len(work.ends)):
+        work.ends[k] = NO_EVENT
+    work.ready_later[0] = NO_EVENT
+    for q in range(len(work.queues)):
+        work.queues[q].free_ns = 0
+    if follows_memory:
+        for i in range(len(work.received_bytes)):
+            work.received_bytes[i] = 0
+    picking = 0
+    for d in range(len(work.devices)):
+        device = work.devices[d]
+        device.busy_until_ns = 0
+        if device.ready > 0:
+            picking |= 1 << d
+    return picking
+
+
+@compiled_inline
+def _start_op(
+    arrays: ProblemArrays,
+    work: Workspace,
+    d: int,
+    now: int,
+    limit_ns: int,
+    follows_memory: bool,
+) -> int:
+    """Device d starts its next op if it is idle and has one."""
+    device = work.devices[d]
+    if device.busy_until_ns > now:
+        return _GOES_ON
+    ready = pop_ready(work, d)
+    if ready < 0:
+        return _GOES_ON
+    i = index(ready)
+    op = arrays.ops[i]
+    cost = arrays.cost_ns[i, arrays.column[d]]
+    end = now + cost
+    at_least = max(now + device.work_left_ns, end + op.tail_ns)
+    if at_least > limit_ns:
+        return int(at_least)
+    if end >= HORIZON_NS:
+        return GIVES_UP
+    device.work_left_ns -= cost
+    latest = work.ops[i].latest
+    producer = latest & _CODE_MASK
+    brought = (producer > 0) & (latest >> CODE_BITS == now)
+    work.cause[i] = producer - 1 if brought else device.previous
+    work.start_ns[i] = now
+    device.previous = i
+    device.busy_until_ns = end
+    add_event(work.ends, d, (end << CODE_BITS) | d)
+    if follows_memory:
+        work.ops[i].remaining = arrays.ops[index(i + 1)].successor_start - op.successor_start
+        device.used_bytes += op.start_bytes
+        if device.used_bytes > arrays.memory_bytes[d]:
+            return GIVES_UP
+    return _GOES_ON
+
+
+@compiled_inline
+def _make_ready(work: Workspace, devices: Ints, now: int) -> int:
+    """Ops whose last input arrives now are ready; the set of their devices."""
+    found = 0
+    while work.ready_later[0] >> CODE_BITS == now and work.ready_later[0] != NO_EVENT:
+        v = index(work.ready_later[0] & _CODE_MASK)
+        work.counts[READY_LATER] = pop_event(work.ready_later, work.counts[READY_LATER])
+        d = index(devices[v])
+        add_ready(work, v, d)
+        found |= 1 << d
+    return found
+
+
+@compiled_inline
+def _stop_devices(work: Workspace, now: int) -> int:
+    """List the devices whose op ends now, by op; returns how many there are."""
+    ended = 0
+    while work.ends[1] >> CODE_BITS == now and work.ends[1] != NO_EVENT:
+        d = index(work.ends[1] & _CODE_MASK)
+        set_event(work.ends, d, NO_EVENT)
+        at = ended
+        while at > 0:
+            other = work.touched_devices[index(at - 1)]
+            if work.devices[other].previous < work.devices[d].previous:
+                break
+            work.touched_devices[index(at)] = other
+            at -= 1
+        work.touched_devices[index(at)] = d
+        ended += 1
+    return ended
+
+
+@compiled_inline
+def _end_op(
+    arrays: ProblemArrays,
+    work: Workspace,
+    devices: Ints,
+    d: int,
+    now: int,
+    follows_memory: bool,
+) -> int:
+    """The op that ran on d has ended: send its output, and tell its readers when it arrives."""
+    i = index(work.devices[d].previous)
+    if follows_memory:
+        _release(arrays, work, devices, i, d)
+    begin, end = arrays.ops[i].successor_start, arrays.ops[index(i + 1)].successor_start
+    readers = 0
+    for k in range(begin, end):
+        edge = arrays.edges[index(k)]
+        to = index(devices[edge.target])
+        most_bytes = work.devices[to].sent_bytes * ((readers >> to) & 1)  # so far, of this output
+        work.devices[to].sent_bytes = max(most_bytes, edge.bytes)
+        readers |= 1 << to
+    work.devices[d].arrival = now << CODE_BITS
+    answer = _send(arrays, work, i, d, readers & ~(1 << d), now)
+    if answer != _GOES_ON:
+        return answer
+    for k in range(begin, end):
+        v = arrays.edges[index(k)].target
+        to = index(devices[v])
+        device = work.devices[to]
+        if follows_memory and to != d:
+            work.received_bytes[v] += device.sent_bytes
+            device.used_bytes += device.sent_bytes
+            if device.used_bytes > arrays.memory_bytes[to]:
+                return GIVES_UP
+        op = work.ops[v]
+        op.latest = max(op.latest, device.arrival)
+        op.remaining -= 1
+        if op.remaining == 0:
+            ready_ns = op.latest >> CODE_BITS
+            if ready_ns <= device.busy_until_ns:
+                add_ready(work, v, to)
+            else:
+                event = (ready_ns << CODE_BITS) | v
+                count = push_event(work.ready_later, work.counts[READY_LATER], event)
+                work.counts[READY_LATER] = count
+    return _GOES_ON
+
+
+@compiled_inline
+def _send(arrays: ProblemArrays, work: Workspace, i: int, d: int, readers: int, now: int) -> int:
+    """Request the transfers of op i from d to a set of devices, in their order."""
+    while readers != 0:
+        to = index(lowest_set_bit(readers))
+        readers &= readers - 1
+        pair = arrays.pairs[index(d * len(work.devices) + to)]
+        if not pair.connected:
+            return INFEASIBLE_NS
+        device = work.devices[to]
+        arrival = now + duration_ns(pair.latency_s, device.sent_bytes, pair.bandwidth_bytes_per_s)
+        if pair.queue >= 0:
+            queue = work.queues[index(pair.queue)]
+            arrival += max(queue.free_ns - now, 0)
+            queue.free_ns = arrival
+        if arrival >= HORIZON_NS:
+            return GIVES_UP
+        device.arrival = (arrival << CODE_BITS) | (i + 1)
+    return _GOES_ON
+
+
+@compiled_inline
+def _release(arrays: ProblemArrays, work: Workspace, devices: Ints, i: int, d: int) -> None:
+    """Op i, which ran on d, needs its workspace and its inputs no more.
+
+    ``remaining`` of an op that has started counts readers that have not ended.
+    """
+    work.devices[d].used_bytes -= arrays.ops[i].workspace_bytes + work.received_bytes[i]
+    for k in range(arrays.ops[i].predecessor_start, arrays.ops[index(i + 1)].predecessor_start):
+        u = arrays.edges[index(k)].predecessor
+        work.ops[u].remaining -= 1
+        if work.ops[u].remaining == 0:
+            work.devices[index(devices[u])].used_bytes -= arrays.ops[u].output_bytes
