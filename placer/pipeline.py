@@ -13,7 +13,7 @@ import numpy as np
 from torch import nn
 
 import placer
-from envs.bounds import why_too_large
+from envs.bounds import why_apart, why_too_large
 from envs.calibrate import calibrated
 from envs.cluster import Cluster
 from envs.discover import is_here
@@ -174,6 +174,8 @@ def _decided(
     """
     if why := why_too_large(problem):
         raise PlacementError(f"The model fits nowhere: {why}.")
+    if why := why_apart(problem):
+        raise PlacementError(f"The model runs nowhere: {why}.")
     hear.stage("Loading compiled code (the first time it is compiled, 30 s)")
     load_compiled_code()
     rows: list[Row] = []
@@ -278,6 +280,7 @@ def _row(simulated: Simulated, candidate: Candidate, options: Options, rig: Rig 
         Placement.of(problem.graph, problem.cluster, candidate.devices, priority, made_by),
         objective=objective.name,
         micro_batches=objective.micro_batches,
+        in_flight=objective.in_flight,
     )
     prediction = objective.predict(simulated, placement)
     return Row(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from placer.cli.arguments import (
     add_devices,
     add_extractor,
+    add_in_flight,
     add_step,
     count,
     extraction_to_dict,
@@ -89,6 +90,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         metavar="M",
         help="a graph file is that of one micro-batch of M that make a step (default: 1)",
     )
+    add_in_flight(parser, "one for each device")
     parser.add_argument(
         "--policy",
         default="generalist",
@@ -208,7 +210,9 @@ def _options(args: argparse.Namespace) -> Options:
     from placer.policies import load
     from placer.search.budget import Budget
 
-    objective = Objective(name=args.objective, micro_batches=args.micro_batches)
+    objective = Objective(
+        name=args.objective, micro_batches=args.micro_batches, in_flight=args.in_flight
+    )
     if objective != Objective() and not args.target.endswith(".json"):
         raise ValueError(
             "a model is run step by step: other objectives and micro-batches are for graph files "
@@ -304,6 +308,7 @@ def _summary(found: Optimization, args: argparse.Namespace) -> dict[str, Any]:
         "best": found.best.name,
         "objective": data["objective"],
         "micro_batches": data["micro_batches"],
+        "in_flight": found.placement.in_flight,
         "step_s": times["step_s"],
         "predicted": data["predicted"],
         "measured": data["measured"],
