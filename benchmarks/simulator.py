@@ -9,8 +9,8 @@ Where all that the ops of a device can ever need fits into its memory, it "suffi
 "followed" in time. An event is the end of an op or of a transfer. The share of the memory bandwidth
 is that of reading and writing all arrays once per evaluation, though the short way (see
 envs/simulator/express.py) does without those that only the long way needs. The plain simulator is
-the specification in tests/simulator_twin.py; both give the same step here, or the benchmark fails.
-Compiling is not counted, but printed.
+benchmarks/heapq_simulator.py, the specification tests/simulator_twin.py; all give the same step
+here, or the benchmark fails. Compiling is not counted, but printed.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.heapq_simulator import HeapqSimulator
 from envs.cluster import Cluster, Device, Link
 from envs.problem import Problem
 from envs.simulator import ProblemArrays, Simulator, Workspace
@@ -50,6 +51,7 @@ ROWS = (  # ops, devices, placements in a batch, evaluations per second at least
 LARGEST_BYTES = 2 * 10**9
 PARALLEL_BAR = 1.7
 PLAIN_BAR = 50
+COLD_BAR_S = 1.5
 LARGEST = "largest"
 
 
@@ -199,19 +201,41 @@ def measure_modes() -> None:
 
 
 def measure_plain() -> None:
-    """Against the plain simulator, on the same graph."""
+    """Against a plain simulator over heapq and networkx, and the specification, on one graph."""
     ops, device_count, batch = 200, 4, 2000
     graph, cluster = layered(ops, 12, seed=0), cluster_of(device_count)
     simulator = Simulator(Problem.of(GraphArrays.from_graph(graph), cluster))
     devices, same = placements(ops, device_count, batch)
-    steps = simulator.step_ns(devices, same)
+    plain = HeapqSimulator(graph, cluster)
+    steps = simulator.step_ns(devices, same).tolist()
+    for k in range(20):
+        if plain.step(devices[k].tolist(), same[k].tolist())[0] != steps[k]:
+            raise AssertionError("the plain simulator gives another step")
     where, priority = devices[0].tolist(), same[0].tolist()
     if twin_step(graph, cluster, where, priority).step_ns != steps[0]:
-        raise AssertionError("the plain simulator gives another step")
+        raise AssertionError("the specification gives another step")
     own = statistics.median(seconds(lambda: simulator.step_ns(devices, same))) / batch
-    plain = statistics.median(seconds(lambda: twin_step(graph, cluster, where, priority), 3))
-    print(f"{ops} ops, {device_count} devices: heapq and networkx do {1 / plain:,.0f} /s, ", end="")
-    print(f"they take {plain / own:,.0f} times as long (bar: {PLAIN_BAR})")
+    heap = statistics.median(seconds(lambda: plain.step(where, priority), 50))
+    twin = statistics.median(seconds(lambda: twin_step(graph, cluster, where, priority), 3))
+    print(f"{ops} ops, {device_count} devices: heapq and networkx do {1 / heap:,.0f} /s, ", end="")
+    print(f"they take {heap / own:,.0f} times as long (bar: {PLAIN_BAR}); ", end="")
+    print(f"the specification, which is to be read, {twin / own:,.0f} times")
+
+
+def measure_cold() -> None:
+    """A process that imports the simulator and evaluates once, compiled code in the cache."""
+    code = (
+        "import time; began = time.perf_counter()\n"
+        "import sys\n"
+        "from benchmarks import simulator as made\n"
+        "problem = made.Problem.of(made.flat_layered(100, 12, 0), made.cluster_of(4))\n"
+        "made.Simulator(problem).step_ns(*made.placements(100, 4, 1))\n"
+        "print(time.perf_counter() - began, 'torch' in sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    cold_s, torch_too = out.stdout.split()
+    print(f"new process to first evaluation: {float(cold_s):.2f} s (bar: {COLD_BAR_S} s)", end="")
+    print(", with torch" if torch_too == "True" else ", without torch")
 
 
 def main() -> None:
@@ -227,6 +251,7 @@ def main() -> None:
     print(subprocess.run(command, check=True, capture_output=True, text=True).stdout, end="")
     measure_modes()
     measure_plain()
+    measure_cold()
 
 
 if __name__ == "__main__":

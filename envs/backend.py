@@ -16,7 +16,7 @@ class StepResult:
     ``step_s`` is inf where the placement is not ``feasible``; ``why`` then says what stands in the
     way, for people. ``parts`` breaks the time down (seconds, by name), as far as the backend can.
     ``period_s`` is the time that every further micro-batch takes in a step of many of them, None
-    for a step of one.
+    for a step of one, and where ``why_no_period`` says why it is not known.
     """
 
     step_s: float
@@ -25,6 +25,7 @@ class StepResult:
     why: str = ""
     parts: Mapping[str, float] = field(default_factory=dict)
     period_s: float | None = None
+    why_no_period: str = ""
 
 
 class Backend(Protocol):

@@ -8,8 +8,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.paths import Paths, paths
+from envs.paths import UNREACHABLE_NS, Paths, paths
 from envs.problem import Problem
+from graphs.graph import PHASES
 
 ROUNDS: Final = 200
 WEIGHT: Final = 1 << 16
@@ -44,10 +45,16 @@ class Bounds:
 
 
 def bounds_of(problem: Problem) -> Bounds:
-    """All bounds of a problem; about 0.05 s for 1,000 ops."""
-    shares, total = _shares(problem)
-    work_ns = -(-sum(shares.tolist()) // total)
+    """All bounds of a problem; about 0.05 s for 1,000 ops.
+
+    Raises:
+        ValueError: no placement can run, see :func:`why_apart`.
+    """
     found = paths(problem)
+    if why := _why_apart(problem, found):
+        raise ValueError(why)
+    shares, total = _shares(problem.cost_ns, problem.allowed)
+    work_ns = _whole(shares, total)
     before = np.zeros((problem.op_count, 1), np.int64)
     after = before
     if problem.op_count <= LARGEST_REACH:
@@ -59,8 +66,27 @@ def bounds_of(problem: Problem) -> Bounds:
 
 
 def lower_bound_ns(problem: Problem) -> int:
-    """Nanoseconds that every step takes at least, whatever the placement and the order."""
+    """Nanoseconds that every step takes at least, whatever the placement and the order.
+
+    Raises:
+        ValueError: no placement can run, see :func:`why_apart`.
+    """
     return bounds_of(problem).lower_bound_ns
+
+
+def pace_ns(problem: Problem, *, optimizer: bool = True) -> int:
+    """Nanoseconds that the busiest device works at least, whatever the placement.
+
+    Without ``optimizer``, of all ops but the optimizer's: those of every further micro-batch.
+    """
+    counts = problem.graph.phase != PHASES.index("optimizer")
+    rows = np.flatnonzero(counts | optimizer)
+    return _whole(*_shares(problem.cost_ns[rows], problem.allowed[rows]))
+
+
+def why_apart(problem: Problem) -> str:
+    """Why no placement can run for want of a link; "" where none is known to be wanting."""
+    return "" if problem.connected.all() else _why_apart(problem, paths(problem))
 
 
 def why_too_large(problem: Problem) -> str:
@@ -108,24 +134,58 @@ def why_too_large(problem: Problem) -> str:
     return ""
 
 
+def _why_apart(problem: Problem, found: Paths) -> str:
+    """Which op no link joins to the ops around it, wherever it runs."""
+    graph, names = problem.graph, np.array(problem.cluster.names)
+    stuck = np.flatnonzero(_around(problem, found.head_ns, found.tail_ns) >= UNREACHABLE_NS)
+    if not len(stuck):
+        return ""
+    source = np.repeat(np.arange(len(graph)), np.diff(graph.successor_start))
+    reached = problem.allowed @ problem.connected
+    cut = np.flatnonzero(~(reached[source] & problem.allowed[graph.successors]).any(axis=1))
+    if not len(cut):
+        i = int(stuck[0])
+        own = ", ".join(names[problem.allowed[i]])
+        return (
+            f"op {graph.ids[i]!r} may run on {own}, but wherever it does, links lead to no devices "
+            "for all ops before and after it; add a [[link]] to the cluster, or allow more devices"
+        )
+    u, v = int(source[cut[0]]), int(graph.successors[cut[0]])
+    here, there = names[problem.allowed[u]], names[problem.allowed[v]]
+    return (
+        f"op {graph.ids[v]!r} may run on {', '.join(there)} and needs the output of "
+        f"{graph.ids[u]!r}, which may run on {', '.join(here)}, but no link leads there; add a "
+        f'[[link]] between = ["{here[0]}", "{there[0]}"] to the cluster, or allow more devices'
+    )
+
+
 def _through(
     problem: Problem, found: Paths, before: NDArray[np.int64], after: NDArray[np.int64]
 ) -> int:
     """The longest way through one op, on the device that makes it shortest."""
     head, tail = np.maximum(found.head_ns, before), np.maximum(found.tail_ns, after)
+    return int(_around(problem, head, tail).max())
+
+
+def _around(
+    problem: Problem, head_ns: NDArray[np.int64], tail_ns: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """For every op what is before it, itself and what is after it, (N,), on its best device."""
     never = np.iinfo(np.int64).max
-    through = np.where(problem.allowed, head + problem.cost_ns + tail, never).min(axis=1)
-    return int(through.max())
+    around = np.where(problem.allowed, head_ns + problem.cost_ns + tail_ns, never)
+    return np.asarray(around.min(axis=1), np.int64)
 
 
-def _shares(problem: Problem) -> tuple[NDArray[np.int64], int]:
+def _shares(
+    cost_ns: NDArray[np.int64], allowed: NDArray[np.bool_]
+) -> tuple[NDArray[np.int64], int]:
     """The least weighted cost of every op, (N,), for the best weights found, and their sum.
 
     The weights are found by giving more to the devices that are overloaded where every op goes to
     the device of its least weighted cost; whatever they are, the bound holds.
     """
-    cost = np.where(problem.allowed, problem.cost_ns.astype(np.float64), np.inf)
-    count = problem.device_count
+    cost = np.where(allowed, cost_ns.astype(np.float64), np.inf)
+    count = cost.shape[1]
     weight = np.full(count, 1 / count)
     best, best_weight = -1.0, weight
     for k in range(ROUNDS):
@@ -141,8 +201,14 @@ def _shares(problem: Problem) -> tuple[NDArray[np.int64], int]:
     whole = np.rint(best_weight * count * WEIGHT).astype(np.int64)
     # Costs are below 2**39 and weights below 2**16 D, so products stay in 63 bits for D < 256.
     never = np.iinfo(np.int64).max
-    shares = np.where(problem.allowed, problem.cost_ns * whole, never).min(axis=1)
+    shares = np.where(allowed, cost_ns * whole, never).min(axis=1)
     return np.asarray(shares, np.int64), int(whole.sum())
+
+
+def _whole(shares: NDArray[np.int64], total: int) -> int:
+    """The bound that shares of weights with this sum give, in nanoseconds."""
+    summed: list[int] = shares.tolist()
+    return -(-sum(summed) // total)
 
 
 def _work_around(

@@ -18,9 +18,23 @@
     sharing = "pair"                   # none | egress | pair | bus
     full_duplex = true
     order = "fifo"                     # fifo | priority
+    ports = []                         # devices that share a port of this link, list by list
+    ingress = false                    # true: a transfer needs its receiver's port, too
 
     [transfers]
     once_per_destination = true        # false: every edge is sent on its own
+
+Two nodes whose GPUs share a network card each, with a queue per direction::
+
+    [[link]]
+    between = ["n0:g0", "n0:g1", "n1:g0", "n1:g1"]
+    ports = [["n0:g0", "n0:g1"], ["n1:g0", "n1:g1"]]
+    ingress = true
+    latency_s = 5e-6
+    bandwidth_bytes_per_s = 25e9
+
+Devices of one port are not joined by its link: list another for them. A link joins devices
+directly; where two have none, such as GPUs that copy through the host, list one that costs as much.
 """
 
 from __future__ import annotations
@@ -41,6 +55,8 @@ LinkOrder: TypeAlias = Literal["fifo", "priority"]
 SHARINGS: Final[tuple[Sharing, ...]] = ("none", "egress", "pair", "bus")
 LINK_ORDERS: Final[tuple[LinkOrder, ...]] = ("fifo", "priority")
 FORMAT: Final = "placer-cluster/1"
+RARE: Final = frozenset({"ports", "ingress"})
+"""Keys that are only written where they are used: other readers of the format may not know them."""
 LARGEST_FILE_BYTES: Final = 10**6
 """Six thousand devices, far more than anything here is made for."""
 LARGEST_INT: Final = 2**63 - 1  # as TOML asks every reader to hold
@@ -61,8 +77,11 @@ class Device:
     def __post_init__(self) -> None:
         if not self.name or not self.kind:
             raise ValueError(f"device {self.name!r} of kind {self.kind!r}: neither may be empty")
-        if self.memory_bytes < 0:
-            raise ValueError(f"device {self.name!r}: memory_bytes is {self.memory_bytes}, below 0")
+        if not 0 <= self.memory_bytes <= LARGEST_INT or self.memory_bytes != int(self.memory_bytes):
+            raise ValueError(
+                f"device {self.name!r}: memory_bytes is {self.memory_bytes}, not a whole number "
+                "from 0 to 2**63 - 1"
+            )
         if not (math.isfinite(self.launch_s) and self.launch_s >= 0):
             raise ValueError(f"device {self.name!r}: launch_s is {self.launch_s}, not a time >= 0")
         for name in ("peak_flop_per_s", "bandwidth_bytes_per_s"):
@@ -78,6 +97,12 @@ class Link:
     per sender; half duplex: one port per device for both directions), "pair" (one per ordered
     pair; half duplex: per unordered pair), "bus" (one for all). Where two links name the same
     pair, the first listed counts.
+
+    Devices of one list in ``ports`` share a port, such as the network card of their node; every
+    other device has its own. A port then takes the place of the device: it is one sender, one
+    receiver, one end of a pair, and the link does not join its devices to each other. With
+    ``ingress``, a transfer on a full-duplex "egress" link needs two queues at once, that of its
+    sender out and that of its receiver in.
     """
 
     between: tuple[str, ...]
@@ -87,6 +112,8 @@ class Link:
     full_duplex: bool = True
     order: LinkOrder = "fifo"
     one_way: bool = False
+    ports: tuple[tuple[str, ...], ...] = ()
+    ingress: bool = False
 
     def __post_init__(self) -> None:
         where = f"link between {', '.join(self.between) or 'nothing'}"
@@ -102,12 +129,36 @@ class Link:
             )
         _one_of(self.sharing, SHARINGS, f"{where}: sharing")
         _one_of(self.order, LINK_ORDERS, f"{where}: order")
+        self._check_ports(where)
+        if self.ingress and not (self.sharing == "egress" and self.full_duplex):
+            raise ValueError(
+                f'{where}: ingress is for full-duplex links with sharing = "egress"; '
+                "others have no queue of their own for what comes in"
+            )
+
+    def _check_ports(self, where: str) -> None:
+        named = [name for port in self.ports for name in port]
+        for name in named:
+            if name not in self.between:
+                raise ValueError(f"{where}: ports names {name!r}, which is not in between")
+            if named.count(name) > 1:
+                raise ValueError(f"{where}: ports names {name!r} more than once")
+        if not all(self.ports):
+            raise ValueError(f"{where}: a list in ports is empty")
+        if len({self.port_of(name) for name in self.between}) == 1:
+            raise ValueError(f"{where}: all devices share one port, so it joins none of them")
+
+    def port_of(self, name: str) -> str:
+        """The port of one of its devices, by the first device that shares it."""
+        return next((port[0] for port in self.ports if name in port), name)
 
     def joins(self, source: str, destination: str) -> bool:
         """Whether it carries source to destination."""
         if self.one_way:
             return (source, destination) == self.between
-        return source in self.between and destination in self.between
+        if source not in self.between or destination not in self.between:
+            return False
+        return self.port_of(source) != self.port_of(destination)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,16 +268,14 @@ def cluster_to_toml(cluster: Cluster) -> str:
         for item in items:
             lines += ["", f"[[{table}]]"]
             values = {f.name: getattr(item, f.name) for f in fields(item)}
-            # Unknown numbers are left out: a nan that is read back equals no other.
-            lines += [
-                f"{name} = {_toml(value)}" for name, value in values.items() if not _nan(value)
-            ]
+            lines += [f"{name} = {_toml(v)}" for name, v in values.items() if not _unsaid(name, v)]
     lines += ["", "[transfers]", f"once_per_destination = {_toml(cluster.once_per_destination)}"]
     return "\n".join(lines) + "\n"
 
 
-def _nan(value: object) -> bool:
-    return isinstance(value, float) and math.isnan(value)
+def _unsaid(key: str, value: object) -> bool:
+    """Unknown numbers, since a nan that is read back equals no other, and what is rarely used."""
+    return (isinstance(value, float) and math.isnan(value)) or (key in RARE and not value)
 
 
 def _toml(value: object) -> str:
@@ -268,10 +317,16 @@ def _typed(value: object, annotation: str, where: str) -> object:
         return value
     if annotation in ("str", "Sharing", "LinkOrder") and isinstance(value, str):
         return value
-    if annotation.startswith("tuple"):
+    if annotation == "tuple[str, ...]":
         if isinstance(value, list) and all(isinstance(item, str) for item in value):
             return tuple(value)
         raise ValueError(f"{where} is not a list of device names")
+    if annotation.startswith("tuple"):
+        if isinstance(value, list):
+            return tuple(
+                _typed(item, "tuple[str, ...]", f"{where}[{i}]") for i, item in enumerate(value)
+            )
+        raise ValueError(f"{where} is not a list of lists of device names")
     raise ValueError(f"{where} is {value!r}, not of type {annotation}")
 
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from envs.compiled import compiled_borrowing, compiled_inline
 from envs.problem import Problem
+from envs.rows import device_row, device_rows
 from envs.simulator.arrays import HORIZON_NS, INFEASIBLE_NS
 from envs.simulator.reasons import why_blocked, why_full
 
@@ -94,17 +95,9 @@ def max_load_ns(problem: Problem, devices: NDArray[np.int32]) -> Longs:
     ``INFEASIBLE_NS`` where an op may not run, an edge has no link, or memory does not suffice.
 
     Raises:
-        ValueError: a wrong shape, or a device that does not exist.
+        ValueError: a wrong shape, what is no whole number, or a device that does not exist.
     """
-    count, device_count = problem.op_count, problem.device_count
-    if devices.ndim > 2 or devices.shape[-1:] != (count,):
-        raise ValueError(f"devices {devices.shape} must be (B, {count}) or ({count},)")
-    if devices.size and not 0 <= devices.min() <= devices.max() < device_count:
-        raise ValueError(
-            f"devices from {devices.min()} to {devices.max()}, but there are {device_count}: "
-            f"0 to {device_count - 1}"
-        )
-    rows = np.require(devices, np.int32, ["C", "W"]).reshape(-1, count)
+    rows = device_rows(problem, devices)
     answer = np.empty(len(rows), np.int64)
     arrays = load_arrays(problem)
     _largest_loads(arrays, loads_for(arrays), rows, answer)
@@ -112,19 +105,30 @@ def max_load_ns(problem: Problem, devices: NDArray[np.int32]) -> Longs:
 
 
 def loads_ns(problem: Problem, devices: NDArray[np.int32]) -> Longs:
-    """Loads (D,) of one placement (N,); edges without a link count as nothing."""
-    arrays = load_arrays(problem)
-    loads = loads_for(arrays)
-    count_all(arrays, loads, np.require(devices, np.int32, ["C", "W"]))
-    return loads.load_ns
+    """Loads (D,) of one placement (N,); edges without a link count as nothing.
+
+    Raises:
+        ValueError: as for :func:`max_load_ns`.
+    """
+    return _counted(problem, device_row(problem, devices)).load_ns
 
 
 def why_overloaded(problem: Problem, devices: NDArray[np.int32]) -> str:
-    """Why a placement (N,) is infeasible, for people; "" where it is not."""
+    """Why a placement (N,) is infeasible, for people; "" where it is not.
+
+    Raises:
+        ValueError: as for :func:`max_load_ns`.
+    """
+    row = device_row(problem, devices)
+    used_bytes = _counted(problem, row).used_bytes
+    return why_blocked(problem, row) or why_full(problem, row, used_bytes)
+
+
+def _counted(problem: Problem, devices: Ints) -> Loads:
     arrays = load_arrays(problem)
     loads = loads_for(arrays)
-    count_all(arrays, loads, np.require(devices, np.int32, ["C", "W"]))
-    return why_blocked(problem, devices) or why_full(problem, devices, loads.used_bytes)
+    count_all(arrays, loads, devices)
+    return loads
 
 
 @compiled_borrowing

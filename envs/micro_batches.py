@@ -94,11 +94,21 @@ class Pipeline:
         )
 
     def devices(self, devices: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Devices of all copies, (M,) or (B, M), of those of the ops, (N,) or (B, N)."""
+        """Devices of all copies, (M,) or (B, M), of those of the ops, (N,) or (B, N).
+
+        Raises:
+            ValueError: it has another shape.
+        """
+        self._check(devices.shape, "devices")
         return devices[..., self.origin]
 
     def priority(self, priority: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Priorities of all copies, (M,) or (B, M), in the order of 1F1B, then by ``priority``."""
+        """Priorities of all copies, (M,) or (B, M), in the order of 1F1B, then by ``priority``.
+
+        Raises:
+            ValueError: it is not (N,) or (B, N).
+        """
+        self._check(priority.shape, "priority")
         count = self.base.op_count
         rank = np.empty(priority.shape, np.int64)
         order = np.argsort(-priority, axis=-1, kind="stable")
@@ -107,6 +117,11 @@ class Pipeline:
         urgency = np.select([self.is_gate, phase == BACKWARD, phase == OPTIMIZER], [0, 1, 2], 3)
         later = (urgency * self.micro_batches + self.batch) * count
         return -(later + rank[..., self.origin]).astype(np.float64)
+
+    def _check(self, shape: tuple[int, ...], what: str) -> None:
+        count = self.base.op_count
+        if len(shape) > 2 or shape[-1:] != (count,):
+            raise ValueError(f"{what} {shape} must be (B, {count}) or ({count},), before copying")
 
 
 class _Copies:

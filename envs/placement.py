@@ -4,7 +4,7 @@
 
     {"format": "placer-placement/1", "graph": hash, "cluster": name,
      "devices": {op id: device name}, "priority": {op id: number},
-     "objective": "latency", "micro_batches": 1,
+     "objective": "latency", "micro_batches": 1, "in_flight": 4 (optional),
      "predicted": {"step_s": ..., "peak_memory_bytes": {device: int}} or null,
      "measured": {"step_s": ..., ...} or null,
      "made_by": {"placer": ..., "seed": ..., "budget": ..., "version": ...}}
@@ -34,7 +34,7 @@ FORMAT: Final = "placer-placement/1"
 OBJECTIVES: Final = ("latency", "throughput", "max-load")
 _KEYS: Final = frozenset(
     {"format", "graph", "cluster", "devices", "priority", "objective", "micro_batches"}
-    | {"predicted", "measured", "made_by"}
+    | {"in_flight", "predicted", "measured", "made_by"}
 )
 _MAKER_KEYS: Final = frozenset({"placer", "seed", "budget", "version"})
 
@@ -53,6 +53,10 @@ class MadeBy:
 class Placement:
     """``ops[i]`` runs on ``device_names[devices[i]]``; of ready ops the highest ``priority`` first.
 
+    The order of transfers follows: links serve them in order of request, or, with ``order =
+    "priority"``, by the most urgent op that waits for each. At most ``in_flight`` of the
+    ``micro_batches`` are under way at once; None is one for each device.
+
     ``predicted`` and ``measured`` hold at least ``step_s`` where they are known. Of their values,
     those whose names end in ``_s`` or ``_bytes`` are finite numbers >= 0, or mappings to such.
     """
@@ -65,6 +69,7 @@ class Placement:
     priority: tuple[float, ...]
     objective: str = "latency"
     micro_batches: int = 1
+    in_flight: int | None = None
     predicted: Mapping[str, Any] | None = None
     measured: Mapping[str, Any] | None = None
     made_by: MadeBy = field(default_factory=MadeBy)
@@ -88,6 +93,8 @@ class Placement:
             raise ValueError(f"objective is {self.objective!r}, not one of {', '.join(OBJECTIVES)}")
         if self.micro_batches < 1:
             raise ValueError(f"micro_batches is {self.micro_batches}, below 1")
+        if self.in_flight is not None and self.in_flight < 1:
+            raise ValueError(f"in_flight is {self.in_flight}, below 1")
         for where, record in (("predicted", self.predicted), ("measured", self.measured)):
             for key, value in (record or {}).items():
                 _check_value(value, inside(where, key), quantity=key.endswith(("_s", "_bytes")))
@@ -165,21 +172,27 @@ class Placement:
                 f"this placement was made for devices {', '.join(self.device_names)}, the cluster "
                 f"{cluster.name!r} has {', '.join(cluster.names)}"
             )
-        home: dict[int, int] = {}
-        for i, (group, d) in enumerate(zip(graph.group.tolist(), self.devices, strict=True)):
-            first = home.setdefault(group, i) if group >= 0 else i
-            if self.devices[first] != d:
+        self._check_groups(graph)
+        for i, limits in enumerate(graph.allowed):
+            if limits is not None and self.device_names[self.devices[i]] not in limits:
                 raise ValueError(
-                    f"ops {graph.ids[first]!r} and {graph.ids[i]!r} share state and must be on one "
-                    f"device, but are on {self.device_names[self.devices[first]]} and "
-                    f"{self.device_names[d]}"
+                    f"op {graph.ids[i]!r} is on {self.device_names[self.devices[i]]}, but may only "
+                    f"run on {', '.join(limits)}"
                 )
-            limits = graph.allowed[i]
-            if limits is not None and self.device_names[d] not in limits:
-                raise ValueError(
-                    f"op {graph.ids[i]!r} is on {self.device_names[d]}, but may only run on "
-                    f"{', '.join(limits)}"
-                )
+
+    def _check_groups(self, graph: GraphArrays) -> None:
+        devices = np.array(self.devices)
+        grouped = np.flatnonzero(graph.group >= 0)
+        _, at, of = np.unique(graph.group[grouped], return_index=True, return_inverse=True)
+        first = grouped[at[of]]
+        apart = np.flatnonzero(devices[grouped] != devices[first])
+        if len(apart):
+            one, other = int(first[apart[0]]), int(grouped[apart[0]])
+            raise ValueError(
+                f"ops {graph.ids[one]!r} and {graph.ids[other]!r} share state and must be on one "
+                f"device, but are on {self.device_names[self.devices[one]]} and "
+                f"{self.device_names[self.devices[other]]}"
+            )
 
     def aligned(self, graph: GraphArrays, cluster: Cluster) -> Placement:
         """The same placement with its ops in the order of the graph, devices in the cluster's.
@@ -243,6 +256,7 @@ class Placement:
             "priority": dict(zip(self.ops, self.priority, strict=True)),
             "objective": self.objective,
             "micro_batches": self.micro_batches,
+            **({} if self.in_flight is None else {"in_flight": self.in_flight}),
             "predicted": None if self.predicted is None else dict(self.predicted),
             "measured": None if self.measured is None else dict(self.measured),
             "made_by": asdict(self.made_by),
@@ -288,6 +302,7 @@ class Placement:
             priority=tuple(priority.get(op_id, 0.0) for op_id in devices),
             objective=text(top.get("objective", "latency"), "objective"),
             micro_batches=_count(top.get("micro_batches", 1), "micro_batches"),
+            in_flight=_count(top["in_flight"], "in_flight") if "in_flight" in top else None,
             predicted=_optional(top, "predicted"),
             measured=_optional(top, "measured"),
             made_by=_made_by(top.get("made_by") or {}),

@@ -66,7 +66,8 @@ class PlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
     def __init__(self, problem: Problem | None = None, backend: Backend | None = None) -> None:
         """Place ``problem`` (default: two towers on three devices), timed by ``backend``.
 
-        The default backend simulates.
+        The default backend simulates; ``Simulated(problem, threads=N)`` times several placements
+        at once.
         """
         self.problem = problem or toy_problem()
         self.backend: Backend = backend or Simulated(self.problem)

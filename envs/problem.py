@@ -7,6 +7,7 @@ overhead) and a transfer (latency + bytes / bandwidth) are each rounded once, ha
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,10 @@ from graphs.frozen import frozen
 from graphs.graph import PHASES, GraphArrays
 
 NO_QUEUE = -1
+LONGEST_OP_S: Final = 500.0
+"""An op that takes longer is refused and not just forbidden there: a step with it may be right."""
+LARGEST_TOTAL_BYTES: Final = 2.0**62
+"""Of all ops and edges: whatever is summed up of them stays within 63 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -26,9 +31,10 @@ class Problem:
     graph forbids it) and ``cost_ns[i, d]`` is 0. ``queue[s, d]`` is the index of the queue (of
     ``queue_count``) that transfers from s to d wait in, -1 where they never wait; queues with
     ``queue_by_priority`` serve the transfer with the highest-priority consumer first.
-    ``second_queue[s, d]`` is -1 except on half-duplex "egress" links: there a queue is the one
-    port of a device, and a transfer occupies the port of its sender (``queue``) and that of its
-    receiver (``second_queue``) at once. ``connected[s, d]`` is False where no link joins s to d.
+    ``second_queue[s, d]`` is -1 except on half-duplex "egress" links and those with ``ingress``:
+    there a transfer occupies the port of its sender (``queue``) and that of its receiver
+    (``second_queue``) at once; half duplex, the one of a device for both directions.
+    ``connected[s, d]`` is False where no link joins s to d.
     """
 
     graph: GraphArrays
@@ -44,6 +50,23 @@ class Problem:
     queue_by_priority: NDArray[np.bool_]  # (queue_count,)
     memory_bytes: NDArray[np.int64]  # (D,)
     held_bytes: NDArray[np.int64]  # (N,) stays on the op's device from its start to the step's end
+
+    def __post_init__(self) -> None:
+        graph = self.graph
+        sizes = (
+            graph.output_bytes,
+            graph.parameter_bytes,
+            graph.gradient_bytes,
+            graph.optimizer_bytes,
+            graph.workspace_bytes,
+            graph.edge_bytes,
+            self.held_bytes,
+        )
+        total = sum(float(size.sum(dtype=np.float64)) for size in sizes)
+        if total >= LARGEST_TOTAL_BYTES:
+            raise ValueError(
+                f"graph {graph.name!r} holds {total:.3g} bytes in all; a problem may have 2**62"
+            )
 
     @property
     def op_count(self) -> int:
@@ -61,7 +84,7 @@ class Problem:
 
         Raises:
             ValueError: an op can run on no device, or a co-location group on no common device; the
-                message names it and says what is missing.
+                message names it and says what is missing. Or all bytes together reach 2**62.
         """
         allowed, cost_ns = _costs(graph, cluster)
         links = _Links.of(cluster)
@@ -102,13 +125,7 @@ def _costs(graph: GraphArrays, cluster: Cluster) -> tuple[NDArray[np.bool_], NDA
     for d, device in enumerate(cluster.devices):  # one at a time: a float for each is much memory
         cost_s = graph.costs_for(device.kind) + device.launch_s
         allowed[:, d] = ~np.isnan(cost_s)
-        if np.nanmax(cost_s, initial=0.0) >= 500.0:
-            worst = int(np.nanargmax(cost_s))
-            raise ValueError(
-                f"op {graph.ids[worst]!r} costs {cost_s[worst]:.3g} s; steps must stay below "
-                "500 s, scale all costs down"
-            )
-        cost_ns[:, d] = np.rint(np.nan_to_num(cost_s) * 1e9)
+        cost_ns[:, d] = np.rint(np.minimum(np.nan_to_num(cost_s), LONGEST_OP_S) * 1e9)
     for i, names in enumerate(graph.allowed):
         if names is not None:
             allowed[i] &= np.isin(np.array(cluster.names), np.array(names))
@@ -119,6 +136,15 @@ def _costs(graph: GraphArrays, cluster: Cluster) -> tuple[NDArray[np.bool_], NDA
     if len(stuck):
         raise ValueError(_why_stuck(graph, cluster, int(stuck[0]), len(stuck)))
     cost_ns[~allowed] = 0
+    too_long = np.argwhere(cost_ns >= LONGEST_OP_S * 1e9)
+    if len(too_long):
+        i, d = too_long[0].tolist()
+        device = cluster.devices[d]
+        cost_s = graph.costs_for(device.kind)[i] + device.launch_s
+        raise ValueError(
+            f"op {graph.ids[i]!r} costs {cost_s:.3g} s on {device.name}; steps must stay below "
+            f"{LONGEST_OP_S:g} s: scale all costs down, or keep it off that device"
+        )
     return allowed, cost_ns
 
 
@@ -157,10 +183,11 @@ class _Links:
             for d, destination in enumerate(cluster.names):
                 link = cluster.link_between(source, destination) if s != d else None
                 if link is not None:
-                    links._join(link, cluster.links.index(link), s, d)
+                    ports = (link.port_of(source), link.port_of(destination))
+                    links._join(link, cluster.links.index(link), s, d, ports)
         return links
 
-    def _join(self, link: Link, number: int, s: int, d: int) -> None:
+    def _join(self, link: Link, number: int, s: int, d: int, ports: tuple[str, str]) -> None:
         self.connected[s, d] = True
         self.latency_s[s, d] = link.latency_s
         self.bandwidth_bytes_per_s[s, d] = link.bandwidth_bytes_per_s
@@ -168,17 +195,20 @@ class _Links:
             case "bus":
                 self.queue[s, d] = self._queue(link, number)
             case "pair" if link.full_duplex:
-                self.queue[s, d] = self._queue(link, number, s, d)
+                self.queue[s, d] = self._queue(link, number, *ports)
             case "pair":
-                self.queue[s, d] = self._queue(link, number, *sorted((s, d)))
+                self.queue[s, d] = self._queue(link, number, *sorted(ports))
             case "egress":
-                self.queue[s, d] = self._queue(link, number, s)
+                out, into = ports
+                self.queue[s, d] = self._queue(link, number, out)
                 if not link.full_duplex:
-                    self.second_queue[s, d] = self._queue(link, number, d)
+                    self.second_queue[s, d] = self._queue(link, number, into)
+                elif link.ingress:
+                    self.second_queue[s, d] = self._queue(link, number, "in", into)
             case "none":
                 pass
 
-    def _queue(self, link: Link, *key: int) -> int:
+    def _queue(self, link: Link, *key: object) -> int:
         """The queue that all transfers with this key (its link first) share."""
         if key not in self._number:
             self._number[key] = len(self._number)

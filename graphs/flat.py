@@ -43,12 +43,12 @@ def flat_graph(
     count = len(cost_s)
     if count == 0:
         raise ValueError(f"graph {name!r} has no ops")
-    read = output_bytes[source] if edge_bytes is None else edge_bytes
     own = np.zeros(count, np.int64) if parameter_bytes is None else parameter_bytes
-    if not (len(output_bytes) == len(own) == count and len(source) == len(target) == len(read)):
+    sizes = len(source) if edge_bytes is None else len(edge_bytes)
+    if not (len(output_bytes) == len(own) == count and len(source) == len(target) == sizes):
         raise ValueError(
             f"graph {name!r}: {count} costs, {len(output_bytes)} outputs and {len(own)} sizes of "
-            f"parameters; {len(source)} sources, {len(target)} targets and {len(read)} sizes"
+            f"parameters; {len(source)} sources, {len(target)} targets and {sizes} sizes"
         )
     wrong = np.flatnonzero(~((source >= 0) & (source < target) & (target < count)))
     if len(wrong):
@@ -56,10 +56,11 @@ def flat_graph(
             f"edge {source[wrong[0]]} -> {target[wrong[0]]} does not lead from one of {count} ops "
             "to a later one"
         )
+    read = output_bytes[source] if edge_bytes is None else edge_bytes
     if not (np.isfinite(cost_s) & (cost_s >= 0)).all():
         raise ValueError(f"graph {name!r}: a cost is not a time >= 0")
-    for sizes in (output_bytes, read, own):
-        if len(sizes) and not 0 <= sizes.min() <= sizes.max() <= LARGEST_BYTES:
+    for column in (output_bytes, read, own):
+        if len(column) and not 0 <= column.min() <= column.max() <= LARGEST_BYTES:
             raise ValueError(f"graph {name!r}: a size is not within 0 .. 2**60")
     start, successors, order = csr(source.astype(np.int32), target.astype(np.int32), count)
     by_row = np.repeat(np.arange(count, dtype=np.int32), np.diff(start))

@@ -18,7 +18,8 @@ class Planted:
 
     No placement on as many equal devices is faster than ``step_s``, because none of them is ever
     idle. It is reached if a transfer of ``largest_bytes`` takes ``gap_s`` or less, transfers do
-    not queue, and devices have no launch time.
+    not queue, and devices have no launch time. Where they queue, it is if all transfers together
+    take ``gap_s``: each waits for every other at most once.
     """
 
     graph: nx.DiGraph[str]

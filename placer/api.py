@@ -32,6 +32,7 @@ from placer.export.placed_modules import PlacedModules
 from placer.given import given_from
 from placer.outcome import Optimization
 from placer.pipeline import Options, optimize_step
+from placer.placers import DEFAULT, placer_named
 from placer.policies import Policy, load
 from placer.report.progress import progress_for
 from placer.search.budget import Budget
@@ -50,6 +51,7 @@ def optimize(
     budget: str = "20s",
     seed: int = 0,
     policy: str | None = "generalist",
+    placer: str = DEFAULT,
     measure: bool = True,
     keep_together: Sequence[str] = (),
     pin: Mapping[str, str] | None = None,
@@ -80,6 +82,8 @@ def optimize(
             costs and running the best candidates come on top.
         seed: of everything random in the search.
         policy: name of a trained policy, None to search without one.
+        placer: who searches, by its name; ``placer placers`` lists them. Whatever it finds, trivial
+            placements and classic heuristics are compared with it.
         measure: run the best candidates for real; without it the simulator's answer counts.
         keep_together: op ids, module paths or globs such as ``"layers.3.*"``; all ops that match
             one of them share a device.
@@ -98,16 +102,18 @@ def optimize(
     Raises:
         ExtractionError: no extractor takes the model, or not the one asked for, or the model is on
             the meta device; says why.
-        ValueError: a device, budget, policy, optimizer, dtype or extractor does not exist, or
-            ``pin`` or
-            ``keep_together`` matches nothing.
+        ValueError: a device, budget, policy, placer, optimizer, dtype or extractor does not exist,
+            the placer lacks something or refuses the graph, or ``pin`` or ``keep_together`` matches
+            nothing.
         PlacementError: the model fits nowhere, or no candidate could be run.
         KeyboardInterrupt: stopped before there was any placement.
     """
+    proposer = None if policy is None else load(policy)
     options = Options(
         budget=Budget.parse(budget),
         seed=seed,
-        policy=None if policy is None else load(policy),
+        policy=proposer,
+        placer=placer_named(placer, proposer),
         measure=measure,
         keep_together=tuple(keep_together),
         pins=dict(pin or {}),

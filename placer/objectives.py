@@ -7,16 +7,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from envs.bounds import bounds_of, lower_bound_ns
+from envs.bounds import lower_bound_ns, pace_ns
 from envs.max_load import max_load_ns, why_overloaded
 from envs.micro_batches import Pipeline
 from envs.placement import OBJECTIVES, Placement
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS, Simulated
-from placer.search.balancing import balance
+from placer.placers.placer import Placer
+from placer.placers.rule import sorted_for
 from placer.search.budget import Budget
 from placer.search.candidate import Candidate
-from placer.search.portfolio import Proposer, search
+from placer.search.heuristics import ETF_NAME, SINGLE, heuristics
+from placer.search.judge import Judge
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,14 +33,16 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """What to make small, and how many micro-batches a step has.
+    """What to make small, how many micro-batches a step has and how many of them are in flight.
 
     ``latency`` is the time of one step, of all its micro-batches; ``throughput`` the time that each
-    further micro-batch takes; ``max-load`` the largest load, see :mod:`envs.max_load`.
+    further micro-batch takes, see :class:`envs.simulator.Simulated`; ``max-load`` the largest
+    load, see :mod:`envs.max_load`.
     """
 
     name: str = "latency"
     micro_batches: int = 1
+    in_flight: int | None = None  # one for each device
 
     def __post_init__(self) -> None:
         if self.name not in OBJECTIVES:
@@ -47,33 +51,57 @@ class Objective:
             raise ValueError(f"micro_batches is {self.micro_batches}, below 1")
         if self.name == "throughput" and self.micro_batches == 1:
             raise ValueError("throughput is that of several micro-batches: give 2 or more of them")
+        if self.in_flight is not None and self.in_flight < 1:
+            raise ValueError(f"in_flight is {self.in_flight}, below 1")
+        if self.in_flight is not None and self.micro_batches == 1:
+            raise ValueError("in_flight is of several micro-batches: give 2 or more of them")
 
     def search(
         self,
         problem: Problem,
         budget: Budget,
         seed: int,
-        policy: Proposer | None,
+        placer: Placer,
         *,
         progress: Callable[[float, str], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> list[Candidate]:
-        """Plans for the ops of a problem; all heuristics are among them.
+        """Plans of a placer for the ops of a problem; all heuristics are among them.
 
         A step of micro-batches is searched as the problem of its copies; throughput, too, by the
         step, whose length follows it. Priorities found for single copies are those of the first.
+
+        Raises:
+            ValueError: the placer does not take such a problem.
         """
-        if self.name == "max-load":
-            return balance(problem, budget, seed, progress=progress, should_stop=should_stop)
         whole = problem
-        if self.micro_batches > 1:
-            whole = Pipeline.of(problem, self.micro_batches).problem
-        found = search(whole, budget, seed, policy, progress=progress, should_stop=should_stop)
+        if self.micro_batches > 1 and self.name != "max-load":
+            whole = self._pipelined(problem)
+        found = placer.place(
+            whole,
+            budget,
+            seed,
+            objective=self.name,
+            progress=progress,
+            should_stop=should_stop,
+        )
+        found = self._with_heuristics(whole, found)
         count = problem.op_count
         return [
             replace(plan, devices=plan.devices[:count], priority=plan.priority[:count])
             for plan in found
         ]
+
+    def _with_heuristics(self, problem: Problem, found: list[Candidate]) -> list[Candidate]:
+        """What was found, and the heuristics where they are not among it, the best first."""
+        names = {plan.name for plan in found}
+        expected = {f"{SINGLE}{name}" for name in problem.cluster.names}
+        if problem.device_count > 1:
+            expected.add(ETF_NAME)
+        if expected <= names:
+            return found
+        others = [plan for plan in heuristics(Judge(problem)) if plan.name not in names]
+        return sorted_for(self.name, problem, [*others, *found])
 
     def predict(self, simulated: Simulated, placement: Placement) -> Prediction:
         """Simulate a placement and count its loads."""
@@ -89,18 +117,29 @@ class Objective:
         feasible, why = result.feasible, result.why
         if self.name == "max-load":
             feasible, why = load_ns < INFEASIBLE_NS, why_overloaded(problem, devices)
+        if self.name == "throughput" and feasible:
+            why = result.why_no_period
         key = {"latency": "step_s", "throughput": "period_s", "max-load": "max_load_s"}[self.name]
         return Prediction(
-            value_s=times_s[key] if feasible else np.inf,
+            value_s=times_s.get(key, np.inf) if feasible else np.inf,
             times_s=times_s,
             peak_memory_bytes=result.peak_memory_bytes,
             why=why,
         )
 
     def lower_bound_s(self, problem: Problem) -> float:
-        """What no placement can beat; for pipelines in steady state, the work of all devices."""
+        """What no placement can beat; for pipelines in steady state, the work of all devices.
+
+        The optimizer runs once a step, so it is no part of the time of a further micro-batch.
+
+        Raises:
+            ValueError: no placement can run, for want of a link.
+        """
         if self.name != "latency":
-            return bounds_of(problem).work_ns / 1e9
+            return pace_ns(problem, optimizer=self.name == "max-load") / 1e9
         if self.micro_batches > 1:
-            problem = Pipeline.of(problem, self.micro_batches).problem
+            problem = self._pipelined(problem)
         return lower_bound_ns(problem) / 1e9
+
+    def _pipelined(self, problem: Problem) -> Problem:
+        return Pipeline.of(problem, self.micro_batches, in_flight=self.in_flight).problem

@@ -13,7 +13,7 @@ import numpy as np
 from torch import nn
 
 import placer
-from envs.bounds import why_too_large
+from envs.bounds import why_apart, why_too_large
 from envs.calibrate import calibrated
 from envs.cluster import Cluster
 from envs.discover import is_here
@@ -33,6 +33,8 @@ from placer.given import GIVEN, Given, placement_of
 from placer.interrupt import Interrupt
 from placer.objectives import Objective
 from placer.outcome import Optimization, PlacementError, Row, choose
+from placer.placers.placer import Placer
+from placer.placers.portfolio import Portfolio
 from placer.report.progress import Progress, Silent
 from placer.rigs import Rig, rig_for
 from placer.search.budget import Budget
@@ -53,6 +55,7 @@ class Options:
     budget: Budget = field(default_factory=lambda: Budget(seconds=20.0))
     seed: int = 0
     policy: Proposer | None = None  # None: search without a learned policy
+    placer: Placer | None = None  # None: the portfolio, with the policy
     measure: bool = True
     objective: Objective = field(default_factory=Objective)
     keep_together: Sequence[str] = ()  # patterns: what matches one shares a device
@@ -171,6 +174,8 @@ def _decided(
     """
     if why := why_too_large(problem):
         raise PlacementError(f"The model fits nowhere: {why}.")
+    if why := why_apart(problem):
+        raise PlacementError(f"The model runs nowhere: {why}.")
     hear.stage("Loading compiled code (the first time it is compiled, 30 s)")
     load_compiled_code()
     rows: list[Row] = []
@@ -240,7 +245,7 @@ def _searched(
         searched,
         options.budget,
         options.seed,
-        options.policy,
+        options.placer or Portfolio(options.policy),
         progress=hear.advance,
         should_stop=interrupt.asked,
     )
@@ -275,6 +280,7 @@ def _row(simulated: Simulated, candidate: Candidate, options: Options, rig: Rig 
         Placement.of(problem.graph, problem.cluster, candidate.devices, priority, made_by),
         objective=objective.name,
         micro_batches=objective.micro_batches,
+        in_flight=objective.in_flight,
     )
     prediction = objective.predict(simulated, placement)
     return Row(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import networkx as nx
@@ -21,11 +22,11 @@ Case: TypeAlias = "tuple[nx.DiGraph[str], Cluster, list[int], list[float]]"
 
 
 def random_graph(
-    rng: random.Random, cluster: Cluster, *, bad_places: bool, plain: bool
+    rng: random.Random, cluster: Cluster, *, bad_places: bool, plain: bool, large: bool
 ) -> nx.DiGraph[str]:
-    """Up to 16 ops in random order of insertion, with ties and, unless plain, zeros on purpose."""
+    """Up to 16 ops, or up to 300, in random order of insertion; ties and, unless plain, zeros."""
     graph = new_graph("random")
-    count = rng.randint(1, 16)
+    count = rng.choice([70, 130, 200, 300]) if large else rng.randint(1, 16)
     names = [f"op{i}" for i in range(count)]
     rng.shuffle(names)
     costs = rng.choice([[0.0, 1e-6], [1e-6], [1e-6, 2e-6, 3e-6], [0.0, 1.2345e-6, 5e-7, 3.3e-5]])
@@ -33,6 +34,7 @@ def random_graph(
         costs = [cost or 1e-9 for cost in costs]
     sizes = rng.choice([[0, 1000], [1000], [0, 1, 999, 123_456, 10**6]])
     kinds = {device.kind for device in cluster.devices}
+    grouped = rng.random() < 0.3
     for name in names:
         cost = {kind: rng.choice(costs) for kind in kinds}
         if bad_places and len(kinds) > 1 and rng.random() < 0.1:
@@ -42,6 +44,7 @@ def random_graph(
             name,
             cost_s=cost if rng.random() < 0.5 else {"*": rng.choice(costs), **cost},
             phase="backward" if rng.random() < 0.2 else "forward",
+            colocate=rng.choice([None, None, None, "g", "h"]) if grouped else None,
             output_bytes=rng.choice(sizes),
             parameter_bytes=rng.choice(sizes),
             gradient_bytes=rng.choice(sizes),
@@ -50,7 +53,7 @@ def random_graph(
             workspace_bytes=rng.choice(sizes),
             devices=cluster.names[:1] if bad_places and rng.random() < 0.05 else None,
         )
-    dense = rng.choice([0.1, 0.3, 0.6])
+    dense = rng.choice([1.0, 3.0, 6.0]) / count if large else rng.choice([0.1, 0.3, 0.6])
     for k, target in enumerate(sorted(names)):
         for source in sorted(names)[:k]:
             if rng.random() < dense:
@@ -58,8 +61,31 @@ def random_graph(
     return graph
 
 
-def random_cluster(rng: random.Random, *, plain: bool) -> Cluster:
-    """Up to 5 devices and 3 links; unless plain, they may take no time or serve by priority."""
+def random_ports(rng: random.Random, between: list[str]) -> tuple[tuple[str, ...], ...]:
+    """Some of the devices in two lists; never all in one."""
+    cut, end = sorted(rng.sample(range(len(between) + 1), 2))
+    lists = (tuple(between[:cut]), tuple(between[cut:end]))
+    return tuple(port for port in lists if 0 < len(port) < len(between))
+
+
+def random_link(rng: random.Random, between: list[str], *, plain: bool) -> Link:
+    sharing, full_duplex = rng.choice(SHARINGS), rng.random() < 0.5
+    one_way = len(between) == 2 and rng.random() < 0.3
+    return Link(
+        between=tuple(between),
+        latency_s=rng.choice([1e-9 if plain else 0.0, 1e-6, 3.7e-6]),
+        bandwidth_bytes_per_s=rng.choice([math.inf, 1e9, 7e8]),
+        sharing=sharing,
+        full_duplex=full_duplex,
+        order="fifo" if plain else rng.choice(LINK_ORDERS),
+        one_way=one_way,
+        ports=random_ports(rng, between) if rng.random() < 0.4 else (),
+        ingress=sharing == "egress" and full_duplex and not plain and rng.random() < 0.5,
+    )
+
+
+def random_cluster(rng: random.Random, *, plain: bool, large: bool) -> Cluster:
+    """Up to 5 devices, or up to 9; unless plain, links may take no time or serve by priority."""
     devices = tuple(
         Device(
             name=f"d{k}",
@@ -67,28 +93,21 @@ def random_cluster(rng: random.Random, *, plain: bool) -> Cluster:
             memory_bytes=rng.choice([3000, 200_000, 10**6, 10**9]),
             launch_s=rng.choice([0.0, 1e-6, 2.5e-7]),
         )
-        for k in range(rng.randint(1, 5))
+        for k in range(rng.randint(1, 9 if large else 5))
     )
     names = [device.name for device in devices]
-
-    def link(between: list[str]) -> Link:
-        return Link(
-            between=tuple(between),
-            latency_s=rng.choice([1e-9 if plain else 0.0, 1e-6, 3.7e-6]),
-            bandwidth_bytes_per_s=rng.choice([math.inf, 1e9, 7e8]),
-            sharing=rng.choice(SHARINGS),
-            full_duplex=rng.random() < 0.5,
-            order="fifo" if plain else rng.choice(LINK_ORDERS),
-            one_way=len(between) == 2 and rng.random() < 0.3,
-        )
-
     links = []
     if len(names) > 1:
         links = [
-            link(rng.sample(names, rng.randint(2, len(names)))) for _ in range(rng.randint(0, 2))
+            random_link(rng, rng.sample(names, rng.randint(2, len(names))), plain=plain)
+            for _ in range(rng.randint(0, 2))
         ]
         if rng.random() < 0.9:
-            links.append(link(names))
+            links.append(random_link(rng, names, plain=plain))
+        if links and any(link.ports for link in links) and rng.random() < 0.8:
+            links.append(
+                replace(random_link(rng, names, plain=plain), ports=())
+            )  # for devices of one port
     return Cluster(
         name="random",
         devices=devices,
@@ -97,19 +116,26 @@ def random_cluster(rng: random.Random, *, plain: bool) -> Cluster:
     )
 
 
-def random_case(seed: int, *, bad_places: bool = True) -> Case:
-    """Every second case is plain: most of those are such that the simulator goes its short way."""
+def random_case(seed: int, *, bad_places: bool = True, large: bool = False) -> Case:
+    """A graph, a cluster, devices that keep groups together, and priorities.
+
+    Every second case is plain: most of those are such that the simulator goes its short way.
+    """
     rng = random.Random(seed)
     plain = rng.random() < 0.5
-    cluster = random_cluster(rng, plain=plain)
+    cluster = random_cluster(rng, plain=plain, large=large)
     while True:
-        graph = random_graph(rng, cluster, bad_places=bad_places, plain=plain)
+        graph = random_graph(rng, cluster, bad_places=bad_places, plain=plain, large=large)
         try:
             Problem.of(GraphArrays.from_graph(graph), cluster)
         except ValueError:  # an op that no device may run
             continue
         break
-    devices = [rng.randrange(len(cluster)) for _ in graph]
+    home = {group: rng.randrange(len(cluster)) for group in ("g", "h")}
+    devices = [
+        home[node["colocate"]] if node["colocate"] else rng.randrange(len(cluster))
+        for node in graph.nodes.values()
+    ]
     levels = rng.choice([1, 3, 1000])
     return graph, cluster, devices, [float(rng.randrange(levels)) for _ in graph]
 

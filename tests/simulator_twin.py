@@ -185,12 +185,22 @@ def _sendings(
 
 
 def _link(cluster: Cluster, names: list[str], source: int, destination: int) -> Link | None:
-    """The first listed link that names both devices, in this order if it leads only one way."""
+    """The first listed link that names both devices, in this order if it leads only one way.
+
+    It does not lead from a port to itself.
+    """
     ends = (names[source], names[destination])
     for link in cluster.links:
+        if any(set(ends) <= set(port) for port in link.ports):
+            continue
         if link.between == ends if link.one_way else set(ends) <= set(link.between):
             return link
     return None
+
+
+def _port(link: Link, name: str) -> object:
+    """The place of a device on a link, its own or one of those that several share."""
+    return next((k for k, port in enumerate(link.ports) if name in port), name)
 
 
 def _ports(cluster: Cluster, names: list[str], s: Sending) -> set[object]:
@@ -198,18 +208,21 @@ def _ports(cluster: Cluster, names: list[str], s: Sending) -> set[object]:
     link = _link(cluster, names, s.source, s.destination)
     assert link is not None
     which = cluster.links.index(link)
+    out, into = _port(link, names[s.source]), _port(link, names[s.destination])
     match link.sharing, link.full_duplex:
         case "none", _:
             return set()
         case "bus", _:
             return {which}
         case "pair", True:
-            return {(which, s.source, s.destination)}
+            return {(which, out, into)}
         case "pair", False:
-            return {(which, frozenset((s.source, s.destination)))}
+            return {(which, frozenset((out, into)))}
+        case "egress", True if link.ingress:
+            return {(which, "out", out), (which, "in", into)}
         case "egress", True:
-            return {(which, s.source)}
-    return {(which, s.source), (which, s.destination)}
+            return {(which, out)}
+    return {(which, out), (which, into)}
 
 
 def _transfer_ns(cluster: Cluster, names: list[str], s: Sending) -> int:

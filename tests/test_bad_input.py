@@ -29,7 +29,7 @@ def problem_of(graph: nx.DiGraph[str]) -> Problem:
         ("cost_s", {"*": math.nan}, r"op '0': cost_s\['\*'\] is nan"),
         ("cost_s", {"*": -1e-6}, r"cost_s\['\*'\] is -1e-06"),
         ("cost_s", {"*": math.inf}, r"cost_s\['\*'\] is inf"),
-        ("cost_s", {"*": 1e300}, "op '0' costs 1e\\+300 s; steps must stay below 500 s"),
+        ("cost_s", {"*": 1e300}, "op '0' costs 1e\\+300 s on d0; steps must stay below 500 s"),
         ("cost_s", {}, "op '0' can run on no device"),
         ("output_bytes", -1, "op '0': output_bytes is -1"),
         ("parameter_bytes", 1 << 61, "op '0': parameter_bytes is 2305843009213693952"),
@@ -49,13 +49,21 @@ def test_edges_of_negative_size_are_refused() -> None:
         problem_of(graph)
 
 
-def test_bytes_that_do_not_add_up_in_63_bits_are_refused() -> None:
+@pytest.mark.parametrize("key", ["output_bytes", "parameter_bytes", "workspace_bytes"])
+def test_bytes_that_do_not_add_up_in_63_bits_are_refused(key: str) -> None:
     graph = fork(5)
     for node in graph.nodes.values():
-        node["output_bytes"] = 1 << 60
+        node[key] = 1 << 60
+    with pytest.raises(ValueError, match=r"'fork' holds 6.92e\+18 bytes in all; a problem may"):
+        problem_of(graph)
+
+
+def test_micro_batches_whose_bytes_do_not_add_up_are_refused() -> None:
+    graph = fork(2)
+    graph.nodes["s"]["output_bytes"] = 1 << 60
     problem = problem_of(graph)
-    with pytest.raises(ValueError, match="bytes in all; the simulator counts to"):
-        Simulator(problem)
+    with pytest.raises(ValueError, match=r"bytes in all; a problem may have 2\*\*62"):
+        Pipeline.of(problem, 4)
 
 
 def test_no_devices_and_no_ops_are_refused() -> None:
@@ -97,7 +105,7 @@ def test_tensors_of_no_bytes_take_the_latency_alone() -> None:
 @pytest.mark.parametrize("evaluate", [Simulator.step_ns, Simulator.run])
 @pytest.mark.parametrize(
     ("devices", "message"),
-    [([0], r"must both be \(B, 2\)"), ([0, 9], "device 9 does not exist"), ([], "must both be")],
+    [([0], r"must be \(B, 2\)"), ([0, 9], "device 9 does not exist"), ([], r"must be \(B, 2\)")],
 )
 def test_placements_of_a_wrong_length_or_device_are_refused(
     evaluate: Callable[..., object], devices: list[int], message: str

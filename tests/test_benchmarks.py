@@ -9,7 +9,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+
+from benchmarks.heapq_simulator import HeapqSimulator
+from envs.cluster import Cluster, Device, Link
+from envs.problem import Problem
+from envs.simulator import Simulator
+from graphs.graph import GraphArrays
+from graphs.synthetic import layered
 
 ROOT = Path(__file__).parents[1]
 
@@ -62,3 +70,22 @@ def test_a_part_that_fails_is_written_down_and_the_next_one_runs(tmp_path: Path)
     assert parts["first"]["before"] == 1
     assert parts["second"]["rate"] is None
     assert record.data["parts"]["third"] == {"skipped": "the limit of 0 s was reached"}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_plain_simulator_that_speed_is_compared_with_gives_the_same(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    graph = layered(rng, ops=60, width=6)
+    names = ("a", "b", "c")
+    cluster = Cluster(
+        name="three",
+        devices=tuple(
+            Device(name=name, kind="gpu", memory_bytes=10**12, launch_s=1e-6) for name in names
+        ),
+        links=(Link(between=names, latency_s=1e-6, bandwidth_bytes_per_s=1e9),),
+    )
+    devices, priority = rng.integers(0, 3, len(graph)).astype(np.int32), rng.random(len(graph))
+    problem = Problem.of(GraphArrays.from_graph(graph), cluster)
+    schedule = Simulator(problem).run(devices, priority)
+    plain = HeapqSimulator(graph, cluster).step(devices.tolist(), priority.tolist())
+    assert plain == (schedule.step_ns, schedule.peak_bytes.tolist())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import networkx as nx
 import numpy as np
@@ -13,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulator_cases import one_kind, problem_of, random_case
 
-from envs.bounds import bounds_of, lower_bound_ns, why_too_large
+from envs.bounds import bounds_of, lower_bound_ns, pace_ns, why_apart, why_too_large
 from envs.cluster import Cluster, Device
 from envs.problem import Problem
-from envs.simulator import INFEASIBLE_NS, Simulator
+from envs.simulator import INFEASIBLE_NS, Schedule, Simulator
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
-from graphs.planted import planted
+from graphs.planted import Planted, planted
 
 torch.set_num_threads(1)
 
@@ -42,7 +43,10 @@ def test_no_step_is_below_the_bound(seed: int) -> None:
     shape = (20, problem.op_count)
     devices = rng.integers(0, problem.device_count, shape).astype(np.int32)
     steps = Simulator(problem, memory=False).step_ns(devices, np.tile(priority, (20, 1)))
-    assert steps.min() >= lower_bound_ns(problem)
+    if why_apart(problem):
+        assert (steps == INFEASIBLE_NS).all()
+    else:
+        assert steps.min() >= lower_bound_ns(problem)
 
 
 def test_a_chain_is_bounded_by_its_length() -> None:
@@ -50,6 +54,17 @@ def test_a_chain_is_bounded_by_its_length() -> None:
     for i in range(4):
         add_edge(graph, str(i), str(i + 1))
     assert bound_of(graph, one_kind(3)) == 10_000
+
+
+def test_the_pace_of_a_pipeline_leaves_the_optimizer_out_where_that_is_asked_for() -> None:
+    graph = independent(12, {"*": 1e-6})
+    for i in range(4):
+        add_op(graph, f"update{i}", cost_s={"*": 9e-6}, phase="optimizer")
+    problem = Problem.of(GraphArrays.from_graph(graph), one_kind(4))
+    assert pace_ns(problem) == 12_000
+    assert pace_ns(problem, optimizer=False) == 3000
+    only = Problem.of(problem.graph, one_kind(1))
+    assert (pace_ns(only), pace_ns(only, optimizer=False)) == (48_000, 12_000)
 
 
 def test_independent_ops_are_bounded_by_their_share_of_the_work() -> None:
@@ -142,6 +157,107 @@ def test_planted_placements_reach_the_bound_exactly(devices: int, seed: int) -> 
     order = -np.arange(problem.op_count, dtype=np.float64)  # ops are listed by their start
     schedule = Simulator(problem, memory=False).run(np.array(made.devices, np.int32), order)
     assert schedule.step_ns == round(made.step_s * 1e9) == lower_bound_ns(problem)
+
+
+def apart(*limits: tuple[str, ...]) -> Problem:
+    """A chain of ops with the devices that each may use; of d0, d1 and d2 the first two linked."""
+    graph = independent(0, {})
+    for i, names in enumerate(limits):
+        add_op(graph, str(i), cost_s={"*": 1e-6}, devices=names)
+        if i:
+            add_edge(graph, str(i - 1), str(i))
+    three = one_kind(3)
+    link = replace(three.links[0], between=("d0", "d1"))
+    return Problem.of(GraphArrays.from_graph(graph), replace(three, links=(link,)))
+
+
+def test_ops_that_no_link_can_join_are_named_instead_of_a_bound() -> None:
+    assert why_apart(apart(("d0",), ("d1", "d2"), ("d1",))) == ""
+    problem = apart(("d0", "d1"), ("d2",))
+    assert why_apart(problem) == (
+        "op '1' may run on d2 and needs the output of '0', which may run on d0, d1, but no link "
+        'leads there; add a [[link]] between = ["d0", "d2"] to the cluster, or allow more devices'
+    )
+    with pytest.raises(ValueError, match="op '1' may run on d2 and needs the output of '0'"):
+        lower_bound_ns(problem)
+    # Each edge has a way, but whatever is chosen for 1, one of them is cut.
+    chain = apart(("d0",), ("d1", "d2"), ("d2",))
+    assert "op '0' may run on d0, but wherever it does, links lead to no" in why_apart(chain)
+    assert why_apart(problem_of(random_case(3))[0]) == ""
+
+
+def replayed(made: Planted, cluster: Cluster) -> tuple[Problem, Schedule]:
+    """The step of the planted placement."""
+    problem = Problem.of(GraphArrays.from_graph(made.graph), cluster)
+    order = -np.arange(problem.op_count, dtype=np.float64)  # ops are listed by their start
+    return problem, Simulator(problem).run(np.array(made.devices, np.int32), order)
+
+
+@pytest.mark.parametrize("devices", [2, 3, 5])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sharing": "bus"},
+        {"sharing": "pair"},
+        {"sharing": "pair", "full_duplex": False},
+        {"sharing": "egress"},
+        {"sharing": "egress", "ingress": True, "order": "priority"},
+        {"sharing": "egress", "full_duplex": False},
+    ],
+)
+def test_planted_placements_reach_the_bound_on_links_that_are_shared(
+    devices: int, options: dict[str, Any]
+) -> None:
+    made = planted(np.random.default_rng(devices), devices=devices, ops_per_device=12)
+    home = dict(zip(made.graph, made.devices, strict=True))
+    sent = len({(u, home[v]) for u, v in made.graph.edges if home[u] != home[v]})
+    # A transfer waits for every other at most once, so all of them together fit into the gap.
+    each_s = made.gap_s / (sent + 1)
+    cluster = one_kind(
+        devices,
+        latency_s=each_s / 2,
+        bandwidth_bytes_per_s=made.largest_bytes / (each_s / 2),
+        **options,
+    )
+    problem, schedule = replayed(made, with_memory(cluster, 10**12))
+    assert len(schedule.transfers) == sent
+    assert schedule.step_ns == round(made.step_s * 1e9) == lower_bound_ns(problem)
+
+
+def with_memory(cluster: Cluster, *memory_bytes: int) -> Cluster:
+    """The same devices with other memory, one size for each or one for all."""
+    sizes = memory_bytes * (len(cluster) if len(memory_bytes) == 1 else 1)
+    devices = (
+        replace(device, memory_bytes=size)
+        for device, size in zip(cluster.devices, sizes, strict=True)
+    )
+    return replace(cluster, devices=tuple(devices))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_planted_placements_reach_the_bound_with_launches_and_no_byte_to_spare(seed: int) -> None:
+    made = planted(np.random.default_rng(seed), devices=3, ops_per_device=6)
+    launch_s = min(node["cost_s"]["*"] for node in made.graph.nodes.values())
+    for node in made.graph.nodes.values():
+        node["cost_s"] = {"*": node["cost_s"]["*"] - launch_s}
+    plain = one_kind(
+        3,
+        latency_s=made.gap_s / 2,
+        bandwidth_bytes_per_s=made.largest_bytes / (made.gap_s / 2),
+        sharing="none",
+    )
+    devices = tuple(replace(device, launch_s=launch_s) for device in plain.devices)
+    roomy = with_memory(replace(plain, devices=devices), 10**12)
+    problem, schedule = replayed(made, roomy)
+    assert launch_s > 0
+    assert schedule.step_ns == round(made.step_s * 1e9) == lower_bound_ns(problem)
+    peaks = schedule.peak_bytes.tolist()
+    _, tight = replayed(made, with_memory(roomy, *peaks))
+    assert (tight.feasible, tight.step_ns) == (True, schedule.step_ns)
+    for d in range(3):
+        peaks[d] -= 1
+        assert not replayed(made, with_memory(roomy, *peaks))[1].feasible
+        peaks[d] += 1
 
 
 def sized(sizes: list[int], groups: list[str | None] | None = None) -> nx.DiGraph[str]:

@@ -9,10 +9,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from simulator_cases import fork, one_kind
 
+from envs.cluster import cluster_to_toml
+from graphs.files import save_graph
 from graphs.whole_file import write_whole
 from placer.cli.main import main
 
@@ -46,6 +50,7 @@ def test_help_imports_nothing_heavy_and_is_quick() -> None:
     "command",
     [
         "optimize",
+        "placers",
         "extract",
         "export",
         "measure",
@@ -109,6 +114,38 @@ def test_a_graph_is_optimized_simulated_and_shown(
     assert capsys.readouterr().out.strip() in ("a", "b")
     assert main(["show", str(out), "no.such.module"]) == 2
     assert "no.such.module" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_a_placement_that_cannot_run_is_told_and_has_no_timeline(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], as_json: bool
+) -> None:
+    graph, cluster, out = (tmp_path / name for name in ("g.json", "c.toml", "p.json"))
+    save_graph(fork(1), graph)
+    cluster.write_text(cluster_to_toml(replace(one_kind(2), links=())))
+    out.write_text(json.dumps({"format": "placer-placement/1", "devices": {"s": "d0", "0": "d1"}}))
+    timeline = tmp_path / "timeline.json"
+    arguments = ["simulate", str(graph), "--cluster", str(cluster), "--placement", str(out)]
+    arguments += ["--timeline", str(timeline), *["--json"] * as_json]
+    assert main(arguments) == 1
+    told = capsys.readouterr()
+    assert "no link joins these devices" in told.out
+    assert told.err.startswith(f"placer: {timeline} is not written: there is no timeline")
+    assert told.err.count("\n") == 1
+    assert not timeline.exists()
+
+
+def test_a_graph_whose_ops_no_link_can_join_is_refused_before_the_search(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = fork(1)
+    made.nodes["s"]["devices"], made.nodes["0"]["devices"] = ("d0",), ("d1",)
+    graph, cluster = tmp_path / "g.json", tmp_path / "c.toml"
+    save_graph(made, graph)
+    cluster.write_text(cluster_to_toml(replace(one_kind(2), links=())))
+    out = ["--out", str(tmp_path / "p.json")]
+    assert main(["optimize", str(graph), "--cluster", str(cluster), *out]) == 1
+    assert 'add a [[link]] between = ["d0", "d1"]' in capsys.readouterr().err
 
 
 def test_a_budget_in_evaluations_gives_the_same_placement_again(

@@ -47,16 +47,22 @@ def clusters(draw: st.DrawFn) -> Cluster:
         for name in names
     )
     ends = st.lists(st.sampled_from(names), unique=True, min_size=2).map(tuple)
-    link = st.builds(
-        Link,
-        between=ends,
-        latency_s=TIMES,
-        bandwidth_bytes_per_s=BANDWIDTHS,
-        sharing=st.sampled_from(SHARINGS),
-        full_duplex=st.booleans(),
-        order=st.sampled_from(LINK_ORDERS),
-    )
-    links = draw(st.lists(link, max_size=3)) if len(names) > 1 else []
+
+    def link() -> Link:
+        between = draw(ends)
+        sharing, full_duplex = draw(st.sampled_from(SHARINGS)), draw(st.booleans())
+        return Link(
+            between=between,
+            latency_s=draw(TIMES),
+            bandwidth_bytes_per_s=draw(BANDWIDTHS),
+            sharing=sharing,
+            full_duplex=full_duplex,
+            order=draw(st.sampled_from(LINK_ORDERS)),
+            ports=draw(st.sampled_from([(), (between[:1],), (between[1:], between[:1])])),
+            ingress=sharing == "egress" and full_duplex and draw(st.booleans()),
+        )
+
+    links = [link() for _ in range(draw(st.integers(0, 3) if len(names) > 1 else st.just(0)))]
     return Cluster(
         name=draw(TEXT),
         devices=devices,
@@ -140,6 +146,25 @@ def test_first_link_listed_counts() -> None:
     assert cluster.link_between("c", "a") is cluster.links[1]
 
 
+def test_devices_that_share_a_port_are_not_joined_by_its_link() -> None:
+    devices = [device(name=name) for name in "abcd"]
+    card = link(between=list("abcd"), ports=[["a", "b"]], ingress=True)
+    bus = link(between=["a", "b"], sharing="bus")
+    cluster = cluster_from_dict(pair(device=devices, link=[card, bus]))
+    first, second = cluster.links
+    assert first.ports == (("a", "b"),)
+    for source, destination, expected in [
+        ("a", "c", first), ("c", "b", first), ("c", "d", first), ("a", "b", second)
+    ]:  # fmt: skip
+        assert cluster.link_between(source, destination) is expected
+    assert cluster_from_dict(tomllib.loads(cluster_to_toml(cluster))) == cluster
+
+
+def test_a_cluster_without_ports_is_written_without_their_keys() -> None:
+    text = cluster_to_toml(cluster_from_dict(pair()))
+    assert not {"ports", "ingress"} & {line.partition(" ")[0] for line in text.splitlines()}
+
+
 def test_a_one_way_link_carries_from_the_first_to_the_second_only() -> None:
     cluster = cluster_from_dict(pair(link=[link(one_way=True, latency_s=1.0), link()]))
     there, both = cluster.links
@@ -148,6 +173,12 @@ def test_a_one_way_link_carries_from_the_first_to_the_second_only() -> None:
     assert cluster_from_dict(tomllib.loads(cluster_to_toml(cluster))) == cluster
     with pytest.raises(ValueError, match="a one-way link leads"):
         Link(between=("a", "b", "c"), latency_s=0.0, bandwidth_bytes_per_s=1.0, one_way=True)
+
+
+@pytest.mark.parametrize("memory_bytes", [math.inf, math.nan, 2**63, 9.3e18, -1, 0.5])
+def test_memory_that_is_no_number_of_bytes_is_refused_by_the_device(memory_bytes: Any) -> None:
+    with pytest.raises(ValueError, match=r"device 'huge': memory_bytes is .*, not a whole number"):
+        Device(name="huge", kind="gpu", memory_bytes=memory_bytes)
 
 
 def test_devices_without_a_common_link_have_none() -> None:
@@ -190,7 +221,11 @@ def test_device_is_found_by_name_or_the_nearest_one_is_suggested() -> None:
             r"device\[0\]\.memory_bytes is True, not of type",
         ),
         (pair(device=[device(memory_bytes=math.inf)]), "memory_bytes is inf, not a whole number"),
-        (pair(device=[device(memory_bytes=-1)]), "device 'core:0': memory_bytes is -1, below 0"),
+        (pair(device=[device(memory_bytes=-1)]), "device 'core:0': memory_bytes is -1, not a"),
+        (
+            pair(device=[device(memory_bytes=9.3e18)]),
+            "device 'core:0': memory_bytes is 9300000000000000000, not a whole number from 0 to",
+        ),
         (pair(device=[device(launch_s=10**400)]), r"device\[0\]\.launch_s is too large a number"),
         (pair(device=[device(launch_s=-1)]), "device 'core:0': launch_s is -1.0, not a time >= 0"),
         (pair(device=[device(launch_s=math.nan)]), "launch_s is nan, not a time >= 0"),
@@ -221,6 +256,15 @@ def test_device_is_found_by_name_or_the_nearest_one_is_suggested() -> None:
         ),
         (pair(link=[link(order="lifo")]), "order is 'lifo', not one of fifo, priority"),
         (pair(link=[link(full_duplex=1)]), r"link\[0\]\.full_duplex is 1, not of type bool"),
+        (pair(link=[link(ports="core:0")]), r"link\[0\]\.ports is not a list of lists of device"),
+        (pair(link=[link(ports=["core:0"])]), r"link\[0\]\.ports\[0\] is not a list of device"),
+        (pair(link=[link(ports=[["gpu"]])]), "ports names 'gpu', which is not in between"),
+        (pair(link=[link(ports=[["core:0"], ["core:0"]])]), "names 'core:0' more than once"),
+        (pair(link=[link(ports=[["core:0"], []])]), "a list in ports is empty"),
+        (pair(link=[link(ports=[["core:0", "core:1"]])]), "all devices share one port"),
+        (pair(link=[link(ingress=1)]), r"link\[0\]\.ingress is 1, not of type bool"),
+        (pair(link=[link(ingress=True, full_duplex=False)]), "ingress is for full-duplex links"),
+        (pair(link=[link(ingress=True, sharing="pair")]), 'links with sharing = "egress"'),
         (pair(transfers=[]), "transfers is not a table"),
         (pair(transfers={"once": True}), r"unknown key transfers\.once"),
         (

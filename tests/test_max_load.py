@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from max_load_twin import twin_loads
 from random_problems import keeps_groups, random_problem
-from simulator_cases import fork, one_kind, problem_of, random_case
+from simulator_cases import Case, fork, one_kind, problem_of, random_case
 
 from envs.cluster import Cluster, Device
 from envs.max_load import count_op, load_arrays, loads_for, loads_ns, max_load_ns, why_overloaded
@@ -57,16 +59,26 @@ def test_memory_is_the_sum_over_all_ops() -> None:
     assert "d0 needs 1.2 GB for 2 ops but has 1.0 GB" in why_overloaded(problem, devices * 0)
 
 
-@settings(max_examples=200, deadline=None)
-@given(seed=st.integers(0, 10**7))
-def test_loads_equal_their_plain_count(seed: int) -> None:
-    case = random_case(seed)
+def assert_loads_are_exact(case: Case) -> None:
     problem, devices, _ = problem_of(case)
     load, feasible = twin_loads(*case[:3])
     assert loads_ns(problem, devices).tolist() == load
     expected = max(load) if feasible else INFEASIBLE_NS
     assert max_load_ns(problem, devices).tolist() == [expected]
     assert bool(why_overloaded(problem, devices)) != feasible
+
+
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 10**7))
+def test_loads_equal_their_plain_count(seed: int) -> None:
+    assert_loads_are_exact(random_case(seed))
+
+
+@pytest.mark.slow
+@settings(max_examples=2000, deadline=None, derandomize=True, database=None)
+@given(seed=st.integers(0, 2**32))
+def test_loads_equal_their_plain_count_on_many_more_cases(seed: int) -> None:
+    assert_loads_are_exact(random_case(seed, large=seed % 20 == 0))
 
 
 @settings(max_examples=100, deadline=None)
@@ -83,7 +95,7 @@ def test_loads_stay_exact_when_ops_are_taken_away_and_added(seed: int) -> None:
 
 
 def test_a_batch_gives_what_single_placements_give() -> None:
-    problem, _, _ = problem_of(random_case(7, bad_places=False))
+    problem = random_problem(7)
     rng = np.random.default_rng(0)
     devices = rng.integers(0, problem.device_count, (30, problem.op_count)).astype(np.int32)
     alone = [max_load_ns(problem, row)[0] for row in devices]
@@ -91,12 +103,35 @@ def test_a_batch_gives_what_single_placements_give() -> None:
     assert len(set(alone)) > 1
 
 
-def test_arrays_that_name_no_placement_are_refused() -> None:
+@pytest.mark.parametrize("count", [max_load_ns, loads_ns, why_overloaded])
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        ([0, 2], "device 2 does not exist, 'plain' has 2: 0 to 1"),
+        ([0, 10**6], "device 1000000 does not exist"),
+        ([-5, 0], "device -5 does not exist"),
+        ([0, 2**32], "device 4294967296 does not exist"),
+        ([0], r"devices \(1,\) must be \(B, 2\)"),
+        ([0, 0, 0], r"devices \(3,\) must be \(B, 2\)"),
+        ([], r"devices \(0,\) must be"),
+        ([0.7, 1.2], "of type float64, not whole numbers"),
+        ([True, False], "of type bool, not whole numbers"),
+    ],
+)
+def test_arrays_that_name_no_placement_are_refused(
+    count: Callable[..., object], devices: list[Any], message: str
+) -> None:
+    problem, _, _ = problem_of((fork(1), one_kind(2), [0, 0], [0.0, 0.0]))
+    for row in (devices, np.array(devices)):
+        with pytest.raises(ValueError, match=message):
+            count(problem, row)
+
+
+def test_loads_of_several_placements_are_asked_for_one_by_one() -> None:
     problem, devices, _ = problem_of((fork(1), one_kind(2), [0, 0], [0.0, 0.0]))
-    with pytest.raises(ValueError, match="from 0 to 2, but there are 2"):
-        max_load_ns(problem, np.array([0, 2], np.int32))
-    with pytest.raises(ValueError, match=r"must be \(B, 2\)"):
-        max_load_ns(problem, devices[:1])
+    assert loads_ns(problem, devices[None]).tolist() == [2000, 0]
+    with pytest.raises(ValueError, match="one placement, not 3"):
+        loads_ns(problem, np.tile(devices, (3, 1)))
 
 
 def brute_force(problem: Problem) -> int:

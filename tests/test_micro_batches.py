@@ -192,6 +192,15 @@ def test_batches_of_placements_are_copied_row_by_row() -> None:
         assert (pipeline.priority(priority)[row] == pipeline.priority(priority[row])).all()
 
 
+@pytest.mark.parametrize("shape", [(), (8,), (10,), (36,), (9, 1), (1, 1, 9)])
+def test_arrays_of_a_wrong_shape_are_not_copied(shape: tuple[int, ...]) -> None:
+    pipeline = pipeline_of(stages(3, training=True), one_kind(3), 4)
+    with pytest.raises(ValueError, match=r"devices .* must be \(B, 9\) or \(9,\)"):
+        pipeline.devices(np.zeros(shape, np.int32))
+    with pytest.raises(ValueError, match=r"priority .* must be \(B, 9\) or \(9,\)"):
+        pipeline.priority(np.zeros(shape))
+
+
 def test_the_backend_answers_for_a_placement_in_micro_batches() -> None:
     graph, cluster = stages(3), one_kind(3, **FREE)
     arrays = GraphArrays.from_graph(graph)
@@ -201,6 +210,24 @@ def test_the_backend_answers_for_a_placement_in_micro_batches() -> None:
     assert (one.step_s, one.period_s) == (3e-6, None)
     assert many.step_s == pytest.approx((8 + 3 - 1) * 1e-6)
     assert many.period_s == pytest.approx(1e-6)
+
+
+def test_a_placement_says_how_many_micro_batches_are_in_flight() -> None:
+    graph, cluster = stages(3, training=True), one_kind(3, **FREE)
+    arrays = GraphArrays.from_graph(graph)
+    backend = Simulated(Problem.of(arrays, cluster))
+    placement = replace(
+        Placement.of(arrays, cluster, devices_of(graph), np.zeros(9)), micro_batches=8
+    )
+    placements = [replace(placement, in_flight=n) for n in (None, 1, 3, 8)]
+    steps = [round(result.step_s * 1e9) for result in backend.evaluate(placements)]
+    assert steps == [(8 + 2) * 3000, 8 * 9000, (8 + 2) * 3000, (8 + 2) * 3000]
+    peaks = [result.peak_memory_bytes["d0"] for result in backend.evaluate(placements)]
+    assert peaks[1] < peaks[0] == peaks[2] < peaks[3]
+    assert [Placement.from_dict(p.to_dict()).in_flight for p in placements] == [None, 1, 3, 8]
+    assert "in_flight" not in placement.to_dict()
+    with pytest.raises(ValueError, match="in_flight is 0, below 1"):
+        replace(placement, in_flight=0)
 
 
 def test_steps_that_cannot_be_repeated_are_refused() -> None:

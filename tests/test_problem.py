@@ -56,6 +56,14 @@ def test_ops_are_kept_from_devices_without_a_cost_or_permission() -> None:
     assert named.cheapest_ns().tolist() == [2000, 2]
 
 
+def test_an_op_may_take_longest_where_it_is_kept_from() -> None:
+    kinds = {"g": 1e-6, "c": 501.0}
+    problem = problem_of(cluster_of(kinds="gc"), cost_s=kinds, devices=("d0",))
+    assert problem.cost_ns[0].tolist() == [1000, 0]
+    with pytest.raises(ValueError, match=r"op 'a' costs 501 s on d1; .* keep it off that device"):
+        problem_of(cluster_of(kinds="gc"), cost_s=kinds)
+
+
 def test_a_group_may_only_be_where_all_its_ops_may() -> None:
     graph = new_graph("group")
     add_op(graph, "a", cost_s={"*": 1e-6}, colocate="g", devices=("d0", "d1"))
@@ -69,7 +77,7 @@ def test_a_group_may_only_be_where_all_its_ops_may() -> None:
     [
         ({"cost_s": {"tpu": 1.0}}, "known for kind tpu, the devices are of kind g"),
         ({"devices": ("d9",)}, "the graph allows only d9"),
-        ({"cost_s": {"*": 501.0}}, "op 'a' costs 501 s"),
+        ({"cost_s": {"*": 501.0}}, "op 'a' costs 501 s on d0; steps must stay below 500 s"),
     ],
 )
 def test_ops_that_cannot_be_placed_are_named(op: dict[str, Any], message: str) -> None:
@@ -117,6 +125,38 @@ def test_sharing_says_which_transfers_wait_in_one_queue(
     ports = sharing == "egress" and not full_duplex
     assert (problem.second_queue[0, 1] == problem.queue[1, 0]) == ports
     assert (problem.second_queue == NO_QUEUE).all() != ports
+
+
+@pytest.mark.parametrize(
+    ("options", "queues", "equal", "different"),
+    [
+        ({"sharing": "egress"}, 3, [(0, 2), (1, 3)], [(0, 2), (2, 0), (3, 0)]),
+        ({"sharing": "pair"}, 6, [(0, 2), (1, 2)], [(0, 2), (0, 3), (2, 0), (2, 3)]),
+        ({"sharing": "pair", "full_duplex": False}, 3, [(0, 2), (2, 1)], [(0, 2), (0, 3), (2, 3)]),
+        ({"sharing": "bus"}, 1, [(0, 2), (2, 3)], []),
+    ],
+)
+def test_devices_that_share_a_port_share_its_queues(
+    options: dict[str, Any],
+    queues: int,
+    equal: list[tuple[int, int]],
+    different: list[tuple[int, int]],
+) -> None:
+    problem = problem_of(cluster_of(link(ports=(("d0", "d1"),), **options)))
+    assert problem.queue_count == queues
+    assert not problem.connected[0, 1]
+    assert len({problem.queue[pair] for pair in equal}) == 1
+    assert len({problem.queue[pair] for pair in different}) == len(different)
+
+
+@pytest.mark.parametrize("options", [{"ingress": True}, {"full_duplex": False}])
+def test_a_transfer_occupies_the_ports_of_both_ends(options: dict[str, Any]) -> None:
+    problem = problem_of(cluster_of(link(ports=(("d0", "d1"), ("d2", "d3")), **options)))
+    one_port = not options.get("ingress", False)
+    assert problem.queue_count == (2 if one_port else 4)
+    assert problem.queue[0, 2] == problem.queue[1, 3]
+    assert problem.second_queue[0, 2] == problem.second_queue[1, 3] != problem.queue[0, 2]
+    assert (problem.second_queue[0, 2] == problem.queue[2, 0]) == one_port
 
 
 def test_links_that_are_not_shared_have_no_queue() -> None:

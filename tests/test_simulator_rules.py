@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from random_problems import random_problem
 from simulator_cases import fork, one_kind, problem_of, run
 
 from envs.cluster import Cluster
@@ -71,6 +73,45 @@ def test_half_duplex_ports_let_a_later_transfer_pass_one_that_has_to_wait() -> N
     assert schedule.transfers.start_ns.tolist() == [1000, 5000, 15000]
 
 
+def nodes(**options: Any) -> Cluster:
+    """Two nodes of two devices; those of a node share a port of the only link."""
+    return one_kind(4, ports=(("d0", "d1"), ("d2", "d3")), **options)
+
+
+def test_devices_of_a_node_share_its_network_card() -> None:
+    graph = new_graph("cards")
+    for name in ("a", "b"):
+        add_op(graph, name, cost_s={"*": 1e-6}, output_bytes=9000)
+    for source, target in (("a", "x"), ("b", "y")):
+        add_op(graph, target, cost_s={"*": 1e-6})
+        add_edge(graph, source, target)
+    # a on d0 and b on d1 send 10 us each to the other node, one after the other.
+    assert run(graph, nodes(), [0, 1, 2, 3]).transfers.start_ns.tolist() == [1000, 11000]
+    assert run(graph, one_kind(4), [0, 1, 2, 3]).transfers.start_ns.tolist() == [1000, 1000]
+    # In opposite directions they only wait for each other on a half-duplex card.
+    assert run(graph, nodes(), [0, 2, 3, 1]).transfers.start_ns.tolist() == [1000, 1000]
+    half = nodes(full_duplex=False)
+    assert run(graph, half, [0, 2, 3, 1]).transfers.start_ns.tolist() == [1000, 11000]
+    assert run(graph, nodes(), [0, 1, 1, 3]).step_ns == INFEASIBLE_NS  # no link inside a node
+
+
+def test_ingress_lets_a_receiver_take_one_transfer_at_a_time() -> None:
+    graph = new_graph("incast")
+    for name in "abc":
+        add_op(graph, name, cost_s={"*": 1e-6}, output_bytes=9000)
+    add_op(graph, "x", cost_s={"*": 1e-6})
+    add_op(graph, "y", cost_s={"*": 1e-6})
+    for source, target in ("ax", "bx", "cy"):
+        add_edge(graph, source, target)
+    where = [0, 1, 1, 2, 0]  # a: 0 -> 2; b: 1 -> 2 and, made after it, c: 1 -> 0
+    free = run(graph, one_kind(3), where)
+    assert free.transfers.start_ns.tolist() == [1000, 1000, 11000]
+    # b waits for the way into d2, and c passes it on the way out of d1, into d0 that only sends.
+    ingress = run(graph, one_kind(3, ingress=True), where)
+    assert ingress.transfers.producer.tolist() == [0, 2, 1]
+    assert ingress.transfers.start_ns.tolist() == [1000, 2000, 12000]
+
+
 def test_peak_memory_counts_what_is_alive() -> None:
     graph = new_graph("memory")
     add_op(graph, "a", cost_s={"*": 1e-6}, output_bytes=100, parameter_bytes=7, workspace_bytes=50)
@@ -111,7 +152,8 @@ def test_a_placement_without_a_link_says_which_edge_lacks_it() -> None:
     assert schedule.step_ns == INFEASIBLE_NS
     assert schedule.why == (
         "op '0' on d1 needs the output of 's' on d0, but no link joins these devices "
-        "(edges without a link: 1)."
+        "(edges without a link: 1). Place them together, or add a [[link]] between = "
+        '["d0", "d1"] to the cluster.'
     )
 
 
@@ -120,7 +162,8 @@ def test_a_placement_without_a_link_says_which_edge_lacks_it() -> None:
     [
         ([0, 5], [0.0, 0.0], "device 5 does not exist"),
         ([0, -1], [0.0, 0.0], "device -1 does not exist"),
-        ([0], [0.0], r"must both be \(B, 2\)"),
+        ([0], [0.0], r"must be \(B, 2\)"),
+        ([0, 0], [0.0], r"devices \(2,\) and priority \(1,\) differ in shape"),
         ([0, 0], [0.0, math.nan], "not a finite number"),
     ],
 )
@@ -137,6 +180,31 @@ def test_devices_that_are_not_whole_numbers_are_refused() -> None:
     halves: Any = devices + 0.5
     with pytest.raises(ValueError, match="float64, not whole numbers"):
         Simulator(problem).step_ns(halves, priority)
+
+
+@pytest.mark.parametrize("priority", [[0j, 1j], ["a", "b"], [True, False]])
+def test_priorities_that_are_no_numbers_are_refused(priority: Any) -> None:
+    problem, devices, _ = problem_of((fork(1), one_kind(2), [0, 0], [0.0, 0.0]))
+    with pytest.raises(ValueError, match="priorities are of type"):
+        Simulator(problem).step_ns(devices, np.array(priority))
+
+
+def test_a_schedule_without_its_transfers_is_otherwise_the_same() -> None:
+    problem, devices, priority = problem_of((fork(2), one_kind(3), [0, 1, 2], [0.0] * 3))
+    simulator = Simulator(problem)
+    whole = simulator.run(devices, priority)
+    brief = simulator.run(devices, priority, transfers=False)
+    assert (len(whole.transfers), len(brief.transfers)) == (2, 0)
+    assert brief.start_ns.tolist() == whole.start_ns.tolist()
+    assert brief.peak_bytes.tolist() == whole.peak_bytes.tolist()
+    assert brief.critical_chain() == whole.critical_chain()
+
+
+def test_a_schedule_keeps_its_devices_when_the_caller_changes_theirs() -> None:
+    problem, devices, priority = problem_of((fork(1), one_kind(2), [0, 1], [0.0, 0.0]))
+    schedule = Simulator(problem).run(devices, priority)
+    devices[1] = 0
+    assert schedule.devices.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("latency_s", [600.0, 1e30])
@@ -164,6 +232,24 @@ def test_the_backend_times_placements_and_explains_those_it_cannot_time() -> Non
     assert not refused.feasible
     assert refused.step_s == math.inf
     assert "not for 'fork'" in refused.why
+
+
+def test_the_backend_gives_the_same_answers_in_several_threads() -> None:
+    problem = random_problem(0, ops=20)
+    rows = np.random.default_rng(0).integers(0, 3, (40, 20))
+    placements = [
+        replace(
+            Placement.of(problem.graph, problem.cluster, row, np.zeros(20)),
+            micro_batches=1 + k % 2,
+        )
+        for k, row in enumerate(rows)
+    ]
+    one = Simulated(problem).evaluate(placements)
+    several = Simulated(problem, threads=3)
+    assert several.evaluate(placements) == several.evaluate(placements) == one
+    assert len({result.step_s for result in one}) > 5
+    with pytest.raises(ValueError, match="threads is 0"):
+        Simulated(problem, threads=0)
 
 
 def test_a_chain_of_many_ops_needs_no_recursion() -> None:

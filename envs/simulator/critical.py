@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
-from envs.problem import Problem
-from envs.simulator.arrays import INFEASIBLE_NS
+import numpy as np
+
+from envs.problem import NO_QUEUE, Problem
+from envs.simulator.arrays import HORIZON_NS, INFEASIBLE_NS
 from envs.simulator.schedule import Schedule
 
 Kind: TypeAlias = Literal["compute", "transfer", "link busy"]
@@ -14,11 +16,21 @@ Reason: TypeAlias = Literal["start", "input", "transfer", "device busy", "link b
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """What held a device, an op, or a link, the transfer of an op's output, until then."""
+
+    op: int
+    source: int  # device
+    destination: int  # device; of an op the same
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
     """A part of the critical path: an op, a transfer of its output, or the wait for the link.
 
     ``after`` says what it could not start before: the start of the step, an input made on the same
-    device, a transfer, or that its device or link was busy.
+    device, a transfer, or that its device or link was busy. ``holder`` is who held it then: the op
+    that the device ran before, or the last transfer on the link during a wait for it.
     """
 
     kind: Kind
@@ -28,28 +40,44 @@ class Stretch:
     start_ns: int
     end_ns: int
     after: Reason
+    holder: Holder | None = None
 
 
 def critical_path(problem: Problem, schedule: Schedule) -> list[Stretch]:
     """Stretches from 0 to the end of the step, each begins where the one before it ends.
 
     Nothing but them decides how long the step is: make one shorter, or avoid what it waits for.
-    Empty for a placement that cannot run.
+    Empty for a placement that cannot run. Linear in ops and edges (times log, for transfers).
     """
     if schedule.step_ns == INFEASIBLE_NS:
         return []
     path: list[Stretch] = []
+    sent = _Sent(problem, schedule)
     cause = -1
     for i in schedule.critical_chain():
         device = int(schedule.devices[i])
         after: Reason = "start"
+        holder = None
         if cause >= 0 and schedule.devices[cause] != device:
-            path += _sent(problem, schedule, cause, i)
+            path += sent.stretches(cause, i)
             after = "transfer"
+        elif cause >= 0 and cause in _inputs(problem, i):
+            after = "input"
         elif cause >= 0:
-            after = "input" if cause in _inputs(problem, i) else "device busy"
-        start_ns, end_ns = int(schedule.start_ns[i]), int(schedule.end_ns[i])
-        path.append(_stretch("compute", i, device, device, start_ns, end_ns, after))
+            after = "device busy"
+            holder = Holder(op=cause, source=device, destination=device)
+        path.append(
+            Stretch(
+                kind="compute",
+                op=i,
+                source=device,
+                destination=device,
+                start_ns=int(schedule.start_ns[i]),
+                end_ns=int(schedule.end_ns[i]),
+                after=after,
+                holder=holder,
+            )
+        )
         cause = i
     return path
 
@@ -57,61 +85,95 @@ def critical_path(problem: Problem, schedule: Schedule) -> list[Stretch]:
 def critical_path_to_list(problem: Problem, path: list[Stretch]) -> list[dict[str, Any]]:
     """The path as plain data for JSON, with names and seconds."""
     names, ids = problem.cluster.names, problem.graph.ids
+
+    def place(part: Stretch | Holder) -> dict[str, str]:
+        if part.source == part.destination:
+            return {"op": ids[part.op], "device": names[part.source]}
+        return {"op": ids[part.op], "from": names[part.source], "to": names[part.destination]}
+
     return [
         {
             "kind": part.kind,
-            "op": ids[part.op],
-            **(
-                {"device": names[part.source]}
-                if part.kind == "compute"
-                else {"from": names[part.source], "to": names[part.destination]}
-            ),
+            **place(part),
             "start_s": part.start_ns / 1e9,
             "end_s": part.end_ns / 1e9,
             "after": part.after,
+            **({"behind": place(part.holder)} if part.holder is not None else {}),
         }
         for part in path
     ]
 
 
-def _sent(problem: Problem, schedule: Schedule, producer: int, reader: int) -> list[Stretch]:
-    """The transfer that the reader started after, and before it the wait for its link."""
-    source, destination = int(schedule.devices[producer]), int(schedule.devices[reader])
-    sent = schedule.transfers
-    brings = (
-        (sent.producer == producer)
-        & (sent.destination == destination)
-        & (sent.end_ns == schedule.start_ns[reader])
-    )
-    if not problem.cluster.once_per_destination:
-        brings &= problem.graph.successors[sent.edge] == reader
-    k = int(brings.argmax())
-    request_ns, start_ns = int(sent.request_ns[k]), int(sent.start_ns[k])
-    end_ns = int(sent.end_ns[k])
-    waits = start_ns > request_ns
-    after: Reason = "link busy" if waits else "input"
-    path = [_stretch("transfer", producer, source, destination, start_ns, end_ns, after)]
-    if waits:
-        wait = _stretch("link busy", producer, source, destination, request_ns, start_ns, "input")
-        path.insert(0, wait)
-    return path
+class _Sent:
+    """The transfers of a schedule, by the edges that they serve and by the queues they occupy."""
+
+    def __init__(self, problem: Problem, schedule: Schedule) -> None:
+        self.problem, self.schedule = problem, schedule
+        sent = schedule.transfers
+        self.of_edge = np.full(problem.graph.edge_count, -1, np.int64)
+        self.of_edge[sent.edge] = np.arange(len(sent))
+        pair = (sent.source, sent.destination)
+        self.queues = np.stack([problem.queue[pair], problem.second_queue[pair]]).astype(np.int64)
+        # Of those that end at one instant the longest first: others took no time.
+        ends = (self.queues * HORIZON_NS + sent.end_ns).ravel()
+        self.order = np.lexsort((np.tile(sent.start_ns, 2), ends))
+        self.ends = ends[self.order]
+
+    def stretches(self, producer: int, reader: int) -> list[Stretch]:
+        """The transfer that the reader started after, and before it the wait for its link."""
+        sent = self.schedule.transfers
+        k = self._carrier(producer, reader)
+        request_ns, start_ns = int(sent.request_ns[k]), int(sent.start_ns[k])
+        waits = start_ns > request_ns
+        wait = Stretch(
+            kind="link busy",
+            op=producer,
+            source=int(sent.source[k]),
+            destination=int(sent.destination[k]),
+            start_ns=request_ns,
+            end_ns=start_ns,
+            after="input",
+            holder=self._holder(k) if waits else None,
+        )
+        transfer = replace(
+            wait,
+            kind="transfer",
+            start_ns=start_ns,
+            end_ns=int(sent.end_ns[k]),
+            after="link busy" if waits else "input",
+            holder=None,
+        )
+        return [wait, transfer] if waits else [transfer]
+
+    def _carrier(self, producer: int, reader: int) -> int:
+        """The transfer that brings the output of producer to reader."""
+        graph, devices = self.problem.graph, self.schedule.devices
+        edges = range(graph.successor_start[producer], graph.successor_start[producer + 1])
+        if self.problem.cluster.once_per_destination:
+            # It has the number of the first edge to that device.
+            there = devices[reader]
+            return int(
+                next(self.of_edge[e] for e in edges if devices[graph.successors[e]] == there)
+            )
+        return int(next(self.of_edge[e] for e in edges if graph.successors[e] == reader))
+
+    def _holder(self, k: int) -> Holder:
+        """The transfer that occupied what transfer k needs until k began."""
+        sent = self.schedule.transfers
+        queues = self.queues[:, k]
+        keys = queues[queues != NO_QUEUE] * HORIZON_NS + sent.start_ns[k]
+        at = np.searchsorted(self.ends, keys)
+        others = self.order[at[self.ends[at] == keys]] % len(sent)  # k's own end comes at or after
+        other = int(others[sent.start_ns[others] < sent.start_ns[k]][0])
+        return Holder(
+            op=int(sent.producer[other]),
+            source=int(sent.source[other]),
+            destination=int(sent.destination[other]),
+        )
 
 
 def _inputs(problem: Problem, i: int) -> list[int]:
     graph = problem.graph
     first, end = graph.predecessor_start[i], graph.predecessor_start[i + 1]
-    return [int(u) for u in graph.predecessors[first:end]]
-
-
-def _stretch(
-    kind: Kind, op: int, source: int, destination: int, start_ns: int, end_ns: int, after: Reason
-) -> Stretch:
-    return Stretch(
-        kind=kind,
-        op=op,
-        source=source,
-        destination=destination,
-        start_ns=start_ns,
-        end_ns=end_ns,
-        after=after,
-    )
+    inputs: list[int] = graph.predecessors[first:end].tolist()
+    return inputs

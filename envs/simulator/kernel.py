@@ -8,8 +8,9 @@ something takes no time): first everything that ends is handled, then every idle
 ready op of highest priority, and every idle queue its first waiting transfer. A queue serves in
 order of request (instants first, then producer, destination and edge), or, by priority, the
 transfer whose highest-priority consumer on the destination is highest, ties in order of request.
-On a half-duplex "egress" link a transfer needs the ports of both its ends; waiting transfers of
-the link are looked at in queue order, and each whose two ports are idle starts.
+On a half-duplex "egress" link, or one with ``ingress``, a transfer needs the ports of both its
+ends; waiting transfers of the link are looked at in queue order, and each whose two ports are idle
+starts.
 
 Memory of a device, frees before allocations in a round: parameters, gradients and optimizer state
 of its ops throughout; held bytes of an op from its start on; its output from its start until the

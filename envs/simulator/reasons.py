@@ -52,7 +52,8 @@ def why_blocked(problem: Problem, devices: NDArray[np.int32]) -> str:
         return (
             f"op {graph.ids[b]!r} on {names[devices[b]]} needs the output of {graph.ids[a]!r} on "
             f"{names[devices[a]]}, but no link joins these devices "
-            f"(edges without a link: {len(cut)})."
+            f"(edges without a link: {len(cut)}). Place them together, or add a [[link]] between = "
+            f'["{names[devices[a]]}", "{names[devices[b]]}"] to the cluster.'
         )
     return ""
 

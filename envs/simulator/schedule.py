@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from envs.problem import NO_QUEUE, Problem
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Transfers:
@@ -56,6 +58,18 @@ class Schedule:
         while (i := int(self.cause[i])) >= 0:
             chain.append(i)
         return chain[::-1]
+
+
+def busy_ns(problem: Problem, schedule: Schedule) -> NDArray[np.int64]:
+    """Nanoseconds that every device runs ops, then that every queue is occupied, (D + Q,)."""
+    sent = schedule.transfers
+    busy = np.zeros(problem.device_count + problem.queue_count + 1, np.int64)
+    np.add.at(busy, schedule.devices, schedule.end_ns - schedule.start_ns)
+    for queue in (problem.queue, problem.second_queue):  # the last entry is that of NO_QUEUE
+        numbers = queue[sent.source, sent.destination]
+        at = np.where(numbers == NO_QUEUE, len(busy) - 1, problem.device_count + numbers)
+        np.add.at(busy, at, sent.end_ns - sent.start_ns)
+    return busy[:-1]
 
 
 def no_transfers() -> Transfers:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import chain
 from typing import Final
 
 import numpy as np
@@ -15,6 +16,7 @@ from envs.backend import StepResult
 from envs.micro_batches import Pipeline
 from envs.placement import Placement
 from envs.problem import Problem
+from envs.rows import device_rows, priority_rows
 from envs.simulator.arrays import (
     BEYOND_HORIZON,
     HORIZON_NS,
@@ -28,7 +30,7 @@ from envs.simulator.arrays import (
 )
 from envs.simulator.kernel import simulate_batch, simulate_core
 from envs.simulator.reasons import why_blocked, why_full
-from envs.simulator.schedule import Schedule, Transfers, no_transfers
+from envs.simulator.schedule import Schedule, Transfers, busy_ns, no_transfers
 from envs.simulator.tables import arrays_of, workspace_for
 
 BLOCKS_PER_THREAD: Final = 32
@@ -80,12 +82,12 @@ class Simulator:
         memory = STOP_WHEN_FULL if self.memory else IGNORE_MEMORY
         threads = min(self.threads, len(devices))
         if threads < 2:
-            stopped = simulate_batch(self.arrays, self.work, devices, priority, memory, steps)
-            beyond = stopped >= 0
+            beyond = simulate_batch(self.arrays, self.work, devices, priority, memory, steps)
         else:
             beyond = self._spread(devices, priority, memory, steps, threads)
-        if beyond:
-            raise _too_long(self.problem)
+        if beyond >= 0:
+            where = f"placement {beyond} of {len(devices)}: " if len(devices) > 1 else ""
+            raise ValueError(where + _too_long(self.problem))
         return steps
 
     def _spread(
@@ -95,8 +97,8 @@ class Simulator:
         memory: int,
         steps: NDArray[np.int64],
         threads: int,
-    ) -> bool:
-        """Simulate blocks of a batch, whichever thread is free the next; whether one is too long.
+    ) -> int:
+        """Simulate blocks of a batch, whichever thread is free the next; as ``simulate_batch``.
 
         Compiled code runs without the interpreter lock.
         """
@@ -105,21 +107,27 @@ class Simulator:
         size = max(len(devices) // (BLOCKS_PER_THREAD * threads), 1)
         blocks = iter(range(0, len(devices), size))
 
-        def run(work: Workspace) -> bool:
-            beyond = False
+        def run(work: Workspace) -> list[int]:
+            beyond = []
             for first in blocks:
                 rows = slice(first, first + size)
                 stopped = simulate_batch(
                     self.arrays, work, devices[rows], priority[rows], memory, steps[rows]
                 )
-                beyond |= stopped >= 0
+                beyond += [first + stopped] if stopped >= 0 else []
             return beyond
 
         with ThreadPoolExecutor(threads) as pool:
-            return any(list(pool.map(run, self._works[:threads])))
+            return min(chain.from_iterable(pool.map(run, self._works[:threads])), default=-1)
 
-    def run(self, devices: NDArray[np.int32], priority: NDArray[np.float64]) -> Schedule:
-        """The whole step of one placement, (N,) each.
+    def run(
+        self,
+        devices: NDArray[np.int32],
+        priority: NDArray[np.float64],
+        *,
+        transfers: bool = True,
+    ) -> Schedule:
+        """The whole step of one placement, (N,) each; faster if its transfers are not listed.
 
         Raises:
             ValueError: as for :meth:`step_ns`.
@@ -127,12 +135,12 @@ class Simulator:
         devices, priority = self._checked(devices, priority)
         if len(devices) != 1:
             raise ValueError(f"run takes one placement, not {len(devices)}")
-        where = devices[0]
+        where = devices[0].copy()  # the schedule's own, whatever becomes of the caller's
         step_ns = simulate_core(
             self.arrays, self.work, where, priority[0], NO_LIMIT_NS, RECORD_MEMORY
         )
         if self.work.counts[BEYOND_HORIZON]:
-            raise _too_long(self.problem)
+            raise ValueError(_too_long(self.problem))
         if step_ns == INFEASIBLE_NS:
             return self._blocked(where)
         start_ns = self.work.start_ns.copy()
@@ -146,7 +154,7 @@ class Simulator:
             end_ns=end_ns,
             cause=self.work.cause.copy(),
             peak_bytes=peak_bytes,
-            transfers=self._transfers(where, end_ns),
+            transfers=self._transfers(where, end_ns) if transfers else no_transfers(),
             feasible=not why,
             why=why,
         )
@@ -154,27 +162,10 @@ class Simulator:
     def _checked(
         self, devices: NDArray[np.int32], priority: NDArray[np.float64]
     ) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-        """Both as (B, N), contiguous and writable: another type of array would compile again."""
-        count = self.problem.op_count
-        if devices.shape != priority.shape or devices.ndim > 2 or devices.shape[-1:] != (count,):
-            raise ValueError(
-                f"devices {devices.shape} and priority {priority.shape} must both be (B, {count}) "
-                f"or ({count},)"
-            )
-        if devices.dtype.kind not in "iu":
-            raise ValueError(f"devices are of type {devices.dtype}, not whole numbers")
-        if devices.size and not 0 <= devices.min() <= devices.max() < self.problem.device_count:
-            wrong = next(d for d in devices.flat if not 0 <= d < self.problem.device_count)
-            raise ValueError(
-                f"device {wrong} does not exist, {self.problem.cluster.name!r} has "
-                f"{self.problem.device_count}: 0 to {self.problem.device_count - 1}"
-            )
-        if not np.isfinite(priority).all():
-            raise ValueError("a priority is not a finite number")
-        return (
-            np.require(devices, np.int32, ["C", "W"]).reshape(-1, count),
-            np.require(priority, np.float64, ["C", "W"]).reshape(-1, count),
-        )
+        shapes = np.shape(devices), np.shape(priority)
+        if shapes[0] != shapes[1]:
+            raise ValueError(f"devices {shapes[0]} and priority {shapes[1]} differ in shape")
+        return device_rows(self.problem, devices), priority_rows(self.problem, priority)
 
     def _transfers(self, devices: NDArray[np.int32], end_ns: NDArray[np.int64]) -> Transfers:
         work, arrays = self.work, self.arrays
@@ -218,17 +209,42 @@ class Simulated:
 
     A placement in m micro-batches is a step that takes the graph m times, see
     :mod:`envs.micro_batches`. Its period is (step of 2 m - step of m) / m: filling and draining the
-    pipeline cost both the same, and the end of a single step would show the drain alone.
+    pipeline cost both the same, and the end of a single step would show the drain alone. With few
+    micro-batches the two steps may still differ in how they fill it. The period is therefore never
+    less than what the busiest device or link has to do for a further micro-batch, which no
+    steady state can undercut; the optimizer, which runs once a step, is no part of it.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, *, threads: int = 1) -> None:
+        if threads < 1:
+            raise ValueError(f"threads is {threads}, below 1")
         self.problem = problem
+        self.threads = threads
         self.simulator = Simulator(problem)
-        self._pipelines: dict[int, tuple[Pipeline, Simulator]] = {}
+        self._pipelines: dict[tuple[int, int | None], tuple[Pipeline, Simulator]] = {}
+        self._others: list[Simulated] = []  # one for each further thread
 
     def evaluate(self, placements: Sequence[Placement]) -> list[StepResult]:
-        """Time every placement, in order; one that is not for this problem is infeasible."""
-        return [self._evaluate(placement) for placement in placements]
+        """Time every placement, in order; one that is not for this problem is infeasible.
+
+        Several are spread over ``threads`` threads, with the same answers. It pays for large
+        graphs: what is told of a step besides its time is found by the interpreter.
+        """
+        threads = min(self.threads, len(placements))
+        if threads < 2:
+            return [self._evaluate(placement) for placement in placements]
+        while len(self._others) < threads - 1:
+            self._others.append(Simulated(self.problem))
+        results: dict[int, StepResult] = {}
+        waiting = iter(range(len(placements)))
+
+        def run(backend: Simulated) -> None:
+            for i in waiting:
+                results[i] = backend._evaluate(placements[i])
+
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(run, [self, *self._others[: threads - 1]]))
+        return [results[i] for i in range(len(placements))]
 
     def run(self, placement: Placement) -> tuple[Problem, Schedule]:
         """The whole step of a placement, and the problem that it is a schedule of.
@@ -236,31 +252,36 @@ class Simulated:
         Raises:
             ValueError: the placement is not for this problem, or as for :meth:`Simulator.run`.
         """
+        return self._run(placement, transfers=True)
+
+    def _run(self, placement: Placement, *, transfers: bool) -> tuple[Problem, Schedule]:
         placement.check(self.problem.graph, self.problem.cluster)
         if placement.micro_batches == 1:
-            return self.problem, self.simulator.run(*placement.arrays())
-        pipeline, simulator = self._pipelined(placement.micro_batches)
+            schedule = self.simulator.run(*placement.arrays(), transfers=transfers)
+            return self.problem, schedule
+        pipeline, simulator = self._pipelined(placement.micro_batches, placement.in_flight)
         devices, priority = placement.arrays()
         schedule = simulator.run(pipeline.devices(devices), pipeline.priority(priority))
         return pipeline.problem, schedule
 
-    def _pipelined(self, micro_batches: int) -> tuple[Pipeline, Simulator]:
-        if micro_batches not in self._pipelines:
-            pipeline = Pipeline.of(self.problem, micro_batches)
-            self._pipelines[micro_batches] = pipeline, Simulator(pipeline.problem)
-        return self._pipelines[micro_batches]
+    def _pipelined(self, micro_batches: int, in_flight: int | None) -> tuple[Pipeline, Simulator]:
+        key = (micro_batches, in_flight)
+        if key not in self._pipelines:
+            pipeline = Pipeline.of(self.problem, micro_batches, in_flight=in_flight)
+            self._pipelines[key] = pipeline, Simulator(pipeline.problem)
+        return self._pipelines[key]
 
     def _evaluate(self, placement: Placement) -> StepResult:
         try:
-            _, schedule = self.run(placement)
-            period_s = self._period_s(placement, schedule)
+            problem, schedule = self._run(placement, transfers=placement.micro_batches > 1)
         except ValueError as error:
             return _infeasible({}, str(error))
         peaks = dict(zip(self.problem.cluster.names, schedule.peak_bytes.tolist(), strict=True))
         if not schedule.feasible:
             return _infeasible(peaks, schedule.why)
-        chain = schedule.critical_chain()
-        compute_ns = int((schedule.end_ns - schedule.start_ns)[chain].sum())
+        critical = schedule.critical_chain()
+        compute_ns = int((schedule.end_ns - schedule.start_ns)[critical].sum())
+        period_s, why_no_period = self._period_s(placement, problem, schedule)
         return StepResult(
             step_s=schedule.step_ns / 1e9,
             peak_memory_bytes=peaks,
@@ -269,22 +290,30 @@ class Simulated:
                 "transfer": (schedule.step_ns - compute_ns) / 1e9,
             },
             period_s=period_s,
+            why_no_period=why_no_period,
         )
 
-    def _period_s(self, placement: Placement, schedule: Schedule) -> float | None:
+    def _period_s(
+        self, placement: Placement, problem: Problem, schedule: Schedule
+    ) -> tuple[float | None, str]:
+        """The period, or None and why there is none."""
         m = placement.micro_batches
-        if m == 1 or not schedule.feasible:
-            return None
-        _, twice = self.run(replace(placement, micro_batches=2 * m))
-        return (twice.step_ns - schedule.step_ns) / m / 1e9
+        if m == 1:
+            return None, ""
+        try:
+            doubled, twice = self.run(replace(placement, micro_batches=2 * m))
+        except ValueError as error:
+            return None, f"{2 * m} micro-batches cannot be simulated: {error}"
+        more_ns = busy_ns(doubled, twice) - busy_ns(problem, schedule)
+        return max(twice.step_ns - schedule.step_ns, int(more_ns.max())) / m / 1e9, ""
 
 
 def _infeasible(peaks: dict[str, int], why: str) -> StepResult:
     return StepResult(step_s=math.inf, peak_memory_bytes=peaks, feasible=False, why=why)
 
 
-def _too_long(problem: Problem) -> ValueError:
-    return ValueError(
+def _too_long(problem: Problem) -> str:
+    return (
         f"a step of {problem.graph.name!r} takes more than {HORIZON_NS / 1e9:.0f} s, the most that "
         "the simulator counts; scale all costs and transfers down"
     )

@@ -40,8 +40,7 @@ def arrays_of(problem: Problem) -> ProblemArrays:
     """The arrays of a problem.
 
     Raises:
-        ValueError: there are too many ops and edges to number their events, or all bytes together
-            do not fit into 62 bits.
+        ValueError: there are too many edges to number their events.
     """
     graph = problem.graph
     edges, devices = graph.edge_count, problem.device_count
@@ -49,20 +48,6 @@ def arrays_of(problem: Problem) -> ProblemArrays:
         raise ValueError(
             f"graph {graph.name!r} has {edges} edges, the simulator takes at most "
             f"{(1 << CODE_BITS) - 1 - devices} on {devices} devices; group ops"
-        )
-    sizes = (
-        graph.output_bytes,
-        graph.parameter_bytes,
-        graph.gradient_bytes,
-        graph.optimizer_bytes,
-        graph.workspace_bytes,
-        problem.held_bytes,
-        graph.edge_bytes,
-    )
-    total = sum(float(size.sum(dtype=np.float64)) for size in sizes)
-    if total >= 2.0**62:
-        raise ValueError(
-            f"graph {graph.name!r} holds {total:.3g} bytes in all; the simulator counts to 2**62"
         )
     cost_ns, column = _cost_columns(problem)
     return ProblemArrays(

@@ -1,15 +1,16 @@
 """A simulated step as a Chrome trace: opens in Perfetto (ui.perfetto.dev) and chrome://tracing.
 
 Devices and links are two processes of the trace. A device's track shows its ops, a link's track its
-transfers; where transfers of a link do not wait for each other, it has as many tracks as overlap.
+transfers, one that occupies two ports shows on both; where transfers of a link do not wait for each
+other, it has as many tracks as overlap.
 Every device has a counter of the memory in use. Times are microseconds.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
@@ -20,6 +21,8 @@ from envs.simulator.schedule import Schedule
 DEVICES: Final = 1
 LINKS: Final = 2
 Event = dict[str, Any]
+_Way: TypeAlias = tuple[int, ...]
+"""Of transfers: a queue, or two devices."""
 
 
 def chrome_trace(problem: Problem, schedule: Schedule) -> dict[str, Any]:
@@ -64,19 +67,12 @@ def _ops(problem: Problem, schedule: Schedule) -> Iterator[Event]:
 
 def _transfers(problem: Problem, schedule: Schedule) -> Iterator[Event]:
     transfers, names = schedule.transfers, problem.cluster.names
-    lanes: dict[str, list[int]] = {}  # of each link: when its last transfer on each lane ends
-    tracks: dict[tuple[str, int], int] = {}
+    lanes: dict[_Way, list[int]] = {}  # when the last transfer on each lane ends
+    tracks: dict[tuple[_Way, int], int] = {}
+    titles: Counter[str] = Counter()
     for k in range(len(transfers)):
         source, destination = int(transfers.source[k]), int(transfers.destination[k])
         start_ns, end_ns = int(transfers.start_ns[k]), int(transfers.end_ns[k])
-        title = _link_title(problem, source, destination)
-        ends = lanes.setdefault(title, [])
-        lane = next((at for at, end in enumerate(ends) if end <= start_ns), len(ends))
-        ends[lane : lane + 1] = [end_ns]
-        key = (title, lane)
-        if key not in tracks:
-            tracks[key] = len(tracks)
-            yield _name(LINKS, tracks[key], title if lane == 0 else f"{title} ({lane + 1})")
         details = {
             "from": names[source],
             "to": names[destination],
@@ -84,21 +80,50 @@ def _transfers(problem: Problem, schedule: Schedule) -> Iterator[Event]:
             "waited_us": (start_ns - int(transfers.request_ns[k])) / 1000,
         }
         producer = problem.graph.ids[int(transfers.producer[k])]
-        yield _span(LINKS, tracks[key], producer, start_ns, end_ns, details)
+        for way in _ways(problem, source, destination):
+            ends = lanes.setdefault(way, [])
+            lane = next((at for at, end in enumerate(ends) if end <= start_ns), len(ends))
+            ends[lane : lane + 1] = [end_ns]
+            if (way, lane) not in tracks:
+                tracks[way, lane] = len(tracks)
+                title = _title(problem, way)
+                titles[title] += 1
+                name = title if titles[title] == 1 else f"{title} ({titles[title]})"
+                yield _name(LINKS, tracks[way, lane], name)
+            yield _span(LINKS, tracks[way, lane], producer, start_ns, end_ns, details)
 
 
-def _link_title(problem: Problem, source: int, destination: int) -> str:
-    """Names the queue by the pairs that share it; a port by its device."""
-    names, queue = problem.cluster.names, int(problem.queue[source, destination])
-    if queue == NO_QUEUE or problem.second_queue[source, destination] != NO_QUEUE:
-        return f"{names[source]} → {names[destination]}"
-    pairs = np.argwhere(problem.queue == queue)
-    sources, destinations = set(pairs[:, 0].tolist()), set(pairs[:, 1].tolist())
-    if len(sources) == 1:
-        to = names[destination] if len(destinations) == 1 else "all"
-        return f"{names[source]} → {to}"
-    ends = [names[d] for d in sorted(sources | destinations)]
-    return " ↔ ".join(ends) if len(ends) == 2 else "bus " + ", ".join(ends)
+def _ways(problem: Problem, source: int, destination: int) -> list[_Way]:
+    """The queues that a transfer occupies, or the two devices where it never waits."""
+    pair = (source, destination)
+    queues = [int(queue[pair]) for queue in (problem.queue, problem.second_queue)]
+    return [(queue,) for queue in queues if queue != NO_QUEUE] or [pair]
+
+
+def _title(problem: Problem, way: _Way) -> str:
+    """Names a queue by the devices that share it."""
+    if len(way) == 2:
+        return f"{problem.cluster.names[way[0]]} → {problem.cluster.names[way[1]]}"
+    out = np.argwhere(problem.queue == way[0]).tolist()
+    into = np.argwhere(problem.second_queue == way[0]).tolist()
+    sources, destinations = ({pair[end] for pair in out + into} for end in (0, 1))
+    if out and into:  # one port for both directions
+        own = {source for source, _ in out}
+        return f"{_listed(problem, own)} ↔ {_listed(problem, (sources | destinations) - own)}"
+    if sources & destinations:
+        ends = sources | destinations
+        both = " ↔ ".join(problem.cluster.names[d] for d in sorted(ends))
+        return both if len(ends) == 2 else "bus " + _listed(problem, ends)
+    which = "in: " if into else "out: " if (problem.second_queue[tuple(out[0])] != NO_QUEUE) else ""
+    return f"{which}{_listed(problem, sources)} → {_listed(problem, destinations)}"
+
+
+def _listed(problem: Problem, devices: set[int]) -> str:
+    """Devices by name; "all" but one."""
+    names = problem.cluster.names
+    if 1 < len(devices) == len(names) - 1:
+        return "all"
+    return ", ".join(names[d] for d in sorted(devices))
 
 
 def _memory(problem: Problem, schedule: Schedule) -> Iterator[Event]:

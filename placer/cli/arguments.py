@@ -48,6 +48,16 @@ def count(text: str) -> int:
     return given
 
 
+def add_in_flight(parser: argparse.ArgumentParser, default: str) -> None:
+    """Add ``--in-flight``; the default is told, not set."""
+    parser.add_argument(
+        "--in-flight",
+        type=count,
+        metavar="N",
+        help=f"at most N micro-batches are under way at once (default: {default})",
+    )
+
+
 def add_step(parser: argparse.ArgumentParser) -> None:
     """Add ``--optimizer`` and ``--dtype``: what a step is, besides its model."""
     parser.add_argument(

@@ -17,6 +17,7 @@ from placer.cli import (
     extract,
     measure,
     optimize,
+    placers,
     show,
     simulate,
     train,
@@ -25,6 +26,7 @@ from placer.cli.failures import JOB_FAILED, fail
 
 COMMANDS = (
     optimize,
+    placers,
     extract,
     export,
     measure,

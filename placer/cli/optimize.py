@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from placer.cli.arguments import (
     add_devices,
     add_extractor,
+    add_in_flight,
     add_step,
     count,
     extraction_to_dict,
@@ -22,6 +23,7 @@ from placer.cli.arguments import (
     why_no_step,
 )
 from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs, why_not_written
+from placer.placers.registry import DEFAULT
 
 if TYPE_CHECKING:
     from envs.cluster import Cluster
@@ -88,11 +90,18 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         metavar="M",
         help="a graph file is that of one micro-batch of M that make a step (default: 1)",
     )
+    add_in_flight(parser, "one for each device")
     parser.add_argument(
         "--policy",
         default="generalist",
         metavar="NAME",
         help="trained policy that proposes placements, or none (default: generalist)",
+    )
+    parser.add_argument(
+        "--placer",
+        default=DEFAULT,
+        metavar="NAME",
+        help=f"who searches, see placer placers (default: {DEFAULT}); heuristics always take part",
     )
     parser.add_argument(
         "--groups",
@@ -197,20 +206,25 @@ def _options(args: argparse.Namespace) -> Options:
     from placer.given import load_given
     from placer.objectives import Objective
     from placer.pipeline import Options
+    from placer.placers import placer_named
     from placer.policies import load
     from placer.search.budget import Budget
 
-    objective = Objective(name=args.objective, micro_batches=args.micro_batches)
+    objective = Objective(
+        name=args.objective, micro_batches=args.micro_batches, in_flight=args.in_flight
+    )
     if objective != Objective() and not args.target.endswith(".json"):
         raise ValueError(
             "a model is run step by step: other objectives and micro-batches are for graph files "
             "(placer extract writes one)"
         )
+    policy = None if args.policy == "none" else load(args.policy)
     return Options(
         objective=objective,
         budget=Budget.parse(args.budget),
         seed=args.seed,
-        policy=None if args.policy == "none" else load(args.policy),
+        policy=policy,
+        placer=placer_named(args.placer, policy, objective=args.objective),
         measure=not args.no_measure,
         keep_together=tuple(args.keep_together),
         pins=pins_of(args.pin),
@@ -294,6 +308,7 @@ def _summary(found: Optimization, args: argparse.Namespace) -> dict[str, Any]:
         "best": found.best.name,
         "objective": data["objective"],
         "micro_batches": data["micro_batches"],
+        "in_flight": found.placement.in_flight,
         "step_s": times["step_s"],
         "predicted": data["predicted"],
         "measured": data["measured"],

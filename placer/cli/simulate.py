@@ -7,7 +7,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from placer.cli.arguments import count
+from placer.cli.arguments import add_in_flight, count
 from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs, why_not_written
 
 
@@ -23,6 +23,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         metavar="M",
         help="take the graph as that of one micro-batch of M (default: as the placement says)",
     )
+    add_in_flight(parser, "as the placement says, or one for each device")
     parser.add_argument(
         "--timeline", type=Path, metavar="FILE", help="write the step as Chrome trace"
     )
@@ -52,26 +53,27 @@ def run(args: argparse.Namespace) -> int:
         placement = Placement.load(args.placement, cluster.names).aligned(graph, cluster)
         if args.micro_batches is not None:
             placement = replace(placement, micro_batches=args.micro_batches)
+        if args.in_flight is not None:
+            if placement.micro_batches == 1:
+                raise ValueError("--in-flight is of several micro-batches: give --micro-batches")
+            placement = replace(placement, in_flight=args.in_flight)
         backend = Simulated(problem)
         [result] = backend.evaluate([placement])
         path = []
-        if result.feasible:
+        if args.json and result.feasible:
             whole, schedule = backend.run(placement)
             path = critical_path_to_list(whole, critical_path(whole, schedule))
     except (ValueError, OSError) as error:
         return fail(BAD_USAGE, error)
-    if args.timeline is not None:
-        try:
-            write_timeline(problem, placement, args.timeline)
-        except OSError as error:
-            return fail(JOB_FAILED, why_not_written(args.timeline, error))
     load_ns = int(max_load_ns(problem, placement.arrays()[0])[0])
     step_s = result.step_s if result.feasible else None
     if args.json:
         answer = {
             "step_s": step_s,
             "micro_batches": placement.micro_batches,
+            "in_flight": placement.in_flight,
             "period_s": result.period_s,
+            "why_no_period": result.why_no_period,
             "max_load_s": load_ns / 1e9 if load_ns < INFEASIBLE_NS else None,
             "feasible": result.feasible,
             "why": result.why,
@@ -87,8 +89,17 @@ def run(args: argparse.Namespace) -> int:
                 f"{placement.micro_batches} micro-batches, "
                 f"{result.period_s * 1e3:.6g} ms for each further one"
             )
+        elif result.why_no_period:
+            print(f"time of a further micro-batch: unknown, {result.why_no_period}")
         if load_ns < INFEASIBLE_NS:
             print(f"largest load: {load_ns / 1e6:.6g} ms")
     else:
         print(f"not feasible: {result.why}")
+    if args.timeline is not None:
+        try:
+            write_timeline(problem, placement, args.timeline)
+        except OSError as error:
+            return fail(JOB_FAILED, why_not_written(args.timeline, error))
+        except ValueError as error:
+            return fail(JOB_FAILED, f"{args.timeline} is not written: {error}")
     return 0 if result.feasible else 1

@@ -30,6 +30,18 @@ def etf(problem: Outline) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
     return devices, priority
 
 
+def memory_etf(problem: Outline) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
+    """Devices (N,) and priorities (N,) of m-ETF: outputs, too, stay for the whole step.
+
+    That is how Baechi counts a training step (Jeon et al., arXiv 2301.08695). An op's workspace
+    needs room only while it runs.
+    """
+    kept = problem._replace(
+        resident=problem.resident + problem.output, output=problem.workspace.copy()
+    )
+    return etf(kept)
+
+
 @compiled
 def _etf(o: Outline, devices: NDArray[np.int32], priority: NDArray[np.float64]) -> None:
     count, device_count = o.cost.shape

@@ -94,7 +94,8 @@ class Ppo:
     final_learning_rate: float | None = None  # reached linearly at the end; None: it stays
     clip: float = 0.2
     entropy: float = 0.0
-    layers: tuple[int, ...] = (64, 64)  # hidden, of policy and critic each
+    layers: tuple[int, ...] = (16,)  # hidden, of the policy: larger ones carry over worse
+    critic_layers: tuple[int, ...] = (64, 64)
     log_std: float = -1.6  # at first, of actions; op by op there is none
     reward: Literal["relative", "plain"] = "relative"  # see placer/policies/rewards.py
 

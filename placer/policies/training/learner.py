@@ -166,7 +166,7 @@ def _model(config: TrainingConfig, seed: int, batch: Any, learning_rate: Any) ->
         "gae_lambda": 1.0,
         "clip_range": ppo.clip,
         "ent_coef": ppo.entropy,
-        "policy_kwargs": {"net_arch": list(ppo.layers)},
+        "policy_kwargs": {"net_arch": {"pi": list(ppo.layers), "vf": list(ppo.critic_layers)}},
         "seed": seed,
         "device": config.device,
     }

@@ -1,0 +1,237 @@
+"""What every placer must keep, as checks that the author of one can run.
+
+::
+
+    import pytest
+    from placer.placers.contract import CHECKS
+
+    @pytest.mark.parametrize("check", CHECKS)
+    def test_my_placer_keeps_the_contract(check):
+        check(MyPlacer)
+
+A check takes what makes the placer (its class, or a function without arguments) and raises an
+AssertionError that says what is wrong, and with which problem. Evaluations are counted where plans
+are judged: by :class:`placer.search.judge.Judge`, :class:`envs.simulator.Simulator` and
+:class:`placer.search.annealing.Annealing`. Time is that of a clock that checks turn themselves.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+
+from envs.max_load import max_load_ns
+from envs.problem import Problem
+from envs.simulator import Simulator
+from placer.placers.placer import ALL, MAX_LOAD, Placer
+from placer.placers.problems import contract_problems
+from placer.search.annealing import Annealing
+from placer.search.budget import Budget
+from placer.search.candidate import Candidate
+from placer.search.judge import Judge
+from placer.search.portfolio import load_compiled_code
+
+Make: TypeAlias = Callable[[], Placer]
+
+EVALUATIONS: Final = 30
+TICK_S: Final = 0.05
+ALLOWED_FOR_RULES: Final = 24
+"""Evaluations on top of the budget: rules run in full, and the best are judged again."""
+LAST_STEP: Final = 64
+"""Evaluations that may be under way when the budget ends or a stop is asked for."""
+
+
+def plans_are_whole(make: Make) -> None:
+    """Every op is placed where it may run, with a priority; a group shares a device."""
+    for problem in contract_problems():
+        for plan in _placed(make, problem):
+            what = f"plan {plan.name!r} for {problem.graph.name!r}"
+            count = problem.op_count
+            assert plan.devices.shape == plan.priority.shape == (count,), f"{what}: wrong shape"
+            assert plan.devices.dtype == np.int32, f"{what}: devices are {plan.devices.dtype}"
+            assert np.isfinite(plan.priority).all(), f"{what}: a priority is not finite"
+            inside = (plan.devices >= 0) & (plan.devices < problem.device_count)
+            assert inside.all(), f"{what}: op {int((~inside).argmax())} has no device"
+            may = problem.allowed[np.arange(count), plan.devices]
+            assert may.all(), f"{what}: op {int((~may).argmax())} may not run where it is"
+            for group in range(int(problem.graph.group.max(initial=-1)) + 1):
+                homes = set(plan.devices[problem.graph.group == group].tolist())
+                assert len(homes) == 1, f"{what}: group {group} is on devices {homes}"
+
+
+def steps_are_the_simulators(make: Make) -> None:
+    """A plan's step is what the simulator says, infeasible where it does; the best comes first."""
+    for problem in contract_problems():
+        found, simulator = _placed(make, problem), Simulator(problem)
+        for plan in found:
+            step_ns = int(simulator.step_ns(plan.devices, plan.priority)[0])
+            assert plan.step_ns == step_ns, (
+                f"plan {plan.name!r} for {problem.graph.name!r} says {plan.step_ns} ns, the "
+                f"simulator {step_ns}"
+            )
+        steps = [plan.step_ns for plan in found]
+        assert steps == sorted(steps), f"plans for {problem.graph.name!r} are not the best first"
+
+
+def same_seed_same_plans(make: Make) -> None:
+    """With a budget of evaluations, a seed decides the plans to the last digit."""
+    for problem in contract_problems():
+        first, again = (
+            [(p.name, p.step_ns, p.devices.tobytes(), p.priority.tobytes()) for p in plans]
+            for plans in (_placed(make, problem, seed=3), _placed(make, problem, seed=3))
+        )
+        assert first == again, f"two runs for {problem.graph.name!r} with seed 3 differ"
+
+
+def evaluations_are_kept(make: Make) -> None:
+    """No more plans are judged than the budget says, but for what rules and re-judging take."""
+    for problem in contract_problems():
+        with _counting() as count:
+            _placed(make, problem)
+        allowed = EVALUATIONS + ALLOWED_FOR_RULES
+        assert count.evaluations <= allowed, (
+            f"{count.evaluations} evaluations for {problem.graph.name!r}, {allowed} are allowed"
+        )
+
+
+def seconds_are_kept(make: Make) -> None:
+    """When the time is over, at most one step is still done."""
+    for problem in contract_problems():
+        placer = make()
+        with _counting(over_after_s=20 * TICK_S) as count:
+            found = placer.place(problem, Budget(seconds=20 * TICK_S), 0)
+        assert found, f"no plan for {problem.graph.name!r}"
+        late = count.evaluations - count.when_over
+        allowed = LAST_STEP + ALLOWED_FOR_RULES
+        assert late <= allowed, f"{late} evaluations for {problem.graph.name!r} after the end"
+
+
+def a_stop_is_heard(make: Make) -> None:
+    """Asked to stop, at once or later, a placer returns its best so far."""
+    for problem in contract_problems():
+        for patience in (0, 3):
+            with _counting() as count:
+                asked = _Asked(patience, count)
+                found = make().place(problem, Budget(evaluations=10**9), 0, should_stop=asked)
+            assert found, f"no plan for {problem.graph.name!r}"
+            late = count.evaluations - asked.when_said
+            assert not asked.said or late <= LAST_STEP + ALLOWED_FOR_RULES, (
+                f"{late} evaluations for {problem.graph.name!r} after a stop was asked for"
+            )
+
+
+def small_budgets_give_plans(make: Make) -> None:
+    """One evaluation is enough for a plan, and progress is told as a share."""
+    for problem in contract_problems():
+        told: list[float] = []
+
+        def hear(share: float, _: str, told: list[float] = told) -> None:
+            told.append(share)
+
+        found = make().place(problem, Budget(evaluations=1), 0, progress=hear)
+        assert found, f"no plan for {problem.graph.name!r}"
+        assert all(0.0 <= share <= 1.0 for share in told), f"progress is {told}"
+
+
+def objectives_are_served(make: Make) -> None:
+    """There are plans for every objective that the placer names, the best first."""
+    placer = make()
+    assert placer.objectives, "it names no objective"
+    for objective in placer.objectives:
+        assert objective in ALL, f"{objective!r} is none of {', '.join(ALL)}"
+        for problem in contract_problems():
+            found = placer.place(problem, Budget(evaluations=1), 0, objective=objective)
+            assert found, f"no plan for {problem.graph.name!r} under {objective}"
+            if objective == MAX_LOAD:
+                loads = max_load_ns(problem, np.array([plan.devices for plan in found])).tolist()
+                assert loads == sorted(loads), (
+                    f"{problem.graph.name!r}: not the smallest load first"
+                )
+
+
+CHECKS: Final[Sequence[Callable[[Make], None]]] = (
+    plans_are_whole,
+    steps_are_the_simulators,
+    same_seed_same_plans,
+    evaluations_are_kept,
+    seconds_are_kept,
+    a_stop_is_heard,
+    small_budgets_give_plans,
+    objectives_are_served,
+)
+
+
+def _placed(make: Make, problem: Problem, seed: int = 0) -> list[Candidate]:
+    found = make().place(problem, Budget(evaluations=EVALUATIONS), seed)
+    assert found, f"no plan for {problem.graph.name!r}"
+    return found
+
+
+@dataclass(slots=True)
+class _Count:
+    """The time of a clock, evaluations so far, and how many there were when it was over."""
+
+    now_s: float
+    evaluations: int = 0
+    when_over: int = 0
+
+
+class _Asked:
+    """Says True from some question on, and remembers how many evaluations there were."""
+
+    def __init__(self, patience: int, count: _Count) -> None:
+        self.patience = patience
+        self.count = count
+        self.said = False
+        self.when_said = 0
+
+    def __call__(self) -> bool:
+        self.patience -= 1
+        if self.patience < 0 and not self.said:
+            self.said, self.when_said = True, self.count.evaluations
+        return self.said
+
+
+@contextmanager
+def _counting(over_after_s: float | None = None) -> Iterator[_Count]:
+    """Count evaluations; with ``over_after_s`` each look at the clock advances it by a tick."""
+    load_compiled_code()
+    count = _Count(now_s=time.perf_counter())  # meters may have looked at the real clock
+    end_s = count.now_s + (over_after_s or np.inf)
+
+    def counted(of: type, name: str, size: Callable[..., int]) -> tuple[Any, str, Any]:
+        original = getattr(of, name)
+
+        def wrapper(self: object, *args: Any, **named: Any) -> Any:
+            count.evaluations += size(*args)
+            return original(self, *args, **named)
+
+        return of, name, wrapper
+
+    def clock() -> float:
+        count.now_s += TICK_S
+        if count.now_s <= end_s:
+            count.when_over = count.evaluations
+        return count.now_s
+
+    patches: list[tuple[Any, str, Any]] = [
+        counted(Judge, "costs", lambda devices, *_: len(devices)),
+        counted(Simulator, "step_ns", lambda devices, *_: len(np.atleast_2d(devices))),
+        counted(Simulator, "run", lambda *_: 1),
+        counted(Annealing, "run", lambda steps, *_: steps),
+    ]
+    if over_after_s is not None:
+        patches.append((time, "perf_counter", clock))
+    before = [getattr(of, name) for of, name, _ in patches]
+    try:
+        for of, name, patch in patches:
+            setattr(of, name, patch)
+        yield count
+    finally:
+        for (of, name, _), original in zip(patches, before, strict=True):
+            setattr(of, name, original)

@@ -1,0 +1,43 @@
+"""Evolution of the list scheduler's weights."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Final
+
+import numpy as np
+
+from placer.placers.sampling import Sampling
+from placer.search.decoder import HEFT, decode
+from placer.search.evolution import Evolution
+from placer.search.tally import Tally
+
+SIGMA: Final = 0.5
+SETTLED: Final = 1e-3
+"""Below this standard deviation samples decode alike: it begins anew, with twice as many."""
+POPULATION: Final = 10
+
+
+class Evolved(Sampling):
+    """CMA-ES on the 21 weights of the decoder, from those of HEFT."""
+
+    name: ClassVar[str] = "evolution"
+
+    def sample(self, tally: Tally, seed: int) -> None:
+        """Decode and judge a population after the other; the first plan is that of HEFT."""
+        outline = tally.judge.outline
+        tally.judged(*decode(outline, HEFT))
+        restarts = 0
+        evolution = Evolution(HEFT, sigma=SIGMA, seed=seed, population=POPULATION)
+        while not tally.over():
+            if evolution.sigma < SETTLED:
+                restarts += 1
+                evolution = Evolution(
+                    HEFT, sigma=SIGMA, seed=seed + restarts, population=POPULATION << restarts
+                )
+            rows = evolution.ask()
+            costs = []
+            for row in rows:
+                if tally.over():
+                    return
+                costs.append(tally.judged(*decode(outline, row)))
+            evolution.tell(rows, np.array(costs))

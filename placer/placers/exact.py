@@ -1,0 +1,47 @@
+"""Exact search, for small graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+from envs.problem import Problem
+from placer.placers.placer import LATENCY, STEPS, Progress
+from placer.search.budget import Budget, Meter
+from placer.search.candidate import Candidate, ranked
+from placer.search.exact import exact
+from placer.search.heuristics import heuristics
+from placer.search.judge import Judge
+from placer.search.tally import Tally
+
+
+class Exact:
+    """CP-SAT from the best heuristic; its last progress says whether the plan is proven the best.
+
+    An evaluation of a budget is worth a millisecond of the solver's deterministic time. Needs
+    ortools.
+    """
+
+    objectives: ClassVar[tuple[str, ...]] = STEPS
+
+    def place(
+        self,
+        problem: Problem,
+        budget: Budget,
+        seed: int,
+        *,
+        objective: str = LATENCY,
+        progress: Progress | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> list[Candidate]:
+        """The best plan found; see :class:`placer.placers.placer.Placer`.
+
+        Raises:
+            ValueError: the graph has too many ops.
+        """
+        judge = Judge(problem)
+        tally = Tally(judge, Meter(budget, should_stop), "exact", progress)
+        proven = exact(tally, seed, ranked(heuristics(judge))[0])
+        if progress is not None:
+            progress(1.0, "exact, proven to be the best" if proven else "exact, not proven")
+        return [tally.best()]

@@ -1,0 +1,152 @@
+"""Which placers there are, and how one is had by its name."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Final, cast
+
+if TYPE_CHECKING:
+    from placer.placers.placer import Placer
+    from placer.search.portfolio import Proposer
+
+GROUP: Final = "placer.placers"
+"""Entry points of this group are placers: classes that are made without arguments."""
+DEFAULT: Final = "portfolio"
+BENCH: Final = "pip install 'device-placer[bench]'"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listing:
+    """A placer as it is listed; reading it imports nothing."""
+
+    name: str
+    summary: str
+    home: str  # "module:class"
+    module: str = ""  # what must be installed besides
+    takes_policy: bool = False
+    distribution: str = ""  # where a plug-in comes from
+
+    @property
+    def needs(self) -> str:
+        """What it needs that not everybody has, for people; "" for nothing."""
+        if self.distribution:
+            return f"from {self.distribution}"
+        if self.takes_policy:
+            return "uses --policy"
+        if not self.module:
+            return ""
+        is_there = find_spec(self.module) is not None
+        return self.module if is_there else f"{self.module}, not installed: {BENCH}"
+
+
+def _own(name: str, summary: str, home: str, module: str = "", *, policy: bool = False) -> Listing:
+    return Listing(
+        name=name,
+        summary=summary,
+        home=f"placer.placers.{home}",
+        module=module,
+        takes_policy=policy,
+    )
+
+
+OWN: Final = (
+    _own(
+        "portfolio",
+        "heuristics, policy, evolution and annealing in turn: the default",
+        "portfolio:Portfolio",
+        policy=True,
+    ),
+    _own("single-device", "everything on one device, the best of them", "single_device:Single"),
+    _own(
+        "round-robin", "ops in topological order, one device after the other", "round_robin:Turns"
+    ),
+    _own(
+        "layer-split",
+        "contiguous layers, the slowest part as fast as possible",
+        "layer_split:LayerSplit",
+    ),
+    _own("min-cut", "METIS: balanced parts with short transfers", "min_cut:MinCut", "pymetis"),
+    _own("heft", "highest bottom level first, earliest finish", "heft:Heft"),
+    _own("etf", "the op and device that can start first", "etf:Etf"),
+    _own("m-etf", "ETF that keeps room for every output all step long", "m_etf:MemoryEtf"),
+    _own("annealing", "simulated annealing of single ops and their order", "annealing:Annealed"),
+    _own("cross-entropy", "learns device probabilities of groups", "cross_entropy:CrossEntropy"),
+    _own("evolution", "CMA-ES on the weights of the list scheduler", "evolution:Evolved"),
+    _own(
+        "policy",
+        "what the trained policy proposes, and samples around it",
+        "policy:Proposed",
+        policy=True,
+    ),
+    _own(
+        "sequence-to-sequence",
+        "REINFORCE on an LSTM that reads and places groups (2017)",
+        "sequence_to_sequence:SequenceToSequence",
+    ),
+    _own("exact", "CP-SAT, for graphs of up to 80 ops", "exact:Exact", "ortools"),
+)
+
+
+def listings() -> tuple[Listing, ...]:
+    """All placers: our own, then plug-ins by name. A plug-in cannot take the name of another."""
+    taken = {listing.name for listing in OWN}
+    plugins: dict[str, Listing] = {}
+    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+        if point.name not in taken:
+            plugins.setdefault(point.name, _plugin(point))
+    return (*OWN, *plugins.values())
+
+
+def placer_named(
+    name: str, policy: Proposer | None = None, *, objective: str = "latency"
+) -> Placer:
+    """The placer of a name; ``policy`` is for those that take one.
+
+    Raises:
+        ValueError: there is no such placer, it lacks a policy or something to be installed or
+            cannot be loaded, or it does not serve the objective; the message says what to do.
+    """
+    known = {listing.name: listing for listing in listings()}
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"there is no placer {name!r}: there are {', '.join(known)}{hint}")
+    placer = _made(known[name], policy)
+    if objective not in placer.objectives:
+        raise ValueError(
+            f"placer {name!r} serves the objective {' and '.join(placer.objectives)}, not "
+            f"{objective}; {DEFAULT!r} serves all"
+        )
+    return placer
+
+
+def _made(listing: Listing, policy: Proposer | None) -> Placer:
+    module, _, factory = listing.home.partition(":")
+    try:
+        make = getattr(import_module(module), factory)
+    except ModuleNotFoundError as error:
+        if listing.module and error.name and error.name.partition(".")[0] == listing.module:
+            raise ValueError(f"placer {listing.name!r} needs {listing.module}: {BENCH}") from error
+        raise _broken(listing, error) from error
+    except (ImportError, AttributeError) as error:
+        raise _broken(listing, error) from error
+    return cast("Placer", make(policy) if listing.takes_policy else make())
+
+
+def _broken(listing: Listing, error: Exception) -> ValueError:
+    origin = f" of {listing.distribution}" if listing.distribution else ""
+    return ValueError(f"placer {listing.name!r}{origin} cannot be loaded: {error}")
+
+
+def _plugin(point: EntryPoint) -> Listing:
+    distribution = point.dist
+    return Listing(
+        name=point.name,
+        summary=(distribution.metadata["Summary"] or "") if distribution else "",
+        home=point.value,
+        distribution=distribution.name if distribution else "a plug-in",
+    )

@@ -1,0 +1,17 @@
+"""One device after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from placer.placers.rule import Plan, Rule
+from placer.search.judge import Judge
+from placer.search.trivial import round_robin
+
+
+class Turns(Rule):
+    """Ops in topological order, dealt out to the devices in turn."""
+
+    def plans(self, judge: Judge) -> Iterable[Plan]:
+        """One plan."""
+        yield "round robin", round_robin(judge.problem), judge.outline.bottom_level

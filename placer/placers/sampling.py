@@ -1,0 +1,41 @@
+"""Placers that judge plan after plan until the budget is spent."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar
+
+from envs.problem import Problem
+from placer.placers.placer import LATENCY, STEPS, Progress
+from placer.search.budget import Budget, Meter
+from placer.search.candidate import Candidate
+from placer.search.judge import Judge
+from placer.search.tally import Tally
+
+
+class Sampling(ABC):
+    """Returns the best plan that it judged; at least one is judged in any case."""
+
+    objectives: ClassVar[tuple[str, ...]] = STEPS
+    name: ClassVar[str]
+
+    @abstractmethod
+    def sample(self, tally: Tally, seed: int) -> None:
+        """Have plans judged until the tally is over."""
+
+    def place(
+        self,
+        problem: Problem,
+        budget: Budget,
+        seed: int,
+        *,
+        objective: str = LATENCY,
+        progress: Progress | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> list[Candidate]:
+        """The best plan; see :class:`placer.placers.placer.Placer`."""
+        judge = Judge(problem)
+        tally = Tally(judge, Meter(budget, should_stop), self.name, progress)
+        self.sample(tally, seed)
+        return [tally.best()]

@@ -1,0 +1,19 @@
+"""The original placement network, as a baseline."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from placer.placers.sampling import Sampling
+from placer.policies.sequence import learn
+from placer.search.tally import Tally
+
+
+class SequenceToSequence(Sampling):
+    """Learns one problem from scratch by REINFORCE; see :mod:`placer.policies.sequence`."""
+
+    name: ClassVar[str] = "sequence-to-sequence"
+
+    def sample(self, tally: Tally, seed: int) -> None:
+        """Place, learn from the steps, place again."""
+        learn(tally, seed)

@@ -1,0 +1,269 @@
+"""The best plan of a small graph, by constraint programming (CP-SAT of OR-tools).
+
+The model has what the simulator has: a device for each op (one for a co-location group), devices
+that run one op at a time, one transfer of an output for each device that needs it, queues and ports
+that carry one transfer at a time. Where it differs it allows more, so that its bound holds:
+
+* a device or a queue may wait although something is ready, and a queue serves in any order; the
+  simulator is work-conserving and takes transfers in order of request or priority;
+* memory is that of parameters, gradients, optimizer state and what is held, without activations.
+
+Every plan that the solver finds is therefore judged by the simulator, with ops by their start and
+by bottom level, and the step that is reported is that of the simulator. Where it equals the
+solver's bound it is the best.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+from ortools.sat.python import cp_model
+
+from envs.problem import NO_QUEUE, Problem
+from graphs.quotient import edge_sources
+from placer.search.candidate import Candidate
+from placer.search.grouping import units
+from placer.search.tally import Tally
+
+LARGEST: Final = 80
+"""Ops; with more, proofs take hours and the heuristics' bounds are better."""
+DETERMINISTIC_S: Final = 1e-3
+"""Of the solver's own time for each evaluation of a budget: the same on every machine."""
+LOOK_S: Final = 0.05
+ROUNDS: Final = 4
+
+
+def exact(tally: Tally, seed: int, start: Candidate) -> bool:
+    """Solve until the tally is over; whether its best is proven to be.
+
+    Where the simulator takes longer than the solver said, it is solved again with other random
+    numbers: solutions that are equal to the model are not to the simulator.
+
+    Raises:
+        ValueError: the graph has too many ops.
+    """
+    problem = tally.judge.problem
+    if problem.op_count > LARGEST:
+        raise ValueError(
+            f"graph {problem.graph.name!r} has {problem.op_count} ops; exact search takes at most "
+            f"{LARGEST}: merge them into groups, or take another placer"
+        )
+    tally.judged(start.devices, start.priority)
+    for number in range(ROUNDS):
+        if tally.over():
+            break
+        model = _Model(problem)
+        if number == 0:
+            model.hint(start)  # a good bound at once; later rounds shall find something else
+        solver = _solver(tally, seed + number)
+        with _Watch(tally, solver):
+            status = solver.solve(model.model, _Replay(model, tally))
+        if status == cp_model.INFEASIBLE:
+            break
+        if tally.best().step_ns <= round(solver.best_objective_bound):
+            return True
+    return False
+
+
+def _solver(tally: Tally, seed: int) -> cp_model.CpSolver:
+    """One that takes what is left of the budget."""
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = seed & 0x7FFFFFFF
+    budget, left = tally.meter.budget, tally.meter.left()
+    if left is not None:
+        solver.parameters.max_deterministic_time = DETERMINISTIC_S * left
+    elif budget.seconds is not None:
+        solver.parameters.max_time_in_seconds = max(budget.seconds - tally.meter.seconds(), LOOK_S)
+    return solver
+
+
+class _Model:
+    """Variables of the model, in nanoseconds."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.model = cp_model.CpModel()
+        self.horizon = _horizon_ns(problem)
+        self.is_on = self._choices()
+        self.start = [
+            self.model.new_int_var(0, self.horizon, f"start {i}") for i in range(problem.op_count)
+        ]
+        self.end = [
+            self.model.new_int_var(0, self.horizon, f"end {i}") for i in range(problem.op_count)
+        ]
+        self._queues: dict[int, list[cp_model.IntervalVar]] = {}
+        self._run_ops()
+        self._send()
+        for intervals in self._queues.values():
+            self.model.add_no_overlap(intervals)
+        self._fit()
+        self.step = self.model.new_int_var(0, self.horizon, "step")
+        self.model.add_max_equality(self.step, self.end)
+        self.model.minimize(self.step)
+
+    def _choices(self) -> list[dict[int, cp_model.IntVar]]:
+        """{device: whether the op is there} of each op; the members of a group share theirs."""
+        rows = units(self.problem)
+        of_unit = []
+        for unit, row in enumerate(rows.allowed):
+            choice = {
+                d: self.model.new_bool_var(f"{unit} on {d}") for d in np.flatnonzero(row).tolist()
+            }
+            self.model.add_exactly_one(choice.values())
+            of_unit.append(choice)
+        return [of_unit[unit] for unit in rows.group_of.tolist()]
+
+    def _run_ops(self) -> None:
+        """Each op takes its time on its device, which runs one at a time."""
+        running: dict[int, list[cp_model.IntervalVar]] = {}
+        for i, choice in enumerate(self.is_on):
+            for d, chosen in choice.items():
+                cost = int(self.problem.cost_ns[i, d])
+                interval = self.model.new_optional_interval_var(
+                    self.start[i], cost, self.end[i], chosen, f"{i} runs on {d}"
+                )
+                running.setdefault(d, []).append(interval)
+        for intervals in running.values():
+            self.model.add_no_overlap(intervals)
+
+    def _send(self) -> None:
+        """An op starts when its inputs are on its device."""
+        graph = self.problem.graph
+        source = edge_sources(graph)
+        for i in range(len(graph)):
+            edges = np.flatnonzero(source == i).tolist()
+            for e in edges:
+                self.model.add(self.start[int(graph.successors[e])] >= self.end[i])
+            together = (
+                [edges] if self.problem.cluster.once_per_destination else [[e] for e in edges]
+            )
+            for shared in together:
+                for s, is_source in self.is_on[i].items():
+                    for d in range(self.problem.device_count):
+                        if d != s and shared:
+                            self._transfer(i, shared, s, d, is_source)
+
+    def _transfer(
+        self, i: int, edges: list[int], s: int, d: int, is_source: cp_model.IntVar
+    ) -> None:
+        """One transfer of the output of op i from s to d, if one of the edges needs it there."""
+        graph, problem, model = self.problem.graph, self.problem, self.model
+        readers = [
+            (self.is_on[j][d], j, problem.transfer_ns(int(graph.edge_bytes[e]), s, d))
+            for e in edges
+            if d in self.is_on[j := int(graph.successors[e])]
+        ]
+        if not problem.connected[s, d]:
+            for there, _, _ in readers:
+                model.add_bool_or(is_source.negated(), there.negated())
+            return
+        if not readers:
+            return
+        name = f"{i}, {edges[0]} from {s} to {d}"
+        sent = model.new_bool_var(name)
+        longest = max(ns for _, _, ns in readers)
+        duration = model.new_int_var(min(ns for _, _, ns in readers), longest, f"ns of {name}")
+        begin = model.new_int_var(0, self.horizon, f"begin of {name}")
+        arrival = model.new_int_var(0, self.horizon + longest, f"arrival of {name}")
+        interval = model.new_optional_interval_var(begin, duration, arrival, sent, name)
+        model.add(begin >= self.end[i]).only_enforce_if(sent)
+        for there, j, ns in readers:
+            model.add_bool_or(is_source.negated(), there.negated(), sent)
+            model.add(self.start[j] >= arrival).only_enforce_if(is_source, there)
+            model.add(duration >= ns).only_enforce_if(is_source, there)
+        for queue in (int(problem.queue[s, d]), int(problem.second_queue[s, d])):
+            if queue != NO_QUEUE:
+                self._queues.setdefault(queue, []).append(interval)
+
+    def _fit(self) -> None:
+        """What stays on a device for the whole step fits into its memory."""
+        size = (self.problem.graph.resident_bytes + self.problem.held_bytes).tolist()
+        for d, room in enumerate(self.problem.memory_bytes.tolist()):
+            used = [size[i] * choice[d] for i, choice in enumerate(self.is_on) if d in choice]
+            if used and sum(size) > room:
+                self.model.add(sum(used) <= room)
+
+    def hint(self, plan: Candidate) -> None:
+        """Begin with the devices of a plan."""
+        hinted = set()
+        for choice, device in zip(self.is_on, plan.devices.tolist(), strict=True):
+            for d, chosen in choice.items():
+                if chosen.index not in hinted:
+                    hinted.add(chosen.index)
+                    self.model.add_hint(chosen, int(d == device))
+
+
+def _horizon_ns(problem: Problem) -> int:
+    """Longer than any step without idle time: all ops at their dearest, all edges sent."""
+    longest = problem.cost_ns.max(axis=1).sum()
+    slowest = 0.0
+    for s, d in np.argwhere(problem.connected).tolist():
+        if s != d:
+            pair = problem.latency_s[s, d] + (
+                problem.graph.edge_bytes / problem.bandwidth_bytes_per_s[s, d]
+            )
+            slowest = max(slowest, float(pair.sum()) * 1e9)
+    copies = 1 if problem.cluster.once_per_destination else 2
+    return int(longest + copies * problem.device_count * slowest) + problem.graph.edge_count + 1
+
+
+class _Replay(cp_model.CpSolverSolutionCallback):
+    """Has every solution judged by the simulator."""
+
+    def __init__(self, model: _Model, tally: Tally) -> None:
+        super().__init__()
+        self.plan = model
+        self.tally = tally
+
+    def on_solution_callback(self) -> None:
+        devices = np.array(
+            [
+                next(d for d, chosen in choice.items() if self.boolean_value(chosen))
+                for choice in self.plan.is_on
+            ],
+            np.int32,
+        )
+        start = np.array([self.value(var) for var in self.plan.start])
+        by_level = self.tally.judge.outline.bottom_level
+        for priority in (by_start(self.plan.problem, start), by_level):
+            if self.tally.over():
+                self.stop_search()
+                return
+            self.tally.judged(devices, priority)
+
+
+def by_start(problem: Problem, start_ns: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Priorities (N,) in the order of starts (N,); of equal ones the topologically first."""
+    order = problem.graph.topological[
+        np.argsort(start_ns[problem.graph.topological], kind="stable")
+    ]
+    priority = np.empty(problem.op_count)
+    priority[order] = np.arange(problem.op_count, 0, -1)
+    return priority
+
+
+class _Watch:
+    """Stops a solver, from a thread of its own, once somebody asks."""
+
+    def __init__(self, tally: Tally, solver: cp_model.CpSolver) -> None:
+        self.tally = tally
+        self.solver = solver
+        self.done = threading.Event()
+        self.thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        should_stop = self.tally.meter.should_stop
+        while should_stop is not None and not self.done.wait(LOOK_S):
+            if should_stop():
+                self.solver.stop_search()
+
+    def __enter__(self) -> None:
+        self.thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.done.set()
+        self.thread.join()

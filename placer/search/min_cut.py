@@ -1,0 +1,70 @@
+"""Parts of about equal time with little to transfer between them, by METIS.
+
+Karypis and Kumar, "A fast and high quality multilevel scheme for partitioning irregular graphs"
+(SIAM J. Sci. Comput., 1998). A vertex is a co-location group or an op and weighs what it costs on
+average; an edge weighs its mean transfer time; a device gets work in proportion to its speed.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import pymetis
+from numpy.typing import NDArray
+
+from graphs.quotient import edge_sources
+from placer.search.grouping import Grouping
+from placer.search.outline import Outline
+from placer.search.trivial import spread
+
+LARGEST_WEIGHT: Final = 1 << 30
+"""Of all vertices, or of all edges, together: METIS may count in 32 bits."""
+
+
+def min_cut(rows: Grouping, outline: Outline, seed: int) -> NDArray[np.int32]:
+    """Devices (N,) of the ops of :func:`placer.search.grouping.units`.
+
+    METIS knows no pins: an op that may not run where its part does goes to the cheapest device that
+    it may. It sees an undirected graph, so parts are balanced as a whole, not moment by moment.
+    """
+    count, device_count = rows.cost_ns.shape
+    if device_count == 1 or count == 1:
+        return spread(rows.problem, np.zeros(rows.problem.op_count, np.int64))
+    runs = rows.allowed.sum(axis=1)
+    start, neighbours, weight = _adjacency(rows, outline)
+    busy = np.maximum(rows.cost_ns.sum(axis=0) / np.maximum(rows.allowed.sum(axis=0), 1), 1.0)
+    speed = np.where(rows.allowed.any(axis=0), 1.0 / busy, 0.0)
+    _, part = pymetis.part_graph(
+        device_count,
+        pymetis.CSRAdjacency(start, neighbours),
+        vweights=_whole(rows.cost_ns.sum(axis=1) / runs).tolist(),
+        eweights=_whole(weight).tolist(),
+        tpwgts=(speed / speed.sum()).tolist(),
+        recursive=False,
+        options=pymetis.Options(seed=seed),
+    )
+    return spread(rows.problem, np.array(part, np.int64)[rows.group_of])
+
+
+def _adjacency(
+    rows: Grouping, outline: Outline
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
+    """Neighbours of each vertex in one list, where its own start, and the weights of the edges."""
+    graph, count = rows.problem.graph, len(rows)
+    edge_ns = np.empty(graph.edge_count)
+    edge_ns[graph.predecessor_edge] = outline.edge_ns
+    source, target = rows.group_of[edge_sources(graph)], rows.group_of[graph.successors]
+    ends = np.concatenate([source * count + target, target * count + source])
+    ends, inverse = np.unique(ends, return_inverse=True)
+    weight = np.bincount(inverse, np.concatenate([edge_ns, edge_ns]), minlength=len(ends))
+    between = ends // count != ends % count
+    ends, weight = ends[between], weight[between]
+    start = np.searchsorted(ends // count, np.arange(count + 1))
+    return start, ends % count, weight
+
+
+def _whole(weight: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Weights as whole numbers from 1."""
+    scale = min(1.0, LARGEST_WEIGHT / max(float(weight.sum()), 1.0))
+    return np.maximum(np.rint(weight * scale), 1.0).astype(np.int64)

@@ -1,0 +1,70 @@
+"""Judges plans one by one while the budget lasts, and keeps the best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placer.search.budget import Meter
+from placer.search.candidate import Candidate
+from placer.search.judge import OVERFULL_NS, Judge
+
+
+class Tally:
+    """The best of the plans that were judged.
+
+    The first plan is judged whatever the budget, so that there is always a best.
+    """
+
+    def __init__(
+        self,
+        judge: Judge,
+        meter: Meter,
+        name: str,
+        progress: Callable[[float, str], None] | None = None,
+    ) -> None:
+        """Count on ``meter``; the best will be called ``name``."""
+        self.judge = judge
+        self.meter = meter
+        self.name = name
+        self.progress = progress
+        self._best: tuple[int, NDArray[np.int32], NDArray[np.float64]] | None = None
+
+    def over(self) -> bool:
+        """Whether no further plan may be judged."""
+        return self._best is not None and self.meter.over()
+
+    def room(self, most: int) -> int:
+        """How many plans of ``most`` the budget of evaluations has room for, at least 1."""
+        left = self.meter.left()
+        return most if left is None else max(min(most, left), 1)
+
+    def judged(self, devices: NDArray[np.int32], priority: NDArray[np.float64]) -> int:
+        """Cost of a plan, (N,) each, as the judge counts it."""
+        cost = int(self.judge.costs(devices[None], priority[None])[0])
+        self.meter.spend(1)
+        if self._best is None or cost < self._best[0]:
+            self._best = cost, devices.copy(), priority.copy()
+        if self.progress is not None:
+            best = self._best[0]
+            shown = "nothing fits" if best >= OVERFULL_NS else f"{best / 1e6:.3f} ms"
+            self.progress(min(self.meter.share(), 1.0), f"{self.name}, {shown}")
+        return cost
+
+    def all_judged(
+        self, devices: NDArray[np.int32], priority: NDArray[np.float64]
+    ) -> NDArray[np.int64]:
+        """Costs of the first plans of (B, N) each: of fewer than B where the budget ends."""
+        costs: list[int] = []
+        for where, when in zip(devices, priority, strict=True):
+            if self.over():
+                break
+            costs.append(self.judged(where, when))
+        return np.array(costs, np.int64)
+
+    def best(self) -> Candidate:
+        """The best plan; the first of equal ones."""
+        assert self._best is not None, "a placer judges at least one plan"
+        return self.judge.candidate(self.name, *self._best[1:])

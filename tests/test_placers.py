@@ -1,0 +1,293 @@
+"""Every placer by its name: the contract, how names are looked up, and the doors to them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from random_problems import random_problem
+from torch import nn
+
+import placer
+from envs.cluster import Cluster, Device, Link
+from envs.simulator import INFEASIBLE_NS
+from placer.cli.main import main
+from placer.objectives import Objective
+from placer.placers import contract, listings, placer_named, registry
+from placer.placers.contract import CHECKS, Make
+from placer.placers.placer import STEPS
+from placer.placers.round_robin import Turns
+from placer.placers.rule import Plan, Rule
+from placer.placers.sampling import Sampling
+from placer.placers.single_device import Single
+from placer.policies import load
+from placer.search.budget import Budget
+from placer.search.candidate import Candidate
+from placer.search.judge import Judge
+from placer.search.tally import Tally
+
+POLICY = load("generalist")
+NAMES = [listing.name for listing in registry.OWN]
+Files = Callable[..., tuple[Path, Path]]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_placer_keeps_the_contract(name: str, check: Callable[[Make], None]) -> None:
+    check(lambda: placer_named(name, POLICY))
+
+
+class Anywhere(Rule):
+    """Ignores where ops may run."""
+
+    def plans(self, judge: Judge) -> list[Plan]:
+        """All on the first device."""
+        count = judge.problem.op_count
+        return [("anywhere", np.zeros(count, np.int32), np.zeros(count))]
+
+
+class Boastful(Turns):
+    """Says that its steps are shorter than they are."""
+
+    def place(self, *args: Any, **named: Any) -> list[Candidate]:
+        """Half of the truth."""
+        return [replace(plan, step_ns=plan.step_ns // 2) for plan in super().place(*args, **named)]
+
+
+class Optimist(Turns):
+    """Calls plans feasible that the simulator does not."""
+
+    def place(self, *args: Any, **named: Any) -> list[Candidate]:
+        """What does not fit takes no time."""
+        return [
+            replace(plan, step_ns=0 if plan.step_ns == INFEASIBLE_NS else plan.step_ns)
+            for plan in super().place(*args, **named)
+        ]
+
+
+class Moody(Sampling):
+    """Draws with random numbers of its own, whatever the seed."""
+
+    name: ClassVar[str] = "moody"
+    random: ClassVar[np.random.Generator] = np.random.default_rng()
+
+    def sample(self, tally: Tally, seed: int) -> None:
+        """One plan with random priorities."""
+        problem = tally.judge.problem
+        home = problem.allowed.argmax(axis=1).astype(np.int32)
+        tally.judged(home, self.random.random(problem.op_count))
+
+
+class Tireless(Sampling):
+    """Judges a thousand plans, whatever the budget and whoever asks it to stop."""
+
+    name: ClassVar[str] = "tireless"
+
+    def sample(self, tally: Tally, seed: int) -> None:
+        """The same plan again and again."""
+        problem = tally.judge.problem
+        home = problem.allowed.argmax(axis=1).astype(np.int32)
+        tally.meter.over()
+        for _ in range(1000):
+            tally.judged(home, np.zeros(problem.op_count))
+
+
+class Backward(Single):
+    """Has the worst plan first."""
+
+    def place(self, *args: Any, **named: Any) -> list[Candidate]:
+        """The other way round."""
+        return super().place(*args, **named)[::-1]
+
+
+class Silent(Turns):
+    """Has no plans."""
+
+    def place(self, *args: Any, **named: Any) -> list[Candidate]:
+        """Nothing."""
+        return []
+
+
+@pytest.mark.parametrize(
+    ("make", "check", "message"),
+    [
+        (Anywhere, contract.plans_are_whole, "may not run where it is"),
+        (Boastful, contract.steps_are_the_simulators, "the simulator"),
+        (Optimist, contract.steps_are_the_simulators, "the simulator"),
+        (Moody, contract.same_seed_same_plans, "with seed 3 differ"),
+        (Tireless, contract.evaluations_are_kept, "evaluations for"),
+        (Tireless, contract.seconds_are_kept, "after the end"),
+        (Tireless, contract.a_stop_is_heard, "after a stop was asked for"),
+        (Backward, contract.steps_are_the_simulators, "not the best first"),
+        (Backward, contract.objectives_are_served, "not the smallest load first"),
+        (Silent, contract.small_budgets_give_plans, "no plan for"),
+    ],
+)
+def test_the_contract_notices_who_breaks_it(
+    make: Make, check: Callable[[Make], None], message: str
+) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check(make)
+
+
+def test_a_check_leaves_the_clock_and_the_judges_as_they_were() -> None:
+    before = (Judge.costs, time.perf_counter)
+    contract.seconds_are_kept(Turns)
+    assert before == (Judge.costs, time.perf_counter)
+
+
+def test_a_wrong_name_is_answered_with_what_there_is() -> None:
+    with pytest.raises(ValueError, match=r"no placer 'anealing': there are portfolio, .*exact"):
+        placer_named("anealing")
+    with pytest.raises(ValueError, match="did you mean 'annealing'"):
+        placer_named("anealing")
+
+
+def test_an_objective_that_a_placer_does_not_serve_is_refused() -> None:
+    with pytest.raises(ValueError, match="'heft' serves the objective latency and throughput, not"):
+        placer_named("heft", objective="max-load")
+
+
+@pytest.mark.parametrize(("name", "module"), [("exact", "ortools"), ("min-cut", "pymetis")])
+def test_what_is_not_installed_is_told_with_the_line_that_installs_it(
+    name: str, module: str
+) -> None:
+    code = (
+        f"import sys; sys.modules[{module!r}] = None\n"
+        "from placer.placers import placer_named\n"
+        f"try:\n placer_named({name!r})\nexcept ValueError as error:\n print(error)"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    assert told.strip() == f"placer '{name}' needs {module}: pip install 'device-placer[bench]'"
+
+
+def plugged(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
+    points = [EntryPoint(name, value, registry.GROUP) for name, value in values.items()]
+    monkeypatch.setattr(registry, "entry_points", lambda group: points)
+
+
+def test_a_plug_in_is_listed_and_used_but_replaces_nothing(
+    monkeypatch: pytest.MonkeyPatch, files: Files, tmp_path: Path
+) -> None:
+    plugged(monkeypatch, mine="test_placers:Turns", heft="test_placers:Turns")
+    assert [listing.name for listing in listings()] == [*NAMES, "mine"]
+    assert type(placer_named("mine")) is Turns
+    assert type(placer_named("heft")) is not Turns
+    graph, cluster = files()
+    arguments = ["optimize", str(graph), "--cluster", str(cluster), "--placer", "mine"]
+    assert main([*arguments, "--out", str(tmp_path / "p.json")]) == 0
+
+
+def test_a_plug_in_that_cannot_be_loaded_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    plugged(monkeypatch, mine="no_such_module:Mine", other="test_placers:Nobody")
+    with pytest.raises(ValueError, match="'mine' of a plug-in cannot be loaded: No module named"):
+        placer_named("mine")
+    with pytest.raises(ValueError, match=r"'other' of a plug-in cannot be loaded: .*Nobody"):
+        placer_named("other")
+
+
+def test_placers_are_listed_without_loading_any(capsys: pytest.CaptureFixture[str]) -> None:
+    code = (
+        "import sys\nfrom placer.cli.main import main\nmain(['placers'])\n"
+        "print(sorted({'torch', 'numpy', 'numba', 'rich', 'ortools'} & set(sys.modules)))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    lines = out.stdout.splitlines()
+    assert lines[-1] == "[]"
+    assert [line.split()[0] for line in lines[: len(NAMES)]] == NAMES
+    assert main(["placers", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [entry["name"] for entry in listed] == NAMES
+    assert all(entry["summary"] for entry in listed)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_whatever_the_placer_heuristics_take_part(name: str) -> None:
+    problem = random_problem(3, ops=25, devices=3)
+    found = Objective().search(problem, Budget(evaluations=20), 0, placer_named(name, POLICY))
+    names = [plan.name for plan in found]
+    heuristics = [f"single device:{d}" for d in range(3)] + ["layer split", "HEFT", "ETF"]
+    assert all(names.count(name) == 1 for name in heuristics)
+    steps = [plan.step_ns for plan in found]
+    assert steps == sorted(steps)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_micro_batches_and_loads_are_placed_or_refused(name: str) -> None:
+    problem = random_problem(1, ops=10, devices=2)
+    for objective in (
+        Objective(micro_batches=2),
+        Objective(name="throughput", micro_batches=3),
+        Objective(name="max-load"),
+    ):
+        if objective.name == "max-load" and placer_named(name, POLICY).objectives == STEPS:
+            with pytest.raises(ValueError, match="not max-load; 'portfolio' serves all"):
+                placer_named(name, POLICY, objective=objective.name)
+            continue
+        searcher = placer_named(name, POLICY, objective=objective.name)
+        plans = objective.search(problem, Budget(evaluations=30), 0, searcher)
+        assert {plan.devices.shape for plan in plans} == {(10,)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_command_takes_every_name(
+    name: str, files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    graph, cluster = files()
+    arguments = ["optimize", str(graph), "--cluster", str(cluster), "--placer", name]
+    out = tmp_path / "p.json"
+    assert main([*arguments, "--budget", "20e", "--out", str(out), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["speed_up"] >= 1.0
+    assert out.is_file()
+
+
+def test_the_command_refuses_what_it_cannot_have(
+    files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    graph, cluster = files()
+    arguments = ["optimize", str(graph), "--cluster", str(cluster), "--out", str(tmp_path / "p")]
+    assert main([*arguments, "--placer", "heff"]) == 2
+    assert "did you mean 'heft'" in capsys.readouterr().err
+    assert main([*arguments, "--placer", "policy", "--policy", "none"]) == 2
+    assert "is nothing without a trained policy" in capsys.readouterr().err
+    assert main([*arguments, "--placer", "heft", "--objective", "max-load"]) == 2
+    assert "'portfolio' serves all" in capsys.readouterr().err
+
+
+def test_a_model_is_placed_by_the_placer_that_is_named() -> None:
+    names = ("cuda:6", "cuda:7")
+    device = Device(
+        name="any",
+        kind="gpu",
+        memory_bytes=10**10,
+        peak_flop_per_s=1e13,
+        bandwidth_bytes_per_s=1e12,
+    )
+    cluster = Cluster(
+        name="elsewhere",
+        devices=tuple(replace(device, name=name) for name in names),
+        links=(Link(between=names, latency_s=1e-5, bandwidth_bytes_per_s=1e10),),
+    )
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    place = partial(
+        placer.optimize, model, torch.ones(2, 8), training=False, devices=cluster, progress=False
+    )
+    found = place(placer="cross-entropy", budget="20e")
+    assert {"cross-entropy", "single cuda:6", "HEFT"} <= {row.name for row in found.rows}
+    assert not {"annealing", "evolution", "policy"} & {row.name for row in found.rows}
+    with pytest.raises(ValueError, match="there is no placer 'cem'"):
+        place(placer="cem")
