@@ -1,76 +1,273 @@
-"""How good are plans after equal time: heuristics, the learned policy, search, plain deep RL.
+"""How good plans are: at equal seconds, at equal evaluations, and against known optima.
 
-    python -m benchmarks.search
+    python -m benchmarks.search [--quick]
 
-Graphs that the shipped policy never saw, of all families. Numbers are step times relative to the
-best of {single device, HEFT, ETF}, geometric means with the range over the search seeds; smaller is
-better. MaskablePPO places op by op and learns from nothing within its budget.
+All on one core, by the same simulator and the same clock, on the problems of
+benchmarks/instances.py. Unless said, numbers are step times relative to the best of {single device,
+HEFT, ETF}, geometric means over the problems: medians over five seeds with their range; smaller is
+better. "Initial weights" is the same portfolio with the network that training begins with: HEFT,
+and samples around it. ``--quick`` takes one seed, and leaves out the ten-second budgets.
 """
 
 from __future__ import annotations
 
+import argparse
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.instances import communicating, judged, planted_instances
+from benchmarks.simulator import cluster_of, flat_layered
+from envs.problem import Problem
+from placer.placers.placer import Placer
+from placer.placers.portfolio import Portfolio
+from placer.placers.registry import placer_named
 from placer.policies import Policy, load
 from placer.policies.maskable import maskable_ppo
-from placer.policies.pool import Exercise, draw_pool
-from placer.policies.training import baselines, scores
+from placer.policies.network import ACTION_SCALE
+from placer.policies.pool import Exercise
+from placer.policies.training.config import Ppo
+from placer.policies.training.scores import scores
 from placer.search.budget import Budget
-from placer.search.portfolio import load_compiled_code, search
+from placer.search.candidate import Candidate, ranked
+from placer.search.decoder import HEFT, WEIGHT_COUNT
+from placer.search.judge import Judge
+from placer.search.portfolio import load_compiled_code
 
-GRAPHS = 14
-LARGEST_OPS = 600
-DRAWN_FROM = 991  # a seed that training does not use
-SEEDS = (0, 1, 2)
-BUDGETS_S = (0.1, 1.0)
+SEEDS = 5
+POLICIES = ("synthetic-only", "generalist")
+SHORT_S = (0.1, 1.0)
+LONG_S = 10.0
+EVALUATIONS = 1000
+NOISE = 0.15
+DRAWS = 12
+LARGE_OPS = 100_000
+LARGE_S = 20.0
 MASKABLE_S = 10.0
 
 
-def main() -> None:
+class Initial:
+    """What a policy proposes before it is trained."""
+
+    def propose(
+        self, judge: Judge, known: list[Candidate]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """HEFT, with the deviation that training begins with."""
+        spread = ACTION_SCALE * math.exp(Ppo().log_std)
+        return np.array([HEFT]), np.full((1, WEIGHT_COUNT), spread)
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Ratios of one way to search, (seeds, problems)."""
+
+    name: str
+    ratios: NDArray[np.float64]
+
+    def means(self) -> list[float]:
+        """Of each seed, in order of size."""
+        return sorted(np.exp(np.log(self.ratios).mean(axis=1)).tolist())
+
+    def median(self) -> float:
+        return float(np.median(self.means()))
+
+    def line(self) -> str:
+        means = self.means()
+        spread = f"   ({means[0]:.3f} to {means[-1]:.3f})" if len(means) > 1 else ""
+        return f"  {self.name:42} {self.median():.3f}{spread}"
+
+
+def main(quick: bool = False) -> None:
+    seeds = 1 if quick else SEEDS
     load_compiled_code()
-    pool = draw_pool(DRAWN_FROM, GRAPHS, LARGEST_OPS)
-    policy = load("generalist")
-    sizes = [item.judge.problem.op_count for item in pool]
-    print(f"{len(pool)} graphs of {min(sizes)} to {max(sizes)} ops")
-    for name, value in baselines(pool).items():
-        line(name, [value])
-    alone, sampled = scores(policy, pool)
-    line("policy, one decode", [geometric_mean(alone)])
-    line("policy, best of 16", [geometric_mean(sampled)])
-    for seconds in BUDGETS_S:
-        line(f"search, untrained, {seconds:g} s", over_seeds(pool, seconds, None))
-        line(f"search with policy, {seconds:g} s", over_seeds(pool, seconds, policy))
-    smallest = pool[int(np.argmin(sizes))]
-    problem = smallest.judge.problem
-    found = maskable_ppo(problem, Budget(seconds=MASKABLE_S), seed=0)
-    [best] = over_seeds([smallest], 0.1, policy)[:1]
-    print(f"the smallest, {problem.op_count} ops ({smallest.family}):")
-    line(f"MaskablePPO, {MASKABLE_S:g} s", [smallest.ratio(found.step_ns)])
-    line("search with policy, 0.1 s", [best])
+    problems = judged()
+    sizes = [item.judge.problem.op_count for item in problems]
+    print(f"{len(problems)} problems of {min(sizes)} to {max(sizes)} ops, {seeds} seeds")
+    policies = {name: load(name) for name in POLICIES}
+    for name, policy in policies.items():
+        of_policy(name, policy, problems, seeds)
+    for seconds in SHORT_S:
+        at_budget(problems, Budget(seconds=seconds), policies, seeds)
+    at_budget(problems, Budget(evaluations=EVALUATIONS), policies, seeds)
+    each_training_seed(problems, policies["synthetic-only"], seeds)
+    if not quick:
+        at_budget(problems, Budget(seconds=LONG_S), policies, 1, by_problem=True)
+    heavy(policies, seeds, quick)
+    under_noise(problems, policies["generalist"])
+    on_planted(policies["generalist"], 1.0 if quick else LONG_S)
+    large(policies["generalist"])
+    op_by_op(problems, policies["generalist"])
 
 
-def over_seeds(pool: list[Exercise], seconds: float, policy: Policy | None) -> list[float]:
-    means = []
-    for seed in SEEDS:
-        steps = [
-            search(item.judge.problem, Budget(seconds=seconds), seed, policy)[0].step_ns
-            for item in pool
+def of_policy(name: str, policy: Policy, problems: Sequence[Exercise], seeds: int) -> None:
+    found = [scores(policy, problems, seed) for seed in range(seeds)]
+    print(Scores(f"{name}, one decode", np.stack([found[0][0]])).line())
+    print(Scores(f"{name}, best of 16", np.stack([best for _, best in found])).line())
+
+
+def at_budget(
+    problems: Sequence[Exercise],
+    budget: Budget,
+    policies: dict[str, Policy],
+    seeds: int,
+    *,
+    by_problem: bool = False,
+) -> None:
+    """Annealing, and the portfolio with nothing learnt, with initial weights, with policies."""
+    print(f"{budget}")
+    annealing = found("annealing", placer_named("annealing"), problems, budget, seeds)
+    print(annealing.line())
+    for name, proposer in (("without a policy", None), ("with initial weights", Initial())):
+        print(found(f"portfolio {name}", Portfolio(proposer), problems, budget, seeds).line())
+    for name, policy in policies.items():
+        own = found(f"portfolio with {name}", Portfolio(policy), problems, budget, seeds)
+        print(own.line())
+        against(own, annealing, problems, by_problem)
+
+
+def against(
+    own: Scores, other: Scores, problems: Sequence[Exercise], by_problem: bool = False
+) -> None:
+    """How a way to search compares with another, problem by problem."""
+    relative = np.exp(np.log(own.ratios / other.ratios).mean(axis=0))
+    worst = int(relative.argmax())
+    mean = float(np.exp(np.log(relative).mean()))
+    print(f"    / {other.name}: {mean:.3f}; worst {relative[worst]:.3f} ({problems[worst].family})")
+    if by_problem:
+        for k, item in enumerate(problems):
+            mine, theirs = (np.median(each.ratios[:, k]) for each in (own, other))
+            print(f"      {item.family:24} {mine:.3f}  {theirs:.3f}")
+
+
+def each_training_seed(problems: Sequence[Exercise], policy: Policy, seeds: int) -> None:
+    """What learning is worth, for each training seed alone."""
+    budget = Budget(seconds=SHORT_S[0])
+    print(f"{budget}, each training seed of {policy.name} alone")
+    initial = found("initial weights", Portfolio(Initial()), problems, budget, seeds)
+    print(initial.line())
+    alone = [replace(policy, others=()), *policy.others]
+    own = [
+        found(f"seed {number}", Portfolio(member), problems, budget, seeds)
+        for number, member in zip(training_seeds(policy), alone, strict=True)
+    ]
+    for each in own:
+        print(f"{each.line()}   initial / this {initial.median() / each.median():.3f}")
+    mean = float(np.exp(np.mean([np.log(each.median()) for each in own])))
+    print(f"    initial / geometric mean of the seeds: {initial.median() / mean:.3f}")
+
+
+def training_seeds(policy: Policy) -> list[int]:
+    """Of a policy and its others, in their order."""
+    return [policy.card["seed"], *policy.card["others"]]
+
+
+def heavy(policies: dict[str, Policy], seeds: int, quick: bool) -> None:
+    """Four times as much to send as to compute."""
+    problems = communicating()
+    print("communication-heavy")
+    for seconds, count in ((1.0, seeds), (LONG_S, 1)):
+        if quick and seconds == LONG_S:
+            continue
+        budget = Budget(seconds=seconds)
+        annealing = found(
+            f"annealing, {budget}", placer_named("annealing"), problems, budget, count
+        )
+        print(annealing.line())
+        for name, policy in policies.items():
+            own = found(f"{name}, {budget}", Portfolio(policy), problems, budget, count)
+            print(own.line())
+            against(own, annealing, problems)
+
+
+def under_noise(problems: Sequence[Exercise], policy: Policy) -> None:
+    """What remains of the gain over the best heuristic when all costs and sizes are wrong."""
+    nominal, noisy = [], []
+    for item in problems:
+        plans = [
+            ranked(item.known)[0],
+            Portfolio(policy).place(item.judge.problem, Budget(seconds=1.0), 0)[0],
         ]
-        ratios = [item.ratio(step) for item, step in zip(pool, steps, strict=True)]
-        means.append(geometric_mean(np.array(ratios)))
-    return means
+        nominal.append([plan.step_ns for plan in plans])
+        costs = [perturbed_costs(item.judge.problem, plans, draw) for draw in range(DRAWS)]
+        noisy.append(np.mean(costs, axis=0))
+    gain, left = (
+        -float(np.log(np.array(steps)[:, 1] / np.array(steps)[:, 0]).mean())
+        for steps in (nominal, noisy)
+    )
+    print(
+        f"costs and sizes off by {NOISE:.0%}: {left / gain:.0%} of the gain over the best "
+        f"heuristic remains ({math.exp(-gain):.3f} becomes {math.exp(-left):.3f})"
+    )
 
 
-def geometric_mean(ratios: NDArray[np.float64]) -> float:
-    return float(np.exp(np.log(ratios).mean()))
+def perturbed_costs(problem: Problem, plans: Sequence[Candidate], draw: int) -> NDArray[np.int64]:
+    """Steps of plans on a problem whose costs and bytes are log-normally off."""
+    rng = np.random.default_rng(draw)
+    graph = problem.graph
+    cost_factor = np.exp(NOISE * rng.standard_normal(len(graph)))
+    byte_factor = np.exp(NOISE * rng.standard_normal(len(graph.edge_bytes)))
+    changed = replace(
+        graph,
+        cost_s={kind: cost * cost_factor for kind, cost in graph.cost_s.items()},
+        edge_bytes=(graph.edge_bytes * byte_factor).round().astype(np.int64),
+    )
+    judge = Judge(Problem.of(changed, problem.cluster))
+    devices = np.array([plan.devices for plan in plans])
+    return judge.costs(devices, np.array([plan.priority for plan in plans]))
 
 
-def line(name: str, values: list[float]) -> None:
-    ordered = sorted(values)
-    spread = f"   ({ordered[0]:.3f} to {ordered[-1]:.3f})" if len(values) > 1 else ""
-    print(f"  {name:32} {ordered[len(ordered) // 2]:.3f}{spread}")
+def on_planted(policy: Policy, seconds: float) -> None:
+    """The gap to optima that are known."""
+    gaps = []
+    for item, made in planted_instances():
+        best = Portfolio(policy).place(item.judge.problem, Budget(seconds=seconds), 0)[0]
+        gaps.append(best.step_ns / (made.step_s * 1e9) - 1.0)
+    print(
+        f"planted optima, {len(gaps)} problems, {seconds:g} s: median gap {np.median(gaps):.2%}, "
+        f"worst {max(gaps):.2%}"
+    )
+
+
+def large(policy: Policy) -> None:
+    """Many ops."""
+    began = time.perf_counter()
+    problem = Problem.of(flat_layered(LARGE_OPS, 64, seed=3), cluster_of(8))
+    plans = Portfolio(policy).place(problem, Budget(seconds=LARGE_S), 0)
+    spent = time.perf_counter() - began
+    [heft] = [plan for plan in plans if plan.name == "HEFT"]
+    ratio = plans[0].step_ns / heft.step_ns
+    print(f"{LARGE_OPS:,} ops on 8 devices: {spent:.1f} s, {ratio:.4f} of HEFT ({plans[0].name})")
+
+
+def op_by_op(problems: Sequence[Exercise], policy: Policy) -> None:
+    """Plain deep RL, which learns from nothing within its budget."""
+    smallest = min(problems, key=lambda item: item.judge.problem.op_count)
+    problem = smallest.judge.problem
+    plan = maskable_ppo(problem, Budget(seconds=MASKABLE_S), seed=0)
+    best = Portfolio(policy).place(problem, Budget(seconds=0.1), 0)[0]
+    ratios = [smallest.ratio(each.step_ns) for each in (plan, best)]
+    print(
+        f"{smallest.family}, {problem.op_count} ops: MaskablePPO {ratios[0]:.3f} after "
+        f"{MASKABLE_S:g} s, portfolio {ratios[1]:.3f} after 0.1 s"
+    )
+
+
+def found(
+    name: str, placer: Placer, problems: Sequence[Exercise], budget: Budget, seeds: int
+) -> Scores:
+    """Ratios of a placer."""
+
+    def ratio(item: Exercise, seed: int) -> float:
+        return item.ratio(placer.place(item.judge.problem, budget, seed)[0].step_ns)
+
+    return Scores(name, np.array([[ratio(p, seed) for p in problems] for seed in range(seeds)]))
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.search")
+    parser.add_argument("--quick", action="store_true", help="one seed, no ten-second budgets")
+    main(parser.parse_args().quick)

@@ -147,6 +147,13 @@ def _draw_inception(rng: np.random.Generator, max_ops: int) -> nx.DiGraph[str]:
     )
 
 
+def _draw_sharded(rng: np.random.Generator, max_ops: int) -> nx.DiGraph[str]:
+    programs = (sketches.matrix_chain, sketches.sharded_feed_forward, sketches.sharded_layer)
+    program = programs[int(rng.integers(len(programs)))]
+    shards, size = int(rng.integers(2, 6)), int(rng.integers(512, 4097))
+    return _fitting(lambda sizes: program(shards=sizes[0], size=size), (shards,), (1,), max_ops)
+
+
 def _fitting(
     build: Callable[[tuple[int, ...]], nx.DiGraph[str]],
     sizes: tuple[int, ...],
@@ -178,4 +185,5 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "moe": _draw_moe,
     "transformer": _draw_transformer,
     "inception": _draw_inception,
+    "sharded": _draw_sharded,
 }

@@ -14,7 +14,7 @@ from placer.search.tally import Tally
 
 
 class Proposed(Sampling):
-    """The plan that the policy's mean decodes to, then samples around it."""
+    """The plans that the policy's proposals decode to, then samples around the best of them."""
 
     name: ClassVar[str] = "policy"
 
@@ -26,9 +26,14 @@ class Proposed(Sampling):
     def sample(self, tally: Tally, seed: int) -> None:
         """The policy sees how the heuristics do; that is not counted."""
         judge = tally.judge
-        mean, deviation = self.policy.propose(judge, heuristics(judge))
+        means, deviations = self.policy.propose(judge, heuristics(judge))
+        costs: list[int] = []
+        for mean in means:
+            costs.append(tally.judged(*decode(judge.outline, mean)))
+            if tally.over():
+                return
+        best = int(np.argmin(costs))
         random = np.random.default_rng(seed)
-        weights = mean
         while not tally.over():
-            tally.judged(*decode(judge.outline, weights))
-            weights = mean + deviation * random.standard_normal(len(mean))
+            normal = random.standard_normal(len(means[best]))
+            tally.judged(*decode(judge.outline, means[best] + deviations[best] * normal))
