@@ -9,7 +9,6 @@ import pytest
 from random_problems import random_problem
 
 from placer.placers import placer_named
-from placer.placers.annealing import STARTS, STEPS_PER_START
 from placer.policies import load
 from placer.search.budget import Budget
 from placer.search.decoder import HEFT, decode
@@ -17,6 +16,7 @@ from placer.search.etf import etf
 from placer.search.heuristics import heuristics
 from placer.search.judge import Judge
 from placer.search.portfolio import search
+from placer.search.walking import MOST_STARTS, STEPS_PER_START
 
 ONCE = Budget(evaluations=1)
 
@@ -60,7 +60,7 @@ def test_annealing_finds_the_best_plan_of_a_tiny_graph(seed: int) -> None:
     orders = np.array(list(permutations(range(6))), np.float64)
     plans = np.array(list(product(range(2), repeat=6)), np.int32)
     best = min(int(judge.costs(np.tile(plan, (len(orders), 1)), orders).min()) for plan in plans)
-    budget = Budget(evaluations=STARTS * STEPS_PER_START + 100)
+    budget = Budget(evaluations=MOST_STARTS * STEPS_PER_START + 100)
     assert placer_named("annealing").place(problem, budget, seed)[0].step_ns == best
 
 

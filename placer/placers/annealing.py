@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar, Final
+from typing import ClassVar
 
 import numpy as np
 
@@ -16,13 +16,7 @@ from placer.search.candidate import Candidate, ranked
 from placer.search.heuristics import heuristics
 from placer.search.judge import Judge
 from placer.search.portfolio import load_compiled_code
-
-STARTS: Final = 3
-STEPS_PER_START: Final = 15_000
-"""It starts again where each start gets at least so many moves."""
-LARGEST_CHUNK: Final = 4096
-FINE: Final = 1_000_000_000
-"""Whole-number resolution of the schedule under a budget of seconds."""
+from placer.search.walking import MOST_STARTS, walk, worthwhile_starts
 
 
 class Annealed:
@@ -49,49 +43,20 @@ class Annealed:
         known = heuristics(judge)
         meter.spend(len(known))
         start, found = ranked(known)[0], []
-        starts = _starts(judge, start, meter)
-        seeds = np.random.SeedSequence(seed).generate_state(STARTS).tolist()
+        starts = worthwhile_starts(judge, start, meter)
+        seeds = np.random.SeedSequence(seed).generate_state(MOST_STARTS).tolist()
         begin = meter.share()
         for number in range(starts):
             if meter.over():
                 break
             annealing = Annealing(judge, start, seeds[number])
             meter.spend(1)
-            _walk(annealing, meter, begin + (1.0 - begin) * (number + 1) / starts, progress)
+            end = begin + (1.0 - begin) * (number + 1) / starts
+            walk(annealing, meter, end, lambda cost: _tell(progress, meter, cost))
             found.append(annealing.best())
         return ranked([*known, *ranked(found)[:1]])
 
 
-def _starts(judge: Judge, plan: Candidate, meter: Meter) -> int:
-    """How many starts the budget is good for."""
-    steps = meter.left()
-    if steps is None:
-        assert meter.budget.seconds is not None
-        began = meter.seconds()
-        judge.costs(plan.devices[None], plan.priority[None])
-        now = meter.seconds()
-        steps = int((meter.budget.seconds - now) / max(now - began, 1e-6))
-    return max(1, min(STARTS, steps // STEPS_PER_START))
-
-
-def _walk(annealing: Annealing, meter: Meter, end: float, progress: Progress | None) -> None:
-    """Anneal until ``end`` of the budget is spent, the schedule stretched over what is left."""
-    begin, evaluations = meter.share(), meter.budget.evaluations
-    total = FINE if evaluations is None else max(round(end * evaluations) - meter.spent, 0)
-    done, chunk = 0, 1
-    while not meter.over(end):
-        began = meter.seconds()
-        if evaluations is None:
-            steps, stride = chunk, 0
-            done = int((meter.share() - begin) / max(end - begin, 1e-9) * FINE)
-        else:
-            steps, stride = min(chunk, total - done), 1
-            if steps <= 0:
-                break
-        annealing.run(steps, first=done, stride=stride, total=total)
-        done += steps
-        meter.spend(steps)
-        rate = steps / max(meter.seconds() - began, 1e-6)
-        chunk = int(min(max(rate * meter.chunk_s, 1), 2 * chunk, LARGEST_CHUNK))
-        if progress is not None:
-            progress(min(meter.share(), 1.0), f"annealing, {annealing.best_cost / 1e6:.3f} ms")
+def _tell(progress: Progress | None, meter: Meter, cost: int) -> None:
+    if progress is not None:
+        progress(min(meter.share(), 1.0), f"annealing, {cost / 1e6:.3f} ms")

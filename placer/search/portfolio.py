@@ -24,6 +24,7 @@ from placer.search.decoder import HEFT, WEIGHT_COUNT
 from placer.search.evolution import Evolution
 from placer.search.heuristics import heuristics
 from placer.search.judge import Judge
+from placer.search.walking import MOST_STARTS, next_chunk, walk, worthwhile_starts
 
 SAMPLES: Final = 32
 SAMPLE_SHARE: Final = 0.25
@@ -35,14 +36,8 @@ EVOLUTION_DECODES: Final = 1500
 POPULATION: Final = 10
 TRAINED_SIGMA: Final = 0.25
 UNTRAINED_SIGMA: Final = 0.5
-STARTS: Final = 3
-STEPS_PER_START: Final = 15_000
-"""Annealing starts again from another plan where each start gets at least so many steps."""
-LARGEST_CHUNK: Final = 4096
 LONG_S: Final = 1.0
 LARGEST_BOUNDED: Final = 20_000
-FINE: Final = 1_000_000_000
-"""Whole-number resolution of the annealing schedule under a budget of seconds."""
 
 Progress = Callable[[float, str], None]
 
@@ -108,7 +103,7 @@ class _Search:
     ) -> None:
         self.judge = Judge(problem)
         self.meter = meter
-        self.seeds = np.random.SeedSequence(seed).generate_state(2 + STARTS).tolist()
+        self.seeds = np.random.SeedSequence(seed).generate_state(2 + MOST_STARTS).tolist()
         self.progress = progress
         self.bound_ns = lower_bound_ns(problem) if _pays(problem, meter.budget) else 0
         self.known: list[Candidate] = []
@@ -151,12 +146,13 @@ class _Search:
         best: Candidate | None = None
         while len(costs) < len(rows) and not self.meter.over(share):
             left = self.meter.left()
-            size = min(self.chunk, len(rows) - len(costs), left if left is not None else FINE)
+            size = min(self.chunk, len(rows) - len(costs))
+            size = size if left is None else min(size, left)
             began = self.meter.seconds()
             devices, priority, new = self.judge.decoded(rows[len(costs) : len(costs) + size])
             costs += new.tolist()
             self.meter.spend(size)
-            self._adapt(size, self.meter.seconds() - began)
+            self.chunk = next_chunk(self.meter, self.chunk, size, self.meter.seconds() - began)
             row = int(new.argmin())
             if best is None or new[row] < best.step_ns:
                 best = self.judge.candidate(name, devices[row], priority[row])
@@ -169,53 +165,26 @@ class _Search:
         """Improve the best plans op by op, each in an equal part of what is left."""
         if self.meter.over():
             return
-        self.chunk = 1
         starts = self._starts()
         began = self.meter.share()
         for number, start in enumerate(starts):
             annealing = Annealing(self.judge, start, self.seeds[2 + number])
             self.meter.spend(1)
             end = began + (1.0 - began) * (number + 1) / len(starts)
-            self._walk(annealing, end)
+            walk(annealing, self.meter, end, self._told)
             self._keep(annealing.best())
             if self.meter.over():
                 break
 
-    def _walk(self, annealing: Annealing, end: float) -> None:
-        """Anneal until ``end`` of the budget is spent, the schedule stretched over what is left."""
-        first_share = self.meter.share()
-        evaluations = self.meter.budget.evaluations
-        total = max(int(end * evaluations) - self.meter.spent, 0) if evaluations is not None else 0
-        done = 0
-        while not self.meter.over(end):
-            began = self.meter.seconds()
-            if evaluations is not None:
-                steps = min(self.chunk, total - done)
-                if steps <= 0:
-                    break
-                annealing.run(steps, first=done, stride=1, total=total)
-                done += steps
-            else:
-                steps = self.chunk
-                part = (self.meter.share() - first_share) / max(end - first_share, 1e-9)
-                annealing.run(steps, first=int(part * FINE), stride=0, total=FINE)
-            self.meter.spend(steps)
-            self._settle(annealing.best_cost)
-            self._adapt(steps, self.meter.seconds() - began)
-            self.report(self.meter.share(), f"annealing, {annealing.best_cost / 1e6:.3f} ms")
+    def _told(self, cost: int) -> None:
+        self._settle(cost)
+        self.report(self.meter.share(), f"annealing, {cost / 1e6:.3f} ms")
 
     def _starts(self) -> list[Candidate]:
         """The best plan; where there is time also the best heuristic and the next best plan."""
-        best = distinct(ranked(self.found + self.known), STARTS)
-        began = self.meter.seconds()
-        self.judge.costs(best[0].devices[None], best[0].priority[None])
+        best = distinct(ranked(self.found + self.known), MOST_STARTS)
+        count = worthwhile_starts(self.judge, best[0], self.meter)
         self.meter.spend(1)
-        left = self.meter.left()
-        if left is None:
-            assert self.meter.budget.seconds is not None
-            cost_s = max(self.meter.seconds() - began, 1e-6)
-            left = int((self.meter.budget.seconds - self.meter.seconds()) / cost_s)
-        count = max(1, min(STARTS, left // STEPS_PER_START))
         return distinct([best[0], *ranked(self.known), *best], count)
 
     def candidates(self) -> list[Candidate]:
@@ -234,17 +203,12 @@ class _Search:
         same = [c for c in self.found if c.name == candidate.name]
         others = [c for c in self.found if c.name != candidate.name]
         self._settle(candidate.step_ns)
-        self.found = others + distinct(ranked([*same, candidate]), STARTS)
+        self.found = others + distinct(ranked([*same, candidate]), MOST_STARTS)
 
     def _settle(self, cost: int) -> None:
         """Stop where nothing can be better."""
         if cost <= self.bound_ns:
             self.meter.stopped = True
-
-    def _adapt(self, steps: int, seconds: float) -> None:
-        """Choose how much to do until the next look at the clock."""
-        rate = steps / max(seconds, 1e-6)
-        self.chunk = int(min(max(rate * self.meter.chunk_s, 1), 2 * self.chunk, LARGEST_CHUNK))
 
 
 def _pays(problem: Problem, budget: Budget) -> bool:

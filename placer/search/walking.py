@@ -1,0 +1,60 @@
+"""Lets annealing run for a part of a budget, and says from how many starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from placer.search.annealing import Annealing
+from placer.search.budget import Meter
+from placer.search.candidate import Candidate
+from placer.search.judge import Judge
+
+MOST_STARTS: Final = 3
+STEPS_PER_START: Final = 15_000
+"""Annealing starts again where each start gets at least so many steps."""
+LARGEST_CHUNK: Final = 4096
+FINE: Final = 1_000_000_000
+"""Whole-number resolution of the schedule under a budget of seconds."""
+
+
+def walk(annealing: Annealing, meter: Meter, end: float, tell: Callable[[int], None]) -> None:
+    """Anneal until ``end`` of the budget is spent, the schedule stretched over what is left.
+
+    ``tell`` hears the best cost about every ``meter.chunk_s``.
+    """
+    begin, evaluations = meter.share(), meter.budget.evaluations
+    total = FINE if evaluations is None else max(round(end * evaluations) - meter.spent, 0)
+    done, chunk = 0, 1
+    while not meter.over(end):
+        began = meter.seconds()
+        if evaluations is None:
+            steps, stride = chunk, 0
+            done = int((meter.share() - begin) / max(end - begin, 1e-9) * FINE)
+        else:
+            steps, stride = min(chunk, total - done), 1
+            if steps <= 0:
+                break
+        annealing.run(steps, first=done, stride=stride, total=total)
+        done += steps
+        meter.spend(steps)
+        tell(annealing.best_cost)
+        chunk = next_chunk(meter, chunk, steps, meter.seconds() - began)
+
+
+def worthwhile_starts(judge: Judge, plan: Candidate, meter: Meter) -> int:
+    """How many starts what is left of the budget is good for; it may cost one evaluation."""
+    steps = meter.left()
+    if steps is None:
+        assert meter.budget.seconds is not None
+        began = meter.seconds()
+        judge.costs(plan.devices[None], plan.priority[None])
+        now = meter.seconds()
+        steps = int((meter.budget.seconds - now) / max(now - began, 1e-6))
+    return max(1, min(MOST_STARTS, steps // STEPS_PER_START))
+
+
+def next_chunk(meter: Meter, chunk: int, done: int, seconds: float) -> int:
+    """How much to do until the next look at the clock, when ``done`` took so many seconds."""
+    rate = done / max(seconds, 1e-6)
+    return int(min(max(rate * meter.chunk_s, 1), 2 * chunk, LARGEST_CHUNK))
