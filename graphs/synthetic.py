@@ -47,7 +47,7 @@ def _draw_weights(rng: np.random.Generator, backward_share: float = 0.6) -> Weig
     return Weights(
         mean_cost_s=_log_uniform(rng, 30e-6, 1e-3),
         ratio=_log_uniform(rng, 0.2, 1.5),
-        spread=rng.uniform(0.2, 1.0),
+        spread=rng.uniform(0.2, 1.5),
         backward=bool(rng.random() < backward_share),
     )
 

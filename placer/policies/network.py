@@ -25,7 +25,7 @@ FORMAT: Final = "placer-policy/1"
 SEQUENTIAL_FORMAT: Final = "placer-sequential-policy/1"
 ACTION_SCALE: Final = 2.0
 """Decoder weights are those of HEFT + ACTION_SCALE * action, actions within -1 .. 1."""
-FARTHEST: Final = 5.0
+FARTHEST: Final = 2.0
 """Normalised features are clipped to -FARTHEST .. FARTHEST."""
 DECIMALS: Final = 6
 """Weights are rounded, so that the last bit of a linear algebra library does not matter."""

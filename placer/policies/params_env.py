@@ -24,7 +24,7 @@ from placer.search.decoder import HEFT, WEIGHT_COUNT
 class PlacementParamsEnv(gym.Env[NDArray[np.float32], NDArray[np.float32]]):
     """Chooses the weights of the list scheduler for a problem; one step is an episode.
 
-    Observation: (F,) float32 in -5 .. 5: the summary of a problem drawn from the pool, normalised
+    Observation: (F,) float32 in -2 .. 2: the summary of a problem drawn from the pool, normalised
                  by the pool's mean and standard deviation.
     Action:      (K,) float32 in -1 .. 1; weights = HEFT + 2 * action.
     Reward:      -10 log(step / reference), the reference being the best of single device, HEFT and

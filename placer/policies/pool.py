@@ -23,7 +23,7 @@ from placer.search.judge import Judge
 
 FASTEST: Final = "fast"
 SLOWER: Final = "slow"
-SHARINGS: Final[tuple[Sharing, ...]] = ("egress", "egress", "pair")
+SHARINGS: Final[tuple[Sharing, ...]] = ("egress", "egress", "pair", "none")
 ORDERS: Final[tuple[LinkOrder, ...]] = ("fifo", "priority")
 NO_NEWS: Final = ("chain",)
 """Families that teach nothing: one device is the best there."""

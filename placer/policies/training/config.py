@@ -12,7 +12,7 @@
     checkpoint_rollouts = 20       # a checkpoint every so many rollouts
 
     [length]                       # of each seed
-    decodes = 300_000              # the same on every machine; or instead
+    decodes = 350_000              # the same on every machine; or instead
     # seconds = 100.0              # of processor time
 
     [ppo]                          # see Ppo
@@ -170,7 +170,7 @@ class TrainingConfig:
     workers: int | Literal["ray"] = 0
     ray_address: str = ""  # of a cluster that runs; "" starts one of this machine
     checkpoint_rollouts: int = 20
-    length: Length = field(default_factory=lambda: Length(decodes=300_000))
+    length: Length = field(default_factory=lambda: Length(decodes=350_000))
     ppo: Ppo = field(default_factory=Ppo)
     imitation: Imitation = field(default_factory=Imitation)
     stage: tuple[Stage, ...] = field(default_factory=lambda: (Stage(),))
