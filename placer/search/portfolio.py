@@ -34,7 +34,7 @@ EVOLUTION_SHARE: Final = 0.6
 """Evolution takes at most this share, and at most so many decodes, then annealing goes on."""
 EVOLUTION_DECODES: Final = 1500
 POPULATION: Final = 10
-TRAINED_SIGMA: Final = 0.25
+TRAINED_SIGMA: Final = 0.5
 UNTRAINED_SIGMA: Final = 0.5
 LONG_S: Final = 1.0
 LARGEST_BOUNDED: Final = 20_000

@@ -53,7 +53,7 @@ def train(
 
     Args:
         out: where to, without ending; its last part is the policy's name.
-        config: what to train on and how; by default all families, three seeds, 300,000 decodes.
+        config: what to train on and how; by default all families, five seeds, 350,000 decodes.
         progress: called with the done share, 0 .. 1, and what is going on.
         fresh: begin anew, whatever checkpoint there is.
 
