@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from itertools import product
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from max_load_twin import twin_loads
-from random_problems import keeps_groups, random_problem
+from random_problems import every_placement, keeps_groups, random_problem
 from simulator_cases import fork, one_kind, problem_of, random_case
 
 from envs.cluster import Cluster, Device
@@ -83,7 +82,7 @@ def test_loads_stay_exact_when_ops_are_taken_away_and_added(seed: int) -> None:
 
 
 def test_a_batch_gives_what_single_placements_give() -> None:
-    problem, _, _ = problem_of(random_case(7, bad_places=False))
+    problem = random_problem(7)
     rng = np.random.default_rng(0)
     devices = rng.integers(0, problem.device_count, (30, problem.op_count)).astype(np.int32)
     alone = [max_load_ns(problem, row)[0] for row in devices]
@@ -99,17 +98,6 @@ def test_arrays_that_name_no_placement_are_refused() -> None:
         max_load_ns(problem, devices[:1])
 
 
-def brute_force(problem: Problem) -> int:
-    """The smallest largest load of all placements that keep groups together."""
-    every = np.array(list(product(range(problem.device_count), repeat=problem.op_count)), np.int32)
-    group = problem.graph.group
-    kept = np.ones(len(every), np.bool_)
-    for g in range(int(group.max(initial=-1)) + 1):
-        members = every[:, group == g]
-        kept &= (members == members[:, :1]).all(axis=1)
-    return int(max_load_ns(problem, every[kept]).min())
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_the_search_finds_the_optimum_of_small_graphs(seed: int) -> None:
     problem = random_problem(
@@ -123,7 +111,7 @@ def test_the_search_finds_the_optimum_of_small_graphs(seed: int) -> None:
     )
     found = balance(problem, Budget(evaluations=60_000), seed)
     best = max_load_ns(problem, found[0].devices)[0]
-    assert best == brute_force(problem)
+    assert best == max_load_ns(problem, every_placement(problem)).min()
     assert keeps_groups(problem, found[0].devices)
 
 

@@ -29,6 +29,7 @@ from envs.max_load import (
 )
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS
+from envs.sweep_plan import narrow_order
 from envs.toy_problem import toy_problem
 from placer.search.balance_moves import (
     BEST,
@@ -42,11 +43,15 @@ from placer.search.balance_moves import (
 )
 from placer.search.budget import Budget, Meter
 from placer.search.candidate import Candidate
+from placer.search.contiguous import contiguous
 from placer.search.heuristics import heuristics
 from placer.search.judge import Judge
 from placer.search.randomness import exponential, seeded
 
 NAME: Final = "annealing"
+CONTIGUOUS: Final = "contiguous parts"
+MOST_OPS_IN_NARROW_ORDER: Final = 5000
+"""Finding that order takes seconds in larger graphs."""
 HOT: Final = 3e-2
 COLD: Final = 1e-5
 """Relative temperature at the begin and at the end, geometric in between."""
@@ -76,12 +81,16 @@ def balance(
         should_stop: asked about every 0.05 s.
 
     Returns:
-        All heuristics and the best placement found, the smallest load first.
+        All heuristics, contiguous parts and the best placement found, the smallest load first.
     """
     load_compiled_code()
     meter = Meter(budget, should_stop)
     judge = Judge(problem)
     known = heuristics(judge)
+    if problem.device_count > 1:
+        for in_order in _orders(problem):
+            plan = contiguous(problem, in_order)
+            known.append(judge.candidate(CONTIGUOUS, plan, judge.outline.bottom_level))
     found = list(known)
     loads = max_load_ns(problem, np.array([plan.devices for plan in known]))
     order = np.argsort(loads, kind="stable")
@@ -145,6 +154,14 @@ class Balancing:
         _anneal(
             self.arrays, self.loads, self._state, int(steps), int(first), int(stride), int(total)
         )
+
+
+def _orders(problem: Problem) -> list[NDArray[np.int32]]:
+    """Orders of the ops that are worth to be cut into parts."""
+    orders = [problem.graph.topological]
+    if problem.op_count <= MOST_OPS_IN_NARROW_ORDER:
+        orders.append(narrow_order(problem.graph))
+    return orders
 
 
 def _steps_for(meter: Meter) -> int:

@@ -24,7 +24,7 @@ def trivial_plans(problem: Problem) -> Iterator[tuple[str, NDArray[np.int32]]]:
 
 def single_device(problem: Problem, device: int) -> NDArray[np.int32]:
     """Everything on one device; an op that may not run there, on the cheapest that it may."""
-    return _spread(problem, np.full(problem.op_count, device))
+    return spread(problem, np.full(problem.op_count, device))
 
 
 def layer_split(problem: Problem) -> NDArray[np.int32]:
@@ -38,17 +38,17 @@ def layer_split(problem: Problem) -> NDArray[np.int32]:
     borders = np.cumsum(speed)[:-1] / speed.sum() * cost.sum()
     wish = np.empty(problem.op_count, np.int64)
     wish[order] = np.searchsorted(borders, np.cumsum(cost) - cost / 2.0, side="right")
-    return _spread(problem, wish)
+    return spread(problem, wish)
 
 
 def round_robin(problem: Problem) -> NDArray[np.int32]:
     """Ops in topological order, one device after the other."""
     wish = np.empty(problem.op_count, np.int64)
     wish[problem.graph.topological] = np.arange(problem.op_count) % problem.device_count
-    return _spread(problem, wish)
+    return spread(problem, wish)
 
 
-def _spread(problem: Problem, wish: NDArray[np.int64]) -> NDArray[np.int32]:
+def spread(problem: Problem, wish: NDArray[np.int64]) -> NDArray[np.int32]:
     """Give each op the device it wishes, or the cheapest allowed one.
 
     A group goes where its topologically first member wishes.
