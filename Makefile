@@ -16,7 +16,7 @@ setup: $(READY)  ## set up .venv with everything that development needs
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,hf,onnx]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,hf,onnx,bench]'
 	@touch $@
 
 demo: $(READY)  ## place Inception-V3 on two cores of this machine, really measured

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from typing import Final
 
+import numpy as np
+
 from envs.bounds import bounds_of
 from envs.problem import Problem
 from envs.sweep_plan import SweepPlan, sweep_plan
@@ -23,10 +25,17 @@ from envs.sweep_states import MOST_DEVICES, States, advance, states_for
 STATES: Final = 100_000
 SWEEPS: Final = 8
 CLOSE: Final = 0.002
-"""A bound nearer than that to a known load is not worth a further sweep."""
+"""Of the known load: a range of bounds so narrow is not worth a further sweep."""
 FINEST: Final = 4096
 COARSEST: Final = 8
 """Similar loads are in the same of so many parts of the limit."""
+
+
+def quick_load_bound_ns(problem: Problem) -> int:
+    """What no placement can beat, at once: the work over all devices, or the heaviest op."""
+    never = np.iinfo(np.int64).max
+    cost_ns = np.where(problem.allowed, problem.cost_ns, never).min(axis=1)
+    return max(bounds_of(problem).work_ns, int(cost_ns.max(initial=0)))
 
 
 def load_bound_ns(
@@ -40,22 +49,19 @@ def load_bound_ns(
         states: how many states a sweep may keep, of about 100 bytes; the more, the tighter.
         sweeps: how often to sweep, each with another limit.
     """
-    bound_ns = min(bounds_of(problem).work_ns, known_ns)
+    bound_ns = min(quick_load_bound_ns(problem), known_ns)
     if problem.device_count > MOST_DEVICES:
         return bound_ns
     sweep = Sweep(problem, states)
     above_ns, limit_ns = known_ns, known_ns - 1
     for _ in range(sweeps):
-        if known_ns - bound_ns <= CLOSE * known_ns and limit_ns < known_ns - 1:
-            break
         proven_ns = sweep.bound_ns(limit_ns)
         bound_ns = max(bound_ns, proven_ns)
-        if bound_ns >= known_ns:
+        if proven_ns <= limit_ns:
+            above_ns = limit_ns
+        if above_ns - bound_ns <= CLOSE * known_ns:
             break
-        above_ns = above_ns if proven_ns > limit_ns else limit_ns
         limit_ns = (bound_ns + above_ns) // 2
-        if limit_ns <= bound_ns or above_ns - bound_ns <= CLOSE * known_ns:
-            break
     return min(bound_ns, known_ns)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from envs.bounds import bounds_of, lower_bound_ns
+from envs.load_bound import quick_load_bound_ns
 from envs.max_load import max_load_ns, why_overloaded
 from envs.micro_batches import Pipeline
 from envs.placement import OBJECTIVES, Placement
@@ -99,6 +100,8 @@ class Objective:
 
     def lower_bound_s(self, problem: Problem) -> float:
         """What no placement can beat; for pipelines in steady state, the work of all devices."""
+        if self.name == "max-load":
+            return quick_load_bound_ns(problem) / 1e9
         if self.name != "latency":
             return bounds_of(problem).work_ns / 1e9
         if self.micro_batches > 1:

@@ -13,7 +13,7 @@ from simulator_cases import one_kind
 
 from benchmarks.pipedream import profile_names, profile_problem
 from envs.cluster import Cluster, Device, Link
-from envs.load_bound import Sweep, load_bound_ns
+from envs.load_bound import Sweep, load_bound_ns, quick_load_bound_ns
 from envs.max_load import max_load_ns
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS
@@ -63,6 +63,7 @@ def test_no_placement_beats_the_bound_however_few_states_are_kept(seed: int) -> 
     best_ns = optimum_ns(problem)
     if best_ns == INFEASIBLE_NS:
         return
+    assert quick_load_bound_ns(problem) <= best_ns
     for states in (3, 20, 1000):
         assert load_bound_ns(problem, best_ns, states=states) <= best_ns
         for known_ns in (best_ns + best_ns // 50, 2 * best_ns):
@@ -87,6 +88,13 @@ def test_the_bound_of_a_chain_is_its_optimum_though_devices_may_be_visited_again
     problem = chain(seed, ops=9, devices=3)
     best_ns = optimum_ns(problem)
     assert load_bound_ns(problem, best_ns) == best_ns
+
+
+def test_one_heavy_op_bounds_the_load_before_any_sweep() -> None:
+    problem = profile_problem("alexnet")
+    heaviest_ns = int(problem.cost_ns.max())
+    assert heaviest_ns > problem.cost_ns[:, 0].sum() / 4
+    assert quick_load_bound_ns(problem) == heaviest_ns
 
 
 def test_hosts_pay_for_no_transfer_in_the_bound_either() -> None:
