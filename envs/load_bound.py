@@ -72,15 +72,17 @@ class Sweep:
         """Decide on the order of the ops."""
         self.plan: SweepPlan
         self.plan, slots = sweep_plan(problem)
+        self._free_ns = 0
         devices = problem.device_count
         self._old = states_for(states, slots, devices)
         self._new = states_for(states, slots, devices)
 
     def bound_ns(self, limit_ns: int) -> int:
         """What no placement can beat: ``limit_ns + 1`` at the most, 0 if nothing was proven."""
-        free_ns = 0
+        free_ns = self._free_ns // 4
         while free_ns <= limit_ns:
             count, states = self._sweep(limit_ns, free_ns)
+            self._free_ns = free_ns
             if count == 0:
                 return limit_ns + 1
             if count > 0:
@@ -94,9 +96,9 @@ class Sweep:
         """All states after the last op, or -1 of them where they were too many for any cell."""
         old, new = self._old, self._new
         old.where[0], old.load_ns[0], old.spent_ns[0] = 0, 0, 0
-        count = 1
+        count, cell_ns = 1, 1
         for i in range(len(self.plan.send_ns)):
-            cell_ns = 1
+            cell_ns = max(cell_ns // 4, 1)
             while (after := advance(self.plan, i, count, old, new, limit_ns, cell_ns, free_ns)) < 0:
                 cell_ns = max(2 * cell_ns, limit_ns // FINEST)
                 if cell_ns * COARSEST > limit_ns:
