@@ -2,7 +2,7 @@
 
 import sys
 
-from benchmarks import coarsen, extraction, placement, profiling, search, simulator
+from benchmarks import coarsen, extraction, max_load, placement, profiling, search, simulator
 
 ALL = {
     "extraction": extraction,
@@ -10,6 +10,7 @@ ALL = {
     "profiling": profiling,
     "simulator": simulator,
     "search": search,
+    "max_load": max_load,
     "placement": placement,
 }
 

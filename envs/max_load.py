@@ -14,6 +14,7 @@ of all ops of a device.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -87,6 +88,19 @@ def loads_for(arrays: LoadArrays) -> Loads:
         cut=np.zeros(1, np.int64),
         largest=np.full(count, -1, np.int64),
     )
+
+
+def least_send_ns(problem: Problem) -> Longs:
+    """What one transfer of each output (N,) takes at least: its smallest edge on the best link."""
+    graph = problem.graph
+    linked = problem.connected & ~np.eye(problem.device_count, dtype=np.bool_)
+    least = np.zeros(problem.op_count, np.int64)
+    latency_s, bandwidth = problem.latency_s[linked], problem.bandwidth_bytes_per_s[linked]
+    for i, (first, end) in enumerate(pairwise(graph.successor_start.tolist())):
+        if first < end and len(latency_s):
+            seconds = latency_s + graph.edge_bytes[first:end].min() / bandwidth
+            least[i] = np.rint(min(float(seconds.min()) * 1e9, float(HORIZON_NS)))
+    return least
 
 
 def max_load_ns(problem: Problem, devices: NDArray[np.int32]) -> Longs:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from envs.bounds import lower_bound_ns, pace_ns
+from envs.load_bound import quick_load_bound_ns
 from envs.max_load import max_load_ns, why_overloaded
 from envs.micro_batches import Pipeline
 from envs.placement import OBJECTIVES, Placement
@@ -135,8 +136,10 @@ class Objective:
         Raises:
             ValueError: no placement can run, for want of a link.
         """
-        if self.name != "latency":
-            return pace_ns(problem, optimizer=self.name == "max-load") / 1e9
+        if self.name == "max-load":
+            return quick_load_bound_ns(problem) / 1e9
+        if self.name == "throughput":
+            return pace_ns(problem, optimizer=False) / 1e9
         if self.micro_batches > 1:
             problem = self._pipelined(problem)
         return lower_bound_ns(problem) / 1e9

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 
 from envs.cluster import Cluster, Device, Link, LinkOrder, Sharing
@@ -62,6 +64,17 @@ def random_problem(
         else (),
     )
     return Problem.of(GraphArrays.from_graph(graph), cluster)
+
+
+def every_placement(problem: Problem) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
+    """All placements (B, N) that keep groups together."""
+    every = np.array(list(product(range(problem.device_count), repeat=problem.op_count)), np.int32)
+    group = problem.graph.group
+    kept = np.ones(len(every), np.bool_)
+    for g in range(int(group.max(initial=-1)) + 1):
+        members = every[:, group == g]
+        kept &= (members == members[:, :1]).all(axis=1)
+    return every[kept]
 
 
 def keeps_groups(

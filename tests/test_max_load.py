@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from max_load_twin import twin_loads
-from random_problems import keeps_groups, random_problem
+from random_problems import every_placement, keeps_groups, random_problem
 from simulator_cases import Case, fork, one_kind, problem_of, random_case
 
 from envs.cluster import Cluster, Device
@@ -134,17 +133,6 @@ def test_loads_of_several_placements_are_asked_for_one_by_one() -> None:
         loads_ns(problem, np.tile(devices, (3, 1)))
 
 
-def brute_force(problem: Problem) -> int:
-    """The smallest largest load of all placements that keep groups together."""
-    every = np.array(list(product(range(problem.device_count), repeat=problem.op_count)), np.int32)
-    group = problem.graph.group
-    kept = np.ones(len(every), np.bool_)
-    for g in range(int(group.max(initial=-1)) + 1):
-        members = every[:, group == g]
-        kept &= (members == members[:, :1]).all(axis=1)
-    return int(max_load_ns(problem, every[kept]).min())
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_the_search_finds_the_optimum_of_small_graphs(seed: int) -> None:
     problem = random_problem(
@@ -158,7 +146,7 @@ def test_the_search_finds_the_optimum_of_small_graphs(seed: int) -> None:
     )
     found = balance(problem, Budget(evaluations=60_000), seed)
     best = max_load_ns(problem, found[0].devices)[0]
-    assert best == brute_force(problem)
+    assert best == max_load_ns(problem, every_placement(problem)).min()
     assert keeps_groups(problem, found[0].devices)
 
 

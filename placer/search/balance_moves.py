@@ -1,7 +1,7 @@
 """Moves of the search for a small largest load: which ops go where.
 
-A move changes the device of an op (with its co-location group), of a connected cluster, or of two
-ops that swap, mostly of an op on the busiest device.
+A move changes the device of an op (with its co-location group), of a connected cluster, of a run in
+a topological order, or of two ops that swap, mostly of an op on the busiest device.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from placer.search.randomness import below, exponential, uniform
 
 ON_BUSIEST: Final = 0.7
 TRIES: Final = 8
-SWAPS: Final = 0.2
-CLUSTERS: Final = 0.3
-SPREADING: Final = 0.7
+SWAPS: Final = 0.15
+RUNS: Final = 0.05
+CLUSTERS: Final = 0.35
 MEAN_CLUSTER: Final = 5.0
+LARGE: Final = 0.2
+LOOSE: Final = 0.5
 TO_NEIGHBOUR: Final = 0.7
 
 BEST: Final = 0
@@ -36,6 +38,8 @@ class Balance(NamedTuple):
     devices: NDArray[np.int32]  # (N,)
     best_devices: NDArray[np.int32]  # (N,)
     energy: NDArray[np.float64]  # (1,)
+    order: NDArray[np.int32]  # (N,) ops, sources first
+    position: NDArray[np.int32]  # (N,) of each op in the order
     group: NDArray[np.int32]  # (N,) -1 for none
     group_start: NDArray[np.int32]  # (C + 1,)
     members: NDArray[np.int32]
@@ -69,18 +73,30 @@ def propose(arrays: LoadArrays, state: Balance, device_count: int) -> None:
             _move(state, op, there)
             _move(state, other, home)
         return
+    if kind < SWAPS + RUNS:
+        _move_run(arrays, state, op, device_count)
+        return
     target = below(random, device_count)
     if uniform(random) < TO_NEIGHBOUR and _degree(arrays, state, op) > 0:
         k = below(random, _degree(arrays, state, op))
         target = state.devices[_neighbour(arrays, state, op, k)]
     if target == home:
-        target = (home + 1 + below(random, device_count - 1)) % device_count
+        target = _another(random, home, device_count)
     if not arrays.allowed[op, target]:
         return
     _move(state, op, target)
-    if kind >= SWAPS + CLUSTERS:
-        return
+    if kind < SWAPS + RUNS + CLUSTERS:
+        _move_cluster(arrays, state, home, target)
+
+
+@compiled_inline
+def _move_cluster(arrays: LoadArrays, state: Balance, home: int, target: int) -> None:
+    """Let neighbours follow the op that has been moved, and theirs, as far as they were there."""
+    random = state.random
     size = 2 + int(min(exponential(random, MEAN_CLUSTER), len(state.devices)))
+    if uniform(random) < LARGE:
+        size = _any_size(state)
+    spreading = 1.0 - LOOSE * uniform(random)
     leader = 0
     while leader < state.counters[MOVED] and state.counters[MOVED] < size:
         op = state.moved[leader]
@@ -90,11 +106,45 @@ def propose(arrays: LoadArrays, state: Balance, device_count: int) -> None:
             if (
                 state.devices[other] == home
                 and arrays.allowed[other, target]
-                and uniform(random) < SPREADING
+                and uniform(random) < spreading
             ):
                 _move(state, other, target)
                 if state.counters[MOVED] >= size:
                     return
+
+
+@compiled_inline
+def _move_run(arrays: LoadArrays, state: Balance, op: int, device_count: int) -> None:
+    """Move an op and what follows it in the order, or comes before, to the next device there.
+
+    This shifts a border between two parts of the order. Where the run is over before it meets
+    another device, that is any.
+    """
+    random, home = state.random, state.devices[op]
+    step = 1 if uniform(random) < 0.5 else -1
+    size = _any_size(state)
+    target, at, length = home, state.position[op], 0
+    while 0 <= at < len(state.order) and length < size and target == home:
+        target = state.devices[state.order[at]]
+        at += step
+        length += 1
+    if target == home:
+        target = _another(random, home, device_count)
+    for k in range(length):
+        other = state.order[state.position[op] + k * step]
+        if state.devices[other] == home and arrays.allowed[other, target]:
+            _move(state, other, target)
+
+
+@compiled_inline
+def _any_size(state: Balance) -> int:
+    """1 to N, with equal chances for every order of magnitude."""
+    return int(len(state.devices) ** uniform(state.random))
+
+
+@compiled_inline
+def _another(random: NDArray[np.uint64], home: int, device_count: int) -> int:
+    return int((home + 1 + below(random, device_count - 1)) % device_count)
 
 
 @compiled_inline

@@ -1,60 +1,42 @@
-"""Search for the objective max-load: annealing of devices, with loads kept up to date by move.
+"""Search for the objective max-load: rounds of annealing, each from the best placement so far.
 
-Only the ops that a move concerns and those that feed them are counted again, so it costs about as
-much as their edges, however large the graph is.
-
-What is minimised is smooth where the maximum is not: the 8-norm of the loads, times a penalty for
-memory that is missing. What is kept is the feasible placement of the smallest maximum.
+A round is short, as it ends in one of many local optima that more moves do not leave. The first
+begin with the best of what needs no search; how hot a later one begins is drawn by lot.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.compiled import compiled_borrowing, compiled_inline
-from envs.max_load import (
-    LoadArrays,
-    Loads,
-    count_all,
-    count_op,
-    largest_load,
-    load_arrays,
-    loads_for,
-    max_load_ns,
-)
+from envs.max_load import max_load_ns
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS
-from envs.toy_problem import toy_problem
-from placer.search.balance_moves import (
-    BEST,
-    BUSIEST,
-    COUNTED,
-    COUNTERS,
-    MOVED,
-    Balance,
-    propose,
-    swap_sides,
-)
+from envs.sweep_plan import narrow_order
+from placer.search.balance_run import Balancing, load_compiled_code
 from placer.search.budget import Budget, Meter
 from placer.search.candidate import Candidate
 from placer.search.heuristics import heuristics
 from placer.search.judge import Judge
-from placer.search.randomness import exponential, seeded
+from placer.search.pipeline_parts import pipeline_parts
 
 NAME: Final = "annealing"
+CONTIGUOUS: Final = "contiguous parts"
 HOT: Final = 3e-2
-COLD: Final = 1e-5
-"""Relative temperature at the begin and at the end, geometric in between."""
+COOLEST: Final = 1e-3
+HOTTEST: Final = 1e-1
+"""Relative temperatures at the begin of a round: of the first ones, and limits of the others."""
 STARTS: Final = 3
-FEWEST_STEPS: Final = 20_000
-"""Every start gets at least so many moves, or there are fewer starts."""
+FEWEST_MOVES: Final = 20_000
+MOVES_PER_OP: Final = 500
+"""Of a round; it gets less where the budget ends before."""
 LARGEST_CHUNK: Final = 1 << 16
-FINE: Final = 1_000_000_000
+SEEDS_APART: Final = 1_000_003
+MOST_OPS_IN_NARROW_ORDER: Final = 5000
+"""Finding that order takes seconds in larger graphs."""
 
 
 def balance(
@@ -76,212 +58,86 @@ def balance(
         should_stop: asked about every 0.05 s.
 
     Returns:
-        All heuristics and the best placement found, the smallest load first.
+        All heuristics, contiguous parts and the best placement found, the smallest load first.
     """
     load_compiled_code()
     meter = Meter(budget, should_stop)
     judge = Judge(problem)
-    known = heuristics(judge)
-    found = list(known)
-    loads = max_load_ns(problem, np.array([plan.devices for plan in known]))
-    order = np.argsort(loads, kind="stable")
-    steps = _steps_for(meter)
-    count = max(1, min(STARTS, steps // FEWEST_STEPS, len(order)))
+    found = heuristics(judge)
     if problem.device_count > 1:
-        best = None
-        for number, start in enumerate(order[:count].tolist()):
-            run = Balancing(problem, known[start].devices, seed * STARTS + number)
-            _spend(run, meter, (number + 1) / count, progress)
-            if best is None or run.best_ns < best.best_ns:
-                best = run
-        assert best is not None
-        found.append(judge.candidate(NAME, best.best_devices(), judge.outline.bottom_level))
-    everything = max_load_ns(problem, np.array([plan.devices for plan in found]))
+        orders = _orders(problem)
+        level = judge.outline.bottom_level
+        found += [judge.candidate(CONTIGUOUS, pipeline_parts(problem, o), level) for o in orders]
+        best = _anneal_in_rounds(
+            problem, _by_load(problem, found), orders[-1], seed, meter, progress
+        )
+        found.append(judge.candidate(NAME, best, level))
     if progress is not None:
         progress(1.0, "done")
-    return [found[i] for i in np.argsort(everything, kind="stable").tolist()]
+    return _by_load(problem, found)
 
 
-class Balancing:
-    """One annealing run; it can be run in pieces, and its best is never worse than its start."""
-
-    def __init__(self, problem: Problem, start: NDArray[np.int32], seed: int) -> None:
-        """Begin with a placement that every op may run."""
-        graph = problem.graph
-        count = len(graph)
-        grouped = np.flatnonzero(graph.group >= 0).astype(np.int32)
-        sizes = np.bincount(graph.group[grouped], minlength=0)
-        self.arrays = load_arrays(problem)
-        self.loads = loads_for(self.arrays)
-        self._state = Balance(
-            devices=start.copy(),
-            best_devices=start.copy(),
-            energy=np.zeros(1),
-            group=graph.group.copy(),
-            group_start=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32),
-            members=grouped[np.argsort(graph.group[grouped], kind="stable")],
-            predecessor_start=graph.predecessor_start.copy(),
-            predecessors=graph.predecessors.copy(),
-            moved=np.zeros(2 * count, np.int32),
-            moved_from=np.zeros(2 * count, np.int32),
-            counted=np.zeros(count, np.int32),
-            is_counted=np.zeros(count, np.bool_),
-            counters=np.zeros(COUNTERS, np.int64),
-            random=seeded(seed),
-        )
-        _begin(self.arrays, self.loads, self._state)
-
-    @property
-    def best_ns(self) -> int:
-        """The smallest largest load so far; ``INFEASIBLE_NS`` where nothing was feasible."""
-        return int(self._state.counters[BEST])
-
-    def best_devices(self) -> NDArray[np.int32]:
-        """The placement that has it, (N,)."""
-        return self._state.best_devices.copy()
-
-    def run(self, steps: int, *, first: int, stride: int, total: int) -> None:
-        """Make ``steps`` moves; move j at ``(first + j * stride) / total`` of the schedule."""
-        _anneal(
-            self.arrays, self.loads, self._state, int(steps), int(first), int(stride), int(total)
-        )
+def _orders(problem: Problem) -> list[NDArray[np.int32]]:
+    """Orders of the ops that may be worth cutting into parts."""
+    orders = [problem.graph.topological]
+    if problem.op_count <= MOST_OPS_IN_NARROW_ORDER:
+        orders.append(narrow_order(problem.graph))
+    return orders
 
 
-def _steps_for(meter: Meter) -> int:
-    left = meter.left()
-    return left if left is not None else FEWEST_STEPS * STARTS
+def _by_load(problem: Problem, plans: list[Candidate]) -> list[Candidate]:
+    loads = max_load_ns(problem, np.array([plan.devices for plan in plans]))
+    return [plans[i] for i in np.argsort(loads, kind="stable").tolist()]
+
+
+def _anneal_in_rounds(
+    problem: Problem,
+    starts: list[Candidate],
+    order: NDArray[np.int32],
+    seed: int,
+    meter: Meter,
+    progress: Callable[[float, str], None] | None,
+) -> NDArray[np.int32]:
+    """The best placement (N,) of as many rounds as the budget has; there is always one."""
+    rng = np.random.default_rng(seed)
+    best: Balancing | None = None
+    number = 0
+    while best is None or not meter.over():
+        start, hot = starts[min(number, len(starts) - 1)].devices, HOT
+        if best is not None and number >= STARTS:
+            start = best.best_devices()
+            hot = COOLEST * (HOTTEST / COOLEST) ** float(rng.random())
+        run = Balancing(problem, start, order, seed * SEEDS_APART + number)
+        _spend(run, meter, hot, max(FEWEST_MOVES, MOVES_PER_OP * problem.op_count), best, progress)
+        if best is None or run.best_ns < best.best_ns:
+            best = run
+        number += 1
+    return best.best_devices()
 
 
 def _spend(
-    run: Balancing, meter: Meter, end: float, progress: Callable[[float, str], None] | None
+    run: Balancing,
+    meter: Meter,
+    hot: float,
+    moves: int,
+    best: Balancing | None,
+    progress: Callable[[float, str], None] | None,
 ) -> None:
-    """Anneal until ``end`` of the budget is spent."""
-    begin, moves = meter.share(), meter.budget.evaluations
-    total = max(int(end * moves) - meter.spent, 0) if moves is not None else FINE
-    done, chunk = 0, 256
-    while not meter.over(end):
+    """Make the moves of a round; where the budget ends before, cool down until then."""
+    begin = meter.share()
+    left = meter.left()
+    total = moves if left is None else max(min(moves, left), 1)
+    at, chunk = 0, 256
+    while at < total and not meter.over():
         began = meter.seconds()
-        if moves is not None:
-            steps, stride = min(chunk, total - done), 1
-            if steps <= 0:
-                break
-        else:
-            steps, stride = chunk, 0
-            done = int((meter.share() - begin) / max(end - begin, 1e-9) * FINE)
-        run.run(steps, first=done, stride=stride, total=total)
-        done += steps
+        steps = min(chunk, total - at)
+        run.run(steps, first=at, total=total, hot=hot)
         meter.spend(steps)
+        squeezed = (meter.share() - begin) / max(1.0 - begin, 1e-9) * total
+        at = max(at + steps, int(squeezed)) if left is None else at + steps
         rate = steps / max(meter.seconds() - began, 1e-6)
         chunk = int(min(max(rate * meter.chunk_s, 1), 2 * chunk, LARGEST_CHUNK))
         if progress is not None:
-            best = "nothing fits" if run.best_ns == INFEASIBLE_NS else f"{run.best_ns / 1e6:.3f} ms"
-            progress(min(meter.share(), 1.0), f"annealing, {best}")
-
-
-@compiled_borrowing
-def _begin(arrays: LoadArrays, loads: Loads, state: Balance) -> None:
-    fits = count_all(arrays, loads, state.devices)
-    state.counters[BEST] = largest_load(loads) if fits else INFEASIBLE_NS
-    state.energy[0] = _energy(arrays, loads, state)
-
-
-@compiled_borrowing
-def _anneal(
-    arrays: LoadArrays,
-    loads: Loads,
-    state: Balance,
-    steps: int,
-    first: int,
-    stride: int,
-    total: int,
-) -> None:
-    device_count = len(loads.load_ns)
-    for step in range(steps):
-        progress = min((first + step * stride) / total, 1.0)
-        temperature = HOT * (COLD / HOT) ** progress
-        state.counters[MOVED] = 0
-        propose(arrays, state, device_count)
-        if state.counters[MOVED] == 0:
-            continue
-        _recount(arrays, loads, state)
-        energy = _energy(arrays, loads, state)
-        if energy <= state.energy[0] * (1.0 + exponential(state.random, temperature)):
-            state.energy[0] = energy
-            if loads.cut[0] == 0 and _missing(arrays, loads) == 0.0:
-                load = largest_load(loads)
-                if load < state.counters[BEST]:
-                    state.counters[BEST] = load
-                    for i in range(len(state.devices)):
-                        state.best_devices[i] = state.devices[i]
-        else:
-            swap_sides(state)
-            _recount(arrays, loads, state)
-            state.counters[BUSIEST] = _busiest(loads)
-
-
-@compiled_inline
-def _recount(arrays: LoadArrays, loads: Loads, state: Balance) -> None:
-    """Bring the loads up to date with a move: they were those of before it."""
-    state.counters[COUNTED] = 0
-    for k in range(state.counters[MOVED]):
-        op = state.moved[k]
-        _note(state, op)
-        for e in range(state.predecessor_start[op], state.predecessor_start[op + 1]):
-            _note(state, state.predecessors[e])
-    swap_sides(state)
-    for k in range(state.counters[COUNTED]):
-        count_op(arrays, loads, state.devices, state.counted[k], -1)
-    swap_sides(state)
-    for k in range(state.counters[COUNTED]):
-        count_op(arrays, loads, state.devices, state.counted[k], 1)
-        state.is_counted[state.counted[k]] = False
-
-
-@compiled_inline
-def _note(state: Balance, op: int) -> None:
-    if not state.is_counted[op]:
-        state.is_counted[op] = True
-        state.counted[state.counters[COUNTED]] = op
-        state.counters[COUNTED] += 1
-
-
-@compiled_inline
-def _energy(arrays: LoadArrays, loads: Loads, state: Balance) -> float:
-    """The 8-norm of the loads in nanoseconds, times a penalty for what is not feasible."""
-    state.counters[BUSIEST] = _busiest(loads)
-    most = float(loads.load_ns[state.counters[BUSIEST]])
-    if most <= 0.0:
-        return 0.0
-    total = 0.0
-    for d in range(len(loads.load_ns)):
-        share = loads.load_ns[d] / most
-        share *= share
-        share *= share
-        total += share * share
-    return float(most * total**0.125 * (1.0 + 10.0 * _missing(arrays, loads) + loads.cut[0]))
-
-
-@compiled_inline
-def _missing(arrays: LoadArrays, loads: Loads) -> float:
-    """Memory that is missing, as a share of all there is."""
-    missing, room = 0.0, 1.0
-    for d in range(len(loads.used_bytes)):
-        missing += max(0, loads.used_bytes[d] - arrays.memory_bytes[d])
-        room += arrays.memory_bytes[d]
-    return missing / room
-
-
-@compiled_inline
-def _busiest(loads: Loads) -> int:
-    most = 0
-    for d in range(1, len(loads.load_ns)):
-        if loads.load_ns[d] > loads.load_ns[most]:
-            most = d
-    return most
-
-
-@cache
-def load_compiled_code() -> None:
-    """Compile what a search runs (once for each installation), or load it from the cache."""
-    problem = toy_problem()
-    Balancing(problem, np.zeros(problem.op_count, np.int32), 0).run(10, first=0, stride=1, total=10)
+            best_ns = run.best_ns if best is None else min(run.best_ns, best.best_ns)
+            known = "nothing fits" if best_ns == INFEASIBLE_NS else f"{best_ns / 1e6:.3f} ms"
+            progress(min(meter.share(), 1.0), f"annealing, {known}")

@@ -1,0 +1,124 @@
+"""Contiguous parts of a topological order, one per device, with the smallest largest load.
+
+The load of a part depends on nothing but its two ends: what it receives from before, what it runs
+and what it sends behind. So the best borders follow by dynamic programming over them, as for
+pipelines of layers (PipeDream, arXiv 1806.03377).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envs.compiled import compiled
+from envs.max_load import HOST_KIND, least_send_ns
+from envs.problem import Problem
+from placer.search.trivial import spread
+
+MOST_STEPS: Final = 20_000_000
+"""Of the dynamic programming; longer orders may be cut at fewer places, evenly spaced."""
+NEVER_NS: Final = 1 << 62
+
+Bools = NDArray[np.bool_]
+Ints = NDArray[np.int32]
+Longs = NDArray[np.int64]
+
+
+def pipeline_parts(problem: Problem, order: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Devices (N,) of the best parts of an order (N,), sources first; parts may be empty.
+
+    The first device has the first part. Transfers count as on the best link, and co-location is
+    looked after at the end only: exact where links are equal and there are no groups. Where no
+    parts fit into memory, it counts for nothing.
+    """
+    graph, count = problem.graph, problem.op_count
+    starts = max(MOST_STEPS // max(count * problem.device_count, 1), 4 * problem.device_count)
+    borders = np.unique(np.linspace(0, count, min(count, starts) + 1).astype(np.int32))
+    position = np.empty(count, np.int32)
+    position[order] = np.arange(count)
+    source = np.repeat(np.arange(count), np.diff(graph.successor_start))
+    last_reader = position.copy()
+    np.maximum.at(last_reader, source, position[graph.successors])
+    size = graph.resident_bytes + graph.output_bytes + graph.workspace_bytes
+    pays = np.array([device.kind != HOST_KIND for device in problem.cluster.devices], np.bool_)
+    wish = np.zeros(count, np.int64)
+    for memory_bytes in (problem.memory_bytes, np.full(problem.device_count, NEVER_NS)):
+        ends = _best_ends(
+            np.where(problem.allowed, problem.cost_ns, -1),
+            least_send_ns(problem),
+            size,
+            memory_bytes.astype(np.int64),
+            pays,
+            np.array(order, np.int32),
+            position,
+            last_reader,
+            graph.predecessor_start.copy(),
+            graph.predecessors.copy(),
+            borders,
+        )
+        if ends[-1] == count:
+            wish[order] = np.searchsorted(ends, np.arange(count), side="right")
+            break
+    return spread(problem, wish)
+
+
+@compiled
+def _best_ends(
+    cost_ns: Longs,
+    send_ns: Longs,
+    size_bytes: Longs,
+    memory_bytes: Longs,
+    pays: Bools,
+    order: Ints,
+    position: Ints,
+    last_reader: Ints,
+    read_start: Ints,
+    reads: Ints,
+    borders: Ints,
+) -> Longs:
+    """Where the part of each device ends, (D,); all -1 where there are no such parts."""
+    places, devices = len(borders), len(memory_bytes)
+    best = np.full((devices + 1, places), NEVER_NS, np.int64)
+    chosen = np.full((devices + 1, places), -1, np.int32)
+    best[0, 0] = 0
+    received = np.full(len(order), -1, np.int64)
+    for d in range(devices):
+        for a in range(places):
+            so_far = best[d, a]
+            if so_far >= best[d + 1, places - 1]:
+                continue
+            if so_far < best[d + 1, a]:
+                best[d + 1, a], chosen[d + 1, a] = so_far, a
+            kept, sent, used = 0, 0, 0
+            for b in range(a + 1, places):
+                fits = True
+                for at in range(borders[b - 1], borders[b]):
+                    i = order[at]
+                    fits = fits and cost_ns[i, d] >= 0
+                    kept += cost_ns[i, d]
+                    used += size_bytes[i]
+                    if pays[d] and last_reader[i] > at:
+                        sent += send_ns[i]
+                    for k in range(read_start[i], read_start[i + 1]):
+                        u = reads[k]
+                        if not pays[d]:
+                            continue
+                        if position[u] >= borders[a]:
+                            sent -= send_ns[u] if last_reader[u] == at else 0
+                        elif received[u] != d * places + a:
+                            received[u] = d * places + a
+                            kept += send_ns[u]
+                if not fits or used > memory_bytes[d] or kept >= best[d + 1, places - 1]:
+                    break
+                load = max(so_far, kept + sent)
+                if load < best[d + 1, b]:
+                    best[d + 1, b], chosen[d + 1, b] = load, a
+    ends = np.full(devices, -1, np.int64)
+    if best[devices, places - 1] < NEVER_NS:
+        at = places - 1
+        for d in range(devices, 0, -1):
+            ends[d - 1] = borders[at]
+            at = chosen[d, at]
+    return ends
