@@ -9,6 +9,7 @@
     name = "core:0"            # kind, memory_bytes, launch_s, peak_flop_per_s,
     kind = "core"              # bandwidth_bytes_per_s and source as in Device
     memory_bytes = 8_000_000_000
+    price_per_hour = 0.05      # in any currency; only for placer optimize --pareto
 
     [[link]]
     between = ["core:0", "core:1"]     # every ordered pair among them, or
@@ -55,7 +56,7 @@ LinkOrder: TypeAlias = Literal["fifo", "priority"]
 SHARINGS: Final[tuple[Sharing, ...]] = ("none", "egress", "pair", "bus")
 LINK_ORDERS: Final[tuple[LinkOrder, ...]] = ("fifo", "priority")
 FORMAT: Final = "placer-cluster/1"
-RARE: Final = frozenset({"ports", "ingress"})
+RARE: Final = frozenset({"ports", "ingress", "price_per_hour"})
 """Keys that are only written where they are used: other readers of the format may not know them."""
 LARGEST_FILE_BYTES: Final = 10**6
 """Six thousand devices, far more than anything here is made for."""
@@ -73,6 +74,7 @@ class Device:
     peak_flop_per_s: float = math.nan  # of the dtype that is computed in
     bandwidth_bytes_per_s: float = math.nan
     source: str = ""  # where the numbers come from: a data sheet, or "measured <date>"
+    price_per_hour: float = 0.0  # of renting it, in any currency, the same for all; 0: not given
 
     def __post_init__(self) -> None:
         if not self.name or not self.kind:
@@ -87,6 +89,10 @@ class Device:
         for name in ("peak_flop_per_s", "bandwidth_bytes_per_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"device {self.name!r}: {name} must be above 0")
+        if not (math.isfinite(self.price_per_hour) and self.price_per_hour >= 0):
+            raise ValueError(
+                f"device {self.name!r}: price_per_hour is {self.price_per_hour}, not a price >= 0"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +199,11 @@ class Cluster:
     def names(self) -> tuple[str, ...]:
         """Device names in index order."""
         return tuple(device.name for device in self.devices)
+
+    @property
+    def price_per_hour(self) -> float:
+        """Of renting all its devices."""
+        return math.fsum(device.price_per_hour for device in self.devices)
 
     def index(self, name: str) -> int:
         """Index of a device.

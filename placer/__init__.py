@@ -24,7 +24,7 @@ from placer.shadow_guard import refuse_shadows
 if TYPE_CHECKING:
     from envs.placement import Placement
     from graphs.optimizer import Optimizer
-    from placer.api import apply, export_placement, optimize, train
+    from placer.api import apply, export_placement, optimize, train, weigh_devices
     from placer.outcome import Optimization
 
 __version__ = "0.1.0"
@@ -37,6 +37,7 @@ __all__ = [
     "export_placement",
     "optimize",
     "train",
+    "weigh_devices",
 ]
 
 _HOMES = {
@@ -44,6 +45,7 @@ _HOMES = {
     "export_placement": "placer.api",
     "optimize": "placer.api",
     "train": "placer.api",
+    "weigh_devices": "placer.api",
     "Optimization": "placer.outcome",
     "Optimizer": "graphs.optimizer",
     "Placement": "envs.placement",

@@ -36,6 +36,8 @@ from placer.placers import DEFAULT, placer_named
 from placer.policies import Policy, load
 from placer.report.progress import progress_for
 from placer.search.budget import Budget
+from placer.tradeoff import Tradeoff
+from placer.weighing import weigh_step
 
 
 def optimize(
@@ -135,6 +137,85 @@ def optimize(
         return optimize_step(step, cluster, options)
     with progress_for(sys.stderr.isatty()) as shown:
         return optimize_step(step, cluster, options, shown)
+
+
+def weigh_devices(
+    model: nn.Module,
+    example_inputs: Any,
+    devices: Cluster,
+    *,
+    loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    training: bool = True,
+    optimizer: str | Optimizer | None = None,
+    dtype: str = FULL,
+    budget: str = "20s",
+    seed: int = 0,
+    policy: str | None = "generalist",
+    placer: str = DEFAULT,
+    keep_together: Sequence[str] = (),
+    pin: Mapping[str, str] | None = None,
+    groups: int | None = None,
+    fresh: bool = False,
+    extractor: str = AUTO,
+    progress: bool = True,
+) -> Tradeoff:
+    """Find which devices are worth renting: the step against the price, on every sub-cluster.
+
+    Plans are simulated and not run. ``.fastest.found`` and ``.cheapest.found`` are what
+    :func:`optimize` would return, ``.front`` are the offers that no other beats.
+
+    Args:
+        model: as for :func:`optimize`.
+        example_inputs: as for :func:`optimize`.
+        devices: the devices to choose from. Those without a ``price_per_hour`` count as free;
+            those that are alike are exchangeable.
+        loss: as for :func:`optimize`.
+        training: as for :func:`optimize`.
+        optimizer: as for :func:`optimize`.
+        dtype: as for :func:`optimize`.
+        budget: of all searches together, ``"60s"`` or ``"4000e"``.
+        seed: of everything random in the searches.
+        policy: as for :func:`optimize`.
+        placer: as for :func:`optimize`.
+        keep_together: as for :func:`optimize`.
+        pin: as for :func:`optimize`.
+        groups: as for :func:`optimize`.
+        fresh: as for :func:`optimize`.
+        extractor: as for :func:`optimize`.
+        progress: show on stderr what is going on.
+
+    Raises:
+        ExtractionError: as for :func:`optimize`.
+        ValueError: as for :func:`optimize`; or no device has a price, or the devices make more
+            than 64 different sub-clusters.
+        PlacementError: the model fits nowhere.
+        KeyboardInterrupt: stopped before there was any placement.
+    """
+    proposer = None if policy is None else load(policy)
+    options = Options(
+        budget=Budget.parse(budget),
+        seed=seed,
+        policy=proposer,
+        placer=placer_named(placer, proposer),
+        measure=False,
+        keep_together=tuple(keep_together),
+        pins=dict(pin or {}),
+        fresh=fresh,
+        extractor=extractor,
+        groups=groups,
+    )
+    step = Step.of(
+        model,
+        example_inputs,
+        loss,
+        training=training,
+        optimizer=Optimizer.of(optimizer),
+        dtype=dtype,
+    )
+    if not progress:
+        return weigh_step(step, devices, options)
+    with progress_for(sys.stderr.isatty()) as shown:
+        return weigh_step(step, devices, options, shown)
 
 
 def _cluster(devices: str | Cluster, memory: Mapping[str, int | str]) -> Cluster:

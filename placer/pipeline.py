@@ -74,6 +74,17 @@ class _Outset:
     given: Placement | None  # what the user has
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostedStep:
+    """A step with all that a search needs to know of it."""
+
+    extraction: Extraction
+    rig: Rig
+    graph: nx.DiGraph[str]  # with costs, and what was demanded
+    cluster: Cluster  # calibrated, with the memory that placements may count on
+    given: Placement | None
+
+
 def optimize_step(
     step: Step, cluster: Cluster, options: Options, progress: Progress | None = None
 ) -> Optimization:
@@ -98,33 +109,50 @@ def optimize_step(
         KeyboardInterrupt: stopped before there was any placement.
     """
     hear = progress or Silent()
-    check_cluster(cluster)
     all_here = all(map(is_here, cluster.names))
-    if any(map(is_here, cluster.names)):
-        check_has_memory(step)
     with Interrupt() as interrupt:
-        hear.stage("Extracting the graph")
-        extraction = extract(step, options.extractor)
-        rig = rig_for(extraction, cluster)
-        graph = demanded(rig.graph, cluster, options.keep_together, options.pins)
-        given = _given(options, step.model, graph, cluster)
-        if all_here and not cluster.links:
-            hear.stage("Calibrating devices")
-            cluster = calibrated(cluster, again=options.fresh)
-        hear.stage("Measuring op costs")
-        graph = rig.costed(graph, cluster, hear, fresh=options.fresh)
-        problem = Problem.of(GraphArrays.from_graph(graph), rig.planned(cluster))
-        runs = all_here and extraction.own_program is not None
+        known = costed_step(step, cluster, options, hear)
+        problem = Problem.of(GraphArrays.from_graph(known.graph), known.cluster)
+        runs = all_here and known.extraction.own_program is not None
         found = _decided(
             problem,
             options,
             interrupt,
             hear,
-            extraction if all_here else None,
-            rig if runs else None,
-            outset=_Outset(coarse=_grouped(graph, options), given=given),
+            known.extraction if all_here else None,
+            known.rig if runs else None,
+            outset=_Outset(coarse=grouped(known.graph, options), given=known.given),
         )
-        return replace(found, cost_source=graph.graph["cost_source"])
+        return replace(found, cost_source=known.graph.graph["cost_source"])
+
+
+def costed_step(step: Step, cluster: Cluster, options: Options, hear: Progress) -> CostedStep:
+    """Extract a step and measure or look up what its ops cost.
+
+    Raises:
+        ExtractionError: the model cannot be exported, or is on the meta device.
+        DemandError: an option names ops or devices that are not there, or contradicts another.
+        ValueError: as for :func:`optimize_step`.
+    """
+    check_cluster(cluster)
+    if any(map(is_here, cluster.names)):
+        check_has_memory(step)
+    hear.stage("Extracting the graph")
+    extraction = extract(step, options.extractor)
+    rig = rig_for(extraction, cluster)
+    graph = demanded(rig.graph, cluster, options.keep_together, options.pins)
+    given = _given(options, step.model, graph, cluster)
+    if all(map(is_here, cluster.names)) and not cluster.links:
+        hear.stage("Calibrating devices")
+        cluster = calibrated(cluster, again=options.fresh)
+    hear.stage("Measuring op costs")
+    return CostedStep(
+        extraction=extraction,
+        rig=rig,
+        graph=rig.costed(graph, cluster, hear, fresh=options.fresh),
+        cluster=rig.planned(cluster),
+        given=given,
+    )
 
 
 def optimize_graph(
@@ -144,9 +172,27 @@ def optimize_graph(
         graph = demanded(graph, cluster, options.keep_together, options.pins)
         problem = Problem.of(GraphArrays.from_graph(graph), cluster)
         given = _given(options, None, graph, cluster)
-        outset = _Outset(coarse=_grouped(graph, options), given=given)
+        outset = _Outset(coarse=grouped(graph, options), given=given)
         found = _decided(problem, options, interrupt, hear, outset=outset)
         return replace(found, cost_source=graph.graph["cost_source"])
+
+
+def optimize_problem(
+    problem: Problem,
+    options: Options,
+    progress: Progress | None = None,
+    *,
+    coarse: Coarsened | None = None,
+) -> Optimization:
+    """Place a problem, by groups of its ops if there are; nothing is run.
+
+    Raises:
+        PlacementError: the graph fits nowhere.
+        KeyboardInterrupt: stopped before there was any placement.
+    """
+    with Interrupt() as interrupt:
+        outset = _Outset(coarse=coarse, given=None)
+        return _decided(problem, options, interrupt, progress or Silent(), outset=outset)
 
 
 def _given(
@@ -224,7 +270,7 @@ def _decided(
         )
 
 
-def _grouped(graph: nx.DiGraph[str], options: Options) -> Coarsened | None:
+def grouped(graph: nx.DiGraph[str], options: Options) -> Coarsened | None:
     """The ops in groups, if that was asked for."""
     return None if options.groups is None else coarsen(graph, most_groups=options.groups)
 

@@ -43,6 +43,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
             peak_flop_per_s=draw(RATES),
             bandwidth_bytes_per_s=draw(RATES),
             source=draw(TEXT),
+            price_per_hour=draw(TIMES),
         )
         for name in names
     )
@@ -160,9 +161,19 @@ def test_devices_that_share_a_port_are_not_joined_by_its_link() -> None:
     assert cluster_from_dict(tomllib.loads(cluster_to_toml(cluster))) == cluster
 
 
-def test_a_cluster_without_ports_is_written_without_their_keys() -> None:
+def test_a_cluster_costs_what_its_devices_cost() -> None:
+    devices = [device(price_per_hour=2), device(name="core:1", price_per_hour=0.49)]
+    cluster = cluster_from_dict(pair(device=devices))
+    assert cluster.price_per_hour == 2.49
+    assert cluster_from_dict(tomllib.loads(cluster_to_toml(cluster))) == cluster
+    assert cluster_from_dict(pair()).price_per_hour == 0.0
+
+
+def test_a_cluster_without_ports_or_prices_is_written_without_their_keys() -> None:
     text = cluster_to_toml(cluster_from_dict(pair()))
-    assert not {"ports", "ingress"} & {line.partition(" ")[0] for line in text.splitlines()}
+    assert not {"ports", "ingress", "price_per_hour"} & {
+        line.partition(" ")[0] for line in text.splitlines()
+    }
 
 
 def test_a_one_way_link_carries_from_the_first_to_the_second_only() -> None:
@@ -231,6 +242,14 @@ def test_device_is_found_by_name_or_the_nearest_one_is_suggested() -> None:
         (pair(device=[device(launch_s=math.nan)]), "launch_s is nan, not a time >= 0"),
         (pair(device=[device(peak_flop_per_s=0)]), "peak_flop_per_s must be above 0"),
         (pair(device=[device(bandwidth_bytes_per_s=-1)]), "bandwidth_bytes_per_s must be above 0"),
+        (pair(device=[device(price_per_hour=-1)]), "price_per_hour is -1.0, not a price >= 0"),
+        (pair(device=[device(price_per_hour=math.nan)]), "price_per_hour is nan, not a price >= 0"),
+        (pair(device=[device(price_per_hour=math.inf)]), "price_per_hour is inf, not a price >= 0"),
+        (
+            pair(device=[device(price_per_hour="2.49")]),
+            r"device\[0\]\.price_per_hour is '2.49', not of type float",
+        ),
+        (pair(device=[device(price=2.49)]),),
         (
             pair(link=[link(bandwidth=1)]),
             r"unknown key link\[0\]\.bandwidth; did you mean bandwidth_",

@@ -23,13 +23,16 @@ from placer.cli.arguments import (
     why_no_step,
 )
 from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs, why_not_written
+from placer.cli.tradeoff import add_pareto, check_pareto, print_weighed
 from placer.placers.registry import DEFAULT
 
 if TYPE_CHECKING:
     from envs.cluster import Cluster
+    from graphs.extract import Step
     from placer.outcome import Optimization
     from placer.pipeline import Options
     from placer.report.progress import Progress
+    from placer.tradeoff import Tradeoff
 
 EPILOG = """\
 targets:
@@ -47,6 +50,7 @@ examples:
   placer optimize examples/inception.py:build --devices core:0,core:1 --budget 60s
   placer optimize model.py:build --devices cuda:0,cpu --memory cuda:0=8GiB
   placer optimize model.py:build --inference --out placement.json --timeline timeline.json
+  placer optimize graph.json --cluster priced.toml --pareto
 """
 
 
@@ -131,6 +135,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         metavar="FILE",
         help="what you have: a placement, or a device_map as JSON; one more candidate, always run",
     )
+    add_pareto(parser)
     add_extractor(parser)
     parser.add_argument(
         "--fresh",
@@ -162,6 +167,7 @@ def run(args: argparse.Namespace) -> int:
         return fail(BAD_USAGE, why)
     try:
         options, cluster = _options(args), _cluster(args)
+        check_pareto(args, cluster, options)
     except (ValueError, OSError) as error:
         return fail(BAD_USAGE, error)
     from graphs.extract import ExtractionError
@@ -172,16 +178,24 @@ def run(args: argparse.Namespace) -> int:
     from placer.report.table import print_optimization
     from placer.target import TargetError
 
+    weighed: Tradeoff | None = None
     try:
         with progress_for(sys.stderr.isatty()) as progress:
-            found = _optimize(args, cluster, options, progress)
+            if args.pareto:
+                weighed = _weighed(args, cluster, options, progress)
+                found = weighed.picked(args.pareto_pick or "fastest")
+                found = replace(found, search_s=weighed.search_s)
+            else:
+                found = _optimize(args, cluster, options, progress)
     except (TargetError, DemandError) as error:
         return fail(BAD_USAGE, error)
     except (ExtractionError, PlacementError, ValueError, OSError, RuntimeError) as error:
         return fail(JOB_FAILED, error)
     why = _write(found, args)
     try:
-        if args.json:
+        if weighed is not None:
+            print_weighed(weighed, args)
+        elif args.json:
             print(json.dumps(_summary(found, args), allow_nan=False))
         else:
             print_optimization(found, stdout_console())
@@ -257,18 +271,34 @@ def _cluster(args: argparse.Namespace) -> Cluster:
 def _optimize(
     args: argparse.Namespace, cluster: Cluster, options: Options, progress: Progress
 ) -> Optimization:
-    from envs.discover import is_here
-    from graphs.optimizer import Optimizer
     from placer.pipeline import optimize_graph, optimize_step
-    from placer.target import is_graph_file, load_graph_target, load_step
+    from placer.target import is_graph_file, load_graph_target
 
     if is_graph_file(args.target):
         return optimize_graph(load_graph_target(args.target), cluster, options, progress)
+    return optimize_step(_step(args, cluster, progress), cluster, options, progress)
+
+
+def _weighed(
+    args: argparse.Namespace, cluster: Cluster, options: Options, progress: Progress
+) -> Tradeoff:
+    from placer.target import is_graph_file, load_graph_target
+    from placer.weighing import weigh_graph, weigh_step
+
+    if is_graph_file(args.target):
+        return weigh_graph(load_graph_target(args.target), cluster, options, progress)
+    return weigh_step(_step(args, cluster, progress), cluster, options, progress)
+
+
+def _step(args: argparse.Namespace, cluster: Cluster, progress: Progress) -> Step:
+    from envs.discover import is_here
+    from graphs.optimizer import Optimizer
+    from placer.target import load_step
+
     progress.stage("Loading the model")
     measures = any(map(is_here, cluster.names))
     step = load_step(args.target, training=not args.inference, weights=measures)
-    step = replace(step, optimizer=Optimizer.of(args.optimizer), dtype=args.dtype)
-    return optimize_step(step, cluster, options, progress)
+    return replace(step, optimizer=Optimizer.of(args.optimizer), dtype=args.dtype)
 
 
 def _write(found: Optimization, args: argparse.Namespace) -> str | None:
