@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -18,7 +17,7 @@ from envs.calibrate import calibrated
 from envs.cluster import Cluster
 from envs.discover import is_here
 from envs.executor.pool import WorkerError
-from envs.measured import Measurement, run_order
+from envs.measured import run_order
 from envs.op_costs import check_cluster
 from envs.placement import MadeBy, Placement
 from envs.problem import Problem
@@ -37,13 +36,12 @@ from placer.placers.placer import Placer
 from placer.placers.portfolio import Portfolio
 from placer.report.progress import Progress, Silent
 from placer.rigs import Rig, rig_for
+from placer.running import Runs, joined, overfull, run_best, with_less_memory
 from placer.search.budget import Budget
 from placer.search.candidate import Candidate
 from placer.search.judge import Judge
 from placer.search.portfolio import Proposer, load_compiled_code
 
-MEASURED_CANDIDATES: Final = 5
-"""How many of the best are run for real, besides the best single device."""
 SMALLER: Final = (0.85, 0.7)
 """Shares of the memory to plan for, one after the other, where plans for all of it do not fit."""
 
@@ -225,7 +223,7 @@ def _decided(
     hear.stage("Loading compiled code (the first time it is compiled, 30 s)")
     load_compiled_code()
     rows: list[Row] = []
-    runs, trouble = _Runs(), ""
+    runs, trouble = Runs(), ""
     began = ended = time.perf_counter()
     try:
         with interrupt.polled():
@@ -234,17 +232,17 @@ def _decided(
             ended = time.perf_counter()
         if rig is not None and options.measure and not interrupt.requested:
             hear.stage("Running the best for real")
-            runs = _run_best(rows, rig, problem, hear)
+            runs = run_best(rows, rig, problem, hear)
             for share in SMALLER:
-                if runs.interrupted or not _overfull(rows, runs):
+                if runs.interrupted or not overfull(rows, runs):
                     break
                 hear.stage(f"Memory did not suffice: searching again for {share:.0%} of it")
-                smaller = _with_less_memory(problem, share)
+                smaller = with_less_memory(problem, share)
                 with interrupt.polled():
                     more = _searched(smaller, options, interrupt, hear, rig, outset)
                 if not any(np.isfinite(row.predicted_s) for row in more):
                     break
-                rows, runs = _joined(rows, runs, more, _run_best(more, rig, smaller, hear))
+                rows, runs = joined(rows, runs, more, run_best(more, rig, smaller, hear))
     except KeyboardInterrupt:
         interrupt.requested = True
         if not rows:
@@ -337,84 +335,6 @@ def _row(simulated: Simulated, candidate: Candidate, options: Options, rig: Rig 
         why=prediction.why,
         times_s=prediction.times_s,
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Runs:
-    """What running candidates for real gave."""
-
-    of_row: Mapping[int, Measurement] = field(default_factory=dict)
-    all_cores: Measurement | None = None
-    interrupted: bool = False
-
-
-def _run_best(rows: Sequence[Row], rig: Rig, problem: Problem, hear: Progress) -> _Runs:
-    """Run the best few and the best single devices in turn.
-
-    Raises:
-        WorkerError: the workers do not come up.
-    """
-    chosen = worth_running(rows, problem.cluster)
-    if not chosen:
-        return _Runs()
-    longest_s = max((rows[i].predicted_s for i in chosen), default=0.0)
-    with closing(rig.backend(problem, longest_s, rows[chosen[0]].predicted_s)) as backend:
-        measurements = backend.measure(
-            [rows[i].placement for i in chosen],
-            progress=lambda done, total: hear.advance(done / total),
-            reference=True,
-        )
-        return _Runs(
-            of_row={i: m for i, m in zip(chosen, measurements, strict=True) if m.counts},
-            all_cores=backend.reference,
-            interrupted=backend.interrupted,
-        )
-
-
-def _overfull(rows: Sequence[Row], runs: _Runs) -> bool:
-    """Whether memory did not suffice for any candidate that uses several devices."""
-    several = [seen for i, seen in runs.of_row.items() if not rows[i].is_single]
-    return bool(several) and all(seen.overfull for seen in several)
-
-
-def _with_less_memory(problem: Problem, share: float) -> Problem:
-    """The same problem on devices with a share of their memory."""
-    devices = tuple(
-        replace(device, memory_bytes=int(device.memory_bytes * share))
-        for device in problem.cluster.devices
-    )
-    return Problem.of(problem.graph, replace(problem.cluster, devices=devices))
-
-
-def _joined(
-    rows: Sequence[Row], runs: _Runs, more: Sequence[Row], later: _Runs
-) -> tuple[list[Row], _Runs]:
-    """What a later search and its runs gave, and of the earlier ones what failed.
-
-    Runs are only compared with others of the same rounds.
-    """
-    failed = [i for i, seen in runs.of_row.items() if seen.failure]
-    of_failed = {len(more) + k: runs.of_row[i] for k, i in enumerate(failed)}
-    joined = replace(later, of_row={**later.of_row, **of_failed})
-    return [*more, *(rows[i] for i in failed)], joined
-
-
-def worth_running(rows: Sequence[Row], cluster: Cluster) -> list[int]:
-    """Indices of the candidates to be run: the best single device of each kind, the best others.
-
-    What the user has is run in any case.
-    """
-    kind_of = {device.name: device.kind for device in cluster.devices}
-    feasible = [i for i, row in enumerate(rows) if np.isfinite(row.predicted_s)]
-    by_time = sorted(feasible, key=lambda i: rows[i].predicted_s)
-    singles: dict[str, int] = {}
-    for i in by_time:
-        if rows[i].is_single:
-            placement = rows[i].placement
-            singles.setdefault(kind_of[placement.device_names[placement.devices[0]]], i)
-    others = [i for i in by_time if not rows[i].is_single]
-    chosen = [*singles.values(), *others[:MEASURED_CANDIDATES]]
-    return chosen + [i for i in by_time if rows[i].name == GIVEN and i not in chosen]
 
 
 def _recorded(found: Optimization) -> Optimization:

@@ -28,8 +28,9 @@ from graphs.extract import extract
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 from graphs.synthetic import draw
 from placer.outcome import Optimization, PlacementError, Row, choose, extraction_remarks
-from placer.pipeline import Options, optimize_graph, worth_running
+from placer.pipeline import Options, optimize_graph
 from placer.rigs import rounds_for
+from placer.running import worth_running
 from placer.search.budget import Budget
 
 two_cores = pytest.mark.skipif(
