@@ -41,8 +41,33 @@ def test_evolution_walks_off_a_slope_without_shrinking() -> None:
     assert evolution.mean[0] < -5.0
 
 
+def test_first_samples_spread_as_they_are_told_to() -> None:
+    spread = np.array([0.1, 1.0, 4.0])
+    evolution = Evolution(np.zeros(3), sigma=0.5, seed=0, population=4000, spread=spread)
+    deviations = evolution.ask().std(axis=0)
+    assert deviations / deviations[1] == pytest.approx(spread, rel=0.1)
+    assert np.exp(np.log(deviations).mean()) == pytest.approx(0.5, rel=0.1)
+
+
+def test_a_spread_that_is_known_finds_a_stretched_optimum_sooner() -> None:
+    stretch = 10.0 ** np.linspace(-1.5, 1.5, 8)
+
+    def found(spread: np.ndarray | None, seed: int) -> float:
+        evolution = Evolution(np.zeros(8), sigma=0.5, seed=seed, spread=spread)
+        for _ in range(60):
+            samples = evolution.ask()
+            evolution.tell(samples, (((samples - stretch) / stretch) ** 2).sum(axis=1))
+        return float((((evolution.mean - stretch) / stretch) ** 2).sum())
+
+    assert np.median([found(stretch, seed) for seed in range(5)]) < 0.1 * np.median(
+        [found(None, seed) for seed in range(5)]
+    )
+
+
 def test_a_population_that_cannot_evolve_is_refused() -> None:
     with pytest.raises(ValueError, match="population of 1"):
         Evolution(np.zeros(3), sigma=1.0, seed=0, population=1)
     with pytest.raises(ValueError, match="sigma is 0"):
         Evolution(np.zeros(3), sigma=0, seed=0)
+    with pytest.raises(ValueError, match="a spread is not"):
+        Evolution(np.zeros(2), sigma=1.0, seed=0, spread=np.array([1.0, 0.0]))

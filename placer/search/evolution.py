@@ -34,16 +34,22 @@ class Evolution:
         sigma: float,
         seed: int,
         population: int | None = None,
+        spread: NDArray[np.floating[Any]] | None = None,
     ) -> None:
         """Start at ``start`` (K,) with standard deviation ``sigma`` in every direction.
 
+        With ``spread`` (K,) the deviations are in proportion to it, and ``sigma`` is their
+        geometric mean.
+
         Raises:
-            ValueError: sigma is not above 0, or the population is below 2.
+            ValueError: sigma is not above 0, a spread is not, or the population is below 2.
         """
         size = len(start)
         self.population = population or 4 + int(3 * math.log(size))
         if not sigma > 0:
             raise ValueError(f"sigma is {sigma}, not above 0")
+        if spread is not None and not (np.isfinite(spread).all() and (spread > 0).all()):
+            raise ValueError("a spread is not a finite number above 0")
         if self.population < 2:
             raise ValueError(f"a population of {self.population} cannot evolve: take at least 2")
         self.mean = np.array(start, np.float64)
@@ -64,8 +70,11 @@ class Evolution:
             1 - self._rank_one, 2 * (effective - 2 + 1 / effective) / ((size + 2) ** 2 + effective)
         )
         self._expected = math.sqrt(size) * (1 - 1 / (4 * size) + 1 / (21 * size**2))
-        self._covariance: NDArray[np.floating[Any]] = np.eye(size)
-        self._factor: NDArray[np.floating[Any]] = np.eye(size)
+        first = np.ones(size)
+        if spread is not None:
+            first = spread / np.exp(np.log(spread).mean())
+        self._covariance: NDArray[np.floating[Any]] = np.diag(first**2)
+        self._factor: NDArray[np.floating[Any]] = np.diag(first)
         self._sigma_path = np.zeros(size)
         self._path = np.zeros(size)
         self._generation = 0

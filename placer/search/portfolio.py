@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,8 +34,8 @@ EVOLUTION_SHARE: Final = 0.6
 """Evolution takes at most this share, and at most so many decodes, then annealing goes on."""
 EVOLUTION_DECODES: Final = 1500
 POPULATION: Final = 10
-TRAINED_SIGMA: Final = 0.5
-UNTRAINED_SIGMA: Final = 0.5
+SIGMA: Final = 0.5
+LEAST_SPREAD: Final = 1e-3
 LONG_S: Final = 1.0
 LARGEST_BOUNDED: Final = 20_000
 
@@ -88,11 +88,17 @@ def search(
     run = _Search(problem, Meter(budget, should_stop), seed, progress)
     run.begin()
     if problem.device_count > 1:
-        weights, sigma = run.learned(policy) if policy else (HEFT, UNTRAINED_SIGMA)
-        run.evolve(weights, sigma)
+        run.evolve(run.learned(policy) if policy else _Beginning(HEFT))
         run.anneal()
     run.report(1.0, "done")
     return run.candidates()
+
+
+class _Beginning(NamedTuple):
+    """Decoder weights (21,) to evolve from, and how far each may be off, if somebody knows."""
+
+    weights: NDArray[np.float64]
+    spread: NDArray[np.float64] | None = None
 
 
 class _Search:
@@ -116,23 +122,30 @@ class _Search:
         self._settle(min(c.step_ns for c in self.known))
         self.report(self.meter.share(), "heuristics")
 
-    def learned(self, policy: Proposer) -> tuple[NDArray[np.float64], float]:
-        """Decode what the policy proposes and samples around the best; returns the best weights."""
+    def learned(self, policy: Proposer) -> _Beginning:
+        """Decode what a policy proposes and samples around the best: where evolution begins."""
         means, deviations = policy.propose(self.judge, self.known)
+        spreads = np.maximum(deviations, LEAST_SPREAD)
         costs = self.decode("policy", means, SAMPLE_SHARE)
         if len(costs) == 0:
-            return means[0], TRAINED_SIGMA
+            return _Beginning(means[0], spreads[0])
         first = int(costs.argmin())
         normal = np.random.default_rng(self.seeds[0]).standard_normal((SAMPLES, WEIGHT_COUNT))
         rows = (means[first] + SAMPLE_SPREAD * deviations[first] * normal).round(9)
         sampled = self.decode("policy", rows, SAMPLE_SHARE)
         if len(sampled) and sampled.min() < costs[first]:
-            return rows[int(sampled.argmin())], TRAINED_SIGMA
-        return means[first], TRAINED_SIGMA
+            return _Beginning(rows[int(sampled.argmin())], spreads[first])
+        return _Beginning(means[first], spreads[first])
 
-    def evolve(self, weights: NDArray[np.float64], sigma: float) -> None:
+    def evolve(self, beginning: _Beginning) -> None:
         """Improve decoder weights."""
-        evolution = Evolution(weights, sigma=sigma, seed=self.seeds[1], population=POPULATION)
+        evolution = Evolution(
+            beginning.weights,
+            sigma=SIGMA,
+            spread=beginning.spread,
+            seed=self.seeds[1],
+            population=POPULATION,
+        )
         for _ in range(EVOLUTION_DECODES // POPULATION):
             rows = evolution.ask()
             costs = self.decode("evolution", rows, EVOLUTION_SHARE)
@@ -222,5 +235,5 @@ def load_compiled_code() -> None:
     """Compile what a search runs (20 s, once for each installation), or load it from the cache."""
     run = _Search(toy_problem(), Meter(Budget(evaluations=100)), 0, None)
     run.begin()
-    run.evolve(HEFT, UNTRAINED_SIGMA)
+    run.evolve(_Beginning(HEFT))
     run.anneal()
