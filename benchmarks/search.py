@@ -95,7 +95,7 @@ def main(quick: bool = False) -> None:
     at_budget(problems, Budget(evaluations=EVALUATIONS), policies, seeds)
     each_training_seed(problems, policies["synthetic-only"], seeds)
     if not quick:
-        at_budget(problems, Budget(seconds=LONG_S), policies, 1, by_problem=True)
+        at_budget(problems, Budget(seconds=LONG_S), policies, 1, controls=False)
     heavy(policies, seeds, quick)
     under_noise(problems, policies["generalist"])
     on_planted(policies["generalist"], 1.0 if quick else LONG_S)
@@ -115,18 +115,19 @@ def at_budget(
     policies: dict[str, Policy],
     seeds: int,
     *,
-    by_problem: bool = False,
+    controls: bool = True,
 ) -> None:
-    """Annealing, and the portfolio with nothing learnt, with initial weights, with policies."""
+    """Annealing, and the portfolio: with nothing learnt, with initial weights, with policies."""
     print(f"{budget}")
     annealing = found("annealing", placer_named("annealing"), problems, budget, seeds)
     print(annealing.line())
-    for name, proposer in (("without a policy", None), ("with initial weights", Initial())):
+    unlearnt = {"without a policy": None, "with initial weights": Initial()} if controls else {}
+    for name, proposer in unlearnt.items():
         print(found(f"portfolio {name}", Portfolio(proposer), problems, budget, seeds).line())
     for name, policy in policies.items():
         own = found(f"portfolio with {name}", Portfolio(policy), problems, budget, seeds)
         print(own.line())
-        against(own, annealing, problems, by_problem)
+        against(own, annealing, problems, by_problem=not controls)
 
 
 def against(
