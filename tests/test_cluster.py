@@ -249,7 +249,10 @@ def test_device_is_found_by_name_or_the_nearest_one_is_suggested() -> None:
             pair(device=[device(price_per_hour="2.49")]),
             r"device\[0\]\.price_per_hour is '2.49', not of type float",
         ),
-        (pair(device=[device(price=2.49)]),),
+        (
+            pair(device=[device(price=2.49)]),
+            r"unknown key device\[0\]\.price; did you mean price_per",
+        ),
         (
             pair(link=[link(bandwidth=1)]),
             r"unknown key link\[0\]\.bandwidth; did you mean bandwidth_",
