@@ -39,6 +39,7 @@ from placer.rigs import Rig, rig_for
 from placer.running import Runs, joined, overfull, run_best, with_less_memory
 from placer.search.budget import Budget
 from placer.search.candidate import Candidate
+from placer.search.heuristics import ETF_NAME, HEFT_NAME, heuristics
 from placer.search.judge import Judge
 from placer.search.portfolio import Proposer, load_compiled_code
 
@@ -295,10 +296,18 @@ def _searched(
     )
     if outset.coarse is not None:
         candidates = [_expanded(plan, outset.coarse) for plan in candidates]
+        candidates += _by_op(problem)  # groups may forbid good plans
     if outset.given is not None:
         candidates.append(Judge(problem).candidate(GIVEN, *outset.given.arrays()))
     simulated = Simulated(problem)
     return [_row(simulated, candidate, options, rig) for candidate in candidates]
+
+
+def _by_op(problem: Problem) -> list[Candidate]:
+    """The list schedulers' plans for single ops."""
+    found = heuristics(Judge(problem))
+    schedulers = [plan for plan in found if plan.name in (HEFT_NAME, ETF_NAME)]
+    return [replace(plan, name=f"{plan.name} by op") for plan in schedulers]
 
 
 def _expanded(plan: Candidate, coarse: Coarsened) -> Candidate:

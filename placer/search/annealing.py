@@ -117,7 +117,8 @@ class Annealing:
 
     def best(self, name: str = "annealing") -> Candidate:
         """The best plan so far."""
-        return self._judge.candidate(name, self._walk.best_devices, self._walk.best_priority)
+        walk = self._walk
+        return self._judge.candidate(name, walk.best_devices, walk.best_priority, self.best_cost)
 
 
 @compiled_borrowing

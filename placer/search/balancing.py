@@ -51,7 +51,7 @@ def balance(
 
     Args:
         problem: what to place where.
-        budget: seconds of this thread, counted when compiled code is loaded, or moves. With moves
+        budget: seconds, counted from when compiled code is loaded, or moves. With moves
             the result depends on ``seed`` alone.
         seed: of everything random.
         progress: called with the spent share, 0 .. 1, and what is going on.

@@ -68,10 +68,18 @@ class Judge:
         return devices, priority, self.costs(devices, priority)
 
     def candidate(
-        self, name: str, devices: NDArray[np.int32], priority: NDArray[np.float64]
+        self,
+        name: str,
+        devices: NDArray[np.int32],
+        priority: NDArray[np.float64],
+        cost: int | None = None,
     ) -> Candidate:
-        """One plan, (N,) each, as a candidate that keeps read-only copies of it."""
-        cost = int(self.costs(devices[None], priority[None])[0])
+        """One plan, (N,) each, as a candidate that keeps read-only copies of it.
+
+        Where its ``cost`` is known it is not found again.
+        """
+        if cost is None:
+            cost = int(self.costs(devices[None], priority[None])[0])
         own_devices, own_priority = devices.astype(np.int32), priority.astype(np.float64)
         own_devices.setflags(write=False)
         own_priority.setflags(write=False)

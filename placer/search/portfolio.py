@@ -68,7 +68,7 @@ def search(
 
     Args:
         problem: what to place where.
-        budget: seconds of this thread, counted when compiled code is loaded, or evaluations. The
+        budget: seconds, counted from when compiled code is loaded, or evaluations. The
             heuristics always run in full. With evaluations the result depends on ``seed`` alone.
         seed: of everything random.
         policy: proposes decoder weights; without one evolution starts from HEFT.
@@ -168,7 +168,7 @@ class _Search:
             self.chunk = next_chunk(self.meter, self.chunk, size, self.meter.seconds() - began)
             row = int(new.argmin())
             if best is None or new[row] < best.step_ns:
-                best = self.judge.candidate(name, devices[row], priority[row])
+                best = self.judge.candidate(name, devices[row], priority[row], int(new[row]))
         self.report(self.meter.share(), name)
         if best is not None:
             self._keep(best)

@@ -86,8 +86,11 @@ def train(
     ):
         run = _Run(config, curriculum, task, log, path, tell)
         finished = run.seeds(checkpoint)
-    kept = most_helpful([own.data for own in finished], config.keep)
+    kept = most_helpful([own.data for own in finished], min(config.keep, task.most_kept))
+    together = task.together([finished[i].tensors for i in kept], curriculum.tests)
     card = _card(out.name, config, curriculum, task, [finished[i].data for i in kept], finished)
+    if together is not None:
+        card["together"] = table(curriculum.tests, *together)
     task.save(out, card, [finished[i].tensors for i in kept])
     path.unlink(missing_ok=True)
     return card
@@ -233,7 +236,7 @@ def _card(
         "selected_by": "lowest sum of both validation scores; others by what they add to it",
         "scores_are": MEANING,
         "seeds": rows,
-        "baselines": baselines(curriculum.tests),
+        "baselines": baselines(math.exp(config.ppo.log_std), curriculum.tests),
         "versions": {
             "placer": placer.__version__,
             "python": platform.python_version(),

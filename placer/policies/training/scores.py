@@ -16,7 +16,6 @@ from placer.search.heuristics import ETF_NAME, HEFT_NAME, SINGLE
 MEANING: Final = "geometric mean of step / best of {single device, HEFT, ETF}, simulated"
 DECODES: Final = 16
 SAMPLES: Final = DECODES - 1
-UNTRAINED_DEVIATION: Final = 0.4
 HEURISTICS: Final = {"single": SINGLE, HEFT_NAME: HEFT_NAME, ETF_NAME: ETF_NAME}
 """{name in tables: how the names of its candidates begin}."""
 
@@ -53,10 +52,13 @@ def heuristic_ratios(pool: Sequence[Exercise]) -> dict[str, NDArray[np.float64]]
     }
 
 
-def baselines(pool: Sequence[Exercise]) -> dict[str, float]:
-    """Scores of the heuristics, and of the best of HEFT and 15 random weights around it."""
+def baselines(deviation: float, pool: Sequence[Exercise]) -> dict[str, float]:
+    """Scores of the heuristics, and of what training begins with: HEFT and 15 weights around it.
+
+    ``deviation`` is the first one of actions.
+    """
     found = {name: mean(ratios) for name, ratios in heuristic_ratios(pool).items()}
-    untrained = untrained_scores(UNTRAINED_DEVIATION, pool)[1]
+    untrained = untrained_scores(deviation, pool)[1]
     return {**found, "untrained, best of 16": mean(untrained)}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +37,7 @@ class Task(Protocol):
     """What a policy is to do, and how good it is at that."""
 
     format: str
+    most_kept: int  # policies in one file
 
     def learner(self, seed: int, tell: Callable[[float, str], None]) -> Learner:
         """A learner that has done nothing yet, or has imitated; ``tell`` hears how that goes."""
@@ -53,6 +55,12 @@ class Task(Protocol):
         """How good it is."""
         ...
 
+    def together(
+        self, tensors: Sequence[Mapping[str, Any]], pool: Sequence[Exercise]
+    ) -> Ratios | None:
+        """How good policies are in one file, if they can be."""
+        ...
+
     def save(
         self, path: Path, card: Mapping[str, Any], tensors: Sequence[Mapping[str, Any]]
     ) -> None:
@@ -68,6 +76,7 @@ class DecoderWeights:
     """Learn which weights of the list scheduler suit a problem: PPO, an episode is one decode."""
 
     format = FORMAT
+    most_kept = sys.maxsize
 
     def __init__(self, config: TrainingConfig, curriculum: Curriculum) -> None:
         self.config = config
@@ -123,12 +132,17 @@ class DecoderWeights:
         """See :class:`Task`."""
         return scores(exported(model, "", *self.curriculum.scale()), pool)
 
+    def together(
+        self, tensors: Sequence[Mapping[str, Any]], pool: Sequence[Exercise]
+    ) -> Ratios | None:
+        """See :class:`Task`."""
+        return scores(_joined("", {}, tensors), pool)
+
     def save(
         self, path: Path, card: Mapping[str, Any], tensors: Sequence[Mapping[str, Any]]
     ) -> None:
         """See :class:`Task`."""
-        first, *others = (Policy.of(path.name, card, own) for own in tensors)
-        replace(first, others=tuple(others)).save(path)
+        _joined(path.name, card, tensors).save(path)
 
     def close(self) -> None:
         """See :class:`Task`."""
@@ -139,6 +153,7 @@ class OpByOp:
     """Learn to choose devices op by op: MaskablePPO, the plain form of the problem."""
 
     format = SEQUENTIAL_FORMAT
+    most_kept = 1
 
     def __init__(self, config: TrainingConfig, curriculum: Curriculum) -> None:
         self.config = config
@@ -172,6 +187,12 @@ class OpByOp:
             sampled.append(min(ratios))
         return np.array(alone), np.array(sampled)
 
+    def together(
+        self, tensors: Sequence[Mapping[str, Any]], pool: Sequence[Exercise]
+    ) -> Ratios | None:
+        """See :class:`Task`: only the best is kept."""
+        return None
+
     def save(
         self, path: Path, card: Mapping[str, Any], tensors: Sequence[Mapping[str, Any]]
     ) -> None:
@@ -188,6 +209,11 @@ def task_for(config: TrainingConfig, curriculum: Curriculum) -> Task:
     if config.algorithm == "maskable-ppo":
         return OpByOp(config, curriculum)
     return DecoderWeights(config, curriculum)
+
+
+def _joined(name: str, card: Mapping[str, Any], tensors: Sequence[Mapping[str, Any]]) -> Policy:
+    first, *others = (Policy.of(name, card, own) for own in tensors)
+    return replace(first, others=tuple(others))
 
 
 def _decoders(config: TrainingConfig, curriculum: Curriculum) -> Decoders:
