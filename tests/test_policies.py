@@ -66,6 +66,17 @@ def test_a_policy_that_was_saved_says_the_same(tmp_path: Path) -> None:
     ]
 
 
+def test_the_name_of_a_policy_may_have_dots(tmp_path: Path) -> None:
+    policy = made_up_policy()
+    policy.save(tmp_path / "mine.v2")
+    for name in ("mine.v2", "mine.v2.safetensors", "mine.v2.json"):
+        assert load(str(tmp_path / name)).name == "mine.v2"
+    with pytest.raises(ValueError, match=r"mine\.v3\.safetensors does not exist"):
+        load(str(tmp_path / "mine.v3"))
+    with pytest.raises(ValueError, match="there is no policy ''"):
+        load("")
+
+
 def test_a_policy_keeps_the_proposals_of_other_seeds_beside_its_own(tmp_path: Path) -> None:
     first = made_up_policy()
     rest = tuple(
