@@ -264,8 +264,53 @@ def test_the_command_refuses_what_it_cannot_have(
     assert "did you mean 'heft'" in capsys.readouterr().err
     assert main([*arguments, "--placer", "policy", "--policy", "none"]) == 2
     assert "is nothing without a trained policy" in capsys.readouterr().err
-    assert main([*arguments, "--placer", "heft", "--objective", "max-load"]) == 2
-    assert "'portfolio' serves all" in capsys.readouterr().err
+    for name in ("heft", "policy"):
+        assert main([*arguments, "--placer", name, "--objective", "max-load"]) == 2
+        assert "'portfolio' serves all" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "refusal"),
+    [
+        (["--placer", "heft"], "placer 'heft' asks no policy under the objective latency"),
+        (["--placer", "annealing"], "placer 'annealing' asks no policy"),
+        (["--objective", "max-load"], "asks no policy under the objective max-load"),
+    ],
+)
+def test_a_policy_that_nobody_would_ask_is_refused(
+    options: list[str],
+    refusal: str,
+    files: Files,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    graph, cluster = files()
+    arguments = ["optimize", str(graph), "--cluster", str(cluster), "--budget", "20e", *options]
+    arguments += ["--out", str(tmp_path / "p.json")]
+    assert main([*arguments, "--policy", "generalist"]) == 2
+    assert refusal in capsys.readouterr().err
+    assert main([*arguments, "--policy", "none"]) == 0
+
+
+def test_a_policy_is_loaded_for_who_asks_it_only(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[str] = []
+
+    def load_and_tell(name: str) -> Any:
+        loaded.append(name)
+        return load(name)
+
+    monkeypatch.setattr("placer.policies.load", load_and_tell)
+    graph, cluster = files()
+    arguments = ["optimize", str(graph), "--cluster", str(cluster), "--budget", "20e"]
+    arguments += ["--out", str(tmp_path / "p.json")]
+    for more in (["--placer", "heft"], ["--objective", "max-load"], ["--policy", "none"]):
+        assert main([*arguments, *more]) == 0
+    assert loaded == []
+    for more in ([], ["--placer", "policy"], ["--policy", "synthetic-only"]):
+        assert main([*arguments, *more]) == 0
+    assert loaded == ["generalist", "generalist", "synthetic-only"]
 
 
 def test_a_model_is_placed_by_the_placer_that_is_named() -> None:
