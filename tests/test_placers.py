@@ -21,12 +21,14 @@ from torch import nn
 
 import placer
 from envs.cluster import Cluster, Device, Link
+from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS
 from placer.cli.main import main
 from placer.objectives import Objective
 from placer.placers import contract, listings, placer_named, registry
+from placer.placers.annealing import Annealed
 from placer.placers.contract import CHECKS, Make
-from placer.placers.placer import STEPS
+from placer.placers.placer import LATENCY, STEPS
 from placer.placers.round_robin import Turns
 from placer.placers.rule import Plan, Rule
 from placer.placers.sampling import Sampling
@@ -103,6 +105,19 @@ class Tireless(Sampling):
             tally.judged(home, np.zeros(problem.op_count))
 
 
+class Unbalanced(Annealed):
+    """Takes a hundred times the budget for the objective max-load."""
+
+    def place(
+        self, problem: Problem, budget: Budget, seed: int, *, objective: str = LATENCY, **named: Any
+    ) -> list[Candidate]:
+        """Only steps are searched within the budget."""
+        if objective == "max-load":
+            seconds, evaluations = budget.seconds, budget.evaluations
+            budget = Budget(seconds and 100 * seconds, evaluations and 100 * evaluations)
+        return super().place(problem, budget, seed, objective=objective, **named)
+
+
 class Backward(Single):
     """Has the worst plan first."""
 
@@ -128,6 +143,8 @@ class Silent(Turns):
         (Moody, contract.same_seed_same_plans, "with seed 3 differ"),
         (Tireless, contract.evaluations_are_kept, "evaluations for"),
         (Tireless, contract.seconds_are_kept, "after the end"),
+        (Unbalanced, contract.evaluations_are_kept, "under max-load, 54 are allowed"),
+        (Unbalanced, contract.seconds_are_kept, "under max-load after the end"),
         (Tireless, contract.a_stop_is_heard, "after a stop was asked for"),
         (Backward, contract.steps_are_the_simulators, "not the best first"),
         (Backward, contract.objectives_are_served, "not the smallest load first"),

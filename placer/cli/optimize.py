@@ -99,7 +99,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument(
         "--policy",
         metavar="NAME",
-        help="trained policy that proposes placements, or none (default: generalist)",
+        help="trained policy that proposes placements, or none (default: generalist, if the placer asks one)",
     )
     parser.add_argument(
         "--placer",
