@@ -353,3 +353,5 @@ def test_a_model_is_placed_by_the_placer_that_is_named() -> None:
     assert not {"annealing", "evolution", "policy"} & {row.name for row in found.rows}
     with pytest.raises(ValueError, match="there is no placer 'cem'"):
         place(placer="cem")
+    with pytest.raises(ValueError, match="placer 'heft' asks no policy: leave policy='mine' out"):
+        place(placer="heft", policy="mine")

@@ -99,7 +99,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument(
         "--policy",
         metavar="NAME",
-        help="trained policy that proposes placements, or none (default: generalist, if the placer asks one)",
+        help="trained policy that proposes placements, or none (default: generalist, where the "
+        "placer asks one)",
     )
     parser.add_argument(
         "--placer",
@@ -255,12 +256,12 @@ def _policy(args: argparse.Namespace) -> Policy | None:
         ValueError: there is no such policy, or nobody asks the one that is given.
     """
     from placer.placers import asks_policy
-    from placer.policies import load
+    from placer.policies import GENERALIST, load
 
     if args.policy == "none":
         return None
     if asks_policy(args.placer, objective=args.objective):
-        return load(args.policy or "generalist")
+        return load(args.policy or GENERALIST)
     if args.policy is not None:
         raise ValueError(
             f"placer {args.placer!r} asks no policy under the objective {args.objective}: leave "

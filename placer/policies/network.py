@@ -21,6 +21,8 @@ from placer.search.candidate import Candidate
 from placer.search.decoder import HEFT, WEIGHT_COUNT
 from placer.search.judge import Judge
 
+GENERALIST: Final = "generalist"
+"""The policy that is taken where none is named."""
 FORMAT: Final = "placer-policy/1"
 SEQUENTIAL_FORMAT: Final = "placer-sequential-policy/1"
 ACTION_SCALE: Final = 2.0
