@@ -1,9 +1,11 @@
-"""Problems that placers are judged on: no policy was trained on them, none is drawn at random.
+"""Problems that placers are judged on.
 
-``judged`` are 430 to 3,270 ops of five families, none of which the policy `synthetic-only` knows,
-on 2 to 8 devices; ``u`` marks unequal devices. ``communicating`` are sharded matrix programs on
-links so slow that sending every output once takes four times as long as all ops. ``planted`` have
-an optimum known by construction.
+``judged`` are 430 to 3,270 ops of five families on 2 to 8 devices; ``u`` marks unequal devices. The
+policy `synthetic-only` was trained on none of these families; `generalist` knows them all, if not
+these graphs. Ideas were chosen by these problems, so ``unseen`` are others of the same families, by
+which nothing was chosen. ``communicating`` are sharded matrix programs on links so slow that
+sending every output once takes four times as long as all ops. ``planted`` have an optimum known by
+construction.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ class Machine:
 
 
 def judged() -> list[Exercise]:
-    """Five families the policies were not trained on, or not at these sizes."""
+    """Five families, of which `synthetic-only` has seen none."""
     rng = np.random.default_rng
     inception = sketches.inception(batch=32)
     nmt = sketches.nmt(layers=4, steps=24, batch=128)
@@ -98,6 +100,57 @@ def judged() -> list[Exercise]:
         ("layered 8", random, Machine(devices=8, bandwidth_bytes_per_s=12e9, order="fifo")),
         ("layered, large 8", large_random, Machine(devices=8, bandwidth_bytes_per_s=12e9)),
         ("layered, large 8u", large_random, _unequal(8, 12e9, "none", slow=4)),
+    ]
+    return [exercise(machine.problem(graph), name) for name, graph, machine in instances]
+
+
+def unseen() -> list[Exercise]:
+    """Graphs and clusters by which nothing was chosen; the same five families."""
+    rng = np.random.default_rng
+    instances: list[tuple[str, nx.DiGraph[str], Machine]] = [
+        (
+            "inception 8",
+            sketches.inception(batch=16),
+            Machine(devices=8, bandwidth_bytes_per_s=40e9),
+        ),
+        (
+            "inception 2u",
+            sketches.inception(batch=64),
+            _unequal(2, 16e9, "pair", slow=1, factor=1.7),
+        ),
+        (
+            "nmt 2",
+            sketches.nmt(layers=3, steps=40, batch=96),
+            Machine(devices=2, bandwidth_bytes_per_s=20e9, order="fifo"),
+        ),
+        ("nmt 8u", sketches.nmt(layers=5, steps=18, batch=200), _unequal(8, 40e9, "none", slow=3)),
+        (
+            "moe 2",
+            sketches.moe(rng(15), layers=8, experts=12, tokens=3000),
+            Machine(devices=2, bandwidth_bytes_per_s=30e9),
+        ),
+        (
+            "moe 8u",
+            sketches.moe(rng(16), layers=10, experts=24, tokens=1500),
+            _unequal(8, 60e9, "egress", slow=4, factor=1.5),
+        ),
+        (
+            "transformer 8",
+            sketches.transformer(layers=10, micro_batches=12, tokens=700),
+            Machine(devices=8, bandwidth_bytes_per_s=30e9, order="fifo"),
+        ),
+        (
+            "layered 2",
+            layered(rng(17), ops=900, width=10, degree=2.5, weights=Weights(ratio=1.0)),
+            Machine(devices=2, bandwidth_bytes_per_s=12e9),
+        ),
+        (
+            "layered 4u",
+            layered(
+                rng(18), ops=1500, width=30, degree=1.6, weights=Weights(ratio=0.3, spread=1.0)
+            ),
+            _unequal(4, 12e9, "egress", slow=2, factor=3.0),
+        ),
     ]
     return [exercise(machine.problem(graph), name) for name, graph, machine in instances]
 

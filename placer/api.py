@@ -32,8 +32,8 @@ from placer.export.placed_modules import PlacedModules
 from placer.given import given_from
 from placer.outcome import Optimization
 from placer.pipeline import Options, optimize_step
-from placer.placers import DEFAULT, placer_named
-from placer.policies import Policy, load
+from placer.placers import DEFAULT, asks_policy, placer_named
+from placer.policies import GENERALIST, Policy, load
 from placer.report.progress import progress_for
 from placer.search.budget import Budget
 from placer.tradeoff import Tradeoff
@@ -52,7 +52,7 @@ def optimize(
     memory: Mapping[str, int | str] | None = None,
     budget: str = "20s",
     seed: int = 0,
-    policy: str | None = "generalist",
+    policy: str | None = GENERALIST,
     placer: str = DEFAULT,
     measure: bool = True,
     keep_together: Sequence[str] = (),
@@ -83,7 +83,7 @@ def optimize(
         budget: of the search: ``"60s"``, or evaluations, ``"4000e"``. Extraction, measuring op
             costs and running the best candidates come on top.
         seed: of everything random in the search.
-        policy: name of a trained policy, None to search without one.
+        policy: name of a trained policy, None to search without one; for placers that ask one.
         placer: who searches, by its name; ``placer placers`` lists them. Whatever it finds, trivial
             placements and classic heuristics are compared with it.
         measure: run the best candidates for real; without it the simulator's answer counts.
@@ -105,12 +105,12 @@ def optimize(
         ExtractionError: no extractor takes the model, or not the one asked for, or the model is on
             the meta device; says why.
         ValueError: a device, budget, policy, placer, optimizer, dtype or extractor does not exist,
-            the placer lacks something or refuses the graph, or ``pin`` or ``keep_together`` matches
-            nothing.
+            the placer lacks something, asks no policy or refuses the graph, or ``pin`` or
+            ``keep_together`` matches nothing.
         PlacementError: the model fits nowhere, or no candidate could be run.
         KeyboardInterrupt: stopped before there was any placement.
     """
-    proposer = None if policy is None else load(policy)
+    proposer = _proposer(policy, placer)
     options = Options(
         budget=Budget.parse(budget),
         seed=seed,
@@ -150,7 +150,7 @@ def weigh_devices(
     dtype: str = FULL,
     budget: str = "20s",
     seed: int = 0,
-    policy: str | None = "generalist",
+    policy: str | None = GENERALIST,
     placer: str = DEFAULT,
     keep_together: Sequence[str] = (),
     pin: Mapping[str, str] | None = None,
@@ -191,7 +191,7 @@ def weigh_devices(
         PlacementError: the model fits nowhere.
         KeyboardInterrupt: stopped before there was any placement.
     """
-    proposer = None if policy is None else load(policy)
+    proposer = _proposer(policy, placer)
     options = Options(
         budget=Budget.parse(budget),
         seed=seed,
@@ -216,6 +216,17 @@ def weigh_devices(
         return weigh_step(step, devices, options)
     with progress_for(sys.stderr.isatty()) as shown:
         return weigh_step(step, devices, options, shown)
+
+
+def _proposer(policy: str | None, placer: str) -> Policy | None:
+    """The policy that the placer asks; the default is left aside where it asks none."""
+    if policy is None:
+        return None
+    if asks_policy(placer):
+        return load(policy)
+    if policy != GENERALIST:
+        raise ValueError(f"placer {placer!r} asks no policy: leave policy={policy!r} out")
+    return None
 
 
 def _cluster(devices: str | Cluster, memory: Mapping[str, int | str]) -> Cluster:

@@ -1,4 +1,4 @@
-"""Benchmarks of torch devices run through, on a fake second device where there is no GPU."""
+"""Benchmarks run through, in small; those of torch devices on a fake one where there is no GPU."""
 
 from __future__ import annotations
 
@@ -12,12 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks import instances, max_load
 from benchmarks.heapq_simulator import HeapqSimulator
+from benchmarks.search import at_budget
 from envs.cluster import Cluster, Device, Link
 from envs.problem import Problem
 from envs.simulator import Simulator
 from graphs.graph import GraphArrays
 from graphs.synthetic import layered
+from placer.policies import load
+from placer.policies.pool import Exercise
+from placer.search.budget import Budget
 
 ROOT = Path(__file__).parents[1]
 
@@ -89,3 +94,69 @@ def test_the_plain_simulator_that_speed_is_compared_with_gives_the_same(seed: in
     schedule = Simulator(problem).run(devices, priority)
     plain = HeapqSimulator(graph, cluster).step(devices.tolist(), priority.tolist())
     assert plain == (schedule.step_ns, schedule.peak_bytes.tolist())
+
+
+@pytest.fixture(scope="module")
+def judged() -> list[Exercise]:
+    return instances.judged()
+
+
+def test_placers_are_judged_on_problems_of_the_sizes_that_are_told(judged: list[Exercise]) -> None:
+    problems = [item.judge.problem for item in judged]
+    assert len({item.family for item in judged}) == len(judged) == 17
+    assert {problem.device_count for problem in problems} == {2, 4, 8}
+    assert min(problem.op_count for problem in problems) == 430
+    assert max(problem.op_count for problem in problems) == 3270
+    for item, problem in zip(judged, problems, strict=True):
+        *_, size = item.family.split()
+        assert size.removesuffix("u") == str(problem.device_count)
+        kinds = {device.kind for device in problem.cluster.devices}
+        assert len(kinds) == (2 if size.endswith("u") else 1)
+
+
+def test_communicating_problems_send_four_times_as_long_as_they_compute() -> None:
+    for item in instances.communicating():
+        problem = item.judge.problem
+        [link] = problem.cluster.links
+        sent_s = problem.graph.output_bytes.sum() / link.bandwidth_bytes_per_s
+        assert sent_s == pytest.approx(4 * problem.graph.costs_for("fast").sum(), rel=1e-6)
+
+
+def test_planted_problems_reach_their_optimum_and_nothing_known_passes_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(instances, "PLANTED", instances.PLANTED[:2])
+    for item, made in instances.planted_instances():
+        optimum_ns = round(1e9 * made.step_s)
+        order = np.arange(len(made.devices), 0, -1.0)
+        planted_ns = item.judge.costs(np.array([made.devices], np.int32), order[None])[0]
+        assert planted_ns == pytest.approx(optimum_ns, rel=1e-6)
+        assert min(plan.step_ns for plan in item.known) >= optimum_ns
+
+
+def test_the_benchmark_of_search_compares_all_ways_at_a_budget(
+    judged: list[Exercise], capsys: pytest.CaptureFixture[str]
+) -> None:
+    smallest = sorted(judged, key=lambda item: item.judge.problem.op_count)[:2]
+    policies = {"synthetic-only": load("synthetic-only")}
+    at_budget(smallest, Budget(evaluations=20), policies, seeds=2)
+    title, *lines = capsys.readouterr().out.splitlines()
+    assert title == "20e"
+    ways = [line.rsplit("   ", 1)[0] for line in lines[:4]]
+    names, means = zip(*(way.strip().rsplit(maxsplit=1) for way in ways), strict=True)
+    assert names == (
+        "annealing",
+        "portfolio without a policy",
+        "portfolio with initial weights",
+        "portfolio with synthetic-only",
+    )
+    assert all(0.5 < float(mean) <= 1.0 for mean in means)
+    assert "/ annealing: " in lines[4]
+
+
+def test_the_benchmark_of_loads_tells_what_is_proven(capsys: pytest.CaptureFixture[str]) -> None:
+    effort = max_load.Effort(search_s=0.05, seeds=1, states=1000, sweeps=1, solver_s=0.1)
+    max_load.main(["resnet18"], effort)
+    told = capsys.readouterr().out
+    assert "sweep: optimal" in told
+    assert told.endswith("1 of 1 within 2% of what is proven\n")

@@ -190,6 +190,32 @@ def test_a_pipe_is_no_place_for_results(
     assert pipe.is_fifo()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--inference"],
+        ["--fresh"],
+        ["--no-measure"],
+        ["--extractor", "export"],
+        ["--optimizer", "adam"],
+        ["--dtype", "bf16"],
+    ],
+)
+def test_options_of_models_are_refused_for_a_graph_file(
+    options: list[str],
+    files: Callable[..., tuple[Path, Path]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    graph, cluster = files()
+    out = tmp_path / "p.json"
+    arguments = ["optimize", str(graph), "--cluster", str(cluster), "--out", str(out)]
+    assert main([*arguments, *options]) == 2
+    told = capsys.readouterr().err
+    assert f"extracted already: {options[0]} can only be given for models" in told
+    assert not out.exists()
+
+
 @pytest.mark.parametrize("seed", ["-1", "1.5", "many", str(2**32)])
 @pytest.mark.parametrize(
     "command",

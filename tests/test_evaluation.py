@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -110,6 +112,26 @@ def test_the_command_writes_the_card_and_prints_json(
     assert load(str(trained)).card["evaluations"]["tiny"]["table"] == told["table"]
     assert main([*given, "--no-card", "--seeds", "1"]) == 0
     assert "layered" in capsys.readouterr().out
+
+
+def test_scores_are_printed_where_the_card_cannot_be_written(
+    trained: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def refuse(path: Path, found: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr("placer.policies.evaluation.write_into_card", refuse)
+    suites = tmp_path / "suites.toml"
+    suites.write_text(SUITES)
+    given = ["evaluate-policy", str(trained), "--suite", "tiny", "--suites", str(suites)]
+    assert main([*given, "--seeds", "1"]) == 1
+    told = capsys.readouterr()
+    assert "layered" in told.out
+    assert "of 1 seed." in " ".join(told.out.split())
+    assert f"{trained}.json cannot be written: read-only file system" in told.err
 
 
 def test_what_does_not_exist_is_named(capsys: pytest.CaptureFixture[str]) -> None:

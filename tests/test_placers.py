@@ -21,12 +21,14 @@ from torch import nn
 
 import placer
 from envs.cluster import Cluster, Device, Link
+from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS
 from placer.cli.main import main
 from placer.objectives import Objective
 from placer.placers import contract, listings, placer_named, registry
+from placer.placers.annealing import Annealed
 from placer.placers.contract import CHECKS, Make
-from placer.placers.placer import STEPS
+from placer.placers.placer import LATENCY, STEPS
 from placer.placers.round_robin import Turns
 from placer.placers.rule import Plan, Rule
 from placer.placers.sampling import Sampling
@@ -103,6 +105,19 @@ class Tireless(Sampling):
             tally.judged(home, np.zeros(problem.op_count))
 
 
+class Unbalanced(Annealed):
+    """Takes a hundred times the budget for the objective max-load."""
+
+    def place(
+        self, problem: Problem, budget: Budget, seed: int, *, objective: str = LATENCY, **named: Any
+    ) -> list[Candidate]:
+        """Only steps are searched within the budget."""
+        if objective == "max-load":
+            seconds, evaluations = budget.seconds, budget.evaluations
+            budget = Budget(seconds and 100 * seconds, evaluations and 100 * evaluations)
+        return super().place(problem, budget, seed, objective=objective, **named)
+
+
 class Backward(Single):
     """Has the worst plan first."""
 
@@ -128,6 +143,8 @@ class Silent(Turns):
         (Moody, contract.same_seed_same_plans, "with seed 3 differ"),
         (Tireless, contract.evaluations_are_kept, "evaluations for"),
         (Tireless, contract.seconds_are_kept, "after the end"),
+        (Unbalanced, contract.evaluations_are_kept, "under max-load, 54 are allowed"),
+        (Unbalanced, contract.seconds_are_kept, "under max-load after the end"),
         (Tireless, contract.a_stop_is_heard, "after a stop was asked for"),
         (Backward, contract.steps_are_the_simulators, "not the best first"),
         (Backward, contract.objectives_are_served, "not the smallest load first"),
@@ -264,8 +281,53 @@ def test_the_command_refuses_what_it_cannot_have(
     assert "did you mean 'heft'" in capsys.readouterr().err
     assert main([*arguments, "--placer", "policy", "--policy", "none"]) == 2
     assert "is nothing without a trained policy" in capsys.readouterr().err
-    assert main([*arguments, "--placer", "heft", "--objective", "max-load"]) == 2
-    assert "'portfolio' serves all" in capsys.readouterr().err
+    for name in ("heft", "policy"):
+        assert main([*arguments, "--placer", name, "--objective", "max-load"]) == 2
+        assert "'portfolio' serves all" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "refusal"),
+    [
+        (["--placer", "heft"], "placer 'heft' asks no policy under the objective latency"),
+        (["--placer", "annealing"], "placer 'annealing' asks no policy"),
+        (["--objective", "max-load"], "asks no policy under the objective max-load"),
+    ],
+)
+def test_a_policy_that_nobody_would_ask_is_refused(
+    options: list[str],
+    refusal: str,
+    files: Files,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    graph, cluster = files()
+    arguments = ["optimize", str(graph), "--cluster", str(cluster), "--budget", "20e", *options]
+    arguments += ["--out", str(tmp_path / "p.json")]
+    assert main([*arguments, "--policy", "generalist"]) == 2
+    assert refusal in capsys.readouterr().err
+    assert main([*arguments, "--policy", "none"]) == 0
+
+
+def test_a_policy_is_loaded_for_who_asks_it_only(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[str] = []
+
+    def load_and_tell(name: str) -> Any:
+        loaded.append(name)
+        return load(name)
+
+    monkeypatch.setattr("placer.policies.load", load_and_tell)
+    graph, cluster = files()
+    arguments = ["optimize", str(graph), "--cluster", str(cluster), "--budget", "20e"]
+    arguments += ["--out", str(tmp_path / "p.json")]
+    for more in (["--placer", "heft"], ["--objective", "max-load"], ["--policy", "none"]):
+        assert main([*arguments, *more]) == 0
+    assert loaded == []
+    for more in ([], ["--placer", "policy"], ["--policy", "synthetic-only"]):
+        assert main([*arguments, *more]) == 0
+    assert loaded == ["generalist", "generalist", "synthetic-only"]
 
 
 def test_a_model_is_placed_by_the_placer_that_is_named() -> None:
@@ -291,3 +353,5 @@ def test_a_model_is_placed_by_the_placer_that_is_named() -> None:
     assert not {"annealing", "evolution", "policy"} & {row.name for row in found.rows}
     with pytest.raises(ValueError, match="there is no placer 'cem'"):
         place(placer="cem")
+    with pytest.raises(ValueError, match="placer 'heft' asks no policy: leave policy='mine' out"):
+        place(placer="heft", policy="mine")

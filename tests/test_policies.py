@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +22,8 @@ from placer.policies.pool import draw_pool, exercise, families
 from placer.policies.rewards import WORST_REWARD
 from placer.policies.summary import FEATURES, summarise
 from placer.policies.training import scores, train
+from placer.policies.training.config import Ppo
+from placer.policies.training.scores import untrained_scores
 from placer.search.budget import Budget
 from placer.search.decoder import HEFT, WEIGHT_COUNT
 from placer.search.heuristics import HEFT_NAME, heuristics
@@ -64,6 +67,17 @@ def test_a_policy_that_was_saved_says_the_same(tmp_path: Path) -> None:
         "made-up.json",
         "made-up.safetensors",
     ]
+
+
+def test_the_name_of_a_policy_may_have_dots(tmp_path: Path) -> None:
+    policy = made_up_policy()
+    policy.save(tmp_path / "mine.v2")
+    for name in ("mine.v2", "mine.v2.safetensors", "mine.v2.json"):
+        assert load(str(tmp_path / name)).name == "mine.v2"
+    with pytest.raises(ValueError, match=r"mine\.v3\.safetensors does not exist"):
+        load(str(tmp_path / "mine.v3"))
+    with pytest.raises(ValueError, match="there is no policy ''"):
+        load("")
 
 
 def test_a_policy_keeps_the_proposals_of_other_seeds_beside_its_own(tmp_path: Path) -> None:
@@ -122,15 +136,16 @@ def test_a_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:
         load(str(tmp_path / "short"))
 
 
-def test_the_shipped_policies_load_and_beat_heft_on_unseen_graphs() -> None:
-    assert "generalist" in names()
-    policy = load("generalist")
-    pool = draw_pool(77, 21, 200)
-    alone, sampled = scores(policy, pool)
+@pytest.mark.parametrize("name", ["generalist", "synthetic-only"])
+def test_the_shipped_policies_beat_heft_and_untrained_weights_on_unseen_graphs(name: str) -> None:
+    assert name in names()
+    pool = draw_pool(77, 21, 200) + draw_pool(79, 21, 300)
+    alone, sampled = scores(load(name), pool)
     heft = [item.ratio(c.step_ns) for item in pool for c in item.known if c.name == HEFT_NAME]
     assert np.log(alone).mean() < np.log(heft).mean()
     assert (sampled <= alone).all()
-    assert np.log(sampled).mean() < 0.0
+    untrained = untrained_scores(math.exp(Ppo().log_std), pool)[1]
+    assert np.log(sampled).mean() < np.log(untrained).mean() - 0.01
 
 
 def test_a_search_with_a_policy_has_its_plan() -> None:

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def shipped_files() -> set[str]:
+    """Policies, their configurations and the suites, without what trainings leave beside them."""
+    folder = ROOT / "trained_policies"
+    return {p.name for p in folder.iterdir() if p.suffix in (".json", ".safetensors", ".toml")}
 
 
 @pytest.fixture(scope="module")
@@ -79,4 +86,12 @@ def test_the_wheel_holds_the_three_packages_and_the_trained_policies(wheel: Path
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"placer", "envs", "graphs"}
     policies = {name for name in names if name.startswith("placer/trained_policies/")}
-    assert {Path(name).suffix for name in policies} >= {".safetensors", ".json"}
+    assert {Path(name).name for name in policies} == shipped_files()
+
+
+def test_the_wheel_forgets_no_policy_and_takes_no_log_of_a_training() -> None:
+    hatch = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    listed = hatch["targets"]["wheel"]["force-include"]
+    assert listed == {
+        f"trained_policies/{name}": f"placer/trained_policies/{name}" for name in shipped_files()
+    }

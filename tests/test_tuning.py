@@ -128,6 +128,8 @@ def test_tuning_finds_what_a_machine_prefers_that_the_simulator_does_not_know() 
     assert second / first == pytest.approx(3.0, rel=0.1)
     assert found.placement.measured is not None
     assert found.placement.measured["step_s"] == found.best.step_s
+    assert found.policy.others
+    assert found.policy.others is tuner.policy.others
 
 
 def test_where_the_simulator_is_right_its_choice_is_kept_or_beaten() -> None:

@@ -88,10 +88,17 @@ def dtype(text: str) -> str:
 
 
 def why_no_step(args: argparse.Namespace, *, is_graph: bool) -> str | None:
-    """Why the options that say what a step is do not fit the others, None if they do."""
+    """Why the options that are about running a step do not fit the others, None if they do."""
     if args.inference and args.optimizer != NONE:
         return "inference has no gradients for an optimizer: give --inference or --optimizer"
-    given = {"--optimizer": args.optimizer != NONE, "--dtype": args.dtype != FULL}
+    given = {
+        "--inference": args.inference,
+        "--optimizer": args.optimizer != NONE,
+        "--dtype": args.dtype != FULL,
+        "--extractor": args.extractor != "auto",
+        "--fresh": args.fresh,
+        "--no-measure": getattr(args, "no_measure", False),
+    }
     names = " and ".join(name for name, is_given in given.items() if is_given)
     if is_graph and names:
         return f"a graph file is extracted already: {names} can only be given for models"

@@ -42,7 +42,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 def run(args: argparse.Namespace) -> int:
     """Evaluate, write the card, print the table."""
     from placer.policies.evaluation import evaluate, write_into_card
-    from placer.policies.network import load, path_of
+    from placer.policies.network import CARD, file_of, load, path_of
     from placer.policies.suites import load_suites, suite_named
     from placer.report.progress import progress_for
 
@@ -54,18 +54,18 @@ def run(args: argparse.Namespace) -> int:
     with progress_for(sys.stderr.isatty()) as progress:
         progress.stage(f"Evaluating {policy.name}")
         found = evaluate(policy, suite, seeds=args.seeds, progress=progress.advance)
-    card = path.with_name(f"{path.name}.json")
-    if not args.no_card:
-        try:
-            write_into_card(path, found)
-        except OSError as error:
-            return fail(JOB_FAILED, why_not_written(card, error))
     if args.json:
         print(json.dumps({"policy": policy.name, **found}, allow_nan=False))
     else:
         _print(found)
-    if not args.no_card:
-        print(f"written into {card}", file=sys.stderr)
+    if args.no_card:
+        return 0
+    card = file_of(path, CARD)
+    try:
+        write_into_card(path, found)
+    except OSError as error:
+        return fail(JOB_FAILED, why_not_written(card, error))
+    print(f"written into {card}", file=sys.stderr)
     return 0
 
 
@@ -85,4 +85,6 @@ def _print(found: Mapping[str, Any]) -> None:
         shown.add_row(family, *cells)
     console = stdout_console()
     console.print(shown)
-    console.print(f"Numbers are {found['scores_are']}; medians over {len(found['seeds'])} seeds.")
+    count = len(found["seeds"])
+    seeds = f"medians over {count} seeds" if count > 1 else "of 1 seed"
+    console.print(f"Numbers are {found['scores_are']}; {seeds}.")

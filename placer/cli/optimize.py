@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from graphs.extract import Step
     from placer.outcome import Optimization
     from placer.pipeline import Options
+    from placer.policies import Policy
     from placer.report.progress import Progress
     from placer.tradeoff import Tradeoff
 
@@ -97,9 +98,9 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     add_in_flight(parser, "one for each device")
     parser.add_argument(
         "--policy",
-        default="generalist",
         metavar="NAME",
-        help="trained policy that proposes placements, or none (default: generalist)",
+        help="trained policy that proposes placements, or none (default: generalist, where the "
+        "placer asks one)",
     )
     parser.add_argument(
         "--placer",
@@ -221,7 +222,6 @@ def _options(args: argparse.Namespace) -> Options:
     from placer.objectives import Objective
     from placer.pipeline import Options
     from placer.placers import placer_named
-    from placer.policies import load
     from placer.search.budget import Budget
 
     objective = Objective(
@@ -232,7 +232,7 @@ def _options(args: argparse.Namespace) -> Options:
             "a model is run step by step: other objectives and micro-batches are for graph files "
             "(placer extract writes one)"
         )
-    policy = None if args.policy == "none" else load(args.policy)
+    policy = _policy(args)
     return Options(
         objective=objective,
         budget=Budget.parse(args.budget),
@@ -247,6 +247,27 @@ def _options(args: argparse.Namespace) -> Options:
         groups=args.groups,
         start_from=None if args.start_from is None else load_given(args.start_from),
     )
+
+
+def _policy(args: argparse.Namespace) -> Policy | None:
+    """The policy that the placer asks.
+
+    Raises:
+        ValueError: there is no such policy, or nobody asks the one that is given.
+    """
+    from placer.placers import asks_policy
+    from placer.policies import GENERALIST, load
+
+    if args.policy == "none":
+        return None
+    if asks_policy(args.placer, objective=args.objective):
+        return load(args.policy or GENERALIST)
+    if args.policy is not None:
+        raise ValueError(
+            f"placer {args.placer!r} asks no policy under the objective {args.objective}: leave "
+            "--policy out"
+        )
+    return None
 
 
 def _cluster(args: argparse.Namespace) -> Cluster:

@@ -18,7 +18,7 @@ def run_tuning(args: argparse.Namespace) -> int:
         return fail(BAD_USAGE, why)
     from envs.discover import discover
     from graphs.extract import ExtractionError
-    from placer.policies.network import load
+    from placer.policies.network import GENERALIST, load
     from placer.policies.tuned import Tuning
     from placer.policies.tuning import tune
     from placer.report.progress import progress_for
@@ -32,7 +32,7 @@ def run_tuning(args: argparse.Namespace) -> int:
         given = {"rounds": args.rounds, "plans": args.plans, "budget": budget}
         given["seed"] = args.first_seed
         tuning = Tuning(**{key: value for key, value in given.items() if value is not None})
-        policy = load(args.from_policy or "generalist")
+        policy = load(args.from_policy or GENERALIST)
         cluster = discover(args.devices or "auto", args.memory)
         step = load_step(args.target, training=True)
     except (TargetError, ValueError) as error:

@@ -5,6 +5,6 @@ A distribution adds its own by an entry point of the group ``placer.placers``, a
 :mod:`placer.placers.contract` that they keep the rules. Importing this package loads nothing heavy.
 """
 
-from placer.placers.registry import DEFAULT, Listing, listings, placer_named
+from placer.placers.registry import DEFAULT, Listing, asks_policy, listings, placer_named
 
-__all__ = ["DEFAULT", "Listing", "listings", "placer_named"]
+__all__ = ["DEFAULT", "Listing", "asks_policy", "listings", "placer_named"]

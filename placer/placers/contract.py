@@ -11,8 +11,9 @@
 
 A check takes what makes the placer (its class, or a function without arguments) and raises an
 AssertionError that says what is wrong, and with which problem. Evaluations are counted where plans
-are judged: by :class:`placer.search.judge.Judge`, :class:`envs.simulator.Simulator` and
-:class:`placer.search.annealing.Annealing`. Time is that of a clock that checks turn themselves.
+are judged: by :class:`placer.search.judge.Judge`, :class:`envs.simulator.Simulator`,
+:class:`placer.search.annealing.Annealing` and :class:`placer.search.balance_run.Balancing`. Time is
+that of a clock that checks turn themselves.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -31,6 +33,7 @@ from envs.simulator import Simulator
 from placer.placers.placer import ALL, MAX_LOAD, Placer
 from placer.placers.problems import contract_problems
 from placer.search.annealing import Annealing
+from placer.search.balance_run import Balancing
 from placer.search.budget import Budget
 from placer.search.candidate import Candidate
 from placer.search.judge import Judge
@@ -48,9 +51,9 @@ LAST_STEP: Final = 64
 
 def plans_are_whole(make: Make) -> None:
     """Every op is placed where it may run, with a priority; a group shares a device."""
-    for problem in contract_problems():
-        for plan in _placed(make, problem):
-            what = f"plan {plan.name!r} for {problem.graph.name!r}"
+    for problem, objective in _cases(make):
+        for plan in _placed(make, problem, objective):
+            what = f"plan {plan.name!r} for {_told(problem, objective)}"
             count = problem.op_count
             assert plan.devices.shape == plan.priority.shape == (count,), f"{what}: wrong shape"
             assert plan.devices.dtype == np.int32, f"{what}: devices are {plan.devices.dtype}"
@@ -66,75 +69,80 @@ def plans_are_whole(make: Make) -> None:
 
 def steps_are_the_simulators(make: Make) -> None:
     """A plan's step is what the simulator says, infeasible where it does; the best comes first."""
-    for problem in contract_problems():
-        found, simulator = _placed(make, problem), Simulator(problem)
+    for problem, objective in _cases(make):
+        found, simulator = _placed(make, problem, objective), Simulator(problem)
         for plan in found:
             step_ns = int(simulator.step_ns(plan.devices, plan.priority)[0])
             assert plan.step_ns == step_ns, (
-                f"plan {plan.name!r} for {problem.graph.name!r} says {plan.step_ns} ns, the "
+                f"plan {plan.name!r} for {_told(problem, objective)} says {plan.step_ns} ns, the "
                 f"simulator {step_ns}"
             )
         steps = [plan.step_ns for plan in found]
-        assert steps == sorted(steps), f"plans for {problem.graph.name!r} are not the best first"
+        assert objective == MAX_LOAD or steps == sorted(steps), (
+            f"plans for {_told(problem, objective)} are not the best first"
+        )
 
 
 def same_seed_same_plans(make: Make) -> None:
     """With a budget of evaluations, a seed decides the plans to the last digit."""
-    for problem in contract_problems():
+    for problem, objective in _cases(make):
         first, again = (
             [(p.name, p.step_ns, p.devices.tobytes(), p.priority.tobytes()) for p in plans]
-            for plans in (_placed(make, problem, seed=3), _placed(make, problem, seed=3))
+            for plans in (_placed(make, problem, objective, seed=3) for _ in range(2))
         )
-        assert first == again, f"two runs for {problem.graph.name!r} with seed 3 differ"
+        assert first == again, f"two runs for {_told(problem, objective)} with seed 3 differ"
 
 
 def evaluations_are_kept(make: Make) -> None:
     """No more plans are judged than the budget says, but for what rules and re-judging take."""
-    for problem in contract_problems():
+    for problem, objective in _cases(make):
         with _counting() as count:
-            _placed(make, problem)
+            _placed(make, problem, objective)
         allowed = EVALUATIONS + ALLOWED_FOR_RULES
         assert count.evaluations <= allowed, (
-            f"{count.evaluations} evaluations for {problem.graph.name!r}, {allowed} are allowed"
+            f"{count.evaluations} evaluations for {_told(problem, objective)}, {allowed} are "
+            "allowed"
         )
 
 
 def seconds_are_kept(make: Make) -> None:
     """When the time is over, at most one step is still done."""
-    for problem in contract_problems():
+    for problem, objective in _cases(make):
         placer = make()
         with _counting(over_after_s=20 * TICK_S) as count:
-            found = placer.place(problem, Budget(seconds=20 * TICK_S), 0)
-        assert found, f"no plan for {problem.graph.name!r}"
+            found = placer.place(problem, Budget(seconds=20 * TICK_S), 0, objective=objective)
+        assert found, f"no plan for {_told(problem, objective)}"
         late = count.evaluations - count.when_over
         allowed = LAST_STEP + ALLOWED_FOR_RULES
-        assert late <= allowed, f"{late} evaluations for {problem.graph.name!r} after the end"
+        assert late <= allowed, f"{late} evaluations for {_told(problem, objective)} after the end"
 
 
 def a_stop_is_heard(make: Make) -> None:
     """Asked to stop, at once or later, a placer returns its best so far."""
-    for problem in contract_problems():
+    for problem, objective in _cases(make):
         for patience in (0, 3):
             with _counting() as count:
                 asked = _Asked(patience, count)
-                found = make().place(problem, Budget(evaluations=10**9), 0, should_stop=asked)
-            assert found, f"no plan for {problem.graph.name!r}"
+                found = make().place(
+                    problem, Budget(evaluations=10**9), 0, objective=objective, should_stop=asked
+                )
+            assert found, f"no plan for {_told(problem, objective)}"
             late = count.evaluations - asked.when_said
             assert not asked.said or late <= LAST_STEP + ALLOWED_FOR_RULES, (
-                f"{late} evaluations for {problem.graph.name!r} after a stop was asked for"
+                f"{late} evaluations for {_told(problem, objective)} after a stop was asked for"
             )
 
 
 def small_budgets_give_plans(make: Make) -> None:
     """One evaluation is enough for a plan, and progress is told as a share."""
-    for problem in contract_problems():
+    for problem, objective in _cases(make):
         told: list[float] = []
 
         def hear(share: float, _: str, told: list[float] = told) -> None:
             told.append(share)
 
-        found = make().place(problem, Budget(evaluations=1), 0, progress=hear)
-        assert found, f"no plan for {problem.graph.name!r}"
+        found = make().place(problem, Budget(evaluations=1), 0, objective=objective, progress=hear)
+        assert found, f"no plan for {_told(problem, objective)}"
         assert all(0.0 <= share <= 1.0 for share in told), f"progress is {told}"
 
 
@@ -166,9 +174,18 @@ CHECKS: Final[Sequence[Callable[[Make], None]]] = (
 )
 
 
-def _placed(make: Make, problem: Problem, seed: int = 0) -> list[Candidate]:
-    found = make().place(problem, Budget(evaluations=EVALUATIONS), seed)
-    assert found, f"no plan for {problem.graph.name!r}"
+def _cases(make: Make) -> Iterator[tuple[Problem, str]]:
+    """Every problem, under every objective that the placer names."""
+    return product(contract_problems(), make().objectives)
+
+
+def _told(problem: Problem, objective: str) -> str:
+    return f"{problem.graph.name!r} under {objective}"
+
+
+def _placed(make: Make, problem: Problem, objective: str, seed: int = 0) -> list[Candidate]:
+    found = make().place(problem, Budget(evaluations=EVALUATIONS), seed, objective=objective)
+    assert found, f"no plan for {_told(problem, objective)}"
     return found
 
 
@@ -224,6 +241,7 @@ def _counting(over_after_s: float | None = None) -> Iterator[_Count]:
         counted(Simulator, "step_ns", lambda devices, *_: len(np.atleast_2d(devices))),
         counted(Simulator, "run", lambda *_: 1),
         counted(Annealing, "run", lambda steps, *_: steps),
+        counted(Balancing, "run", lambda steps, *_: steps),
     ]
     if over_after_s is not None:
         patches.append((time, "perf_counter", clock))

@@ -9,7 +9,7 @@ from envs.problem import Problem
 from placer.placers.placer import LATENCY, STEPS, Progress
 from placer.search.budget import Budget, Meter
 from placer.search.candidate import Candidate, ranked
-from placer.search.exact import exact
+from placer.search.exact import LARGEST, exact
 from placer.search.heuristics import heuristics
 from placer.search.judge import Judge
 from placer.search.tally import Tally
@@ -39,6 +39,12 @@ class Exact:
         Raises:
             ValueError: the graph has too many ops.
         """
+        if problem.op_count > LARGEST:
+            raise ValueError(
+                f"graph {problem.graph.name!r} has {problem.op_count} ops; exact search takes at "
+                f"most {LARGEST}: merge them into groups, as --groups {LARGEST} does, or take "
+                "another placer"
+            )
         judge = Judge(problem)
         tally = Tally(judge, Meter(budget, should_stop), "exact", progress)
         proven = exact(tally, seed, ranked(heuristics(judge))[0])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 if TYPE_CHECKING:
     from placer.placers.placer import Placer
@@ -110,31 +110,45 @@ def placer_named(
         ValueError: there is no such placer, it lacks a policy or something to be installed or
             cannot be loaded, or it does not serve the objective; the message says what to do.
     """
+    listing = _listed(name)
+    make = _loaded(listing)
+    if objective not in make.objectives:
+        raise ValueError(
+            f"placer {name!r} serves the objective {' and '.join(make.objectives)}, not "
+            f"{objective}; {DEFAULT!r} serves all"
+        )
+    return cast("Placer", make(policy) if listing.takes_policy else make())
+
+
+def asks_policy(name: str, *, objective: str = "latency") -> bool:
+    """Whether the placer of a name asks a trained policy; loads are balanced without one.
+
+    Raises:
+        ValueError: there is no such placer.
+    """
+    return _listed(name).takes_policy and objective != "max-load"
+
+
+def _listed(name: str) -> Listing:
     known = {listing.name: listing for listing in listings()}
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"there is no placer {name!r}: there are {', '.join(known)}{hint}")
-    placer = _made(known[name], policy)
-    if objective not in placer.objectives:
-        raise ValueError(
-            f"placer {name!r} serves the objective {' and '.join(placer.objectives)}, not "
-            f"{objective}; {DEFAULT!r} serves all"
-        )
-    return placer
+    return known[name]
 
 
-def _made(listing: Listing, policy: Proposer | None) -> Placer:
+def _loaded(listing: Listing) -> Any:
+    """Its class."""
     module, _, factory = listing.home.partition(":")
     try:
-        make = getattr(import_module(module), factory)
+        return getattr(import_module(module), factory)
     except ModuleNotFoundError as error:
         if listing.module and error.name and error.name.partition(".")[0] == listing.module:
             raise ValueError(f"placer {listing.name!r} needs {listing.module}: {BENCH}") from error
         raise _broken(listing, error) from error
     except (ImportError, AttributeError) as error:
         raise _broken(listing, error) from error
-    return cast("Placer", make(policy) if listing.takes_policy else make())
 
 
 def _broken(listing: Listing, error: Exception) -> ValueError:

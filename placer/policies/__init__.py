@@ -3,6 +3,6 @@
 ``load("generalist")`` reads a shipped policy; importing this package loads nothing heavy.
 """
 
-from placer.policies.network import Policy, load, names
+from placer.policies.network import GENERALIST, Policy, load, names
 
-__all__ = ["Policy", "load", "names"]
+__all__ = ["GENERALIST", "Policy", "load", "names"]

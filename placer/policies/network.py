@@ -21,6 +21,8 @@ from placer.search.candidate import Candidate
 from placer.search.decoder import HEFT, WEIGHT_COUNT
 from placer.search.judge import Judge
 
+GENERALIST: Final = "generalist"
+"""The policy that is taken where none is named."""
 FORMAT: Final = "placer-policy/1"
 SEQUENTIAL_FORMAT: Final = "placer-sequential-policy/1"
 ACTION_SCALE: Final = 2.0
@@ -29,6 +31,9 @@ FARTHEST: Final = 2.0
 """Normalised features are clipped to -FARTHEST .. FARTHEST."""
 DECIMALS: Final = 6
 """Weights are rounded, so that the last bit of a linear algebra library does not matter."""
+WEIGHTS: Final = ".safetensors"
+CARD: Final = ".json"
+"""Endings of the two files of a policy, whose own name may have dots."""
 _SHARED: Final = ("feature_mean", "feature_deviation")
 _OTHERS: Final = "others."
 _OTHER_KEY: Final = re.compile(r"others\.(\d+)\.([a-z].*)")
@@ -87,7 +92,7 @@ class Policy:
             OSError: they cannot be written.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path.with_name(f"{path.name}.safetensors"), save(self.tensors()))
+        write_whole(file_of(path, WEIGHTS), save(self.tensors()))
         write_card(path, self.card)
 
     def tensors(self) -> dict[str, NDArray[Any]]:
@@ -145,18 +150,18 @@ def normalised(
 
 def names() -> tuple[str, ...]:
     """The policies that ship with this project."""
-    return tuple(sorted(path.stem for path in shipped().glob("*.safetensors")))
+    return tuple(sorted(path.stem for path in shipped().glob(f"*{WEIGHTS}")))
 
 
 def load(name: str) -> Policy:
-    """A shipped policy by name, or one of your own by its path without ending.
+    """A shipped policy by name, or one of your own by its path, with or without ending.
 
     Raises:
         ValueError: there is no such policy (the message lists those there are), or its files are
             not those of a policy of this version.
     """
     path = path_of(name)
-    tensors_path, card_path = path.with_suffix(".safetensors"), path.with_suffix(".json")
+    tensors_path, card_path = file_of(path, WEIGHTS), file_of(path, CARD)
     try:
         card = json.loads(card_path.read_text(encoding="utf-8"))
         tensors = load_file(tensors_path)
@@ -178,8 +183,9 @@ def path_of(name: str) -> Path:
     Raises:
         ValueError: there is no such policy; the message lists those there are.
     """
-    path = shipped() / name if name in names() else Path(name).with_suffix("")
-    tensors_path = path.with_suffix(".safetensors")
+    path = shipped() / name if name in names() else Path(name)
+    path = path.with_suffix("") if path.suffix in (WEIGHTS, CARD) else path
+    tensors_path = file_of(path, WEIGHTS)
     if not tensors_path.is_file():
         near = difflib.get_close_matches(name, names(), n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
@@ -190,13 +196,18 @@ def path_of(name: str) -> Path:
     return path
 
 
+def file_of(path: Path, ending: str) -> Path:
+    """The file with an ending of the policy at a path without one."""
+    return path.parent / f"{path.name}{ending}"
+
+
 def write_card(path: Path, card: Mapping[str, Any]) -> None:
     """Write ``path``.json.
 
     Raises:
         OSError: it cannot be written.
     """
-    write_whole(path.with_name(f"{path.name}.json"), json.dumps(card, indent=1) + "\n")
+    write_whole(file_of(path, CARD), json.dumps(card, indent=1) + "\n")
 
 
 def _shapes(tensors: Mapping[str, NDArray[Any]], depth: int) -> dict[str, tuple[int, ...]]:

@@ -161,6 +161,7 @@ class Tuner:
         policy = replace(
             exported(learner.model, self.name, *scale),
             card=self._card(best, simulated, len(measuring.seen)),
+            others=self.policy.others,
         )
         return Tuned(policy=policy, best=best, simulated=simulated, placement=placement)
 

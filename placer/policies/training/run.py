@@ -86,7 +86,7 @@ def train(
     ):
         run = _Run(config, curriculum, task, log, path, tell)
         finished = run.seeds(checkpoint)
-    kept = most_helpful([own.data for own in finished], min(config.keep, task.most_kept))
+    kept = most_helpful([own.data for own in finished], task.keeps)
     together = task.together([finished[i].tensors for i in kept], curriculum.tests)
     card = _card(out.name, config, curriculum, task, [finished[i].data for i in kept], finished)
     if together is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,14 @@ from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from graphs.whole_file import write_whole
 from placer.policies.decoders import Decoders, Here, Processes
 from placer.policies.generated_env import GeneratedBatch, GeneratedPlacementEnv
-from placer.policies.network import FORMAT, SEQUENTIAL_FORMAT, Policy, write_card
+from placer.policies.network import (
+    FORMAT,
+    SEQUENTIAL_FORMAT,
+    WEIGHTS,
+    Policy,
+    file_of,
+    write_card,
+)
 from placer.policies.params_env import ParamsBatch
 from placer.policies.pool import CANNOT_RUN, Exercise
 from placer.policies.rewards import Rewards, relative_rewards
@@ -37,7 +43,8 @@ class Task(Protocol):
     """What a policy is to do, and how good it is at that."""
 
     format: str
-    most_kept: int  # policies in one file
+    keeps: int
+    """How many of the seeds' policies :meth:`save` writes at most."""
 
     def learner(self, seed: int, tell: Callable[[float, str], None]) -> Learner:
         """A learner that has done nothing yet, or has imitated; ``tell`` hears how that goes."""
@@ -76,9 +83,9 @@ class DecoderWeights:
     """Learn which weights of the list scheduler suit a problem: PPO, an episode is one decode."""
 
     format = FORMAT
-    most_kept = sys.maxsize
 
     def __init__(self, config: TrainingConfig, curriculum: Curriculum) -> None:
+        self.keeps = config.keep
         self.config = config
         self.curriculum = curriculum
         self.decoders = _decoders(config, curriculum)
@@ -153,7 +160,7 @@ class OpByOp:
     """Learn to choose devices op by op: MaskablePPO, the plain form of the problem."""
 
     format = SEQUENTIAL_FORMAT
-    most_kept = 1
+    keeps = 1
 
     def __init__(self, config: TrainingConfig, curriculum: Curriculum) -> None:
         self.config = config
@@ -196,8 +203,8 @@ class OpByOp:
     def save(
         self, path: Path, card: Mapping[str, Any], tensors: Sequence[Mapping[str, Any]]
     ) -> None:
-        """See :class:`Task`; others are left out."""
-        write_whole(path.with_name(f"{path.name}.safetensors"), save(dict(tensors[0])))
+        """See :class:`Task`."""
+        write_whole(file_of(path, WEIGHTS), save(dict(tensors[0])))
         write_card(path, card)
 
     def close(self) -> None:
