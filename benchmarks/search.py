@@ -150,8 +150,9 @@ def at_budget(
         print(own.line())
         against(own, annealing, problems, by_problem=not controls)
         medians[name] = own.median()
-    loss = medians["synthetic-only"] / medians["generalist"] - 1.0
-    print(f"    synthetic-only loses {loss:.1%} against generalist")
+    if all(name in medians for name in POLICIES):
+        unaware, aware = (medians[name] for name in POLICIES)
+        print(f"    {POLICIES[0]} loses {unaware / aware - 1.0:.1%} against {POLICIES[1]}")
 
 
 def against(
