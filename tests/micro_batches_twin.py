@@ -66,7 +66,10 @@ def twin_graph(
 
 
 def last_backward(graph: nx.DiGraph[str], cluster: Cluster) -> str | None:
-    """The backward op that ends last on unlimited fastest devices without transfers."""
+    """The backward op that ends last on unlimited fastest devices without transfers.
+
+    An op may use those devices that all ops of its group may use.
+    """
     end: dict[str, int] = {}
     order = list(nx.lexicographical_topological_sort(graph, key=list(graph).index))
     for op in order:
@@ -75,6 +78,11 @@ def last_backward(graph: nx.DiGraph[str], cluster: Cluster) -> str | None:
             for device in cluster.devices
             for cost in [_cost_s(graph, op, device.kind, device.name)]
             if cost is not None
+            and all(
+                _cost_s(graph, other, device.kind, device.name) is not None
+                for other in graph
+                if graph.nodes[other]["colocate"] == graph.nodes[op]["colocate"] is not None
+            )
         )
     backward = [op for op in order if graph.nodes[op]["phase"] == "backward"]
     return max(reversed(backward), key=end.__getitem__, default=None)
