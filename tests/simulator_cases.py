@@ -33,7 +33,7 @@ def random_graph(
     if plain:
         costs = [cost or 1e-9 for cost in costs]
     sizes = rng.choice([[0, 1000], [1000], [0, 1, 999, 123_456, 10**6]])
-    kinds = {device.kind for device in cluster.devices}
+    kinds = dict.fromkeys(device.kind for device in cluster.devices)
     grouped = rng.random() < 0.3
     for name in names:
         cost = {kind: rng.choice(costs) for kind in kinds}
