@@ -105,7 +105,8 @@ def main(quick: bool = False) -> None:
     print(f"{len(others)} problems by which nothing was chosen")
     for name, policy in policies.items():
         of_policy(name, policy, others, seeds)
-    at_budget(others, Budget(seconds=SHORT_S[0]), policies, seeds)
+    for seconds in SHORT_S:
+        at_budget(others, Budget(seconds=seconds), policies, seeds)
     heavy(policies, seeds, quick)
     under_noise(problems, policies["generalist"])
     on_planted(policies["generalist"], 1.0 if quick else LONG_S)

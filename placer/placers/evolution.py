@@ -9,12 +9,11 @@ import numpy as np
 from placer.placers.sampling import Sampling
 from placer.search.decoder import HEFT, decode
 from placer.search.evolution import Evolution
+from placer.search.portfolio import POPULATION, SIGMA
 from placer.search.tally import Tally
 
-SIGMA: Final = 0.5
 SETTLED: Final = 1e-3
 """Below this standard deviation samples decode alike: it begins anew, with twice as many."""
-POPULATION: Final = 10
 
 
 class Evolved(Sampling):

@@ -22,6 +22,7 @@ from placer.search.candidate import Candidate
 from placer.search.heuristics import heuristics
 from placer.search.judge import Judge
 from placer.search.pipeline_parts import pipeline_parts
+from placer.search.walking import next_chunk
 
 NAME: Final = "annealing"
 CONTIGUOUS: Final = "contiguous parts"
@@ -135,8 +136,7 @@ def _spend(
         meter.spend(steps)
         squeezed = (meter.share() - begin) / max(1.0 - begin, 1e-9) * total
         at = max(at + steps, int(squeezed)) if left is None else at + steps
-        rate = steps / max(meter.seconds() - began, 1e-6)
-        chunk = int(min(max(rate * meter.chunk_s, 1), 2 * chunk, LARGEST_CHUNK))
+        chunk = next_chunk(meter, chunk, steps, meter.seconds() - began, LARGEST_CHUNK)
         if progress is not None:
             best_ns = run.best_ns if best is None else min(run.best_ns, best.best_ns)
             known = "nothing fits" if best_ns == INFEASIBLE_NS else f"{best_ns / 1e6:.3f} ms"

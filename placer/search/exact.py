@@ -40,17 +40,10 @@ def exact(tally: Tally, seed: int, start: Candidate) -> bool:
     """Solve until the tally is over; whether its best is proven to be.
 
     Where the simulator takes longer than the solver said, it is solved again with other random
-    numbers: solutions that are equal to the model are not to the simulator.
-
-    Raises:
-        ValueError: the graph has too many ops.
+    numbers: solutions that are equal to the model are not to the simulator. Whoever calls
+    it sees to it that there are at most :data:`LARGEST` ops.
     """
     problem = tally.judge.problem
-    if problem.op_count > LARGEST:
-        raise ValueError(
-            f"graph {problem.graph.name!r} has {problem.op_count} ops; exact search takes at most "
-            f"{LARGEST}: merge them into groups, or take another placer"
-        )
     tally.judged(start.devices, start.priority)
     for number in range(ROUNDS):
         if tally.over():

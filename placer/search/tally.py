@@ -67,4 +67,5 @@ class Tally:
     def best(self) -> Candidate:
         """The best plan; the first of equal ones."""
         assert self._best is not None, "a placer judges at least one plan"
-        return self.judge.candidate(self.name, *self._best[1:])
+        cost, devices, priority = self._best
+        return self.judge.candidate(self.name, devices, priority, cost)

@@ -54,7 +54,9 @@ def worthwhile_starts(judge: Judge, plan: Candidate, meter: Meter) -> int:
     return max(1, min(MOST_STARTS, steps // STEPS_PER_START))
 
 
-def next_chunk(meter: Meter, chunk: int, done: int, seconds: float) -> int:
+def next_chunk(
+    meter: Meter, chunk: int, done: int, seconds: float, most: int = LARGEST_CHUNK
+) -> int:
     """How much to do until the next look at the clock, when ``done`` took so many seconds."""
     rate = done / max(seconds, 1e-6)
-    return int(min(max(rate * meter.chunk_s, 1), 2 * chunk, LARGEST_CHUNK))
+    return int(min(max(rate * meter.chunk_s, 1), 2 * chunk, most))
