@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Final, TypeAlias
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,16 +17,19 @@ class Level:
     """One level of a network: so many ranks, each with one port to the others.
 
     A network is a sequence of levels, innermost first: at the second level a rank is a node with
-    all that is inside it, and its port is the one that all of them share.
+    all that is inside it, and its port is the one that all of them share. A node may have several
+    ``ports``, such as a network card for each of its devices; one device uses one of them.
     """
 
     ranks: int
     latency_s: float
     bandwidth_bytes_per_s: float  # of a port, in each direction; may be inf
+    ports: int = 1
 
     def __post_init__(self) -> None:
-        if self.ranks < 1:
-            raise ValueError(f"a level has {self.ranks} ranks, below 1")
+        for name, count in (("ranks", self.ranks), ("ports", self.ports)):
+            if count < 1:
+                raise ValueError(f"a level has {count} {name}, below 1")
         if not (math.isfinite(self.latency_s) and self.latency_s >= 0):
             raise ValueError(f"latency_s is {self.latency_s}, not a time >= 0")
         if not self.bandwidth_bytes_per_s > 0:
@@ -35,10 +38,11 @@ class Level:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllReduce:
-    """A reduction by one algorithm."""
+    """A reduction by one algorithm; one that is hierarchical has others at its levels."""
 
     algorithm: str
     seconds: float
+    by_level: tuple[str, ...] = ()  # innermost first
 
 
 def ring_s(size_bytes: float, level: Level) -> float:
@@ -79,6 +83,35 @@ def halving_doubling_s(size_bytes: float, level: Level) -> float:
     return inner_s + 2 * (level.latency_s + size_bytes * byte_s)
 
 
+def recursive_doubling_s(size_bytes: float, level: Level) -> float:
+    """Seconds of recursive doubling: log2 p (alpha + n beta), the fewest messages.
+
+    Thakur et al. 2005. Partners exchange all that they have; ranks beyond a power of two are served
+    as in :func:`halving_doubling_s`.
+    """
+    steps = level.ranks.bit_length() - 1
+    if level.ranks > 1 << steps:
+        steps += 2
+    return steps * (level.latency_s + size_bytes / level.bandwidth_bytes_per_s)
+
+
+def double_tree_s(size_bytes: float, level: Level) -> float:
+    """Seconds of two binary trees: 2 (n beta + 2 L alpha + sqrt(8 L n alpha beta)), L = log2 p.
+
+    Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and
+    scan", Parallel Computing 35 (2009): either half of the bytes goes through a tree of its own in
+    k chunks, in 2 ceil(L) + 2 k steps of alpha + n / (2 k) beta; k = sqrt(L n beta / (2 alpha)) is
+    the best. That is a reduction, and a broadcast costs as much. It has the bytes of a ring
+    and the messages of a tree: for many ranks.
+    """
+    if level.ranks == 1:
+        return 0.0
+    depth = math.ceil(math.log2(level.ranks))
+    sent_s = size_bytes / level.bandwidth_bytes_per_s
+    filling_s = math.sqrt(8 * depth * sent_s * level.latency_s)
+    return 2 * (sent_s + 2 * depth * level.latency_s + filling_s)
+
+
 def single_reducer_s(size_bytes: float, level: Level) -> float:
     """Seconds of one reducer (a parameter server on rank 0): 2 (p - 1) alpha + (p - 1) n beta.
 
@@ -93,50 +126,59 @@ def single_reducer_s(size_bytes: float, level: Level) -> float:
     return others * (2 * level.latency_s + size_bytes / level.bandwidth_bytes_per_s)
 
 
-def hierarchical_s(size_bytes: float, levels: Sequence[Level]) -> float:
-    """Seconds of reduce-scatter inwards to outwards, then all-gather back.
+def hierarchical(size_bytes: float, levels: Sequence[Level]) -> AllReduce:
+    """Reduce-scatter inwards to outwards, an all-reduce at the outermost level, all-gather back.
 
-    At each level every rank reduces the part of the bytes that it holds with its peers, by ring or
-    halving-doubling, whichever is cheaper: sum over levels i of their seconds for n / (p_1 ...
-    p_i-1) bytes through a port that p_1 ... p_i-1 ranks share. BlueConnect (Cho et al., MLSys
-    2019); with two levels it is Horovod's hierarchical allreduce.
+    At each level every rank reduces the part of the bytes that it holds with its peers, by
+    whichever algorithm is the cheapest there: sum over levels i of their seconds for n / (p_1 ...
+    p_i-1) bytes through ports that p_1 ... p_i-1 ranks share. BlueConnect (Cho et al., MLSys
+    2019); with two levels it is Horovod's hierarchical allreduce. Inside the outermost level only
+    rings, and halving-doubling of a power of two, leave every rank with an equal part.
     """
-    seconds, sharing = 0.0, 1
-    for level in levels:
-        own = Level(
-            ranks=level.ranks,
-            latency_s=level.latency_s,
-            bandwidth_bytes_per_s=level.bandwidth_bytes_per_s / sharing,
-        )
-        part = size_bytes / sharing
-        seconds += min(ring_s(part, own), halving_doubling_s(part, own))
+    seconds, sharing, chosen = 0.0, 1, []
+    outermost = max((i for i, level in enumerate(levels) if level.ranks > 1), default=0)
+    for i, level in enumerate(levels):
+        able = FLAT if i == outermost else _scattering(level.ranks)
+        own = replace(level, bandwidth_bytes_per_s=_shared(level, sharing))
+        costs_s = {name: cost(size_bytes / sharing, own) for name, cost in able.items()}
+        name = min(costs_s, key=costs_s.__getitem__)
+        seconds += costs_s[name]
+        chosen.append(name)
         sharing *= level.ranks
-    return seconds
+    return AllReduce(algorithm=HIERARCHICAL, seconds=seconds, by_level=tuple(chosen))
 
 
-FLAT: Final[Mapping[str, Callable[[float, Level], float]]] = {
+_Cost: TypeAlias = Callable[[float, Level], float]
+FLAT: Final[Mapping[str, _Cost]] = {
     "ring": ring_s,
     "tree": tree_s,
+    "double-tree": double_tree_s,
     "halving-doubling": halving_doubling_s,
+    "recursive-doubling": recursive_doubling_s,
     "single-reducer": single_reducer_s,
 }
 """Algorithms that take all ranks as peers."""
 HIERARCHICAL: Final = "hierarchical"
 ALGORITHMS: Final = (*FLAT, HIERARCHICAL)
+CROWDED: Final = frozenset({"halving-doubling", "recursive-doubling"})
+"""All ranks of a node talk to other nodes at once."""
+PAYLOADS: Final[Mapping[str, float]] = {"fp32": 1.0, "fp16": 0.5, "bf16": 0.5, "1-bit": 1 / 32}
+"""Bytes sent per byte of a gradient in fp32. One bit (Seide et al., Interspeech 2014) goes all to
+all and is gathered again, which sends the bytes of a ring; values of its columns are left out."""
 
 
-def all_reduce_s(
+def all_reduce(
     algorithm: str, size_bytes: float, levels: Sequence[Level], *, payload_factor: float = 1.0
-) -> float:
-    """Seconds of a reduction of ``size_bytes`` over all ranks of a network.
+) -> AllReduce:
+    """A reduction of ``size_bytes`` over all ranks of a network.
 
     Args:
         algorithm: one of ``ALGORITHMS``. A flat one on several levels has neighbours in order, so
             that few ranks of a node talk to other nodes at a time, and goes at the pace of the
-            slowest level; halving-doubling, where all do, shares the ports.
+            slowest level; those in ``CROWDED``, where all do, share the ports.
         size_bytes: of the gradients of one rank.
         levels: of the network, innermost first.
-        payload_factor: bytes sent per byte of gradient: 0.5 for half precision, 1 / 32 for a bit.
+        payload_factor: bytes sent per byte of gradient, see ``PAYLOADS``.
 
     Raises:
         ValueError: there is no such algorithm or no level, or a number is out of range.
@@ -151,8 +193,16 @@ def all_reduce_s(
         raise ValueError(f"payload_factor is {payload_factor}, not a factor above 0")
     sent_bytes = size_bytes * payload_factor
     if algorithm == HIERARCHICAL:
-        return hierarchical_s(sent_bytes, levels)
-    return FLAT[algorithm](sent_bytes, _flattened(algorithm, levels))
+        return hierarchical(sent_bytes, levels)
+    seconds = FLAT[algorithm](sent_bytes, _flattened(algorithm, levels))
+    return AllReduce(algorithm=algorithm, seconds=seconds)
+
+
+def all_reduce_s(
+    algorithm: str, size_bytes: float, levels: Sequence[Level], *, payload_factor: float = 1.0
+) -> float:
+    """Seconds of :func:`all_reduce`, which says what is refused."""
+    return all_reduce(algorithm, size_bytes, levels, payload_factor=payload_factor).seconds
 
 
 def cheapest_all_reduce(
@@ -161,25 +211,31 @@ def cheapest_all_reduce(
     """The reduction that takes the least time; of equal ones the first of ``ALGORITHMS``.
 
     Raises:
-        ValueError: as for :func:`all_reduce_s`.
+        ValueError: as for :func:`all_reduce`.
     """
-    every = [
-        AllReduce(
-            algorithm=name,
-            seconds=all_reduce_s(name, size_bytes, levels, payload_factor=payload_factor),
-        )
-        for name in ALGORITHMS
-    ]
+    every = (
+        all_reduce(name, size_bytes, levels, payload_factor=payload_factor) for name in ALGORITHMS
+    )
     return min(every, key=lambda found: found.seconds)
+
+
+def _scattering(ranks: int) -> Mapping[str, _Cost]:
+    """Algorithms that reduce by way of equal parts."""
+    names = ["ring"] if ranks & (ranks - 1) else ["ring", "halving-doubling"]
+    return {name: FLAT[name] for name in names}
+
+
+def _shared(level: Level, ranks: int) -> float:
+    """Bytes per second of each of so many ranks that use the ports of a node at once."""
+    return level.bandwidth_bytes_per_s * min(level.ports / ranks, 1.0)
 
 
 def _flattened(algorithm: str, levels: Sequence[Level]) -> Level:
     """All ranks as peers, with the latency and the bandwidth of the slowest level they cross."""
     latency_s, bandwidth, inside = 0.0, math.inf, 1
     for level in levels:
-        sharing = inside if algorithm == "halving-doubling" else 1
         if level.ranks > 1:
             latency_s = max(latency_s, level.latency_s)
-            bandwidth = min(bandwidth, level.bandwidth_bytes_per_s / sharing)
+            bandwidth = min(bandwidth, _shared(level, inside if algorithm in CROWDED else 1))
         inside *= level.ranks
     return Level(ranks=inside, latency_s=latency_s, bandwidth_bytes_per_s=bandwidth)
