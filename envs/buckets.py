@@ -1,0 +1,129 @@
+"""Buckets of gradients, and when each of them is reduced."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+CAP_BYTES: Final = 25 << 20
+"""What DistributedDataParallel of torch takes by default."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Buckets:
+    """B buckets, those of a slot in the order in which they are reduced."""
+
+    slot: NDArray[np.int32]  # (B,) device, within a replica, that holds the gradients
+    size_bytes: NDArray[np.int64]  # (B,)
+    ready_ns: NDArray[np.int64]  # (B,) when the last gradient in it is complete
+
+    def __len__(self) -> int:
+        """B."""
+        return len(self.slot)
+
+
+def buckets_of(
+    slot: NDArray[np.int32],
+    size_bytes: NDArray[np.int64],
+    ready_ns: NDArray[np.int64],
+    *,
+    cap_bytes: int = CAP_BYTES,
+) -> Buckets:
+    """Gradients (P,) in buckets of at most ``cap_bytes``, in their order, slot by slot.
+
+    A gradient that is larger has a bucket of its own. Each has a whole number of gradients.
+
+    Raises:
+        ValueError: ``cap_bytes`` is below 1.
+    """
+    if cap_bytes < 1:
+        raise ValueError(f"a bucket of at most {cap_bytes} bytes holds nothing: give 1 or more")
+    filling: dict[int, int] = {}  # the bucket of a slot that is not full
+    slots: list[int] = []
+    sizes: list[int] = []
+    ready: list[int] = []
+    rows = zip(slot.tolist(), size_bytes.tolist(), ready_ns.tolist(), strict=True)
+    for own_slot, size, own_ready in rows:
+        b = filling.get(own_slot)
+        if b is None or sizes[b] + size > cap_bytes:
+            filling[own_slot] = b = len(slots)
+            slots.append(own_slot)
+            sizes.append(0)
+            ready.append(0)
+        sizes[b] += size
+        ready[b] = max(ready[b], own_ready)
+    return Buckets(
+        slot=np.array(slots, np.int32),
+        size_bytes=np.array(sizes, np.int64),
+        ready_ns=np.array(ready, np.int64),
+    )
+
+
+def reduced_ns(
+    buckets: Buckets, duration_ns: NDArray[np.int64], queues: Sequence[Set[int]]
+) -> NDArray[np.int64]:
+    """When the reduction of every bucket ends, (B,).
+
+    Every slot has one stream, which reduces its buckets in order. A reduction occupies the queues
+    of its slot (``queues[slot]``, such as network cards) from start to end, so that of slots with
+    one in common one reduces at a time. Whatever can start does; of several the bucket that was
+    ready first, then the lower slot.
+
+    Args:
+        buckets: of all slots.
+        duration_ns: (B,) of their reductions.
+        queues: by slot.
+    """
+    waiting: dict[int, list[int]] = {}
+    for b, slot in enumerate(buckets.slot.tolist()):
+        waiting.setdefault(slot, []).append(b)
+    for own in waiting.values():
+        own.reverse()
+    end_ns = np.zeros(len(buckets), np.int64)
+    slot_free = dict.fromkeys(waiting, 0)
+    queue_free = {queue: 0 for slot in waiting for queue in queues[slot]}
+    ready = buckets.ready_ns.tolist()
+    while waiting:
+        start, _, slot = min(
+            (
+                max(ready[own[-1]], slot_free[k], *(queue_free[q] for q in queues[k])),
+                ready[own[-1]],
+                k,
+            )
+            for k, own in waiting.items()
+        )
+        b = waiting[slot].pop()
+        end = start + int(duration_ns[b])
+        end_ns[b] = slot_free[slot] = end
+        queue_free |= dict.fromkeys(queues[slot], end)
+        if not waiting[slot]:
+            del waiting[slot]
+    return end_ns
+
+
+def serial_ns(buckets: Buckets, duration_ns: NDArray[np.int64], queues: Sequence[Set[int]]) -> int:
+    """The longest that all reductions of slots that wait for each other take one by one."""
+    spent_ns = np.bincount(buckets.slot, duration_ns, minlength=len(queues)).astype(np.int64)
+    parts: list[tuple[set[int], int]] = []  # queues, and the time that all their slots take
+    for slot in np.unique(buckets.slot).tolist():
+        own = set(queues[slot])
+        joined = [part for part in parts if part[0] & own]
+        parts = [part for part in parts if not part[0] & own]
+        own_ns = int(spent_ns[slot]) + sum(ns for _, ns in joined)
+        parts.append((own.union(*(others for others, _ in joined)), own_ns))
+    return max((ns for _, ns in parts), default=0)
+
+
+def busiest_ns(buckets: Buckets, duration_ns: NDArray[np.int64], queues: Sequence[Set[int]]) -> int:
+    """The longest that one stream or one queue is occupied: no schedule is faster."""
+    spent_ns = np.bincount(buckets.slot, duration_ns, minlength=len(queues)).tolist()
+    by_queue: Counter[int] = Counter()
+    for own, ns in zip(queues, spent_ns, strict=True):
+        for queue in own:
+            by_queue[queue] += round(ns)
+    return max([*by_queue.values(), *map(round, spent_ns)], default=0)

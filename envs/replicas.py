@@ -1,0 +1,281 @@
+"""The step of R replicas of a placement, whose gradients are reduced over all of them.
+
+Every replica runs the placement on devices of its own. What is on slot k of one, its k-th device,
+is on slot k of all; these devices reduce its gradients, bucket by bucket, while the backward pass
+goes on. A gradient is ready when the last op that makes it has ended, with micro-batches in the
+last of them, and has been sent to where its parameters are; at the latest when the step of one
+replica ends, which counts no transfers that no op waits for. Updates wait for the reductions: those
+that the simulated step makes after the last gradient of a slot come after its last bucket,
+
+    T = max(step alone, max over slots k of end of last bucket + updates after the last gradient).
+
+Reductions and the transfers between devices of a replica do not slow each other down here, nor do
+reductions slow down ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envs.buckets import CAP_BYTES, Buckets, buckets_of, busiest_ns, reduced_ns, serial_ns
+from envs.collectives import PAYLOADS, AllReduce, Level, all_reduce, cheapest_all_reduce
+from envs.micro_batches import OPTIMIZER, Pipeline
+from envs.placement import Placement
+from envs.problem import NO_QUEUE, Problem
+from envs.simulator import Simulator
+from envs.topology import levels_of
+from graphs.frozen import frozen
+from graphs.gradients import gradients_of
+
+CHEAPEST: Final = "auto"
+"""Every bucket is reduced by the algorithm that is the fastest for its size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reduction:
+    """How replicas agree: the algorithm, what is sent of a gradient, and how often.
+
+    With ``every`` above 1 they do not reduce gradients but average parameters, after so many steps
+    (model averaging, BMUF): nothing of that overlaps with the steps.
+    """
+
+    algorithm: str = CHEAPEST
+    payload: str = "fp32"
+    bucket_bytes: int = CAP_BYTES
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        if self.payload not in PAYLOADS:
+            raise ValueError(f"payload is {self.payload!r}, not one of {', '.join(PAYLOADS)}")
+        if self.every < 1:
+            raise ValueError(f"parameters are averaged every {self.every} steps, below 1")
+
+    def of(self, size_bytes: int, levels: Sequence[Level]) -> AllReduce:
+        """The reduction of a bucket.
+
+        Raises:
+            ValueError: as for :func:`envs.collectives.all_reduce`.
+        """
+        factor = PAYLOADS[self.payload]
+        if self.algorithm == CHEAPEST:
+            return cheapest_all_reduce(size_bytes, levels, payload_factor=factor)
+        return all_reduce(self.algorithm, size_bytes, levels, payload_factor=factor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ReplicaStep:
+    """What one replica does in a step, as simulated: P gradients, D slots."""
+
+    step_ns: int
+    pass_ns: int  # until the end of the last op that is no update
+    slot: NDArray[np.int32]  # (P,) the device that holds the gradient
+    size_bytes: NDArray[np.int64]  # (P,)
+    ready_ns: NDArray[np.int64]  # (P,)
+    late_update_ns: NDArray[np.int64]  # (D,) of updates after the last gradient of a slot
+    parameter_bytes: NDArray[np.int64]  # (D,) on every slot
+
+    @classmethod
+    def of(cls, problem: Problem, placement: Placement) -> ReplicaStep:
+        """Simulate a placement.
+
+        Raises:
+            ValueError: it is not for this problem, or not feasible; says why.
+        """
+        placement.check(problem.graph, problem.cluster)
+        timed, origin = problem, np.arange(problem.op_count)
+        devices, priority = placement.arrays()
+        if placement.micro_batches > 1:
+            pipeline = Pipeline.of(problem, placement.micro_batches, in_flight=placement.in_flight)
+            timed, origin = pipeline.problem, np.where(pipeline.is_gate, -1, pipeline.origin)
+            devices, priority = pipeline.devices(devices), pipeline.priority(priority)
+        schedule = Simulator(timed).run(devices, priority, transfers=False)
+        if not schedule.feasible:
+            raise ValueError(schedule.why)
+        end_ns = np.zeros(problem.op_count, np.int64)
+        copies = origin >= 0
+        np.maximum.at(end_ns, origin[copies], schedule.end_ns[copies])
+        is_update = timed.graph.phase == OPTIMIZER
+        gradients = gradients_of(problem.graph)
+        where = np.array(placement.devices, np.int32)
+        ready_ns = np.array(
+            [
+                _ready_ns(problem, where, end_ns, int(home), int(size), makers)
+                for home, size, makers in zip(
+                    gradients.home, gradients.size_bytes, gradients.makers, strict=True
+                )
+            ],
+            np.int64,
+        )
+        ready_ns = np.minimum(ready_ns, schedule.step_ns)
+        slot = where[gradients.home]
+        last_ns = np.zeros(problem.device_count, np.int64)
+        np.maximum.at(last_ns, slot, ready_ns)
+        late = is_update & (schedule.start_ns >= last_ns[schedule.devices])
+        spent_ns = (schedule.end_ns - schedule.start_ns)[late]
+        return cls(
+            step_ns=schedule.step_ns,
+            pass_ns=int(schedule.end_ns[~is_update].max(initial=0)),
+            slot=frozen(slot),
+            size_bytes=gradients.size_bytes,
+            ready_ns=frozen(ready_ns),
+            late_update_ns=frozen(_by_device(problem, schedule.devices[late], spent_ns)),
+            parameter_bytes=frozen(_by_device(problem, where, problem.graph.parameter_bytes)),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotNetwork:
+    """What joins the devices of one slot over all replicas."""
+
+    levels: tuple[Level, ...]  # none for a single replica
+    queues: frozenset[int]  # that transfers between them wait in
+
+    def repeated(self, factor: int) -> SlotNetwork:
+        """The same with the outermost level so many times as large."""
+        *inner, outermost = self.levels
+        larger = Level(
+            ranks=outermost.ranks * factor,
+            latency_s=outermost.latency_s,
+            bandwidth_bytes_per_s=outermost.bandwidth_bytes_per_s,
+            ports=outermost.ports,
+        )
+        return SlotNetwork(levels=(*inner, larger), queues=self.queues)
+
+
+def slot_networks(problem: Problem, groups: Sequence[Sequence[int]]) -> tuple[SlotNetwork, ...]:
+    """The networks of all slots, for replicas on these groups of equally many devices.
+
+    Raises:
+        ValueError: no link joins devices of one slot.
+    """
+    return tuple(_slot_network(problem, devices) for devices in zip(*groups, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ReplicatedStep:
+    """A step of several replicas; ``alone_s`` is that of one without any other.
+
+    Of ``communication_s``, the largest sum of reductions that wait for each other, ``exposed_s``
+    makes the step longer, and ``hidden_s`` does not. The step is never longer than
+    ``no_overlap_s`` and never shorter than ``full_overlap_s``.
+    """
+
+    alone_s: float
+    step_s: float
+    communication_s: float
+    full_overlap_s: float
+    reductions: tuple[tuple[int, AllReduce], ...]  # (bytes, how) of the buckets
+    buckets: Buckets
+    end_ns: NDArray[np.int64]  # (B,) of the reductions, in the step
+
+    @cached_property
+    def exposed_s(self) -> float:
+        """How much longer the step is than that of one replica."""
+        return self.step_s - self.alone_s
+
+    @cached_property
+    def hidden_s(self) -> float:
+        """Communication that costs no time."""
+        return max(self.communication_s - self.exposed_s, 0.0)
+
+    @cached_property
+    def no_overlap_s(self) -> float:
+        """The step if reductions began when the rest of it is over."""
+        return self.alone_s + self.communication_s
+
+
+def replicated(
+    step: ReplicaStep,
+    networks: Sequence[SlotNetwork],
+    reduction: Reduction | None = None,
+    *,
+    accumulate: int = 1,
+) -> ReplicatedStep:
+    """The step of replicas, from what one of them does and what joins the devices of their slots.
+
+    Args:
+        step: of one replica.
+        networks: by slot, see :func:`slot_networks`.
+        reduction: how gradients are reduced.
+        accumulate: passes whose gradients are added up before a reduction and an update.
+
+    Raises:
+        ValueError: ``accumulate`` is below 1, or there is no such algorithm.
+    """
+    how = reduction or Reduction()
+    if accumulate < 1:
+        raise ValueError(f"gradients of {accumulate} passes are accumulated: give 1 or more")
+    before_ns = (accumulate - 1) * step.pass_ns
+    slots, sizes, ready = step.slot, step.size_bytes, step.ready_ns + before_ns
+    if how.every > 1:
+        slots = np.flatnonzero(step.parameter_bytes).astype(np.int32)
+        sizes, ready = step.parameter_bytes[slots], np.zeros(len(slots), np.int64)
+    joined = np.array([bool(network.levels) for network in networks], np.bool_)[slots]
+    cap = how.bucket_bytes if how.every == 1 else np.iinfo(np.int64).max
+    buckets = buckets_of(slots[joined], sizes[joined], ready[joined], cap_bytes=int(cap))
+    cost = cache(how.of)
+    reductions = tuple(
+        (size, cost(size, networks[slot].levels))
+        for slot, size in zip(buckets.slot.tolist(), buckets.size_bytes.tolist(), strict=True)
+    )
+    duration_ns = np.array([round(found.seconds * 1e9) for _, found in reductions], np.int64)
+    queues = [network.queues for network in networks]
+    end_ns = reduced_ns(buckets, duration_ns, queues)
+    alone_ns = before_ns + step.step_ns
+    if how.every > 1:
+        exposed = int(end_ns.max(initial=0)) / how.every
+        step_ns, communication_ns, full_ns = alone_ns + exposed, exposed, float(alone_ns)
+    else:
+        after_ns = end_ns + step.late_update_ns[buckets.slot]
+        step_ns = float(max(alone_ns, int(after_ns.max(initial=0))))
+        communication_ns = float(serial_ns(buckets, duration_ns, queues))
+        full_ns = float(max(alone_ns, busiest_ns(buckets, duration_ns, queues)))
+    return ReplicatedStep(
+        alone_s=alone_ns / 1e9,
+        step_s=step_ns / 1e9,
+        communication_s=communication_ns / 1e9,
+        full_overlap_s=full_ns / 1e9,
+        reductions=reductions,
+        buckets=buckets,
+        end_ns=end_ns,
+    )
+
+
+def _ready_ns(
+    problem: Problem,
+    where: NDArray[np.int32],
+    end_ns: NDArray[np.int64],
+    home: int,
+    size: int,
+    makers: Sequence[int],
+) -> int:
+    """When a gradient is complete where its parameters are."""
+    return max(
+        int(end_ns[maker])
+        + (
+            problem.transfer_ns(size, int(where[maker]), int(where[home]))
+            if where[maker] != where[home]
+            else 0
+        )
+        for maker in makers
+    )
+
+
+def _by_device(
+    problem: Problem, devices: NDArray[np.int32], amount: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    total = np.zeros(problem.device_count, np.int64)
+    np.add.at(total, devices, amount)
+    return total
+
+
+def _slot_network(problem: Problem, devices: Sequence[int]) -> SlotNetwork:
+    pairs = np.ix_(devices, devices)
+    queues = {*problem.queue[pairs].ravel().tolist(), *problem.second_queue[pairs].ravel().tolist()}
+    return SlotNetwork(levels=levels_of(problem, devices), queues=frozenset(queues - {NO_QUEUE}))
