@@ -37,12 +37,7 @@ def buckets_of(
     """Gradients (P,) in buckets of at most ``cap_bytes``, in their order, slot by slot.
 
     A gradient that is larger has a bucket of its own. Each has a whole number of gradients.
-
-    Raises:
-        ValueError: ``cap_bytes`` is below 1.
     """
-    if cap_bytes < 1:
-        raise ValueError(f"a bucket of at most {cap_bytes} bytes holds nothing: give 1 or more")
     filling: dict[int, int] = {}  # the bucket of a slot that is not full
     slots: list[int] = []
     sizes: list[int] = []

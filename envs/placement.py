@@ -7,7 +7,8 @@
      "objective": "latency", "micro_batches": 1, "in_flight": 4 (optional),
      "predicted": {"step_s": ..., "peak_memory_bytes": {device: int}} or null,
      "measured": {"step_s": ..., ...} or null,
-     "made_by": {"placer": ..., "seed": ..., "budget": ..., "version": ...}}
+     "made_by": {"placer": ..., "seed": ..., "budget": ..., "version": ...},
+     "replicas": {...} (optional, see envs/replica_set.py)}
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.cluster import Cluster
+from envs.replica_set import Replicas
 from graphs.graph import GraphArrays
 from graphs.strict_json import fields, inside, load_checked, number, table, text
 from graphs.whole_file import write_whole
@@ -34,7 +36,7 @@ FORMAT: Final = "placer-placement/1"
 OBJECTIVES: Final = ("latency", "throughput", "max-load")
 _KEYS: Final = frozenset(
     {"format", "graph", "cluster", "devices", "priority", "objective", "micro_batches"}
-    | {"in_flight", "predicted", "measured", "made_by"}
+    | {"in_flight", "predicted", "measured", "made_by", "replicas"}
 )
 _MAKER_KEYS: Final = frozenset({"placer", "seed", "budget", "version"})
 
@@ -55,7 +57,8 @@ class Placement:
 
     The order of transfers follows: links serve them in order of request, or, with ``order =
     "priority"``, by the most urgent op that waits for each. At most ``in_flight`` of the
-    ``micro_batches`` are under way at once; None is one for each device.
+    ``micro_batches`` are under way at once; None is one for each device. With ``replicas`` it is
+    the placement of each of them.
 
     ``predicted`` and ``measured`` hold at least ``step_s`` where they are known. Of their values,
     those whose names end in ``_s`` or ``_bytes`` are finite numbers >= 0, or mappings to such.
@@ -73,6 +76,7 @@ class Placement:
     predicted: Mapping[str, Any] | None = None
     measured: Mapping[str, Any] | None = None
     made_by: MadeBy = field(default_factory=MadeBy)
+    replicas: Replicas | None = None
 
     def __post_init__(self) -> None:
         if not self.ops:
@@ -260,6 +264,7 @@ class Placement:
             "predicted": None if self.predicted is None else dict(self.predicted),
             "measured": None if self.measured is None else dict(self.measured),
             "made_by": asdict(self.made_by),
+            **({} if self.replicas is None else {"replicas": self.replicas.to_dict()}),
         }
 
     @classmethod
@@ -293,6 +298,7 @@ class Placement:
         for op_id in priority:
             if op_id not in devices:
                 raise ValueError(f"priority[{op_id!r}]: devices has no such op")
+        replicas = _optional(top, "replicas")
         return cls(
             graph=text(top.get("graph", ""), "graph"),
             cluster=text(top.get("cluster", ""), "cluster"),
@@ -306,6 +312,7 @@ class Placement:
             predicted=_optional(top, "predicted"),
             measured=_optional(top, "measured"),
             made_by=_made_by(top.get("made_by") or {}),
+            replicas=None if replicas is None else Replicas.from_dict(replicas, "replicas"),
         )
 
     def save(self, path: Path) -> None:

@@ -18,54 +18,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.buckets import CAP_BYTES, Buckets, buckets_of, busiest_ns, reduced_ns, serial_ns
-from envs.collectives import PAYLOADS, AllReduce, Level, all_reduce, cheapest_all_reduce
+from envs.buckets import Buckets, buckets_of, busiest_ns, reduced_ns, serial_ns
+from envs.collectives import AllReduce, Level
 from envs.micro_batches import OPTIMIZER, Pipeline
 from envs.placement import Placement
 from envs.problem import NO_QUEUE, Problem
+from envs.reduction import Reduction
 from envs.simulator import Simulator
 from envs.topology import levels_of
 from graphs.frozen import frozen
-from graphs.gradients import gradients_of
-
-CHEAPEST: Final = "auto"
-"""Every bucket is reduced by the algorithm that is the fastest for its size."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reduction:
-    """How replicas agree: the algorithm, what is sent of a gradient, and how often.
-
-    With ``every`` above 1 they do not reduce gradients but average parameters, after so many steps
-    (model averaging, BMUF): nothing of that overlaps with the steps.
-    """
-
-    algorithm: str = CHEAPEST
-    payload: str = "fp32"
-    bucket_bytes: int = CAP_BYTES
-    every: int = 1
-
-    def __post_init__(self) -> None:
-        if self.payload not in PAYLOADS:
-            raise ValueError(f"payload is {self.payload!r}, not one of {', '.join(PAYLOADS)}")
-        if self.every < 1:
-            raise ValueError(f"parameters are averaged every {self.every} steps, below 1")
-
-    def of(self, size_bytes: int, levels: Sequence[Level]) -> AllReduce:
-        """The reduction of a bucket.
-
-        Raises:
-            ValueError: as for :func:`envs.collectives.all_reduce`.
-        """
-        factor = PAYLOADS[self.payload]
-        if self.algorithm == CHEAPEST:
-            return cheapest_all_reduce(size_bytes, levels, payload_factor=factor)
-        return all_reduce(self.algorithm, size_bytes, levels, payload_factor=factor)
+from graphs.gradients import gradients_of, no_gradients
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -79,10 +45,11 @@ class ReplicaStep:
     ready_ns: NDArray[np.int64]  # (P,)
     late_update_ns: NDArray[np.int64]  # (D,) of updates after the last gradient of a slot
     parameter_bytes: NDArray[np.int64]  # (D,) on every slot
+    peak_bytes: NDArray[np.int64]  # (D,)
 
     @classmethod
-    def of(cls, problem: Problem, placement: Placement) -> ReplicaStep:
-        """Simulate a placement.
+    def of(cls, problem: Problem, placement: Placement, *, trains: bool = True) -> ReplicaStep:
+        """Simulate a placement; a step that does not train has no gradients.
 
         Raises:
             ValueError: it is not for this problem, or not feasible; says why.
@@ -101,7 +68,8 @@ class ReplicaStep:
         copies = origin >= 0
         np.maximum.at(end_ns, origin[copies], schedule.end_ns[copies])
         is_update = timed.graph.phase == OPTIMIZER
-        gradients = gradients_of(problem.graph)
+        gradients = gradients_of(problem.graph) if trains else no_gradients()
+        trained_bytes = problem.graph.parameter_bytes * trains
         where = np.array(placement.devices, np.int32)
         ready_ns = np.array(
             [
@@ -125,7 +93,8 @@ class ReplicaStep:
             size_bytes=gradients.size_bytes,
             ready_ns=frozen(ready_ns),
             late_update_ns=frozen(_by_device(problem, schedule.devices[late], spent_ns)),
-            parameter_bytes=frozen(_by_device(problem, where, problem.graph.parameter_bytes)),
+            parameter_bytes=frozen(_by_device(problem, where, trained_bytes)),
+            peak_bytes=frozen(schedule.peak_bytes),
         )
 
 

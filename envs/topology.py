@@ -37,19 +37,16 @@ def levels_of(problem: Problem, devices: Sequence[int]) -> tuple[Level, ...]:
     Raises:
         ValueError: no link joins two of the devices; says which, and what to do.
     """
+    _check_joined(problem, devices)
     nested = nested_blocks(problem, devices)
     return tuple(_level(problem, inner, outer) for inner, outer in pairwise(nested))
 
 
 def nested_blocks(problem: Problem, devices: Sequence[int]) -> list[list[Block]]:
-    """Blocks of the devices, level by level: first every device alone, last all of them.
-
-    Raises:
-        ValueError: no link joins two of the devices; says which, and what to do.
-    """
+    """Blocks of the devices, level by level: first every device alone, last all that are joined."""
     far_s = _far_s(problem, devices)
     nested: list[list[Block]] = [[(d,) for d in devices]]
-    for limit_s in np.unique(far_s[far_s > 0]):
+    for limit_s in np.unique(far_s[(far_s > 0) & (far_s < np.inf)]):
         blocks = _components(devices, far_s <= limit_s)
         are_even = len({len(block) for block in blocks}) == 1
         if are_even and len(blocks) < len(nested[-1]):
@@ -57,20 +54,24 @@ def nested_blocks(problem: Problem, devices: Sequence[int]) -> list[list[Block]]
     return nested
 
 
-def _far_s(problem: Problem, devices: Sequence[int]) -> NDArray[np.float64]:
-    """Seconds between devices, (G, G), the longer of both ways; 0 on the diagonal."""
-    own = np.ix_(devices, devices)
-    apart = np.argwhere(~problem.connected[own])
+def _check_joined(problem: Problem, devices: Sequence[int]) -> None:
+    apart = np.argwhere(~problem.connected[np.ix_(devices, devices)])
     if len(apart):
-        source, destination = (problem.cluster.names[devices[i]] for i in apart[0])
+        source, destination = (problem.cluster.names[devices[i]] for i in apart[0].tolist())
         raise ValueError(
             f"gradients cannot be reduced over {source} and {destination}: no link of cluster "
             f"{problem.cluster.name!r} joins them. List one that costs as much as the way they take"
         )
+
+
+def _far_s(problem: Problem, devices: Sequence[int]) -> NDArray[np.float64]:
+    """Seconds between devices, (G, G), the longer of both ways; 0 on the diagonal."""
+    own = np.ix_(devices, devices)
     far_s = problem.latency_s[own] + NOMINAL_BYTES / problem.bandwidth_bytes_per_s[own]
-    far_s = np.maximum(far_s, far_s.T)
     # Devices between which nothing takes any time are still apart.
     far_s = np.maximum(far_s, np.finfo(np.float64).tiny)
+    far_s[~problem.connected[own]] = np.inf
+    far_s = np.maximum(far_s, far_s.T)
     np.fill_diagonal(far_s, 0.0)
     return far_s
 
@@ -92,17 +93,28 @@ def _components(devices: Sequence[int], near: NDArray[np.bool_]) -> list[Block]:
 
 def _level(problem: Problem, inner: Sequence[Block], outer: Sequence[Block]) -> Level:
     """The level at which inner blocks make up outer ones."""
-    rings = [[block for block in inner if set(block) <= set(whole)] for whole in outer]
-    own = [np.ix_(a, b) for ring in rings for a in ring for b in ring if a != b]
+    of = {d: i for i, whole in enumerate(outer) for d in whole}
+    rings: list[list[Block]] = [[] for _ in outer]
+    for block in inner:
+        rings[of[block[0]]].append(block)
     lone = _most_streams(problem, ((ring, 1) for ring in rings))
     every = _most_streams(problem, ((ring, len(inner[0])) for ring in rings))
-    slowest = min(float(problem.bandwidth_bytes_per_s[pairs].min()) for pairs in own)
+    devices = [d for block in inner for d in block]
+    across = _numbers(inner, devices) != _numbers(inner, devices)[:, None]
+    across &= _numbers(outer, devices) == _numbers(outer, devices)[:, None]
+    own = np.ix_(devices, devices)
     return Level(
         ranks=len(rings[0]),
-        latency_s=max(float(problem.latency_s[pairs].max()) for pairs in own),
-        bandwidth_bytes_per_s=slowest / lone,
+        latency_s=float(problem.latency_s[own][across].max()),
+        bandwidth_bytes_per_s=float(problem.bandwidth_bytes_per_s[own][across].min()) / lone,
         ports=max(len(inner[0]) * lone // every, 1),
     )
+
+
+def _numbers(blocks: Sequence[Block], devices: Sequence[int]) -> NDArray[np.int64]:
+    """The number of the block of every device, (G,)."""
+    number = {d: i for i, block in enumerate(blocks) for d in block}
+    return np.array([number[d] for d in devices])
 
 
 def _most_streams(problem: Problem, rings: Iterable[tuple[Sequence[Block], int]]) -> int:

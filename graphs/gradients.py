@@ -58,6 +58,11 @@ def gradients_of(graph: GraphArrays) -> Gradients:
     )
 
 
+def no_gradients() -> Gradients:
+    """Those of a step that does not train."""
+    return Gradients(home=np.zeros(0, np.int32), size_bytes=np.zeros(0, np.int64), makers=())
+
+
 class _Makers:
     """Looks up which backward ops make the gradients of an op's parameters."""
 

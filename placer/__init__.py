@@ -26,12 +26,14 @@ if TYPE_CHECKING:
     from graphs.optimizer import Optimizer
     from placer.api import apply, export_placement, optimize, train, weigh_devices
     from placer.outcome import Optimization
+    from placer.replica_plan import Replication
 
 __version__ = "0.1.0"
 __all__ = [
     "Optimization",
     "Optimizer",
     "Placement",
+    "Replication",
     "__version__",
     "apply",
     "export_placement",
@@ -49,6 +51,7 @@ _HOMES = {
     "Optimization": "placer.outcome",
     "Optimizer": "graphs.optimizer",
     "Placement": "envs.placement",
+    "Replication": "placer.replica_plan",
 }
 
 refuse_shadows()

@@ -34,7 +34,9 @@ from placer.outcome import Optimization
 from placer.pipeline import Options, optimize_step
 from placer.placers import DEFAULT, asks_policy, placer_named
 from placer.policies import GENERALIST, Policy, load
-from placer.report.progress import progress_for
+from placer.replica_plan import Replication
+from placer.replication import plan_step
+from placer.report.progress import Progress, progress_for
 from placer.search.budget import Budget
 from placer.tradeoff import Tradeoff
 from placer.weighing import weigh_step
@@ -61,6 +63,7 @@ def optimize(
     fresh: bool = False,
     extractor: str = AUTO,
     start_from: Placement | Mapping[str, int | str] | str | Path | None = None,
+    replicas: int | str | Replication | None = None,
     progress: bool = True,
 ) -> Optimization:
     """Find which op of a model should run on which device so that a step takes the least time.
@@ -96,6 +99,9 @@ def optimize(
             ``"auto"`` is the first of these that takes the model.
         start_from: what you have already: a placement, a Hugging Face device map, or a file of
             either. It is one more candidate, and always run.
+        replicas: train so many replicas of a placement, each on devices of its own, or ``"auto"``,
+            as many as are best; a :class:`placer.Replication` says more. What is returned is the
+            placement of one; its ``replication`` has all that it was chosen from. Nothing is run.
         progress: show on stderr what is going on.
 
     Returns:
@@ -105,8 +111,8 @@ def optimize(
         ExtractionError: no extractor takes the model, or not the one asked for, or the model is on
             the meta device; says why.
         ValueError: a device, budget, policy, placer, optimizer, dtype or extractor does not exist,
-            the placer lacks something, asks no policy or refuses the graph, or ``pin`` or
-            ``keep_together`` matches nothing.
+            the placer lacks something, asks no policy or refuses the graph, ``pin`` or
+            ``keep_together`` matches nothing, or there are fewer devices than replicas.
         PlacementError: the model fits nowhere, or no candidate could be run.
         KeyboardInterrupt: stopped before there was any placement.
     """
@@ -124,6 +130,7 @@ def optimize(
         groups=groups,
         start_from=None if start_from is None else given_from(start_from),
     )
+    wanted = None if replicas is None else Replication.of(replicas)
     cluster = _cluster(devices, memory or {})
     step = Step.of(
         model,
@@ -133,10 +140,16 @@ def optimize(
         optimizer=Optimizer.of(optimizer),
         dtype=dtype,
     )
+
+    def found(shown: Progress | None = None) -> Optimization:
+        if wanted is None:
+            return optimize_step(step, cluster, options, shown)
+        return plan_step(step, cluster, options, wanted, shown).found
+
     if not progress:
-        return optimize_step(step, cluster, options)
+        return found()
     with progress_for(sys.stderr.isatty()) as shown:
-        return optimize_step(step, cluster, options, shown)
+        return found(shown)
 
 
 def weigh_devices(

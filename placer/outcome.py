@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -16,6 +16,9 @@ from graphs.extract import Extraction
 from graphs.extract.export import lstm_layers
 from graphs.extract.extraction import shown_lines
 from graphs.graph import PHASES
+
+if TYPE_CHECKING:
+    from placer.replica_plan import ReplicaPlan
 
 NO_HEADROOM: Final = 0.02
 """One device this close to the lower bound leaves nothing to win."""
@@ -103,6 +106,7 @@ class Optimization:
     all_cores: Measurement | None = None
     cost_source: Mapping[str, str] = field(default_factory=dict)  # {device kind: where from}
     trouble: str = ""  # why nothing could be run, although it should have been
+    replication: ReplicaPlan | None = None  # what it was chosen from, where replicas were asked for
 
     def device_of(self, name: str) -> str:
         """The device of an op, or the home of a module; see :meth:`Placement.device_of`."""

@@ -27,6 +27,7 @@ from placer.pipeline import Options, costed_step, grouped, optimize_problem
 from placer.report.progress import Progress, Silent
 from placer.search.budget import Budget
 from placer.search.portfolio import load_compiled_code
+from placer.several import Slice, share_of
 from placer.tradeoff import Offer, Tradeoff
 
 MOST_SUBCLUSTERS: Final = 64
@@ -146,9 +147,9 @@ class _Search:
         """
         several = sum(len(part) > 1 for part in parts)
         for number, part in enumerate(parts):
-            budget = _share(self.options.budget, several if len(part) > 1 else None)
+            budget = share_of(self.options.budget, several if len(part) > 1 else None)
             try:
-                stopped = self._search(part, budget, _Slice(hear, number, len(parts)))
+                stopped = self._search(part, budget, Slice(hear, number, len(parts)))
             except KeyboardInterrupt:
                 if all(offer.found is None for offer in self.best.values()):
                     raise
@@ -202,32 +203,3 @@ class _Search:
             )
         ]
         return sorted(kept, key=lambda offer: (offer.price_per_hour, offer.step_s))
-
-
-@dataclass(frozen=True, slots=True)
-class _Slice:
-    """Progress of one of several searches as a part of the stage that they all are."""
-
-    whole: Progress
-    number: int
-    count: int
-
-    def stage(self, title: str) -> None:
-        """Not told: there would be one for every sub-cluster."""
-
-    def advance(self, share: float, text: str = "") -> None:
-        """Told as a share of all."""
-        shown = f"{self.number + 1} of {self.count}"
-        self.whole.advance(
-            (self.number + share) / self.count, f"{shown}: {text}" if text else shown
-        )
-
-
-def _share(budget: Budget, several: int | None) -> Budget:
-    """The budget of each of several searches; on one device there is nothing to search for."""
-    if several is None:
-        return Budget(evaluations=1)
-    if budget.seconds is not None:
-        return Budget(seconds=budget.seconds / several)
-    assert budget.evaluations is not None
-    return Budget(evaluations=max(budget.evaluations // several, 1))

@@ -23,6 +23,7 @@ from placer.cli.arguments import (
     why_no_step,
 )
 from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs, why_not_written
+from placer.cli.replicas import add_replicas, check_replicas, print_planned, wanted_of
 from placer.cli.tradeoff import add_pareto, check_pareto, print_weighed
 from placer.placers.registry import DEFAULT
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from placer.outcome import Optimization
     from placer.pipeline import Options
     from placer.policies import Policy
+    from placer.replica_plan import ReplicaPlan
     from placer.report.progress import Progress
     from placer.tradeoff import Tradeoff
 
@@ -52,6 +54,7 @@ examples:
   placer optimize model.py:build --devices cuda:0,cpu --memory cuda:0=8GiB
   placer optimize model.py:build --inference --out placement.json --timeline timeline.json
   placer optimize graph.json --cluster priced.toml --pareto
+  placer optimize 'hf:gpt2-xl?batch=8' --devices examples/8xh100.toml --data-parallel auto
 """
 
 
@@ -69,7 +72,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "--cluster",
         type=Path,
         metavar="FILE",
-        help="devices and links from a file (TOML); those not here are simulated by their rates",
+        help="devices and links from a file (TOML, also as --devices FILE.toml); those not here "
+        "are simulated by their rates",
     )
     parser.add_argument("--inference", action="store_true", help="place inference, not training")
     add_step(parser)
@@ -137,6 +141,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help="what you have: a placement, or a device_map as JSON; one more candidate, always run",
     )
     add_pareto(parser)
+    add_replicas(parser)
     add_extractor(parser)
     parser.add_argument(
         "--fresh",
@@ -162,6 +167,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 def run(args: argparse.Namespace) -> int:
     """Optimize, write the placement and the timeline, print the table."""
+    if args.cluster is None and (args.devices or "").endswith(".toml"):
+        args.cluster, args.devices = Path(args.devices), None
     outputs = {"--out": args.out, "--timeline": args.timeline}
     inputs = {"target": _file(args), "--cluster": args.cluster, "--start-from": args.start_from}
     if (why := why_not_outputs(outputs, inputs)) is not None:
@@ -169,6 +176,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         options, cluster = _options(args), _cluster(args)
         check_pareto(args, cluster, options)
+        check_replicas(args)
     except (ValueError, OSError) as error:
         return fail(BAD_USAGE, error)
     from graphs.extract import ExtractionError
@@ -180,12 +188,16 @@ def run(args: argparse.Namespace) -> int:
     from placer.target import TargetError
 
     weighed: Tradeoff | None = None
+    planned: ReplicaPlan | None = None
     try:
         with progress_for(sys.stderr.isatty()) as progress:
             if args.pareto:
                 weighed = _weighed(args, cluster, options, progress)
                 found = weighed.picked(args.pareto_pick or "fastest")
                 found = replace(found, search_s=weighed.search_s)
+            elif args.data_parallel is not None:
+                planned = _planned(args, cluster, options, progress)
+                found = planned.found
             else:
                 found = _optimize(args, cluster, options, progress)
     except (TargetError, DemandError) as error:
@@ -196,6 +208,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         if weighed is not None:
             print_weighed(weighed, args)
+        elif planned is not None:
+            print_planned(planned, args)
         elif args.json:
             print(json.dumps(_summary(found, args), allow_nan=False))
         else:
@@ -309,6 +323,18 @@ def _weighed(
     if is_graph_file(args.target):
         return weigh_graph(load_graph_target(args.target), cluster, options, progress)
     return weigh_step(_step(args, cluster, progress), cluster, options, progress)
+
+
+def _planned(
+    args: argparse.Namespace, cluster: Cluster, options: Options, progress: Progress
+) -> ReplicaPlan:
+    from placer.replication import plan_graph, plan_step
+    from placer.target import is_graph_file, load_graph_target
+
+    if is_graph_file(args.target):
+        graph = load_graph_target(args.target)
+        return plan_graph(graph, cluster, options, wanted_of(args), progress)
+    return plan_step(_step(args, cluster, progress), cluster, options, wanted_of(args), progress)
 
 
 def _step(args: argparse.Namespace, cluster: Cluster, progress: Progress) -> Step:

@@ -1,0 +1,84 @@
+"""Which devices of a cluster replicas run on: groups of equally many that are near and alike."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envs.problem import Problem
+from envs.topology import Block, nested_blocks
+
+
+def replica_groups(problem: Problem, size: int) -> list[list[Block]]:
+    """Disjoint groups of ``size`` devices, in classes that are alike; the largest class first.
+
+    A group lies within a node if that has as many devices, else within the smallest larger block
+    (a rack, the cluster), see :func:`envs.topology.nested_blocks`. Devices of one kind come
+    together, and those left over are in no group. Groups are alike if devices in the same position
+    are, with the links among them: one placement then serves all.
+
+    Raises:
+        ValueError: ``size`` is not within 1 .. number of devices.
+    """
+    count = problem.device_count
+    if not 1 <= size <= count:
+        raise ValueError(f"a replica on {size} devices: give 1 .. {count}, as many as there are")
+    classes: defaultdict[tuple[object, ...], list[Block]] = defaultdict(list)
+    sorts = _sorts(problem)
+    for block in _smallest_blocks(problem, size):
+        ordered = sorted(block, key=lambda d: (sorts[d], d))
+        for first in range(0, len(block) - size + 1, size):
+            group = tuple(sorted(ordered[first : first + size]))
+            classes[_shape(problem, sorts, group)].append(group)
+    return sorted(classes.values(), key=len, reverse=True)
+
+
+def _smallest_blocks(problem: Problem, size: int) -> Sequence[Block]:
+    """The innermost blocks that have so many devices."""
+    every = tuple(range(problem.device_count))
+    for blocks in nested_blocks(problem, every):
+        if len(blocks[0]) >= size:
+            return blocks
+    return [every]
+
+
+def _sorts(problem: Problem) -> list[int]:
+    """Devices on which all ops cost the same share a number, (D,); those seen first have the least.
+
+    Their memory is the same, too.
+    """
+    numbers: dict[tuple[object, ...], int] = {}
+    found = []
+    for d, device in enumerate(problem.cluster.devices):
+        key = (
+            device.kind,
+            device.memory_bytes,
+            problem.cost_ns[:, d].tobytes(),
+            problem.allowed[:, d].tobytes(),
+        )
+        found.append(numbers.setdefault(key, len(numbers)))
+    return found
+
+
+def _shape(problem: Problem, sorts: Sequence[int], group: Block) -> tuple[object, ...]:
+    """What groups that are alike have in common, and others have not."""
+    own = np.ix_(group, group)
+    of_pairs = (problem.latency_s, problem.bandwidth_bytes_per_s, problem.connected)
+    return (
+        tuple(sorts[d] for d in group),
+        *(values[own].tobytes() for values in of_pairs),
+        _renumbered(problem, np.stack([problem.queue[own], problem.second_queue[own]])),
+    )
+
+
+def _renumbered(problem: Problem, queues: NDArray[np.int32]) -> tuple[tuple[int, bool], ...]:
+    """Queues by the order in which they are first seen, and whether they go by priority."""
+    numbers: dict[int, int] = {}
+    by_priority = [*problem.queue_by_priority.tolist(), False]  # the last entry is that of NO_QUEUE
+    return tuple(
+        (numbers.setdefault(queue, len(numbers)), by_priority[queue])
+        for queue in queues.ravel().tolist()
+    )

@@ -1,0 +1,82 @@
+"""The replicas of a placement, as its file records them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, Literal, TypeAlias
+
+from envs.reduction import Reduction
+from graphs.strict_json import array, fields, text, whole
+
+Batch: TypeAlias = Literal["per-replica", "global"]
+BATCHES: Final[tuple[Batch, ...]] = ("per-replica", "global")
+"""Every replica has the whole batch of the step, or they share it."""
+_KEYS: Final = frozenset({"groups", "batch", "accumulate", "reduction"})
+_REDUCTION_KEYS: Final = frozenset({"algorithm", "payload", "bucket_bytes", "every"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replicas:
+    """Groups of device names, one for each replica, and how they agree.
+
+    The placement is for the first group; the k-th device of every group stands for the k-th of the
+    first. ``accumulate`` passes are added up before a reduction. In a file::
+
+        "replicas": {"groups": [["g0", "g1"], ["g2", "g3"]], "batch": "per-replica",
+                     "accumulate": 1, "reduction": {"algorithm": "auto", "payload": "fp32",
+                     "bucket_bytes": 26214400, "every": 1}}
+    """
+
+    groups: tuple[tuple[str, ...], ...]
+    batch: Batch = "per-replica"
+    accumulate: int = 1
+    reduction: Reduction = field(default_factory=Reduction)
+
+    def __post_init__(self) -> None:
+        if not self.groups or len({len(group) for group in self.groups}) != 1:
+            raise ValueError("replicas are on one or more groups of equally many devices")
+        names = [name for group in self.groups for name in group]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"replicas share {', '.join(twice)}; each has devices of its own")
+        if self.batch not in BATCHES:
+            raise ValueError(f"batch is {self.batch!r}, not one of {', '.join(BATCHES)}")
+        if self.accumulate < 1:
+            raise ValueError(f"accumulate is {self.accumulate}, below 1")
+
+    def __len__(self) -> int:
+        """Number of replicas."""
+        return len(self.groups)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of its part of a placement file."""
+        return {
+            "groups": [list(group) for group in self.groups],
+            "batch": self.batch,
+            "accumulate": self.accumulate,
+            "reduction": asdict(self.reduction),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], where: str) -> Replicas:
+        """Replicas from their part of a placement file.
+
+        Raises:
+            ValueError: unknown or missing keys, or values of a wrong type or out of range.
+        """
+        top = fields(data, where, _KEYS, required=("groups",))
+        given = fields(top.get("reduction", {}), f"{where}.reduction", _REDUCTION_KEYS, required=())
+        for key, value in given.items():
+            read = whole if key in ("bucket_bytes", "every") else text
+            given[key] = read(value, f"{where}.reduction.{key}")
+        groups = tuple(
+            tuple(text(name, f"{where}.groups[{i}]") for name in array(group, f"{where}.groups"))
+            for i, group in enumerate(array(top["groups"], f"{where}.groups"))
+        )
+        batch = text(top.get("batch", "per-replica"), f"{where}.batch")
+        return cls(
+            groups=groups,
+            batch=batch,  # type: ignore[arg-type]  # checked when it is made
+            accumulate=whole(top.get("accumulate", 1), f"{where}.accumulate"),
+            reduction=Reduction(**given),
+        )

@@ -1,0 +1,37 @@
+"""A step with a part of its batch, where no model is at hand to be traced again."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import networkx as nx
+
+from graphs.graph import attributes_of
+
+SCALED: Final = ("flops", "moved_bytes", "output_bytes", "saved_bytes", "workspace_bytes")
+"""What grows with the batch; parameters, gradients and optimizer state do not."""
+
+
+def with_part_of_batch(graph: nx.DiGraph[str], parts: int) -> nx.DiGraph[str]:
+    """The same step with a ``parts``-th of its batch, by proportion.
+
+    Costs and activations of forward and backward ops are divided; those of the optimizer stay. An
+    op whose time does not depend on the batch, or that needs a large one to use its device, takes
+    longer than that.
+
+    Raises:
+        ValueError: ``parts`` is below 1.
+    """
+    if parts < 1:
+        raise ValueError(f"a batch is divided by {parts}, below 1")
+    smaller = graph.copy()
+    if parts == 1:
+        return smaller
+    for op_id, node in smaller.nodes(data=True):
+        if node["phase"] != "optimizer":
+            node["cost_s"] = {kind: cost / parts for kind, cost in node["cost_s"].items()}
+            node |= {name: -(-node[name] // parts) for name in SCALED}
+        for _, target, edge in smaller.out_edges(op_id, data=True):
+            if attributes_of(smaller, target)["phase"] != "optimizer":
+                edge["bytes"] = -(-edge["bytes"] // parts)
+    return smaller

@@ -1,0 +1,122 @@
+"""What ``placer optimize --data-parallel`` does in place of placing on the whole cluster."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+from placer.cli.arguments import count, extraction_to_dict
+
+if TYPE_CHECKING:
+    from placer.replica_plan import ReplicaPlan, Replication
+
+AUTO: Final = "auto"
+ALGORITHMS: Final = (
+    *("auto", "ring", "tree", "double-tree", "halving-doubling", "recursive-doubling"),
+    *("single-reducer", "hierarchical"),
+)
+PAYLOADS: Final = ("fp32", "fp16", "bf16", "1-bit")
+OPTIONS: Final = ("batch", "accumulate", "reduction", "payload", "average_every", "samples")
+"""What goes with ``--data-parallel``, None where it is not given."""
+
+
+def add_replicas(parser: argparse.ArgumentParser) -> None:
+    """Add ``--data-parallel`` and what goes with it."""
+    group = parser.add_argument_group("replicas")
+    group.add_argument(
+        "--data-parallel",
+        type=_replicas,
+        metavar="auto|R",
+        help="train R replicas of a placement, or as many as are best, each on devices of its own; "
+        "gradients are reduced between them; the budget is shared, nothing is run",
+    )
+    group.add_argument(
+        "--batch",
+        choices=["per-replica", "global"],
+        help="every replica has the batch of the step (default), or they share it",
+    )
+    group.add_argument(
+        "--accumulate",
+        type=count,
+        metavar="N",
+        help="add up the gradients of N passes before they are reduced (default: 1)",
+    )
+    group.add_argument(
+        "--reduction",
+        choices=ALGORITHMS,
+        help="how gradients are reduced (default: auto, what is the fastest for each bucket)",
+    )
+    group.add_argument(
+        "--payload",
+        choices=PAYLOADS,
+        help="how gradients in fp32 are sent (default: fp32)",
+    )
+    group.add_argument(
+        "--average-every",
+        type=count,
+        metavar="N",
+        help="average parameters every N steps (model averaging, BMUF), and reduce no gradients",
+    )
+    group.add_argument(
+        "--samples",
+        type=count,
+        metavar="N",
+        help="samples in a step of the target (default: the first dimension of a model's inputs; "
+        "1 for a graph file)",
+    )
+
+
+def check_replicas(args: argparse.Namespace) -> None:
+    """Make sure that the options fit ``--data-parallel``.
+
+    Raises:
+        ValueError: they do not; says which.
+    """
+    if args.data_parallel is None:
+        for name in OPTIONS:
+            if getattr(args, name) is not None:
+                option = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{option} is about replicas: give --data-parallel, too")
+    elif args.pareto:
+        raise ValueError("--pareto weighs single placements: leave --data-parallel out")
+
+
+def wanted_of(args: argparse.Namespace) -> Replication:
+    """What was asked for."""
+    from envs.reduction import Reduction
+    from placer.replica_plan import Replication
+
+    return Replication(
+        replicas=None if args.data_parallel == AUTO else args.data_parallel,
+        batch=args.batch or "per-replica",
+        accumulate=args.accumulate or 1,
+        reduction=Reduction(
+            algorithm=args.reduction or AUTO,
+            payload=args.payload or "fp32",
+            every=args.average_every or 1,
+        ),
+        samples=args.samples,
+    )
+
+
+def print_planned(plan: ReplicaPlan, args: argparse.Namespace) -> None:
+    """The tables, or JSON."""
+    from placer.report.console import stdout_console
+    from placer.report.replicas import plan_to_dict, print_plan
+
+    if not args.json:
+        print_plan(plan, stdout_console())
+        return
+    data: dict[str, Any] = {
+        **plan_to_dict(plan),
+        "seed": args.seed,
+        "stopped": plan.left_out > 0,
+        **extraction_to_dict(plan.extraction),
+        "out": str(args.out),
+    }
+    print(json.dumps(data, allow_nan=False))
+
+
+def _replicas(text: str) -> int | str:
+    return AUTO if text == AUTO else count(text)

@@ -1,0 +1,363 @@
+"""Plans replicas: how many, on how many devices each, placed how, and reduced how.
+
+For every number of devices d that N // R can be, the placer is asked once for each sort of group of
+d devices (and each batch); then R replicas of what it found are simulated with their reductions.
+More devices never make a placement worse, so no other d is needed. Of R every number is tried up to
+MOST_REPLICAS, beyond that powers of two and the largest: with more, the curve is smooth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, Protocol
+
+import networkx as nx
+import numpy as np
+
+from envs.cluster import Cluster
+from envs.problem import Problem
+from envs.replica_groups import replica_groups
+from envs.replicas import (
+    ReplicaStep,
+    ReplicatedStep,
+    SlotNetwork,
+    replicated,
+    slot_networks,
+)
+from envs.subclusters import part_of
+from envs.topology import Block
+from graphs.batch import with_part_of_batch
+from graphs.extract import Extraction, Step
+from graphs.graph import PHASES, GraphArrays
+from placer.batches import batch_size, with_part_of_inputs
+from placer.demands import demanded
+from placer.interrupt import Interrupt
+from placer.outcome import Optimization, PlacementError
+from placer.pipeline import Options, costed_step, grouped, optimize_problem
+from placer.replica_orders import Variant, variants
+from placer.replica_plan import CurvePoint, ReplicaPlan, Replication, Split, efficiency
+from placer.report.progress import Progress, Silent
+from placer.search.portfolio import load_compiled_code
+from placer.several import Slice, share_of
+
+MOST_REPLICAS: Final = 16
+CURVE_DEVICES: Final = 4096
+"""How far the curve goes."""
+
+
+def plan_step(
+    step: Step,
+    cluster: Cluster,
+    options: Options,
+    wanted: Replication,
+    progress: Progress | None = None,
+) -> ReplicaPlan:
+    """Plan replicas of one step of a model; costs may be measured, plans are not run.
+
+    Raises:
+        ExtractionError: the model cannot be exported, or is on the meta device.
+        ValueError: as for :func:`plan_graph`, or a device is neither here nor described.
+        PlacementError: no replica fits.
+        KeyboardInterrupt: stopped before there was any plan.
+    """
+    check_options(options)
+    hear = progress or Silent()
+    with Interrupt():
+        source = _OfModel(step, cluster, options, hear)
+    if wanted.samples is None:
+        wanted = replace(wanted, samples=batch_size(step))
+    return _Planner(source, options, wanted, hear).plan()
+
+
+def plan_graph(
+    graph: nx.DiGraph[str],
+    cluster: Cluster,
+    options: Options,
+    wanted: Replication,
+    progress: Progress | None = None,
+) -> ReplicaPlan:
+    """Plan replicas of a graph with known costs.
+
+    Raises:
+        DemandError: an option names ops or devices that are not there, or contradicts another.
+        ValueError: there are fewer devices than replicas, an option is not for replicas, or an op
+            has no cost on any device.
+        PlacementError: no replica fits.
+        KeyboardInterrupt: stopped before there was any plan.
+    """
+    check_options(options)
+    graph = demanded(graph, cluster, options.keep_together, options.pins)
+    return _Planner(_OfGraph(graph, cluster), options, wanted, progress or Silent()).plan()
+
+
+def check_options(options: Options) -> None:
+    """Make sure that replicas can be planned.
+
+    Raises:
+        ValueError: an option is for a single placement.
+    """
+    if options.objective.name != "latency":
+        raise ValueError(
+            f"replicas are compared by their steps: objective {options.objective.name} is for a "
+            "single placement"
+        )
+    if options.start_from is not None:
+        raise ValueError("a placement to start from is one for a single replica: leave it out")
+
+
+class _Source(Protocol):
+    """A step with its whole batch or a part of it."""
+
+    cluster: Cluster
+    extraction: Extraction | None
+    notes: dict[str, None]  # in order, each once
+
+    def graph(self, parts: int) -> nx.DiGraph[str]:
+        """With costs, for the ``parts``-th part of the batch."""
+        ...
+
+
+class _OfGraph:
+    """A graph file, which can only be scaled."""
+
+    extraction: Extraction | None = None
+
+    def __init__(self, whole: nx.DiGraph[str], cluster: Cluster) -> None:
+        self.whole = whole
+        self.cluster = cluster
+        self.notes: dict[str, None] = {}
+
+    def graph(self, parts: int) -> nx.DiGraph[str]:
+        if parts > 1:
+            self.notes[
+                "Costs and activations for a smaller batch are those of the whole one, divided: "
+                "ops that need a large batch to use their device take longer."
+            ] = None
+        return with_part_of_batch(self.whole, parts)
+
+
+class _OfModel:
+    """A model, which is extracted again where its batch can be divided."""
+
+    def __init__(self, step: Step, cluster: Cluster, options: Options, hear: Progress) -> None:
+        self.step = step
+        self.options = options
+        self.hear = hear
+        self.given = cluster
+        known = costed_step(step, cluster, options, hear)
+        self.extraction: Extraction | None = known.extraction
+        self.cluster = known.cluster
+        self.scaled = _OfGraph(known.graph, known.cluster)
+        self.notes = self.scaled.notes
+
+    def graph(self, parts: int) -> nx.DiGraph[str]:
+        smaller = with_part_of_inputs(self.step, parts) if parts > 1 else None
+        if smaller is None:
+            return self.scaled.graph(parts)
+        return costed_step(smaller, self.given, self.options, self.hear).graph
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """Replicas on these groups, of one of the searches."""
+
+    groups: Sequence[Block]
+    parts: int
+    search: tuple[int, Block]  # parts of the batch, and the devices that are placed on
+
+
+@dataclass(slots=True)
+class _Searched:
+    """A placement for one sort of group, or why there is none."""
+
+    found: Optimization | None
+    plans: Sequence[Variant] = ()
+    why: str = ""
+
+
+@dataclass(slots=True)
+class _Planner:
+    """Searches and simulations of one plan."""
+
+    source: _Source
+    options: Options
+    wanted: Replication
+    hear: Progress
+    graphs: dict[int, nx.DiGraph[str]] = field(default_factory=dict)  # by parts of the batch
+    searched: dict[tuple[int, Block], _Searched] = field(default_factory=dict)
+    search_s: float = 0.0
+
+    def plan(self) -> ReplicaPlan:
+        problem = Problem.of(GraphArrays.from_graph(self._graph(1)), self.source.cluster)
+        jobs = list(self._jobs(problem))
+        self.hear.stage("Loading compiled code (the first time it is compiled, 30 s)")
+        load_compiled_code()
+        searches = list(dict.fromkeys(job.search for job in jobs))
+        self.hear.stage(f"Searching placements of a replica on {len(searches)} groups of devices")
+        self._search(problem.cluster, searches)
+        splits = [self._split(problem, job) for job in jobs if job.search in self.searched]
+        splits.sort(key=lambda split: (-split.samples_per_s, split.devices, split.replicas))
+        if splits[0].found is None:
+            raise PlacementError(splits[0].why)
+        return ReplicaPlan(
+            problem=problem,
+            wanted=self.wanted,
+            splits=tuple(splits),
+            curve=tuple(self._curve(problem, splits[0])),
+            searched=len(self.searched),
+            left_out=len(searches) - len(self.searched),
+            search_s=self.search_s,
+            notes=(*self.source.notes, *self._notes(problem, splits[0])),
+            extraction=self.source.extraction,
+            cost_source=self._graph(1).graph["cost_source"],
+        )
+
+    def _graph(self, parts: int) -> nx.DiGraph[str]:
+        if parts not in self.graphs:
+            self.graphs[parts] = self.source.graph(parts)
+        return self.graphs[parts]
+
+    def _jobs(self, problem: Problem) -> Iterator[_Job]:
+        """All that are compared."""
+        count, asked = problem.device_count, self.wanted.replicas
+        if asked is not None and asked > count:
+            raise ValueError(
+                f"{asked} replicas need a device each, and {problem.cluster.name!r} has {count}: "
+                f"ask for at most {count}"
+            )
+        is_enough = False
+        for size in dict.fromkeys(count // r for r in range(asked or 1, count + 1)):
+            for alike in replica_groups(problem, size):
+                for replicas in self._counts(len(alike)):
+                    parts = self.wanted.parts(replicas)
+                    yield _Job(alike[:replicas], parts, (parts, alike[0]))
+                    is_enough = asked is not None
+            if is_enough:
+                return
+        if asked is not None:
+            raise ValueError(
+                f"no {asked} devices of {problem.cluster.name!r} are alike (kind, memory, costs): "
+                "replicas of one placement need groups that are"
+            )
+
+    def _counts(self, most: int) -> list[int]:
+        """Numbers of replicas to try, of at most so many; a batch for each is a search for each."""
+        if self.wanted.replicas is not None:
+            return [r for r in (self.wanted.replicas,) if r <= most]
+        if self.wanted.batch == "global":
+            return [most]
+        powers = (1 << k for k in range(most.bit_length()))
+        return sorted({*range(1, min(most, MOST_REPLICAS) + 1), *powers, most})
+
+    def _search(self, cluster: Cluster, searches: Sequence[tuple[int, Block]]) -> None:
+        """Ask the placer, in turn; where the user stops it, what was found until then counts.
+
+        Raises:
+            KeyboardInterrupt: stopped before there was any placement.
+        """
+        several = sum(len(group) > 1 for _, group in searches)
+        for number, search in enumerate(searches):
+            parts, group = search
+            budget = share_of(self.options.budget, several if len(group) > 1 else None)
+            hear = Slice(self.hear, number, len(searches))
+            try:
+                found = self._searched(
+                    parts, part_of(cluster, group), replace(self.options, budget=budget), hear
+                )
+            except KeyboardInterrupt:
+                if all(known.found is None for known in self.searched.values()):
+                    raise
+                return
+            self.searched[search] = found
+            if found.found is not None and found.found.stopped:
+                return
+
+    def _searched(
+        self, parts: int, cluster: Cluster, options: Options, hear: Progress
+    ) -> _Searched:
+        graph = self._graph(parts)
+        try:
+            problem = Problem.of(GraphArrays.from_graph(graph), cluster)
+            found = optimize_problem(
+                problem, replace(options, measure=False), hear, coarse=grouped(graph, options)
+            )
+            plans = variants(problem, found, trains=self._trains)
+        except (PlacementError, ValueError) as error:
+            return _Searched(found=None, why=str(error))
+        self.search_s += found.search_s
+        return _Searched(found=found, plans=plans)
+
+    @property
+    def _trains(self) -> bool:
+        extraction = self.source.extraction
+        return extraction is None or extraction.step.training
+
+    def _split(self, problem: Problem, job: _Job) -> Split:
+        known, names = self.searched[job.search], problem.cluster.names
+        split = Split(
+            groups=tuple(tuple(names[d] for d in group) for group in job.groups),
+            samples=self.wanted.step_samples(len(job.groups)),
+            why=known.why,
+        )
+        if known.found is None:
+            return split
+        try:
+            networks = slot_networks(problem, job.groups)
+        except ValueError as error:
+            return replace(split, why=str(error))
+        plans = known.plans if split.replicas > 1 else known.plans[:1]
+        steps = [self._replicated(plan.step, networks) for plan in plans]
+        best = min(range(len(plans)), key=lambda i: steps[i].step_s)
+        return replace(
+            split,
+            found=plans[best].chosen_of(known.found),
+            alone=plans[best].step,
+            step=steps[best],
+        )
+
+    def _replicated(self, step: ReplicaStep, networks: Sequence[SlotNetwork]) -> ReplicatedStep:
+        return replicated(step, networks, self.wanted.reduction, accumulate=self.wanted.accumulate)
+
+    def _curve(self, problem: Problem, best: Split) -> Iterator[CurvePoint]:
+        """The best placement on 1, 2, 4, ... replicas, and on as many as there is room for."""
+        group = tuple(map(problem.cluster.index, best.groups[0]))
+        alike = next(c for c in replica_groups(problem, len(group)) if c[0] == group)
+        assert best.alone is not None  # it has a plan
+        size, most = len(group), len(alike)
+        networks = slot_networks(problem, alike)
+        wanted = [1 << k for k in range(CURVE_DEVICES.bit_length()) if size << k <= CURVE_DEVICES]
+        counts = {r for r in wanted if r < most} | {most}
+        if most > 1:
+            counts |= {most << k for k in range(len(wanted)) if size * most << k <= CURVE_DEVICES}
+        per_replica = best.samples / best.replicas
+        for r in sorted(counts):
+            own = (
+                slot_networks(problem, alike[:r])
+                if r <= most
+                else [network.repeated(r // most) for network in networks]
+            )
+            found = self._replicated(best.alone, own)
+            yield CurvePoint(
+                replicas=r,
+                devices=r * size,
+                samples_per_s=r * per_replica / found.step_s if found.step_s else np.inf,
+                efficiency=efficiency(found),
+                exposed_s=found.exposed_s,
+                hidden_s=found.hidden_s,
+                beyond=r > most,
+            )
+
+    def _notes(self, problem: Problem, best: Split) -> Iterator[str]:
+        phases: Mapping[str, bool] = {
+            name: bool((problem.graph.phase == i).any()) for i, name in enumerate(PHASES)
+        }
+        if not self._trains:
+            yield "Inference has no gradients: replicas do not wait for each other."
+        elif not phases["backward"]:
+            yield "The graph has no backward pass: each op is taken to end with its own gradients."
+        if self._trains and not phases["optimizer"]:
+            yield "No optimizer is in the step: neither its time nor its state is counted."
+        idle = problem.device_count - best.devices
+        if idle:
+            yield f"{idle} of {problem.device_count} devices are left idle."
