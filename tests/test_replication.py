@@ -1,0 +1,386 @@
+"""Plans of replicas: against every split tried by hand, and what holds for all of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import networkx as nx
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from node_clusters import nodes
+from torch import nn
+from torch.nn import functional as F
+
+import placer as public
+from envs.cluster import Cluster, Device, cluster_to_toml
+from envs.placement import Placement
+from envs.problem import Problem
+from envs.reduction import Reduction
+from envs.replica_set import Replicas
+from envs.replicas import ReplicaStep, replicated, slot_networks
+from envs.simulator import Simulator
+from envs.subclusters import part_of
+from graphs.batch import with_part_of_batch
+from graphs.extract import Step
+from graphs.files import save_graph
+from graphs.graph import GraphArrays, add_edge, add_op, new_graph
+from graphs.mirror import with_backward
+from graphs.synthetic import Weights, layered
+from placer.batches import batch_size, with_part_of_inputs
+from placer.cli.main import main
+from placer.objectives import Objective
+from placer.outcome import PlacementError
+from placer.pipeline import Options, optimize_graph
+from placer.placers import placer_named
+from placer.replica_plan import ReplicaPlan, Replication
+from placer.replication import plan_graph, plan_step
+from placer.search.budget import Budget
+
+MB = 10**6
+OPTIONS = Options(budget=Budget(evaluations=400))
+
+
+def layers(count: int = 8, *, towers: str = "a") -> nx.DiGraph[str]:
+    """Towers, each for a device, of layers of 1 ms forward, 2 ms backward and 10 MB."""
+    forward = new_graph("towers")
+    for tower, i in product(towers, range(count)):
+        add_op(
+            forward,
+            f"{tower}{i}",
+            cost_s={"*": 1e-3},
+            output_bytes=1000,
+            parameter_bytes=10 * MB,
+        )
+        if i:
+            add_edge(forward, f"{tower}{i - 1}", f"{tower}{i}")
+    return with_backward(forward)
+
+
+def plan(
+    graph: nx.DiGraph[str], cluster: Cluster, wanted: Replication | None = None
+) -> ReplicaPlan:
+    return plan_graph(graph, cluster, OPTIONS, wanted or Replication())
+
+
+def test_a_fast_network_makes_a_replica_of_every_device() -> None:
+    found = plan(layers(), nodes(1, 4, inside_bytes_per_s=1e13))
+    best = found.best
+    assert best.name == "4 x 1"
+    assert best.groups == (("n0:g0",), ("n0:g1",), ("n0:g2",), ("n0:g3",))
+    assert best.efficiency > 0.99
+    assert best.samples_per_s == pytest.approx(4 / 24e-3, rel=0.01)
+    assert {split.name for split in found.splits} == {
+        "1 x 1", "2 x 1", "3 x 1", "4 x 1", "1 x 2", "2 x 2", "1 x 4",
+    }  # fmt: skip
+
+
+def test_a_slow_network_between_nodes_places_within_them_or_leaves_one_idle() -> None:
+    cluster = nodes(2, 2, inside_bytes_per_s=1e13, across_bytes_per_s=1e5)
+    found = plan(layers(), cluster)
+    assert found.best.name == "2 x 1"
+    assert found.best.groups == (("n0:g0",), ("n0:g1",))
+    assert "2 of 4 devices are left idle." in found.remarks
+    averaged = Replication(reduction=Reduction(every=10**9))
+    assert plan(layers(), cluster, averaged).best.name == "4 x 1"
+
+
+def test_what_does_not_fit_on_one_device_is_placed_on_several() -> None:
+    room = 110 * MB  # for 80 MB of parameters on each side, not for 160 MB together
+    graph = layers(8, towers="ab")
+    cluster = nodes(1, 4, inside_bytes_per_s=1e13, memory_bytes=room)
+    found = plan(graph, cluster)
+    assert found.best.name == "2 x 2"
+    assert found.best.found is not None
+    assert all(size <= room for size in found.best.found.best.peak_memory_bytes.values())
+    pure = found.pure(replicas=True)
+    assert pure is not None
+    assert pure.step is None
+    assert "Pure data parallelism (4 x 1) is not possible: The model fits nowhere" in found.verdict
+    assert "x pure placement (1 x 4: steps of" in found.verdict
+    with pytest.raises(PlacementError, match="fits nowhere"):
+        plan(graph, cluster, Replication(replicas=4))
+
+
+def test_the_placement_tells_of_its_replicas_and_survives_its_file(tmp_path: Path) -> None:
+    wanted = Replication(
+        replicas=2, accumulate=3, reduction=Reduction(algorithm="ring", payload="bf16")
+    )
+    found = plan(layers(), nodes(1, 4), wanted).found
+    assert found.placement.replicas == Replicas(
+        groups=(("n0:g0", "n0:g1"), ("n0:g2", "n0:g3")),
+        accumulate=3,
+        reduction=wanted.reduction,
+    )
+    found.save(tmp_path / "placement.json")
+    read = Placement.load(tmp_path / "placement.json", found.placement.device_names)
+    assert read == found.placement
+    assert read.predicted is not None
+    assert read.predicted["replicated_step_s"] == found.replication.best.step_s  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"groups": []}, "one or more groups"),
+        ({"groups": [["a"], ["b", "c"]]}, "equally many"),
+        ({"groups": [["a"], ["a"]]}, "replicas share a"),
+        ({"groups": [["a"]], "batch": "half"}, "batch is 'half'"),
+        ({"groups": [["a"]], "reduction": {"payload": 3}}, r"reduction\.payload is 3, not a str"),
+        ({"groups": [["a"]], "reduction": {"star": 1}}, r"unknown key replicas\.reduction\.star"),
+        ({"group": [["a"]]}, "did you mean groups"),
+    ],
+)
+def test_what_is_no_record_of_replicas_is_refused(record: object, message: str) -> None:
+    file = {"format": "placer-placement/1", "devices": {"op": "a"}, "replicas": record}
+    with pytest.raises(ValueError, match=message):
+        Placement.from_dict(file)
+
+
+def test_a_global_batch_is_shared_and_each_replica_has_its_part() -> None:
+    cluster = nodes(1, 4, inside_bytes_per_s=1e13)
+    found = plan(layers(), cluster, Replication(batch="global", samples=64, accumulate=2))
+    best = found.best
+    assert best.name == "4 x 1"
+    assert best.step is not None
+    assert best.step.alone_s == pytest.approx(2 * 24e-3 / 8)
+    assert best.samples_per_s == pytest.approx(64 / 6e-3, rel=0.02)
+    assert any("divided" in remark for remark in found.remarks)
+
+
+def test_the_curve_repeats_the_outermost_level_and_never_gets_more_efficient() -> None:
+    found = plan(layers(), nodes(2, 2, across_s=1e-5), Replication(samples=32))
+    assert found.curve[0].replicas == 1
+    assert found.curve[0].efficiency == 1
+    assert found.curve[-1].devices == 4096
+    inside = [point for point in found.curve if not point.beyond]
+    assert max(point.devices for point in inside) == 4
+    shares = [point.efficiency for point in found.curve]
+    assert shares == sorted(shares, reverse=True)
+    for point in found.curve:
+        one = found.curve[0].samples_per_s
+        assert point.samples_per_s == pytest.approx(point.replicas * one * point.efficiency)
+
+
+def test_inference_has_nothing_to_reduce() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    step = Step.of(model, torch.randn(6, 8), training=False)
+    found = plan_step(step, rated(2), OPTIONS, Replication())
+    assert found.best.name == "2 x 1"
+    assert found.best.efficiency == 1
+    assert found.best.samples == 12
+    assert "Inference has no gradients: replicas do not wait for each other." in found.remarks
+
+
+def test_a_model_is_extracted_again_for_a_smaller_batch() -> None:
+    step = training()
+    one = plan_step(step, rated(4), OPTIONS, Replication(batch="global", replicas=4))
+    assert one.best.samples == 8
+    assert not any("divided" in remark for remark in one.remarks)
+    assert one.best.found is not None
+    full = plan_step(step, rated(4), OPTIONS, Replication(replicas=4))
+    assert full.best.found is not None
+    assert one.best.found.problem.graph.flops.sum() * 4 == pytest.approx(
+        full.best.found.problem.graph.flops.sum(), rel=0.05
+    )
+    three = plan_step(step, rated(4), OPTIONS, Replication(batch="global", replicas=3))
+    assert any("divided" in remark for remark in three.remarks)  # 8 samples are not 3 alike
+
+
+def test_a_batch_is_the_first_dimension_that_all_inputs_share() -> None:
+    step = training()
+    assert batch_size(step) == 8
+    smaller = with_part_of_inputs(step, 4)
+    assert smaller is not None
+    assert [tuple(tensor.shape) for tensor in smaller.inputs] == [(2, 16), (2, 4)]
+    assert with_part_of_inputs(step, 3) is None
+    mixed = Step.of(step.model, (torch.randn(8, 16), torch.randn(4, 4)), F.mse_loss)
+    assert batch_size(mixed) is None
+    assert with_part_of_inputs(mixed, 2) is None
+
+
+def test_a_part_of_a_batch_has_its_part_of_costs_and_activations_alone() -> None:
+    graph = layers(1)
+    add_op(graph, "update", cost_s={"*": 5e-3}, phase="optimizer", optimizer_bytes=7)
+    add_edge(graph, "backward/a0", "update", 999)
+    half = with_part_of_batch(graph, 2)
+    assert half.nodes["a0"]["cost_s"] == {"*": 0.5e-3}
+    assert half.nodes["a0"]["output_bytes"] == 500
+    assert half.nodes["a0"]["parameter_bytes"] == 10 * MB
+    assert half.nodes["update"] == graph.nodes["update"]
+    assert half.edges["backward/a0", "update"]["bytes"] == 999
+    assert graph.nodes["a0"]["cost_s"] == {"*": 1e-3}
+
+
+@settings(deadline=None, max_examples=12)
+@given(seed=st.integers(0, 999))
+def test_one_replica_is_what_plain_optimize_gives(seed: int) -> None:
+    graph, cluster = random_training(seed), nodes(2, 2)
+    options = replace(OPTIONS, seed=seed)
+    planned = plan_graph(graph, cluster, options, Replication(replicas=1)).found
+    plain = optimize_graph(graph, cluster, options)
+    assert planned.placement.devices == plain.placement.devices
+    assert planned.placement.priority == plain.placement.priority
+    assert planned.best.predicted_s == plain.best.predicted_s
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    seed=st.integers(0, 999),
+    bandwidth=st.sampled_from([1e7, 1e9, 1e11]),
+    share=st.sampled_from([0.3, 0.6, 2.0]),
+)
+def test_a_plan_fits_and_is_what_its_simulation_says(
+    seed: int, bandwidth: float, share: float
+) -> None:
+    graph = random_training(seed)
+    arrays = GraphArrays.from_graph(graph)
+    room = int(share * (arrays.resident_bytes.sum() + arrays.output_bytes.sum()))
+    cluster = nodes(2, 2, across_bytes_per_s=bandwidth, memory_bytes=room)
+    try:
+        found = plan(graph, cluster)
+    except PlacementError:
+        with pytest.raises(PlacementError):
+            optimize_graph(graph, cluster, OPTIONS)
+        return
+    for split in found.splits:
+        if split.found is None or split.step is None:
+            assert split.why
+            continue
+        problem, placement = split.found.problem, split.found.placement
+        assert Simulator(problem).run(*placement.arrays()).feasible
+        groups = [[cluster.index(name) for name in group] for group in split.groups]
+        again = replicated(ReplicaStep.of(problem, placement), slot_networks(found.problem, groups))
+        assert again.step_s == split.step_s
+        assert split.samples_per_s <= found.best.samples_per_s
+
+
+@settings(deadline=None, max_examples=8)
+@given(seed=st.integers(0, 999), bandwidth=st.sampled_from([1e8, 1e9, 1e10, 1e12]))
+def test_on_tiny_clusters_no_split_is_better_than_the_plan(seed: int, bandwidth: float) -> None:
+    """Every R and d with the best placement of the exact placer; costs know no order here."""
+    graph = random_training(seed, ops=3)
+    cluster = nodes(1, 3, inside_bytes_per_s=bandwidth)
+    options = replace(OPTIONS, placer=placer_named("exact", None))
+    found = plan_graph(graph, cluster, options, Replication())
+    for replicas, size in product(range(1, 4), repeat=2):
+        if replicas * size > 3:
+            continue
+        groups = [range(r * size, (r + 1) * size) for r in range(replicas)]
+        part = part_of(cluster, groups[0])
+        one = optimize_graph(graph, part, options)
+        whole = Problem.of(GraphArrays.from_graph(graph), cluster)
+        step = replicated(ReplicaStep.of(one.problem, one.placement), slot_networks(whole, groups))
+        assert found.best.samples_per_s >= replicas / step.step_s * (1 - 1e-12)
+
+
+def test_too_many_replicas_and_devices_that_differ_are_refused() -> None:
+    with pytest.raises(ValueError, match="5 replicas need a device each, and '1 nodes of 4' has 4"):
+        plan(layers(), nodes(1, 4), Replication(replicas=5))
+    cluster = nodes(1, 2)
+    first, last = cluster.devices
+    uneven = replace(cluster, devices=(first, replace(last, memory_bytes=10**12)))
+    with pytest.raises(ValueError, match="no 2 devices of '1 nodes of 2' are alike"):
+        plan(layers(), uneven, Replication(replicas=2))
+    pipelined = replace(OPTIONS, objective=Objective(name="throughput", micro_batches=2))
+    with pytest.raises(ValueError, match="objective throughput is for a single placement"):
+        plan_graph(layers(), cluster, pipelined, Replication())
+    with pytest.raises(ValueError, match="replicas are 'many'"):
+        Replication.of("many")
+    with pytest.raises(ValueError, match="replicas is 0, below 1"):
+        Replication.of(0)
+
+
+def test_the_command_prints_the_plan_and_writes_the_placement(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_graph(layers(), tmp_path / "graph.json")
+    (tmp_path / "cluster.toml").write_text(cluster_to_toml(nodes(1, 4)))
+    out = tmp_path / "placement.json"
+    command = [
+        *("optimize", str(tmp_path / "graph.json"), "--devices", str(tmp_path / "cluster.toml")),
+        *("--data-parallel", "auto", "--payload", "fp16", "--budget", "300e", "--out", str(out)),
+    ]
+    assert main([*command, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    [best] = [split for split in data["splits"] if split["best"]]
+    assert best["samples_per_s"] == max(split.get("samples_per_s", 0) for split in data["splits"])
+    assert best["full_overlap_s"] <= best["step_s"] <= best["no_overlap_s"] * (1 + 1e-12)
+    assert data["curve"][-1]["devices"] == 4096
+    written = json.loads(out.read_text())["replicas"]
+    assert written["groups"] == best["groups"]
+    assert written["reduction"]["payload"] == "fp16"
+    assert main(command) == 0
+    shown = capsys.readouterr().out
+    assert "replicas x devices" in shown
+    assert data["verdict"].split(":")[0] in shown.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--batch", "global"], "--batch is about replicas: give --data-parallel, too"),
+        (["--average-every", "4"], "--average-every is about replicas"),
+        (["--data-parallel", "auto", "--pareto"], "leave --data-parallel out"),
+        (["--data-parallel", "9"], "9 replicas need a device each"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], extra: list[str], message: str
+) -> None:
+    save_graph(layers(1), tmp_path / "graph.json")
+    cluster = nodes(1, 2)
+    priced = tuple(replace(device, price_per_hour=1.0) for device in cluster.devices)
+    (tmp_path / "c.toml").write_text(cluster_to_toml(replace(cluster, devices=priced)))
+    command = ["optimize", str(tmp_path / "graph.json"), "--cluster", str(tmp_path / "c.toml")]
+    assert main([*command, "--out", str(tmp_path / "out.json"), *extra]) != 0
+    assert message in capsys.readouterr().err
+
+
+def test_from_python_replicas_come_with_the_placement() -> None:
+    step = training()
+    found = public.optimize(
+        step.model,
+        step.inputs,
+        loss=F.mse_loss,
+        devices=rated(2),
+        budget="100e",
+        policy=None,
+        replicas=public.Replication(replicas=2, batch="per-replica"),
+        progress=False,
+    )
+    assert found.replication is not None
+    assert found.replication.best.samples == 16
+    assert found.placement.replicas is not None
+    assert len(found.placement.replicas) == 2
+
+
+def rated(count: int) -> Cluster:
+    """Devices that are elsewhere, with rates."""
+    cluster = nodes(1, count)
+    devices: Iterator[Device] = (
+        replace(device, peak_flop_per_s=1e12, bandwidth_bytes_per_s=1e11)
+        for device in cluster.devices
+    )
+    return replace(cluster, devices=tuple(devices))
+
+
+def training() -> Step:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+    return Step.of(model, (torch.randn(8, 16), torch.randn(8, 4)), F.mse_loss)
+
+
+def random_training(seed: int, ops: int = 8) -> nx.DiGraph[str]:
+    rng = np.random.default_rng(seed)
+    graph = layered(rng, ops=ops, width=3, weights=Weights(backward=True))
+    for _, node in graph.nodes(data=True):
+        if node["phase"] == "forward":
+            node["parameter_bytes"] = int(rng.integers(0, 3)) * MB // 10
+    return graph
