@@ -7,7 +7,16 @@ All of them take about 45 minutes; with ``--quick``, which makes the longest one
 
 import sys
 
-from benchmarks import coarsen, extraction, max_load, placement, profiling, search, simulator
+from benchmarks import (
+    coarsen,
+    extraction,
+    max_load,
+    placement,
+    profiling,
+    scaling,
+    search,
+    simulator,
+)
 
 QUICK = "--quick"
 ALL = {
@@ -17,6 +26,7 @@ ALL = {
     "simulator": simulator,
     "search": search,
     "max_load": max_load,
+    "scaling": scaling,
     "placement": placement,
 }
 

@@ -1,0 +1,263 @@
+"""Simulated scaling of data parallelism against published figures; nothing is measured.
+
+    python -m benchmarks.scaling
+
+For each figure: the efficiency if reductions begin when the step is over, if they overlap with the
+backward pass in buckets, and if all that can be is hidden, beside what was published. ResNet-50 is
+the graph of the model, its forward and backward pass scaled to published times; of other models
+gradients are as many as published and appear evenly over the last two thirds of a step. Numbers
+that their source does not give are said to be assumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Final
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from envs.buckets import CAP_BYTES
+from envs.cluster import Cluster, Device
+from envs.collectives import Level, halving_doubling_s, ring_s, single_reducer_s
+from envs.placement import Placement
+from envs.problem import Problem
+from envs.reduction import CHEAPEST, Reduction
+from envs.replicas import ReplicaStep, SlotNetwork, replicated
+from envs.roofline import roofline_costs
+from graphs.costs import with_costs
+from graphs.extract import Step, extract
+from graphs.graph import PHASES, GraphArrays
+from graphs.models import ResNet
+
+IMAGENET: Final = 1_281_167  # images to train on
+EPOCHS: Final = 90
+P100: Final = Device(  # data sheet: Tesla P100 SXM2, fp32
+    name="gpu:0",
+    kind="p100",
+    memory_bytes=16 * 10**9,
+    peak_flop_per_s=10.6e12,
+    bandwidth_bytes_per_s=732e9,
+    source="NVIDIA Tesla P100 data sheet",
+)
+GRADIENTS: Final = 100  # of models that are not traced
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scaling:
+    """A published efficiency, and what is needed to predict it."""
+
+    name: str
+    published: float
+    step: ReplicaStep
+    levels: tuple[Level, ...]
+    source: str
+    assumed: str
+    algorithm: str = CHEAPEST
+    bucket_bytes: int = CAP_BYTES  # 1: every layer is reduced by itself
+    every: int = 1  # steps between averages of parameters
+
+    @property
+    def reduction(self) -> Reduction:
+        """How gradients are reduced."""
+        return Reduction(algorithm=self.algorithm, bucket_bytes=self.bucket_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """Efficiencies."""
+
+    no_overlap: float
+    in_buckets: float
+    full_overlap: float
+
+    def holds(self, published: float) -> bool:
+        """Whether something is no worse than without overlap and no better than with all of it."""
+        return self.no_overlap <= published <= self.full_overlap
+
+
+def predicted(one: Scaling) -> Predicted:
+    """As replicas of one device each."""
+    network = SlotNetwork(levels=one.levels, queues=frozenset())
+    found = replicated(one.step, [network], one.reduction)
+    if one.every > 1:
+        rare = replicated(one.step, [network], replace(one.reduction, every=one.every))
+        return Predicted(found.alone_s / found.no_overlap_s, rare.alone_s / rare.step_s, 1.0)
+    return Predicted(
+        found.alone_s / found.no_overlap_s,
+        found.alone_s / found.step_s,
+        found.alone_s / found.full_overlap_s,
+    )
+
+
+def scalings() -> Iterator[Scaling]:
+    """Every published efficiency."""
+    goyal_s = 29 * 3600 / (EPOCHS * IMAGENET / 256)  # a step of 8 GPUs, 32 images each
+    yield Scaling(
+        name="Facebook, ResNet-50, 8 -> 256 GPUs",
+        published=29.0 / 32.0,  # 29 h on 8 GPUs, 1 h on 256
+        step=resnet_step(goyal_s, backward_s=0.120),
+        levels=(nvlink(8), level(32, 50e9 / 8)),
+        source="Goyal et al., arXiv 1706.02677: 50 Gbit/s a server, backward pass of 120 ms, layer "
+        "by layer",
+        assumed="latency 50 us, NVLink 30 GB/s",
+        bucket_bytes=1,
+    )
+    yield Scaling(
+        name="IBM DDL, ResNet-50, 256 GPUs",
+        published=0.95,
+        step=resnet_step(0.190, backward_s=0.190 * 2 / 3),
+        levels=(nvlink(4), level(64, 12.5e9)),
+        source="Cho et al., arXiv 1708.02188: 64 servers of 4 P100, EDR InfiniBand",
+        assumed="a step of 190 ms, latency 50 us, NVLink 30 GB/s",
+    )
+    tpu_s = 1402 * 60 / (EPOCHS * IMAGENET / 256)
+    yield Scaling(
+        name="TPU v2, ResNet-50, 1 -> 32",
+        published=1402 / 45 / 32,
+        step=resnet_step(tpu_s, backward_s=tpu_s * 2 / 3),
+        levels=(level(32, 496e9 / 8, latency_s=1e-6),),
+        source="Dean, Patterson, Young, IEEE Micro 2018: 1402 and 45 minutes",
+        assumed="256 images each, a ring over one link of 496 Gbit/s with 1 us, layer by layer",
+        algorithm="ring",
+        bucket_bytes=1,
+    )
+    for model, millions, images_per_s, share in (
+        ("Inception-V3", 23.8, 130, 0.90),
+        ("ResNet-101", 44.5, 120, 0.90),
+        ("VGG-16", 138.4, 150, 0.68),
+    ):
+        yield Scaling(
+            name=f"Horovod, {model}, 512 GPUs",
+            published=share,
+            step=even_step(64 / images_per_s, 4 * millions * 1e6),
+            levels=(level(4, 12e9), level(128, 25e9 / 8)),
+            source="Sergeev and Del Balso, arXiv 1802.05799: 128 servers of 4 P100, 25 Gbit/s",
+            assumed=f"64 images each at {images_per_s} a second, PCIe of 12 GB/s, latency 50 us",
+        )
+    for model, workers, speed_up, every in (("LSTM", 16, 15.0, 26), ("DNN", 64, 56.0, 13)):
+        yield Scaling(
+            name=f"BMUF, {model}, {workers} workers",
+            published=speed_up / workers,
+            step=even_step(0.100, 4 * 30e6),
+            levels=(level(workers, 10e9 / 8),),
+            source="Chen and Huo, ICASSP 2016: 15x on 16, 56x on 64",
+            assumed=f"30 M parameters, 100 ms a step, 10 Gbit/s; averages every {every} steps",
+            every=every,
+        )
+
+
+def level(ranks: int, bandwidth_bytes_per_s: float, latency_s: float = 50e-6) -> Level:
+    return Level(ranks=ranks, latency_s=latency_s, bandwidth_bytes_per_s=bandwidth_bytes_per_s)
+
+
+def nvlink(ranks: int) -> Level:
+    return level(ranks, 30e9, latency_s=10e-6)
+
+
+@cache
+def resnet() -> tuple[ReplicaStep, float]:
+    """ResNet-50 with 32 images on a P100 by its roofline, and nanoseconds of its forward pass."""
+    with torch.device("meta"):
+        model = ResNet().train()
+        inputs = (torch.empty(32, 3, 224, 224), torch.empty(32, dtype=torch.long))
+    graph = extract(Step.of(model, inputs, F.cross_entropy), "export").graph
+    costs = roofline_costs(graph, [P100])
+    sources = {kind: ["roofline"] * len(graph) for kind in costs}
+    arrays = GraphArrays.from_graph(with_costs(graph, costs, sources))
+    problem = Problem.of(arrays, Cluster(name="one", devices=(P100,)))
+    nowhere_else = np.zeros(len(arrays), np.int32)
+    order = -np.arange(len(arrays), dtype=np.float64)
+    placement = Placement.of(arrays, problem.cluster, nowhere_else, order)
+    is_forward = arrays.phase == PHASES.index("forward")
+    return ReplicaStep.of(problem, placement), float(problem.cost_ns[is_forward].sum())
+
+
+def resnet_step(step_s: float, *, backward_s: float) -> ReplicaStep:
+    """ResNet-50 with a backward pass, and all before it, of these lengths."""
+    step, forward_ns = resnet()
+    share = (step.ready_ns - forward_ns) / (step.step_ns - forward_ns)
+    ready_s = step_s - backward_s * (1 - share)
+    step_ns = round(step_s * 1e9)
+    return replace(
+        step, step_ns=step_ns, pass_ns=step_ns, ready_ns=np.rint(ready_s * 1e9).astype(np.int64)
+    )
+
+
+def even_step(step_s: float, gradient_bytes: float) -> ReplicaStep:
+    """Gradients of one size that appear evenly over the last two thirds of a step."""
+    step_ns = round(step_s * 1e9)
+    size = np.full(GRADIENTS, round(gradient_bytes / GRADIENTS), np.int64)
+    return ReplicaStep(
+        step_ns=step_ns,
+        pass_ns=step_ns,
+        slot=np.zeros(GRADIENTS, np.int32),
+        size_bytes=size,
+        ready_ns=np.linspace(step_ns / 3, step_ns, GRADIENTS + 1)[1:].astype(np.int64),
+        late_update_ns=np.zeros(1, np.int64),
+        parameter_bytes=size.sum(keepdims=True),
+        peak_bytes=np.zeros(1, np.int64),
+    )
+
+
+def baidu_s() -> list[tuple[str, float, float]]:
+    """300 M parameters in fp32 over 1 GB/s: (what, published, computed) seconds.
+
+    Gibiansky, "Bringing HPC techniques to deep learning", Baidu Research 2017.
+    """
+    size = 4 * 300e6
+    rows = [
+        (f"one reducer, {n} GPUs", published_s, single_reducer_s(size, level(n, 1e9, 0.0)))
+        for n, published_s in ((2, 1.2), (10, 10.8))
+    ]
+    rings = ((2, 1.2), (10, 2.16), (10**6, 2.4))
+    return rows + [
+        (f"ring, {n} GPUs", published_s, ring_s(size, level(n, 1e9, 0.0)))
+        for n, published_s in rings
+    ]
+
+
+def halving_gain(size_bytes: float) -> float:
+    """Ring over halving-doubling on 32 servers at 50 Gbit/s; Goyal et al. tell of 3x."""
+    servers = level(32, 50e9 / 8)
+    return ring_s(size_bytes, servers) / halving_doubling_s(size_bytes, servers)
+
+
+def main() -> None:
+    print("Baidu, 1.2 GB at 1 GB/s: published and computed seconds")
+    for name, published_s, computed_s in baidu_s():
+        print(f"  {name:24} {published_s:6.2f} {computed_s:6.2f}")
+    tensor = 4 * 25.6e6 / 161
+    print(
+        f"Halving-doubling over ring, 32 servers: 3x published; {halving_gain(tensor):.1f}x for a "
+        f"tensor of {tensor / 1e6:.2f} MB, {halving_gain(CAP_BYTES):.1f}x for 25 MiB"
+    )
+    print(
+        f"\n{'efficiency':38} {'no overlap':>10} {'buckets':>8} {'full':>6} {'published':>10}  "
+        "in band"
+    )
+    rows = list(scalings())
+    for one in rows:
+        found = predicted(one)
+        print(
+            f"{one.name:38} {found.no_overlap:10.1%} {found.in_buckets:8.1%} "
+            f"{found.full_overlap:6.0%} {one.published:10.1%}  "
+            f"{'yes' if found.holds(one.published) else 'NO'}"
+        )
+    print_sources(rows)
+
+
+def print_sources(rows: Sequence[Scaling]) -> None:
+    print()
+    for one in rows:
+        size = float(one.step.size_bytes.sum())
+        how = one.reduction.of(int(min(size, max(one.bucket_bytes, size / GRADIENTS))), one.levels)
+        names = ", ".join(how.by_level) or how.algorithm
+        print(f"{one.name}: {one.source}. Assumed: {one.assumed}. By {names}.")
+
+
+if __name__ == "__main__":
+    main()
