@@ -31,7 +31,7 @@ from envs.reduction import Reduction
 from envs.simulator import Simulator
 from envs.topology import levels_of
 from graphs.frozen import frozen
-from graphs.gradients import gradients_of, no_gradients
+from graphs.gradients import Gradients, gradients_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -44,12 +44,14 @@ class ReplicaStep:
     size_bytes: NDArray[np.int64]  # (P,)
     ready_ns: NDArray[np.int64]  # (P,)
     late_update_ns: NDArray[np.int64]  # (D,) of updates after the last gradient of a slot
-    parameter_bytes: NDArray[np.int64]  # (D,) on every slot
+    trained_bytes: NDArray[np.int64]  # (D,) of parameters with a gradient
     peak_bytes: NDArray[np.int64]  # (D,)
 
     @classmethod
-    def of(cls, problem: Problem, placement: Placement, *, trains: bool = True) -> ReplicaStep:
-        """Simulate a placement; a step that does not train has no gradients.
+    def of(
+        cls, problem: Problem, placement: Placement, gradients: Gradients | None = None
+    ) -> ReplicaStep:
+        """Simulate a placement; ``gradients`` are by default what the graph says of them.
 
         Raises:
             ValueError: it is not for this problem, or not feasible; says why.
@@ -68,8 +70,7 @@ class ReplicaStep:
         copies = origin >= 0
         np.maximum.at(end_ns, origin[copies], schedule.end_ns[copies])
         is_update = timed.graph.phase == OPTIMIZER
-        gradients = gradients_of(problem.graph) if trains else no_gradients()
-        trained_bytes = problem.graph.parameter_bytes * trains
+        gradients = gradients_of(problem.graph) if gradients is None else gradients
         where = np.array(placement.devices, np.int32)
         ready_ns = np.array(
             [
@@ -93,7 +94,7 @@ class ReplicaStep:
             size_bytes=gradients.size_bytes,
             ready_ns=frozen(ready_ns),
             late_update_ns=frozen(_by_device(problem, schedule.devices[late], spent_ns)),
-            parameter_bytes=frozen(_by_device(problem, where, trained_bytes)),
+            trained_bytes=frozen(_by_device(problem, slot, gradients.size_bytes)),
             peak_bytes=frozen(schedule.peak_bytes),
         )
 
@@ -183,8 +184,8 @@ def replicated(
     before_ns = (accumulate - 1) * step.pass_ns
     slots, sizes, ready = step.slot, step.size_bytes, step.ready_ns + before_ns
     if how.every > 1:
-        slots = np.flatnonzero(step.parameter_bytes).astype(np.int32)
-        sizes, ready = step.parameter_bytes[slots], np.zeros(len(slots), np.int64)
+        slots = np.flatnonzero(step.trained_bytes).astype(np.int32)
+        sizes, ready = step.trained_bytes[slots], np.zeros(len(slots), np.int64)
     joined = np.array([bool(network.levels) for network in networks], np.bool_)[slots]
     cap = how.bucket_bytes if how.every == 1 else np.iinfo(np.int64).max
     buckets = buckets_of(slots[joined], sizes[joined], ready[joined], cap_bytes=int(cap))

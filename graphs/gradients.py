@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from graphs.extract.convert import ACCUMULATES
 from graphs.frozen import frozen
 from graphs.graph import PHASES, GraphArrays
 from graphs.mirror import backward_id
@@ -31,16 +32,22 @@ class Gradients:
         return len(self.home)
 
 
-def gradients_of(graph: GraphArrays) -> Gradients:
+def gradients_of(graph: GraphArrays, known: Mapping[str, Sequence[str]] | None = None) -> Gradients:
     """The gradients of a training step, by what its ops say of themselves.
 
     Sizes are ``gradient_bytes``; a graph without any, such as a file that gives costs and
     parameters alone, has as many as ``parameter_bytes``. A graph does not say which op makes a
     gradient. It is taken to be the mirror of the op that the parameters live with, as
-    :func:`graphs.mirror.with_backward` names it; else all backward ops of the same module; else
-    those that read that op's output; else the last of the backward ops. Without a backward pass an
-    op is one of forward and backward together, and makes its own gradient; the order is then that
-    of the ops.
+    :func:`graphs.mirror.with_backward` names it; else all backward ops of the same module that do
+    more than add up gradients; else those that read that op's output; else the last of the backward
+    ops. Without a backward pass an op is one of forward and backward together, and makes its own
+    gradient; the order is then that of the ops.
+
+    Args:
+        graph: of the step.
+        known: {op that parameters live with: ops that make their gradients}, as
+            :func:`graphs.extract.gradient_makers` finds them; ops that the graph has not do not
+            count.
     """
     own = graph.gradient_bytes if graph.gradient_bytes.any() else graph.parameter_bytes
     homes = np.flatnonzero(own)
@@ -49,7 +56,7 @@ def gradients_of(graph: GraphArrays) -> Gradients:
         makers: Sequence[tuple[int, ...]] = [(home,) for home in homes.tolist()]
     else:
         homes = homes[::-1]
-        search = _Makers(graph, is_backward)
+        search = _Makers(graph, is_backward, known or {})
         makers = [search.of(home) for home in homes.tolist()]
     return Gradients(
         home=frozen(homes.astype(np.int32)),
@@ -66,18 +73,28 @@ def no_gradients() -> Gradients:
 class _Makers:
     """Looks up which backward ops make the gradients of an op's parameters."""
 
-    def __init__(self, graph: GraphArrays, is_backward: NDArray[np.bool_]) -> None:
+    def __init__(
+        self,
+        graph: GraphArrays,
+        is_backward: NDArray[np.bool_],
+        known: Mapping[str, Sequence[str]],
+    ) -> None:
         self.graph = graph
+        self.known = known
         self.is_backward = is_backward
         order = graph.topological[is_backward[graph.topological]]
         self.last = int(order[-1])
         self.index = {graph.ids[i]: i for i in order.tolist()}
         self.inside: defaultdict[str, list[int]] = defaultdict(list)
         for i in order.tolist():
-            self.inside[graph.modules[i]].append(i)
+            if not graph.ops[i].endswith(ACCUMULATES):
+                self.inside[graph.modules[i]].append(i)
 
     def of(self, home: int) -> tuple[int, ...]:
         graph = self.graph
+        known = self.known.get(graph.ids[home], ())
+        if found := tuple(self.index[op_id] for op_id in known if op_id in self.index):
+            return found
         mirror = self.index.get(backward_id(graph.ids[home]))
         if mirror is not None and graph.ops[mirror] == f"{graph.ops[home]}_backward":
             return (mirror,)

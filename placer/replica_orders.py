@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.replicas import ReplicaStep
-from graphs.gradients import gradients_of
+from graphs.gradients import Gradients
 from placer.outcome import Optimization, Row
 
 MOST_PLANS: Final = 4
@@ -43,34 +43,34 @@ class Variant:
         return replace(found, placement=placement, best=self.row, rows=(*found.rows, self.row))
 
 
-def variants(problem: Problem, found: Optimization, *, trains: bool) -> list[Variant]:
+def variants(problem: Problem, found: Optimization, gradients: Gradients) -> list[Variant]:
     """The plans to try with reductions, what is the best alone first.
 
     Raises:
         ValueError: that cannot be simulated.
     """
-    first = Variant(found.best, ReplicaStep.of(problem, found.best.placement, trains=trains))
-    if not len(first.step.slot):
+    first = Variant(found.best, ReplicaStep.of(problem, found.best.placement, gradients))
+    if not len(gradients):
         return [first]
     able = [row for row in found.rows if np.isfinite(row.predicted_s) and row is not found.best]
     fastest = [found.best, *sorted(able, key=lambda row: row.predicted_s)][:MOST_PLANS]
-    others = (variant for row in fastest for variant in _orders(problem, row))
+    others = (variant for row in fastest for variant in _orders(problem, row, gradients))
     return [first, *others]
 
 
-def _orders(problem: Problem, row: Row) -> Iterator[Variant]:
+def _orders(problem: Problem, row: Row, gradients: Gradients) -> Iterator[Variant]:
     """One plan in other orders, as far as it still fits."""
     graph = problem.graph
     in_order = np.empty(len(graph))
     in_order[graph.topological] = -np.arange(len(graph))
-    makers = {op for own in gradients_of(graph).makers for op in own}
+    makers = {op for own in gradients.makers for op in own}
     early = np.array(row.placement.priority)
     early[list(makers)] += np.ptp(early) + 1
     orders: dict[str, NDArray[np.float64]] = {"in order": in_order, "gradients first": early}
     for name, priority in orders.items():
         placement: Placement = replace(row.placement, priority=tuple(priority.tolist()))
         try:
-            step = ReplicaStep.of(problem, placement)
+            step = ReplicaStep.of(problem, placement, gradients)
         except ValueError:  # what runs earlier may need memory for longer
             continue
         yield Variant(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Final, Protocol
 
 import networkx as nx
@@ -29,6 +30,8 @@ from envs.subclusters import part_of
 from envs.topology import Block
 from graphs.batch import with_part_of_batch
 from graphs.extract import Extraction, Step
+from graphs.extract.gradient_makers import gradient_makers
+from graphs.gradients import Gradients, gradients_of, no_gradients
 from graphs.graph import PHASES, GraphArrays
 from placer.batches import batch_size, with_part_of_inputs
 from placer.demands import demanded
@@ -111,6 +114,7 @@ class _Source(Protocol):
 
     cluster: Cluster
     extraction: Extraction | None
+    makers: Mapping[str, Sequence[str]]  # of gradients, as far as they are known
     notes: dict[str, None]  # in order, each once
 
     def graph(self, parts: int) -> nx.DiGraph[str]:
@@ -122,6 +126,7 @@ class _OfGraph:
     """A graph file, which can only be scaled."""
 
     extraction: Extraction | None = None
+    makers: Mapping[str, Sequence[str]] = MappingProxyType({})
 
     def __init__(self, whole: nx.DiGraph[str], cluster: Cluster) -> None:
         self.whole = whole
@@ -147,6 +152,7 @@ class _OfModel:
         self.given = cluster
         known = costed_step(step, cluster, options, hear)
         self.extraction: Extraction | None = known.extraction
+        self.makers: Mapping[str, Sequence[str]] = gradient_makers(known.extraction)
         self.cluster = known.cluster
         self.scaled = _OfGraph(known.graph, known.cluster)
         self.notes = self.scaled.notes
@@ -282,11 +288,14 @@ class _Planner:
             found = optimize_problem(
                 problem, replace(options, measure=False), hear, coarse=grouped(graph, options)
             )
-            plans = variants(problem, found, trains=self._trains)
+            plans = variants(problem, found, self._gradients(problem.graph))
         except (PlacementError, ValueError) as error:
             return _Searched(found=None, why=str(error))
         self.search_s += found.search_s
         return _Searched(found=found, plans=plans)
+
+    def _gradients(self, graph: GraphArrays) -> Gradients:
+        return gradients_of(graph, self.source.makers) if self._trains else no_gradients()
 
     @property
     def _trains(self) -> bool:

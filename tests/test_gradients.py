@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import cast
 
 import networkx as nx
-import numpy as np
 import pytest
 import torch
-from tiny_models import attention, conv_net, lstm, nmt
-from torch import nn
+from tiny_models import attention, conv_net, lstm, tied_weights
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from graphs.extract import Step, extract
+from graphs.extract.gradient_makers import gradient_makers
 from graphs.extract.program import VIEW, StepProgram
 from graphs.gradients import gradients_of
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 from graphs.mirror import with_backward
+from graphs.optimizer import Optimizer
 
 
 def named(graph: nx.DiGraph[str]) -> list[tuple[str, int, set[str]]]:
@@ -77,23 +80,34 @@ def test_of_a_model_all_trained_parameters_have_their_gradient_once(extractor: s
     assert [arrays.modules[home] for home in found.home] == ["4", "0"]
 
 
-@pytest.mark.parametrize("make", [conv_net, attention, lstm, nmt])
-def test_a_gradient_is_not_thought_to_be_ready_before_the_program_has_made_it(
-    make: Callable[[], Step],
+@pytest.mark.parametrize("make", [conv_net, attention, lstm, tied_weights])
+@pytest.mark.parametrize("optimizer", [None, "sgd"])
+def test_a_program_knows_the_ops_that_make_each_gradient(
+    make: Callable[[], Step], optimizer: str | None
 ) -> None:
-    extraction = extract(make(), "export")
+    step = replace(make(), optimizer=Optimizer.of(optimizer))
+    extraction = extract(step, "export")
     program, arrays = extraction.program, GraphArrays.from_graph(extraction.graph)
-    found = gradients_of(arrays)
-    position = np.empty(len(arrays), np.int64)
-    position[arrays.topological] = np.arange(len(arrays))
-    thought = {
-        home: max(position[list(makers)])
-        for home, makers in zip(found.home.tolist(), found.makers, strict=True)
-    }
+    known = gradient_makers(extraction)
+    found = gradients_of(arrays, known)
+    assert {arrays.ids[home] for home in found.home.tolist()} == set(known)
+    makers = dict(zip(found.home.tolist(), found.makers, strict=True))
     producer = program.producers()
     for name, value in program.gradients.items():
         maker = program.calls[producer[program.values[value].root]].op
-        assert position[maker] <= thought[first_reader(program, name)], name
+        assert maker in makers[first_reader(program, name)], name
+
+
+def test_gradients_of_residual_connections_are_not_those_of_the_norm_behind_them() -> None:
+    """Of a stack with a norm at its end, which is the first to have its gradients."""
+    torch.manual_seed(0)
+    step = Step.of(Residual(), (torch.randn(3, 8), torch.randn(3, 8)), F.mse_loss)
+    extraction = extract(step, "export")
+    arrays = GraphArrays.from_graph(extraction.graph)
+    for known in ({}, gradient_makers(extraction)):
+        last = [max(makers) for makers in gradients_of(arrays, known).makers]
+        assert len(last) == 7
+        assert last == sorted(last)
 
 
 def test_early_gradients_are_thought_to_be_ready_early() -> None:
@@ -105,11 +119,30 @@ def test_early_gradients_are_thought_to_be_ready_early() -> None:
     assert last == sorted(set(last))
 
 
+class Residual(nn.Module):
+    """Layers that are added to what they read, then a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return cast(Tensor, self.norm(x))
+
+
 def first_reader(program: StepProgram, name: str) -> int:
     """The op that a parameter lives with."""
-    [own] = [s.value for s in program.sources if s.role == "parameter" and s.name == name]
+    same = program.ties.get(name, name)
+    own = {
+        s.value
+        for s in program.sources
+        if s.role == "parameter" and program.ties.get(s.name, s.name) == same
+    }
     return next(
         call.op
         for call in program.calls
-        if call.op != VIEW and own in {program.values[value].root for value in call.reads}
+        if call.op != VIEW and own & {program.values[value].root for value in call.reads}
     )

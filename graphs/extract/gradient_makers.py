@@ -1,0 +1,35 @@
+"""Which ops of a traced step make the gradients of which parameters: its program knows."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from graphs.extract.extraction import Extraction
+from graphs.extract.program import VIEW
+
+
+def gradient_makers(extraction: Extraction) -> dict[str, tuple[str, ...]]:
+    """{op that parameters live with: ops that make their gradients}, by id; {} without a program.
+
+    A parameter lives with the first op that reads it.
+    """
+    program = extraction.own_program
+    if program is None:
+        return {}
+    ids = tuple(extraction.graph)
+    names = {s.value: s.name for s in program.sources if s.role == "parameter"}
+    home: dict[str, int] = {}
+    for call in program.calls:
+        if call.op == VIEW:
+            continue
+        for root in (program.values[value].root for value in call.reads):
+            if root in names:
+                home.setdefault(program.ties.get(names[root], names[root]), call.op)
+    producer = program.producers()
+    found: defaultdict[str, dict[str, None]] = defaultdict(dict)
+    for name, value in program.gradients.items():
+        own = home.get(program.ties.get(name, name))
+        made = producer.get(program.values[value].root)
+        if own is not None and made is not None and program.calls[made].op != VIEW:
+            found[ids[own]][ids[program.calls[made].op]] = None
+    return {op_id: tuple(makers) for op_id, makers in found.items()}
