@@ -1,14 +1,82 @@
-"""Steps with a smaller batch: the same model on a part of its example inputs."""
+"""Steps with a smaller batch: a model on a part of its inputs, or a graph that is scaled."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Protocol
 
+import networkx as nx
 import torch
 
-from graphs.extract import Step
+from envs.cluster import Cluster
+from graphs.batch import with_part_of_batch
+from graphs.extract import Extraction, ExtractionError, Step
+from graphs.extract.gradient_makers import gradient_makers
+from placer.pipeline import Options, costed_step
+from placer.report.progress import Progress
+
+
+class StepSource(Protocol):
+    """A step with its whole batch or a part of it."""
+
+    cluster: Cluster
+    extraction: Extraction | None
+    makers: Mapping[str, Sequence[str]]  # of gradients, as far as they are known
+    notes: dict[str, None]  # in order, each once
+
+    def graph(self, parts: int) -> nx.DiGraph[str]:
+        """With costs, for the ``parts``-th part of the batch."""
+        ...
+
+
+class GraphSource:
+    """A graph file, which can only be scaled."""
+
+    extraction: Extraction | None = None
+    makers: Mapping[str, Sequence[str]] = MappingProxyType({})
+
+    def __init__(self, whole: nx.DiGraph[str], cluster: Cluster) -> None:
+        self.whole = whole
+        self.cluster = cluster
+        self.notes: dict[str, None] = {}
+
+    def graph(self, parts: int) -> nx.DiGraph[str]:
+        """See :func:`graphs.batch.with_part_of_batch`."""
+        if parts > 1:
+            self.notes[
+                "Costs and activations for a smaller batch are those of the whole one, divided: "
+                "ops that need a large batch to use their device take longer."
+            ] = None
+        return with_part_of_batch(self.whole, parts)
+
+
+class ModelSource:
+    """A model, which is extracted again where its batch can be divided, and scaled elsewhere."""
+
+    def __init__(self, step: Step, cluster: Cluster, options: Options, hear: Progress) -> None:
+        self.step = step
+        self.options = options
+        self.hear = hear
+        self.given = cluster
+        known = costed_step(step, cluster, options, hear)
+        self.extraction: Extraction | None = known.extraction
+        self.makers: Mapping[str, Sequence[str]] = gradient_makers(known.extraction)
+        self.cluster = known.cluster
+        self.scaled = GraphSource(known.graph, known.cluster)
+        self.notes = self.scaled.notes
+
+    def graph(self, parts: int) -> nx.DiGraph[str]:
+        """Of the step on a part of its inputs."""
+        smaller = with_part_of_inputs(self.step, parts) if parts > 1 else None
+        if smaller is None:
+            return self.scaled.graph(parts)
+        try:
+            return costed_step(smaller, self.given, self.options, self.hear).graph
+        except ExtractionError as error:
+            self.notes[f"The step cannot be extracted with a smaller batch: {error}"] = None
+            return self.scaled.graph(parts)
 
 
 def batch_size(step: Step) -> int | None:

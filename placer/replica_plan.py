@@ -202,9 +202,13 @@ class ReplicaPlan:
         assert step is not None
         text = (
             f"{_replicas(best)}: {best.samples_per_s:.4g} samples/s, a step of "
-            f"{step.step_s * 1e3:.4g} ms, {step.exposed_s * 1e3:.3g} ms of it communication that "
-            f"is not hidden ({step.hidden_s * 1e3:.3g} ms are)."
+            f"{step.step_s * 1e3:.4g} ms"
         )
+        if best.replicas > 1:
+            text += (
+                f", {step.exposed_s * 1e3:.3g} ms of it communication that is not hidden "
+                f"({step.hidden_s * 1e3:.3g} ms are)"
+            )
         others = (
             ("pure data parallelism", self.pure(replicas=True)),
             ("pure placement", self.pure(replicas=False)),
@@ -214,7 +218,7 @@ class ReplicaPlan:
             for name, other in others
             if other is not None and other is not best
         ]
-        return " ".join([text, *compared])
+        return " ".join([f"{text}.", *compared])
 
     @property
     def remarks(self) -> list[str]:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import Final, Protocol
+from typing import Final
 
 import networkx as nx
 import numpy as np
@@ -28,19 +27,18 @@ from envs.replicas import (
 )
 from envs.subclusters import part_of
 from envs.topology import Block
-from graphs.batch import with_part_of_batch
-from graphs.extract import Extraction, Step
-from graphs.extract.gradient_makers import gradient_makers
+from graphs.extract import Step
 from graphs.gradients import Gradients, gradients_of, no_gradients
 from graphs.graph import PHASES, GraphArrays
-from placer.batches import batch_size, with_part_of_inputs
+from placer.batches import GraphSource, ModelSource, StepSource, batch_size
 from placer.demands import demanded
 from placer.interrupt import Interrupt
 from placer.outcome import Optimization, PlacementError
-from placer.pipeline import Options, costed_step, grouped, optimize_problem
+from placer.pipeline import Options, grouped, optimize_problem
 from placer.replica_orders import Variant, variants
 from placer.replica_plan import CurvePoint, ReplicaPlan, Replication, Split, efficiency
 from placer.report.progress import Progress, Silent
+from placer.search.budget import Budget
 from placer.search.portfolio import load_compiled_code
 from placer.several import Slice, share_of
 
@@ -67,7 +65,7 @@ def plan_step(
     check_options(options)
     hear = progress or Silent()
     with Interrupt():
-        source = _OfModel(step, cluster, options, hear)
+        source = ModelSource(step, cluster, options, hear)
     if wanted.samples is None:
         wanted = replace(wanted, samples=batch_size(step))
     return _Planner(source, options, wanted, hear).plan()
@@ -91,7 +89,7 @@ def plan_graph(
     """
     check_options(options)
     graph = demanded(graph, cluster, options.keep_together, options.pins)
-    return _Planner(_OfGraph(graph, cluster), options, wanted, progress or Silent()).plan()
+    return _Planner(GraphSource(graph, cluster), options, wanted, progress or Silent()).plan()
 
 
 def check_options(options: Options) -> None:
@@ -107,61 +105,6 @@ def check_options(options: Options) -> None:
         )
     if options.start_from is not None:
         raise ValueError("a placement to start from is one for a single replica: leave it out")
-
-
-class _Source(Protocol):
-    """A step with its whole batch or a part of it."""
-
-    cluster: Cluster
-    extraction: Extraction | None
-    makers: Mapping[str, Sequence[str]]  # of gradients, as far as they are known
-    notes: dict[str, None]  # in order, each once
-
-    def graph(self, parts: int) -> nx.DiGraph[str]:
-        """With costs, for the ``parts``-th part of the batch."""
-        ...
-
-
-class _OfGraph:
-    """A graph file, which can only be scaled."""
-
-    extraction: Extraction | None = None
-    makers: Mapping[str, Sequence[str]] = MappingProxyType({})
-
-    def __init__(self, whole: nx.DiGraph[str], cluster: Cluster) -> None:
-        self.whole = whole
-        self.cluster = cluster
-        self.notes: dict[str, None] = {}
-
-    def graph(self, parts: int) -> nx.DiGraph[str]:
-        if parts > 1:
-            self.notes[
-                "Costs and activations for a smaller batch are those of the whole one, divided: "
-                "ops that need a large batch to use their device take longer."
-            ] = None
-        return with_part_of_batch(self.whole, parts)
-
-
-class _OfModel:
-    """A model, which is extracted again where its batch can be divided."""
-
-    def __init__(self, step: Step, cluster: Cluster, options: Options, hear: Progress) -> None:
-        self.step = step
-        self.options = options
-        self.hear = hear
-        self.given = cluster
-        known = costed_step(step, cluster, options, hear)
-        self.extraction: Extraction | None = known.extraction
-        self.makers: Mapping[str, Sequence[str]] = gradient_makers(known.extraction)
-        self.cluster = known.cluster
-        self.scaled = _OfGraph(known.graph, known.cluster)
-        self.notes = self.scaled.notes
-
-    def graph(self, parts: int) -> nx.DiGraph[str]:
-        smaller = with_part_of_inputs(self.step, parts) if parts > 1 else None
-        if smaller is None:
-            return self.scaled.graph(parts)
-        return costed_step(smaller, self.given, self.options, self.hear).graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,16 +129,18 @@ class _Searched:
 class _Planner:
     """Searches and simulations of one plan."""
 
-    source: _Source
+    source: StepSource
     options: Options
     wanted: Replication
     hear: Progress
     graphs: dict[int, nx.DiGraph[str]] = field(default_factory=dict)  # by parts of the batch
+    arrays: dict[int, GraphArrays] = field(default_factory=dict)  # the same
     searched: dict[tuple[int, Block], _Searched] = field(default_factory=dict)
     search_s: float = 0.0
 
     def plan(self) -> ReplicaPlan:
-        problem = Problem.of(GraphArrays.from_graph(self._graph(1)), self.source.cluster)
+        cost_source = self._graph(1).graph["cost_source"]
+        problem = Problem.of(self.arrays[1], self.source.cluster)
         jobs = list(self._jobs(problem))
         self.hear.stage("Loading compiled code (the first time it is compiled, 30 s)")
         load_compiled_code()
@@ -216,12 +161,13 @@ class _Planner:
             search_s=self.search_s,
             notes=(*self.source.notes, *self._notes(problem, splits[0])),
             extraction=self.source.extraction,
-            cost_source=self._graph(1).graph["cost_source"],
+            cost_source=cost_source,
         )
 
     def _graph(self, parts: int) -> nx.DiGraph[str]:
         if parts not in self.graphs:
             self.graphs[parts] = self.source.graph(parts)
+            self.arrays[parts] = GraphArrays.from_graph(self.graphs[parts])
         return self.graphs[parts]
 
     def _jobs(self, problem: Problem) -> Iterator[_Job]:
@@ -259,35 +205,36 @@ class _Planner:
     def _search(self, cluster: Cluster, searches: Sequence[tuple[int, Block]]) -> None:
         """Ask the placer, in turn; where the user stops it, what was found until then counts.
 
+        Where nothing was found to fit, most devices get the whole budget once more.
+
         Raises:
             KeyboardInterrupt: stopped before there was any placement.
         """
         several = sum(len(group) > 1 for _, group in searches)
-        for number, search in enumerate(searches):
-            parts, group = search
+        for number, (parts, group) in enumerate(searches):
             budget = share_of(self.options.budget, several if len(group) > 1 else None)
             hear = Slice(self.hear, number, len(searches))
             try:
-                found = self._searched(
-                    parts, part_of(cluster, group), replace(self.options, budget=budget), hear
-                )
+                found = self._searched(parts, part_of(cluster, group), budget, hear)
             except KeyboardInterrupt:
                 if all(known.found is None for known in self.searched.values()):
                     raise
                 return
-            self.searched[search] = found
+            self.searched[parts, group] = found
             if found.found is not None and found.found.stopped:
                 return
-
-    def _searched(
-        self, parts: int, cluster: Cluster, options: Options, hear: Progress
-    ) -> _Searched:
-        graph = self._graph(parts)
-        try:
-            problem = Problem.of(GraphArrays.from_graph(graph), cluster)
-            found = optimize_problem(
-                problem, replace(options, measure=False), hear, coarse=grouped(graph, options)
+        if several > 1 and all(known.found is None for known in self.searched.values()):
+            parts, group = max(searches, key=lambda search: len(search[1]))
+            self.searched[parts, group] = self._searched(
+                parts, part_of(cluster, group), self.options.budget, self.hear
             )
+
+    def _searched(self, parts: int, cluster: Cluster, budget: Budget, hear: Progress) -> _Searched:
+        graph = self._graph(parts)
+        options = replace(self.options, budget=budget, measure=False)
+        try:
+            problem = Problem.of(self.arrays[parts], cluster)
+            found = optimize_problem(problem, options, hear, coarse=grouped(graph, options))
             plans = variants(problem, found, self._gradients(problem.graph))
         except (PlacementError, ValueError) as error:
             return _Searched(found=None, why=str(error))

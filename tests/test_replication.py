@@ -19,14 +19,16 @@ from torch import nn
 from torch.nn import functional as F
 
 import placer as public
-from envs.cluster import Cluster, Device, cluster_to_toml
+from envs.cluster import Cluster, Device, cluster_to_toml, load_cluster
+from envs.collectives import ALGORITHMS, PAYLOADS
 from envs.placement import Placement
 from envs.problem import Problem
-from envs.reduction import Reduction
+from envs.reduction import CHEAPEST, Reduction
 from envs.replica_set import Replicas
 from envs.replicas import ReplicaStep, replicated, slot_networks
 from envs.simulator import Simulator
 from envs.subclusters import part_of
+from envs.topology import levels_of
 from graphs.batch import with_part_of_batch
 from graphs.extract import Step
 from graphs.files import save_graph
@@ -34,6 +36,7 @@ from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 from graphs.mirror import with_backward
 from graphs.synthetic import Weights, layered
 from placer.batches import batch_size, with_part_of_inputs
+from placer.cli import replicas as cli
 from placer.cli.main import main
 from placer.objectives import Objective
 from placer.outcome import PlacementError
@@ -154,6 +157,37 @@ def test_a_global_batch_is_shared_and_each_replica_has_its_part() -> None:
     assert any("divided" in remark for remark in found.remarks)
 
 
+def test_micro_batches_hide_reductions_behind_the_rest_of_the_pipeline() -> None:
+    options = replace(OPTIONS, objective=Objective(micro_batches=4))
+    found = plan_graph(layers(), nodes(1, 4), options, Replication(replicas=2))
+    assert found.best.name == "2 x 2"
+    assert found.best.step is not None
+    assert found.found.placement.micro_batches == 4
+    assert found.best.step.hidden_s > 0
+    assert found.best.step.alone_s == found.best.found.best.predicted_s  # type: ignore[union-attr]
+
+
+def test_a_placement_that_is_slower_alone_wins_where_it_hides_more() -> None:
+    """One device runs ops in any order in the same time; only with early gradients they hide."""
+    found = plan(layers(), nodes(1, 2, inside_bytes_per_s=5e9), Replication(replicas=2))
+    step = found.best.step
+    assert step is not None
+    assert step.communication_s == pytest.approx(8 * 2e-3)
+    assert step.exposed_s < 0.5 * step.communication_s
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("8xh100", [8]), ("4x8xh100", [8, 4])])
+def test_the_example_clusters_have_the_levels_that_they_describe(
+    name: str, ranks: list[int]
+) -> None:
+    cluster = load_cluster(Path(__file__).parents[1] / "examples" / f"{name}.toml")
+    graph = GraphArrays.from_graph(layers(1))
+    levels = levels_of(Problem.of(graph, cluster), range(len(cluster)))
+    assert [level.ranks for level in levels] == ranks
+    assert levels[0].bandwidth_bytes_per_s == 450e9
+    assert all(level.bandwidth_bytes_per_s == 50e9 and level.ports == 8 for level in levels[1:])
+
+
 def test_the_curve_repeats_the_outermost_level_and_never_gets_more_efficient() -> None:
     found = plan(layers(), nodes(2, 2, across_s=1e-5), Replication(samples=32))
     assert found.curve[0].replicas == 1
@@ -191,6 +225,15 @@ def test_a_model_is_extracted_again_for_a_smaller_batch() -> None:
     )
     three = plan_step(step, rated(4), OPTIONS, Replication(batch="global", replicas=3))
     assert any("divided" in remark for remark in three.remarks)  # 8 samples are not 3 alike
+
+
+def test_a_model_that_refuses_a_smaller_batch_is_scaled() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    step = Step.of(model.train(), (torch.randn(2, 16), torch.randn(2, 4)), F.mse_loss)
+    found = plan_step(step, rated(2), OPTIONS, Replication(batch="global", replicas=2))
+    assert any("cannot be extracted with a smaller batch" in remark for remark in found.remarks)
+    assert found.best.samples == 2
 
 
 def test_a_batch_is_the_first_dimension_that_all_inputs_share() -> None:
@@ -313,13 +356,15 @@ def test_the_command_prints_the_plan_and_writes_the_placement(
     assert best["samples_per_s"] == max(split.get("samples_per_s", 0) for split in data["splits"])
     assert best["full_overlap_s"] <= best["step_s"] <= best["no_overlap_s"] * (1 + 1e-12)
     assert data["curve"][-1]["devices"] == 4096
+    assert main(["show", str(out)]) == 0
+    assert f"the first of {best['replicas']} replicas on" in shown_of(capsys)
     written = json.loads(out.read_text())["replicas"]
     assert written["groups"] == best["groups"]
     assert written["reduction"]["payload"] == "fp16"
     assert main(command) == 0
-    shown = capsys.readouterr().out
+    shown = shown_of(capsys)
     assert "replicas x devices" in shown
-    assert data["verdict"].split(":")[0] in shown.replace("\n", " ")
+    assert data["verdict"] in shown
 
 
 @pytest.mark.parametrize(
@@ -343,6 +388,11 @@ def test_options_that_do_not_fit_are_refused(
     assert message in capsys.readouterr().err
 
 
+def test_the_command_offers_all_reductions_and_payloads() -> None:
+    assert (CHEAPEST, *ALGORITHMS) == cli.ALGORITHMS
+    assert tuple(PAYLOADS) == cli.PAYLOADS
+
+
 def test_from_python_replicas_come_with_the_placement() -> None:
     step = training()
     found = public.optimize(
@@ -359,6 +409,11 @@ def test_from_python_replicas_come_with_the_placement() -> None:
     assert found.replication.best.samples == 16
     assert found.placement.replicas is not None
     assert len(found.placement.replicas) == 2
+
+
+def shown_of(capsys: pytest.CaptureFixture[str]) -> str:
+    """What was printed, in one line."""
+    return " ".join(capsys.readouterr().out.split())
 
 
 def rated(count: int) -> Cluster:

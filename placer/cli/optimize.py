@@ -23,7 +23,7 @@ from placer.cli.arguments import (
     why_no_step,
 )
 from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs, why_not_written
-from placer.cli.replicas import add_replicas, check_replicas, print_planned, wanted_of
+from placer.cli.replicas import add_replicas, check_replicas, plan_of, print_planned
 from placer.cli.tradeoff import add_pareto, check_pareto, print_weighed
 from placer.placers.registry import DEFAULT
 
@@ -196,7 +196,9 @@ def run(args: argparse.Namespace) -> int:
                 found = weighed.picked(args.pareto_pick or "fastest")
                 found = replace(found, search_s=weighed.search_s)
             elif args.data_parallel is not None:
-                planned = _planned(args, cluster, options, progress)
+                planned = plan_of(
+                    args, cluster, options, progress, lambda: _step(args, cluster, progress)
+                )
                 found = planned.found
             else:
                 found = _optimize(args, cluster, options, progress)
@@ -323,18 +325,6 @@ def _weighed(
     if is_graph_file(args.target):
         return weigh_graph(load_graph_target(args.target), cluster, options, progress)
     return weigh_step(_step(args, cluster, progress), cluster, options, progress)
-
-
-def _planned(
-    args: argparse.Namespace, cluster: Cluster, options: Options, progress: Progress
-) -> ReplicaPlan:
-    from placer.replication import plan_graph, plan_step
-    from placer.target import is_graph_file, load_graph_target
-
-    if is_graph_file(args.target):
-        graph = load_graph_target(args.target)
-        return plan_graph(graph, cluster, options, wanted_of(args), progress)
-    return plan_step(_step(args, cluster, progress), cluster, options, wanted_of(args), progress)
 
 
 def _step(args: argparse.Namespace, cluster: Cluster, progress: Progress) -> Step:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from placer.cli.arguments import count, extraction_to_dict
 
 if TYPE_CHECKING:
+    from envs.cluster import Cluster
+    from graphs.extract import Step
+    from placer.pipeline import Options
     from placer.replica_plan import ReplicaPlan, Replication
+    from placer.report.progress import Progress
 
 AUTO: Final = "auto"
 ALGORITHMS: Final = (
@@ -98,6 +103,23 @@ def wanted_of(args: argparse.Namespace) -> Replication:
         ),
         samples=args.samples,
     )
+
+
+def plan_of(
+    args: argparse.Namespace,
+    cluster: Cluster,
+    options: Options,
+    progress: Progress,
+    load_step: Callable[[], Step],
+) -> ReplicaPlan:
+    """The plan for a graph file, or for the step that is loaded."""
+    from placer.replication import plan_graph, plan_step
+    from placer.target import is_graph_file, load_graph_target
+
+    wanted = wanted_of(args)
+    if is_graph_file(args.target):
+        return plan_graph(load_graph_target(args.target), cluster, options, wanted, progress)
+    return plan_step(load_step(), cluster, options, wanted, progress)
 
 
 def print_planned(plan: ReplicaPlan, args: argparse.Namespace) -> None:

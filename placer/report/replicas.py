@@ -11,12 +11,14 @@ from rich.table import Table
 from placer.report.table import human_bytes
 
 if TYPE_CHECKING:
+    from envs.collectives import AllReduce
     from envs.replicas import ReplicatedStep
     from placer.replica_plan import CurvePoint, ReplicaPlan, Split
 
 LEGEND: Final = (
     "Times in ms; exposed: communication that makes the step longer; hidden: behind the rest of "
-    "the step; efficiency: of replicas that never wait for each other."
+    "the step; efficiency: over replicas that never wait for each other; reduction: of the largest "
+    "bucket."
 )
 
 
@@ -103,11 +105,17 @@ def _split(plan: ReplicaPlan, split: Split) -> dict[str, Any]:
 
 def reductions_of(step: ReplicatedStep) -> list[str]:
     """The algorithms in use, those of levels innermost first, each once."""
-    names = (
-        f"{how.algorithm} ({', '.join(how.by_level)})" if how.by_level else how.algorithm
-        for _, how in step.reductions
-    )
-    return list(dict.fromkeys(names))
+    return list(dict.fromkeys(_named(how) for _, how in step.reductions))
+
+
+def _of_largest(step: ReplicatedStep) -> str:
+    """How the largest bucket is reduced."""
+    _, how = max(step.reductions, key=lambda bucket: bucket[0], default=(0, None))
+    return "" if how is None else _named(how)
+
+
+def _named(how: AllReduce) -> str:
+    return f"{how.algorithm} ({', '.join(how.by_level)})" if how.by_level else how.algorithm
 
 
 def _table(first: str, *columns: str) -> Table:
@@ -129,7 +137,7 @@ def _cells(split: Split) -> list[str]:
         _ms(split.step.hidden_s),
         f"{split.efficiency:.1%}",
         human_bytes(max(split.found.best.peak_memory_bytes.values())),
-        "; ".join(reductions_of(split.step)),
+        _of_largest(split.step),
     ]
 
 

@@ -161,6 +161,9 @@ def _origin(placement: Placement) -> str:
     parts = [f"{len(placement.ops)} ops of graph {placement.graph[:12]}"]
     if made.placer:
         parts.append(f"by {made.placer}, budget {made.budget}, seed {made.seed}")
+    if placement.replicas is not None:
+        each = len(placement.replicas.groups[0])
+        parts.append(f"the first of {len(placement.replicas)} replicas on {each} devices each")
     return ", ".join(parts)
 
 
