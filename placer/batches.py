@@ -16,6 +16,7 @@ from graphs.extract import Extraction, ExtractionError, Step
 from graphs.extract.gradient_makers import gradient_makers
 from placer.pipeline import Options, costed_step
 from placer.report.progress import Progress
+from placer.rigs import TorchDevices
 
 
 class StepSource(Protocol):
@@ -62,7 +63,9 @@ class ModelSource:
         self.given = cluster
         known = costed_step(step, cluster, options, hear)
         self.extraction: Extraction | None = known.extraction
-        self.makers: Mapping[str, Sequence[str]] = gradient_makers(known.extraction)
+        self.makers: Mapping[str, Sequence[str]] = gradient_makers(
+            known.extraction, known.rig.calls if isinstance(known.rig, TorchDevices) else None
+        )
         self.cluster = known.cluster
         self.scaled = GraphSource(known.graph, known.cluster)
         self.notes = self.scaled.notes

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from graphs.extract import Step, extract
+from graphs.extract.call_graph import call_graph
 from graphs.extract.gradient_makers import gradient_makers
 from graphs.extract.program import VIEW, StepProgram
 from graphs.gradients import gradients_of
@@ -96,6 +97,18 @@ def test_a_program_knows_the_ops_that_make_each_gradient(
     for name, value in program.gradients.items():
         maker = program.calls[producer[program.values[value].root]].op
         assert maker in makers[first_reader(program, name)], name
+
+
+@pytest.mark.parametrize("make", [conv_net, attention])
+def test_of_exported_calls_too(make: Callable[[], Step]) -> None:
+    extraction = extract(make(), "export")
+    calls = call_graph(extraction)
+    arrays = GraphArrays.from_graph(calls.graph)
+    known = gradient_makers(extraction, calls)
+    found = gradients_of(arrays, known)
+    assert {arrays.ids[home] for home in found.home.tolist()} == set(known)
+    for home, makers in zip(found.home.tolist(), found.makers, strict=True):
+        assert {arrays.ids[i] for i in makers} == set(known[arrays.ids[home]])
 
 
 def test_gradients_of_residual_connections_are_not_those_of_the_norm_behind_them() -> None:

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from graphs.extract.call_graph import CallGraph
 from graphs.extract.extraction import Extraction
 from graphs.extract.program import VIEW
 
 
-def gradient_makers(extraction: Extraction) -> dict[str, tuple[str, ...]]:
+def gradient_makers(
+    extraction: Extraction, calls: CallGraph | None = None
+) -> dict[str, tuple[str, ...]]:
     """{op that parameters live with: ops that make their gradients}, by id; {} without a program.
 
-    A parameter lives with the first op that reads it.
+    A parameter lives with the first op that reads it. With ``calls``, ids are those of the nodes
+    that the ops are in.
     """
     program = extraction.own_program
     if program is None:
         return {}
     ids = tuple(extraction.graph)
+    if calls is not None:
+        nodes = tuple(calls.graph)
+        ids = tuple(nodes[node] for node in calls.node_of.tolist())
     names = {s.value: s.name for s in program.sources if s.role == "parameter"}
     home: dict[str, int] = {}
     for call in program.calls:
