@@ -15,10 +15,11 @@ from envs.topology import Block, nested_blocks
 def replica_groups(problem: Problem, size: int) -> list[list[Block]]:
     """Disjoint groups of ``size`` devices, in classes that are alike; the largest class first.
 
-    A group lies within a node if that has as many devices, else within the smallest larger block
-    (a rack, the cluster), see :func:`envs.topology.nested_blocks`. Devices of one kind come
-    together, and those left over are in no group. Groups are alike if devices in the same position
-    are, with the links among them: one placement then serves all.
+    A group lies within a node if that has as many devices, else on as few nodes of the smallest
+    larger block (a rack, the cluster) as have them, which it shares with no other group, see
+    :func:`envs.topology.nested_blocks`. Devices of one kind come together, and those left over are
+    in no group. Groups are alike if devices in the same position are, with the links among them:
+    one placement then serves all.
 
     Raises:
         ValueError: ``size`` is not within 1 .. number of devices.
@@ -28,21 +29,27 @@ def replica_groups(problem: Problem, size: int) -> list[list[Block]]:
         raise ValueError(f"a replica on {size} devices: give 1 .. {count}, as many as there are")
     classes: defaultdict[tuple[object, ...], list[Block]] = defaultdict(list)
     sorts = _sorts(problem)
-    for block in _smallest_blocks(problem, size):
-        ordered = sorted(block, key=lambda d: (sorts[d], d))
-        for first in range(0, len(block) - size + 1, size):
-            group = tuple(sorted(ordered[first : first + size]))
+    for nodes in _smallest_blocks(problem, size):
+        ordered = sorted(nodes, key=lambda node: (sorts[node[0]], node))
+        needed = -(-size // len(nodes[0]))
+        for first in range(0, len(nodes) - needed + 1, needed):
+            near = [d for node in ordered[first : first + needed] for d in node]
+            group = tuple(sorted(sorted(near, key=lambda d: (sorts[d], d))[:size]))
             classes[_shape(problem, sorts, group)].append(group)
     return sorted(classes.values(), key=len, reverse=True)
 
 
-def _smallest_blocks(problem: Problem, size: int) -> Sequence[Block]:
-    """The innermost blocks that have so many devices."""
+def _smallest_blocks(problem: Problem, size: int) -> list[list[Block]]:
+    """The innermost blocks that have so many devices, each as the blocks that it is made of."""
     every = tuple(range(problem.device_count))
-    for blocks in nested_blocks(problem, every):
-        if len(blocks[0]) >= size:
-            return blocks
-    return [every]
+    nested = [*nested_blocks(problem, every), [every]]
+    level = next(i for i, blocks in enumerate(nested) if len(blocks[0]) >= size)
+    if level == 0:
+        return [[block] for block in nested[0]]
+    return [
+        [node for node in nested[level - 1] if node[0] in block]
+        for block in map(set, nested[level])
+    ]
 
 
 def _sorts(problem: Problem) -> list[int]:

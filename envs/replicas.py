@@ -28,7 +28,7 @@ from envs.micro_batches import OPTIMIZER, Pipeline
 from envs.placement import Placement
 from envs.problem import NO_QUEUE, Problem
 from envs.reduction import Reduction
-from envs.simulator import Simulator
+from envs.simulator import Schedule, Simulator
 from envs.topology import levels_of
 from graphs.frozen import frozen
 from graphs.gradients import Gradients, gradients_of
@@ -51,43 +51,42 @@ class ReplicaStep:
     def of(
         cls, problem: Problem, placement: Placement, gradients: Gradients | None = None
     ) -> ReplicaStep:
-        """Simulate a placement; ``gradients`` are by default what the graph says of them.
+        """Simulate a placement once, see :meth:`ReplicaSimulator.step`."""
+        return ReplicaSimulator(problem, gradients).step(placement)
+
+
+class ReplicaSimulator:
+    """Simulates one replica of several placements of a problem.
+
+    ``gradients`` are by default what the graph says of them.
+    """
+
+    def __init__(self, problem: Problem, gradients: Gradients | None = None) -> None:
+        self.problem = problem
+        self.gradients = gradients_of(problem.graph) if gradients is None else gradients
+        self._simulators: dict[tuple[int, int | None], tuple[Simulator, Pipeline | None]] = {}
+
+    def step(self, placement: Placement) -> ReplicaStep:
+        """What a replica with this placement does.
 
         Raises:
             ValueError: it is not for this problem, or not feasible; says why.
         """
+        problem, gradients = self.problem, self.gradients
         placement.check(problem.graph, problem.cluster)
-        timed, origin = problem, np.arange(problem.op_count)
-        devices, priority = placement.arrays()
-        if placement.micro_batches > 1:
-            pipeline = Pipeline.of(problem, placement.micro_batches, in_flight=placement.in_flight)
-            timed, origin = pipeline.problem, np.where(pipeline.is_gate, -1, pipeline.origin)
-            devices, priority = pipeline.devices(devices), pipeline.priority(priority)
-        schedule = Simulator(timed).run(devices, priority, transfers=False)
-        if not schedule.feasible:
-            raise ValueError(schedule.why)
-        end_ns = np.zeros(problem.op_count, np.int64)
-        copies = origin >= 0
-        np.maximum.at(end_ns, origin[copies], schedule.end_ns[copies])
-        is_update = timed.graph.phase == OPTIMIZER
-        gradients = gradients_of(problem.graph) if gradients is None else gradients
+        schedule, is_update, end_ns = self._run(placement)
         where = np.array(placement.devices, np.int32)
-        ready_ns = np.array(
-            [
-                _ready_ns(problem, where, end_ns, int(home), int(size), makers)
-                for home, size, makers in zip(
-                    gradients.home, gradients.size_bytes, gradients.makers, strict=True
-                )
-            ],
-            np.int64,
+        rows = zip(
+            gradients.home.tolist(), gradients.size_bytes.tolist(), gradients.makers, strict=True
         )
-        ready_ns = np.minimum(ready_ns, schedule.step_ns)
+        ready = [_ready_ns(problem, where, end_ns, *row) for row in rows]
+        ready_ns = np.minimum(np.array(ready, np.int64), schedule.step_ns)
         slot = where[gradients.home]
         last_ns = np.zeros(problem.device_count, np.int64)
         np.maximum.at(last_ns, slot, ready_ns)
         late = is_update & (schedule.start_ns >= last_ns[schedule.devices])
         spent_ns = (schedule.end_ns - schedule.start_ns)[late]
-        return cls(
+        return ReplicaStep(
             step_ns=schedule.step_ns,
             pass_ns=int(schedule.end_ns[~is_update].max(initial=0)),
             slot=frozen(slot),
@@ -97,6 +96,32 @@ class ReplicaStep:
             trained_bytes=frozen(_by_device(problem, slot, gradients.size_bytes)),
             peak_bytes=frozen(schedule.peak_bytes),
         )
+
+    def _run(self, placement: Placement) -> tuple[Schedule, NDArray[np.bool_], NDArray[np.int64]]:
+        """The schedule, which of its ops are updates, and the end of the last copy of each op."""
+        key = placement.micro_batches, placement.in_flight
+        if key not in self._simulators:
+            self._simulators[key] = self._made(*key)
+        simulator, pipeline = self._simulators[key]
+        devices, priority = placement.arrays()
+        if pipeline is not None:
+            devices, priority = pipeline.devices(devices), pipeline.priority(priority)
+        schedule = simulator.run(devices, priority, transfers=False)
+        if not schedule.feasible:
+            raise ValueError(schedule.why)
+        is_update = simulator.problem.graph.phase == OPTIMIZER
+        if pipeline is None:
+            return schedule, is_update, schedule.end_ns
+        end_ns = np.zeros(self.problem.op_count, np.int64)
+        copies = ~pipeline.is_gate
+        np.maximum.at(end_ns, pipeline.origin[copies], schedule.end_ns[copies])
+        return schedule, is_update, end_ns
+
+    def _made(self, micro_batches: int, in_flight: int | None) -> tuple[Simulator, Pipeline | None]:
+        if micro_batches == 1:
+            return Simulator(self.problem), None
+        pipeline = Pipeline.of(self.problem, micro_batches, in_flight=in_flight)
+        return Simulator(pipeline.problem), pipeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from envs.placement import Placement
 from envs.problem import Problem
-from envs.replicas import ReplicaStep
+from envs.replicas import ReplicaSimulator, ReplicaStep
 from graphs.gradients import Gradients
 from placer.outcome import Optimization, Row
 
@@ -49,28 +49,29 @@ def variants(problem: Problem, found: Optimization, gradients: Gradients) -> lis
     Raises:
         ValueError: that cannot be simulated.
     """
-    first = Variant(found.best, ReplicaStep.of(problem, found.best.placement, gradients))
+    simulator = ReplicaSimulator(problem, gradients)
+    first = Variant(found.best, simulator.step(found.best.placement))
     if not len(gradients):
         return [first]
     able = [row for row in found.rows if np.isfinite(row.predicted_s) and row is not found.best]
     fastest = [found.best, *sorted(able, key=lambda row: row.predicted_s)][:MOST_PLANS]
-    others = (variant for row in fastest for variant in _orders(problem, row, gradients))
+    others = (variant for row in fastest for variant in _orders(simulator, row))
     return [first, *others]
 
 
-def _orders(problem: Problem, row: Row, gradients: Gradients) -> Iterator[Variant]:
+def _orders(simulator: ReplicaSimulator, row: Row) -> Iterator[Variant]:
     """One plan in other orders, as far as it still fits."""
-    graph = problem.graph
+    graph, cluster = simulator.problem.graph, simulator.problem.cluster
     in_order = np.empty(len(graph))
     in_order[graph.topological] = -np.arange(len(graph))
-    makers = {op for own in gradients.makers for op in own}
+    makers = {op for own in simulator.gradients.makers for op in own}
     early = np.array(row.placement.priority)
     early[list(makers)] += np.ptp(early) + 1
     orders: dict[str, NDArray[np.float64]] = {"in order": in_order, "gradients first": early}
     for name, priority in orders.items():
         placement: Placement = replace(row.placement, priority=tuple(priority.tolist()))
         try:
-            step = ReplicaStep.of(problem, placement, gradients)
+            step = simulator.step(placement)
         except ValueError:  # what runs earlier may need memory for longer
             continue
         yield Variant(
@@ -79,9 +80,7 @@ def _orders(problem: Problem, row: Row, gradients: Gradients) -> Iterator[Varian
                 name=f"{row.name}, {name}",
                 placement=placement,
                 predicted_s=step.step_ns / 1e9,
-                peak_memory_bytes=dict(
-                    zip(problem.cluster.names, step.peak_bytes.tolist(), strict=True)
-                ),
+                peak_memory_bytes=dict(zip(cluster.names, step.peak_bytes.tolist(), strict=True)),
             ),
             step,
         )

@@ -44,6 +44,8 @@ def test_groups_lie_within_nodes_while_they_fit() -> None:
     assert replica_groups(problem, 4) == [[(0, 1, 2, 3), (4, 5, 6, 7)]]
     assert replica_groups(problem, 5) == [[(0, 1, 2, 3, 4)]]
     assert replica_groups(problem, 8) == [[tuple(range(8))]]
+    many = problem_on(nodes(4, 2))  # a group begins on a node of its own
+    assert replica_groups(many, 3) == [[(0, 1, 2), (4, 5, 6)]]
 
 
 def test_devices_of_one_kind_come_together() -> None:
@@ -86,16 +88,17 @@ def test_groups_are_disjoint_and_their_clusters_are_the_same(
 ) -> None:
     problem = problem_on(nodes(count, per_node))
     size = min(size, problem.device_count)
-    groups, *others = replica_groups(problem, size)
-    used = [d for alike in (groups, *others) for group in alike for d in group]
+    [groups] = replica_groups(problem, size)
+    used = [d for group in groups for d in group]
     assert len(set(used)) == len(used)
     assert all(len(group) == size for group in groups)
     if size <= per_node:
-        assert not others
         assert len(groups) == count * (per_node // size)
         assert all(len({d // per_node for d in group}) == 1 for group in groups)
+    else:
+        assert len(groups) == count // -(-size // per_node)
     graph = problem.graph
-    first, *alike = (Problem.of(graph, part_of(problem.cluster, group)) for group in groups)
-    for other in alike:
+    first, *others = (Problem.of(graph, part_of(problem.cluster, group)) for group in groups)
+    for other in others:
         for name in ("cost_ns", "memory_bytes", "latency_s", "bandwidth_bytes_per_s", "queue"):
             assert np.array_equal(getattr(first, name), getattr(other, name))
