@@ -314,6 +314,8 @@ class _Planner:
             yield "The graph has no backward pass: each op is taken to end with its own gradients."
         if self._trains and not phases["optimizer"]:
             yield "No optimizer is in the step: neither its time nor its state is counted."
+        if best.replicas > 1 and best.devices_each > 1:
+            yield "Reductions and the transfers of a replica are simulated as if apart."
         idle = problem.device_count - best.devices
         if idle:
             yield f"{idle} of {problem.device_count} devices are left idle."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -44,6 +45,7 @@ from placer.pipeline import Options, optimize_graph
 from placer.placers import placer_named
 from placer.replica_plan import ReplicaPlan, Replication
 from placer.replication import plan_graph, plan_step
+from placer.report.progress import Silent
 from placer.search.budget import Budget
 
 MB = 10**6
@@ -321,6 +323,18 @@ def test_on_tiny_clusters_no_split_is_better_than_the_plan(seed: int, bandwidth:
         whole = Problem.of(GraphArrays.from_graph(graph), cluster)
         step = replicated(ReplicaStep.of(one.problem, one.placement), slot_networks(whole, groups))
         assert found.best.samples_per_s >= replicas / step.step_s * (1 - 1e-12)
+
+
+def test_stopped_early_it_keeps_what_was_found() -> None:
+    class Impatient(Silent):
+        def advance(self, share: float, text: str = "") -> None:
+            if share > 0.5:
+                signal.raise_signal(signal.SIGINT)
+
+    found = plan_graph(layers(), nodes(2, 4), OPTIONS, Replication(), Impatient())
+    assert found.left_out > 0
+    assert found.best.found is not None
+    assert any(remark.startswith("Stopped early") for remark in found.remarks)
 
 
 def test_too_many_replicas_and_devices_that_differ_are_refused() -> None:
