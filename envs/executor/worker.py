@@ -20,7 +20,16 @@ import torch
 
 from envs.executor.arena import Arena
 from envs.executor.compiled_list import CompiledList
-from envs.executor.messages import Done, Failed, Load, RunStep, Setup
+from envs.executor.messages import (
+    CountMemory,
+    Done,
+    Failed,
+    Load,
+    RunStep,
+    Setup,
+    TellMemory,
+)
+from envs.executor.resident import Resident
 from envs.executor.signals import Signals
 
 
@@ -33,6 +42,7 @@ class Worker:
         self.program = setup.program
         self.arena = Arena(setup.program, setup.arena)
         self.signals = Signals(setup.device, setup.counters)
+        self.resident = Resident(self.arena)
         self.lists: dict[int, CompiledList] = {}
         self.progress = progress
         # The thread's clock does not see the other threads of a core set.
@@ -91,6 +101,10 @@ def _answer(worker: Worker, message: object) -> Done:
             worker.load(message)
         case RunStep():
             return worker.run(message)
+        case CountMemory():
+            worker.resident.restart()
+        case TellMemory():
+            return Done(peak_bytes=worker.resident.peak_bytes())
         case _:
             raise ValueError(f"a worker got {type(message).__name__}")
     return Done()
