@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from envs.backend import StepResult
 from envs.executor.lists import Instruction, device_lists
-from envs.executor.pool import StepRun, WorkerError, WorkerPool
+from envs.executor.pool import StepRun, WorkerError, WorkerMemoryError, WorkerPool
 from envs.executor.rebuilt import rebuilt_s
 from envs.executor.state import load_example
 from envs.placement import Placement
@@ -275,6 +275,7 @@ class Measured:
                             candidate.runs.append(run)
                     except WorkerError as error:
                         candidate.failure = str(error)
+                        candidate.overfull = isinstance(error, WorkerMemoryError)
                     except _OverfullError as error:
                         candidate.failure, candidate.overfull = str(error), True
                     except _NoWorkersError as error:

@@ -404,7 +404,8 @@ def test_an_op_that_fails_is_told_with_torchs_reason() -> None:
     assert forward(step).isfinite()
 
 
-def test_workers_end_with_their_parent() -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_workers_end_with_their_parent(number: signal.Signals) -> None:
     script = """
 import sys, time, torch
 sys.path.insert(0, {tests!r})
@@ -418,6 +419,7 @@ if __name__ == "__main__":
     parent = subprocess.Popen(
         [sys.executable, "-c", script.format(tests=str(Path(__file__).parent))],
         stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
         text=True,
     )
     assert parent.stdout is not None
@@ -425,8 +427,8 @@ if __name__ == "__main__":
         ids = [int(word) for word in parent.stdout.readline().split()]
         assert len(ids) == 2
         assert all(map(alive, ids))
-        parent.kill()
-        parent.wait()
+        parent.send_signal(number)
+        assert parent.wait(timeout=20) != 0
     assert gone_within(2, ids)
 
 

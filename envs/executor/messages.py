@@ -65,6 +65,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """An instruction raised: the last line of the traceback."""
+    """An instruction raised: the last line of the traceback, and whether memory ran out."""
 
     reason: str
+    no_memory: bool = False

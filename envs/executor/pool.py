@@ -42,6 +42,10 @@ class WorkerError(RuntimeError):
     """A worker died, hung or could not run an op; says which device and op. The pool is closed."""
 
 
+class WorkerMemoryError(WorkerError):
+    """There was no memory for what an op of a worker makes."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepRun:
     """One run: wall seconds from the common start to the last end, CPU seconds per instruction."""
@@ -262,7 +266,8 @@ class WorkerPool:
         except (EOFError, OSError):
             raise self._failure(worker, "died", number) from None
         if isinstance(answer, Failed):
-            raise self._failure(worker, f"failed: {answer.reason}", number)
+            failure = self._failure(worker, f"failed: {answer.reason}", number)
+            raise WorkerMemoryError(str(failure)) if answer.no_memory else failure
         assert isinstance(answer, Done)
         return answer
 
