@@ -55,14 +55,24 @@ class ModelProblem:
             WorkerError: an op cannot run on a device.
         """
         named = devices if isinstance(devices, Cluster) else discover(devices, memory)
-        extraction = extract(step)
-        cluster = calibrated(named)
+        return cls.of_extraction(extract(step), named)
+
+    @classmethod
+    def of_extraction(cls, extraction: Extraction, cluster: Cluster) -> ModelProblem:
+        """The same of a step that is extracted already.
+
+        Raises:
+            ExtractionError: devices of torch cannot run it.
+            ValueError: a device is not here.
+            WorkerError: an op cannot run on a device.
+        """
+        cluster = calibrated(cluster)
         limits = {device.name: device.memory_bytes for device in cluster.devices}
         if is_core(cluster.names[0]):
             calls, graph = None, extraction.graph
             costs = op_costs(extraction, cluster)
         else:
-            if step.optimizer is not None:
+            if extraction.step.optimizer is not None:
                 raise ExtractionError("on cuda:N and cpu an optimizer cannot be part of the step")
             calls = call_graph(extraction)
             graph = calls.graph
