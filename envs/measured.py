@@ -326,7 +326,7 @@ class Measured:
             if held_bytes > limit_bytes + UNCOUNTED_BYTES:
                 raise _OverfullError(
                     f"the worker of {name} held {held_bytes / 1e6:.1f} MB, "
-                    f"{(held_bytes - limit_bytes) / 1e6:.1f} MB more than it may: limit it less "
+                    f"{(held_bytes - limit_bytes) / 1e6:.1f} MB more than it may: give it more "
                     f"(--memory {name}=...), or place fewer ops there"
                 )
 
