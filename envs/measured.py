@@ -6,6 +6,9 @@ median of its runs. The unplaced step on all cores can be run
 in the same rounds, as a reference (envs/reference.py). Beside the wall time stands the time
 rebuilt from CPU clocks (envs/executor/rebuilt.py), and their ratio, the contention: above
 ``CONTENDED`` somebody else used the cores, and the rebuilt time is the truer one.
+
+Once, in a run that does not count, the workers tell how much memory they held: a placement that
+takes more of a device than it has fails, though it ran.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from numpy.typing import NDArray
 
 from envs.backend import StepResult
 from envs.executor.lists import Instruction, device_lists
-from envs.executor.pool import StepRun, WorkerError, WorkerPool
+from envs.executor.pool import StepRun, WorkerError, WorkerMemoryError, WorkerPool
 from envs.executor.rebuilt import rebuilt_s
 from envs.executor.state import load_example
 from envs.placement import Placement
@@ -33,14 +36,18 @@ CONTENDED: Final = 1.15
 SHORT_STEP_S: Final = 0.02
 SMALLEST_DIFFERENCE: Final = 0.005
 """Two placements closer than this are a tie, however often they were run."""
+UNCOUNTED_BYTES: Final = 4 << 20
+"""Resident memory of a worker that is not held against a placement: what Python itself takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """Repeated runs of one placement. Arrays are in order of the rounds.
 
-    ``peak_memory_bytes`` tells of the devices that count what tensors take, by name; ``overfull``
-    says that it failed because memory did not suffice.
+    ``peak_memory_bytes`` tells of the devices that count it, by name: of accelerators what tensors
+    take, of workers what was resident beyond their start (see
+    :meth:`envs.executor.pool.WorkerPool.peak_memory_bytes`). ``overfull`` says that it failed
+    because memory did not suffice.
     """
 
     wall_s: NDArray[np.float64]
@@ -119,11 +126,46 @@ class _NoWorkersError(Exception):
     """The workers of a failed placement cannot be replaced."""
 
 
+class _OverfullError(Exception):
+    """A worker held more than its device has."""
+
+
+class _Candidate:
+    """A placement while it is measured."""
+
+    def __init__(self, failure: str, lists: list[list[Instruction]]) -> None:
+        self.failure = failure
+        self.lists = lists
+        self.overfull = False
+        self.peak_memory_bytes: dict[str, int] = {}
+        self.runs: list[StepRun] = []
+
+    def measurement(self, rounds: int, latency_s: float) -> Measurement:
+        """What its first runs tell."""
+        runs = self.runs[:rounds]
+        return Measurement(
+            wall_s=np.array([run.wall_s for run in runs]),
+            rebuilt_s=np.array([rebuilt_s(self.lists, run.cpu_s, latency_s) for run in runs]),
+            failure=self.failure,
+            peak_memory_bytes=self.peak_memory_bytes,
+            overfull=self.overfull,
+        )
+
+
 class Measured:
     """Times placements of an extracted step on ``core:*`` devices. Use as a context manager.
 
     ``reference`` is what :meth:`measure` last found for the unplaced step on all cores, None where
     it was not asked for or there is but one device. It fails on its own, like a placement.
+
+    Args:
+        extraction: the step.
+        problem: its graph with costs, and the devices.
+        limits: {device name: bytes} that its worker may hold; else what the device has.
+        latency_s: of a hand-off, for rebuilt times.
+        rounds: runs of every candidate that count.
+        warm_up: rounds that do not.
+        step_timeout_s: a step that takes longer counts as hung.
 
     Raises:
         ValueError: a device is not a set of cores of this machine.
@@ -136,6 +178,7 @@ class Measured:
         extraction: Extraction,
         problem: Problem,
         *,
+        limits: Mapping[str, int] | None = None,
         latency_s: float = 15e-6,
         rounds: int = 7,
         warm_up: int = 2,
@@ -143,6 +186,8 @@ class Measured:
     ) -> None:
         self.extraction = extraction
         self.problem = problem
+        own = {device.name: device.memory_bytes for device in problem.cluster.devices}
+        self.limits = own if limits is None else dict(limits)
         self.latency_s = latency_s
         self.rounds = rounds
         self.warm_up = warm_up
@@ -192,12 +237,11 @@ class Measured:
         threads would disturb whoever came next. See ``self.reference``. Torch's threads have no
         common CPU clock, so its rebuilt time is its wall time.
         """
-        failures = [misfit(self.problem, placement) for placement in placements]
-        lists = [
-            [] if why else self._lists(placement)
-            for placement, why in zip(placements, failures, strict=True)
+        candidates = [
+            _Candidate(why, [] if why else self._lists(placement))
+            for placement in placements
+            for why in [misfit(self.problem, placement)]
         ]
-        runs: list[list[StepRun]] = [[] for _ in placements]
         self.interrupted = False
         self.reference = None
         also = reference and self.problem.device_count > 1
@@ -209,49 +253,34 @@ class Measured:
                 progress(next(done), total)
 
         try:
-            self._run_rounds(lists, runs, failures, hear)
+            self._run_rounds(candidates, hear)
             if also:
                 self._run_reference(hear)
         except KeyboardInterrupt:
             self.interrupted = True
             self._pool.close()
-        complete = min(
-            (len(own) for own, why in zip(runs, failures, strict=True) if not why),
-            default=self.rounds,
-        )
-        return [
-            Measurement(
-                wall_s=np.array([run.wall_s for run in own[:complete]]),
-                rebuilt_s=np.array(
-                    [rebuilt_s(lists[i], run.cpu_s, self.latency_s) for run in own[:complete]]
-                ),
-                failure=why,
-            )
-            for i, (own, why) in enumerate(zip(runs, failures, strict=True))
-        ]
+        complete = min((len(c.runs) for c in candidates if not c.failure), default=self.rounds)
+        return [candidate.measurement(complete, self.latency_s) for candidate in candidates]
 
-    def _run_rounds(
-        self,
-        lists: Sequence[list[list[Instruction]]],
-        runs: list[list[StepRun]],
-        failures: list[str],
-        hear: Callable[[], None],
-    ) -> None:
-        numbers: dict[int, int] = {}
+    def _run_rounds(self, candidates: Sequence[_Candidate], hear: Callable[[], None]) -> None:
+        numbers: dict[_Candidate, int] = {}
         for round_number in range(self.rounds + self.warm_up):
             counts = round_number >= self.warm_up
-            for turn in range(len(lists)):
-                i = (turn + round_number) % len(lists)
-                if not failures[i]:
+            for turn in range(len(candidates)):
+                candidate = candidates[(turn + round_number) % len(candidates)]
+                if not candidate.failure:
                     try:
-                        run = self._run(i, lists[i], numbers, warm=counts)
+                        run = self._run(candidate, numbers)
                         if counts:
-                            runs[i].append(run)
+                            candidate.runs.append(run)
                     except WorkerError as error:
-                        failures[i] = str(error)
+                        candidate.failure = str(error)
+                        candidate.overfull = isinstance(error, WorkerMemoryError)
+                    except _OverfullError as error:
+                        candidate.failure, candidate.overfull = str(error), True
                     except _NoWorkersError as error:
-                        for j in range(len(lists)):
-                            failures[j] = failures[j] or ("" if runs[j] else str(error))
+                        for other in candidates:
+                            other.failure = other.failure or ("" if other.runs else str(error))
                         return
                 hear()
 
@@ -268,12 +297,11 @@ class Measured:
             wall_s = np.array([run.wall_s for run in reference.runs])
             self.reference = Measurement(wall_s=wall_s, rebuilt_s=wall_s, failure=reference.failure)
 
-    def _run(
-        self, i: int, lists: list[list[Instruction]], numbers: dict[int, int], *, warm: bool
-    ) -> StepRun:
+    def _run(self, candidate: _Candidate, numbers: dict[_Candidate, int]) -> StepRun:
         """Run a placement, by new workers if the last one ended them.
 
-        A short step runs once more before it counts: its time depends on what ran before it.
+        New workers start cold, so the first runs never count. A short step runs once more before it
+        counts: its time depends on what ran before it.
         """
         if self._pool.closed:
             numbers.clear()
@@ -281,12 +309,26 @@ class Measured:
                 self._pool = self._new_pool()
             except (WorkerError, OSError) as error:
                 raise _NoWorkersError(f"no new workers could be started: {error}") from error
-        if i not in numbers:
-            numbers[i] = self._pool.load(lists)
-            if warm:  # new workers start cold
-                self._pool.run(numbers[i])
-        run = self._pool.run(numbers[i])
-        return self._pool.run(numbers[i]) if run.wall_s < SHORT_STEP_S else run
+        if candidate not in numbers:
+            numbers[candidate] = self._pool.load(candidate.lists)
+            self._pool.run(numbers[candidate])
+            self._weigh(candidate, numbers[candidate])
+        run = self._pool.run(numbers[candidate])
+        return self._pool.run(numbers[candidate]) if run.wall_s < SHORT_STEP_S else run
+
+    def _weigh(self, candidate: _Candidate, number: int) -> None:
+        """Run a placement once for the memory that it takes."""
+        self._pool.count_memory()
+        self._pool.run(number)
+        candidate.peak_memory_bytes = self._pool.peak_memory_bytes()
+        for name, held_bytes in candidate.peak_memory_bytes.items():
+            limit_bytes = self.limits.get(name, held_bytes)
+            if held_bytes > limit_bytes + UNCOUNTED_BYTES:
+                raise _OverfullError(
+                    f"the worker of {name} held {held_bytes / 1e6:.1f} MB, "
+                    f"{(held_bytes - limit_bytes) / 1e6:.1f} MB more than it may: give it more "
+                    f"(--memory {name}=...), or place fewer ops there"
+                )
 
     def _lists(self, placement: Placement) -> list[list[Instruction]]:
         devices, priority = placement.arrays()
@@ -315,11 +357,11 @@ class Measured:
     def _result(self, placement: Placement, seen: Measurement, loaded: bool) -> StepResult:
         if not seen.ok:
             return infeasible(seen)
-        peaks = self._simulator.run(*placement.arrays()).peak_bytes
-        names = self.problem.cluster.names
+        peaks = self._simulator.run(*placement.arrays()).peak_bytes.tolist()
+        simulated = dict(zip(self.problem.cluster.names, peaks, strict=True))
         return StepResult(
             step_s=seen.step_s(contended=loaded),
-            peak_memory_bytes=dict(zip(names, peaks.tolist(), strict=True)),
+            peak_memory_bytes={**simulated, **seen.peak_memory_bytes},
             parts=noise(seen),
         )
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Final
 
 import gymnasium as gym
 import numpy as np
@@ -11,11 +13,17 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from envs.backend import Backend
+from envs.backends import backend_named
 from envs.levels import levels
 from envs.placement import Placement
 from envs.problem import Problem
-from envs.simulator import Simulated
 from envs.toy_problem import toy_problem
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from envs.cluster import Cluster
+    from envs.model_problem import ModelProblem
 
 OP_FEATURES: Final = (
     "cost",
@@ -58,27 +66,83 @@ class PlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
                  the backend, and ``placement``.
 
     Ops run by bottom level. The live features come from a list schedule without link queues; the
-    reward comes from ``backend`` alone, which may be a simulator or real devices.
+    reward comes from ``backend`` alone, which may be a simulator or real devices::
+
+        gymnasium.make(
+            "placer/Placement-v0",
+            backend="measured",
+            model=model,
+            inputs=(images, labels),
+            loss=torch.nn.functional.cross_entropy,
+            devices="core:0,core:1",
+        )
+
+    On real devices every episode runs its placement; the baseline is measured once, and rewards are
+    as noisy as the machine is (``parts`` in the info). Close the environment to end the workers.
     """
 
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012 - declared so by Gymnasium
 
-    def __init__(self, problem: Problem | None = None, backend: Backend | None = None) -> None:
-        """Place ``problem`` (default: two towers on three devices), timed by ``backend``.
+    def __init__(
+        self,
+        problem: Problem | None = None,
+        backend: Backend | str = "simulated",
+        *,
+        model: nn.Module | None = None,
+        inputs: Any = None,
+        loss: Callable[[Any, Any], Tensor] | None = None,
+        training: bool = True,
+        devices: str | Cluster = "auto",
+        memory: Mapping[str, int] | None = None,
+        rounds: int = 5,
+    ) -> None:
+        """Place a problem (default: two towers on three devices) or the ops of a model.
 
-        The default backend simulates; ``Simulated(problem, threads=N)`` times several placements
-        at once.
+        Args:
+            problem: what is placed, if it is no model.
+            backend: what times placements: ``"simulated"``; ``"measured"``, which runs the model
+                on its devices; or one of your own, such as ``Simulated(problem, threads=N)``,
+                which times several placements at once.
+            model: the model that is placed. Its ops are timed on the devices, whatever the backend.
+            inputs: its example inputs, the target of the loss last.
+            loss: called with the model's output and the target, gives a scalar.
+            training: a step is forward and backward; with False the model's inference.
+            devices: of this machine, by name, or as a cluster.
+            memory: {device name: bytes} that placements may use there.
+            rounds: how often a placement is run to be measured.
+
+        Raises:
+            ValueError: the backend has no such name, or lacks a model; there are both a problem and
+                a model; or there is no such device.
+            ExtractionError: the model cannot be extracted.
+            WorkerError: workers do not come up, or cannot run the model.
         """
+        if model is not None and problem is not None:
+            raise ValueError("give either a problem or a model, which makes one")
+        placed = None
+        if model is not None:
+            placed = _of_model(model, inputs, loss, training, devices, memory)
+            problem = placed.problem
         self.problem = problem or toy_problem()
-        self.backend: Backend = backend or Simulated(self.problem)
-        devices = self.problem.device_count
-        shape = (len(OP_FEATURES) + devices * len(DEVICE_FEATURES),)
+        self._started = ExitStack()
+        if isinstance(backend, str):
+            backend = backend_named(
+                backend, self.problem, placed, rounds=rounds, until_closed=self._started
+            )
+        self.backend = backend
+        count = self.problem.device_count
+        shape = (len(OP_FEATURES) + count * len(DEVICE_FEATURES),)
         self.observation_space = spaces.Box(0.0, LARGEST_FEATURE, shape, np.float32)
-        self.action_space = spaces.Discrete(devices)
+        self.action_space = spaces.Discrete(count)
         self._baseline_s: float | None = None
         self._current = -1
         self._prepare()
         self._start()
+
+    def close(self) -> None:
+        """End what was started to run the model; a backend of your own is left to you."""
+        self._current = -1
+        self._started.close()
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -274,3 +338,17 @@ class PlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
         )
         own = np.append(self._op_features[op], self._position / self.problem.op_count)
         return np.concatenate([own, devices.ravel()]).astype(np.float32)
+
+
+def _of_model(
+    model: nn.Module,
+    inputs: Any,
+    loss: Callable[[Any, Any], Tensor] | None,
+    training: bool,
+    devices: str | Cluster,
+    memory: Mapping[str, int] | None,
+) -> ModelProblem:
+    from envs.model_problem import ModelProblem
+    from graphs.extract import Step
+
+    return ModelProblem.of(Step.of(model, inputs, loss, training=training), devices, memory)

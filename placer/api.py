@@ -29,6 +29,7 @@ from graphs.precision import FULL
 from placer.export import format_named
 from placer.export.format import Exported
 from placer.export.placed_modules import PlacedModules
+from placer.export.price import price_of
 from placer.given import given_from
 from placer.outcome import Optimization
 from placer.pipeline import Options, optimize_step
@@ -341,6 +342,8 @@ def export_placement(
 ) -> Exported:
     """A placement in the terms of another runtime: ``.content``, and ``.remarks`` on what it costs.
 
+    Of what :func:`optimize` returned the remarks tell the predicted step as exported, too.
+
     Args:
         model: the model that was placed.
         placement: what :func:`optimize` returned, or a placement (file) made before.
@@ -371,7 +374,12 @@ def export_placement(
     found = placement.placement if isinstance(placement, Optimization) else placement
     if not isinstance(found, Placement):
         found = Placement.load(Path(found))
-    return write(PlacedModules.of(extraction, found, renamed=renamed, main_device=main_device))
+    price = None
+    if isinstance(placement, Optimization) and found.graph == placement.problem.graph.hash:
+        price = price_of(placement.problem, found, extraction.step.model, renamed or {})
+    return write(
+        PlacedModules.of(extraction, found, renamed=renamed, main_device=main_device, price=price)
+    )
 
 
 def _placed_module(extraction: Extraction, placement: Placement, cluster: Cluster) -> PlacedModule:

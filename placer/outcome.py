@@ -25,6 +25,8 @@ NO_HEADROOM: Final = 0.02
 NOISY: Final = 0.2
 """Quartiles of the runs farther apart than this share of the median deserve a remark."""
 PREDICTION_ERROR: Final = 0.15
+UNPREDICTED_BYTES: Final = 64 << 20
+"""What libraries and kernels may take, whatever the model."""
 SMALLEST_GAIN: Final = 0.01
 """Steps that differ by less are as fast as each other, to people."""
 SIMPLEST_FIRST: Final = (
@@ -232,9 +234,9 @@ class Optimization:
                 )
             for name, size in self.best.measurement.peak_memory_bytes.items():
                 thought = self.best.peak_memory_bytes.get(name, 0)
-                if size > thought * (1 + PREDICTION_ERROR):
+                if size > thought * (1 + PREDICTION_ERROR) + UNPREDICTED_BYTES:
                     found.append(
-                        f"Tensors of {self.best.name} took {size / 1e9:.3g} GB on {name}, "
+                        f"{self.best.name} took {size / 1e9:.3g} GB on {name}, "
                         f"{thought / 1e9:.3g} GB was predicted."
                     )
         single = self.single

@@ -84,15 +84,16 @@ def rig_for(extraction: Extraction, cluster: Cluster) -> Rig:
         ExtractionError: devices of torch cannot run what was extracted.
     """
     on_torch = not any(map(is_core, cluster.names)) and all(map(is_here, cluster.names))
-    return TorchDevices(extraction, cluster) if on_torch else Cores(extraction)
+    return TorchDevices(extraction, cluster) if on_torch else Cores(extraction, cluster)
 
 
 class Cores:
     """Pinned cores: every op can be placed."""
 
-    def __init__(self, extraction: Extraction) -> None:
+    def __init__(self, extraction: Extraction, cluster: Cluster) -> None:
         self.extraction = extraction
         self.graph = extraction.graph
+        self.limits = {device.name: device.memory_bytes for device in cluster.devices}
 
     def costed(
         self, graph: nx.DiGraph[str], cluster: Cluster, hear: Progress, *, fresh: bool = False
@@ -113,6 +114,7 @@ class Cores:
         return Measured(
             self.extraction,
             problem,
+            limits=self.limits,
             latency_s=max((link.latency_s for link in problem.cluster.links), default=0.0),
             rounds=rounds_for(shortest_s),
             step_timeout_s=60.0 + 100.0 * longest_s,

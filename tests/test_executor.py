@@ -12,8 +12,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_models
@@ -26,6 +27,7 @@ from envs.discover import discover
 from envs.executor.lists import device_lists, priority_order
 from envs.executor.placed import PlacedModel
 from envs.executor.pool import WorkerError, WorkerPool
+from envs.executor.processes import WorkerProcess
 from envs.executor.state import load_batch, load_state
 from graphs.extract import Extraction, Step, extract
 from placer.target import load_step
@@ -43,11 +45,16 @@ def two_cores() -> Cluster:
 
 
 def placed_at_random(step: Step, seed: int = 0) -> PlacedModel:
+    return placed_on(step, two_cores(), seed)
+
+
+def placed_on(step: Step, cluster: Cluster, seed: int) -> PlacedModel:
+    """Every op of the step on a random device."""
     extraction = extract(step)
     randomly = random.Random(seed)
-    devices = [randomly.randrange(2) for _ in range(extraction.program.op_count)]
+    devices = [randomly.randrange(len(cluster)) for _ in range(extraction.program.op_count)]
     order = priority_order(extraction.program, [randomly.random() for _ in devices])
-    return PlacedModel(extraction, two_cores(), devices, order)
+    return PlacedModel(extraction, cluster, devices, order)
 
 
 def worker_ids(placed: PlacedModel | WorkerPool) -> list[int]:
@@ -153,6 +160,42 @@ def test_training_is_bit_for_bit_the_unplaced_training(
     assert_same(state_of(placed._step), state_of(step))
 
 
+@pytest.fixture
+def four_devices(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    """Four devices; where there are fewer cores, their workers take turns on these."""
+    if len(CORES) >= 4:
+        return discover(",".join(f"core:{core}" for core in CORES[:4]))
+
+    def on_own_cores(device: Device, cores: Sequence[int], *rest: Any) -> WorkerProcess:
+        return WorkerProcess(device, [CORES[core % len(CORES)] for core in cores], *rest)
+
+    monkeypatch.setattr("envs.executor.pool.cores_of", lambda name: (int(name[5:]),))
+    monkeypatch.setattr("envs.executor.pool.WorkerProcess", on_own_cores)
+    devices = (Device(name=f"core:{i}", kind="core", memory_bytes=1 << 30) for i in range(4))
+    return Cluster(name="four", devices=tuple(devices))
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.RMSprop])
+def test_four_devices_train_for_many_steps_bit_for_bit_as_none(
+    optimizer: type[torch.optim.Optimizer], four_devices: Cluster
+) -> None:
+    step = tiny_models.attention()
+    twin = copy.deepcopy(step)
+    optimizers = [optimizer(own.model.parameters(), lr=0.01) for own in (step, twin)]  # type: ignore[call-arg]  # all of them take it
+    with placed_on(step, four_devices, seed=3) as placed:
+        for number in range(20):
+            batch = [x + number / 10 if x.is_floating_point() else x for x in step.inputs]
+            for own in optimizers:
+                own.zero_grad()
+            loss = forward(Step.of(twin.model, batch, twin.loss))
+            loss.backward()
+            assert_same(placed.step(*batch), loss.detach())
+            for own in optimizers:
+                own.step()
+        assert_same(state_of(step), state_of(twin))
+        assert len(set(worker_ids(placed))) == 4
+
+
 def test_a_batch_may_come_as_one_tuple_or_list(
     twins: tuple[PlacedModel, nn.Module, Step],
 ) -> None:
@@ -226,6 +269,22 @@ def test_close_gives_the_model_back() -> None:
     assert_same(gradients_of(step)["middle.bias"], before["middle.bias"] * 2)
     with pytest.raises(WorkerError, match="have ended"):
         placed.step(*step.inputs)
+
+
+def test_a_placed_model_tells_the_memory_that_its_workers_held() -> None:
+    size = 1000
+    model = nn.Sequential(nn.Linear(size, size), nn.Linear(size, size, bias=False))
+    step = Step.of(model, (torch.randn(4, size), torch.randn(4, size)), tiny_models.squared)
+    with placed_on(step, two_cores(), seed=2) as placed:
+        at_first = placed.peak_memory_bytes()
+        placed.step(*step.inputs)
+        held = placed.peak_memory_bytes()
+    assert list(held) == [device.name for device in two_cores().devices]
+    assert all(held[name] >= at_first[name] for name in held)
+    parameters_and_gradients = 4 * size * size * 4
+    assert sum(held.values()) >= parameters_and_gradients
+    with pytest.raises(WorkerError, match="have ended"):
+        placed.peak_memory_bytes()
 
 
 def shared_areas() -> list[range]:
@@ -345,7 +404,8 @@ def test_an_op_that_fails_is_told_with_torchs_reason() -> None:
     assert forward(step).isfinite()
 
 
-def test_workers_end_with_their_parent() -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_workers_end_with_their_parent(number: signal.Signals) -> None:
     script = """
 import sys, time, torch
 sys.path.insert(0, {tests!r})
@@ -359,6 +419,7 @@ if __name__ == "__main__":
     parent = subprocess.Popen(
         [sys.executable, "-c", script.format(tests=str(Path(__file__).parent))],
         stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
         text=True,
     )
     assert parent.stdout is not None
@@ -366,8 +427,8 @@ if __name__ == "__main__":
         ids = [int(word) for word in parent.stdout.readline().split()]
         assert len(ids) == 2
         assert all(map(alive, ids))
-        parent.kill()
-        parent.wait()
+        parent.send_signal(number)
+        assert parent.wait(timeout=20) != 0
     assert gone_within(2, ids)
 
 

@@ -1,28 +1,39 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 from gymnasium.utils.env_checker import check_env
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_problems import keeps_groups, keeps_limits, random_problem
 from sb3_contrib.common.wrappers import ActionMasker
 from stable_baselines3.common.env_checker import check_env as check_env_of_sb3
+from torch import nn
+from torch.nn import functional as F
 
 from envs.backend import StepResult
+from envs.cluster import Cluster, Device, Link
+from envs.measured import CONTENDED
 from envs.placement import Placement
 from envs.placement_env import INVALID_REWARD, PlacementEnv
 from envs.registration import register_environments
+from envs.simulator import Simulated
 from envs.toy_problem import toy_problem
 from placer.registration import register_environments as register_all
 
+torch.set_num_threads(1)
+
+CORES = sorted(os.sched_getaffinity(0))
 IDS = ("placer/Placement-v0", "placer/PlacementParams-v0", "placer/GeneratedPlacement-v0")
 
 
@@ -174,6 +185,82 @@ class Constant:
     def evaluate(self, placements: Sequence[Placement]) -> list[StepResult]:
         """Two seconds each."""
         return [StepResult(step_s=2.0, peak_memory_bytes={}, parts={"all": 2.0})] * len(placements)
+
+
+def two_cores() -> Cluster:
+    """Complete, so that nothing has to be calibrated."""
+    names = tuple(f"core:{core}" for core in CORES[:2])
+    devices = tuple(
+        Device(
+            name=name,
+            kind="core",
+            memory_bytes=1 << 30,
+            peak_flop_per_s=1e11,
+            bandwidth_bytes_per_s=1e10,
+            launch_s=3e-6,
+        )
+        for name in names
+    )
+    link = Link(between=names, latency_s=2e-5, bandwidth_bytes_per_s=5e9)
+    return Cluster(name="two-cores", devices=devices, links=(link,))
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="two devices need two cores")
+def test_a_model_is_placed_by_measured_steps_and_its_workers_end_with_the_environment() -> None:
+    before = children()
+    own: dict[str, Any] = {
+        "model": nn.Linear(4, 3),
+        "inputs": (torch.randn(5, 4), torch.randn(5, 3)),
+    }
+    made = gym.make(
+        IDS[0], backend="measured", loss=F.mse_loss, devices=two_cores(), rounds=1, **own
+    )
+    environment = made.unwrapped
+    assert isinstance(environment, PlacementEnv)
+    assert len(children() - before) == 2
+    check_env(environment, skip_render_check=True)
+    assert environment.problem.cluster.names == two_cores().names
+    made.reset(seed=0)
+    done = False
+    while not done:
+        _, reward, done, _, info = made.step(np.int64(0))
+    assert info["feasible"]
+    assert info["step_s"] == info["parts"]["median_s"] or info["parts"]["contention"] > CONTENDED
+    assert reward == pytest.approx(math.log(info["baseline_s"] / info["step_s"]))
+    made.close()
+    made.close()
+    assert children() == before
+
+
+def children() -> set[int]:
+    path = Path(f"/proc/self/task/{os.getpid()}/children")
+    return {int(word) for word in path.read_text().split()}
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="two devices need two cores")
+def test_a_model_may_be_placed_by_simulated_steps() -> None:
+    environment = PlacementEnv(
+        model=nn.Linear(4, 3),
+        inputs=torch.randn(5, 4),
+        training=False,
+        devices=two_cores(),
+    )
+    assert environment.problem.graph.ids == (":linear",)
+    assert isinstance(environment.backend, Simulated)
+    environment.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"backend": "mesured"}, "did you mean 'measured'"),
+        ({"backend": "measured"}, r"runs a model: give model="),
+        ({"problem": toy_problem(), "model": nn.Linear(1, 1)}, "either a problem or a model"),
+    ],
+)
+def test_a_backend_that_cannot_be_had_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PlacementEnv(**given)
 
 
 def test_the_reward_comes_from_the_given_backend() -> None:

@@ -53,6 +53,11 @@ class Arena:
             self.program.values[self.program.results[index].value], self.results[index]
         )
 
+    def let_go(self) -> None:
+        """Take its pages out of this process, until they are read again; what is in them stays."""
+        if self._mapping is not None:
+            self._mapping.madvise(mmap.MADV_DONTNEED)
+
     def close(self) -> None:
         """Let go of the mapping, which goes when the last tensor on it does; safe to call twice."""
         self.file.close()

@@ -41,16 +41,31 @@ class RunStep:
 
 
 @dataclass(frozen=True, slots=True)
+class CountMemory:
+    """Give back unused memory and count its peak from here on."""
+
+
+@dataclass(frozen=True, slots=True)
+class TellMemory:
+    """Answer with the peak of memory."""
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
-    """It worked. Of a step: its start and end, and the thread's CPU clock around instructions."""
+    """It worked. Of a step: its start and end, and the thread's CPU clock around instructions.
+
+    ``peak_bytes`` is the peak of memory where it was asked for, if the kernel tells it.
+    """
 
     start_ns: int = 0
     end_ns: int = 0
     stamps: bytes = b""
+    peak_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """An instruction raised: the last line of the traceback."""
+    """An instruction raised: the last line of the traceback, and whether memory ran out."""
 
     reason: str
+    no_memory: bool = False

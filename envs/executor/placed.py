@@ -129,6 +129,16 @@ class PlacedModel:
         self._pool.run(self._number, give=True)
         return self._take_results(state)
 
+    def peak_memory_bytes(self) -> dict[str, int]:
+        """Most memory that the worker of each device has held so far, beyond its start.
+
+        Resident memory: see :meth:`WorkerPool.peak_memory_bytes` for what is in it.
+
+        Raises:
+            WorkerError: the workers have ended.
+        """
+        return self._pool.peak_memory_bytes()
+
     @property
     def learning_rate(self) -> float:
         """Of the step's optimizer, from the next step on; set it as a schedule wants.

@@ -20,7 +20,15 @@ from envs.cluster import Device
 from envs.discover import cores_of
 from envs.executor.arena import Arena
 from envs.executor.lists import Give, Instruction, Receive, Run, Send
-from envs.executor.messages import Done, Failed, Load, RunStep, Setup
+from envs.executor.messages import (
+    CountMemory,
+    Done,
+    Failed,
+    Load,
+    RunStep,
+    Setup,
+    TellMemory,
+)
 from envs.executor.processes import Holdings, WorkerProcess
 from graphs.extract.program import StepProgram
 
@@ -32,6 +40,10 @@ NOT_STARTED: Final = -1
 
 class WorkerError(RuntimeError):
     """A worker died, hung or could not run an op; says which device and op. The pool is closed."""
+
+
+class WorkerMemoryError(WorkerError):
+    """There was no memory for what an op of a worker makes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +149,28 @@ class WorkerPool:
         first = min(answer.start_ns for answer in busy)
         return StepRun((max(answer.end_ns for answer in busy) - first) * 1e-9, cpu_s)
 
+    def count_memory(self) -> None:
+        """Let all workers give back memory that they do not use, and count its peaks anew.
+
+        Raises:
+            WorkerError: a worker died.
+        """
+        self._ask([CountMemory()] * len(self._workers))
+
+    def peak_memory_bytes(self) -> dict[str, int]:
+        """Most resident memory of every worker beyond its start, or since it was counted anew.
+
+        Shared memory counts in every worker that touches it: parameters that it reads, values that
+        it sends or receives. So do scratch memory of kernels, and what libraries keep. By device
+        name; {} where the kernel does not count peaks anew.
+
+        Raises:
+            WorkerError: a worker died.
+        """
+        answers = self._ask([TellMemory()] * len(self._workers))
+        told = zip(self.devices, answers, strict=True)
+        return {d.name: a.peak_bytes for d, a in told if a.peak_bytes is not None}
+
     def close(self) -> None:
         """End the workers, at once; safe to call twice."""
         self._open = False
@@ -232,7 +266,8 @@ class WorkerPool:
         except (EOFError, OSError):
             raise self._failure(worker, "died", number) from None
         if isinstance(answer, Failed):
-            raise self._failure(worker, f"failed: {answer.reason}", number)
+            failure = self._failure(worker, f"failed: {answer.reason}", number)
+            raise WorkerMemoryError(str(failure)) if answer.no_memory else failure
         assert isinstance(answer, Done)
         return answer
 

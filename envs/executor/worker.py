@@ -20,8 +20,18 @@ import torch
 
 from envs.executor.arena import Arena
 from envs.executor.compiled_list import CompiledList
-from envs.executor.messages import Done, Failed, Load, RunStep, Setup
+from envs.executor.messages import (
+    CountMemory,
+    Done,
+    Failed,
+    Load,
+    RunStep,
+    Setup,
+    TellMemory,
+)
+from envs.executor.resident import Resident
 from envs.executor.signals import Signals
+from envs.torch_devices import OUT_OF_MEMORY
 
 
 class Worker:
@@ -33,6 +43,7 @@ class Worker:
         self.program = setup.program
         self.arena = Arena(setup.program, setup.arena)
         self.signals = Signals(setup.device, setup.counters)
+        self.resident = Resident(self.arena)
         self.lists: dict[int, CompiledList] = {}
         self.progress = progress
         # The thread's clock does not see the other threads of a core set.
@@ -82,7 +93,12 @@ def serve(connection: Connection) -> None:
                 connection.send(_answer(worker, message))
             except Exception as error:  # noqa: BLE001 - whatever an op raises goes to the parent
                 last = traceback.format_exception_only(error)[-1].strip()
-                connection.send(Failed(last))
+                connection.send(Failed(last, no_memory=is_out_of_memory(error)))
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether there was no memory for a tensor; of the CPU's, torch tells in words only."""
+    return isinstance(error, OUT_OF_MEMORY) or "can't allocate memory" in str(error)
 
 
 def _answer(worker: Worker, message: object) -> Done:
@@ -91,6 +107,10 @@ def _answer(worker: Worker, message: object) -> Done:
             worker.load(message)
         case RunStep():
             return worker.run(message)
+        case CountMemory():
+            worker.resident.restart()
+        case TellMemory():
+            return Done(peak_bytes=worker.resident.peak_bytes())
         case _:
             raise ValueError(f"a worker got {type(message).__name__}")
     return Done()

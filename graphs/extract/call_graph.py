@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from graphs.extract.extraction import Extraction
 from graphs.extract.forward import ForwardProgram
+from graphs.extract.sums import summed_in_place
 from graphs.frozen import frozen
 from graphs.graph import PHASES, GraphArrays, add_edge, add_op, new_graph
 from graphs.group_sizes import GroupSizes
@@ -30,8 +31,9 @@ class CallGraph:
     """N ops of an extraction as G nodes, each the ops of one exported call in one phase.
 
     The ``i``-th node of ``graph`` is node ``i``; ``node_of`` (N,) int32 says which one each op is
-    in. Sizes are those of :class:`graphs.group_sizes.GroupSizes`, sums are exact. ``node_of_call``
-    gives, for the key of every call that has a device, the node whose device it has.
+    in. Sizes are those of :class:`graphs.group_sizes.GroupSizes`, sums are exact; gradients are
+    added up in place (:mod:`graphs.extract.sums`). ``node_of_call`` gives, for the key of every
+    call that has a device, the node whose device it has.
     """
 
     graph: nx.DiGraph[str]
@@ -139,7 +141,8 @@ def _graph(
     """The nodes by number, named by the call and phase in ``keys``, and the edges between them."""
     position = np.empty(len(arrays), np.int64)
     position[arrays.topological] = np.arange(len(arrays))
-    sizes = GroupSizes.of(arrays, node_of, np.lexsort((position, node_of)))
+    in_place = summed_in_place(arrays, extraction.program, node_of)
+    sizes = GroupSizes.of(in_place, node_of, np.lexsort((position, node_of)))
     calls = {call.key: call for call in extraction.forward.calls}
     graph = new_graph(arrays.name, extraction.graph.graph.get("cost_source"))
     for node, cost_s in enumerate(sizes.cost_s):

@@ -13,7 +13,10 @@ from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs, wh
 from placer.export import FORMATS
 
 if TYPE_CHECKING:
+    from envs.placement import Placement
+    from graphs.extract import Extraction
     from placer.export.format import Exported
+    from placer.export.price import Price
 
 EPILOG = """\
 formats:
@@ -25,7 +28,7 @@ formats:
 
 examples:
   placer export placement.json model.py:build --format device-map --out device_map.json
-  placer export placement.json hf:gpt2 --format pipeline --as core:0=cuda:0,core:1=cuda:1
+  placer export placement.json hf:gpt2 --format pipeline --as core:0=cuda:0,core:1=cuda:1 --predict
 """
 
 
@@ -55,6 +58,12 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "--main-device",
         metavar="NAME",
         help="where the model will be fed, for device-map (default: the first accelerator)",
+    )
+    parser.add_argument(
+        "--predict",
+        action="store_true",
+        help="predict the step as exported against the step as placed, on the placement's devices; "
+        "op costs are measured unless they are known",
     )
     parser.add_argument("--inference", action="store_true", help="a placement of inference")
     parser.add_argument(
@@ -120,9 +129,22 @@ def _exported(args: argparse.Namespace) -> Exported:
     placement = Placement.load(args.placement)
     if is_graph_file(args.target):
         raise ValueError("a graph file has no modules to name: give the model that it is of")
-    step = load_step(args.target, training=not args.inference, weights=False)
+    step = load_step(args.target, training=not args.inference, weights=args.predict)
     extraction = extract(replace(step, dtype=args.dtype), args.extractor)
     placed = PlacedModules.of(
-        extraction, placement, renamed=args.renamed, main_device=args.main_device
+        extraction,
+        placement,
+        renamed=args.renamed,
+        main_device=args.main_device,
+        price=_price(extraction, placement, args.renamed) if args.predict else None,
     )
     return format_named(args.format)(placed)
+
+
+def _price(extraction: Extraction, placement: Placement, renamed: dict[str, str]) -> Price:
+    from envs.discover import discover
+    from envs.model_problem import ModelProblem
+    from placer.export.price import price_of
+
+    known = ModelProblem.of_extraction(extraction, discover(",".join(placement.device_names)))
+    return price_of(known.problem, placement, extraction.step.model, renamed)

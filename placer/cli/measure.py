@@ -96,6 +96,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(found: Score) -> None:
+    from placer.report.table import human_bytes
+
     predicted, seen = found.predicted, found.measurement
     told = f"{predicted.step_s * 1e3:.6g} ms" if predicted.feasible else f"none: {predicted.why}"
     print(f"predicted step: {told}")
@@ -105,3 +107,6 @@ def _print(found: Score) -> None:
             f"measured step: {found.step_s * 1e3:.6g} ms (median of {len(seen.wall_s)}, shortest "
             f"{seen.min_s * 1e3:.6g} ms, quartiles {seen.spread:.0%} apart{how})"
         )
+    for name, size in seen.peak_memory_bytes.items():
+        thought = human_bytes(predicted.peak_memory_bytes.get(name, 0))
+        print(f"memory of {name}: {human_bytes(size)} at its peak, {thought} predicted")

@@ -35,14 +35,14 @@ def device_map(placed: PlacedModules) -> Exported:
     while (conflict := found.conflict()) is not None:
         found.resolve(conflict)
     devices = found.devices()
-    remarks = [remark for remark in (placed.moved(devices),) if remark]
+    whole = _merged(placed.model, devices)
+    remarks = [remark for remark in (placed.moved(whole),) if remark]
     used = set(devices.values())
     if HOST in used and len(used) > 1:
         remarks.append(_host_remark(placed, main_device))
     placed_on = {op.device for op in placed.ops}
     if len(used) == 1 and len(placed_on) > 1:
         remarks.append(f"one of {len(placed_on)} devices is left")
-    whole = _merged(placed.model, devices)
     return Exported(
         content={module: as_written(device) for module, device in whole.items()},
         remarks=tuple(remarks),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -39,11 +39,13 @@ class PlacedModules:
     """The forward ops of a placed step in the order of the program, and the model they are of.
 
     ``main_device`` is where the user of the export feeds the model, None where the format decides.
+    ``price`` tells what coarser placements cost, where that is known (:mod:`placer.export.price`).
     """
 
     extraction: Extraction
     ops: tuple[PlacedOp, ...]
     main_device: str | None = None
+    price: Callable[[Mapping[str, str]], str] | None = None
 
     @classmethod
     def of(
@@ -53,6 +55,7 @@ class PlacedModules:
         *,
         renamed: Mapping[str, str] | None = None,
         main_device: str | None = None,
+        price: Callable[[Mapping[str, str]], str] | None = None,
     ) -> PlacedModules:
         """What a placement means for the modules of the model it was made for.
 
@@ -61,6 +64,7 @@ class PlacedModules:
             placement: of its ops (devices ``core:N``) or of its calls (``cuda:N``, ``cpu``).
             renamed: {device of the placement: device to export}.
             main_device: where the model will be fed.
+            price: tells what coarser placements cost.
 
         Raises:
             ExportError: ``renamed`` names a device that the placement has not.
@@ -90,7 +94,7 @@ class PlacedModules:
             for i, op_id in enumerate(graph.ids)
             if graph.phase[i] == FORWARD
         ]
-        return cls(extraction=extraction, ops=tuple(ops), main_device=main_device)
+        return cls(extraction=extraction, ops=tuple(ops), main_device=main_device, price=price)
 
     @property
     def step(self) -> Step:
@@ -162,10 +166,11 @@ class PlacedModules:
             return ""
         flops = sum(op.flops for op in self.ops)
         share = sum(op.flops for op in moved) / flops if flops else 0.0
-        return (
+        told = (
             f"{len(moved)} of {len(self.ops)} forward ops, {share:.1%} of the FLOPs, are not where "
             "the placement has them, since a module has one device"
         )
+        return told if self.price is None else f"{told}; {self.price(device_of)}"
 
     def units(self) -> list[str]:
         """The smallest modules that have a device of their own, in the order of the program.

@@ -1,0 +1,103 @@
+"""A model as a problem on devices of this machine, and what runs its placements there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from envs.calibrate import calibrated
+from envs.call_memory import plannable
+from envs.cluster import Cluster
+from envs.discover import discover
+from envs.known_calls import call_costs
+from envs.measured import Measured
+from envs.measured_module import MeasuredModule
+from envs.op_costs import op_costs
+from envs.problem import Problem
+from envs.torch_devices import is_core
+from graphs.costs import with_costs
+from graphs.extract import Extraction, ExtractionError, Step, extract
+from graphs.extract.call_graph import CallGraph, call_graph
+from graphs.graph import GraphArrays
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ModelProblem:
+    """The problem of placing a step, with costs that were measured on its devices.
+
+    Pinned cores run it op by op; devices of torch run its ``calls``, which are None on cores.
+    """
+
+    problem: Problem
+    extraction: Extraction
+    calls: CallGraph | None
+    limits: Mapping[str, int]  # {device name: bytes}
+
+    @classmethod
+    def of(
+        cls,
+        step: Step,
+        devices: str | Cluster = "auto",
+        memory: Mapping[str, int] | None = None,
+    ) -> ModelProblem:
+        """Extract a step and measure what its ops cost, unless that is known from before.
+
+        Args:
+            step: the model and its example inputs.
+            devices: names as :func:`envs.discover.discover` takes them, or a cluster of devices of
+                this machine; what a cluster lacks of speeds and links is measured.
+            memory: {device name: bytes} that placements may use there, if devices are given by
+                name.
+
+        Raises:
+            ExtractionError: the model cannot be extracted, or devices of torch cannot run it.
+            ValueError: there is no such device, or a limit exceeds its memory.
+            WorkerError: an op cannot run on a device.
+        """
+        named = devices if isinstance(devices, Cluster) else discover(devices, memory)
+        return cls.of_extraction(extract(step), named)
+
+    @classmethod
+    def of_extraction(cls, extraction: Extraction, cluster: Cluster) -> ModelProblem:
+        """The same of a step that is extracted already.
+
+        Raises:
+            ExtractionError: devices of torch cannot run it.
+            ValueError: a device is not here.
+            WorkerError: an op cannot run on a device.
+        """
+        cluster = calibrated(cluster)
+        limits = {device.name: device.memory_bytes for device in cluster.devices}
+        if is_core(cluster.names[0]):
+            calls, graph = None, extraction.graph
+            costs = op_costs(extraction, cluster)
+        else:
+            if extraction.step.optimizer is not None:
+                raise ExtractionError("on cuda:N and cpu an optimizer cannot be part of the step")
+            calls = call_graph(extraction)
+            graph = calls.graph
+            costs = call_costs(extraction, calls, cluster)
+            cluster = plannable(cluster)
+        costed = with_costs(
+            graph,
+            {kind: known.cost_s for kind, known in costs.items()},
+            {kind: known.sources for kind, known in costs.items()},
+        )
+        problem = Problem.of(GraphArrays.from_graph(costed), cluster)
+        return cls(problem=problem, extraction=extraction, calls=calls, limits=limits)
+
+    def measured(self, *, rounds: int) -> Measured | MeasuredModule:
+        """What runs its placements; close it when they are done.
+
+        Args:
+            rounds: runs of every placement that count.
+
+        Raises:
+            WorkerError: the workers do not come up.
+            OSError: there is too little memory, or too many processes or open files.
+        """
+        if self.calls is None:
+            return Measured(self.extraction, self.problem, limits=self.limits, rounds=rounds)
+        return MeasuredModule(
+            self.extraction, self.calls, self.problem, limits=dict(self.limits), rounds=rounds
+        )

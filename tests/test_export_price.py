@@ -1,0 +1,184 @@
+"""What an export costs, told as a predicted step."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from placed_at_random import cut_placement, placement_of
+from tiny_models import Plain, squared
+from torch import Tensor, nn
+
+import placer
+from envs.cluster import Cluster, Device, Link
+from envs.placement import Placement
+from envs.problem import Problem
+from graphs.costs import with_costs
+from graphs.extract import Extraction, Step, extract
+from graphs.extract.call_graph import call_graph
+from graphs.graph import GraphArrays
+from placer.cli.main import main
+from placer.export.placed_modules import PlacedModules
+from placer.export.price import coarsened, price_of
+
+torch.set_num_threads(1)
+
+CORES = sorted(os.sched_getaffinity(0))
+NAMES = ("cuda:0", "cuda:1")
+MILLISECOND = 1e-3
+
+
+def block() -> Extraction:
+    """A module with two calls that only op-level placements can part, and a layer after it."""
+
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        return torch.sin(m.get_submodule("first")(x)) + torch.cos(x)
+
+    inner = Plain(forward, first=nn.Linear(4, 4))
+    model = nn.Sequential(inner, nn.Linear(4, 4))
+    return extract(Step.of(model, (torch.ones(2, 4), torch.ones(2, 4)), squared))
+
+
+def problem_of(extraction: Extraction, memory_bytes: int = 1 << 30) -> Problem:
+    """A millisecond for every call on either device, and one for every transfer."""
+    graph = call_graph(extraction).graph
+    costed = with_costs(graph, {"x": np.full(len(graph), MILLISECOND)}, {"x": "made up"})
+    devices = tuple(Device(name=n, kind="x", memory_bytes=memory_bytes) for n in NAMES)
+    link = Link(between=NAMES, latency_s=MILLISECOND, bandwidth_bytes_per_s=float("inf"))
+    cluster = Cluster(name="two", devices=devices, links=(link,))
+    return Problem.of(GraphArrays.from_graph(costed), cluster)
+
+
+def alternating(extraction: Extraction) -> Placement:
+    graph = call_graph(extraction).graph
+    return placement_of(graph, NAMES, [i % 2 for i in range(len(graph))])
+
+
+def test_ops_go_where_their_module_is_and_others_stay() -> None:
+    extraction = block()
+    problem = problem_of(extraction)
+    placed = alternating(extraction).aligned(problem.graph, problem.cluster)
+    model = extraction.step.model
+    found = coarsened(
+        problem,
+        placed,
+        model,
+        {"0": "gpu one", "1": "gpu two"},
+        {"cuda:0": "gpu one", "cuda:1": "gpu two"},
+    )
+    for module, before, after in zip(
+        problem.graph.modules, placed.devices, found.devices, strict=True
+    ):
+        if module.startswith(("0", "1")):
+            assert after == int(module[0])
+        else:
+            assert after == before
+    ranks = np.array(found.priority)[problem.graph.topological]
+    assert (np.diff(ranks) < 0).all(), "runtimes run a model in its own order"
+
+
+def test_the_price_is_the_step_of_the_exported_placement_over_that_of_the_placement() -> None:
+    """A chain of N calls takes N ms on one device; every change of device takes one more."""
+    extraction = extract(
+        Step.of(
+            nn.Sequential(*(nn.Sequential(nn.Tanh(), nn.Linear(4, 4)) for _ in "12")),
+            torch.ones(2, 4),
+            training=False,
+        )
+    )
+    problem = problem_of(extraction)
+    assert problem.op_count == 4
+    placement = Placement.of(problem.graph, problem.cluster, np.array([0, 1, 0, 1]), np.zeros(4))
+    price = price_of(problem, placement, extraction.step.model, {})
+    told = price({"0": "cuda:0", "1": "cuda:1"})
+    assert told == "a step is predicted to take 5 ms, 28.6% less than the 7 ms as placed"
+    together = Placement.of(problem.graph, problem.cluster, np.zeros(4, np.int32), np.zeros(4))
+    told = price_of(problem, together, extraction.step.model, {})({"1": "cuda:1"})
+    assert told == "a step is predicted to take 5 ms, 25.0% longer than the 4 ms as placed"
+
+
+def test_an_export_that_does_not_fit_is_told_so() -> None:
+    extraction = block()
+    problem = problem_of(extraction, memory_bytes=400)  # one layer with its gradients is 160 bytes
+    placement = cut_placement(extraction, NAMES, ("1",), of_calls=True)
+    price = price_of(problem, placement, extraction.step.model, {})
+    told = price({"": "cuda:0"})
+    assert told.startswith("a step is predicted to be impossible: cuda:0 needs ")
+
+
+def test_what_is_moved_is_told_with_its_price_where_that_is_known() -> None:
+    extraction = block()
+    placement = alternating(extraction)
+    price = price_of(problem_of(extraction), placement, extraction.step.model, {})
+    whole = {"": "cuda:0"}
+    plain = PlacedModules.of(extraction, placement).moved(whole)
+    priced = PlacedModules.of(extraction, placement, price=price).moved(whole)
+    assert "are not where the placement has them" in plain
+    assert priced == f"{plain}; {price(whole)}"
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="two devices need two cores")
+def test_the_price_of_what_was_optimized_heeds_the_demands_of_its_user() -> None:
+    cores = tuple(f"core:{core}" for core in CORES[:2])
+    devices = tuple(
+        Device(
+            name=n,
+            kind="core",
+            memory_bytes=1 << 30,
+            peak_flop_per_s=1e11,
+            bandwidth_bytes_per_s=1e10,
+            launch_s=1e-6,
+        )
+        for n in cores
+    )
+    link = Link(between=cores, latency_s=1e-9, bandwidth_bytes_per_s=1e12)
+    cluster = Cluster(name="two", devices=devices, links=(link,))
+    extraction = block()
+    step = extraction.step
+    found = placer.optimize(
+        step.model,
+        step.inputs,
+        loss=step.loss,
+        devices=cluster,
+        budget="30e",
+        measure=False,
+        progress=False,
+        pin={"1": cores[1], "0.first": cores[0], "0:sin": cores[1]},
+    )
+    renamed = dict(zip(cores, NAMES, strict=True))
+    exported = placer.export_placement(step.model, found, "device-map", renamed=renamed)
+    assert exported.content == {"0": 0, "1": 1}
+    (told,) = exported.remarks
+    assert f"impossible: op '0:sin' is on {cores[0]}, but may only run on {cores[1]}" in told
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(CORES) < 2, reason="two devices need two cores")
+def test_the_command_predicts_on_the_devices_of_the_placement(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cores = tuple(f"core:{core}" for core in CORES[:2])
+    model = tmp_path / "model.py"
+    model.write_text(
+        "import torch\nfrom torch import nn\n\n"
+        "def build():\n"
+        "    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4))\n"
+        "    return model, (torch.ones(2, 4), torch.ones(2, 4)), nn.MSELoss()\n"
+    )
+    built = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4))
+    extraction = extract(Step.of(built, (torch.ones(2, 4), torch.ones(2, 4)), nn.MSELoss()))
+    devices = [int(op.startswith("0.1")) for op in extraction.graph]
+    given = tmp_path / "placement.json"
+    placement_of(extraction.graph, cores, devices).save(given)
+    renamed = f"{cores[0]}=cuda:0,{cores[1]}=cuda:1"
+    command = ["export", str(given), f"{model}:build", "--format", "device-map", "--as", renamed]
+    assert main(command) == 0
+    plain = capsys.readouterr()
+    assert "a step is predicted" not in plain.err
+    assert main([*command, "--predict"]) == 0
+    priced = capsys.readouterr()
+    assert "; a step is predicted to take " in priced.err
+    assert priced.out == plain.out

@@ -1,0 +1,149 @@
+"""What goes wrong while a placed step runs is told, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import test_executor
+import test_measured
+import tiny_models
+import torch
+from tiny_models import Plain, assert_same, forward, state_of
+from torch import Tensor, nn
+
+import placer
+from envs.cluster import Device
+from envs.executor.placed import PlacedModel
+from envs.executor.pool import WorkerError
+from envs.measured import Measured
+from envs.placement import Placement
+from graphs.extract import Step, extract
+from graphs.graph import GraphArrays
+
+torch.set_num_threads(1)
+
+CORES = sorted(os.sched_getaffinity(0))
+pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="two devices need two cores")
+
+
+def children() -> set[int]:
+    """Processes that this one has started and that have not been waited for."""
+    tasks = Path("/proc/self/task").iterdir()
+    return {int(word) for task in tasks for word in (task / "children").read_text().split()}
+
+
+def own_shared_memory() -> set[str]:
+    """Files of ours in the folder of shared memory, and this process's mappings of arenas."""
+    ours = ("placer", f"_{os.getpid()}_")
+    names = (path.name for path in Path("/dev/shm").iterdir())
+    named = {name for name in names if any(part in name for part in ours)}
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return named | {line.split()[0] for line in lines if "placer-" in line}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    gc.collect()
+    processes, memory = children(), own_shared_memory()
+    yield
+    gc.collect()
+    end = time.monotonic() + 2
+    while children() - processes and time.monotonic() < end:
+        time.sleep(0.02)
+    assert children() - processes == set()
+    assert own_shared_memory() - memory == set()
+
+
+def long_step() -> Step:
+    """A training step of half a second or so, whose model has parameters."""
+
+    def run(m: nn.Module, x: Tensor) -> Tensor:
+        for _ in range(12):
+            x = torch.tanh(m.get_submodule("linear")(x))
+        return x
+
+    torch.manual_seed(0)
+    size = 1000
+    model = Plain(run, linear=nn.Linear(size, size))
+    return Step.of(model, (torch.randn(size, size), torch.randn(size, size)), tiny_models.squared)
+
+
+def train_for_ever(placed: PlacedModel, step: Step) -> None:
+    while True:
+        placed.step(*step.inputs)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_training_ends_with_the_name_of_a_worker_that_was_killed_or_hangs(
+    number: signal.Signals,
+) -> None:
+    step = long_step()
+    before = state_of(step)
+    extraction = extract(step)
+    count = extraction.program.op_count
+    placed = PlacedModel(
+        extraction,
+        test_executor.two_cores(),
+        [op % 2 for op in range(count)],
+        range(count),
+        step_timeout_s=3.0,
+    )
+    victim = test_executor.worker_ids(placed)[1]
+    timer = threading.Timer(0.2, os.kill, (victim, number))
+    timer.start()
+    began_s = time.monotonic()
+    with pytest.raises(WorkerError, match=f"core:{CORES[1]} (died|did not answer)"):
+        train_for_ever(placed, step)
+    assert time.monotonic() - began_s < 20
+    with pytest.raises(WorkerError, match="have ended; place it again"):
+        placed.step(*step.inputs)
+    placed.close()
+    assert_same(state_of(step), before)
+    assert forward(step).isfinite()
+    step.model.zero_grad()
+
+
+def limit_memory_of(process_id: int, more_bytes: int) -> None:
+    """Let a process take only so much memory beyond what it has."""
+    status = Path(f"/proc/{process_id}/status").read_text()
+    has = next(line.split()[1] for line in status.splitlines() if line.startswith("VmData"))
+    limit = int(has) * 1024 + more_bytes
+    resource.prlimit(process_id, resource.RLIMIT_DATA, (limit, limit))
+
+
+def test_a_worker_without_memory_says_so_and_its_placement_is_infeasible() -> None:
+    extraction, problem = test_measured.wide_problem(1 << 30)
+    with Measured(extraction, problem, rounds=2, warm_up=0, step_timeout_s=60) as measured:
+        on_first, _, on_second = test_measured.candidates(measured)
+        limit_memory_of(measured._pool._workers[0].process.pid, 1 << 20)
+        failed, seen = measured.measure([on_first, on_second])
+        assert failed.overfull
+        assert failed.failure.startswith(f"the worker of core:{CORES[0]} failed: ")
+        assert "allocate" in failed.failure
+        assert "bytes" in failed.failure
+        assert seen.ok, "new workers run the other one"
+
+
+def test_a_placement_that_names_a_missing_device_starts_nothing() -> None:
+    model, inputs = nn.Linear(4, 3), (torch.randn(5, 4), torch.randn(5, 3))
+    step = Step.of(model, inputs, nn.functional.mse_loss)
+    graph = GraphArrays.from_graph(extract(step).graph)
+    cluster = test_executor.two_cores()
+    absent = replace(cluster, devices=(*cluster.devices[:1], missing_core()))
+    placement = Placement.of(graph, absent, np.arange(len(graph)) % 2, np.zeros(len(graph)))
+    with pytest.raises(ValueError, match=r"there is no device core:99999.*may run on cores"):
+        placer.apply(model, placement, inputs, loss=nn.functional.mse_loss)
+
+
+def missing_core() -> Device:
+    return Device(name="core:99999", kind="core", memory_bytes=1 << 30)

@@ -1,0 +1,49 @@
+"""What torch allocates during a real, unplaced step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from tiny_models import forward
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from graphs.extract import Step
+
+
+def peak_bytes(step: Step) -> int:
+    """Parameters, their gradients, and the most that a step holds besides; the step is left alone.
+
+    The gradients are kept from the step before, and added to. Inputs and buffers do not count.
+    """
+    step = copy.deepcopy(step)
+    _run(step)
+    held = 0
+    for tensor in {id(t): t for t in step.named_state().values()}.values():
+        if isinstance(tensor, nn.Parameter):
+            held += tensor.nbytes + (0 if tensor.grad is None else tensor.grad.nbytes)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        _run(step)
+    assert profiled.profiler is not None
+    events = profiled.profiler.kineto_results.experimental_event_tree()
+    live = most = 0
+    for _, size in sorted(_allocations(events), key=lambda event: event[0]):
+        live += size
+        most = max(most, live)
+    return held + most
+
+
+def _run(step: Step) -> None:
+    found = forward(step)
+    if step.training:
+        found.backward()
+
+
+def _allocations(events: Iterable[Any]) -> Iterator[tuple[int, int]]:
+    """(time, bytes) of every allocation, negative where memory is given back."""
+    for event in events:
+        if "Allocation" in str(event.tag):
+            yield event.start_time_ns, event.extra_fields.alloc_size
+        yield from _allocations(event.children)
