@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from random_problems import keeps_groups, keeps_limits, random_problem
 
 from envs.simulator import INFEASIBLE_NS, Simulator
-from placer.search.annealing import Annealing
+from placer.search.annealing import HOT, Annealing
 from placer.search.heuristics import heuristics
 from placer.search.judge import OVERFULL_NS, Judge
+from placer.search.walking import heat
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -35,9 +36,9 @@ def annealed(judge: Judge, start: int, steps: int) -> Annealing:
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.integers(0, 1000), st.integers(1, 4), st.integers(0, 6), st.booleans())
+@given(st.integers(0, 1000), st.integers(1, 4), st.integers(0, 6), st.booleans(), st.booleans())
 def test_annealing_is_never_worse_than_its_start_and_keeps_all_rules(
-    seed: int, devices: int, start: int, tight: bool
+    seed: int, devices: int, start: int, tight: bool, wild: bool
 ) -> None:
     problem = random_problem(
         seed,
@@ -50,7 +51,8 @@ def test_annealing_is_never_worse_than_its_start_and_keeps_all_rules(
     judge = Judge(problem)
     known = heuristics(judge)
     begin = known[start % len(known)]
-    run = Annealing(judge, begin, seed)
+    options = {"hot": 0.02, "senders": 0.5} if wild else {}
+    run = Annealing(judge, begin, seed, **options)
     run.run(300, first=0, stride=1, total=300)
     best = run.best()
     assert best.step_ns <= begin.step_ns
@@ -64,13 +66,21 @@ def test_annealing_is_never_worse_than_its_start_and_keeps_all_rules(
 def test_annealing_in_pieces_is_annealing_at_once() -> None:
     judge = Judge(random_problem(5, groups=True))
     start = heuristics(judge)[0]
-    whole, pieces = Annealing(judge, start, 7), Annealing(judge, start, 7)
+    whole, pieces = (Annealing(judge, start, 7, hot=0.01, senders=0.3) for _ in range(2))
     whole.run(1000, first=0, stride=1, total=1000)
     for first, steps in ((0, 1), (1, 399), (400, 600)):
         pieces.run(steps, first=first, stride=1, total=1000)
     assert whole.best_cost == pieces.best_cost
     assert (whole.best().devices == pieces.best().devices).all()
     assert (whole.best().priority == pieces.best().priority).all()
+
+
+def test_many_moves_for_an_op_begin_hotter_within_limits() -> None:
+    heats = [heat(moves, 100) for moves in (0, 1000, 50_000, 100_000, 10**9)]
+    assert heats == sorted(heats)
+    assert heats[:3] == [HOT] * 3
+    assert heats[3] == 4 * HOT
+    assert heats[4] == 20 * HOT
 
 
 def test_annealing_repairs_a_plan_that_does_not_fit() -> None:

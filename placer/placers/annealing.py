@@ -1,4 +1,4 @@
-"""Simulated annealing alone: what learning has to beat."""
+"""Simulated annealing alone, with moves of devices and of order: what learning has to beat."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from placer.search.candidate import Candidate, ranked
 from placer.search.heuristics import heuristics
 from placer.search.judge import Judge
 from placer.search.portfolio import load_compiled_code
-from placer.search.walking import MOST_STARTS, walk, worthwhile_starts
+from placer.search.walking import MOST_STARTS, moves_left, walk, worthwhile_starts
 
 
 class Annealed:
@@ -43,7 +43,7 @@ class Annealed:
         known = heuristics(judge)
         meter.spend(len(known))
         start, found = ranked(known)[0], []
-        starts = worthwhile_starts(judge, start, meter)
+        starts = worthwhile_starts(moves_left(judge, start, meter))
         seeds = np.random.SeedSequence(seed).generate_state(MOST_STARTS).tolist()
         begin = meter.share()
         for number in range(starts):

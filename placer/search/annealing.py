@@ -2,8 +2,10 @@
 
 A move changes the rank of an op, or the device of an op (with its co-location group), of a
 connected cluster, or of two ops that swap. The op is mostly taken from the critical chain of the
-current plan: what started later could not have ended earlier. The acceptance threshold is drawn
-before the simulation, so that it can be aborted as soon as it must exceed it.
+current plan: what started later could not have ended earlier. Where links are busy, what delays the
+chain is mostly not on it but in the queue before its transfers: with ``senders``, ops that send
+from the same device are moved, too. The acceptance threshold is drawn before the simulation, so
+that it can be aborted as soon as it must exceed it.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ CLUSTERS: Final = 0.3
 SPREADING: Final = 0.7
 MEAN_CLUSTER: Final = 6.0
 TO_NEIGHBOUR: Final = 0.6
+DRAWS: Final = 20
 
 CURRENT: Final = 0
 BEST: Final = 1
@@ -65,8 +68,20 @@ class Annealing:
     The result depends on start, seed and the schedule alone, not on how it is cut into pieces.
     """
 
-    def __init__(self, judge: Judge, start: Candidate, seed: int) -> None:
-        """Begin with a plan that every op may run."""
+    def __init__(
+        self,
+        judge: Judge,
+        start: Candidate,
+        seed: int,
+        *,
+        hot: float = HOT,
+        senders: float = 0.0,
+    ) -> None:
+        """Begin with a plan that every op may run.
+
+        ``hot`` is the relative temperature to begin with, and ``senders`` the share of the moves on
+        the critical chain that go to other ops, which send from the same device.
+        """
         count = len(start.devices)
         order = np.lexsort((np.arange(count), -start.priority)).astype(np.int32)
         rank = np.empty(count, np.int32)
@@ -76,6 +91,8 @@ class Annealing:
         grouped = np.flatnonzero(group >= 0).astype(np.int32)
         sizes = np.bincount(group[grouped], minlength=0)
         self._judge = judge
+        self._hot = float(hot)
+        self._senders = float(senders)
         self._walk = Walk(
             devices=np.array(start.devices, np.int32),
             priority=priority,
@@ -113,6 +130,8 @@ class Annealing:
             int(first),
             int(stride),
             int(total),
+            self._hot,
+            self._senders,
         )
 
     def best(self, name: str = "annealing") -> Candidate:
@@ -140,6 +159,8 @@ def _anneal(
     first: int,
     stride: int,
     total: int,
+    hot: float,
+    senders: float,
 ) -> None:
     count = len(walk.devices)
     device_count = len(arrays.memory_bytes)
@@ -147,10 +168,12 @@ def _anneal(
     counters = walk.counters
     for step in range(steps):
         progress = min((first + step * stride) / total, 1.0)
-        temperature = HOT * (COLD / HOT) ** progress
+        temperature = hot * (COLD / hot) ** progress
         op = below(random, count)
         if counters[CHAIN] > 0 and uniform(random) < ON_CHAIN:
             op = walk.chain[below(random, counters[CHAIN])]
+            if senders > 0.0 and uniform(random) < senders:
+                op = _sender_beside(o, walk, op)
         counters[LOG] = 0
         old_rank = walk.rank[op]
         if device_count == 1 or uniform(random) < RANK_MOVES:
@@ -202,6 +225,19 @@ def _follow_chain(o: Outline, work: Workspace, walk: Walk) -> None:
         length += 1
         last = work.cause[last]
     walk.counters[CHAIN] = length
+
+
+@compiled_inline
+def _sender_beside(o: Outline, walk: Walk, op: int) -> int:
+    """Another op of the same device that sends to a different one; ``op`` where none turns up."""
+    home = walk.devices[op]
+    for _ in range(DRAWS):
+        other = below(walk.random, len(walk.devices))
+        if walk.devices[other] == home:
+            for k in range(o.successor_start[other], o.successor_start[other + 1]):
+                if walk.devices[o.successors[k]] != home:
+                    return int(other)
+    return op
 
 
 @compiled_inline

@@ -24,7 +24,7 @@ from placer.search.decoder import HEFT, WEIGHT_COUNT
 from placer.search.evolution import Evolution
 from placer.search.heuristics import heuristics
 from placer.search.judge import Judge
-from placer.search.walking import MOST_STARTS, next_chunk, walk, worthwhile_starts
+from placer.search.walking import MOST_STARTS, heat, moves_left, next_chunk, walk, worthwhile_starts
 
 SAMPLES: Final = 32
 SAMPLE_SHARE: Final = 0.25
@@ -36,6 +36,8 @@ EVOLUTION_DECODES: Final = 1500
 POPULATION: Final = 10
 SIGMA: Final = 0.5
 LEAST_SPREAD: Final = 1e-3
+SENDERS: Final = 0.3
+"""Share of annealing moves for ops that may hold up the critical chain's transfers."""
 LONG_S: Final = 1.0
 LARGEST_BOUNDED: Final = 20_000
 
@@ -178,10 +180,17 @@ class _Search:
         """Improve the best plans op by op, each in an equal part of what is left."""
         if self.meter.over():
             return
-        starts = self._starts()
+        best = distinct(ranked(self.found + self.known), MOST_STARTS)
+        moves = moves_left(self.judge, best[0], self.meter)
+        self.meter.spend(1)
+        # The best plan; where there is time also the best heuristic and the next best plan.
+        starts = distinct([best[0], *ranked(self.known), *best], worthwhile_starts(moves))
+        hot = heat(moves // len(starts), self.judge.problem.op_count)
         began = self.meter.share()
         for number, start in enumerate(starts):
-            annealing = Annealing(self.judge, start, self.seeds[2 + number])
+            annealing = Annealing(
+                self.judge, start, self.seeds[2 + number], hot=hot, senders=SENDERS
+            )
             self.meter.spend(1)
             end = began + (1.0 - began) * (number + 1) / len(starts)
             walk(annealing, self.meter, end, self._told)
@@ -192,13 +201,6 @@ class _Search:
     def _told(self, cost: int) -> None:
         self._settle(cost)
         self.report(self.meter.share(), f"annealing, {cost / 1e6:.3f} ms")
-
-    def _starts(self) -> list[Candidate]:
-        """The best plan; where there is time also the best heuristic and the next best plan."""
-        best = distinct(ranked(self.found + self.known), MOST_STARTS)
-        count = worthwhile_starts(self.judge, best[0], self.meter)
-        self.meter.spend(1)
-        return distinct([best[0], *ranked(self.known), *best], count)
 
     def candidates(self) -> list[Candidate]:
         """All heuristics and of each kind of search its best plan that is new, best first."""

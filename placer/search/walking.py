@@ -1,11 +1,11 @@
-"""Lets annealing run for a part of a budget, and says from how many starts."""
+"""Lets annealing run for a part of a budget; says from how many starts, and how hot."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Final
 
-from placer.search.annealing import Annealing
+from placer.search.annealing import HOT, Annealing
 from placer.search.budget import Meter
 from placer.search.candidate import Candidate
 from placer.search.judge import Judge
@@ -13,6 +13,9 @@ from placer.search.judge import Judge
 MOST_STARTS: Final = 3
 STEPS_PER_START: Final = 15_000
 """Annealing starts again where each start gets at least so many steps."""
+MOVES_OF_OP: Final = 500
+"""With more moves for an op than this, annealing begins hotter."""
+MOST_HEAT: Final = 20.0
 LARGEST_CHUNK: Final = 4096
 FINE: Final = 1_000_000_000
 """Whole-number resolution of the schedule under a budget of seconds."""
@@ -42,8 +45,8 @@ def walk(annealing: Annealing, meter: Meter, end: float, tell: Callable[[int], N
         chunk = next_chunk(meter, chunk, steps, meter.seconds() - began)
 
 
-def worthwhile_starts(judge: Judge, plan: Candidate, meter: Meter) -> int:
-    """How many starts what is left of the budget is good for; it may cost one evaluation."""
+def moves_left(judge: Judge, plan: Candidate, meter: Meter) -> int:
+    """About how many moves what is left of the budget is good for; it may cost one evaluation."""
     steps = meter.left()
     if steps is None:
         assert meter.budget.seconds is not None
@@ -51,7 +54,22 @@ def worthwhile_starts(judge: Judge, plan: Candidate, meter: Meter) -> int:
         judge.costs(plan.devices[None], plan.priority[None])
         now = meter.seconds()
         steps = int((meter.budget.seconds - now) / max(now - began, 1e-6))
-    return max(1, min(MOST_STARTS, steps // STEPS_PER_START))
+    return steps
+
+
+def worthwhile_starts(moves: int) -> int:
+    """From how many plans to anneal, with so many moves in all."""
+    return max(1, min(MOST_STARTS, moves // STEPS_PER_START))
+
+
+def heat(moves: int, op_count: int) -> float:
+    """The relative temperature to begin with, for so many moves from one plan.
+
+    Where there are few moves for an op, it pays to stay near the plan; where there are many, to
+    leave it for good.
+    """
+    plenty = moves / (op_count * MOVES_OF_OP)
+    return HOT * min(max(plenty**2, 1.0), MOST_HEAT)
 
 
 def next_chunk(
