@@ -16,7 +16,7 @@ from envs.executor.launch import LaunchOrder
 from envs.executor.state import checked_rate, matched_leaves, unpacked
 from envs.executor.updates import Updates
 from graphs.extract import Extraction
-from graphs.extract.autocast import autocast
+from graphs.extract.autocast import autocasting
 from graphs.extract.export import Position
 
 SHARED: Final = (
@@ -45,6 +45,10 @@ class PlacedModule(nn.Module):
     optimizer does not follow: make it after placing, or let it load its own ``state_dict()``.
     :meth:`step` runs a whole step instead, with the optimizer that is part of it, if one is; what
     that one keeps does follow.
+
+    ``torch.compile`` takes it as one graph, which it makes anew after :meth:`place`.
+    ``DistributedDataParallel`` takes it once it is placed, if all its parameters are on one type of
+    device (torch refuses a mix of ``cpu`` and ``cuda``) and all replicas are placed alike.
 
     A step in bf16 runs under ``torch.autocast`` on each of its devices. Every kind of device draws
     random numbers of its own: what a model drops out depends on the placement. Train and eval mode
@@ -112,13 +116,13 @@ class PlacedModule(nn.Module):
                 )
         homes = {value: placed[key] for value, key in self._readers.items()}
         source = self._writer.source(self._launch.of(placed, order), placed, homes)
-        run = source.compiled()
+        types = sorted({device.type for device in placed.values()})
+        run = autocasting(source.compiled(), self._step.dtype, types)
         for device in set(placed.values()) - self._constants.keys():
             held = [s.tensor for s in self._program.sources if s.tensor is not None]
             self._constants[device] = [tensor.to(device) for tensor in held]
         self._homes.place(homes)
         self._source, self._run = source, run
-        self._device_types = sorted({device.type for device in placed.values()})
 
     @property
     def source(self) -> str:
@@ -143,10 +147,7 @@ class PlacedModule(nn.Module):
             Exception: as torch raises it, with a note that names the call.
         """
         leaves = matched_leaves(self._step, inputs, keywords)
-        with (
-            nullcontext() if self._step.training else torch.no_grad(),
-            autocast(self._step.dtype, self._device_types),
-        ):
+        with nullcontext() if self._step.training else torch.no_grad():
             states = self._homes.tensors()
             try:
                 results = self._run(states, leaves, self._constants)

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import fx, nn
@@ -23,6 +23,7 @@ from torch import fx, nn
 CAST: Final = torch.ops.aten._to_copy.default
 FROM: Final = "cast_in"
 """Key of a node's own name, in what the nodes traced from it inherit."""
+Result = TypeVar("Result")
 TORCH_DTYPE: Final[Mapping[str, torch.dtype]] = {"bf16": torch.bfloat16}
 
 
@@ -40,6 +41,25 @@ def autocast(
                 torch.autocast(device_type, TORCH_DTYPE[dtype], cache_enabled=keeps_casts)
             )
         yield
+
+
+def autocasting(
+    run: Callable[..., Result], dtype: str, device_types: Iterable[str]
+) -> Callable[..., Result]:
+    """A function that runs under autocast, such that dynamo can look into it, too."""
+    for device_type in device_types if dtype in TORCH_DTYPE else ():
+        run = _within(run, TORCH_DTYPE[dtype], device_type)
+    return run
+
+
+def _within(
+    run: Callable[..., Result], dtype: torch.dtype, device_type: str
+) -> Callable[..., Result]:
+    def within(*arguments: Any) -> Result:
+        with torch.autocast(device_type, dtype):
+            return run(*arguments)
+
+    return within
 
 
 @contextlib.contextmanager
