@@ -62,6 +62,7 @@ class PlacedModule(nn.Module):
         order: Sequence[str] = (),
         *,
         keep_copies: bool = False,
+        overlap: bool = False,
     ) -> None:
         """Move the state and write the forward pass.
 
@@ -71,6 +72,8 @@ class PlacedModule(nn.Module):
             order: keys of calls, the first to be launched first; see :meth:`place`.
             keep_copies: leave copies of parameters where they were, so that placing them there
                 again sends nothing; for searches, as long as there is memory.
+            overlap: send tensors as soon as they are made, with CUDA on streams of their own
+                through page-locked memory, so that copies overlap with compute.
 
         Raises:
             ValueError: as :meth:`place`; or a parameter is on the meta device.
@@ -90,6 +93,7 @@ class PlacedModule(nn.Module):
         self._readers = self._program.first_readers()
         self._homes = Homes(step, self._program, keep_copies=keep_copies)
         self._updates = Updates(extraction, step.optimizer) if step.optimizer is not None else None
+        self._overlap = overlap
         self._constants: dict[torch.device, list[torch.Tensor]] = {}
         self.place(devices, order)
 
@@ -115,7 +119,8 @@ class PlacedModule(nn.Module):
                     f"{', '.join(sorted(map(str, used)))}; give them one device"
                 )
         homes = {value: placed[key] for value, key in self._readers.items()}
-        source = self._writer.source(self._launch.of(placed, order), placed, homes)
+        launched = self._launch.of(placed, order)
+        source = self._writer.source(launched, placed, homes, overlap=self._overlap)
         types = sorted({device.type for device in placed.values()})
         run = autocasting(source.compiled(), self._step.dtype, types)
         for device in set(placed.values()) - self._constants.keys():
