@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from tiny_cluster import CLUSTER
 
 from graphs.files import save_graph
@@ -39,7 +40,6 @@ def second_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Iterator[None]:
     """A fake second device of torch, and calibration that is quick and kept for one test."""
-    import torch
     from vdev import vdev
 
     from envs import measured_module, torch_speeds
@@ -55,3 +55,12 @@ def second_device(
         return
     with vdev():
         yield
+
+
+@pytest.fixture
+def device() -> Iterator[torch.device]:
+    """A fake second device of torch."""
+    from vdev import vdev
+
+    with vdev() as found:
+        yield found

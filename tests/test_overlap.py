@@ -12,8 +12,9 @@ import pytest
 import tiny_models
 import torch
 from random_devices import random_devices, random_order
-from tiny_models import Plain, forward, squared
+from tiny_models import Plain, squared
 from torch import Tensor, nn
+from trained_alike import assert_trains_alike
 
 from envs.executor.placed_module import PlacedModule
 from envs.executor.streams import arrived, sending
@@ -48,34 +49,6 @@ def overlapping(extraction: Extraction, chosen: Callable[[str], bool]) -> Placed
     return PlacedModule(extraction, where, overlap=True)
 
 
-def assert_trains_alike(step: Step, placed: PlacedModule, tolerance: float = 1e-6) -> None:
-    """Loss and gradients of two steps of SGD are those of the model."""
-    plain = copy.deepcopy(step)
-    for tensor in plain.named_state().values():
-        tensor.data = tensor.data.to(CPU)
-    plain_sgd = torch.optim.SGD(plain.model.parameters(), lr=0.01)
-    placed_sgd = torch.optim.SGD(placed.parameters(), lr=0.01)
-    for _ in range(2):
-        plain_sgd.zero_grad()
-        placed_sgd.zero_grad()
-        expected = forward(plain)
-        expected.backward()
-        loss = placed(*plain.inputs, **plain.keywords)
-        torch.autograd.backward(loss)
-        assert_close(loss.detach(), expected.detach(), tolerance)
-        for name, parameter in plain.model.named_parameters():
-            found = placed.get_parameter(name).grad
-            assert (found is None) == (parameter.grad is None)
-            if found is not None:
-                assert_close(found, parameter.grad, tolerance)
-        plain_sgd.step()
-        placed_sgd.step()
-
-
-def assert_close(found: Tensor, expected: Tensor | None, tolerance: float) -> None:
-    torch.testing.assert_close(found.cpu(), expected, rtol=tolerance, atol=tolerance)
-
-
 @pytest.mark.usefixtures("second_device")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("seed", range(2))
@@ -88,7 +61,7 @@ def test_random_placements_compute_the_same_and_send_as_much(name: str, seed: in
     plain = PlacedModule(extraction, devices, order)
     placed = PlacedModule(extraction, devices, order, overlap=True)
     assert placed.transfers == plain.transfers > 0
-    assert_trains_alike(step, placed)
+    assert_trains_alike(step, placed, steps=2)
 
 
 @pytest.mark.usefixtures("second_device")
@@ -148,7 +121,7 @@ def test_random_placements_on_a_gpu_compute_the_same(name: str, seed: int) -> No
     plain = copy.deepcopy(extraction.step)
     devices = random_devices(extraction, [CPU, second()], seed)
     placed = PlacedModule(extraction, devices, random_order(extraction, seed), overlap=True)
-    assert_trains_alike(plain, placed, 1e-4)
+    assert_trains_alike(plain, placed, steps=2, tolerance=1e-4)
 
 
 @pytest.mark.gpu
@@ -170,7 +143,7 @@ def test_large_tensors_that_meet_long_kernels_arrive_whole(seed: int) -> None:
     placed = PlacedModule(
         extraction, random_devices(extraction, [CPU, second()], seed), overlap=True
     )
-    assert_trains_alike(plain, placed, 1e-3)
+    assert_trains_alike(plain, placed, steps=2, tolerance=1e-3)
 
 
 @pytest.mark.gpu

@@ -5,15 +5,15 @@ from __future__ import annotations
 import copy
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import tiny_models
 import tiny_transformers
 import torch
-from tiny_models import forward
 from torch import nn
+from trained_alike import assert_trains_alike
 
 from envs.executor.placed_module import PlacedModule
 from graphs.extract import Extraction, Step, extract
@@ -40,30 +40,6 @@ def placed_on(extraction: Extraction, *devices: torch.device) -> PlacedModule:
     return PlacedModule(extraction, chosen)
 
 
-def assert_compiled_alike(
-    step: Step, placed: PlacedModule, compiled: Callable[..., torch.Tensor], tolerance: float
-) -> None:
-    """Two steps of SGD, the second on other weights."""
-    plain = copy.deepcopy(step)
-    plain_sgd = torch.optim.SGD(plain.model.parameters(), lr=0.1)
-    placed_sgd = torch.optim.SGD(placed.parameters(), lr=0.1)
-    for _ in range(2):
-        plain_sgd.zero_grad()
-        placed_sgd.zero_grad()
-        expected = forward(plain)
-        expected.backward()
-        loss = compiled(*step.inputs, **step.keywords)
-        torch.autograd.backward(loss)
-        torch.testing.assert_close(loss.detach().cpu(), expected.detach(), rtol=0, atol=tolerance)
-        for name, parameter in plain.model.named_parameters():
-            found = placed.get_parameter(name).grad
-            assert (found is None) == (parameter.grad is None)
-            if found is not None:
-                torch.testing.assert_close(found.cpu(), parameter.grad, rtol=0, atol=tolerance)
-        plain_sgd.step()
-        placed_sgd.step()
-
-
 @pytest.mark.parametrize("name", ["conv_net", "tied_weights", "views", "decaying_weight", "bert"])
 def test_a_placed_module_is_one_graph_to_dynamo(name: str) -> None:
     if name == "bert":
@@ -74,7 +50,7 @@ def test_a_placed_module_is_one_graph_to_dynamo(name: str) -> None:
         step = STEPS[name]()
     placed = placed_on(extract(copy.deepcopy(step)), torch.device("cpu"))
     compiled = torch.compile(placed, backend="aot_eager", fullgraph=True)
-    assert_compiled_alike(step, placed, compiled, 1e-5)
+    assert_trains_alike(step, placed, run=compiled, steps=2, tolerance=1e-5)
 
 
 def test_what_was_compiled_is_compiled_anew_for_another_placement() -> None:
@@ -85,14 +61,14 @@ def test_what_was_compiled_is_compiled_anew_for_another_placement() -> None:
     compiled(*step.inputs)
     order = [call.key for call in extraction.forward.placed_calls]
     placed.place(dict.fromkeys(order, "cpu"), order[::-1])
-    assert_compiled_alike(step, placed, compiled, 1e-5)
+    assert_trains_alike(step, placed, run=compiled, steps=2, tolerance=1e-5)
 
 
 def test_a_step_in_bf16_is_one_graph_to_dynamo() -> None:
     step = replace(tiny_models.conv_net(), dtype="bf16")
     placed = placed_on(extract(copy.deepcopy(step)), torch.device("cpu"))
     compiled = torch.compile(placed, backend="aot_eager", fullgraph=True)
-    assert_compiled_alike(step, placed, compiled, 1e-3)
+    assert_trains_alike(step, placed, run=compiled, steps=2, tolerance=1e-3)
 
 
 @pytest.mark.slow
@@ -103,7 +79,9 @@ def test_a_step_in_bf16_is_one_graph_to_dynamo() -> None:
 def test_inductor_compiles_a_placed_module() -> None:
     step = tiny_models.attention()
     placed = placed_on(extract(copy.deepcopy(step)), torch.device("cpu"))
-    assert_compiled_alike(step, placed, torch.compile(placed, fullgraph=True), 1e-5)
+    assert_trains_alike(
+        step, placed, run=torch.compile(placed, fullgraph=True), steps=2, tolerance=1e-5
+    )
 
 
 @pytest.mark.gpu
@@ -117,4 +95,6 @@ def test_a_module_on_a_gpu_compiles(backend: str, types: tuple[str, ...]) -> Non
     step = Step.of(model, (torch.randn(4, 8), torch.randn(4, 16)), nn.MSELoss())
     devices = [torch.empty(0, device=kind).device for kind in types]
     placed = placed_on(extract(copy.deepcopy(step)), *devices)
-    assert_compiled_alike(step, placed, torch.compile(placed, backend=backend), 1e-4)
+    assert_trains_alike(
+        step, placed, run=torch.compile(placed, backend=backend), steps=2, tolerance=1e-4
+    )
