@@ -14,9 +14,9 @@ import pytest
 import tiny_models
 import torch
 from random_devices import random_devices, random_order
-from test_optimizer import torch_optimizer, with_optimizer
 from tiny_models import Plain, forward, squared, state_of
 from torch import Tensor, nn
+from torch_optimizers import torch_optimizer, with_optimizer
 from two_devices import linked, pair
 from vdev import TRANSFERS
 
@@ -35,14 +35,18 @@ from graphs.optimizer import STATE
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.usefixtures("second_device")
-CPU, VDEV = torch.device("cpu"), torch.device("vdev", 0)
+CPU = torch.device("cpu")
 EVERY_KIND = pytest.mark.parametrize("kind", STATE)
+
+
+def two_devices() -> list[torch.device]:
+    return [CPU, torch.device("vdev", 0)]
 
 
 def apart(extraction: Extraction, seed: int = 1) -> PlacedModule:
     """The step placed at random on both devices."""
     order = random_order(extraction, seed) if seed % 2 else ()
-    return PlacedModule(extraction, random_devices(extraction, [CPU, VDEV], seed), order)
+    return PlacedModule(extraction, random_devices(extraction, two_devices(), seed), order)
 
 
 def on_cpu(extraction: Extraction) -> PlacedModule:
@@ -145,7 +149,7 @@ def test_what_the_optimizer_keeps_follows_its_parameter_and_can_be_loaded() -> N
     extraction = extract(step)
     placed = apart(extraction)
     steps_as_placed(placed, step, rates[:1])
-    placed.place(random_devices(extraction, [CPU, VDEV], 2))
+    placed.place(random_devices(extraction, two_devices(), 2))
     steps_as_placed(placed, step, rates[:1])
     kept, weights = placed.optimizer_state(), copy.deepcopy(here(placed.state_dict()))
     assert kept.keys() >= {"exp_avg.0.weight", "exp_avg_sq.7.bias", "step.7.bias"}
@@ -165,6 +169,22 @@ def test_what_the_optimizer_keeps_follows_its_parameter_and_can_be_loaded() -> N
     torch.testing.assert_close(state_of(again), state_of(twin), rtol=0, atol=1e-5)
     other.load_optimizer_state({})
     assert not any(tensor.any() for tensor in other.optimizer_state().values())
+
+
+def test_parameters_that_are_frozen_later_stay_as_they_are() -> None:
+    step = with_optimizer(tiny_models.conv_net(), "adamw", weight_decay=0.1)
+    placed = apart(extract(step))
+    placed.step(*step.inputs)
+    frozen = [name for name, _ in placed.named_parameters() if name.startswith(("0.", "7.b"))]
+    for name in frozen:
+        placed.get_parameter(name).requires_grad_(False)
+    placed.place(random_devices(extract(tiny_models.conv_net()), two_devices(), 2))
+    before = copy.deepcopy(here(placed.state_dict()))
+    placed.step(*step.inputs)
+    after = here(placed.state_dict())
+    assert len(frozen) == 2
+    for name, _ in placed.named_parameters():
+        assert torch.equal(after[name], before[name]) == (name in frozen)
 
 
 def test_without_an_optimizer_a_step_adds_up_gradients() -> None:
@@ -205,7 +225,7 @@ def test_a_model_that_outlives_its_placed_module_keeps_nothing_of_the_optimizer(
     del placed
     gc.collect()
     assert kept() is None
-    forward(step).backward()
+    assert not any(own._post_accumulate_grad_hooks for own in step.model.parameters())
 
 
 # --- bf16

@@ -62,17 +62,25 @@ class Updates:
         self._by_device: list[list[torch.Tensor]] = []
         self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
         self._runs = False
+        weakref.finalize(self, _remove, self._hooks)
 
     def settle(self, states: Sequence[torch.Tensor]) -> None:
         """Take the states as they are now, and what is kept of them to where they are."""
+        moved = False
         for together in self._groups:
             for i in together.members:
                 if self._states[i] is not states[i]:
                     self._states[i] = states[i]
-                    if not together.waits:
+                    if states[i].requires_grad and not together.waits:
                         self._hook(i, states[i], together)
                 if i not in self._kept or self._counts[i].device != states[i].device:
                     self._take_home(i, states[i])
+                    moved = True
+        if moved and self.optimizer.counts_steps:
+            by_device = defaultdict(list)
+            for count in self._counts.values():
+                by_device[count.device].append(count)
+            self._by_device = list(by_device.values())
 
     @contextmanager
     def during(self) -> Iterator[None]:
@@ -148,10 +156,6 @@ class Updates:
             slots = STATE[self.optimizer.kind]
             self._kept[index] = [torch.zeros_like(parameter).detach() for _ in slots]
             self._counts[index] = torch.zeros((), device=device)
-        by_device = defaultdict(list)
-        for count in self._counts.values() if self.optimizer.counts_steps else ():
-            by_device[count.device].append(count)
-        self._by_device = list(by_device.values())
 
     @torch.no_grad()
     def _update(self, together: _Together) -> None:
@@ -203,6 +207,11 @@ def updated_together(extraction: Extraction) -> list[Together]:
             key = readers.get(source.value, source.name), state[source.name].dtype, waits
             found.setdefault(key, []).append(source.name)
     return [Together(tuple(names), waits) for (_, _, waits), names in found.items()]
+
+
+def _remove(hooks: Mapping[int, torch.utils.hooks.RemovableHandle]) -> None:
+    for hook in hooks.values():
+        hook.remove()
 
 
 def _read_without_gradient(program: ForwardProgram) -> set[int]:
