@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_cluster import CLUSTER
+from vdev import vdev  # before the first backward pass of any test
 
 from graphs.files import save_graph
 from graphs.synthetic import layered
@@ -40,8 +41,6 @@ def second_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Iterator[None]:
     """A fake second device of torch, and calibration that is quick and kept for one test."""
-    from vdev import vdev
-
     from envs import measured_module, torch_speeds
 
     monkeypatch.setenv("PLACER_CACHE", str(tmp_path / "cache"))
@@ -60,7 +59,5 @@ def second_device(
 @pytest.fixture
 def device() -> Iterator[torch.device]:
     """A fake second device of torch."""
-    from vdev import vdev
-
     with vdev() as found:
         yield found
