@@ -2,9 +2,10 @@
 
     python -m benchmarks.gpu --out gpu.json
 
-Calibration; for each model the placed module on one device against the model itself, how fast it is
-placed anew, the sum of the profiled costs against the step, predicted against measured steps of
-random and of found placements; then benchmarks/offload.py.
+Calibration; for each model the placed module on one device against the model itself, copies that
+overlap with compute against copies in line, how fast it is placed anew, the sum of the profiled
+costs against the step, predicted against measured steps of random and of found placements; then
+benchmarks/offload.py.
 """
 
 from __future__ import annotations
@@ -108,6 +109,29 @@ def overhead(bench: Workbench, cluster: Cluster, found: dict[str, Any]) -> None:
     found["placed_over_eager"] = statistics.median(p / e for e, p in seconds)
 
 
+def overlapping(bench: Workbench, cluster: Cluster, found: dict[str, Any]) -> None:
+    """Half of the groups on each device: copies in line, and copies beside compute, in pairs."""
+    names = [torch_device(name) for name in cluster.names]
+    problem, calls = bench.problem(), bench.rig.calls
+    plan = random_devices(problem, np.random.default_rng(0), 0.5)
+    devices = calls.devices_of_calls([names[d] for d in plan])
+    modules = [
+        PlacedModule(replaced(bench, copy.deepcopy(bench.extraction.step)), devices, overlap=own)
+        for own in (False, True)
+    ]
+    step = bench.extraction.step
+    inputs, keywords = list(step.inputs), dict(step.keywords)
+    runs = [partial(trained, module, inputs, keywords, names[0]) for module in modules]
+    first_s = sum(run() for run in runs)
+    pairs = min(max(round(PAIRS_S / first_s), 3), PAIRS)
+    seconds = [[run() for run in runs] for _ in range(pairs)]
+    found["in line"], found["overlapping"] = (
+        quartiles(list(own)) for own in zip(*seconds, strict=True)
+    )
+    found["overlapping_over_in_line"] = statistics.median(o / i for i, o in seconds)
+    found["transfers"] = modules[0].transfers
+
+
 def replaced(bench: Workbench, step: Step) -> Extraction:
     """The extraction for another copy of the model."""
     return replace(bench.extraction, step=step)
@@ -193,6 +217,7 @@ def one_model(
         return
     bench = benches[name]
     record.part(f"{name}: overhead", partial(overhead, bench, cluster))
+    record.part(f"{name}: overlap", partial(overlapping, bench, cluster))
     record.part(f"{name}: rebuilding", partial(rebuilding, bench, cluster))
 
     def predicted(found: dict[str, Any]) -> None:

@@ -25,7 +25,9 @@ from envs.bound_call import bound
 from envs.cluster import Cluster
 from envs.stopwatch import REPEATS, burst, calls_per_burst, seconds_per_call
 from envs.torch_devices import CPU, OUT_OF_MEMORY, torch_device
+from envs.update_costs import update_costs
 from graphs.extract import Extraction
+from graphs.extract.autocast import autocast
 from graphs.extract.call_graph import CallGraph
 from graphs.extract.forward import ForwardCall
 from graphs.extract.program import Ref
@@ -65,7 +67,8 @@ def profile_calls(
     """
     first_of = {device.kind: device for device in reversed(cluster.devices)}
     profilers = {
-        kind: _Profiler(torch_device(device.name)) for kind, device in sorted(first_of.items())
+        kind: _Profiler(torch_device(device.name), extraction.step.dtype)
+        for kind, device in sorted(first_of.items())
     }
     limits = {torch_device(device.name): device.memory_bytes for device in cluster.devices}
     costs: dict[str, dict[str, CallCost]] = {kind: {} for kind in profilers}
@@ -79,8 +82,12 @@ def profile_calls(
                     costs[kind][call.key] = profiler.cost(asked)
             if progress is not None:
                 progress(done, total)
+        updates = {
+            kind: update_costs(extraction, calls, profiler.device)
+            for kind, profiler in profilers.items()
+        }
     return {
-        kind: _by_node(calls, backwards, own, first_of[kind].launch_s)
+        kind: _by_node(calls, backwards, own, updates[kind], first_of[kind].launch_s)
         for kind, own in costs.items()
     }
 
@@ -96,13 +103,19 @@ def backward_nodes(extraction: Extraction, calls: CallGraph) -> dict[str, int]:
 
 
 def _by_node(
-    calls: CallGraph, backwards: Mapping[str, int], costs: Mapping[str, CallCost], launch_s: float
+    calls: CallGraph,
+    backwards: Mapping[str, int],
+    costs: Mapping[str, CallCost],
+    updates: Mapping[int, float],
+    launch_s: float,
 ) -> NDArray[np.float64]:
     cost_s = np.zeros(len(calls.graph))
     for key, cost in costs.items():
         cost_s[calls.node_of_call[key]] += cost.forward_s
         if key in backwards:
             cost_s[backwards[key]] += cost.backward_s
+    for node, seconds in updates.items():
+        cost_s[node] += seconds
     return np.asarray(np.fmax(cost_s - launch_s, 0.0) + 0.0 * cost_s)  # nan stays nan
 
 
@@ -146,9 +159,10 @@ class _Asked:
 
 @dataclass(slots=True, eq=False)
 class _Profiler:
-    """Times calls on one device."""
+    """Times calls on one device, in the dtype of the step; casts of parameters are timed, too."""
 
     device: torch.device
+    dtype: str
     known: dict[object, CallCost] = field(default_factory=dict)
 
     def cost(self, asked: _Asked) -> CallCost:
@@ -175,9 +189,13 @@ class _Profiler:
         return CallCost(forward_s, self._backward_s(asked, here))
 
     def _seconds(self, work: Callable[[], object]) -> float:
-        once = burst(work, [self.device], 1)
-        repeats = REPEATS if once < LONG_S else FEWEST_REPEATS
-        return seconds_per_call(work, [self.device], repeats=repeats)
+        with self._autocast():
+            once = burst(work, [self.device], 1)
+            repeats = REPEATS if once < LONG_S else FEWEST_REPEATS
+            return seconds_per_call(work, [self.device], repeats=repeats)
+
+    def _autocast(self) -> contextlib.AbstractContextManager[None]:
+        return autocast(self.dtype, [self.device.type], keeps_casts=False)
 
     def _backward_s(self, asked: _Asked, here: Mapping[int, torch.Tensor]) -> float:
         """Median seconds of a backward pass among others, 0 where there is nothing to pass."""
@@ -200,7 +218,7 @@ class _Profiler:
         """
         leaves: list[torch.Tensor] = []
         outputs: list[torch.Tensor] = []
-        with torch.enable_grad():
+        with torch.enable_grad(), self._autocast():
             for _ in range(count):
                 own = _leaves(here, asked.gradients)
                 given = {v: t.clone() if v in asked.written else t for v, t in own.items()}
@@ -232,7 +250,7 @@ def _walk(
     for i, call in enumerate(program.calls):
         read_needing = frozenset(call.reads) & needing
         yield call, values, read_needing
-        with torch.no_grad():
+        with torch.no_grad(), autocast(extraction.step.dtype):
             made = bound(call, values, CPU)()
         members = made if call.tuple_result else (made,)
         for value, tensor in zip(call.outputs, members, strict=True):

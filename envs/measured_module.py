@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -34,7 +34,6 @@ from graphs.extract.call_graph import CallGraph
 TURN_S: Final = 0.2
 MOST_STEPS: Final = 10
 """Steps of a turn that count: as many as last about ``TURN_S``, at least one, at most so many."""
-MakeOptimizer: TypeAlias = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 class MeasuredModule:
@@ -42,8 +41,9 @@ class MeasuredModule:
 
     It works on a copy of the model, whose values stay on the host beside what is on accelerators: a
     placement sends its weights, but never waits for those of the one before. A training step is
-    forward, backward and, with ``make_optimizer``, the optimizer's step; gradients are dropped
-    before it. Memory of CUDA devices is limited to ``limits`` while it is open.
+    forward, backward and the updates of its optimizer, if it has one, at a learning rate of 0;
+    gradients are dropped before it. Memory of CUDA devices is limited to ``limits`` while it is
+    open.
 
     Args:
         extraction: the step.
@@ -52,7 +52,6 @@ class MeasuredModule:
         limits: {device name: bytes} that torch may take, gaps included.
         rounds: turns of every candidate that count.
         warm_up: turns that do not.
-        make_optimizer: makes an optimizer of the parameters of the placed model.
 
     Raises:
         ValueError: a device is not here.
@@ -67,7 +66,6 @@ class MeasuredModule:
         limits: dict[str, int] | None = None,
         rounds: int = 7,
         warm_up: int = 1,
-        make_optimizer: MakeOptimizer | None = None,
     ) -> None:
         self.calls = calls
         self.problem = problem
@@ -77,7 +75,6 @@ class MeasuredModule:
         self.reference: Measurement | None = None
         self._devices = [torch_device(name) for name in problem.cluster.names]
         self._simulator = Simulator(problem)
-        self._make_optimizer = make_optimizer
         step = copy.deepcopy(extraction.step)
         self._extraction = replace(extraction, step=step)
         self._on_host = {name: t.detach().to(CPU) for name, t in step.named_state().items()}
@@ -155,28 +152,18 @@ class MeasuredModule:
     def _steps(self, placement: Placement) -> float:
         """Median seconds of the steps of a turn."""
         module = self._placed(placement)
-        parameters = [p for p in module.parameters() if p.requires_grad]
-        optimizer = None
-        if self._make_optimizer is not None and self._extraction.step.training:
-            optimizer = self._make_optimizer(parameters)
         for device in self._devices:
             torch_devices.reset_peak(device)
-        first_s = self._step(module, optimizer)
+        first_s = self._step(module)
         count = min(max(round(TURN_S / first_s), 1), MOST_STEPS)
-        return float(np.median([self._step(module, optimizer) for _ in range(count)]))
+        return float(np.median([self._step(module) for _ in range(count)]))
 
-    def _step(self, module: PlacedModule, optimizer: torch.optim.Optimizer | None) -> float:
+    def _step(self, module: PlacedModule) -> float:
         step = self._extraction.step
         self._wait()
         start = time.perf_counter()
-        if step.training:
-            module.zero_grad(set_to_none=True)
-            module(*step.step_inputs, **step.keywords).backward()
-            if optimizer is not None:
-                optimizer.step()
-        else:
-            with torch.no_grad():
-                module(*step.step_inputs, **step.keywords)
+        module.zero_grad(set_to_none=True)
+        module.step(*step.step_inputs, **step.keywords)
         self._wait()
         return time.perf_counter() - start
 
@@ -186,6 +173,8 @@ class MeasuredModule:
         order = self.calls.launch_order(placement.priority)
         if self._module is None:
             self._module = PlacedModule(self._extraction, where, order)
+            if self._extraction.step.optimizer is not None:
+                self._module.learning_rate = 0.0
         else:
             self._clear(self._module)
             self._module.place(where, order)
@@ -203,6 +192,7 @@ class MeasuredModule:
     def _clear(self, module: PlacedModule) -> None:
         """Empty the accelerators: they may have no room for the old and the new weights at once."""
         module.zero_grad(set_to_none=True)
+        module.load_optimizer_state({})
         for name, tensor in self._extraction.step.named_state().items():
             if tensor.device.type == "cuda":  # other devices have no limit
                 tensor.data = self._on_host[name]

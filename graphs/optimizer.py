@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 STATE: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
@@ -71,6 +71,31 @@ class Optimizer:
         if self.weight_decay is not None:
             return self.weight_decay
         return ADAMW_DECAY if self.kind == "adamw" else 0.0
+
+    @property
+    def kernel(self) -> tuple[str, dict[str, Any]]:
+        """Torch's fused kernel, and the numbers it takes besides the learning rate.
+
+        The buffer of momentum starts at 0, so that the first step needs no rule of its own: without
+        dampening it becomes the gradient.
+        """
+        if self.counts_steps:
+            return f"_fused_{self.kind}_", {
+                "beta1": self.betas[0],
+                "beta2": self.betas[1],
+                "weight_decay": self.decay,
+                "eps": self.epsilon,
+                "amsgrad": False,
+                "maximize": False,
+            }
+        return "_fused_sgd_", {
+            "weight_decay": self.decay,
+            "momentum": self.momentum if STATE[self.kind] else 0.0,
+            "dampening": 0.0,
+            "nesterov": False,
+            "maximize": False,
+            "is_first_step": False,
+        }
 
     @property
     def counts_steps(self) -> bool:

@@ -22,7 +22,7 @@ from envs.problem import Problem
 from envs.simulator.schedule import Schedule
 from envs.torch_devices import is_core
 from graphs.costs import with_costs
-from graphs.extract import Extraction, ExtractionError
+from graphs.extract import Extraction
 from graphs.extract.call_graph import call_graph
 from placer.costing import costed_graph
 from placer.report.progress import Progress
@@ -125,11 +125,6 @@ class TorchDevices:
     """``cuda:*`` and ``cpu``: every call can be placed, its backward goes with it."""
 
     def __init__(self, extraction: Extraction, cluster: Cluster) -> None:
-        if extraction.step.optimizer is not None:
-            raise ExtractionError(
-                "on cuda:N and cpu an optimizer cannot be part of the step yet: leave it out, or "
-                "place on pinned cores (core:N)"
-            )
         self.extraction = extraction
         self.calls = call_graph(extraction)
         self.graph = self.calls.graph

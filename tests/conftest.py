@@ -7,7 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from tiny_cluster import CLUSTER
+from vdev import vdev  # before the first backward pass of any test
 
 from graphs.files import save_graph
 from graphs.synthetic import layered
@@ -32,3 +34,30 @@ def files(tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
         return graph, cluster
 
     return write
+
+
+@pytest.fixture
+def second_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[None]:
+    """A fake second device of torch, and calibration that is quick and kept for one test."""
+    from envs import measured_module, torch_speeds
+
+    monkeypatch.setenv("PLACER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch_speeds, "STREAM_BYTES", 1 << 20)
+    monkeypatch.setattr(torch_speeds, "LARGE_BYTES", 1 << 20)
+    monkeypatch.setattr(measured_module, "TURN_S", 0.0)
+    if torch.cuda.is_available():
+        if request.node.get_closest_marker("gpu") is None:
+            pytest.skip("vdev would take CUDA's place")
+        yield
+        return
+    with vdev():
+        yield
+
+
+@pytest.fixture
+def device() -> Iterator[torch.device]:
+    """A fake second device of torch."""
+    with vdev() as found:
+        yield found

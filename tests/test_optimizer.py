@@ -15,6 +15,7 @@ import torch
 from in_turn import in_turn
 from tiny_models import Plain, assert_same, forward, state_of
 from torch import Tensor, nn
+from torch_optimizers import torch_optimizer, with_optimizer
 
 import placer
 from envs.discover import discover
@@ -32,26 +33,6 @@ torch.set_num_threads(1)
 CORES = sorted(os.sched_getaffinity(0))
 EVERY_KIND = pytest.mark.parametrize("kind", STATE)
 EVERY_MODEL = pytest.mark.parametrize("name", sorted(tiny_models.TRAINING.keys() - {"inception"}))
-
-
-def with_optimizer(step: Step, kind: str, **numbers: Any) -> Step:
-    return replace(step, optimizer=Optimizer(kind=kind, **numbers))
-
-
-def torch_optimizer(
-    model: nn.Module, own: Optimizer, *, fused: bool = True
-) -> torch.optim.Optimizer:
-    numbers: dict[str, Any] = {"lr": own.learning_rate, "fused": fused}
-    if own.weight_decay is not None:
-        numbers["weight_decay"] = own.weight_decay
-    match own.kind:
-        case "sgd":
-            return torch.optim.SGD(model.parameters(), **numbers)
-        case "momentum":
-            return torch.optim.SGD(model.parameters(), momentum=own.momentum, **numbers)
-        case "adam":
-            return torch.optim.Adam(model.parameters(), **numbers)
-    return torch.optim.AdamW(model.parameters(), **numbers)
 
 
 def at_random(extraction: Extraction, count: int, seed: int) -> tuple[list[int], list[int]]:

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import tiny_models
-import tiny_reference_models
-import tiny_transformers
 import torch
+from extracted_steps import DOUBLE, STEPS, copied, extracted, fresh, on
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_devices import random_devices, random_order
 from tiny_models import Plain, forward, state_of
 from torch import Tensor, nn
+from trained_alike import assert_trains_alike, on_cpu
 from vdev import TRANSFERS, vdev
 
 from envs.executor.placed_module import PlacedModule
-from graphs.extract import Extraction, Step, extract
+from graphs.extract import Step, extract
 
 torch.set_num_threads(1)
 
-STEPS = tiny_models.STEPS | tiny_reference_models.STEPS | tiny_transformers.STEPS
 INFERENCE = [
     *("structured_output", "conv_net_inference", "channels_last_inference"),
     *("norm_twice_inference", "views_inference", "lstm_inference"),
@@ -35,80 +33,8 @@ QUICK = (
     *("conv_net", "tied_weights", "norm_twice", "views", "attention", "own_loss", "nmt"),
     *("decaying_weight", "weighted_loss", "bert", "mixtral"),
 )
-DOUBLE = ("inception", "nasnet")
-"""Batch norm over two tiny images magnifies what is rounded."""
-
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="vdev would take CUDA's place")
-
-
-@pytest.fixture
-def device() -> Iterator[torch.device]:
-    with vdev() as found:
-        yield found
-
-
-@functools.cache
-def extracted(name: str) -> Extraction:
-    torch.manual_seed(0)
-    step = STEPS[name]()
-    if name in DOUBLE:
-        images, *rest = step.inputs
-        step = Step.of(step.model.double(), (images.double(), *rest), step.loss)
-    return extract(step)
-
-
-def fresh(name: str) -> Extraction:
-    """An extraction with a model of its own, for tests that change it."""
-    return copied(extracted(name))
-
-
-def copied(extraction: Extraction) -> Extraction:
-    memo: dict[int, Any] = {id(extraction.forward): extraction.forward}
-    step = copy.deepcopy(extraction.step, memo)
-    return replace(extraction, step=step)
-
-
-def on(
-    extraction: Extraction, device: torch.device, chosen: Callable[[str], bool]
-) -> dict[str, torch.device | str]:
-    """Calls with a chosen key on the device, others on the CPU."""
-    calls = extraction.forward.placed_calls
-    return {call.key: device if chosen(call.key) else "cpu" for call in calls}
-
-
-def on_cpu(found: Any) -> Any:
-    return {name: tensor.detach().cpu() for name, tensor in found.items()}
-
-
-def gradients(module: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-
-
-def assert_trains_alike(extraction: Extraction, placed: PlacedModule, steps: int = 3) -> None:
-    """Loss, gradients, parameters and buffers of some steps of SGD are those of the model."""
-    plain = copy.deepcopy(extraction.step)
-    plain_sgd = torch.optim.SGD(plain.model.parameters(), lr=0.01)
-    placed_sgd = torch.optim.SGD(placed.parameters(), lr=0.01)
-    step = extraction.step
-    for number in range(steps):
-        plain_sgd.zero_grad()
-        placed_sgd.zero_grad()
-        torch.manual_seed(number)
-        expected = forward(plain)
-        expected.backward()
-        torch.manual_seed(number)
-        loss = placed(*step.inputs, **step.keywords)
-        loss.backward()
-        torch.testing.assert_close(loss.cpu(), expected, rtol=0, atol=1e-6)
-        torch.testing.assert_close(
-            on_cpu(gradients(placed)), on_cpu(gradients(plain.model)), rtol=0, atol=1e-6
-        )
-        plain_sgd.step()
-        placed_sgd.step()
-    torch.testing.assert_close(
-        on_cpu(placed.state_dict()), on_cpu(plain.model.state_dict()), rtol=0, atol=1e-6
-    )
 
 
 def seeds(names: tuple[str, ...] | list[str]) -> list[Any]:
@@ -133,7 +59,7 @@ def test_training_on_two_devices_is_that_of_the_model(
     order = random_order(extraction, seed) if seed % 2 else ()
     placed = PlacedModule(extraction, devices, order)
     TRANSFERS.clear()
-    assert_trains_alike(original, placed, steps=3 if name in QUICK else 1)
+    assert_trains_alike(original.step, placed, rate=1e-4 if name in DOUBLE else 0.01)
     assert TRANSFERS
 
 
@@ -193,7 +119,7 @@ def test_what_is_written_through_views_is_read_as_it_was(
         devices = random_devices(extraction, ["cpu", device], seed)
         placed = PlacedModule(extraction, devices, random_order(extraction, seed))
         TRANSFERS.clear()
-        assert_trains_alike(expected, placed, steps=1)
+        assert_trains_alike(expected.step, placed, steps=1)
         assert TRANSFERS
 
 
@@ -206,7 +132,7 @@ def test_a_copy_from_before_a_write_is_not_used_after_it(device: torch.device) -
     expected = copied(extraction)
     placed = PlacedModule(extraction, devices)
     assert placed.transfers == 2 + 2, "the tensor in both states, and what came of them"
-    assert_trains_alike(expected, placed, steps=1)
+    assert_trains_alike(expected.step, placed, steps=1)
 
 
 def test_calls_that_write_one_tensor_may_not_be_apart(device: torch.device) -> None:
@@ -239,7 +165,7 @@ def test_a_tensor_is_sent_once_to_a_device_and_its_view_is_made_there(device: to
     cpu = torch.device("cpu")
     sent = [row for row in TRANSFERS if row[2] == hidden_bytes]
     assert sent == [(cpu, device, hidden_bytes), (device, cpu, hidden_bytes)], "and its gradient"
-    assert_trains_alike(expected, placed, steps=1)
+    assert_trains_alike(expected.step, placed, steps=1)
 
 
 def test_inputs_may_be_on_any_device(device: torch.device) -> None:
@@ -346,142 +272,3 @@ def test_the_mode_is_that_of_the_step() -> None:
     assert not placed.get_submodule("1").training, "frozen modules stay so"
     with pytest.raises(RuntimeError, match="in training mode was placed"):
         placed.eval()
-
-
-# --- placing it again
-
-
-def test_it_can_be_placed_again_and_again(device: torch.device) -> None:
-    original, extraction = extracted("norm_twice"), fresh("norm_twice")
-    placed = PlacedModule(extraction, on(extraction, device, lambda key: True))
-    for seed in range(3):
-        placed.place(
-            random_devices(extraction, ["cpu", device], seed), random_order(extraction, seed)
-        )
-    assert_trains_alike(original, placed)
-
-
-def test_gradients_move_with_their_parameters(device: torch.device) -> None:
-    extraction = fresh("conv_net")
-    placed = PlacedModule(extraction, on(extraction, device, lambda key: False))
-    placed(*extraction.step.inputs).backward()
-    before = {name: own.clone() for name, own in gradients(placed).items()}
-    placed.place(on(extraction, device, lambda key: True))
-    assert {own.device for own in gradients(placed).values()} == {device}
-    torch.testing.assert_close(on_cpu(gradients(placed)), before, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("keep_copies", [True, False])
-def test_with_copies_kept_weights_go_to_a_device_once(
-    keep_copies: bool, device: torch.device
-) -> None:
-    extraction = fresh("conv_net")
-    here = on(extraction, device, lambda key: False)
-    there = on(extraction, device, lambda key: True)
-    placed = PlacedModule(extraction, here, keep_copies=keep_copies)
-    weights = sum(p.nbytes for p in placed.parameters())
-    statistics = sum(b.nbytes for b in placed.buffers())
-    TRANSFERS.clear()
-
-    def sent_by(placement: dict[str, torch.device | str]) -> int:
-        TRANSFERS.clear()
-        placed.place(placement)
-        return sum(size for _, _, size in TRANSFERS)
-
-    assert sent_by(here) == 0
-    assert sent_by(there) == weights + statistics
-    assert sent_by(there) == 0
-    assert sent_by(here) == statistics + (0 if keep_copies else weights)
-    assert sent_by(there) == statistics + (0 if keep_copies else weights)
-    with torch.no_grad():
-        for parameter in placed.parameters():
-            parameter.mul_(2)
-    doubled = on_cpu(placed.state_dict())
-    assert sent_by(here) == weights + statistics, "what has changed is sent"
-    torch.testing.assert_close(on_cpu(placed.state_dict()), doubled, rtol=0, atol=0)
-
-
-def test_state_that_was_replaced_elsewhere_is_taken_home(device: torch.device) -> None:
-    original, extraction = extracted("conv_net"), fresh("conv_net")
-    placed = PlacedModule(
-        extraction, random_devices(extraction, ["cpu", device], 4), keep_copies=True
-    )
-    state = {name: own.detach().cpu().clone() for name, own in placed.state_dict().items()}
-    extraction.step.model.load_state_dict(state, assign=True)
-    assert_trains_alike(original, placed, steps=1)
-
-
-# --- the order of launches
-
-
-def branches() -> Step:
-    heads = {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}
-    model = Plain(lambda m, x: m.a(x).sin().sum() + m.b(x).cos().sum(), **heads)
-    return Step.of(model, (torch.randn(3, 4),))
-
-
-def lines_of(placed: PlacedModule, *names: str) -> list[int]:
-    """The line in which each call of an operator starts."""
-    program = placed._program
-    calls = {call.op: f"= f{i}(" for i, call in enumerate(program.calls)}
-    lines = placed.source.splitlines()
-    return [next(i for i, line in enumerate(lines) if calls[name] in line) for name in names]
-
-
-def test_work_for_accelerators_is_launched_before_the_cpu_starts(device: torch.device) -> None:
-    extraction = extract(branches())
-    placed = PlacedModule(
-        extraction, on(extraction, device, lambda key: key.startswith(("b:", ":cos")))
-    )
-    cos, sin = lines_of(placed, "cos", "sin")
-    assert cos < sin
-    order = [call.key for call in extraction.forward.placed_calls]
-    placed.place(on(extraction, device, lambda key: key.startswith(("b:", ":cos"))), order)
-    cos, sin = lines_of(placed, "cos", "sin")
-    assert sin < cos, "a given order goes first"
-
-
-# --- what is refused
-
-
-def test_placements_that_do_not_fit_are_refused(device: torch.device) -> None:
-    extraction = fresh("conv_net")
-    whole = on(extraction, device, lambda key: False)
-    placed = PlacedModule(extraction, whole)
-    with pytest.raises(ValueError, match="1 calls have no device, such as '0:conv2d'"):
-        placed.place({key: "cpu" for key in whole if key != "0:conv2d"})
-    with pytest.raises(ValueError, match="'9:conv2d' has a device, but is no call"):
-        placed.place({**whole, "9:conv2d": "cpu"})
-    with pytest.raises(ValueError, match="the order names '9:conv2d', which is no call"):
-        placed.place(whole, ["9:conv2d"])
-    with pytest.raises(ValueError, match="device cuda:99 cannot be used: "):
-        placed.place({**whole, "0:conv2d": "cuda:99"})
-    with pytest.raises(ValueError, match=r"input \[0\] of the batch is .* shape \(1, 3, 16, 16\)"):
-        placed(torch.zeros(1, 3, 16, 16), extraction.step.inputs[1])
-    placed(*extraction.step.inputs)
-
-
-def test_a_model_without_memory_is_refused() -> None:
-    with torch.device("meta"):
-        model = nn.Linear(3, 3)
-    extraction = extract(Step.of(model, torch.zeros(2, 3), training=False))
-    with pytest.raises(ValueError, match="weight is on the meta device"):
-        PlacedModule(extraction, on(extraction, torch.device("cpu"), lambda key: True))
-
-
-def test_weights_that_are_tied_no_longer_are_refused() -> None:
-    extraction = fresh("tied_weights")
-    placed = PlacedModule(extraction, on(extraction, torch.device("cpu"), lambda key: True))
-    head = placed.get_submodule("head")
-    head.weight = nn.Parameter(head.get_parameter("weight").detach().clone())
-    with pytest.raises(ValueError, match="is tied no longer"):
-        placed(*extraction.step.inputs)
-
-
-def test_what_fails_on_a_device_names_the_call(device: torch.device) -> None:
-    extraction = fresh("dlrm")
-    placed = PlacedModule(extraction, on(extraction, device, lambda key: "bottom" in key))
-    dense, rows, target = extraction.step.inputs
-    with pytest.raises((RuntimeError, IndexError)) as failure:
-        placed(dense, rows + 1000, target)
-    assert "embedding" in str(getattr(failure.value, "__notes__", failure.value))

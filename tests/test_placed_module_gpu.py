@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 from random_devices import random_devices, random_order
 from tiny_models import forward
 from torch import nn
+from torch_optimizers import torch_optimizer, with_optimizer
 
 from envs.executor.placed_module import PlacedModule
 from graphs.extract import Extraction, Step, extract
@@ -218,3 +221,40 @@ def test_a_loss_that_is_still_held_does_not_hinder_a_move() -> None:
         loss.backward()
         assert held.requires_grad
         assert all(p.grad is not None and p.grad.device == p.device for p in placed.parameters())
+
+
+@pytest.mark.parametrize("kind", ["momentum", "adamw"])
+@pytest.mark.parametrize("seed", range(2))
+def test_steps_with_an_optimizer_leave_what_torchs_own_leaves(kind: str, seed: int) -> None:
+    extraction = extract(with_optimizer(extracted("conv_net").step, kind, learning_rate=0.01))
+    plain = copy.deepcopy(extraction.step)
+    assert plain.optimizer is not None
+    optimizer = torch_optimizer(plain.model, plain.optimizer)
+    placed = PlacedModule(extraction, random_devices(extraction, ["cpu", GPU], seed))
+    for _ in range(3):
+        optimizer.zero_grad()
+        expected = forward(plain)
+        expected.backward()
+        optimizer.step()
+        assert_close(placed.step(*plain.inputs), expected.detach(), 1e-4)
+    for name, tensor in plain.model.state_dict().items():
+        assert_close(placed.state_dict()[name], tensor, 1e-4)
+    assert all(own.grad is None for own in placed.parameters())
+
+
+def test_a_step_in_bf16_is_near_that_of_the_cpu() -> None:
+    extraction = extract(replace(extracted("attention").step, dtype="bf16"))
+    expected = forward(copy.deepcopy(extraction.step)).detach()
+    placed = PlacedModule(extraction, random_devices(extraction, ["cpu", GPU], 1))
+    assert_close(placed.step(*extraction.step.inputs), expected, 0.02)
+    assert all(own.grad is not None for own in placed.parameters())
+
+
+def test_its_checkpoint_is_one_of_the_model(tmp_path: Path) -> None:
+    extraction = extracted("attention")
+    placed = PlacedModule(extraction, random_devices(extraction, ["cpu", GPU], 0))
+    torch.save(placed.state_dict(), tmp_path / "saved")
+    plain = extracted("attention").step.model
+    plain.load_state_dict(torch.load(tmp_path / "saved", map_location="cpu"))
+    for name, tensor in plain.state_dict().items():
+        assert_close(placed.state_dict()[name], tensor, 0.0)

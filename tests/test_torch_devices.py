@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from envs import discover as discovery
 from envs import torch_devices, torch_speeds
 from envs.calibrate import calibrated
 from envs.discover import available_memory_bytes, check_devices, discover
+from envs.stopwatch import seconds_per_call
 from envs.torch_speeds import LARGE_BYTES, SMALL_BYTES, Copies, copies_from
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -102,3 +104,23 @@ def test_links_with_the_host_lead_one_way_each() -> None:
         assert link.one_way
         assert 1e-7 < link.latency_s < 1e-3
         assert 1e8 < link.bandwidth_bytes_per_s < 1e12
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_a_burst_on_cuda_costs_what_the_kernels_work_or_what_launching_takes() -> None:
+    device = torch.device("cuda:0")
+    matrix = torch.randn(2048, 2048, device=device)
+    one, four = (
+        seconds_per_call(lambda n=n: [torch.mm(matrix, matrix) for _ in range(n)], [device])  # type: ignore[misc]  # mypy takes no default there
+        for n in (1, 4)
+    )
+    assert four == pytest.approx(4 * one, rel=0.3)
+    small = torch.ones(1, device=device)
+    start = time.perf_counter()
+    for _ in range(1000):
+        torch.neg(small)
+    launched_s = (time.perf_counter() - start) / 1000
+    assert seconds_per_call(lambda: torch.neg(small), [device]) == pytest.approx(
+        launched_s, rel=1.0
+    )

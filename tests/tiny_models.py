@@ -188,10 +188,10 @@ def nmt() -> Step:
     )
 
 
-def inception() -> Step:
+def inception(dropout: float = 0.0) -> Step:
     """Inception-V3 with a sixty-fourth of its channels, on the smallest image that it takes."""
     torch.manual_seed(11)
-    model = InceptionV3(InceptionConfig(classes=5, width=1 / 64, dropout=0.0, auxiliary=False))
+    model = InceptionV3(InceptionConfig(classes=5, width=1 / 64, dropout=dropout, auxiliary=False))
     return Step.of(model, (torch.randn(2, 3, 75, 75), torch.tensor([1, 3])), F.cross_entropy)
 
 

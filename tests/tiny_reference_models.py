@@ -33,7 +33,7 @@ TINY_MOE = MoeConfig(
     experts=4,
 )
 TINY_DLRM = DlrmConfig(dense=3, rows=(5, 7, 4), features=4, bottom=(6,), top=(5,))
-TINY_NASNET = NasNetConfig(classes=5, stem=4, filters=4, repeats=1, dropout=0.0)
+TINY_NASNET = NasNetConfig(classes=5, stem=4, filters=4, repeats=1)
 
 
 def words(logits: Tensor, next_tokens: Tensor) -> Tensor:
@@ -48,9 +48,9 @@ def resnet() -> Step:
     return images_step(ResNet(ResNetConfig(classes=5, blocks=(2, 1, 1, 1), width=4)))
 
 
-def rnnlm() -> Step:
+def rnnlm(dropout: float = 0.0) -> Step:
     tokens = torch.randint(11, (2, 4))
-    model = Rnnlm(RnnlmConfig(vocabulary=11, hidden=4, dropout=0.0))
+    model = Rnnlm(RnnlmConfig(vocabulary=11, hidden=4, dropout=dropout))
     return Step.of(model, (tokens[:, :-1], tokens[:, 1:]), words)
 
 
@@ -72,8 +72,8 @@ def dlrm() -> Step:
     return Step.of(Dlrm(TINY_DLRM), inputs, F.binary_cross_entropy_with_logits)
 
 
-def nasnet() -> Step:
-    return images_step(NasNet(TINY_NASNET))
+def nasnet(dropout: float = 0.0) -> Step:
+    return images_step(NasNet(replace(TINY_NASNET, dropout=dropout)))
 
 
 STEPS: dict[str, Callable[[], Step]] = {

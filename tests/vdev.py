@@ -1,13 +1,15 @@
 """A second torch device for tests: ``vdev`` computes on the CPU and is a device of its own.
 
 It refuses to mix devices in one op as an accelerator does, and writes down what is sent. Autograd
-allows it one index only. Its random numbers are those of the CPU.
+allows it one index only. Its random numbers are those of the CPU, and so are the casts of autocast,
+though it casts a parameter anew for every reader.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -173,7 +175,43 @@ ON_CPU: dict[Any, Any] = {
     torch.ops.aten._thnn_fused_lstm_cell.default: _lstm_cell,
     torch.ops.aten._thnn_fused_lstm_cell_backward_impl.default: _lstm_cell_backward,
 }
+AUTOCAST = "AutocastPrivateUse1"
+LOWER = (
+    *("conv1d", "conv2d", "conv3d", "mm", "bmm", "addmm", "baddbmm", "addbmm", "linear", "matmul"),
+    "scaled_dot_product_attention",
+)
+WIDER = (
+    *("cross_entropy_loss", "nll_loss", "mse_loss", "l1_loss", "huber_loss", "smooth_l1_loss"),
+    *("kl_div", "binary_cross_entropy", "binary_cross_entropy_with_logits", "prod"),
+)
+"""Some of what autocast on CPUs computes in lower precision, and in 32 bits."""
+
+
+def _add_autocast() -> list[Any]:
+    library: Any = torch.library.Library  # torch leaves it untyped
+    every, aten = library("_", "IMPL"), library("aten", "IMPL")
+    every.fallback(torch.library.fallthrough_kernel, AUTOCAST)
+    for name in (*LOWER, *WIDER):
+        kernel = partial(_autocast, getattr(torch.ops.aten, name).default, name in LOWER)
+        aten.impl(name, kernel, AUTOCAST)
+    return [every, aten]
+
+
+def _autocast(func: Any, lower: bool, *args: Any, **kwargs: Any) -> Any:
+    dtype = torch.get_autocast_dtype("vdev") if lower else torch.float32
+
+    def cast(leaf: Any) -> Any:
+        floats = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return leaf.to(dtype) if floats and leaf.dtype != torch.float64 else leaf
+
+    key = torch._C._parse_dispatch_key(AUTOCAST)
+    assert key is not None
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
+        return func(*tree_map(cast, args), **tree_map(cast, kwargs))
+
+
 # Before the first backward pass, or autograd does not know it; not where there is a CUDA device,
 # whose place as the accelerator it would take.
 if not torch.cuda.is_available():
     _setup_privateuseone_for_python_backend("vdev", backend_module=_Module())
+    _LIBRARIES = _add_autocast()  # they hold as long as somebody keeps them

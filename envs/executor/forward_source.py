@@ -2,7 +2,8 @@
 
 A tensor that is needed on another device is sent there once; where it is written in between, once
 for each state that is read. What free calls make is made on every device that reads it. A tensor is
-let go of after its last use.
+let go of after its last use. Where copies are to overlap with compute, a tensor is sent as soon as
+it is made, and awaited where it is read.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, Final
 import torch
 
 from envs.executor.neutral import CallText
+from envs.executor.streams import arrived, sending
 from graphs.extract.forward import ForwardProgram
 from graphs.extract.program import Ref
 
@@ -66,12 +68,28 @@ class ForwardWriter:
         launched: Sequence[int],
         devices: Mapping[str, torch.device],
         homes: Mapping[int, torch.device],
+        *,
+        overlap: bool = False,
     ) -> ForwardSource:
         """The source for calls in launch order, with ``devices`` by key and ``homes`` by value."""
-        writer = _Writer(self, devices, homes)
+        if not overlap:
+            return self._written(launched, devices, homes, {}).finished()
+        overlapping = self._written(launched, devices, homes, {}, overlap=True).sent
+        return self._written(launched, devices, homes, overlapping, overlap=True).finished()
+
+    def _written(
+        self,
+        launched: Sequence[int],
+        devices: Mapping[str, torch.device],
+        homes: Mapping[int, torch.device],
+        ahead: Mapping[int, Sequence[torch.device]],
+        *,
+        overlap: bool = False,
+    ) -> _Writer:
+        writer = _Writer(self, devices, homes, ahead, overlap=overlap)
         for call in launched:
             writer.launch(call)
-        return writer.finished()
+        return writer
 
 
 class _Writer:
@@ -82,13 +100,20 @@ class _Writer:
         shared: ForwardWriter,
         devices: Mapping[str, torch.device],
         homes: Mapping[int, torch.device],
+        ahead: Mapping[int, Sequence[torch.device]],
+        *,
+        overlap: bool,
     ) -> None:
         self.shared = shared
         self.program = shared.program
         self.devices = devices
         self.homes = homes
         self.device_names: dict[torch.device, str] = {}
-        self.names: dict[str, Any] = {"arriving": arriving}
+        self.ahead = ahead  # where values are sent as soon as they are made
+        self.overlap = overlap
+        self.sent: defaultdict[int, list[torch.device]] = defaultdict(list)
+        self.on_the_way: dict[tuple[int, torch.device], str] = {}
+        self.names: dict[str, Any] = {"arriving": arriving, "sending": sending, "arrived": arrived}
         self.lines: list[tuple[str, list[str], list[str]]] = []  # text, names read, names made
         self.where: dict[int, torch.device] = {}  # device of the values of placed calls
         self.there: dict[tuple[int, torch.device, int], str] = {}
@@ -106,6 +131,10 @@ class _Writer:
         device = self.devices[call.key]
         self.where |= {value: device for value in call.outputs if value is not None}
         self._call(index, device)
+        for value in call.outputs:
+            if value is not None:
+                for destination in self.ahead.get(value, ()):
+                    self._send(value, self._value(value, device), destination)
         for storage in call.writes:
             self.writes[storage] += 1
 
@@ -171,15 +200,41 @@ class _Writer:
             assert at_home, f"value {value} is read before it is made"
             return at_home
         given = at_home or self._value(value, home)
-        storage = self.program.storage_of[value]
-        name = f"v{value}_{on}_{self.writes[storage]}"
+        name = f"v{value}_{on}_{self.writes[self.program.storage_of[value]]}"
+        if self.overlap and self._may_overlap(value, home, device):
+            self.sent[value].append(device)
+            way = self.on_the_way.get((value, device)) or self._send(value, given, device)
+            self.lines.append((f"{name} = arrived({way})", [way], [name]))
+            return self._keep(value, device, name)
         # What comes from an accelerator must be there before the CPU goes on, and what the CPU
         # may write to next must have left.
-        is_stable = home.type != "cpu" or storage not in self.shared.written
-        waits = "" if device.type == "cpu" or not is_stable else ", non_blocking=True"
+        leaves = home.type != "cpu" or self._is_stable(value)
+        waits = "" if device.type == "cpu" or not leaves else ", non_blocking=True"
         self.lines.append((f"{name} = {given}.to({on}{waits})", [given], [name]))
         self.transfers += 1
         return self._keep(value, device, name)
+
+    def _send(self, value: int, given: str, device: torch.device) -> str:
+        """Start to send a value, which is awaited where it is read first."""
+        on = self._device(device)
+        name = f"s{value}_{on}"
+        self.lines.append((f"{name} = sending({given}, {on})", [given], [name]))
+        self.on_the_way[value, device] = name
+        self.transfers += 1
+        return name
+
+    def _may_overlap(self, value: int, home: torch.device, device: torch.device) -> bool:
+        """Whether nobody writes a value before its copy is made.
+
+        A copy that the host makes or reads is awaited soon. Between accelerators it is not, and
+        what is done with a parameter after the pass would not wait for it.
+        """
+        on_accelerators = "cpu" not in (home.type, device.type)
+        return self._is_stable(value) and not (value in self.states and on_accelerators)
+
+    def _is_stable(self, value: int) -> bool:
+        """Whether nobody ever writes it."""
+        return self.program.storage_of[value] not in self.shared.written
 
     def _keep(self, value: int, device: torch.device, name: str) -> str:
         self.there[self._state(value, device)] = name

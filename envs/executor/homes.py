@@ -93,22 +93,6 @@ class Homes:
         return tensor
 
 
-def first_readers(program: ForwardProgram) -> dict[int, str]:
-    """{value of a state: key of the call that it lives with}: its first reader, if placed.
-
-    A free call stands for the first that reads what it makes. Who writes a state shares a device
-    with all that read it, see :meth:`ForwardProgram.together`.
-    """
-    reader: dict[int, str] = {}
-    for call in reversed(program.calls):
-        made = (value for value in call.outputs if value is not None)
-        key = call.key if not call.is_free else next((reader[v] for v in made if v in reader), None)
-        if key is not None:
-            reader |= dict.fromkeys(call.reads, key)
-    states = (s.value for s in program.sources if s.role in ("parameter", "buffer"))
-    return {value: reader[value] for value in states if value in reader}
-
-
 def _slots(step: Step) -> dict[str, list[tuple[dict[str, Any], str]]]:
     """Where modules hold each parameter and buffer, by every name that it has."""
     roots = {"": step.model}

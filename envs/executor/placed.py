@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -13,8 +12,15 @@ from torch.utils._pytree import tree_map
 from envs.cluster import Cluster
 from envs.executor.lists import device_lists
 from envs.executor.pool import WorkerError, WorkerPool
-from envs.executor.state import begin_updates, count_update, leaves_by_path, load_batch
-from graphs.extract import Extraction, Step
+from envs.executor.state import (
+    begin_updates,
+    checked_rate,
+    count_update,
+    load_batch,
+    load_kept,
+    unpacked,
+)
+from graphs.extract import Extraction
 from graphs.extract.export import Position
 
 
@@ -122,7 +128,7 @@ class PlacedModel:
         """
         if self._pool.closed:
             raise WorkerError("the workers of this placed model have ended; place it again")
-        load_batch(self._pool.arena, self._step, *_unpacked(self._step, batch, keywords))
+        load_batch(self._pool.arena, self._step, *unpacked(self._step, batch, keywords))
         state = self._share()
         self._keep_gradients(state)
         count_update(self._pool.arena)
@@ -150,9 +156,7 @@ class PlacedModel:
 
     @learning_rate.setter
     def learning_rate(self, rate: float) -> None:
-        if not (math.isfinite(rate) and rate >= 0):
-            raise ValueError(f"learning rate {rate} is not a number >= 0")
-        self._rate().fill_(rate)
+        self._rate().fill_(checked_rate(rate))
 
     def _rate(self) -> torch.Tensor:
         for source in self.program.sources:
@@ -173,14 +177,7 @@ class PlacedModel:
         Raises:
             ValueError: it is the state of another optimizer or model.
         """
-        kept = self._kept()
-        for name in sorted(kept.keys() | state.keys()):
-            here = _form(kept[name]) if name in kept else "nothing"
-            given = _form(state[name]) if name in state else "nothing"
-            if here != given:
-                raise ValueError(f"{name} of the optimizer is {here} here, but {given} was given")
-        for name, tensor in kept.items():
-            tensor.copy_(state[name])
+        load_kept(self._kept(), state)
 
     def _kept(self) -> dict[str, torch.Tensor]:
         value = self._pool.arena.value
@@ -257,17 +254,3 @@ class PlacedModel:
 
 def _form(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"
-
-
-def _unpacked(
-    step: Step, batch: tuple[Any, ...], keywords: Mapping[str, Any]
-) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Arguments and keywords, also of a batch that came as one tuple, list or mapping."""
-    expected = leaves_by_path(step.step_inputs, step.keywords).keys()
-    if len(batch) == 1 and not keywords and leaves_by_path(batch, {}).keys() != expected:
-        only = batch[0]
-        if isinstance(only, tuple | list):
-            return only, {}
-        if isinstance(only, Mapping):
-            return (), only
-    return batch, keywords

@@ -11,10 +11,12 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from envs.executor.forward_source import ForwardWriter
-from envs.executor.homes import Homes, first_readers
+from envs.executor.homes import Homes
 from envs.executor.launch import LaunchOrder
-from envs.executor.state import matched_leaves
+from envs.executor.state import checked_rate, matched_leaves, unpacked
+from envs.executor.updates import Updates
 from graphs.extract import Extraction
+from graphs.extract.autocast import autocasting
 from graphs.extract.export import Position
 
 SHARED: Final = (
@@ -41,10 +43,16 @@ class PlacedModule(nn.Module):
     optimizer, clip gradients, save its ``state_dict``. Each is moved to the device where it is
     first read, and moved back there by the next call if it was moved elsewhere. State of an
     optimizer does not follow: make it after placing, or let it load its own ``state_dict()``.
+    :meth:`step` runs a whole step instead, with the optimizer that is part of it, if one is; what
+    that one keeps does follow.
 
-    Every kind of device draws random numbers of its own: what a model drops out depends on the
-    placement. Train and eval mode are part of the step, so switching is refused. Shapes of the
-    inputs are those of the example.
+    ``torch.compile`` takes it as one graph, which it makes anew after :meth:`place`.
+    ``DistributedDataParallel`` takes it once it is placed, if all its parameters are on one type of
+    device (torch refuses a mix of ``cpu`` and ``cuda``) and all replicas are placed alike.
+
+    A step in bf16 runs under ``torch.autocast`` on each of its devices. Every kind of device draws
+    random numbers of its own: what a model drops out depends on the placement. Train and eval mode
+    are part of the step, so switching is refused. Shapes of the inputs are those of the example.
     """
 
     def __init__(
@@ -54,6 +62,7 @@ class PlacedModule(nn.Module):
         order: Sequence[str] = (),
         *,
         keep_copies: bool = False,
+        overlap: bool = False,
     ) -> None:
         """Move the state and write the forward pass.
 
@@ -63,6 +72,8 @@ class PlacedModule(nn.Module):
             order: keys of calls, the first to be launched first; see :meth:`place`.
             keep_copies: leave copies of parameters where they were, so that placing them there
                 again sends nothing; for searches, as long as there is memory.
+            overlap: send tensors as soon as they are made, with CUDA on streams of their own
+                through page-locked memory, so that copies overlap with compute.
 
         Raises:
             ValueError: as :meth:`place`; or a parameter is on the meta device.
@@ -79,8 +90,10 @@ class PlacedModule(nn.Module):
         self._program = extraction.forward
         self._writer = ForwardWriter(self._program)
         self._launch = LaunchOrder(self._program)
-        self._readers = first_readers(self._program)
+        self._readers = self._program.first_readers()
         self._homes = Homes(step, self._program, keep_copies=keep_copies)
+        self._updates = Updates(extraction, step.optimizer) if step.optimizer is not None else None
+        self._overlap = overlap
         self._constants: dict[torch.device, list[torch.Tensor]] = {}
         self.place(devices, order)
 
@@ -106,8 +119,10 @@ class PlacedModule(nn.Module):
                     f"{', '.join(sorted(map(str, used)))}; give them one device"
                 )
         homes = {value: placed[key] for value, key in self._readers.items()}
-        source = self._writer.source(self._launch.of(placed, order), placed, homes)
-        run = source.compiled()
+        launched = self._launch.of(placed, order)
+        source = self._writer.source(launched, placed, homes, overlap=self._overlap)
+        types = sorted({device.type for device in placed.values()})
+        run = autocasting(source.compiled(), self._step.dtype, types)
         for device in set(placed.values()) - self._constants.keys():
             held = [s.tensor for s in self._program.sources if s.tensor is not None]
             self._constants[device] = [tensor.to(device) for tensor in held]
@@ -148,6 +163,69 @@ class PlacedModule(nn.Module):
             lambda leaf: results[leaf.number] if isinstance(leaf, Position) else leaf,
             self._outputs,
         )
+
+    def step(self, *batch: Any, **keywords: Any) -> Any:
+        """Run one step on a batch shaped as the example inputs, given as a data loader gives it.
+
+        A training step returns the loss (detached) and adds to the parameters' gradients, or with
+        an optimizer updates the parameters and leaves no gradients; an inference step returns what
+        the model returns. A step with an optimizer that fails may have updated some parameters.
+
+        Raises:
+            ValueError: the batch does not fit the example inputs.
+            Exception: as torch raises it.
+        """
+        positional, named = unpacked(self._step, batch, keywords)
+        if not self._step.training:
+            return self(*positional, **named)
+        if self._updates is None:
+            loss: torch.Tensor = self(*positional, **named)
+            torch.autograd.backward(loss)
+        else:
+            self._updates.settle(self._homes.tensors())
+            with self._updates.during():
+                loss = self(*positional, **named)
+                torch.autograd.backward(loss)
+        return loss.detach()
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the step's optimizer, from the next step on; set it as a schedule wants.
+
+        Raises:
+            ValueError: the step has no optimizer, or the rate is negative or not finite.
+        """
+        return self._optimizer().learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, rate: float) -> None:
+        self._optimizer().learning_rate = checked_rate(rate)
+
+    def optimizer_state(self) -> dict[str, torch.Tensor]:
+        """A copy of what the step's optimizer keeps, such as ``exp_avg.<parameter>``; {} of none.
+
+        ``step.<parameter>`` counts the updates of adam and adamw.
+        """
+        if self._updates is None:
+            return {}
+        self._updates.settle(self._homes.tensors())
+        return {name: tensor.clone() for name, tensor in self._updates.state().items()}
+
+    def load_optimizer_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Go on from what :meth:`optimizer_state` gave; of {} anew.
+
+        Raises:
+            ValueError: it is the state of another optimizer or model.
+        """
+        if self._updates is not None:
+            self._updates.load(self._homes.tensors(), state)
+        elif state:
+            raise ValueError("the placed step has no optimizer whose state could be loaded")
+
+    def _optimizer(self) -> Updates:
+        if self._updates is None:
+            raise ValueError('the placed step has no optimizer: give apply one, such as "adamw"')
+        return self._updates
 
     def train(self, mode: bool = True) -> PlacedModule:
         """Nothing to do in the mode of the step.

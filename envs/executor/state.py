@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,6 +39,32 @@ def count_update(arena: Arena) -> None:
     for source in arena.program.sources:
         if source.role == "step_count":
             arena.value(source.value).add_(1.0)
+
+
+def checked_rate(rate: float) -> float:
+    """A learning rate.
+
+    Raises:
+        ValueError: it is negative or not finite.
+    """
+    if not (math.isfinite(rate) and rate >= 0):
+        raise ValueError(f"learning rate {rate} is not a number >= 0")
+    return rate
+
+
+def load_kept(kept: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:
+    """Copy what an optimizer kept elsewhere into what it keeps here.
+
+    Raises:
+        ValueError: names, shapes or dtypes differ.
+    """
+    for name in sorted(kept.keys() | state.keys()):
+        here = _form(kept[name]) if name in kept else "nothing"
+        given = _form(state[name]) if name in state else "nothing"
+        if here != given:
+            raise ValueError(f"{name} of the optimizer is {here} here, but {given} was given")
+    for name, tensor in kept.items():
+        tensor.copy_(state[name])
 
 
 def load_state(arena: Arena, step: Step) -> None:
@@ -90,11 +117,29 @@ def matched_leaves(step: Step, inputs: Sequence[Any], keywords: Mapping[str, Any
     return [given[path] for path in examples]
 
 
+def unpacked(
+    step: Step, batch: tuple[Any, ...], keywords: Mapping[str, Any]
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Arguments and keywords, also of a batch that came as one tuple, list or mapping."""
+    expected = leaves_by_path(step.step_inputs, step.keywords).keys()
+    if len(batch) == 1 and not keywords and leaves_by_path(batch, {}).keys() != expected:
+        only = batch[0]
+        if isinstance(only, tuple | list):
+            return only, {}
+        if isinstance(only, Mapping):
+            return (), only
+    return batch, keywords
+
+
 def leaves_by_path(inputs: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Every leaf of a batch under its place in it, such as ``[0]`` or ``['mask']``."""
     positional = tree_flatten_with_path(tuple(inputs))[0]
     named = tree_flatten_with_path(dict(keywords))[0]
     return {keystr(path): leaf for path, leaf in (*positional, *named)}
+
+
+def _form(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)}"
 
 
 def _check(path: str, given: object, example: object) -> None:

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import fx, nn
@@ -23,14 +23,43 @@ from torch import fx, nn
 CAST: Final = torch.ops.aten._to_copy.default
 FROM: Final = "cast_in"
 """Key of a node's own name, in what the nodes traced from it inherit."""
+Result = TypeVar("Result")
 TORCH_DTYPE: Final[Mapping[str, torch.dtype]] = {"bf16": torch.bfloat16}
 
 
-def autocast(dtype: str) -> contextlib.AbstractContextManager[Any]:
-    """``torch.autocast`` on CPUs for the name of a dtype; nothing for fp32."""
-    if dtype not in TORCH_DTYPE:
-        return contextlib.nullcontext()
-    return torch.autocast("cpu", dtype=TORCH_DTYPE[dtype])
+@contextlib.contextmanager
+def autocast(
+    dtype: str, device_types: Iterable[str] = ("cpu",), *, keeps_casts: bool = True
+) -> Iterator[None]:
+    """``torch.autocast`` on devices for the name of a dtype; nothing for fp32.
+
+    Unless it ``keeps_casts``, a parameter is cast anew for every reader.
+    """
+    with contextlib.ExitStack() as entered:
+        for device_type in device_types if dtype in TORCH_DTYPE else ():
+            entered.enter_context(
+                torch.autocast(device_type, TORCH_DTYPE[dtype], cache_enabled=keeps_casts)
+            )
+        yield
+
+
+def autocasting(
+    run: Callable[..., Result], dtype: str, device_types: Iterable[str]
+) -> Callable[..., Result]:
+    """A function that runs under autocast, such that dynamo can look into it, too."""
+    for device_type in device_types if dtype in TORCH_DTYPE else ():
+        run = _within(run, TORCH_DTYPE[dtype], device_type)
+    return run
+
+
+def _within(
+    run: Callable[..., Result], dtype: torch.dtype, device_type: str
+) -> Callable[..., Result]:
+    def within(*arguments: Any) -> Result:
+        with torch.autocast(device_type, dtype):
+            return run(*arguments)
+
+    return within
 
 
 @contextlib.contextmanager
@@ -64,11 +93,11 @@ def name_nodes(module: fx.GraphModule) -> None:
             node.meta["custom"] = {**node.meta.get("custom", {}), FROM: node.name}
 
 
-def cast_once(module: fx.GraphModule, joint: fx.Graph) -> bool:
+def cast_once(module: fx.GraphModule, joint: fx.Graph) -> list[fx.Node]:
     """Cast each parameter once where its trace, ``joint``, has casts of it for several readers.
 
     Returns:
-        Whether the exported module was changed, so that it must be traced again.
+        The casts that were added to the exported module: with any, it must be traced again.
     """
     wanted: defaultdict[tuple[int, torch.dtype], list[str]] = defaultdict(list)
     for node in joint.nodes:
@@ -77,14 +106,22 @@ def cast_once(module: fx.GraphModule, joint: fx.Graph) -> bool:
             if reader is not None:
                 wanted[id(tensor), node.kwargs["dtype"]].append(reader)
     nodes = {node.name: node for node in module.graph.nodes}
-    changed = False
-    for (tensor_id, dtype), readers in wanted.items():
-        if len(readers) > 1:
-            _share(module, tensor_id, dtype, [nodes[reader] for reader in dict.fromkeys(readers)])
-            changed = True
-    if changed:
+    added = [
+        _share(module, tensor_id, dtype, [nodes[reader] for reader in dict.fromkeys(readers)])
+        for (tensor_id, dtype), readers in wanted.items()
+        if len(readers) > 1
+    ]
+    if added:
         module.recompile()
-    return changed
+    return added
+
+
+def without_casts(module: fx.GraphModule, added: Iterable[fx.Node]) -> None:
+    """Undo what :func:`cast_once` did: where autocast is on, it casts once by itself."""
+    for cast in added:
+        cast.replace_all_uses_with(cast.all_input_nodes[0])
+        module.graph.erase_node(cast)
+    module.recompile()
 
 
 def _trained(module: nn.Module, node: Any) -> nn.Parameter | None:
@@ -98,7 +135,7 @@ def _trained(module: nn.Module, node: Any) -> nn.Parameter | None:
 
 def _share(
     module: fx.GraphModule, tensor_id: int, dtype: torch.dtype, readers: list[fx.Node]
-) -> None:
+) -> fx.Node:
     """Give the readers of a parameter, the first one first, one cast of it to read."""
     first = readers[0]
 
@@ -112,6 +149,7 @@ def _share(
     for reader in readers:
         for parameter in set(parameters) & set(reader.all_input_nodes):
             reader.replace_input_with(parameter, cast)
+    return cast
 
 
 def share_casts(graph: fx.Graph, parameters: set[fx.Node]) -> None:

@@ -84,12 +84,9 @@ def _tied_parameters(
 
 
 def _updated_parameters(program: StepProgram) -> Iterable[tuple[str, set[int]]]:
-    names = {s.value: s.name for s in program.sources if s.role == "parameter"}
-    names |= {r.value: r.name for r in program.results if r.role == "state"}
     users = program.overwritten()
-    for call in program.calls:
-        if call.writes:
-            yield f"parameter {names[call.writes[0]]}", {call.op, *users[call.op]}
+    for op, name in program.updates().items():
+        yield f"parameter {name}", {op, *users[op]}
 
 
 def _forward_readers(program: StepProgram, facts: Sequence[OpFacts]) -> defaultdict[int, set[int]]:

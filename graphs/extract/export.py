@@ -16,7 +16,14 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from graphs.extract.autocast import autocast, cast_once, name_nodes, runs_under, share_casts
+from graphs.extract.autocast import (
+    autocast,
+    cast_once,
+    name_nodes,
+    runs_under,
+    share_casts,
+    without_casts,
+)
 from graphs.extract.fake import without_meta
 from graphs.extract.lineage import tag_calls
 from graphs.extract.own_backward import own_backward_refused
@@ -141,7 +148,7 @@ def _described(wrapper: nn.Module, step: Step) -> Traced:
         prefix=WRAPPED,
         training=step.training,
         outputs=tree_unflatten(returned, tree),
-        exported=module if step.dtype == FULL else None,
+        exported=module,
     )
 
 
@@ -159,9 +166,10 @@ def _aot_graph(module: fx.GraphModule, step: Step) -> fx.GraphModule:
     name_nodes(module)
     with runs_under(module, step.dtype):
         joint = traced()
-    if step.training and cast_once(module, joint.graph):
+    if step.training and (added := cast_once(module, joint.graph)):
         with runs_under(module, step.dtype):
             joint = traced()
+        without_casts(module, added)
     return joint
 
 

@@ -17,7 +17,7 @@ def calls_of(
 
     Torch tells it of nearly all. What it does not tell differentiates what its forward op does; or
     it adds up gradients of one tensor, which autograd does for the call that made the tensor, and
-    for a parameter where that is first read.
+    for a parameter where that is first read. There it is updated, too.
     """
     homes = _homes(program, forward)
     found = [op.stems_from or homes.get(i) for i, op in enumerate(facts)]
@@ -51,21 +51,20 @@ def _neighbours(
 
 
 def _homes(program: StepProgram, forward: ForwardProgram) -> dict[int, str]:
-    """{op that makes a gradient: key of the call that reads the parameter first}."""
-    first_reader: dict[int, str] = {}
-    for call in forward.calls:
-        for value in call.reads:
-            first_reader.setdefault(value, call.key)
+    """{op that makes a gradient, or updates a parameter: key of the call that reads it first}."""
+    reader = forward.first_readers()
     home = {
-        program.ties.get(s.name, s.name): first_reader[s.value]
-        for s in reversed(forward.sources)
-        if s.value in first_reader
+        program.ties.get(s.name, s.name): reader[s.value]
+        for s in forward.sources
+        if s.value in reader
     }
     producer = program.producers()
     found: dict[int, str] = {}
-    for result in program.results:
-        root = program.values[result.value].root
-        name = program.ties.get(result.name, result.name)
-        if result.role == "gradient" and root in producer and name in home:
+    for own_name, value in program.gradients.items():
+        root, name = program.values[value].root, program.ties.get(own_name, own_name)
+        if root in producer and name in home:
             found[program.calls[producer[root]].op] = home[name]
+    for op, own_name in program.updates().items():
+        if (name := program.ties.get(own_name, own_name)) in home:
+            found[op] = home[name]
     return found

@@ -90,17 +90,16 @@ class Extraction:
         """What devices of torch run.
 
         Raises:
-            ExtractionError: the step was not exported, or is in another precision than its model.
+            ExtractionError: the step was not exported, or has what they cannot run.
         """
         if self.own_forward is None:
             why = {
-                "export": f"its step is one in {self.step.dtype}, which pinned cores (core:N) run",
                 "dispatch": "its ops were recorded, which pinned cores (core:N) can run",
                 "modules": "its graph is of modules",
-            }[self.extractor]
+            }
             told = (
                 f"{type(self.step.model).__name__} cannot be placed on cuda:N and cpu, which run "
-                f"models as torch.export gives them: {self.no_forward or why}"
+                f"models as torch.export gives them: {self.no_forward or why[self.extractor]}"
             )
             raise ExtractionError(sentences(told, *(tried.reason for tried in self.fell_back)))
         return self.own_forward
@@ -200,9 +199,9 @@ def _of_trace(
         )
     if step.training:
         check_gradients(step, program.gradients)
-    forward, call_of, no_forward = _forward(step, traced, program, facts)
     if step.optimizer is not None:
         program, facts = with_optimizer(program, facts, step.optimizer)
+    forward, call_of, no_forward = _forward(step, traced, program, facts)
     return Extraction(
         step=step,
         graph=build_graph(program, facts, name),

@@ -82,6 +82,23 @@ class ForwardProgram:
                 members[storage][call.key] = None
         return tuple(tuple(keys) for keys in members.values() if len(keys) > 1)
 
+    def first_readers(self) -> dict[int, str]:
+        """{value of a state: key of the placed call that reads it first}, where there is one.
+
+        A free call stands for the first that reads what it makes. Who writes a state shares a
+        device with all that read it, see :meth:`together`.
+        """
+        reader: dict[int, str] = {}
+        for call in reversed(self.calls):
+            made = (value for value in call.outputs if value is not None)
+            key = call.key
+            if call.is_free:
+                key = next((reader[value] for value in made if value in reader), "")
+            if key:
+                reader |= dict.fromkeys(call.reads, key)
+        states = (s.value for s in self.sources if s.role in ("parameter", "buffer"))
+        return {value: reader[value] for value in states if value in reader}
+
     def makers(self) -> dict[int, int]:
         """{value: index of the call that makes it}, sources left out."""
         return {

@@ -149,6 +149,12 @@ class StepProgram:
             if value is not None
         }
 
+    def updates(self) -> dict[int, str]:
+        """{op that writes in place: name of the parameter that it updates}."""
+        names = {s.value: s.name for s in self.sources if s.role == "parameter"}
+        names |= {r.value: r.name for r in self.results if r.role == "state"}
+        return {call.op: names[call.writes[0]] for call in self.calls if call.writes}
+
     def overwritten(self) -> dict[int, set[int]]:
         """{op that writes in place: all other ops that read what it writes, or make it}."""
         first: dict[str, int] = {}

@@ -34,7 +34,7 @@ class Step:
     ``loss(model(*inputs[:-1], **keywords), inputs[-1])``. Without one, a training
     step takes the model's own output: a scalar, or an output with a scalar ``loss``. With an
     ``optimizer`` the step also updates the parameters. In another ``dtype`` than fp32 forward pass
-    and loss are under ``torch.autocast`` on CPUs; parameters keep theirs.
+    and loss are under ``torch.autocast``; parameters keep theirs.
     """
 
     model: nn.Module

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -85,13 +85,14 @@ class _Updates:
         counts = []
         if self.optimizer.counts_steps:
             counts.append(self._source("step_count", name, SCALAR, SCALAR, torch.float32))
-        target, lists, numbers = _kernel(self.optimizer, kept, counts)
+        kernel, numbers = self.optimizer.kernel
+        lists = [kept[:1], kept[1:], [], counts] if counts else [kept]
         self._call(
             f"{self.optimizer.kind}.{own_name}",
             module,
             Call(
                 op=len(self.facts),
-                target=target,
+                target=f"aten.{kernel}.tensor_lr",
                 args=([Ref(parameter)], [Ref(gradient)], *([Ref(v) for v in own] for own in lists)),
                 kwargs={"lr": Ref(rate), **numbers},
                 outputs=(),
@@ -139,39 +140,3 @@ class _Updates:
     def _value(self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> int:
         self.values.append(Value(shape, stride, dtype, len(self.values)))
         return len(self.values) - 1
-
-
-def _kernel(
-    optimizer: Optimizer, kept: list[int], counts: list[int]
-) -> tuple[str, list[list[int]], dict[str, Any]]:
-    """Torch's fused kernel: its name, what it takes after parameters and gradients, its numbers.
-
-    The buffer of momentum starts at 0, so that the first step needs no rule of its own: without
-    dampening it becomes the gradient.
-    """
-    if optimizer.counts_steps:
-        first, second = kept
-        return (
-            f"aten._fused_{optimizer.kind}_.tensor_lr",
-            [[first], [second], [], counts],
-            {
-                "beta1": optimizer.betas[0],
-                "beta2": optimizer.betas[1],
-                "weight_decay": optimizer.decay,
-                "eps": optimizer.epsilon,
-                "amsgrad": False,
-                "maximize": False,
-            },
-        )
-    return (
-        "aten._fused_sgd_.tensor_lr",
-        [kept],
-        {
-            "weight_decay": optimizer.decay,
-            "momentum": optimizer.momentum if kept else 0.0,
-            "dampening": 0.0,
-            "nesterov": False,
-            "maximize": False,
-            "is_first_step": False,
-        },
-    )

@@ -1,0 +1,136 @@
+"""Copies between devices that overlap with what these compute.
+
+With CUDA a copy runs on a stream of its own. It starts as soon as its tensor is made, and who reads
+the copy waits for it alone: a stream by an event, the CPU until the event has happened. From the
+host copies go through page-locked memory. The gradient comes back the same way. Between other
+devices a copy is a plain one.
+
+Memory that one stream takes and another uses is marked (``record_stream``), so that it is not given
+away meanwhile. A tensor that is written in place must not be sent this way: the write would not
+wait for the copy.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sent:
+    """A copy on its way; ``event`` is None once it is there."""
+
+    copy: torch.Tensor
+    event: torch.cuda.Event | None
+
+
+def sending(tensor: torch.Tensor, destination: torch.device) -> Sent:
+    """Start to copy a tensor to another device; its gradient will be copied back."""
+    if "cuda" not in (tensor.device.type, destination.type) or torch.compiler.is_compiling():
+        return Sent(tensor.to(destination), None)
+    trip = _Trip(tensor.device, destination)
+    if not (torch.is_grad_enabled() and tensor.requires_grad):
+        return Sent(*trip.out(tensor))
+    if tensor.device.type == "cpu":
+        tensor = _Awaited.apply(tensor, trip)  # type: ignore[no-untyped-call]
+    return Sent(_Carried.apply(tensor, trip), trip.event)  # type: ignore[no-untyped-call]
+
+
+def arrived(sent: Sent) -> torch.Tensor:
+    """The copy, for calls that are launched from here on."""
+    _wait(sent.event, sent.copy.device)
+    return sent.copy
+
+
+class _Trip:
+    """A tensor's way to another device, and its gradient's way back."""
+
+    def __init__(self, source: torch.device, destination: torch.device) -> None:
+        self.source = source
+        self.destination = destination
+        self.event: torch.cuda.Event | None = None  # of the copy that was started last
+        self.reader = torch.cuda.current_stream(source) if source.type == "cuda" else None
+
+    def out(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
+        """Start the copy of the tensor."""
+        copy, self.event = _copied(tensor, self.destination)
+        if copy.is_cuda:
+            copy.record_stream(torch.cuda.current_stream(self.destination))
+        return copy, self.event
+
+    def back(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Start the copy of the gradient; a stream that reads it waits, the CPU does not yet."""
+        copy, self.event = _copied(gradient, self.source)
+        if self.reader is not None:
+            self.reader.wait_event(self.event)
+            copy.record_stream(self.reader)
+        return copy
+
+
+class _Carried(torch.autograd.Function):
+    """The copy of a tensor, and backward that of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, trip: _Trip) -> torch.Tensor:
+        ctx.trip = trip
+        return trip.out(tensor)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.trip.back(gradient), None
+
+
+class _Awaited(torch.autograd.Function):
+    """A tensor of the host, and backward its gradient, once that has come back.
+
+    Backward of what it is copied to runs in the thread of an accelerator, which must not wait.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, trip: _Trip) -> torch.Tensor:
+        ctx.trip = trip
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        _wait(ctx.trip.event, ctx.trip.source)
+        return gradient, None
+
+
+def _copied(
+    tensor: torch.Tensor, destination: torch.device
+) -> tuple[torch.Tensor, torch.cuda.Event]:
+    """A copy that a stream of its own makes once the tensor is there, and the end of that."""
+    from_host = tensor.device.type == "cpu"
+    stream = _stream(destination if from_host else tensor.device, from_host)
+    if from_host:
+        tensor = tensor if tensor.is_pinned() else tensor.pin_memory()
+    else:
+        stream.wait_stream(torch.cuda.current_stream(tensor.device))
+    with torch.cuda.stream(stream):
+        copy = tensor.to(destination, non_blocking=True)
+    if tensor.is_cuda:
+        tensor.record_stream(stream)
+    return copy, stream.record_event()
+
+
+def _wait(event: torch.cuda.Event | None, reader: torch.device) -> None:
+    if event is None:
+        return
+    if reader.type == "cuda":
+        torch.cuda.current_stream(reader).wait_event(event)
+    else:
+        event.synchronize()
+
+
+@functools.cache
+def _stream(device: torch.device, into: bool) -> torch.cuda.Stream:
+    """One stream per device and direction: devices copy both ways at once."""
+    del into
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -1,0 +1,56 @@
+"""What the updates of an optimizer cost on torch's devices: its fused kernel, timed on zeros."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections import defaultdict
+from functools import partial
+
+import torch
+
+from envs import torch_devices
+from envs.executor.updates import fused_update, updated_together
+from envs.stopwatch import seconds_per_call
+from envs.torch_devices import OUT_OF_MEMORY
+from graphs.extract import Extraction
+from graphs.extract.call_graph import CallGraph
+from graphs.optimizer import STATE, Optimizer
+
+
+def update_costs(
+    extraction: Extraction, calls: CallGraph, device: torch.device
+) -> dict[int, float]:
+    """{node of a call graph: seconds of its updates}, nan where they have no room.
+
+    Parameters of one form cost the same, and are timed once.
+    """
+    optimizer = extraction.step.optimizer
+    if optimizer is None:
+        return {}
+    state = extraction.step.named_state()
+    node_of = {id(state[n]): calls.node_of[op] for op, n in extraction.program.updates().items()}
+    known: dict[object, float] = {}
+    found: defaultdict[int, float] = defaultdict(float)
+    for together in updated_together(extraction):
+        parameters = [state[name] for name in together.names]
+        form = tuple((tuple(p.shape), p.stride(), p.dtype) for p in parameters)
+        if form not in known:
+            known[form] = _seconds(optimizer, parameters, device)
+        found[int(node_of[id(parameters[0])])] += known[form]
+    return dict(found)
+
+
+def _seconds(optimizer: Optimizer, parameters: list[torch.Tensor], device: torch.device) -> float:
+    try:
+        here = [torch.zeros_like(p, device=device).detach() for p in parameters]
+        gradients = [torch.zeros_like(p) for p in here]
+        kept = [[torch.zeros_like(p) for _ in STATE[optimizer.kind]] for p in here]
+        counts = [torch.ones((), device=device) for _ in here]
+        return seconds_per_call(
+            partial(fused_update, optimizer, 0.0, here, gradients, kept, counts), [device]
+        )
+    except OUT_OF_MEMORY:
+        gc.collect()  # the traceback holds tensors, in circles
+        torch_devices.release(device)
+        return math.nan

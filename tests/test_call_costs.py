@@ -1,0 +1,147 @@
+"""What calls cost on torch's devices, with a fake second one, and what memory they take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import tiny_models
+import torch
+from torch import nn
+from two_devices import linked, pair
+
+from envs.call_costs import profile_calls
+from envs.call_memory import FRAGMENTED_SHARE, plannable
+from envs.discover import discover
+from envs.known_calls import call_costs, node_signatures
+from envs.problem import Problem
+from graphs.costs import with_costs
+from graphs.extract import Step, extract
+from graphs.extract.call_graph import call_graph
+from graphs.graph import GraphArrays
+
+torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("second_device")
+QUICK = {k: make for k, make in tiny_models.STEPS.items() if k not in ("inception", "nmt")}
+"""Without the two that have many calls: Python runs each on the second device."""
+
+
+# --- costs
+
+
+@pytest.mark.parametrize("make", QUICK.values(), ids=QUICK)
+def test_every_node_has_a_cost_on_both_devices(make: Callable[[], Step]) -> None:
+    step = make()
+    before = tiny_models.state_of(step)
+    extraction = extract(step)
+    calls = call_graph(extraction)
+    costs_s = profile_calls(extraction, calls, pair())
+    assert costs_s.keys() == {"vdev", f"cpu*{torch.get_num_threads()}"}
+    for cost_s in costs_s.values():
+        assert cost_s.shape == (len(calls.graph),)
+        assert (cost_s >= 0).all()
+        forward = [d["phase"] == "forward" for _, d in calls.graph.nodes(data=True)]
+        assert (cost_s[forward] > 0).any()
+        if step.training:
+            assert (cost_s[np.logical_not(forward)] > 0).any()
+    tiny_models.assert_same(tiny_models.state_of(step), before)
+    assert all(p.grad is None for p in step.model.parameters())
+
+
+def test_costs_follow_the_work_and_leave_the_launch_out() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2048), nn.Linear(2048, 512))
+    extraction = extract(Step.of(model, (torch.randn(64, 16), torch.randn(64, 512)), nn.MSELoss()))
+    calls = call_graph(extraction)
+    cluster = discover("cpu")
+    (cost_s,) = profile_calls(extraction, calls, cluster).values()
+    by_name = dict(zip(calls.graph, cost_s.tolist(), strict=True))
+    assert by_name["3:linear"] > by_name["0:linear"]
+    assert by_name["3:backward/linear"] > by_name["3:linear"]  # two products, not one
+    slow = replace(cluster, devices=(replace(cluster.devices[0], launch_s=1.0),))
+    (none,) = profile_calls(extraction, calls, slow).values()
+    assert not none.any()
+
+
+def test_a_call_without_room_is_not_allowed_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    extraction = extract(tiny_models.conv_net())
+    calls = call_graph(extraction)
+    linear = torch.ops.aten.linear.default
+    real = linear._op
+
+    def full(*args: object, **kwargs: object) -> object:
+        if args and isinstance(args[0], torch.Tensor) and args[0].device.type == "vdev":
+            raise torch.OutOfMemoryError("Tried to allocate 1 GiB")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(linear, "_op", full)
+    costs_s = profile_calls(extraction, calls, pair())
+    names = list(calls.graph)
+    lacking = [names[i] for i in np.flatnonzero(np.isnan(costs_s["vdev"]))]
+    assert {name.rpartition(":")[2] for name in lacking} >= {"linear", "backward/linear"}
+    graph = with_costs(calls.graph, costs_s, dict.fromkeys(costs_s, "measured"))
+    problem = Problem.of(GraphArrays.from_graph(graph), linked())
+    assert not problem.allowed[names.index(lacking[0]), 0]
+    assert problem.allowed[:, 1].all()
+
+
+def test_costs_of_calls_are_known_after_three_profiles() -> None:
+    extraction = extract(tiny_models.conv_net())
+    calls = call_graph(extraction)
+    cluster = linked()
+    for _ in range(3):
+        costs = call_costs(extraction, calls, cluster)
+        assert all(s.startswith("measured") for own in costs.values() for s in own.sources)
+    known = call_costs(extraction, calls, cluster)
+    assert known.keys() == {device.kind for device in cluster.devices}
+    for own in known.values():
+        assert len(own.cost_s) == len(calls.graph)
+        assert (own.cost_s >= 0).all()
+        assert all(source.startswith("cached, measured") for source in own.sources)
+    again = call_costs(extraction, calls, cluster, fresh=True)
+    assert all(s.startswith("measured") for own in again.values() for s in own.sources)
+
+
+def test_other_shapes_and_precisions_are_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    def signatures(width: int) -> tuple[str, ...]:
+        model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 4))
+        step = Step.of(model, (torch.randn(2, 4), torch.randn(2, 4)), nn.functional.mse_loss)
+        extraction = extract(step)
+        return node_signatures(extraction, call_graph(extraction))
+
+    assert signatures(5) == signatures(5)
+    assert not set(signatures(5)[:2]) & set(signatures(6)[:2])
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
+    plain = signatures(5)
+    monkeypatch.undo()
+    assert not set(plain) & set(signatures(5))
+
+
+# --- memory
+
+
+def test_gradients_count_once_like_their_parameters() -> None:
+    step = tiny_models.tied_weights()
+    nodes = call_graph(extract(step)).graph.nodes(data=True)
+    parameters = {id(p): p.nbytes for p in step.model.parameters()}
+    assert sum(node["parameter_bytes"] for _, node in nodes) == sum(parameters.values())
+    assert sum(node["gradient_bytes"] for _, node in nodes) == sum(parameters.values())
+
+
+def test_inference_and_frozen_parameters_have_no_gradients() -> None:
+    for step in (tiny_models.structured_output(), tiny_models.INFERENCE["conv_net_inference"]()):
+        nodes = call_graph(extract(step)).graph.nodes(data=True)
+        assert not any(node["gradient_bytes"] for _, node in nodes)
+    step = tiny_models.conv_net()
+    step.model.get_submodule("0").requires_grad_(False)
+    trained = sum(p.nbytes for p in step.model.parameters() if p.requires_grad)
+    nodes = call_graph(extract(step)).graph.nodes(data=True)
+    assert sum(node["gradient_bytes"] for _, node in nodes) == trained
+
+
+def test_plans_leave_room_for_gaps_on_devices_of_torch_only() -> None:
+    planned = plannable(pair())
+    assert planned.devices[0].memory_bytes == int((1 << 30) * (1 - FRAGMENTED_SHARE))
+    cores = discover("core:0")
+    assert plannable(cores) == cores

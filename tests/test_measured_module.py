@@ -1,0 +1,179 @@
+"""Placements that are really run and timed on torch's devices, with a fake second one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import tiny_models
+import torch
+from torch import nn
+from two_devices import linked, pair
+from vdev import TRANSFERS
+
+from envs.call_costs import profile_calls
+from envs.cluster import Link
+from envs.discover import discover
+from envs.executor.placed_module import PlacedModule
+from envs.measured import Measurement
+from envs.measured_module import MeasuredModule, launch_order
+from envs.placement import Placement
+from envs.problem import Problem
+from envs.simulator import Simulator
+from graphs.costs import with_costs
+from graphs.extract import Step, extract
+from graphs.extract.call_graph import call_graph
+from graphs.graph import GraphArrays, add_edge, add_op, new_graph
+
+torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("second_device")
+
+
+# --- measuring
+
+
+@pytest.fixture(scope="module")
+def small() -> tuple[Step, Problem, list[Placement]]:
+    """A problem with made-up costs; placements on vdev, alternating by group, and on the CPU."""
+    if torch.cuda.is_available():
+        pytest.skip("vdev would take CUDA's place")
+    step = tiny_models.conv_net()
+    extraction = extract(step)
+    calls = call_graph(extraction)
+    ones = np.full(len(calls.graph), 1e-5)
+    costs_s = {device.kind: ones for device in pair().devices}
+    graph = with_costs(calls.graph, costs_s, dict.fromkeys(costs_s, "made"))
+    problem = Problem.of(GraphArrays.from_graph(graph), linked())
+    index = np.arange(problem.op_count)
+    group = problem.graph.group
+    alternating = np.where(group >= 0, group % 2, 0)
+    placements = [
+        Placement.of(problem.graph, problem.cluster, devices, -index.astype(float))
+        for devices in (np.zeros_like(index), alternating, np.ones_like(index))
+    ]
+    return step, problem, placements
+
+
+Small = tuple[Step, Problem, list[Placement]]
+
+
+def opened(small: Small, **options: int) -> MeasuredModule:
+    extraction = extract(small[0])
+    return MeasuredModule(extraction, call_graph(extraction), small[1], **options)  # type: ignore[arg-type]  # rounds and warm_up
+
+
+def test_placements_are_really_run_and_the_model_is_left_alone(small: Small) -> None:
+    step, _, placements = small
+    before, random = tiny_models.state_of(step), torch.get_rng_state()
+    heard: list[tuple[int, int]] = []
+    with opened(small, rounds=2) as backend:
+        seen = backend.measure(placements, lambda *at: heard.append(at))
+    assert heard == [(i + 1, 9) for i in range(9)]
+    for one in seen:
+        assert one.ok
+        assert one.wall_s.shape == (2,)
+        assert (one.wall_s > 0).all()
+        assert one.contention == 1.0
+    assert any(source.type == "vdev" for source, _, _ in TRANSFERS)
+    tiny_models.assert_same(tiny_models.state_of(step), before)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(p.device.type == "cpu" and p.grad is None for p in step.model.parameters())
+
+
+def test_a_placement_that_runs_out_of_memory_fails_and_the_others_go_on(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, placements = small
+    forward = PlacedModule.forward
+
+    def cramped(module: PlacedModule, *inputs: object, **keywords: object) -> object:
+        if all(p.device.type == "vdev" for p in module.parameters()):
+            raise torch.OutOfMemoryError("Tried to allocate 512.00 MiB")
+        return forward(module, *inputs, **keywords)
+
+    monkeypatch.setattr(PlacedModule, "forward", cramped)
+    with opened(small, rounds=1) as backend:
+        full, *others = backend.evaluate(placements)
+    assert not full.feasible
+    assert full.step_s == math.inf
+    assert "Tried to allocate 512.00 MiB" in full.why
+    assert "GB on vdev:0" in full.why
+    for one in others:
+        assert one.feasible
+        assert one.parts.keys() == {"median_s", "min_s", "spread", "rebuilt_s", "contention"}
+        assert one.peak_memory_bytes.keys() == {"vdev:0", "cpu"}
+
+
+def test_what_does_not_belong_here_is_a_failure(small: Small) -> None:
+    _, _, (good, *_) = small
+    with opened(small, rounds=1) as backend:
+        foreign, fine = backend.evaluate([replace(good, graph="0" * 64), good])
+    assert "made for graph 000000" in foreign.why
+    assert fine.feasible
+
+
+def test_ctrl_c_keeps_whole_rounds(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns: list[int] = []
+    steps = MeasuredModule._steps
+
+    def interrupted(backend: MeasuredModule, placement: Placement) -> float:
+        turns.append(1)
+        if len(turns) == 6:
+            raise KeyboardInterrupt
+        return steps(backend, placement)
+
+    monkeypatch.setattr(MeasuredModule, "_steps", interrupted)
+    with opened(small, rounds=3, warm_up=0) as backend:
+        seen: list[Measurement] = backend.measure(small[2][:2])
+    assert backend.interrupted
+    assert [len(one.wall_s) for one in seen] == [2, 2]
+
+
+def test_ops_of_the_cpu_are_launched_after_what_runs_beside_them() -> None:
+    graph = new_graph("beside")
+    for name, seconds in (("host", 3e-3), ("a", 1e-3), ("b", 1e-3), ("after", 1e-3)):
+        add_op(graph, name, cost_s={"*": seconds})
+    for source in ("host", "b"):
+        add_edge(graph, source, "after")
+    add_edge(graph, "a", "b")
+    problem = Problem.of(GraphArrays.from_graph(graph), linked())
+    devices = np.array([1, 0, 0, 0], np.int32)
+    schedule = Simulator(problem).run(devices, np.zeros(4))
+    order = launch_order(problem, schedule)
+    assert [problem.graph.ids[i] for i in order] == ["a", "b", "host", "after"]
+    priority = np.empty(4)
+    priority[order] = -np.arange(4.0)
+    again = Simulator(problem).run(devices, priority)
+    assert again.start_ns.tolist() == schedule.start_ns.tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_placement_over_the_limit_of_a_gpu_fails_and_the_others_go_on() -> None:
+    model = nn.Sequential(nn.Linear(4096, 4096), nn.Linear(4096, 4096))
+    step = Step.of(model, (torch.randn(8, 4096), torch.randn(8, 4096)), nn.MSELoss())
+    extraction = extract(step)
+    calls = call_graph(extraction)
+    cluster = discover("cuda:0,cpu")
+    costs_s = profile_calls(extraction, calls, cluster)
+    assert all((cost_s >= 0).all() for cost_s in costs_s.values())
+    link = Link(between=cluster.names, latency_s=1e-5, bandwidth_bytes_per_s=1e10)
+    graph = with_costs(calls.graph, costs_s, dict.fromkeys(costs_s, "made"))
+    problem = Problem.of(GraphArrays.from_graph(graph), replace(cluster, links=(link,)))
+    everywhere = [np.full(problem.op_count, d) for d in range(2)]
+    placements = [
+        Placement.of(problem.graph, problem.cluster, devices, np.zeros(problem.op_count))
+        for devices in everywhere
+    ]
+    with MeasuredModule(
+        extraction, calls, problem, limits={"cuda:0": 200 << 20}, rounds=1
+    ) as backend:
+        full, fine = backend.evaluate(placements)
+    assert "GB on cuda:0" in full.why
+    assert fine.feasible
+    with MeasuredModule(extraction, calls, problem, rounds=1) as backend:
+        (there,) = backend.evaluate(placements[:1])
+    assert there.feasible
+    assert there.peak_memory_bytes["cuda:0"] >= sum(2 * p.nbytes for p in model.parameters())

@@ -1,0 +1,184 @@
+"""Copies that overlap with compute: sent when made, awaited where read, and the same results."""
+
+from __future__ import annotations
+
+import copy
+import re
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from random_devices import random_devices, random_order
+from tiny_models import Plain, squared
+from torch import Tensor, nn
+from trained_alike import assert_trains_alike
+
+from envs.executor.placed_module import PlacedModule
+from envs.executor.streams import arrived, sending
+from graphs.extract import Extraction, Step, extract
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+NAMES = ("conv_net", "tied_weights", "norm_twice", "views", "attention", "decaying_weight")
+
+
+def second() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "vdev", 0)
+
+
+def chain() -> Step:
+    """What the second device makes first, the host reads last."""
+
+    def compute(m: nn.Module, x: Tensor) -> Tensor:
+        early: Tensor = m.get_submodule("far")(x)
+        late = early.sin().cos().tanh()
+        total: Tensor = late.mean() + m.get_submodule("near")(early).mean()
+        return total
+
+    torch.manual_seed(0)
+    model = Plain(compute, far=nn.Linear(3, 3), near=nn.Linear(3, 3))
+    return Step.of(model, (torch.randn(2, 3),))
+
+
+def overlapping(extraction: Extraction, chosen: Callable[[str], bool]) -> PlacedModule:
+    calls = extraction.forward.placed_calls
+    where = {call.key: CPU if chosen(call.key) else second() for call in calls}
+    return PlacedModule(extraction, where, overlap=True)
+
+
+@pytest.mark.usefixtures("second_device")
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("seed", range(2))
+def test_random_placements_compute_the_same_and_send_as_much(name: str, seed: int) -> None:
+    torch.manual_seed(0)
+    extraction = extract(tiny_models.STEPS[name]())
+    step = copy.deepcopy(extraction.step)
+    devices = random_devices(extraction, [CPU, second()], seed)
+    order = random_order(extraction, seed) if seed else ()
+    plain = PlacedModule(extraction, devices, order)
+    placed = PlacedModule(extraction, devices, order, overlap=True)
+    assert placed.transfers == plain.transfers > 0
+    assert_trains_alike(step, placed, steps=2)
+
+
+@pytest.mark.usefixtures("second_device")
+def test_a_tensor_is_sent_when_it_is_made_and_awaited_where_it_is_read() -> None:
+    extraction = extract(chain())
+    placed = overlapping(extraction, lambda key: key.startswith(("near", ":mean#1", ":add")))
+    lines = [line.strip() for line in placed.source.splitlines() if " del " not in line]
+    calls = {c.key: f"= f{i}(" for i, c in enumerate(extraction.forward.calls)}
+
+    def line_of(text: str) -> int:
+        return next(i for i, line in enumerate(lines) if text in line)
+
+    (early,) = re.findall(r"(\w+) = .*# far:linear", placed.source)
+    sent, read = line_of(f"sending({early},"), line_of(calls["near:linear"])
+    assert sent == line_of(calls["far:linear"]) + 1
+    assert line_of(calls[":tanh"]) < read, "the second device has its work before the host waits"
+    assert "arrived(" in lines[read - 1] or "arrived(" in lines[read - 2]
+    assert sent < line_of(calls[":sin"]) < read
+    assert_trains_alike(chain(), placed)
+
+
+@pytest.mark.usefixtures("second_device")
+def test_what_is_written_in_place_is_not_sent_ahead() -> None:
+    def write(m: nn.Module, x: Tensor) -> Tensor:
+        held: Tensor = m.get_submodule("linear")(x) * 2
+        before = held.exp().mean()
+        held[0].fill_(0.5)
+        return before + held.exp().mean()
+
+    torch.manual_seed(0)
+    step = Step.of(Plain(write, linear=nn.Linear(3, 3)), (torch.randn(3, 3),))
+    extraction = extract(step)
+    expected = copy.deepcopy(step)
+    placed = overlapping(extraction, lambda key: not key.startswith(":exp"))
+    (held,) = re.findall(r"(\w+) = .*# :mul\n", placed.source)
+    assert f"sending({held}," not in placed.source
+    assert f"{held}.to(" in placed.source
+    assert_trains_alike(expected, placed)
+
+
+# --- on CUDA
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("name", [*NAMES, "nmt"])
+@pytest.mark.parametrize("seed", range(6))
+def test_random_placements_on_a_gpu_compute_the_same(name: str, seed: int) -> None:
+    torch.manual_seed(0)
+    step = tiny_models.STEPS[name]()
+    if name == "conv_net":
+        images, labels = step.inputs
+        step = Step.of(step.model.double(), (images.double(), labels), step.loss)
+    extraction = extract(step)
+    plain = copy.deepcopy(extraction.step)
+    devices = random_devices(extraction, [CPU, second()], seed)
+    placed = PlacedModule(extraction, devices, random_order(extraction, seed), overlap=True)
+    assert_trains_alike(plain, placed, steps=2, tolerance=1e-4)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("seed", range(3))
+def test_large_tensors_that_meet_long_kernels_arrive_whole(seed: int) -> None:
+    """A copy that ran early, late or from reused memory would show."""
+
+    def compute(m: nn.Module, x: Tensor) -> Tensor:
+        for i in range(6):
+            x = torch.tanh(m.get_submodule(f"l{i}")(x)) + x
+        return x
+
+    torch.manual_seed(0)
+    layers: dict[str, nn.Module] = {f"l{i}": nn.Linear(1024, 1024) for i in range(6)}
+    step = Step.of(Plain(compute, **layers), (torch.randn(2048, 1024),) * 2, squared)
+    extraction = extract(step)
+    plain = copy.deepcopy(extraction.step)
+    placed = PlacedModule(
+        extraction, random_devices(extraction, [CPU, second()], seed), overlap=True
+    )
+    assert_trains_alike(plain, placed, steps=2, tolerance=1e-3)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("into", [True, False])
+def test_a_copy_overlaps_with_compute_on_the_gpu(into: bool) -> None:
+    device = second()
+    matrix = torch.randn(4096, 4096, device=device)
+    large = torch.randn(64 << 20).pin_memory() if into else torch.randn(64 << 20, device=device)
+    destination = device if into else CPU
+
+    def compute() -> None:
+        for _ in range(20):
+            torch.mm(matrix, matrix)
+
+    def copying() -> None:
+        arrived(sending(large, destination))
+
+    def both() -> None:
+        sent = sending(large, destination)
+        compute()
+        arrived(sent)
+
+    def seconds(work: Callable[[], None]) -> float:
+        event: Any = torch.cuda.Event  # torch leaves it untyped
+        start, end = event(enable_timing=True), event(enable_timing=True)
+        torch.cuda.synchronize()
+        start.record()
+        work()
+        end.record()
+        torch.cuda.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+
+    for work in (compute, copying, both):
+        work()
+    runs = [(seconds(compute), seconds(copying), seconds(both)) for _ in range(7)]
+    compute_s, copy_s, both_s = (statistics.median(own) for own in zip(*runs, strict=True))
+    assert both_s < compute_s + copy_s - 0.5 * min(compute_s, copy_s)

@@ -1,0 +1,100 @@
+"""torch.compile of placed modules: the same losses and gradients, in one graph."""
+
+from __future__ import annotations
+
+import copy
+import random
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import tiny_models
+import tiny_transformers
+import torch
+from torch import nn
+from trained_alike import assert_trains_alike
+
+from envs.executor.placed_module import PlacedModule
+from graphs.extract import Extraction, Step, extract
+
+torch.set_num_threads(1)
+
+STEPS = tiny_models.STEPS | tiny_transformers.STEPS
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    """What was compiled for other tests counts towards a limit of dynamo's."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def placed_on(extraction: Extraction, *devices: torch.device) -> PlacedModule:
+    """At random, but what must be together is."""
+    randomly = random.Random(0)
+    chosen = {c.key: randomly.choice(devices) for c in extraction.forward.placed_calls}
+    for keys in extraction.forward.together():
+        chosen |= dict.fromkeys(keys, chosen[keys[0]])
+    return PlacedModule(extraction, chosen)
+
+
+@pytest.mark.parametrize("name", ["conv_net", "tied_weights", "views", "decaying_weight", "bert"])
+def test_a_placed_module_is_one_graph_to_dynamo(name: str) -> None:
+    if name == "bert":
+        pytest.importorskip("transformers")
+        target = tiny_transformers.TARGETS[name] + tiny_transformers.WITHOUT_DROPOUT.get(name, "")
+        step = tiny_transformers.load(target)
+    else:
+        step = STEPS[name]()
+    placed = placed_on(extract(copy.deepcopy(step)), torch.device("cpu"))
+    compiled = torch.compile(placed, backend="aot_eager", fullgraph=True)
+    assert_trains_alike(step, placed, run=compiled, steps=2, tolerance=1e-5)
+
+
+def test_what_was_compiled_is_compiled_anew_for_another_placement() -> None:
+    step = tiny_models.attention()
+    extraction = extract(copy.deepcopy(step))
+    placed = placed_on(extraction, torch.device("cpu"))
+    compiled = torch.compile(placed, backend="aot_eager", fullgraph=True)
+    compiled(*step.inputs)
+    order = [call.key for call in extraction.forward.placed_calls]
+    placed.place(dict.fromkeys(order, "cpu"), order[::-1])
+    assert_trains_alike(step, placed, run=compiled, steps=2, tolerance=1e-5)
+
+
+def test_a_step_in_bf16_is_one_graph_to_dynamo() -> None:
+    step = replace(tiny_models.conv_net(), dtype="bf16")
+    placed = placed_on(extract(copy.deepcopy(step)), torch.device("cpu"))
+    compiled = torch.compile(placed, backend="aot_eager", fullgraph=True)
+    assert_trains_alike(step, placed, run=compiled, steps=2, tolerance=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch of itself
+@pytest.mark.skipif(
+    not (shutil.which("c++") or shutil.which("g++")), reason="inductor needs a C++ compiler"
+)
+def test_inductor_compiles_a_placed_module() -> None:
+    step = tiny_models.attention()
+    placed = placed_on(extract(copy.deepcopy(step)), torch.device("cpu"))
+    assert_trains_alike(
+        step, placed, run=torch.compile(placed, fullgraph=True), steps=2, tolerance=1e-5
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("types", [("cuda",), ("cuda", "cpu")])
+def test_a_module_on_a_gpu_compiles(backend: str, types: tuple[str, ...]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 16), nn.Tanh())
+    step = Step.of(model, (torch.randn(4, 8), torch.randn(4, 16)), nn.MSELoss())
+    devices = [torch.empty(0, device=kind).device for kind in types]
+    placed = placed_on(extract(copy.deepcopy(step)), *devices)
+    assert_trains_alike(
+        step, placed, run=torch.compile(placed, backend=backend), steps=2, tolerance=1e-4
+    )
