@@ -1,0 +1,1 @@
+"""Data parallelism: replicas of a placed model that stay one model."""
