@@ -28,11 +28,7 @@ class Reduction(Protocol):
 
 
 class Stateless:
-    """A reduction that remembers nothing."""
-
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.group = group
-        self.ranks = dist.get_world_size(group)
+    """What reductions have in common that remember nothing."""
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing."""
@@ -42,16 +38,24 @@ class Stateless:
         """Nothing to load."""
 
 
-class AllReduce(Stateless):
+class OfGroup(Stateless):
+    """A reduction that knows its ranks."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.ranks = dist.get_world_size(group)
+
+
+class AllReduce(OfGroup):
     """The mean by the all-reduce of the backend."""
 
     def start(self, bucket: GradientBucket) -> Pending:
         """Send the gradients as they are."""
         flat = bucket.buffer().div_(self.ranks)
-        return _begun(dist.all_reduce(flat, group=self.group, async_op=True))
+        return begun(dist.all_reduce(flat, group=self.group, async_op=True))
 
 
-class HalfPrecision(Stateless):
+class HalfPrecision(OfGroup):
     """The mean of gradients that are sent, and added, in a narrower dtype."""
 
     def __init__(self, dtype: torch.dtype, group: dist.ProcessGroup | None = None) -> None:
@@ -62,32 +66,22 @@ class HalfPrecision(Stateless):
         """Send them rounded; they are divided first, since sums may exceed the range of fp16."""
         flat = bucket.buffer()
         narrow = flat.div_(self.ranks).to(self.dtype)
-        work = _begun(dist.all_reduce(narrow, group=self.group, async_op=True))
+        work = begun(dist.all_reduce(narrow, group=self.group, async_op=True))
         return Then(work, lambda: flat.copy_(narrow))
 
 
-class HookReduction:
+class HookReduction(Stateless):
     """A communication hook of DDP: ``hook(state, bucket)`` gives a future of the mean.
 
     The other way round, a reduction as a hook, is :func:`placer.parallel.ddp.ddp_hook`.
     """
 
     def __init__(
-        self,
-        hook: Callable[[Any, Any], torch.futures.Future[torch.Tensor]],
-        state: Any,
-        kept: tuple[str, ...] = (),
+        self, hook: Callable[[Any, Any], torch.futures.Future[torch.Tensor]], state: Any
     ) -> None:
-        """Wrap a hook.
-
-        Args:
-            hook: such as those of ``torch.distributed.algorithms.ddp_comm_hooks``.
-            state: what it is given; it knows the process group.
-            kept: attributes of the state that go into checkpoints; tensors, numbers, dicts of them.
-        """
+        """Wrap a hook, with what it is given; that knows the process group."""
         self.hook = hook
         self.state = state
-        self.kept = kept
 
     def start(self, bucket: GradientBucket) -> Pending:
         """Call the hook."""
@@ -99,15 +93,6 @@ class HookReduction:
                 flat.copy_(mean)
 
         return Then(future, take)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The attributes that are kept."""
-        return {name: getattr(self.state, name) for name in self.kept}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set them."""
-        for name in self.kept:
-            setattr(self.state, name, state[name])
 
 
 class Then:
@@ -123,6 +108,23 @@ class Then:
         self._finish()
 
 
-def _begun(work: dist.Work | None) -> dist.Work:
+def begun(work: dist.Work | None) -> dist.Work:
+    """The work of an asynchronous collective."""
     assert work is not None, "asynchronous collectives return their work to members of the group"
     return work
+
+
+def all_gather(mine: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """The flat tensors of all ranks of a group, one after the other; torch 2.13 renamed it."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    every = mine.new_empty(mine.numel() * dist.get_world_size(group))
+    gather(every, mine, group=group)
+    return every
+
+
+def reduce_scatter(
+    part: torch.Tensor, flat: torch.Tensor, group: dist.ProcessGroup | None
+) -> dist.Work:
+    """Begin to sum flat tensors so that each rank of a group gets its part."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return begun(scatter(part, flat, group=group, async_op=True))
