@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from placer.parallel.agreement import check_same
 from placer.parallel.bucket import Bucket, filled_buckets
+from placer.parallel.groups import check_same
 from placer.parallel.reductions import AllReduce, Reduction
 
 BUCKET_BYTES: Final = 25 << 20

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from placer.parallel.bucket import GradientBucket, Pending
+from placer.parallel.groups import new_group
 from placer.parallel.reductions import OfGroup, Then, all_gather, begun, reduce_scatter
 
 
@@ -48,7 +49,7 @@ class Hierarchical(OfGroup):
             first = me - me // inside % size * inside
             fellows = [members[first + i * inside] for i in range(size)]
             if size > 1:
-                self._groups.append(_made(fellows))
+                self._groups.append(new_group(fellows))
             inside *= size
 
     def start(self, bucket: GradientBucket) -> Pending:
@@ -85,9 +86,3 @@ def _gathered(
 
 def _padded(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return F.pad(flat, (0, -len(flat) % group.size()))
-
-
-def _made(ranks: list[int]) -> dist.ProcessGroup:
-    """A group that only its members make."""
-    group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
-    return group

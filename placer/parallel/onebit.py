@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from placer.parallel.agreement import wire_device
 from placer.parallel.bucket import GradientBucket, Pending
+from placer.parallel.groups import wire_device
 from placer.parallel.quantised import Segments, decode, encode
 from placer.parallel.reductions import AllReduce, Then, all_gather
 

@@ -1,4 +1,4 @@
-"""Makes sure that ranks have the same of something before they rely on it."""
+"""Process groups: made alike, and what their ranks must have the same of before they rely on it."""
 
 from __future__ import annotations
 
@@ -48,3 +48,20 @@ def rank_list(ranks: Sequence[int]) -> str:
     ('rank 1', 'ranks 0, 2')
     """
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def new_group(ranks: Sequence[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
+    """A group of some ranks, which alone make it, or of all, with the timeout of that of all.
+
+    Torch gives a new group its own default, 30 minutes, and has no public way to ask for another's.
+    """
+    whole = dist.group.WORLD
+    assert whole is not None, "there is no process group yet"
+    limit = whole._get_backend(wire_device(whole)).options._timeout
+    made: dist.ProcessGroup = dist.new_group(
+        None if ranks is None else list(ranks),
+        timeout=limit,
+        backend=backend,
+        use_local_synchronization=ranks is not None,
+    )
+    return made
