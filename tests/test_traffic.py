@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from placer.parallel import Setup, SyncOptions, sync_named
 from placer.parallel.registry import method_named
 
 WIDTHS = (32, 256, 256, 10)
-SIZE_BYTES = 4 * sum((a + 1) * b for a, b in zip(WIDTHS, WIDTHS[1:], strict=False))
+SIZE_BYTES = 4 * sum((a + 1) * b for a, b in pairwise(WIDTHS))
 PERIOD = 16
 
 
@@ -32,7 +34,7 @@ def network() -> Iterator[Path]:
 def model() -> nn.Module:
     torch.manual_seed(0)
     layers: list[nn.Module] = []
-    for before, after in zip(WIDTHS, WIDTHS[1:], strict=False):
+    for before, after in pairwise(WIDTHS):
         layers += [nn.Linear(before, after), nn.Tanh()]
     return nn.Sequential(*layers)
 
@@ -40,7 +42,7 @@ def model() -> nn.Module:
 def bytes_per_step(name: str, warm_steps: int, steps: int) -> float:
     """Sent by all ranks together in a step, after some that do not count."""
     replica = model()
-    given = {"period": PERIOD, "warmup_steps": warm_steps}
+    given: dict[str, Any] = {"period": PERIOD, "warmup_steps": warm_steps}
     options = SyncOptions(**{k: v for k, v in given.items() if k in method_named(name).options})
     make = partial(torch.optim.SGD, lr=0.01)
     sync = sync_named(name, Setup(module=replica, make_optimizer=make, options=options))

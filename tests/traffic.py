@@ -21,8 +21,8 @@ def own_network() -> Iterator[Path | None]:
     holder = subprocess.Popen(["unshare", "-n", "sleep", "600"], stderr=subprocess.DEVNULL)
     try:
         namespace = Path("/proc", str(holder.pid), "ns", "net")
-        own = os.readlink("/proc/self/ns/net")
-        while holder.poll() is None and os.readlink(namespace) == own:
+        own = Path("/proc/self/ns/net").readlink()
+        while holder.poll() is None and namespace.readlink() == own:
             pass  # until unshare has come to it
         up = ["nsenter", "-t", str(holder.pid), "-n", "ip", "link", "set", "lo", "up"]
         fails = holder.poll() is not None or subprocess.run(up, check=False).returncode

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from placer.parallel.grad_sync import Group
+
 Mean: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """The mean over all workers of a flat tensor that each of them has."""
 PERIOD: Final = 16
@@ -198,9 +200,9 @@ class BlockAverager:
                     state[name].zero_()
 
 
-def mean_of_ranks(flat: torch.Tensor) -> torch.Tensor:
-    """The mean over all ranks, in place."""
-    dist.all_reduce(flat.div_(dist.get_world_size()))
+def mean_of_ranks(flat: torch.Tensor, group: Group = None) -> torch.Tensor:
+    """The mean over the ranks of a group, None being that of all, in place."""
+    dist.all_reduce(flat.div_(dist.get_world_size(group)), group=group)
     return flat
 
 

@@ -8,9 +8,10 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from placer.parallel import block_averager as blocks
-from placer.parallel.block_averager import BlockAverager, BlockUpdate
+from placer.parallel.block_averager import BlockAverager, BlockUpdate, mean_of_ranks
 from placer.parallel.grad_sync import GradSync, Group, broadcast_state
 from placer.parallel.hierarchical import Hierarchical
 from placer.parallel.onebit import WARMUP_STEPS, OneBit
@@ -66,13 +67,16 @@ class EveryBlock:
     def __init__(self, setup: Setup, update: BlockUpdate) -> None:
         broadcast_state(setup.module, setup.group_of)
         self._optimizer = setup.make_optimizer(setup.module.parameters())
-        options = setup.options
+        options, group_of = setup.options, setup.group_of
+        [*groups] = {group_of(parameter.device) for parameter in setup.module.parameters()}
         self._averager = BlockAverager(
             setup.module,
             _adjusted(update, options.block_momentum, options.block_rate),
             period=options.period or blocks.PERIOD,
             warmup_steps=options.warmup_steps or 0,
             inner=self._optimizer,
+            workers=dist.get_world_size(groups[0]),
+            mean=lambda flat: mean_of_ranks(flat, group_of(flat.device)),
         )
 
     def zero_grad(self) -> None:
