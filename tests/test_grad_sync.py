@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from ranks import RankError, on_ranks
 from replicas import (
     backward,
@@ -24,6 +27,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from vdev import vdev
 
+from placer.parallel.bucket import filled_buckets
 from placer.parallel.grad_sync import GradSync
 
 LR = 0.1
@@ -219,6 +223,42 @@ def nothing_to_train() -> None:
 def test_a_model_without_gradients_is_refused() -> None:
     with pytest.raises(RankError, match="no parameter needs a gradient"):
         on_ranks(1, nothing_to_train)
+
+
+@settings(deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 50), min_size=1, max_size=12),
+    kinds=st.lists(st.sampled_from([torch.float32, torch.float64]), min_size=12, max_size=12),
+    frozen=st.sets(st.integers(0, 11)),
+    largest_bytes=st.integers(1, 400),
+)
+def test_buckets_hold_every_parameter_once_in_reverse_order_and_few_bytes(
+    sizes: list[int], kinds: list[torch.dtype], frozen: set[int], largest_bytes: int
+) -> None:
+    parameters = {
+        str(i): nn.Parameter(torch.zeros(size, dtype=kinds[i]), requires_grad=i not in frozen)
+        for i, size in enumerate(sizes)
+    }
+    buckets = filled_buckets(parameters, largest_bytes, accumulate=1)
+    names = [[int(member.name) for member in bucket.members] for bucket in buckets]
+    assert sorted(chain.from_iterable(names)) == [i for i in range(len(sizes)) if i not in frozen]
+    for own, bucket in zip(names, buckets, strict=True):
+        assert own == sorted(own, reverse=True)
+        assert {kinds[i] for i in own} == {bucket.flat.dtype}
+        assert len(own) == 1 or bucket.flat.nbytes <= largest_bytes
+
+
+def test_gradients_stay_views_of_the_bucket_whatever_is_done_to_them() -> None:
+    layer = nn.Linear(3, 2)
+    [bucket] = filled_buckets(dict(layer.named_parameters()), 1 << 20, accumulate=1)
+    layer.weight.grad = torch.full((2, 3), 2.0)
+    layer.bias.grad = None
+    bucket.flat.fill_(7.0)
+    bucket.adopt_all()
+    assert bucket.flat.tolist() == [0.0] * 2 + [2.0] * 6  # the bias comes first: it is last
+    for parameter in layer.parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.untyped_storage().data_ptr() == bucket.flat.data_ptr()
 
 
 def failing_rank() -> None:

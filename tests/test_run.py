@@ -44,13 +44,14 @@ def batch(number):
 
 def deadly(number):
     if number == {deadly}:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.{signal})
     return batch(number)
 """
 
 
-def written(folder: Path, dropout: float = 0.0, deadly: int = -1) -> str:
-    (folder / "target.py").write_text(TARGET.format(dropout=dropout, deadly=deadly))
+def written(folder: Path, dropout: float = 0.0, deadly: int = -1, signal: str = "SIGKILL") -> str:
+    text = TARGET.format(dropout=dropout, deadly=deadly, signal=signal)
+    (folder / "target.py").write_text(text)
     return str(folder / "target.py")
 
 
@@ -209,6 +210,16 @@ def told_to(path: Path, given: list[str]) -> None:
     code, _, err = rank(given)
     path.with_suffix(f".{os.environ['RANK']}").write_text(err)
     assert code == 1
+
+
+@pytest.mark.slow
+def test_a_rank_that_stands_still_is_named_after_the_timeout(tmp_path: Path) -> None:
+    target = written(tmp_path, deadly=2 * 7 + 1, signal="SIGSTOP")
+    placement = placed(f"{target}:build", tmp_path / "placement.json", "cpu")
+    given = arguments(target, placement, 10, data=f"{target}:deadly", timeout_s=4)
+    with pytest.raises(RankError, match="rank 1: no result after"):
+        on_ranks(2, told_to, tmp_path / "told", given, joined=False, timeout_s=30.0)
+    assert "rank 0: rank 1 died or hangs: pid " in (tmp_path / "told.0").read_text()
 
 
 def with_own_placement(folder: Path, given: list[str]) -> tuple[int, str, str]:

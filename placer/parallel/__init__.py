@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from placer.parallel.ddp import ddp_hook
     from placer.parallel.grad_sync import GradSync
     from placer.parallel.options import SyncOptions
+    from placer.parallel.pipelined import PipelinedReplica
     from placer.parallel.registry import sync_named
     from placer.parallel.sync import Setup, Sync
 
@@ -19,6 +20,7 @@ __all__ = [
     "BlockAverager",
     "BlockUpdate",
     "GradSync",
+    "PipelinedReplica",
     "Setup",
     "Sync",
     "SyncOptions",
@@ -30,6 +32,7 @@ _HOMES = {
     "BlockAverager": "block_averager",
     "BlockUpdate": "block_averager",
     "GradSync": "grad_sync",
+    "PipelinedReplica": "pipelined",
     "Setup": "sync",
     "Sync": "sync",
     "SyncOptions": "options",

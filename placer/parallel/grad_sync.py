@@ -36,7 +36,8 @@ class GradSync:
     Gradients are views of flat buckets; a bucket is reduced as soon as all of it has arrived and
     those before it have started. Gradients that were dropped or replaced in between, as by
     ``optimizer.zero_grad()``, are copied into their views. A parameter that took no part has the
-    gradient 0, not None: ranks may use different parameters.
+    gradient 0, not None: ranks may use different parameters. Which parameters need gradients is
+    settled when it is made.
 
     Parameters and buffers are those of the first rank of the group to begin with. Buffers are not
     touched afterwards: running statistics are each replica's own.
