@@ -66,7 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--checkpoint-every", type=count, metavar="K", help="steps (default: at the end alone)"
     )
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint, if any")
     parser.add_argument(
         "--timeout-s",
         type=float,

@@ -193,7 +193,9 @@ def different_replicas() -> None:
 
 
 def test_replicas_of_different_shapes_are_refused_by_name() -> None:
-    with pytest.raises(RankError, match=r"ranks 0, 2 has \w+, rank 1 has"):
+    with pytest.raises(
+        RankError, match=r"to reduce: ranks differ, ranks 0, 2 have \w+, rank 1 has"
+    ):
         on_ranks(3, different_replicas)
 
 

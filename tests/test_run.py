@@ -177,7 +177,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_has_the_same_losses(
     kept = tmp_path / "run.json"
     options: dict[str, object] = {"sync": name, "data": f"{target}:batch", **METHODS[name]}
     whole = ran(2, *arguments(target, placement, 12, **options))
-    first = ran(2, *arguments(target, placement, 6, checkpoint=kept, **options))
+    first = ran(2, *arguments(target, placement, 6, checkpoint=kept, **options), "--resume")
     assert first["losses"] == whole["losses"][:6]
     again = [*arguments(target, placement, 12, checkpoint=kept, **options), "--resume"]
     later = ran(2, *again)
@@ -238,7 +238,7 @@ def test_ranks_with_different_placements_are_refused_by_name(tmp_path: Path) -> 
         on_ranks(3, with_own_placement, tmp_path, given, joined=False)
     ):
         assert code == 1
-        assert f"rank {number}: placements differ between ranks: ranks 0, 2 has " in err
+        assert f"rank {number}: placements: ranks differ, ranks 0, 2 have " in err
 
 
 def alone(given: list[str], capsys: pytest.CaptureFixture[str]) -> str:

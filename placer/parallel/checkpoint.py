@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from graphs.strict_json import fields, load_checked, table, text, whole
 from graphs.whole_file import write_whole
+from placer.parallel.groups import check_same
 from placer.parallel.state_file import read_state, write_state
 
 FORMAT: Final = "placer-run/1"
@@ -54,13 +55,18 @@ class Checkpoint:
             if old != self._of_rank(step, rank):
                 old.unlink()
 
-    def read(self) -> tuple[int, dict[str, Any]]:
-        """Steps that were done, and the state of this rank after them.
+    def read(self) -> tuple[int, dict[str, Any]] | None:
+        """Steps that were done, and the state of this rank after them; None if there is no file.
 
         Raises:
-            ValueError: it is no checkpoint, or one of another run; says what differs.
+            ValueError: it is no checkpoint, or one of another run; says what differs. Or only some
+                of the ranks find it.
             OSError: it cannot be read.
         """
+        is_there = self.path.exists()
+        check_same(f"what ranks find at {self.path}", str(is_there))
+        if not is_there:
+            return None
         content = load_checked(self.path, lambda data: fields(data, "", _KEYS, required=_KEYS))
         if content["format"] != FORMAT:
             raise ValueError(f"{self.path}: format is {content['format']!r}, not {FORMAT!r}")

@@ -13,8 +13,7 @@ def check_same(what: str, own: str, group: dist.ProcessGroup | None = None) -> N
     """Compare the digests of a text on all ranks of a group, None being that of all.
 
     Raises:
-        ValueError: on every rank, when they differ; names ``what`` (a plural), and which ranks
-            have which.
+        ValueError: on every rank, when they differ; names ``what``, and which ranks have which.
     """
     digest = hashlib.sha256(own.encode()).digest()
     mine = torch.tensor(list(digest), dtype=torch.uint8, device=wire_device(group))
@@ -23,9 +22,7 @@ def check_same(what: str, own: str, group: dist.ProcessGroup | None = None) -> N
     found = [bytes(one.tolist()).hex() for one in every]
     members = dist.get_process_group_ranks(group)
     if len(set(found)) > 1:
-        raise ValueError(
-            f"{what} differ between ranks: {_told(dict(zip(members, found, strict=True)))}"
-        )
+        raise ValueError(f"{what}: ranks differ, {_told(dict(zip(members, found, strict=True)))}")
 
 
 def wire_device(group: dist.ProcessGroup | None) -> torch.device:
@@ -38,7 +35,10 @@ def _told(digest_of: Mapping[int, str]) -> str:
     for rank, digest in digest_of.items():
         holders.setdefault(digest, []).append(rank)
     by_size = sorted(holders.items(), key=lambda item: -len(item[1]))
-    return ", ".join(f"{rank_list(ranks)} has {digest[:12]}" for digest, ranks in by_size)
+    return ", ".join(
+        f"{rank_list(ranks)} {'have' if len(ranks) > 1 else 'has'} {digest[:12]}"
+        for digest, ranks in by_size
+    )
 
 
 def rank_list(ranks: Sequence[int]) -> str:

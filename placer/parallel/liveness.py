@@ -32,7 +32,7 @@ class StoppedError(RuntimeError):
 class Liveness:
     """Gives a sign of life of this rank, with the step it is in, and listens for those of others.
 
-    It runs beside the training, in a thread that the Python of a stuck extension may hold up too.
+    Signs come from a thread beside the training. One that hangs in a collective still gives them.
     """
 
     def __init__(self, store: Store, rank: int, ranks: int, interval_s: float = INTERVAL_S) -> None:

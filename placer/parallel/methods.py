@@ -68,14 +68,14 @@ class EveryBlock:
         broadcast_state(setup.module, setup.group_of)
         self._optimizer = setup.make_optimizer(setup.module.parameters())
         options, group_of = setup.options, setup.group_of
-        [*groups] = {group_of(parameter.device) for parameter in setup.module.parameters()}
+        first = next(setup.module.parameters())
         self._averager = BlockAverager(
             setup.module,
             _adjusted(update, options.block_momentum, options.block_rate),
             period=options.period or blocks.PERIOD,
             warmup_steps=options.warmup_steps or 0,
             inner=self._optimizer,
-            workers=dist.get_world_size(groups[0]),
+            workers=dist.get_world_size(group_of(first.device)),
             mean=lambda flat: mean_of_ranks(flat, group_of(flat.device)),
         )
 

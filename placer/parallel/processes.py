@@ -47,7 +47,8 @@ def joined(timeout_s: float, *, nccl: bool = False) -> Iterator[Store]:
     else:
         dist.init_process_group(backend, init_method="env://", timeout=limit)
         store = own_store(timeout_s)
-    yield dist.PrefixStore("own", store)  # type: ignore[attr-defined]  # hidden, too
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # all attempts share the store
+    yield dist.PrefixStore(f"attempt {attempt}", store)  # type: ignore[attr-defined]  # hidden, too
     dist.destroy_process_group()
 
 

@@ -25,7 +25,7 @@ class Course:
         steps: in all, those before a checkpoint included.
         checkpoint: where to write, None for nowhere; the end of the run is written, too.
         checkpoint_every: steps between checkpoints, None for the end alone.
-        resume: go on from the checkpoint.
+        resume: go on from the checkpoint, if there is one.
     """
 
     steps: int
@@ -68,8 +68,9 @@ def train(
         OSError: a checkpoint cannot be read or written.
     """
     losses: list[float] = []
-    if course.resume and course.checkpoint is not None:
-        step, state = course.checkpoint.read()
+    kept = course.checkpoint.read() if course.resume and course.checkpoint is not None else None
+    if kept is not None:
+        step, state = kept
         losses = _take_up(state, replica, sync)
         if step > course.steps:
             raise ValueError(f"the checkpoint is of step {step}, beyond the {course.steps} to do")
