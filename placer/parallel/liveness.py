@@ -7,10 +7,7 @@ import signal
 import socket
 import threading
 import time
-from datetime import timedelta
 from typing import Any, Final, TypeAlias
-
-import torch.distributed as dist
 
 from placer.parallel.groups import rank_list
 
@@ -123,17 +120,3 @@ class Liveness:
                 self._give_sign()
             except RuntimeError:  # who keeps the store is gone; the collectives will fail, too
                 return
-
-
-def own_store(timeout_s: float) -> Store:
-    """A connection of one's own to the store at MASTER_ADDR, MASTER_PORT.
-
-    Raises:
-        RuntimeError: there is no such store.
-    """
-    return dist.TCPStore(  # type: ignore[attr-defined]  # torch hides it from type checkers
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=False,
-        timeout=timedelta(seconds=timeout_s),
-    )

@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from placer.parallel.liveness import StoppedError, Store, own_store
+from placer.parallel.liveness import StoppedError, Store
 
 
 def own_rank() -> int:
@@ -40,16 +40,36 @@ def joined(timeout_s: float, *, nccl: bool = False) -> Iterator[Store]:
     Raises:
         RuntimeError: the others do not come up within the timeout.
     """
-    backend, limit = "cpu:gloo,cuda:nccl" if nccl else "gloo", timedelta(seconds=timeout_s)
-    if rank_count() == 1:
+    backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
+    rank, ranks = own_rank(), rank_count()
+    if ranks == 1:
         store: Store = dist.HashStore()  # type: ignore[attr-defined]  # torch hides it
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        signs: Store = dist.HashStore()  # type: ignore[attr-defined]  # as before
     else:
-        dist.init_process_group(backend, init_method="env://", timeout=limit)
-        store = own_store(timeout_s)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # all attempts share the store
-    yield dist.PrefixStore(f"attempt {attempt}", store)  # type: ignore[attr-defined]  # hidden, too
+        has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        store = _connected(timeout_s, keeps=rank == 0 and not has_agent)
+        signs = _connected(timeout_s, keeps=False)
+    limit = timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
+    yield signs
     dist.destroy_process_group()
+
+
+def _connected(timeout_s: float, *, keeps: bool) -> Store:
+    """A connection to the store at MASTER_ADDR, MASTER_PORT, which one rank or the launcher keeps.
+
+    A launcher that starts all ranks again may keep its store, with the addresses of the ranks that
+    are gone: every attempt has keys of its own.
+    """
+    store = dist.TCPStore(  # type: ignore[attr-defined]  # torch hides it from type checkers
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=keeps,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"attempt {attempt}", store)  # type: ignore[attr-defined]  # as before
 
 
 def stop_on_sigterm() -> None:
