@@ -4,7 +4,8 @@
 
 Needs root and ``tc``: every replica is in a network namespace of its own, whose interface is held
 to the rate in both directions; the network of the machine itself is left alone. On a machine that
-does other work the numbers are noise, and it says so.
+does other work the numbers are noise, and it says so. The formulas know bytes, not what it takes to
+code them: 1-bit SGD is slower than they say.
 """
 
 from __future__ import annotations
