@@ -313,16 +313,27 @@ def apply(
     found = placement.placement if isinstance(placement, Optimization) else placement
     if not isinstance(found, Placement):
         found = Placement.load(Path(found))
-    if found.micro_batches != 1:
+    return apply_extracted(extraction, found)
+
+
+def apply_extracted(extraction: Extraction, placement: Placement) -> PlacedModel | PlacedModule:
+    """The model of an extraction, running as a placement of its graph says.
+
+    Raises:
+        ExtractionError: as for :func:`apply`.
+        ValueError: the placement is of another graph, or its devices are not here.
+        WorkerError: the workers do not come up.
+    """
+    if placement.micro_batches != 1:
         raise ValueError(
-            f"the placement splits a step into {found.micro_batches} micro-batches, which cannot "
-            "be run yet"
+            f"the placement splits a step into {placement.micro_batches} micro-batches, which "
+            "cannot be run yet"
         )
     check_has_memory(extraction.step)
-    cluster = present(found.device_names)
+    cluster = present(placement.device_names)
     if not is_core(cluster.names[0]):
-        return _placed_module(extraction, found, cluster)
-    fitting = found.aligned(GraphArrays.from_graph(extraction.graph), cluster)
+        return _placed_module(extraction, placement, cluster)
+    fitting = placement.aligned(GraphArrays.from_graph(extraction.graph), cluster)
     order = priority_order(extraction.program, fitting.priority)
     return PlacedModel(extraction, cluster, fitting.devices, order)
 

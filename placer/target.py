@@ -18,7 +18,7 @@ from placer.missing_file import missing_file, why_not_read
 from placer.sources import exported, huggingface, onnx
 from placer.sources.fault import TargetError
 
-__all__ = ["TargetError", "is_graph_file", "load_graph_target", "load_step"]
+__all__ = ["TargetError", "is_graph_file", "load_function", "load_graph_target", "load_step"]
 
 
 def load_step(target: str, *, training: bool, weights: bool = True) -> Step:
@@ -61,6 +61,18 @@ def load_step(target: str, *, training: bool, weights: bool = True) -> Step:
     except Exception as error:
         raise TargetError(f"{target} failed: {type(error).__name__}: {error}") from error
     return _step(made, target, training)
+
+
+def load_function(reference: str) -> Callable[..., object]:
+    """The function that ``path/to/file.py:function`` names.
+
+    Raises:
+        TargetError: there is no such file or function, or the file cannot be imported.
+    """
+    path, _, name = reference.rpartition(":")
+    if not path or not name:
+        raise TargetError(f"{reference!r} is no function: write path/to/file.py:function")
+    return _function(_module(Path(path)), name, path)
 
 
 def is_graph_file(target: str) -> bool:

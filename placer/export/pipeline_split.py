@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from placer.export.format import Exported
 from placer.export.placed_modules import ExportError, PlacedModules, is_inside
-from placer.export.stages import moved, stages, ties_across
+from placer.export.stages import Stage, moved, stages, ties_across
 
 
 def pipeline_split(placed: PlacedModules) -> Exported:
@@ -23,6 +23,22 @@ def pipeline_split(placed: PlacedModules) -> Exported:
     """
     if why := placed.why_no_torch():
         raise ExportError(why)
+    found, starts = pipeline_stages(placed)
+    return Exported(
+        content={
+            "stages": [stage.device for stage in found],
+            "split_points": dict.fromkeys(starts, "beginning"),
+        },
+        remarks=(*moved(placed, found), *ties_across(placed, found)),
+    )
+
+
+def pipeline_stages(placed: PlacedModules) -> tuple[list[Stage], list[str]]:
+    """The stages of a placement, and the modules that those after the first begin with.
+
+    Raises:
+        ExportError: as for :func:`pipeline_split`, whatever the devices.
+    """
     found = stages(placed)
     if len(found) == 1:
         raise ExportError(f"all modules are on {found[0].device}: there is nothing to split")
@@ -33,10 +49,4 @@ def pipeline_split(placed: PlacedModules) -> Exported:
                 f"a stage would begin with {start}, which a step calls more than once: pipelining "
                 "splits at every call"
             )
-    return Exported(
-        content={
-            "stages": [stage.device for stage in found],
-            "split_points": dict.fromkeys(starts, "beginning"),
-        },
-        remarks=(*moved(placed, found), *ties_across(placed, found)),
-    )
+    return found, starts

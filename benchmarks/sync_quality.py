@@ -1,0 +1,276 @@
+"""Losses at equal samples of ways to keep replicas one model, against synchronous SGD.
+
+    python -m benchmarks.sync_quality [--quick]
+
+A student learns the labels of a random network, a tenth of them wrong, in one pass over fresh
+samples; learning rates fall to 0. All workers are stacked in one process; what is averaged or coded
+is so by the code that runs on ranks. Synchronous SGD multiplies the learning rate by workers, half
+or a quarter of them, after a warm-up, and the best one counts; what averages models has that of one
+worker. About ten minutes on two idle cores; --quick, one seed of the short task for a quarter of
+its samples, one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import statistics
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from multiprocessing import get_context
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from placer.parallel.block_averager import AVERAGING, BMUF, BlockAverager, BlockUpdate
+from placer.parallel.quantised import Segments, decode, encode
+
+WIDTHS = (32, 256, 256, 10)
+TEACHER = (32, 64, 64, 10)
+WRONG = 0.1
+BATCH = 32
+LR, MOMENTUM = 0.15, 0.5
+TEST_SAMPLES = 20_000
+SEEDS = (0, 1, 2)
+ONE_BIT_WARMUP = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """So many workers for so many steps, averaged after each block of ``period`` steps."""
+
+    workers: int
+    period: int
+    steps: int
+
+
+SHORT = Task(workers=4, period=16, steps=4096)
+LONG = Task(workers=16, period=8, steps=4096)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One training."""
+
+    task: Task
+    method: str
+    seed: int
+    lr_factor: float = 1.0
+
+
+class Data:
+    """Fresh samples of a seed, with the labels of its teacher."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = torch.Generator().manual_seed(seed)
+        self.teacher = [
+            torch.randn(before + 1, after, generator=self.random) * math.sqrt(2 / before)
+            for before, after in pairwise(TEACHER)
+        ]
+
+    def samples(self, *shape: int) -> tuple[Tensor, Tensor]:
+        """Inputs (*shape, 32) and labels (*shape)."""
+        inputs = torch.randn(*shape, TEACHER[0], generator=self.random)
+        hidden = inputs
+        for number, weight in enumerate(self.teacher):
+            hidden = (torch.relu(hidden) if number else hidden) @ weight[:-1] + weight[-1]
+        wrong = torch.rand(*shape, generator=self.random) < WRONG
+        other = torch.randint(TEACHER[-1], shape, generator=self.random)
+        return inputs, torch.where(wrong, other, hidden.argmax(-1))
+
+
+class Students(nn.Module):
+    """N networks that begin alike, all their parameters one tensor (N, P)."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        super().__init__()
+        random = torch.Generator().manual_seed(1000 + seed)
+        self.shapes = [
+            shape for before, after in pairwise(WIDTHS) for shape in ((before, after), (1, after))
+        ]
+        flat = [
+            (torch.rand(shape, generator=random) * 2 - 1).flatten() / math.sqrt(max(shape[0], 16))
+            for shape in self.shapes
+        ]
+        self.all = nn.Parameter(torch.cat(flat).expand(count, -1).clone())
+
+    @property
+    def sizes(self) -> list[int]:
+        return [math.prod(shape) for shape in self.shapes]
+
+    def loss(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        """Sum over the students of their mean losses; inputs (N, B, 32), labels (N, B)."""
+        parts = self.all.split(self.sizes, 1)  # type: ignore[no-untyped-call]  # torch leaves it so
+        weights = [part.view(-1, *shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        hidden = inputs
+        for number in range(0, len(weights), 2):
+            hidden = torch.relu(hidden) if number else hidden
+            hidden = torch.baddbmm(weights[number + 1], hidden, weights[number])
+        found = F.cross_entropy(hidden.flatten(0, 1), labels.flatten(), reduction="sum")
+        return found / labels.shape[1]
+
+    def test_loss(self, seed: int) -> float:
+        """Of the mean student; its teacher's samples, but none that were trained on."""
+        data = Data(seed)
+        data.random.manual_seed(10_000 + seed)
+        inputs, labels = data.samples(1, TEST_SAMPLES)
+        with torch.no_grad():
+            mean = Students(1, seed)
+            mean.all.copy_(self.all.mean(0, keepdim=True))
+            return float(mean.loss(inputs, labels))
+
+
+def mean_of_stacked(count: int) -> Callable[[Tensor], Tensor]:
+    def mean(flat: Tensor) -> Tensor:
+        rows = flat.view(count, -1)
+        return rows.mean(0).expand_as(rows).flatten()
+
+    return mean
+
+
+class Bits:
+    """The mean of gradients by bits, as all ranks of 1-bit SGD compute it together."""
+
+    def __init__(self, sizes: list[int], workers: int, *, feedback: bool) -> None:
+        one = Segments.of_sizes(sizes, workers)
+        self.every = Segments(one.of.repeat(workers, 1), one.count)  # all stripes of all workers
+        self.stripes = one
+        self.workers = workers
+        self.feedback = feedback
+        self.own = torch.zeros(self.every.of.shape)
+        self.stripe = torch.zeros(one.of.shape)
+
+    def mean(self, gradients: Tensor) -> Tensor:
+        """Of (N, P), as (P,)."""
+        size = gradients.shape[1]
+        padded = F.pad(gradients, (0, self.stripes.of.numel() - size))
+        due = padded.view_as(self.own) + self.own
+        wire, sent = encode(due, self.every)
+        by_stripe = decode(wire, self.every).view(self.workers, *self.stripe.shape).mean(0)
+        mean_due = by_stripe + self.stripe
+        wire, mean_sent = encode(mean_due, self.stripes)
+        if self.feedback:
+            self.own, self.stripe = due - sent, mean_due - mean_sent
+        return decode(wire, self.stripes).flatten()[:size]
+
+
+def blocks(job: Job, update: BlockUpdate) -> float:
+    """Model averaging and BMUF: every worker its own model and its own samples."""
+    task, data = job.task, Data(job.seed)
+    students = Students(task.workers, job.seed)
+    sgd = torch.optim.SGD(students.parameters(), lr=LR * job.lr_factor, momentum=MOMENTUM)
+    averager = BlockAverager(
+        students,
+        update,
+        period=task.period,
+        inner=sgd,
+        workers=task.workers,
+        mean=mean_of_stacked(task.workers),
+    )
+    for number in range(task.steps):
+        sgd.param_groups[0]["lr"] = LR * job.lr_factor * _left(number, task)
+        sgd.zero_grad()
+        torch.autograd.backward(students.loss(*data.samples(task.workers, BATCH)))
+        sgd.step()
+        averager.after_step()
+    averager.finish()
+    return students.test_loss(job.seed)
+
+
+def every_step(job: Job, bits: Bits | None = None) -> float:
+    """Synchronous SGD: one model; with bits, the gradients of every worker are coded."""
+    task, data = job.task, Data(job.seed)
+    model = Students(1, job.seed)
+    sgd = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
+    warmup = task.steps // 20
+    for number in range(task.steps):
+        full = LR * job.lr_factor
+        warm = LR + (full - LR) * min(1.0, number / warmup)
+        sgd.param_groups[0]["lr"] = warm * _left(number, task)
+        inputs, labels = data.samples(task.workers, BATCH)
+        sgd.zero_grad()
+        if bits is None or number < ONE_BIT_WARMUP:
+            loss = model.loss(inputs.flatten(0, 1)[None], labels.flatten()[None])
+            torch.autograd.backward(loss)
+        else:
+            stacked = Students(task.workers, job.seed)
+            stacked.all = nn.Parameter(model.all.detach().expand(task.workers, -1))
+            torch.autograd.backward(stacked.loss(inputs, labels))
+            assert stacked.all.grad is not None
+            model.all.grad = bits.mean(stacked.all.grad)[None]
+        sgd.step()
+    return model.test_loss(job.seed)
+
+
+def _left(number: int, task: Task) -> float:
+    """What a step has of the learning rate, which falls to 0."""
+    return 1 - number / task.steps
+
+
+def trained(job: Job) -> float:
+    """The loss of one training."""
+    torch.set_num_threads(1)
+    sizes = Students(1, 0).sizes
+    match job.method:
+        case "averaging":
+            return blocks(job, AVERAGING)
+        case "BMUF":
+            return blocks(job, BMUF)
+        case "1-bit":
+            return every_step(job, Bits(sizes, job.task.workers, feedback=True))
+        case "1-bit without feedback":
+            return every_step(job, Bits(sizes, job.task.workers, feedback=False))
+    return every_step(job)
+
+
+def jobs(task: Task, methods: tuple[str, ...], seeds: tuple[int, ...]) -> list[Job]:
+    """All trainings of a task, the longest first."""
+    full = float(task.workers)
+    found = []
+    for method in methods:
+        if method == "synchronous":
+            factors: tuple[float, ...] = (full, full / 2, full / 4)
+        else:
+            factors = (full,) if method.startswith("1-bit") else (1.0,)
+        found += [Job(task, method, seed, factor) for seed in seeds for factor in factors]
+    return found
+
+
+def table(task: Task, losses: dict[Job, float]) -> None:
+    """Means over seeds, and against synchronous SGD at its best learning rate."""
+    print(f"{task.workers} workers, {task.steps} steps of {BATCH}, blocks of {task.period} steps")
+    means: dict[str, float] = {}
+    for job in losses:
+        own = [loss for other, loss in losses.items() if replace(other, seed=job.seed) == job]
+        mean = statistics.fmean(own)
+        means[job.method] = min(mean, means.get(job.method, math.inf), key=_finite)
+    for method, mean in means.items():
+        gap = mean / means["synchronous"] - 1
+        print(f"  {method:24}{mean:9.4f}{gap:+9.1%}", flush=True)
+
+
+def _finite(loss: float) -> float:
+    return loss if math.isfinite(loss) else math.inf
+
+
+def main(quick: bool = False) -> None:
+    seeds = SEEDS[:1] if quick else SEEDS
+    short = replace(SHORT, steps=SHORT.steps // 4) if quick else SHORT
+    bits = ("1-bit", "1-bit without feedback")
+    plain = ("synchronous", "averaging", "BMUF")
+    todo = {short: jobs(short, (*plain, *bits), seeds)}
+    if not quick:
+        todo[LONG] = jobs(LONG, plain, seeds)
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("spawn")) as pool:
+        for task, own in todo.items():
+            table(task, dict(zip(own, pool.map(trained, own), strict=True)))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true")
+    main(parser.parse_args().quick)

@@ -1,0 +1,181 @@
+"""Asynchronous SGD: a parameter server applies every gradient when it comes.
+
+Dean et al., "Large scale distributed deep networks", NIPS 2012 (Downpour SGD).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from placer.parallel.block_averager import flat_of, write
+from placer.parallel.grad_sync import broadcast_state
+from placer.parallel.groups import new_group
+from placer.parallel.sync import MakeOptimizer, Setup
+
+PUSH: Final = 0
+DONE: Final = 1
+
+
+class AsyncSgd:
+    """Pushes the gradients of a replica to the server on rank 0, and takes its parameters over.
+
+    A gradient was computed with parameters of version u and is applied to those of version t: its
+    staleness is t - u. The order in which gradients come depends on timing, and so do results.
+    Buffers are each replica's own until :meth:`finish`, which takes those of rank 0.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        """Start the server on rank 0.
+
+        Raises:
+            ValueError: parameters have several dtypes.
+        """
+        broadcast_state(setup.module, setup.group_of)
+        self._module = setup.module
+        self._parameters = list(setup.module.parameters())
+        if len(dtypes := {parameter.dtype for parameter in self._parameters}) > 1:
+            raise ValueError(f"asgd needs parameters of one dtype, not of {len(dtypes)}")
+        self._group = new_group(backend="gloo")
+        self._version = 0
+        self._server: Server | None = None
+        if dist.get_rank() == 0:
+            self._server = Server(self._parameters, setup.make_optimizer, self._group)
+
+    def zero_grad(self) -> None:
+        """Begin a step."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Push the gradients, pull the parameters.
+
+        Raises:
+            RuntimeError: the server is gone, or had to stop.
+        """
+        gradient = flat_of(_gradient(parameter).cpu() for parameter in self._parameters)
+        if self._server is not None:
+            self._version, flat = self._server.push(gradient, self._version)
+        else:
+            dist.send(torch.tensor([PUSH, self._version]), 0, group=self._group)
+            dist.send(gradient, 0, group=self._group)
+            version, flat = torch.zeros(1, dtype=torch.int64), gradient
+            dist.recv(version, 0, group=self._group)
+            dist.recv(flat, 0, group=self._group)
+            self._version = int(version)
+        write(self._parameters, flat)
+
+    def finish(self) -> None:
+        """Wait until all gradients of all ranks are applied, and take the parameters."""
+        if self._server is not None:
+            write(self._parameters, self._server.finish())
+        else:
+            dist.send(torch.tensor([DONE, 0]), 0, group=self._group)
+        broadcast_state(self._module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Refused.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "asynchronous SGD cannot go on from a checkpoint: gradients are under way at any time"
+        )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Refused, as :meth:`state_dict`."""
+        self.state_dict()
+
+    def report(self) -> dict[str, Any]:
+        """Updates and staleness, on rank 0."""
+        return {} if self._server is None else self._server.report()
+
+
+class Server:
+    """Holds the parameters on the CPU and applies gradients one after the other, as they come."""
+
+    def __init__(
+        self, parameters: list[nn.Parameter], make_optimizer: MakeOptimizer, group: Any
+    ) -> None:
+        self._own = [nn.Parameter(p.detach().cpu().clone()) for p in parameters]
+        self._optimizer = make_optimizer(self._own)
+        self._group = group
+        self._version = 0
+        self._staleness: Counter[int] = Counter()
+        self._failure: RuntimeError | None = None
+        self._lock = threading.Lock()
+        self._threads = [
+            threading.Thread(target=self._serve, args=(rank,), daemon=True)
+            for rank in range(1, dist.get_world_size(group))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def push(self, gradient: torch.Tensor, version: int) -> tuple[int, torch.Tensor]:
+        """Apply a gradient (P,) of parameters of a version; version and parameters (P,) after it.
+
+        Raises:
+            RuntimeError: a worker is gone.
+        """
+        self._check_complete()
+        with self._lock:
+            self._staleness[self._version - version] += 1
+            for own in self._own:
+                own.grad = torch.empty_like(own)
+            write([own.grad for own in self._own if own.grad is not None], gradient)
+            self._optimizer.step()
+            self._version += 1
+            return self._version, flat_of(self._own)
+
+    def finish(self) -> torch.Tensor:
+        """The parameters (P,) after the last gradient of the last worker.
+
+        Raises:
+            RuntimeError: a worker is gone.
+        """
+        for thread in self._threads:
+            thread.join()
+        self._check_complete()
+        return flat_of(self._own)
+
+    def report(self) -> dict[str, Any]:
+        """Updates so far, and by how many updates gradients were late."""
+        updates = sum(self._staleness.values())
+        late = sum(staleness * count for staleness, count in self._staleness.items())
+        return {
+            "updates": updates,
+            "staleness_mean": late / updates if updates else 0.0,
+            "staleness_max": max(self._staleness, default=0),
+        }
+
+    def _check_complete(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError(f"the parameter server stopped: {self._failure}")
+
+    def _serve(self, rank: int) -> None:
+        """Answer one worker until it is done."""
+        header, gradient = torch.zeros(2, dtype=torch.int64), flat_of(self._own)
+        try:
+            while True:
+                dist.recv(header, rank, group=self._group)
+                kind, version = header.tolist()
+                if kind == DONE:
+                    return
+                dist.recv(gradient, rank, group=self._group)
+                now, flat = self.push(gradient, version)
+                dist.send(torch.tensor([now]), rank, group=self._group)
+                dist.send(flat, rank, group=self._group)
+        except RuntimeError as error:  # push and finish raise it on the main thread
+            self._failure = self._failure or RuntimeError(f"rank {rank} is gone: {error}")
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

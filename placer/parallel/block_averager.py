@@ -1,0 +1,227 @@
+"""Averages replicas block by block: model averaging, BMUF, SlowMo and DiLoCo are settings of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from placer.parallel.grad_sync import Group
+
+Mean: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+"""The mean over all workers of a flat tensor that each of them has."""
+PERIOD: Final = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockUpdate:
+    """What becomes of the mean W̄(t) of the workers after block t.
+
+    Chen and Huo, "Scalable training of deep learning machines by incremental block training with
+    intra-block parallel optimization and blockwise model-update filtering", ICASSP 2016::
+
+        G(t) = W̄(t) - W_g(t-1)      Δ(t) = momentum Δ(t-1) + rate G(t)      W(t) = W(t-1) + Δ(t)
+
+    The next block starts from W_g(t) = W(t), or with ``nesterov`` from W(t) + momentum Δ(t); the
+    result of training is W(T). Momentum 0 and rate 1 is model averaging. Without Nesterov this is
+    SlowMo at a constant learning rate (Wang et al., ICLR 2020); with it, momentum 0.9 and rate 0.7
+    DiLoCo (Douillard et al., 2023).
+
+    ``momentum`` None is 1 - 1 / workers: it makes up for the mean, which divides every worker's
+    progress by their number. ``reset_inner`` forgets the momentum of the workers' own optimizer,
+    which belongs to where they were before.
+    """
+
+    momentum: float | None = None
+    rate: float = 1.0
+    nesterov: bool = True
+    reset_inner: bool = True
+
+    def __post_init__(self) -> None:
+        if self.momentum is not None and not 0 <= self.momentum < 1:
+            raise ValueError(f"block momentum {self.momentum} is not within 0 .. 1")
+        if not self.rate > 0:
+            raise ValueError(f"block rate {self.rate} is not above 0")
+
+    def momentum_of(self, workers: int) -> float:
+        """The momentum that holds for so many workers."""
+        return 1 - 1 / workers if self.momentum is None else self.momentum
+
+
+AVERAGING: Final = BlockUpdate(momentum=0.0, reset_inner=False)
+BMUF: Final = BlockUpdate()
+BMUF_CLASSIC: Final = BlockUpdate(nesterov=False)
+SLOWMO: Final = BlockUpdate(momentum=0.5, nesterov=False)
+DILOCO: Final = BlockUpdate(momentum=0.9, rate=0.7, reset_inner=False)
+
+
+class BlockAverager:
+    """Lets workers train alone for a block of steps, then gives them a common model.
+
+    Call :meth:`after_step` after each step of the worker's own optimizer, and :meth:`finish` at the
+    end. Parameters stay the same objects in the same memory. Buffers of floating point, running
+    statistics for one, become their mean at the end of each block.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        update: BlockUpdate = BMUF,
+        *,
+        period: int = PERIOD,
+        warmup_steps: int = 0,
+        inner: torch.optim.Optimizer | None = None,
+        workers: int | None = None,
+        mean: Mean | None = None,
+    ) -> None:
+        """Remember where the workers start, which must be the same model.
+
+        Args:
+            module: the worker's replica.
+            update: what becomes of the mean.
+            period: steps of a block.
+            warmup_steps: before the first block; the mean is taken after each of them.
+            inner: the worker's own optimizer, whose momentum may be reset.
+            workers: how many there are; by default all ranks.
+            mean: over the workers, by default over all ranks.
+
+        Raises:
+            ValueError: period is below 1.
+        """
+        if period < 1:
+            raise ValueError(f"a block has {period} steps, below 1")
+        self.update = update
+        self.period = period
+        self.warmup_steps = warmup_steps
+        self.steps = 0
+        self.inner = inner
+        self._mean = mean or mean_of_ranks
+        self._parameters = _by_kind(module.parameters())
+        self._buffers = _by_kind(b for b in module.buffers() if b.is_floating_point())
+        self._base = [nn.Parameter(flat_of(group)) for group in self._parameters]  # W_g
+        momentum = update.momentum_of(workers or dist.get_world_size())
+        self._is_plain = momentum == 0 and update.rate == 1
+        self._outer = torch.optim.SGD(
+            self._base,
+            lr=update.rate,
+            momentum=momentum,
+            nesterov=update.nesterov and momentum > 0,
+        )
+
+    @property
+    def at_border(self) -> bool:
+        """Whether all workers have the same model now, a block having ended with the last step."""
+        return (self.steps - self.warmup_steps) % self.period == 0 or self.is_warming_up
+
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether the last step was one of those before the first block."""
+        return self.steps <= self.warmup_steps
+
+    def after_step(self) -> None:
+        """Count a step, and end the block if it was its last."""
+        self.steps += 1
+        if self.is_warming_up:
+            self._take_mean()
+        elif self.at_border:
+            self._end_block()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """End the block that is open, if any, and set the parameters to W(T), the model to use."""
+        if not self.at_border:
+            self._end_block()
+        [settings] = self._outer.param_groups
+        for group, base in zip(self._parameters, self._base, strict=True):
+            velocity = self._velocity(base)
+            if settings["nesterov"] and velocity is not None:
+                # W = W_g - momentum Δ, and Δ = -rate v of torch's SGD
+                write(group, base + settings["lr"] * settings["momentum"] * velocity)
+            else:
+                write(group, base)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Steps so far, the common model, the block momentum."""
+        velocity = [self._velocity(base) for base in self._base]
+        return {
+            "steps": self.steps,
+            "base": [base.detach().clone() for base in self._base],
+            "velocity": [None if v is None else v.clone() for v in velocity],
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` gave."""
+        self.steps = state["steps"]
+        for base, kept, velocity in zip(self._base, state["base"], state["velocity"], strict=True):
+            base.copy_(kept)
+            self._outer.state[base].clear()
+            if velocity is not None:
+                self._outer.state[base]["momentum_buffer"] = velocity.clone().to(base.device)
+
+    def _velocity(self, base: nn.Parameter) -> torch.Tensor | None:
+        found: torch.Tensor | None = self._outer.state.get(base, {}).get("momentum_buffer")
+        return found
+
+    @torch.no_grad()
+    def _end_block(self) -> None:
+        for group, base in zip(self._parameters, self._base, strict=True):
+            mean = self._mean(flat_of(group))
+            if self._is_plain:
+                base.copy_(mean)
+            base.grad = base - mean
+        if not self._is_plain:
+            self._outer.step()
+        for group, base in zip(self._parameters, self._base, strict=True):
+            write(group, base)
+        self._average_buffers()
+        if self.update.reset_inner:
+            self._forget_momentum()
+
+    @torch.no_grad()
+    def _take_mean(self) -> None:
+        for group, base in zip(self._parameters, self._base, strict=True):
+            base.copy_(self._mean(flat_of(group)))
+            write(group, base)
+        self._average_buffers()
+
+    def _average_buffers(self) -> None:
+        for group in self._buffers:
+            write(group, self._mean(flat_of(group)))
+
+    def _forget_momentum(self) -> None:
+        for state in self.inner.state.values() if self.inner is not None else ():
+            for name in ("momentum_buffer", "exp_avg"):
+                if state.get(name) is not None:
+                    state[name].zero_()
+
+
+def mean_of_ranks(flat: torch.Tensor, group: Group = None) -> torch.Tensor:
+    """The mean over the ranks of a group, None being that of all, in place."""
+    dist.all_reduce(flat.div_(dist.get_world_size(group)), group=group)
+    return flat
+
+
+def flat_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Tensors one after the other, as a copy."""
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
+
+
+def write(tensors: Iterable[torch.Tensor], flat: torch.Tensor) -> None:
+    """Set tensors, in the memory that they have, to what :func:`flat_of` gave."""
+    at = 0
+    for tensor in tensors:
+        tensor.detach().copy_(flat.detach()[at : at + tensor.numel()].view_as(tensor))
+        at += tensor.numel()
+
+
+def _by_kind(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Tensors by device and dtype."""
+    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return list(found.values())

@@ -1,0 +1,164 @@
+"""Buckets: gradients that are reduced together, as views of one flat tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+
+class GradientBucket(Protocol):
+    """What a reduction is given; ``torch.distributed.GradBucket`` is one as well."""
+
+    def index(self) -> int:
+        """Which of the buckets of its process group it is, in the order in which they start."""
+        ...
+
+    def is_last(self) -> bool:
+        """Whether it is the last of them."""
+        ...
+
+    def buffer(self) -> torch.Tensor:
+        """The gradients, flat."""
+        ...
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Views of the buffer, shaped as the parameters."""
+        ...
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters that the gradients are of, in the order of the buffer."""
+        ...
+
+
+class Pending(Protocol):
+    """A reduction under way."""
+
+    def wait(self) -> object:
+        """Return when the mean over the ranks is in the bucket's buffer."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A parameter, and its name for people."""
+
+    name: str
+    parameter: nn.Parameter
+
+
+class Bucket:
+    """Some parameters of one device and dtype; their gradients are views of ``flat``."""
+
+    def __init__(self, members: Sequence[Named], accumulate: int) -> None:
+        first = members[0].parameter
+        size = sum(member.parameter.numel() for member in members)
+        self.members = members
+        self.accumulate = accumulate
+        self.flat = torch.zeros(size, device=first.device, dtype=first.dtype)
+        self.pending: Pending | None = None
+        self.place = (0, True)  # index in its queue, whether it is the last
+        self._views: list[torch.Tensor] = []
+        at = 0
+        for member in members:
+            piece = self.flat.narrow(0, at, member.parameter.numel())
+            self._views.append(piece.view_as(member.parameter))
+            at += piece.numel()
+        self._arrived = [0] * len(members)
+        self._missing = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Expect the gradients of a new step."""
+        self.pending = None
+        self._arrived = [0] * len(self.members)
+        self._missing = len(self.members) * self.accumulate
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every gradient has arrived as often as expected."""
+        return self._missing == 0
+
+    def arrive(self, number: int) -> None:
+        """Count a gradient.
+
+        Raises:
+            RuntimeError: it was expected less often.
+        """
+        self._arrived[number] += 1
+        if self._arrived[number] > self.accumulate or self.pending is not None:
+            raise RuntimeError(
+                f"the gradient of {self.members[number].name} arrived once more than the "
+                f"{self.accumulate} backward passes of a step: call finish() after each step, or "
+                "give GradSync as many as accumulate"
+            )
+        self._missing -= 1
+        self.adopt(number)
+
+    @torch.no_grad()
+    def adopt(self, number: int) -> None:
+        """Make a parameter's gradient the view again that it was, with the value it has now.
+
+        ``optimizer.zero_grad()`` drops the views; no gradient counts as zero.
+        """
+        parameter, view = self.members[number].parameter, self._views[number]
+        given = parameter.grad
+        if given is view:
+            return
+        if given is None:
+            view.zero_()
+        elif given.data_ptr() != view.data_ptr() or given.device != view.device:
+            view.copy_(given)
+        parameter.grad = view
+
+    def adopt_all(self) -> None:
+        """Adopt every gradient."""
+        for number in range(len(self.members)):
+            self.adopt(number)
+
+    def index(self) -> int:
+        """Its place among the buckets of its process group."""
+        return self.place[0]
+
+    def is_last(self) -> bool:
+        """Whether it is the last of them."""
+        return self.place[1]
+
+    def buffer(self) -> torch.Tensor:
+        """The gradients, flat."""
+        return self.flat
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Views of the buffer, shaped as the parameters."""
+        return list(self._views)
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters, in the order of the buffer."""
+        return [member.parameter for member in self.members]
+
+
+def filled_buckets(
+    parameters: Mapping[str, nn.Parameter], largest_bytes: int, accumulate: int
+) -> list[Bucket]:
+    """Buckets of at most so many bytes, one device and one dtype each, in order of readiness.
+
+    Backward passes come to the last parameters first. A parameter that is larger than a bucket has
+    one of its own; one that needs no gradient has none.
+    """
+    filling: dict[tuple[torch.device, torch.dtype], list[Named]] = {}
+    room: dict[tuple[torch.device, torch.dtype], int] = {}
+    closed: list[list[Named]] = []
+    for name, parameter in reversed(list(parameters.items())):
+        if not parameter.requires_grad:
+            continue
+        key = (parameter.device, parameter.dtype)
+        if key in filling and parameter.nbytes > room[key]:
+            closed.append(filling.pop(key))
+        if key not in filling:
+            filling[key], room[key] = [], largest_bytes
+        filling[key].append(Named(name, parameter))
+        room[key] -= parameter.nbytes
+    return [Bucket(members, accumulate) for members in (*closed, *filling.values())]

@@ -1,0 +1,85 @@
+"""Checkpoints of a run: a state for every rank, and a file that says which of them belong together.
+
+``FILE`` is JSON and is replaced whole, after all ranks have written ``FILE.STEP.RANK``: who is
+killed at any time has the checkpoint before. Ranks on several hosts need a folder that they share.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from graphs.strict_json import fields, load_checked, table, text, whole
+from graphs.whole_file import write_whole
+from placer.parallel.groups import check_same
+from placer.parallel.state_file import read_state, write_state
+
+FORMAT: Final = "placer-run/1"
+_KEYS: Final = frozenset({"format", "step", "ranks", "essence"})
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Where the checkpoint of a run is kept, and what a run must have in common to go on from it.
+
+    ``essence`` is {what it is for people: what it must be}.
+    """
+
+    path: Path
+    essence: Mapping[str, str]
+
+    def write(self, step: int, state: Mapping[str, Any]) -> None:
+        """Write the state of this rank after so many steps; every rank calls it.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        write_state(self._of_rank(step, rank), state)
+        dist.barrier()
+        if rank == 0:
+            content = {
+                "format": FORMAT,
+                "step": step,
+                "ranks": ranks,
+                "essence": dict(self.essence),
+            }
+            write_whole(self.path, json.dumps(content, indent=1) + "\n")
+        dist.barrier()
+        for old in self.path.parent.glob(f"{self.path.name}.*.{rank}"):
+            if old != self._of_rank(step, rank):
+                old.unlink()
+
+    def read(self) -> tuple[int, dict[str, Any]] | None:
+        """Steps that were done, and the state of this rank after them; None if there is no file.
+
+        Raises:
+            ValueError: it is no checkpoint, or one of another run; says what differs. Or only some
+                of the ranks find it.
+            OSError: it cannot be read.
+        """
+        is_there = self.path.exists()
+        check_same(f"what ranks find at {self.path}", str(is_there))
+        if not is_there:
+            return None
+        content = load_checked(self.path, lambda data: fields(data, "", _KEYS, required=_KEYS))
+        if content["format"] != FORMAT:
+            raise ValueError(f"{self.path}: format is {content['format']!r}, not {FORMAT!r}")
+        step, ranks = whole(content["step"], "step"), whole(content["ranks"], "ranks")
+        if ranks != dist.get_world_size():
+            raise ValueError(
+                f"{self.path} is of a run with {ranks} ranks, this one has {dist.get_world_size()}"
+            )
+        for name, given in table(content["essence"], "essence").items():
+            now = self.essence.get(name)
+            if text(given, name) != now:
+                raise ValueError(f"{self.path} is of a run with {name} {given}, this one has {now}")
+        return step, read_state(self._of_rank(step, dist.get_rank()))
+
+    def _of_rank(self, step: int, rank: int) -> Path:
+        return self.path.with_name(f"{self.path.name}.{step}.{rank}")

@@ -1,0 +1,70 @@
+"""Batches by number: every rank takes its own, and a run that goes on takes the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from graphs.extract import Step
+
+Batch: TypeAlias = tuple[tuple[Any, ...], Mapping[str, Any]]
+"""Positional inputs and keywords of a training step, the target of its loss among them."""
+
+
+class Batches(Protocol):
+    """Training data. The same number gives the same batch, on every rank and in every run."""
+
+    def __call__(self, number: int) -> Batch:
+        """Batch ``number``, from 0."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MadeUp:
+    """Batches of the form of the example inputs: for runs whose losses mean nothing.
+
+    Numbers of floating point are normal, with the mean and the deviation of the example's; others
+    are the example's in another order, so that indices stay in range.
+    """
+
+    step: Step
+    seed: int = 0
+
+    def __call__(self, number: int) -> Batch:
+        """Batch ``number``."""
+        random = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
+
+        def like(example: torch.Tensor) -> torch.Tensor:
+            example = example.detach().cpu()
+            if not example.is_floating_point():
+                order = torch.randperm(example.numel(), generator=random)
+                return example.flatten()[order].view_as(example)
+            noise = torch.randn(example.shape, generator=random, dtype=example.dtype)
+            spread = example.std() if example.numel() > 1 else 1.0
+            return noise * spread + example.mean()
+
+        inputs, keywords = self.step.step_inputs, dict(self.step.keywords)
+        made: Batch = tree_map_only(torch.Tensor, like, (inputs, keywords))
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class FromFunction:
+    """Batches of a function that takes a number and returns inputs like the target's."""
+
+    function: Callable[[int], Any]
+    step: Step
+
+    def __call__(self, number: int) -> Batch:
+        """Batch ``number``."""
+        step = Step.of(self.step.model, self.function(number), self.step.loss)
+        return step.step_inputs, step.keywords
+
+
+def number_of(step: int, rank: int, ranks: int) -> int:
+    """The batch that a rank takes in a step: a step takes as many as there are ranks."""
+    return step * ranks + rank

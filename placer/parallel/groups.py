@@ -1,0 +1,67 @@
+"""Process groups: made alike, and what their ranks must have the same of before they rely on it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+
+def check_same(what: str, own: str, group: dist.ProcessGroup | None = None) -> None:
+    """Compare the digests of a text on all ranks of a group, None being that of all.
+
+    Raises:
+        ValueError: on every rank, when they differ; names ``what``, and which ranks have which.
+    """
+    digest = hashlib.sha256(own.encode()).digest()
+    mine = torch.tensor(list(digest), dtype=torch.uint8, device=wire_device(group))
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, mine, group=group)
+    found = [bytes(one.tolist()).hex() for one in every]
+    members = dist.get_process_group_ranks(group)
+    if len(set(found)) > 1:
+        raise ValueError(f"{what}: ranks differ, {_told(dict(zip(members, found, strict=True)))}")
+
+
+def wire_device(group: dist.ProcessGroup | None) -> torch.device:
+    """Where the backend of a group takes tensors of any kind from."""
+    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+
+
+def _told(digest_of: Mapping[int, str]) -> str:
+    holders: dict[str, list[int]] = {}
+    for rank, digest in digest_of.items():
+        holders.setdefault(digest, []).append(rank)
+    by_size = sorted(holders.items(), key=lambda item: -len(item[1]))
+    return ", ".join(
+        f"{rank_list(ranks)} {'have' if len(ranks) > 1 else 'has'} {digest[:12]}"
+        for digest, ranks in by_size
+    )
+
+
+def rank_list(ranks: Sequence[int]) -> str:
+    """Ranks for people.
+
+    >>> rank_list([1]), rank_list([0, 2])
+    ('rank 1', 'ranks 0, 2')
+    """
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def new_group(ranks: Sequence[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
+    """A group of some ranks, which alone make it, or of all, with the timeout of that of all.
+
+    Torch gives a new group its own default, 30 minutes, and has no public way to ask for another's.
+    """
+    whole = dist.group.WORLD
+    assert whole is not None, "there is no process group yet"
+    limit = whole._get_backend(wire_device(whole)).options._timeout
+    made: dist.ProcessGroup = dist.new_group(
+        None if ranks is None else list(ranks),
+        timeout=limit,
+        backend=backend,
+        use_local_synchronization=ranks is not None,
+    )
+    return made

@@ -1,0 +1,165 @@
+"""Replicas over several ranks: a placement that is a chain runs as the stages of a pipeline.
+
+The ranks are a mesh of replicas by stages::
+
+    mesh = init_device_mesh("cpu", (replicas, stages), mesh_dim_names=("dp", "place"))
+    replica = PipelinedReplica(extraction, placement, mesh, micro_batches=4)
+    sync = sync_named("allreduce", replica.setup(torch.optim.AdamW))
+    for batch in shard:
+        sync.zero_grad()
+        loss = replica.backward(*batch)
+        sync.step()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
+from torch.utils._pytree import tree_map_only
+
+from envs.placement import Placement
+from envs.torch_devices import CPU, is_core, torch_device
+from graphs.extract import Extraction
+from placer.export.pipeline_split import pipeline_stages
+from placer.export.placed_modules import PlacedModules
+from placer.parallel.options import SyncOptions
+from placer.parallel.sync import MakeOptimizer, Setup
+
+REPLICAS: Final = "dp"
+STAGES: Final = "place"
+
+
+class PipelinedReplica:
+    """The stage of this rank, and the schedule by which micro-batches pass through all of them.
+
+    Gradients of a stage are ready in its last micro-batch's backward pass, and are reduced with the
+    same stage of the other replicas while earlier stages still work.
+    """
+
+    def __init__(
+        self,
+        extraction: Extraction,
+        placement: Placement,
+        mesh: DeviceMesh,
+        *,
+        micro_batches: int,
+        schedule: Callable[..., Any] = Schedule1F1B,
+    ) -> None:
+        """Cut the model and keep the part of this rank, on its device.
+
+        Args:
+            extraction: of a training step with a loss function; its batch is what a replica takes.
+            placement: of its ops, such that no device is needed again once it was left.
+            mesh: with dimensions "dp" and "place".
+            micro_batches: into which a batch is cut along the first dimension of its tensors.
+            schedule: of ``torch.distributed.pipelining``, for one stage a rank.
+
+        Raises:
+            ExportError: the placement is no chain, or torch cannot cut there.
+            ValueError: the step has no loss function, the mesh has another number of stages, or the
+                batch cannot be cut into so many.
+        """
+        step = extraction.step
+        if step.loss is None:
+            raise ValueError("a pipeline needs a loss function: its last stage calls it")
+        stages, starts = pipeline_stages(PlacedModules.of(extraction, placement))
+        if len(stages) != mesh[STAGES].size():
+            raise ValueError(
+                f"the placement has {len(stages)} stages, the mesh {mesh[STAGES].size()}"
+            )
+        self._loss = step.loss
+        self._mesh = mesh
+        self.micro_batches = micro_batches
+        self.index = mesh[STAGES].get_local_rank()
+        pipe = pipeline(
+            step.model,
+            _first_part(step.model_inputs, micro_batches),
+            _first_part(dict(step.keywords), micro_batches),
+            split_spec=dict.fromkeys(starts, SplitPoint.BEGINNING),
+        )
+        # Shapes come from the traced graph: torch would else find them by a backward pass, whose
+        # gradients would be reduced.
+        self.stage = pipe.build_stage(
+            self.index, _device(stages[self.index].device), mesh[STAGES].get_group()
+        )
+        # The loss is scaled, not the gradients: torch scales them after the last backward pass,
+        # when they are being reduced.
+        self.schedule = schedule(
+            self.stage,
+            n_microbatches=micro_batches,
+            loss_fn=self._scaled_loss,
+            scale_grads=False,
+        )
+
+    @property
+    def module(self) -> nn.Module:
+        """The stage's part of the model: parameters under their names, on its device."""
+        return self.stage.submod
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank takes the inputs."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank knows the loss."""
+        return self.index == self._mesh[STAGES].size() - 1
+
+    def setup(self, make_optimizer: MakeOptimizer, options: SyncOptions | None = None) -> Setup:
+        """What a way of keeping replicas one model is made from, for this stage."""
+        fellows = self._mesh[REPLICAS].get_group()
+        return Setup(
+            module=self.module,
+            make_optimizer=make_optimizer,
+            options=options or SyncOptions(),
+            accumulate=self.micro_batches,
+            group_of=lambda device: fellows,
+        )
+
+    def backward(self, *inputs: Any, **keywords: Any) -> float | None:
+        """Add the gradients of a batch of this replica, given on all its ranks as to the model.
+
+        Returns:
+            On the last stage the loss, None elsewhere.
+        """
+        *own, target = inputs
+        losses: list[torch.Tensor] = []
+        given = own if self.is_first else ()
+        options: Mapping[str, Any] = keywords if self.is_first else {}
+        if self.is_last:
+            target = _moved(target, self.stage.device)
+            self.schedule.step(*given, target=target, losses=losses, **options)
+            return float(torch.stack(losses).sum())
+        self.schedule.step(*_moved(given, self.stage.device), **options)
+        return None
+
+    def _scaled_loss(self, output: Any, target: Any) -> torch.Tensor:
+        return self._loss(output, target) / self.micro_batches
+
+
+def _device(name: str) -> torch.device:
+    """Where a stage runs: on cores, as the CPU of its rank."""
+    return CPU if is_core(name) else torch_device(name)
+
+
+def _moved(values: Any, device: torch.device) -> Any:
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), values)
+
+
+def _first_part(values: Any, parts: int) -> Any:
+    """The first of so many equal parts of all tensors, along their first dimension."""
+
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.dim() or len(tensor) % parts:
+            raise ValueError(
+                f"an input of shape {tuple(tensor.shape)} cannot be cut into {parts} micro-batches"
+            )
+        return tensor[: len(tensor) // parts]
+
+    return tree_map_only(torch.Tensor, cut, values)

@@ -1,0 +1,117 @@
+"""Which ways there are to keep replicas one model; reading the list imports nothing."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Final, cast
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from placer.parallel.sync import Setup, Sync
+
+DEFAULT: Final = "allreduce"
+_BLOCKS: Final = ("period", "warmup_steps", "block_momentum", "block_rate")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """A way as it is listed."""
+
+    name: str
+    summary: str
+    home: str  # "module:function" that makes a Sync from a Setup
+    options: tuple[str, ...] = ()  # of SyncOptions, those that it takes
+
+
+def _own(name: str, summary: str, home: str, *options: str) -> Method:
+    return Method(name=name, summary=summary, home=f"placer.parallel.{home}", options=options)
+
+
+METHODS: Final = (
+    _own(DEFAULT, "mean of gradients every step, in full precision", "methods:allreduce"),
+    _own(
+        "hierarchical",
+        "the same level by level: inside nodes, then across",
+        "methods:hierarchical",
+        "levels",
+    ),
+    _own("fp16", "gradients are sent in fp16: half of the bytes", "methods:fp16"),
+    _own("bf16", "gradients are sent in bf16: half of the bytes", "methods:bf16"),
+    _own(
+        "powersgd",
+        "gradients are sent as products of thin matrices, with error feedback",
+        "methods:powersgd",
+        "approximation_rank",
+        "warmup_steps",
+    ),
+    _own(
+        "onebit",
+        "a bit per gradient, with error feedback at both ends",
+        "methods:onebit",
+        "warmup_steps",
+    ),
+    _own(
+        "ma",
+        "model averaging: the mean of the models after every block of steps",
+        "methods:averaging",
+        "period",
+        "warmup_steps",
+    ),
+    _own("bmuf", "averaging with Nesterov momentum of block updates", "methods:bmuf", *_BLOCKS),
+    _own(
+        "bmuf-classic",
+        "averaging with classical momentum of block updates",
+        "methods:bmuf_classic",
+        *_BLOCKS,
+    ),
+    _own("slowmo", "SlowMo: slow momentum 0.5 on averaging", "methods:slowmo", *_BLOCKS),
+    _own("diloco", "DiLoCo: block rate 0.7, Nesterov momentum 0.9", "methods:diloco", *_BLOCKS),
+    _own(
+        "asgd",
+        "asynchronous SGD: a parameter server applies gradients as they come",
+        "async_sgd:AsyncSgd",
+    ),
+)
+
+
+def method_named(name: str) -> Method:
+    """The method of a name.
+
+    Raises:
+        ValueError: there is none; the message says which there are.
+    """
+    known = {method.name: method for method in METHODS}
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"there is no sync {name!r}: there are {', '.join(known)}{hint}")
+    return known[name]
+
+
+def check_options(name: str, given: tuple[str, ...]) -> None:
+    """Make sure that a method takes the options that are given.
+
+    Raises:
+        ValueError: it would ignore one, or there is no such method.
+    """
+    method = method_named(name)
+    for option in given:
+        if option not in method.options:
+            takers = [other.name for other in METHODS if option in other.options]
+            raise ValueError(f"sync {name!r} takes no {option}; {', '.join(takers)} do")
+
+
+def sync_named(name: str, setup: Setup) -> Sync:
+    """The method of a name, begun with a replica on every rank.
+
+    Raises:
+        ValueError: there is no such method, it does not take an option that is given, or the
+            replicas do not fit together.
+    """
+    check_options(name, setup.options.given)
+    module, _, function = method_named(name).home.partition(":")
+    make = cast("Callable[[Setup], Sync]", getattr(import_module(module), function))
+    return make(setup)

@@ -1,0 +1,79 @@
+"""Nested state of tensors, numbers and texts as one file of safetensors; nothing is pickled."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from graphs.whole_file import write_whole
+
+_KEY: Final = "placer"
+_TENSOR: Final = "tensor"
+
+
+def write_state(path: Path, state: Mapping[str, Any]) -> None:
+    """Write dicts, lists, tuples, tensors, numbers, texts, None; the file is complete or absent.
+
+    Raises:
+        TypeError: there is something else in it.
+        OSError: it cannot be written.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    skeleton = _plain(state, tensors)
+    write_whole(path, save(tensors, {_KEY: json.dumps(skeleton)}))
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """What :func:`write_state` wrote, tensors on the CPU.
+
+    Raises:
+        ValueError: it is no such file.
+        OSError: it cannot be read.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            skeleton = json.loads((file.metadata() or {})[_KEY])
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no dict
+        state = _restored(skeleton, tensors)
+    except (KeyError, TypeError, SafetensorError, ValueError) as error:
+        raise ValueError(f"{path}: not the state of a rank: {error!r}") from error
+    if not isinstance(state, dict):
+        raise ValueError(f"{path}: not the state of a rank")
+    return state
+
+
+def _plain(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """The value as JSON knows it: a list is tagged with what it stands for."""
+    if isinstance(value, torch.Tensor):
+        name = str(len(tensors))
+        tensors[name] = value.detach().cpu().contiguous().clone()
+        return [_TENSOR, name]
+    if isinstance(value, Mapping):
+        return ["dict", [[_plain(k, tensors), _plain(v, tensors)] for k, v in value.items()]]
+    if isinstance(value, list | tuple):
+        return [type(value).__name__, [_plain(item, tensors) for item in value]]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"state holds a {type(value).__name__}, which no file of states can hold")
+
+
+def _restored(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if not isinstance(value, list):
+        return value
+    kind, content = value
+    match kind:
+        case "tensor":
+            return tensors[content]
+        case "dict":
+            return {_restored(k, tensors): _restored(v, tensors) for k, v in content}
+        case "list":
+            return [_restored(item, tensors) for item in content]
+        case "tuple":
+            return tuple(_restored(item, tensors) for item in content)
+    raise ValueError(f"there is no {kind!r} in such a file")

@@ -1,0 +1,126 @@
+"""Trains a replica on its share of the data, with checkpoints."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from placer.parallel.checkpoint import Checkpoint
+from placer.parallel.data import Batches, number_of
+from placer.parallel.replica import Replica
+from placer.parallel.sync import Sync
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """How far a run goes, and where it is kept.
+
+    Attributes:
+        steps: in all, those before a checkpoint included.
+        checkpoint: where to write, None for nowhere; the end of the run is written, too.
+        checkpoint_every: steps between checkpoints, None for the end alone.
+        resume: go on from the checkpoint, if there is one.
+    """
+
+    steps: int
+    checkpoint: Checkpoint | None = None
+    checkpoint_every: int | None = None
+    resume: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """What a run gave: of this rank the losses of all steps, those before a checkpoint included."""
+
+    losses: tuple[float, ...]
+    first_step: int
+    step_s: float | None  # median of the steps of this run
+    report: Mapping[str, Any]
+
+
+def train(
+    replica: Replica,
+    sync: Sync,
+    batches: Batches,
+    course: Course,
+    reached: Callable[[int], None] = lambda step: None,
+    progress: Callable[[int, float], None] = lambda step, loss: None,
+) -> Trained:
+    """Train for the steps that are left; the replica is the result then.
+
+    Args:
+        replica: of this rank.
+        sync: keeps it one model with the others.
+        batches: the data of all ranks.
+        course: how far to go.
+        reached: hears which step begins.
+        progress: hears the loss of each step.
+
+    Raises:
+        RuntimeError: another rank is gone.
+        ValueError: the checkpoint is of another run.
+        OSError: a checkpoint cannot be read or written.
+    """
+    losses: list[float] = []
+    kept = course.checkpoint.read() if course.resume and course.checkpoint is not None else None
+    if kept is not None:
+        step, state = kept
+        losses = _take_up(state, replica, sync)
+        if step > course.steps:
+            raise ValueError(f"the checkpoint is of step {step}, beyond the {course.steps} to do")
+    first, rank, ranks = len(losses), dist.get_rank(), dist.get_world_size()
+    seconds: list[float] = []
+    for step in range(first, course.steps):
+        start_s = time.perf_counter()
+        reached(step)
+        sync.zero_grad()
+        losses.append(replica.backward(batches(number_of(step, rank, ranks))))
+        sync.step()
+        seconds.append(time.perf_counter() - start_s)
+        progress(step, losses[-1])
+        if course.checkpoint is not None and _is_due(course, step + 1):
+            course.checkpoint.write(step + 1, _state(replica, sync, losses))
+    sync.finish()
+    dist.barrier()  # who leaves earlier would be taken for dead by ranks that still send
+    return Trained(
+        losses=tuple(losses),
+        first_step=first,
+        step_s=statistics.median(seconds) if seconds else None,
+        report=sync.report(),
+    )
+
+
+def _is_due(course: Course, done: int) -> bool:
+    every = course.checkpoint_every
+    return done == course.steps or (every is not None and done % every == 0)
+
+
+def _state(replica: Replica, sync: Sync, losses: list[float]) -> dict[str, Any]:
+    return {
+        "module": dict(replica.module.state_dict()),
+        "sync": sync.state_dict(),
+        "random": {"cpu": torch.get_rng_state(), "cuda": _cuda_random()},
+        "losses": losses,
+    }
+
+
+@torch.no_grad()
+def _take_up(state: Mapping[str, Any], replica: Replica, sync: Sync) -> list[float]:
+    """Put a replica and its sync where they were; the losses so far."""
+    for name, tensor in replica.module.state_dict().items():
+        tensor.copy_(state["module"][name])  # in place: optimizers and placements hold them
+    sync.load_state_dict(state["sync"])
+    torch.set_rng_state(state["random"]["cpu"])
+    if state["random"]["cuda"]:
+        torch.cuda.set_rng_state_all(state["random"]["cuda"])
+    return list(state["losses"])
+
+
+def _cuda_random() -> list[torch.Tensor]:
+    return torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []

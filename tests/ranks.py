@@ -1,0 +1,157 @@
+"""Runs a function in several processes that are the ranks of one process group."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import pickle
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_any
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+PRELOADED = [
+    *("torch._dynamo", "torch.distributed.tensor", "torch.export", "torch.testing"),
+    *("pytest", "hypothesis", "placer.api"),
+]
+"""What ranks would else import one by one; optimizers and DDP do the first on first use."""
+
+
+class RankError(AssertionError):
+    """A rank failed; the message has its traceback."""
+
+
+def on_ranks(
+    count: int,
+    work: Callable[..., Any],
+    *arguments: Any,
+    timeout_s: float = 60.0,
+    joined: bool = True,
+    network: Path | None = None,
+) -> list[Any]:
+    """What ``work(*arguments)`` returns on each of ``count`` ranks of a gloo group, by rank.
+
+    With ``joined`` False the ranks have no group yet, but the environment that torchrun sets. With
+    a ``network`` they are in that network namespace.
+
+    Ranks are forked from a server that has torch loaded. Each hands its result over, waits for the
+    others and leaves at once: threads of gloo may abort a process that says farewell.
+
+    Raises:
+        RankError: a rank raised, died, or took longer than ``timeout_s``.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder, "store")) if joined else ""
+        port = free_port()
+        pipes: list[Connection] = []
+        processes = []
+        for rank in range(count):
+            ours, theirs = context.Pipe(duplex=False)
+            place = Place(rank, count, port, store, network, timeout_s)
+            process = context.Process(target=_rank, args=(place, theirs, work, arguments))
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        try:
+            return _results(pipes, timeout_s)
+        finally:
+            for process in processes:
+                process.join(0.0 if sys.exc_info()[0] else 10.0)
+                process.kill()
+                process.join()
+
+
+def _results(pipes: list[Connection], timeout_s: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    failures: dict[int, str] = {}
+    end_s = time.monotonic() + timeout_s
+    while len(results) + len(failures) < len(pipes):
+        left = {pipe: r for r, pipe in enumerate(pipes) if r not in results and r not in failures}
+        ready = wait_any(list(left), max(end_s - time.monotonic(), 0.0))
+        if not ready:
+            failures |= dict.fromkeys(left.values(), f"no result after {timeout_s} s")
+        for pipe in ready:
+            rank = left[pipe]  # type: ignore[index]  # of the pipes that were given
+            try:
+                ok, payload = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+            except EOFError:
+                ok, payload = False, "it died without a word"
+            (results if ok else failures)[rank] = payload
+        if failures:
+            end_s = min(end_s, time.monotonic() + 10.0)  # others may hang for its sake
+    if failures:
+        raise RankError("\n".join(f"rank {r}: {why}" for r, why in sorted(failures.items())))
+    return [results[rank] for rank in range(len(pipes))]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is."""
+
+    rank: int
+    count: int
+    port: int
+    store: str  # of its group, "" for none
+    network: Path | None
+    timeout_s: float
+
+    def enter(self) -> None:
+        torch.set_num_threads(1)
+        os.environ |= {
+            "GLOO_SOCKET_IFNAME": "lo",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self.port),
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.count),
+            "LOCAL_RANK": str(self.rank),
+            "LOCAL_WORLD_SIZE": str(self.count),
+        }
+        if self.network is not None:
+            with self.network.open() as namespace:
+                assert ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0) == 0
+        if self.store:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{self.store}",
+                rank=self.rank,
+                world_size=self.count,
+                timeout=timedelta(seconds=self.timeout_s / 2),  # so that ranks tell themselves
+            )
+
+
+def _rank(
+    place: Place, pipe: Connection, work: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    try:
+        place.enter()
+        pipe.send_bytes(pickle.dumps((True, work(*arguments))))
+        if place.store:
+            dist.barrier()
+            dist.destroy_process_group()
+    except BaseException:  # noqa: BLE001 - whatever it was, the test shall show it
+        pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,62 @@
+"""One bit per number: what is decoded is what was promised, and the best that two values can do."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from placer.parallel.quantised import Segments, decode, encode
+
+SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any)
+
+
+def plain_row(row: Tensor, segment_of: Tensor) -> Tensor:
+    """The same, number by number."""
+    decoded = torch.empty_like(row)
+    for segment in set(segment_of.tolist()):
+        for negative in (True, False):
+            chosen = (segment_of == segment) & ((row < 0) == negative)
+            if chosen.any():
+                decoded[chosen] = row[chosen].mean()
+    return decoded
+
+
+@settings(deadline=None)
+@given(sizes=SIZES, stripes=st.integers(1, 4), seed=st.integers(0, 99))
+def test_numbers_become_the_means_of_their_sign_in_their_segment(
+    sizes: list[int], stripes: int, seed: int
+) -> None:
+    segments = Segments.of_sizes(sizes, stripes)
+    rows = torch.randn(stripes, segments.length, generator=torch.Generator().manual_seed(seed))
+    wire, sent = encode(rows, segments)
+    assert wire.shape == (stripes, segments.row_bytes)
+    for row, of, decoded in zip(rows, segments.of, sent, strict=True):
+        torch.testing.assert_close(decoded, plain_row(row, of))
+    assert torch.equal(decode(wire, segments), sent)
+
+
+@settings(deadline=None)
+@given(sizes=SIZES, stripes=st.integers(1, 4))
+def test_segments_are_what_a_stripe_has_of_a_parameter(sizes: list[int], stripes: int) -> None:
+    segments = Segments.of_sizes(sizes, stripes)
+    assert segments.length % 8 == 0
+    padded = [*sizes, segments.of.numel() - sum(sizes)]
+    parameter = [number for number, size in enumerate(padded) for _ in range(size)]
+    for stripe, of in enumerate(segments.of.tolist()):
+        own = parameter[stripe * segments.length : (stripe + 1) * segments.length]
+        assert list(dict.fromkeys(of)) == list(range(len(set(own))))
+        assert [of[i] == of[i - 1] for i in range(1, len(of))] == [
+            own[i] == own[i - 1] for i in range(1, len(own))
+        ]
+
+
+def test_coding_by_hand() -> None:
+    segments = Segments.of_sizes([4, 4], stripes=1)
+    row = torch.tensor([[1.0, 3.0, -2.0, -4.0, 0.0, 0.0, 5.0, 7.0]])
+    wire, sent = encode(row, segments)
+    assert sent.tolist() == [[2.0, 2.0, -3.0, -3.0, 3.0, 3.0, 3.0, 3.0]]
+    assert wire[0, 0].item() == 0b11001111
+    assert np.frombuffer(wire[0, 1:].numpy().tobytes(), np.float32).tolist() == [-3, 2, 0, 3]

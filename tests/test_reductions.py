@@ -1,0 +1,177 @@
+"""Ways to reduce a bucket: how far the result may be from the mean, and what they remember."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankError, on_ranks
+from replicas import backward, mlp, mse, own_batch, parameters
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from placer.parallel.bucket import Bucket, filled_buckets
+from placer.parallel.ddp import ddp_hook
+from placer.parallel.grad_sync import GradSync
+from placer.parallel.hierarchical import Hierarchical, levels_here
+from placer.parallel.onebit import OneBit
+from placer.parallel.powersgd import PowerSgd
+from placer.parallel.reductions import AllReduce, HalfPrecision, HookReduction, Reduction
+
+SIZES = ((5, 3), (7,), (40, 2))
+
+
+def bucket_of(gradients: list[Tensor]) -> Bucket:
+    members = {str(i): nn.Parameter(torch.zeros_like(one)) for i, one in enumerate(gradients)}
+    [bucket] = filled_buckets(dict(reversed(members.items())), 1 << 20, 1)
+    for view, gradient in zip(bucket.gradients(), gradients, strict=True):
+        view.copy_(gradient)
+    return bucket
+
+
+def gradients_of(rank: int, step: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return [torch.randn(size, generator=generator) for size in SIZES]
+
+
+def reduced(make: Callable[[], Reduction], steps: int = 1) -> list[Tensor]:
+    reduction = make()
+    means = []
+    for step in range(steps):
+        bucket = bucket_of(gradients_of(dist.get_rank(), step))
+        reduction.start(bucket).wait()
+        means.append(bucket.buffer().clone())
+    return means
+
+
+def flat_mean(ranks: int, step: int = 0) -> Tensor:
+    every = [torch.cat([g.flatten() for g in gradients_of(rank, step)]) for rank in range(ranks)]
+    return torch.stack(every).mean(0)
+
+
+@pytest.mark.parametrize(
+    ("make", "tolerance"),
+    [
+        (AllReduce, 1e-6),
+        (partial(HalfPrecision, torch.float16), 3e-3),
+        (partial(HalfPrecision, torch.bfloat16), 3e-2),
+        (partial(Hierarchical, levels=(2, 2)), 1e-6),
+        (partial(Hierarchical, levels=(4, 1)), 1e-6),
+        (partial(Hierarchical, levels=(1, 4)), 1e-6),
+        (partial(HookReduction, default_hooks.fp16_compress_hook, None), 3e-3),
+        (partial(HookReduction, default_hooks.allreduce_hook, None), 1e-6),
+    ],
+    ids=["allreduce", "fp16", "bf16", "2x2", "4x1", "1x4", "hook fp16", "hook allreduce"],
+)
+def test_the_mean_over_four_ranks_is_the_same_on_all(
+    make: Callable[[], Reduction], tolerance: float
+) -> None:
+    results = on_ranks(4, reduced, make)
+    for [mean] in results:
+        torch.testing.assert_close(mean, flat_mean(4), rtol=0, atol=tolerance)
+        assert torch.equal(mean, results[0][0])
+
+
+def test_three_levels_of_a_network_give_the_mean() -> None:
+    for [mean] in on_ranks(8, reduced, partial(Hierarchical, levels=(2, 2, 2))):
+        torch.testing.assert_close(mean, flat_mean(8), rtol=0, atol=1e-6)
+
+
+def test_levels_that_do_not_fit_the_ranks_are_refused() -> None:
+    with pytest.raises(RankError, match="levels 2x3 have 6 ranks, the group has 2"):
+        on_ranks(2, reduced, partial(Hierarchical, levels=(2, 3)))
+
+
+def test_levels_come_from_the_environment_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert levels_here(4) == (4,)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert levels_here(4) == (2, 2)
+    assert levels_here(2) == (2,)
+
+
+def one_bit_steps(steps: int) -> tuple[list[Tensor], dict[str, Any]]:
+    reduction = OneBit(warmup_steps=1)
+    means = reduced(lambda: reduction, steps)
+    return means, reduction.state_dict()["residuals"]["0"]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_bits_and_what_they_leave_out_add_up_to_all_gradients(ranks: int) -> None:
+    steps = 6
+    results = on_ranks(ranks, one_bit_steps, steps)
+    truth = sum(flat_mean(ranks, step) for step in range(steps))
+    left = torch.stack([kept["own"] for _, kept in results]).mean(0)  # (ranks, length)
+    left += torch.cat([kept["stripe"] for _, kept in results])
+    sent = torch.stack(results[0][0]).sum(0)
+    torch.testing.assert_close(sent + left.flatten()[: len(sent)], truth, rtol=0, atol=1e-5)
+    assert left.abs().max() > 0.1  # bits do leave something out
+    for means, _ in results:
+        torch.testing.assert_close(means, results[0][0], rtol=0, atol=0)
+    torch.testing.assert_close(results[0][0][0], flat_mean(ranks))  # the warm-up step
+
+
+def interrupted(make: Callable[[], Reduction]) -> bool:
+    """Whether steps after a reload are those of a run without it."""
+    whole = reduced(make, 8)
+    first = make()
+    reduced(lambda: first, 5)
+    second = make()
+    second.load_state_dict(first.state_dict())
+    later = []
+    for step in range(5, 8):
+        bucket = bucket_of(gradients_of(dist.get_rank(), step))
+        second.start(bucket).wait()
+        later.append(bucket.buffer().clone())
+    return all(map(torch.equal, whole[5:], later))
+
+
+@pytest.mark.parametrize(
+    "make", [partial(OneBit, warmup_steps=2), partial(PowerSgd, rank=1, warmup_steps=2)]
+)
+def test_what_a_reduction_remembers_can_be_saved(make: Callable[[], Reduction]) -> None:
+    assert all(on_ranks(2, interrupted, make))
+
+
+def train(
+    steps: int, make: Callable[[dist.ProcessGroup | None], Reduction], under_ddp: bool
+) -> dict[str, Tensor]:
+    replica = mlp()
+    sgd = torch.optim.SGD(replica.parameters(), lr=0.1)
+    module: nn.Module = replica
+    if under_ddp:
+        module = DistributedDataParallel(replica)
+        module.register_comm_hook(make(None), ddp_hook)
+    else:
+        sync = GradSync(replica, reduction=make)
+    for number in range(steps):
+        sgd.zero_grad()
+        backward(mse(module, own_batch(number, 16, 8)))
+        if not under_ddp:
+            sync.finish()
+        sgd.step()
+    return parameters(replica)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [partial(OneBit, warmup_steps=2), partial(PowerSgd, warmup_steps=2), AllReduce],
+    ids=["onebit", "powersgd", "allreduce"],
+)
+def test_reductions_serve_ddp_as_they_serve_grad_sync(
+    make: Callable[[dist.ProcessGroup | None], Reduction],
+) -> None:
+    # one bucket in both, whose parameters DDP orders alike after its first step
+    for found, expected in zip(
+        on_ranks(2, train, 8, make, False), on_ranks(2, train, 8, make, True), strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+def test_powersgd_needs_two_plain_steps() -> None:
+    with pytest.raises(ValueError, match="after 2 steps at the earliest, not 1"):
+        PowerSgd(warmup_steps=1)

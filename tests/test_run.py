@@ -1,0 +1,307 @@
+"""Runs of several ranks, from the command's arguments to its output."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import RankError, on_ranks
+from torch import Tensor
+
+from envs.discover import present
+from envs.placement import Placement
+from graphs.extract import Step, extract
+from graphs.extract.call_graph import call_graph
+from graphs.graph import GraphArrays
+from placer import run
+from placer.target import load_function, load_step
+
+TARGET = """
+import os, signal, torch
+from torch import nn
+from torch.nn import functional as F
+
+def build():
+    model = nn.Sequential(
+        nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout({dropout}), nn.Linear(16, 4)
+    )
+    return model, (torch.randn(4, 6), torch.randn(4, 4)), F.mse_loss
+
+def batch(number):
+    random = torch.Generator().manual_seed(number)
+    x = torch.randn(4, 6, generator=random)
+    return x, x[:, :4].sin()
+
+def deadly(number):
+    mark = __file__ + ".died"
+    if number == {deadly} and not os.path.exists(mark):
+        open(mark, "w").close()
+        os.kill(os.getpid(), signal.{signal})
+    return batch(number)
+"""
+
+
+def written(folder: Path, dropout: float = 0.0, deadly: int = -1, signal: str = "SIGKILL") -> str:
+    text = TARGET.format(dropout=dropout, deadly=deadly, signal=signal)
+    (folder / "target.py").write_text(text)
+    return str(folder / "target.py")
+
+
+def placed(target: str, path: Path, *names: str, shift: int = 0) -> Path:
+    """A placement of the target's ops on devices in turn, groups on the first."""
+    extraction = extract(load_step(target, training=True))
+    is_core = names[0].startswith("core")
+    graph = GraphArrays.from_graph(extraction.graph if is_core else call_graph(extraction).graph)
+    devices = (np.arange(len(graph)) + shift) % len(names)
+    devices[graph.group >= 0] = 0
+    Placement.of(graph, present(names), devices, np.zeros(len(graph))).save(path)
+    return path
+
+
+def rank(arguments: Sequence[str]) -> tuple[int, str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = run.main(arguments)
+    return code, out.getvalue(), err.getvalue()
+
+
+def ran(ranks: int, *arguments: str) -> dict[str, Any]:
+    """The JSON that rank 0 prints."""
+    results = on_ranks(ranks, rank, [*arguments, "--json"], joined=False)
+    for code, _, err in results:
+        assert code == 0, err
+    assert all(not out for _, out, _ in results[1:])
+    found: dict[str, Any] = json.loads(results[0][1])
+    return found
+
+
+def losses_in_one_process(target: str, data: str, steps: int, ranks: int, lr: float) -> list[float]:
+    """Of rank 0's batches, while training on the mean of all ranks' losses."""
+    torch.manual_seed(0)
+    step = load_step(target, training=True)
+    batch = load_function(data)
+    sgd = torch.optim.SGD(step.model.parameters(), lr=lr)
+    found = []
+    for number in range(steps):
+        own = [loss_of(step, batch(number * ranks + r)) for r in range(ranks)]
+        found.append(own[0].item())
+        sgd.zero_grad()
+        torch.autograd.backward(torch.stack(own).mean())
+        sgd.step()
+    return found
+
+
+def loss_of(step: Step, inputs: Any) -> Tensor:
+    given = Step.of(step.model, inputs, step.loss)
+    output = step.model(*given.model_inputs, **given.keywords)
+    return output if step.loss is None else step.loss(output, given.inputs[-1])
+
+
+def arguments(target: str, placement: Path, steps: int, **options: object) -> list[str]:
+    given = [
+        text
+        for key, value in options.items()
+        for text in (f"--{key.replace('_', '-')}", str(value))
+    ]
+    return [
+        *(f"{target}:build", "--placement", str(placement), "--steps", str(steps)),
+        *("--lr", "0.1", *given),
+    ]
+
+
+NMT = """
+import torch
+from torch.nn import functional as F
+from graphs.models import Nmt, NmtConfig
+
+def build():
+    model = Nmt(NmtConfig(vocabulary=13, hidden=4, layers=2))
+    return model, batch(0), lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten())
+
+def batch(number):
+    random = torch.Generator().manual_seed(number)
+    source, target = (torch.randint(13, (2, length), generator=random) for length in (3, 4))
+    return source, target, target
+"""
+
+
+@pytest.mark.slow
+def test_replicas_of_a_translation_model_on_pinned_cores_train_as_one_device(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "nmt.py").write_text(NMT)
+    target = str(tmp_path / "nmt.py")
+    cores = [f"core:{core}" for core in sorted(os.sched_getaffinity(0))[:2]]
+    placement = placed(f"{target}:build", tmp_path / "placement.json", *cores)
+    given = arguments(target, placement, 4, data=f"{target}:batch", lr=0.5)
+    found = ran(2, *given)
+    expected = losses_in_one_process(f"{target}:build", f"{target}:batch", 4, 2, 0.5)
+    np.testing.assert_allclose(found["losses"], expected, atol=1e-5, rtol=0)
+    assert found["step_s"] > 0
+
+
+def test_replicas_train_as_one_process_and_say_what_they_do(tmp_path: Path) -> None:
+    target = written(tmp_path)
+    placement = placed(f"{target}:build", tmp_path / "placement.json", "cpu")
+    given = arguments(target, placement, 5, data=f"{target}:batch")
+    (code, out, err), (_, other, _) = on_ranks(2, rank, given, joined=False)
+    assert code == 0
+    assert err.startswith("2 replicas on 1 device each, sync allreduce, seed 0")
+    told = [float(line.split()[-1]) for line in out.splitlines() if line.startswith("step")]
+    expected = losses_in_one_process(f"{target}:build", f"{target}:batch", 5, 2, 0.1)
+    np.testing.assert_allclose(told, expected, rtol=1e-5)
+    assert not other
+
+
+METHODS: dict[str, dict[str, object]] = {
+    "allreduce": {"optimizer": "adam"},
+    "onebit": {"warmup_steps": 2},
+    "bmuf": {"period": 3, "optimizer": "momentum"},
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_run_that_goes_on_from_a_checkpoint_has_the_same_losses(
+    name: str, tmp_path: Path
+) -> None:
+    target = written(tmp_path, dropout=0.2)
+    placement = placed(f"{target}:build", tmp_path / "placement.json", "cpu")
+    kept = tmp_path / "run.json"
+    options: dict[str, object] = {"sync": name, "data": f"{target}:batch", **METHODS[name]}
+    whole = ran(2, *arguments(target, placement, 12, **options))
+    first = ran(2, *arguments(target, placement, 6, checkpoint=kept, **options), "--resume")
+    assert first["losses"] == whole["losses"][:6]
+    again = [*arguments(target, placement, 12, checkpoint=kept, **options), "--resume"]
+    later = ran(2, *again)
+    assert later["first_step"] == 6
+    assert later["losses"] == whole["losses"]
+    assert sorted(path.name for path in tmp_path.glob("run.json*")) == [
+        *("run.json", "run.json.12.0", "run.json.12.1")
+    ]
+
+
+def test_a_rank_that_is_killed_is_named_and_the_run_can_go_on(tmp_path: Path) -> None:
+    target = written(tmp_path, dropout=0.2, deadly=2 * 7 + 1)  # rank 1, step 7
+    placement = placed(f"{target}:build", tmp_path / "placement.json", "cpu")
+    options: dict[str, object] = {"checkpoint": tmp_path / "run.json", "checkpoint_every": 3}
+    data = f"{target}:deadly"
+    given = arguments(target, placement, 10, data=data, timeout_s=20, **options)
+    with pytest.raises(RankError, match="rank 1: it died without a word"):
+        on_ranks(2, told_to, tmp_path / "told", given, joined=False)
+    told = (tmp_path / "told.0").read_text()
+    assert "rank 0: rank 1 died or hangs: pid " in told
+    assert "(step 7 of rank 0 failed: " in told
+    again = ran(2, *given, "--resume")
+    assert again["first_step"] == 6
+    assert again["losses"] == ran(2, *given[: given.index("--checkpoint")])["losses"]
+
+
+def told_to(path: Path, given: list[str]) -> None:
+    """Run, and write down what is told: the test is over when a rank is gone."""
+    code, _, err = rank(given)
+    path.with_suffix(f".{os.environ['RANK']}").write_text(err)
+    assert code == 1
+
+
+@pytest.mark.slow
+def test_a_rank_that_stands_still_is_named_after_the_timeout(tmp_path: Path) -> None:
+    target = written(tmp_path, deadly=2 * 7 + 1, signal="SIGSTOP")
+    placement = placed(f"{target}:build", tmp_path / "placement.json", "cpu")
+    given = arguments(target, placement, 10, data=f"{target}:deadly", timeout_s=4)
+    with pytest.raises(RankError, match="rank 1: no result after"):
+        on_ranks(2, told_to, tmp_path / "told", given, joined=False, timeout_s=30.0)
+    assert "rank 0: rank 1 died or hangs: pid " in (tmp_path / "told.0").read_text()
+
+
+def with_own_placement(folder: Path, given: list[str]) -> tuple[int, str, str]:
+    own = str(folder / f"placement{int(os.environ['RANK']) == 1:d}.json")
+    return rank([own if text == "PLACEMENT" else text for text in given])
+
+
+def test_ranks_with_different_placements_are_refused_by_name(tmp_path: Path) -> None:
+    target = written(tmp_path)
+    first = placed(f"{target}:build", tmp_path / "placement0.json", "cpu")
+    content = json.loads(first.read_text())
+    content["priority"] = dict.fromkeys(content["priority"], 1.0)
+    (tmp_path / "placement1.json").write_text(json.dumps(content))
+    given = arguments(target, Path("PLACEMENT"), 2)
+    for number, (code, _, err) in enumerate(
+        on_ranks(3, with_own_placement, tmp_path, given, joined=False)
+    ):
+        assert code == 1
+        assert f"rank {number}: placements: ranks differ, ranks 0, 2 have " in err
+
+
+def alone(given: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert run.main(given) == 2
+    return capsys.readouterr().err
+
+
+def test_bad_usage_is_told_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = written(tmp_path)
+    given = arguments(target, tmp_path / "none.json", 2)
+    assert "none.json" in alone(given, capsys)
+    assert "give --checkpoint, too" in alone([*given, "--resume"], capsys)
+    assert "needs a --checkpoint" in alone([*given, "--checkpoint-every", "2"], capsys)
+    assert "no sync 'bmfu'" in alone([*given, "--sync", "bmfu"], capsys)
+    assert "takes no period" in alone([*given, "--period", "4"], capsys)
+    kept = ["--checkpoint", str(tmp_path / "run.json")]
+    assert "asgd cannot go on" in alone([*given, *kept, "--sync", "asgd"], capsys)
+    assert "--timeout-s 0.0" in alone([*given, "--timeout-s", "0"], capsys)
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
+    target = written(tmp_path)
+    placement = placed(f"{target}:build", tmp_path / "placement.json", "cpu")
+    kept = tmp_path / "run.json"
+    ran(1, *arguments(target, placement, 2, checkpoint=kept))
+    for ranks, options, why in (
+        (1, {"lr": 0.2}, "run with lr 0.1, this one has 0.2"),
+        (2, {}, "run with 1 ranks, this one has 2"),
+    ):
+        given = [*arguments(target, placement, 4, checkpoint=kept, **options), "--resume"]
+        for code, _, err in on_ranks(ranks, rank, given, joined=False):
+            assert code == 1
+            assert why in err
+
+
+def test_help_lists_the_ways_without_loading_torch() -> None:
+    code = (
+        "import sys, placer.run as r; r.build_parser().print_help(); print('torch' in sys.modules)"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "bmuf-classic  averaging with classical momentum" in told.stdout
+    assert told.stdout.endswith("False\n")
+
+
+@pytest.mark.slow
+def test_torchrun_starts_a_run_again_whose_killed_rank_is_named(tmp_path: Path) -> None:
+    target = written(tmp_path, dropout=0.2, deadly=2 * 7 + 1)
+    placement = placed(f"{target}:build", tmp_path / "placement.json", "cpu")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    kept: dict[str, object] = {"checkpoint": tmp_path / "run.json", "checkpoint_every": 3}
+    given = arguments(target, placement, 10, data=f"{target}:deadly", timeout_s=60, **kept)
+    found = subprocess.run(
+        [*launcher, "--max-restarts", "1", "-m", "placer.run", *given, "--resume", "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=180,
+    )
+    assert found.returncode == 0, found.stderr
+    assert "placer: rank 0: rank 1 died or hangs: pid " in found.stderr
+    again = json.loads(found.stdout)
+    assert again["first_step"] == 6
+    assert again["losses"] == ran(2, *given[: given.index("--checkpoint")])["losses"]

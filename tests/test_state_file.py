@@ -1,0 +1,66 @@
+"""What a rank goes on from, written to a file and read again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from placer.parallel.state_file import read_state, write_state
+
+SCALARS = st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats() | st.text()
+TENSORS = st.lists(st.integers(-9, 9), max_size=4).map(torch.tensor)
+KEYS = st.text() | st.integers(-9, 9)
+NESTED = st.recursive(
+    SCALARS | TENSORS,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(KEYS, inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return type(one) is type(other) and (one == other or one != one)  # noqa: PLR0124 - NaN
+
+
+@settings(deadline=None, max_examples=50)
+@given(state=st.dictionaries(KEYS, NESTED, max_size=4))
+def test_what_is_read_is_what_was_written(state: dict[Any, Any]) -> None:
+    with TemporaryDirectory() as folder:
+        write_state(Path(folder, "state"), state)
+        found = read_state(Path(folder, "state"))
+    assert same(state, found)
+    assert type(state) is type(found)
+
+
+def test_an_optimizer_goes_on_from_a_file(tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    adam = torch.optim.Adam([parameter], lr=0.1)
+    parameter.grad = torch.arange(3.0)
+    adam.step()
+    write_state(tmp_path / "state", adam.state_dict())
+    other = torch.optim.Adam([torch.nn.Parameter(parameter.detach().clone())], lr=0.5)
+    other.load_state_dict(read_state(tmp_path / "state"))
+    assert same(adam.state_dict(), other.state_dict())
+
+
+def test_other_things_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="holds a set"):
+        write_state(tmp_path / "state", {"a": {1}})
+    (tmp_path / "text").write_text("no safetensors")
+    with pytest.raises(ValueError, match="text: not the state of a rank"):
+        read_state(tmp_path / "text")

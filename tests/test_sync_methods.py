@@ -1,0 +1,117 @@
+"""Every way of keeping replicas one model, by its name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankError, on_ranks
+from replicas import backward, batches, mlp, mse, own_batch, parameters
+from torch import Tensor
+
+from placer.parallel import Setup, SyncOptions, sync_named
+from placer.parallel.registry import METHODS, check_options, method_named
+
+STEPS = 12
+QUICK = SyncOptions(period=3, warmup_steps=2)
+sgd = partial(torch.optim.SGD, lr=0.1)
+
+
+def options_of(name: str) -> SyncOptions:
+    """Short blocks and warm-up for those that take them."""
+    taken = method_named(name).options
+    return SyncOptions(**{key: getattr(QUICK, key) for key in QUICK.given if key in taken})
+
+
+def train(name: str, options: SyncOptions, slow_rank: int = -1) -> tuple[Any, Any, Any]:
+    """Losses on one batch before and after, parameters, report."""
+    torch.manual_seed(dist.get_rank())
+    replica = mlp()
+    for parameter in replica.parameters():
+        torch.nn.init.normal_(parameter, std=0.2 + 0.1 * dist.get_rank())  # rank 0's must win
+    sync = sync_named(name, Setup(module=replica, make_optimizer=sgd, options=options))
+    judge = batches(10_000, 1, 16, 8)[0]
+    before = float(mse(replica, judge))
+    for number in range(STEPS):
+        if dist.get_rank() == slow_rank:
+            time.sleep(0.01)
+        sync.zero_grad()
+        backward(mse(replica, own_batch(number, 16, 8)))
+        sync.step()
+    sync.finish()
+    return (before, float(mse(replica, judge))), parameters(replica), sync.report()
+
+
+@pytest.mark.parametrize("name", [method.name for method in METHODS])
+def test_a_method_trains_and_leaves_all_ranks_with_one_model(name: str) -> None:
+    results = on_ranks(2, train, name, options_of(name))
+    for (before, after), found, _ in results:
+        assert before == results[0][0][0]  # all begin as rank 0
+        assert after < 0.9 * before
+        torch.testing.assert_close(found, results[0][1], rtol=0, atol=0)
+
+
+def test_gradients_for_the_server_are_counted_and_may_be_stale() -> None:
+    results = on_ranks(3, train, "asgd", SyncOptions(), 2)
+    report = results[0][2]
+    assert report["updates"] == 3 * STEPS
+    assert 0 < report["staleness_mean"] <= report["staleness_max"] < 3 * STEPS
+    assert results[1][2] == {}
+
+
+def alone(name: str) -> dict[str, Tensor]:
+    return train(name, SyncOptions())[1]  # type: ignore[no-any-return]
+
+
+def test_with_one_worker_the_server_does_plain_sgd() -> None:
+    [served], [plain] = on_ranks(1, alone, "asgd"), on_ranks(1, alone, "allreduce")
+    torch.testing.assert_close(served, plain, rtol=0, atol=0)
+
+
+def server_that_loses_a_worker() -> None:
+    replica = mlp()
+    sync = sync_named("asgd", Setup(module=replica, make_optimizer=sgd))
+    if dist.get_rank() == 1:
+        dist.destroy_process_group()
+        return
+    sync.finish()
+
+
+def test_the_server_stops_when_a_worker_is_gone() -> None:
+    with pytest.raises(RankError, match=r"(?s)rank 0: .*the parameter server stopped"):
+        on_ranks(2, server_that_loses_a_worker, timeout_s=4.0)
+
+
+def test_unknown_methods_and_options_that_would_be_ignored_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"no sync 'bmfu': there are allreduce, .* mean 'bmuf'"):
+        method_named("bmfu")
+    with pytest.raises(ValueError, match="sync 'fp16' takes no period; ma, bmuf, "):
+        check_options("fp16", ("period",))
+    check_options("bmuf", ("period", "block_momentum"))
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"period": 0}, "period is 0, below 1"),
+        ({"block_momentum": 1.0}, "block_momentum is 1.0"),
+        ({"block_rate": 0.0}, "block_rate is 0.0"),
+        ({"levels": (0, 2)}, "levels are"),
+    ],
+)
+def test_options_out_of_range_are_refused(given: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        SyncOptions(**given)
+
+
+def test_the_list_of_methods_is_read_without_torch() -> None:
+    modules = "placer.parallel.registry, placer.parallel.options"
+    code = f"import sys, {modules}; print('torch' in sys.modules)"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == "False"
