@@ -107,6 +107,7 @@ def main(quick: bool = False) -> None:
         of_policy(name, policy, others, seeds)
     for seconds in SHORT_S:
         at_budget(others, Budget(seconds=seconds), policies, seeds)
+    each_training_seed(others, policies["synthetic-only"], seeds)
     heavy(policies, seeds, quick)
     under_noise(problems, policies["generalist"])
     on_planted(policies["generalist"], 1.0 if quick else LONG_S)

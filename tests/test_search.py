@@ -55,6 +55,13 @@ def test_all_proposals_of_a_policy_are_tried() -> None:
     assert min(c.step_ns for c in found if c.name != "annealing") <= costs.min()
 
 
+def test_samples_go_farther_than_a_policy_is_sure_of() -> None:
+    problem = random_problem(3, ops=60, devices=3)
+    known = {c.name: c.step_ns for c in heuristics(Judge(problem))}
+    found = search(problem, Budget(evaluations=400), 0, Several(HEFT))
+    assert min(c.step_ns for c in found if c.name == "policy") < known["HEFT"]
+
+
 @pytest.mark.parametrize(
     ("text", "seconds", "evaluations"),
     [

@@ -30,6 +30,8 @@ SAMPLES: Final = 32
 SAMPLE_SHARE: Final = 0.25
 """Samples of the policy take at most this share of the budget."""
 SAMPLE_SPREAD: Final = 1.5
+"""Samples vary by so many deviations of the policy, but by SIGMA at least: training narrows them to
+what suits its own families, and that does not get away from where the policy errs on others."""
 EVOLUTION_SHARE: Final = 0.6
 """Evolution takes at most this share, and at most so many decodes, then annealing goes on."""
 EVOLUTION_DECODES: Final = 1500
@@ -133,7 +135,8 @@ class _Search:
             return _Beginning(means[0], spreads[0])
         first = int(costs.argmin())
         normal = np.random.default_rng(self.seeds[0]).standard_normal((SAMPLES, WEIGHT_COUNT))
-        rows = (means[first] + SAMPLE_SPREAD * deviations[first] * normal).round(9)
+        spread = np.maximum(SAMPLE_SPREAD * deviations[first], SIGMA)
+        rows = (means[first] + spread * normal).round(9)
         sampled = self.decode("policy", rows, SAMPLE_SHARE)
         if len(sampled) and sampled.min() < costs[first]:
             return _Beginning(rows[int(sampled.argmin())], spreads[first])
