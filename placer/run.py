@@ -8,17 +8,18 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from placer.cli.arguments import add_extractor, count, seed
 from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail
+from placer.parallel.arguments import build_parser
 from placer.parallel.options import SyncOptions
-from placer.parallel.registry import DEFAULT, METHODS, check_options
+from placer.parallel.registry import check_options
 
 if TYPE_CHECKING:
     import torch
@@ -26,76 +27,9 @@ if TYPE_CHECKING:
     from envs.placement import Placement
     from graphs.extract import Step
     from placer.parallel.data import Batches
+    from placer.parallel.planned import Manner
     from placer.parallel.replica import Replica
     from placer.parallel.training import Course, Trained
-
-OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
-EPILOG = """\
-ways to keep replicas one model (--sync):
-{methods}
-
-example:
-  torchrun --nproc-per-node=2 -m placer.run model.py:build --placement placement.json \\
-      --steps 100 --sync bmuf --period 16 --checkpoint run.json --checkpoint-every 50
-"""
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of the command."""
-    width = max(len(method.name) for method in METHODS)
-    methods = "\n".join(f"  {method.name:{width}}  {method.summary}" for method in METHODS)
-    parser = argparse.ArgumentParser(
-        prog="python -m placer.run",
-        description="Trains replicas of a placed model, one for each rank that torchrun starts.",
-        epilog=EPILOG.format(methods=methods),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("target", help="path/to/model.py:function or hf:NAME")
-    parser.add_argument("--placement", type=Path, required=True, metavar="FILE")
-    parser.add_argument("--steps", type=count, required=True, metavar="N", help="steps in all")
-    parser.add_argument(
-        "--data",
-        metavar="FILE:FUNCTION",
-        help="gives batch NUMBER, as the target's inputs; made-up batches by default",
-    )
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
-    parser.add_argument("--lr", type=float, default=0.01, help="learning rate (default: 0.01)")
-    parser.add_argument("--seed", type=seed, default=0, help="of models and made-up batches")
-    _add_sync(parser)
-    parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="where the run is kept")
-    parser.add_argument(
-        "--checkpoint-every", type=count, metavar="K", help="steps (default: at the end alone)"
-    )
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint, if any")
-    parser.add_argument(
-        "--timeout-s",
-        type=float,
-        default=300.0,
-        help="a rank that lets others wait for longer counts as hung (default: 300)",
-    )
-    add_extractor(parser)
-    parser.add_argument("--json", action="store_true", help="rank 0 prints the result as JSON")
-    return parser
-
-
-def _add_sync(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("keeping replicas one model")
-    group.add_argument("--sync", default=DEFAULT, metavar="NAME", help=f"default: {DEFAULT}")
-    group.add_argument("--warmup-steps", type=int, metavar="N", help="plain steps before it begins")
-    group.add_argument("--period", type=count, metavar="N", help="steps of a block")
-    group.add_argument("--block-momentum", type=float, metavar="X", help="0 .. 1")
-    group.add_argument("--block-rate", type=float, metavar="X", help="times the update of a block")
-    group.add_argument("--levels", type=levels, metavar="4x2", help="ranks of a node x nodes x ...")
-    group.add_argument("--approximation-rank", type=count, metavar="N", help="of PowerSGD")
-
-
-def levels(text: str) -> tuple[int, ...]:
-    """Ranks at each level, innermost first, of ``4x2``.
-
-    Raises:
-        argparse.ArgumentTypeError: it is none.
-    """
-    return tuple(count(part) for part in text.split("x"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -113,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = SyncOptions(
             **{name: getattr(args, name) for name in SyncOptions.__dataclass_fields__}
         )
-        check_options(args.sync, options.given)
+        if args.sync is not None:
+            check_options(args.sync, options.given)
     except ValueError as error:
         return fail(BAD_USAGE, error)
     return _run(args, options)
@@ -124,71 +59,158 @@ def _run(args: argparse.Namespace, options: SyncOptions) -> int:
 
     from envs.placement import Placement
     from graphs.extract import ExtractionError
-    from placer.parallel.data import FromFunction, MadeUp
-    from placer.parallel.processes import own_rank
+    from placer.parallel.data import FromFunction, MadeUp, Shards
+    from placer.parallel.planned import manner_of
+    from placer.parallel.processes import own_rank, rank_count
     from placer.target import TargetError, load_function, load_step
 
     try:
         placement = Placement.load(args.placement)
+        manner = manner_of(
+            placement,
+            ranks=rank_count(),
+            sync=args.sync,
+            options=options,
+            accumulate=args.accumulate,
+            target=args.target,
+        )
+        own, is_shared = _on_own_devices(placement)
         torch.manual_seed(args.seed)  # all ranks make the same model
-        step = load_step(args.target, training=True)
+        step = replace(load_step(args.target, training=True), dtype=args.dtype)
         batches: Batches = MadeUp(step, args.seed)
         if args.data is not None:
             batches = FromFunction(load_function(args.data), step)
+        if manner.parts > 1:
+            step, batches = _part_of(step, manner.parts), Shards(batches, manner.parts)
     except (TargetError, ValueError, OSError) as error:
         return fail(BAD_USAGE, error)
+    run = Run(args=args, placement=placement, manner=manner, own=own, is_shared=is_shared)
     try:
-        found = _train(args, options, placement, step, batches)
+        found = _train(run, step, batches)
     except (ExtractionError, ValueError, OSError, RuntimeError) as error:
         return fail(JOB_FAILED, f"rank {own_rank()}: {error}")
     if own_rank() == 0:
-        _print(args, found)
+        _print(run, found)
     return 0
 
 
-def _train(
-    args: argparse.Namespace,
-    options: SyncOptions,
-    placement: Placement,
-    step: Step,
-    batches: Batches,
-) -> Trained:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What a rank was asked for."""
+
+    args: argparse.Namespace
+    placement: Placement  # as in its file
+    manner: Manner
+    own: Placement  # on the devices of this rank
+    is_shared: bool  # with other ranks of this host
+
+    @property
+    def essence(self) -> str:
+        """What the placement says, whoever made it."""
+        content = self.placement.to_dict()
+        keys = ("graph", "devices", "priority", "replicas")
+        return json.dumps({key: content.get(key) for key in keys})
+
+    @property
+    def course(self) -> dict[str, Any]:
+        """What one run may have otherwise than the one that it goes on from."""
+        return {name: getattr(self.args, name) for name in ("steps", "checkpoint_every", "resume")}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What decides the losses."""
+        names = ("target", "data", "optimizer", "lr", "seed", "dtype", "extractor")
+        given = {name: getattr(self.args, name) for name in names}
+        options = self.manner.options
+        return given | {
+            "sync": self.manner.sync,
+            "accumulate": self.manner.accumulate,
+            "bucket_bytes": self.manner.bucket_bytes,
+            **{name: getattr(options, name) for name in options.given},
+            "placement": hashlib.sha256(self.essence.encode()).hexdigest()[:12],
+        }
+
+
+def _part_of(step: Step, parts: int) -> Step:
+    """The step that was placed: on a part of the batch.
+
+    Raises:
+        ValueError: the batch has no such parts.
+    """
+    from placer.batches import batch_size, with_part_of_inputs
+
+    part = with_part_of_inputs(step, parts)
+    if part is None:
+        raise ValueError(
+            f"the plan cuts the batch of {batch_size(step)} samples into {parts} equal parts, "
+            "which it has not: plan with the batch of this target"
+        )
+    return part
+
+
+def _on_own_devices(placement: Placement) -> tuple[Placement, bool]:
+    """The placement on the devices of this rank, and whether others of its host share them.
+
+    Raises:
+        ValueError: they are not here.
+    """
+    from envs.discover import check_devices
+    from placer.parallel.own_devices import on_next_devices, on_own_group
+    from placer.parallel.processes import on_this_host, own_rank
+
+    (local, here), rank = on_this_host(), own_rank()
+    if placement.replicas is None:
+        own, is_shared = on_next_devices(placement, local, here)
+    else:
+        own, is_shared = on_own_group(placement, rank, rank - local, here), False
+    try:
+        check_devices(own.device_names)
+    except ValueError as error:
+        raise ValueError(f"rank {rank}, on {', '.join(own.device_names)}: {error}") from None
+    return own, is_shared
+
+
+def _train(run: Run, step: Step, batches: Batches) -> Trained:
     import torch
     import torch.distributed as dist
 
     from placer.parallel.groups import check_same
     from placer.parallel.liveness import Liveness
-    from placer.parallel.processes import joined, on_this_host, stop_on_sigterm
+    from placer.parallel.processes import joined, stop_on_sigterm
     from placer.parallel.registry import sync_named
-    from placer.parallel.replica import on_own_devices, placed_replica
+    from placer.parallel.replica import placed_replica
     from placer.parallel.sync import Setup
     from placer.parallel.training import train
 
-    own, is_shared = on_own_devices(placement, *on_this_host())
+    args, manner = run.args, run.manner
+    cuda = [name for name in run.own.device_names if name.startswith("cuda")]
+    if cuda:
+        torch.cuda.set_device(cuda[0])  # where NCCL puts what has no device of its own
     # two ranks cannot share a GPU under NCCL
-    nccl = not is_shared and any(name.startswith("cuda") for name in own.device_names)
-    with joined(args.timeout_s, nccl=nccl) as store:
-        check_same("placements", _essence(placement))
-        check_same("the options of the run", json.dumps(_settings(args, options)))
+    with joined(args.timeout_s, nccl=bool(cuda) and not run.is_shared) as store:
+        check_same("placements", run.essence)
+        check_same("the options of the run", json.dumps(run.settings | run.course))
         rank, ranks = dist.get_rank(), dist.get_world_size()
         if rank == 0:
-            _tell(args, own, is_shared, ranks)
+            _tell(run, ranks)
         stop_on_sigterm()
         liveness = Liveness(store, rank, ranks)
         replica: Replica | None = None
         try:
-            replica = placed_replica(step, own, args.extractor)
+            replica = placed_replica(step, run.own, args.extractor)
             setup = Setup(
                 module=replica.module,
                 make_optimizer=lambda parameters: _optimizer(args, list(parameters)),
-                options=options,
+                options=manner.options,
+                accumulate=manner.accumulate,
+                bucket_bytes=manner.bucket_bytes,
             )
             torch.manual_seed(args.seed + 1 + rank)  # dropout differs between replicas
             return train(
                 replica,
-                sync_named(args.sync, setup),
+                sync_named(manner.sync, setup),
                 batches,
-                _course(args, options, placement),
+                _course(run),
                 liveness.at,
                 lambda number, loss: _hear(args, number, loss) if rank == 0 else None,
             )
@@ -215,48 +237,33 @@ def _optimizer(
     return torch.optim.AdamW(parameters, lr=args.lr)
 
 
-def _course(args: argparse.Namespace, options: SyncOptions, placement: Placement) -> Course:
+def _course(run: Run) -> Course:
     from placer.parallel.checkpoint import Checkpoint
     from placer.parallel.training import Course
 
-    kept = None
-    if args.checkpoint is not None:
-        essence = {
-            name: str(value)
-            for name, value in _settings(args, options).items()
-            if name != "steps" and value is not None
-        }
-        kept = Checkpoint(args.checkpoint, {**essence, "graph": placement.graph})
+    path = run.args.checkpoint
+    essence = {name: str(value) for name, value in run.settings.items() if value is not None}
     return Course(
-        steps=args.steps,
-        checkpoint=kept,
-        checkpoint_every=args.checkpoint_every,
-        resume=args.resume,
+        **run.course,
+        checkpoint=None if path is None else Checkpoint(path, essence),
+        accumulate=run.manner.accumulate,
     )
 
 
-def _settings(args: argparse.Namespace, options: SyncOptions) -> dict[str, Any]:
-    """What all ranks must agree on."""
-    names = ("target", "data", "steps", "optimizer", "lr", "seed", "sync")
-    given = {name: getattr(args, name) for name in names}
-    return given | {name: getattr(options, name) for name in options.given}
-
-
-def _essence(placement: Placement) -> str:
-    """What a placement says, whoever made it."""
-    content = placement.to_dict()
-    return json.dumps({key: content[key] for key in ("graph", "devices", "priority")})
-
-
-def _tell(args: argparse.Namespace, own: Placement, is_shared: bool, ranks: int) -> None:
-    width = len(own.device_names)
-    replicas = f"{ranks} replica{'s'[: ranks > 1]} on {width} device{'s'[: width > 1]} each"
-    print(f"{replicas}, sync {args.sync}, seed {args.seed}", file=sys.stderr)
-    if args.data is None:
+def _tell(run: Run, ranks: int) -> None:
+    width = len(run.own.device_names)
+    told = [f"{ranks} replica{'s'[: ranks > 1]} on {width} device{'s'[: width > 1]} each"]
+    told += [f"sync {run.manner.sync}", f"seed {run.args.seed}"]
+    if run.manner.accumulate > 1:
+        told.append(f"{run.manner.accumulate} passes a step")
+    print(", ".join(told), file=sys.stderr)
+    for remark in run.manner.remarks:
+        print(remark, file=sys.stderr)
+    if run.args.data is None:
         print("no --data: batches are made up, losses mean nothing", file=sys.stderr)
-    if is_shared:
+    if run.is_shared:
         print(
-            f"replicas of a host share {', '.join(own.device_names)}: there are no others here",
+            f"replicas of a host share {', '.join(run.own.device_names)}: there are no others here",
             file=sys.stderr,
         )
 
@@ -266,12 +273,12 @@ def _hear(args: argparse.Namespace, number: int, loss: float) -> None:
         print(f"step {number + 1:6}  loss {loss:.6g}", flush=True)
 
 
-def _print(args: argparse.Namespace, found: Trained) -> None:
-    if args.json:
+def _print(run: Run, found: Trained) -> None:
+    if run.args.json:
         content = {
-            "steps": args.steps,
+            "steps": run.args.steps,
             "first_step": found.first_step,
-            "sync": args.sync,
+            "sync": run.manner.sync,
             "losses": list(found.losses),
             "step_s": found.step_s,
             "report": dict(found.report),

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 from tiny_models import conv_net, tied_weights
 
 from envs.placement import Placement
-from placer.parallel.data import FromFunction, MadeUp, number_of
-from placer.parallel.replica import on_own_devices
+from envs.reduction import Reduction
+from envs.replica_set import Replicas
+from placer.parallel.data import FromFunction, MadeUp, Shards, numbers_of
+from placer.parallel.options import SyncOptions
+from placer.parallel.own_devices import on_next_devices, on_own_group
+from placer.parallel.planned import manner_of
 
 CORES = sorted(os.sched_getaffinity(0))
 TWO_CORES = pytest.mark.skipif(
@@ -32,8 +37,8 @@ def on(*names: str) -> Placement:
 @TWO_CORES
 def test_each_replica_of_a_host_takes_the_devices_that_follow() -> None:
     first, second = (f"core:{core}" for core in CORES[:2])
-    assert on_own_devices(on(first), 0, 2) == (on(first), False)
-    own, is_shared = on_own_devices(on(first), 1, 2)
+    assert on_next_devices(on(first), 0, 2) == (on(first), False)
+    own, is_shared = on_next_devices(on(first), 1, 2)
     assert (own.device_names, is_shared) == ((second,), False)
     assert own.ops == (first,)
 
@@ -41,13 +46,13 @@ def test_each_replica_of_a_host_takes_the_devices_that_follow() -> None:
 @TWO_CORES
 def test_replicas_share_devices_where_there_are_no_others() -> None:
     whole = on(*(f"core:{core}" for core in CORES))
-    assert on_own_devices(whole, 1, 2) == (whole, True)
-    assert on_own_devices(whole, 0, 1) == (whole, False)
-    assert on_own_devices(on("cuda:90"), 0, 1) == (on("cuda:90"), False)  # told when it is placed
+    assert on_next_devices(whole, 1, 2) == (whole, True)
+    assert on_next_devices(whole, 0, 1) == (whole, False)
+    assert on_next_devices(on("cuda:90"), 0, 1) == (on("cuda:90"), False)  # told when it is placed
 
 
 def test_the_cpu_is_every_replicas() -> None:
-    assert on_own_devices(on("cpu"), 1, 2) == (on("cpu"), False)
+    assert on_next_devices(on("cpu"), 1, 2) == (on("cpu"), False)
 
 
 def test_made_up_batches_have_the_form_of_the_example_and_come_again() -> None:
@@ -75,5 +80,94 @@ def test_batches_of_a_function_are_taken_apart_like_the_targets() -> None:
 
 
 def test_every_batch_is_taken_once() -> None:
-    taken = [number_of(step, rank, 3) for step in range(4) for rank in range(3)]
-    assert taken == list(range(12))
+    for accumulate in (1, 2):
+        taken = [
+            number
+            for step in range(4)
+            for rank in range(3)
+            for number in numbers_of(step, rank, 3, accumulate)
+        ]
+        assert taken == list(range(12 * accumulate))
+
+
+def test_shards_of_a_batch_are_the_whole_of_it() -> None:
+    step = conv_net()
+    whole = MadeUp(step, seed=1)
+    shards = Shards(whole, 2)
+    parts = [shards(number)[0] for number in (6, 7)]
+    for shard, tensor in zip(zip(*parts, strict=True), whole(3)[0], strict=True):
+        assert torch.equal(torch.cat(shard), tensor)
+    with pytest.raises(ValueError, match=r"shape \(4, 3, 16, 16\) .* into 3 equal parts"):
+        Shards(whole, 3)(0)
+
+
+def planned(*groups: tuple[str, ...]) -> Placement:
+    return replace(on(*groups[0]), replicas=Replicas(groups=groups))
+
+
+def test_a_rank_takes_the_devices_of_its_group_slot_by_slot() -> None:
+    strided = planned(("cuda:0", "cuda:2"), ("cuda:3", "cuda:1"))
+    assert on_own_group(strided, 0, 0, 2) == strided
+    own = on_own_group(strided, 1, 0, 2)
+    assert own.device_names == ("cuda:3", "cuda:1")
+    assert own.devices == strided.devices
+
+
+def test_devices_of_hosts_are_those_that_torch_has_there() -> None:
+    hosts = planned(("n0:g0", "n0:g1"), ("n0:g2", "n0:g3"), ("n1:g0", "n1:g1"), ("n1:g2", "n1:g3"))
+    assert on_own_group(hosts, 1, 0, 2).device_names == ("cuda:2", "cuda:3")
+    assert on_own_group(hosts, 2, 2, 2).device_names == ("cuda:0", "cuda:1")
+    with pytest.raises(
+        ValueError, match="replicas 2, 3 are on host n1, and this host has the rank"
+    ):
+        on_own_group(hosts, 2, 0, 4)
+    across = planned(("n0:g0", "n1:g0"), ("n0:g1", "n1:g1"))
+    with pytest.raises(ValueError, match=r"devices of 2 hosts.*PipelinedReplica"):
+        on_own_group(across, 0, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "sync", "remark"),
+    [
+        (Reduction(), "allreduce", ""),
+        (Reduction(payload="fp16"), "fp16", ""),
+        (Reduction(payload="bf16", algorithm="ring"), "bf16", "counts on ring"),
+        (Reduction(payload="1-bit"), "onebit", ""),
+        (Reduction(algorithm="hierarchical"), "hierarchical", ""),
+        (Reduction(algorithm="hierarchical", payload="fp16"), "fp16", "in one level"),
+        (Reduction(algorithm="tree"), "allreduce", "counts on tree"),
+        (Reduction(every=4), "ma", ""),
+        (Reduction(every=4, payload="bf16"), "ma", "bf16 is not sent"),
+    ],
+)
+def test_what_was_planned_is_what_runs(reduction: Reduction, sync: str, remark: str) -> None:
+    groups = (("cuda:0",), ("cuda:1",))
+    plan = Replicas(groups=groups, accumulate=3, reduction=reduction)
+    manner = manner_of(replace(on("cuda:0"), replicas=plan), ranks=2)
+    assert (manner.sync, manner.accumulate, manner.parts) == (sync, 3, 1)
+    assert manner.options.period == (4 if reduction.every > 1 else None)
+    assert remark in " ".join(manner.remarks)
+    assert bool(remark) == bool(manner.remarks)
+
+
+def test_what_the_user_says_wins_over_the_plan() -> None:
+    reduction = Reduction(every=4, bucket_bytes=1000)
+    plan = Replicas(groups=(("cuda:0",), ("cuda:1",)), reduction=reduction)
+    placement = replace(on("cuda:0"), replicas=plan)
+    manner = manner_of(placement, ranks=2, sync="bmuf", accumulate=2)
+    assert (manner.sync, manner.options.period, manner.accumulate) == ("bmuf", 4, 2)
+    manner = manner_of(placement, ranks=2, sync="ma", options=SyncOptions(period=2))
+    assert manner.options.period == 2
+    manner = manner_of(placement, ranks=2, sync="fp16")
+    assert (manner.options.given, manner.bucket_bytes) == ((), 1000)
+
+
+def test_a_plan_for_other_ranks_or_another_division_is_refused() -> None:
+    plan = Replicas(groups=(("cuda:0",), ("cuda:1",)), batch="global", accumulate=2)
+    placement = replace(on("cuda:0"), replicas=plan)
+    assert manner_of(placement, ranks=2).parts == 4
+    start = "torchrun --nproc-per-node=2 -m placer.run m.py:build"
+    with pytest.raises(ValueError, match=f"2 replicas of 1 devices, and this run has 3.*{start}"):
+        manner_of(placement, ranks=3, target="m.py:build")
+    with pytest.raises(ValueError, match="2 replicas x 2 passes, not for 3"):
+        manner_of(placement, ranks=2, accumulate=3)

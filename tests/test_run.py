@@ -8,9 +8,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,12 +19,19 @@ import torch
 from ranks import RankError, on_ranks
 from torch import Tensor
 
+from envs.cluster import Link
 from envs.discover import present
 from envs.placement import Placement
+from envs.reduction import Reduction
+from envs.replica_set import Batch, Replicas
 from graphs.extract import Step, extract
 from graphs.extract.call_graph import call_graph
 from graphs.graph import GraphArrays
 from placer import run
+from placer.pipeline import Options
+from placer.replica_plan import Replication
+from placer.replication import plan_step
+from placer.search.budget import Budget
 from placer.target import load_function, load_step
 
 TARGET = """
@@ -49,6 +57,7 @@ def deadly(number):
         os.kill(os.getpid(), signal.{signal})
     return batch(number)
 """
+NORM = "nn.BatchNorm1d(16), "  # statistics are of a pass
 
 
 def written(folder: Path, dropout: float = 0.0, deadly: int = -1, signal: str = "SIGKILL") -> str:
@@ -163,6 +172,85 @@ def test_replicas_train_as_one_process_and_say_what_they_do(tmp_path: Path) -> N
     assert not other
 
 
+def planned(target: str, path: Path, names: Sequence[str], wanted: Replication) -> Replicas:
+    """What the planner finds for a target on devices of this machine, written to a file."""
+    cluster = present(names)
+    devices = tuple(
+        replace(d, memory_bytes=10**12, peak_flop_per_s=1e10, bandwidth_bytes_per_s=1e10)
+        for d in cluster.devices
+    )
+    link = Link(between=tuple(names), latency_s=1e-5, bandwidth_bytes_per_s=1e10)
+    cluster = replace(cluster, devices=devices, links=(link,))
+    options = Options(budget=Budget(evaluations=50), measure=False)
+    found = plan_step(load_step(target, training=True), cluster, options, wanted).found
+    found.save(path)
+    assert found.placement.replicas is not None
+    return found.placement.replicas
+
+
+@pytest.mark.parametrize("batch", ["per-replica", "global"])
+def test_a_plan_runs_as_it_was_planned(batch: Batch, tmp_path: Path) -> None:
+    target = written(tmp_path)
+    (tmp_path / "target.py").write_text((tmp_path / "target.py").read_text().replace(NORM, ""))
+    path = tmp_path / "placement.json"
+    names = [f"core:{core}" for core in sorted(os.sched_getaffinity(0))[:2]]
+    wanted = Replication(
+        replicas=2, batch=batch, accumulate=2, reduction=Reduction(algorithm="ring")
+    )
+    plan = planned(f"{target}:build", path, names, wanted)
+    assert plan.groups == tuple((name,) for name in names)
+    given = arguments(target, path, 4, data=f"{target}:batch")
+    (code, out, err), _ = on_ranks(2, rank, given, joined=False)
+    assert code == 0, err
+    assert "sync allreduce, seed 0, 2 passes a step" in err
+    assert err.count("the plan counts on ring") == 1
+    told = [float(line.split()[-1]) for line in out.splitlines() if line.startswith("step")]
+    cut = 4 if batch == "global" else 1
+    expected = losses_of_passes(f"{target}:build", f"{target}:batch", 4, ranks=2, passes=2, cut=cut)
+    np.testing.assert_allclose(told, expected, rtol=1e-5)
+
+
+def losses_of_passes(
+    target: str, data: str, steps: int, *, ranks: int, passes: int, cut: int
+) -> list[float]:
+    """Mean losses of rank 0's passes in one process; ``cut`` parts of each batch are passes."""
+    torch.manual_seed(0)
+    step = load_step(target, training=True)
+    batch = cast("Callable[[int], tuple[Tensor, ...]]", load_function(data))
+    sgd = torch.optim.SGD(step.model.parameters(), lr=0.1)
+    found = []
+    for number in range(steps):
+        every = ranks * passes
+        shards = [
+            [part.chunk(cut)[k] for part in batch((number * every) // cut + i)]
+            for i in range(every // cut)
+            for k in range(cut)
+        ]
+        own = [loss_of(step, tuple(shard)) for shard in shards]
+        found.append(torch.stack(own[:passes]).mean().item())
+        sgd.zero_grad()
+        torch.autograd.backward(torch.stack(own).mean())
+        sgd.step()
+    return found
+
+
+def test_a_plan_for_more_replicas_or_devices_that_are_not_here_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = written(tmp_path)
+    path = placed(f"{target}:build", tmp_path / "placement.json", "cpu")
+    content = json.loads(path.read_text())
+    content["replicas"] = {"groups": [["cpu"], ["n1:cpu"]]}
+    path.write_text(json.dumps(content))
+    given = arguments(target, path, 2)
+    told = alone(given, capsys)
+    assert "2 replicas of 1 devices, and this run has 1 rank: start torchrun --nnodes=2" in told
+    content["replicas"] = {"groups": [["n0:g90"]]}
+    content["devices"] = dict.fromkeys(content["devices"], "n0:g90")
+    path.write_text(json.dumps(content))
+    assert "rank 0, on cuda:90: there is no device cuda:90" in alone(given, capsys)
+
+
 METHODS: dict[str, dict[str, object]] = {
     "allreduce": {"optimizer": "adam"},
     "onebit": {"warmup_steps": 2},
@@ -256,7 +344,7 @@ def test_bad_usage_is_told_before_anything_starts(
     assert "give --checkpoint, too" in alone([*given, "--resume"], capsys)
     assert "needs a --checkpoint" in alone([*given, "--checkpoint-every", "2"], capsys)
     assert "no sync 'bmfu'" in alone([*given, "--sync", "bmfu"], capsys)
-    assert "takes no period" in alone([*given, "--period", "4"], capsys)
+    assert "takes no period" in alone([*given, "--sync", "fp16", "--period", "4"], capsys)
     kept = ["--checkpoint", str(tmp_path / "run.json")]
     assert "asgd cannot go on" in alone([*given, *kept, "--sync", "asgd"], capsys)
     assert "--timeout-s 0.0" in alone([*given, "--timeout-s", "0"], capsys)

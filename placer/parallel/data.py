@@ -65,6 +65,45 @@ class FromFunction:
         return step.step_inputs, step.keywords
 
 
-def number_of(step: int, rank: int, ranks: int) -> int:
-    """The batch that a rank takes in a step: a step takes as many as there are ranks."""
-    return step * ranks + rank
+class Shards:
+    """Every batch cut into equal parts along the first dimension of its tensors, one after another.
+
+    Batch ``number`` is part ``number % parts`` of batch ``number // parts`` of the whole ones. Of
+    tensors without a dimension every part has the same.
+    """
+
+    def __init__(self, whole: Batches, parts: int) -> None:
+        self.whole = whole
+        self.parts = parts
+        self._last: tuple[int, Batch] | None = None  # a rank takes several parts in turn
+
+    def __call__(self, number: int) -> Batch:
+        """Batch ``number``.
+
+        Raises:
+            ValueError: a tensor cannot be cut into so many parts.
+        """
+        at, part = divmod(number, self.parts)
+        if self._last is None or self._last[0] != at:
+            self._last = at, self.whole(at)
+        cut: Batch = tree_map_only(
+            torch.Tensor, lambda tensor: self._cut(tensor, part), self._last[1]
+        )
+        return cut
+
+    def _cut(self, tensor: torch.Tensor, part: int) -> torch.Tensor:
+        if not tensor.ndim:
+            return tensor
+        size, rest = divmod(len(tensor), self.parts)
+        if rest or not size:
+            raise ValueError(
+                f"a tensor of shape {tuple(tensor.shape)} in a batch cannot be cut into "
+                f"{self.parts} equal parts"
+            )
+        return tensor[part * size : (part + 1) * size]
+
+
+def numbers_of(step: int, rank: int, ranks: int, accumulate: int = 1) -> range:
+    """The batches that a rank takes in a step: all ranks together take each batch once."""
+    first = (step * ranks + rank) * accumulate
+    return range(first, first + accumulate)

@@ -29,6 +29,7 @@ class EveryStep:
             reduction=reduction,
             group_of=setup.group_of,
             accumulate=setup.accumulate,
+            bucket_bytes=setup.bucket_bytes,
         )
         self._optimizer = setup.make_optimizer(setup.module.parameters())
 

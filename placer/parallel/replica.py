@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from envs.discover import core_set, cores_of, is_here
 from envs.executor.placed import PlacedModel
 from envs.executor.placed_module import PlacedModule
 from envs.placement import Placement
-from envs.torch_devices import is_core
 from graphs.extract import Step, extract
 from graphs.extract.extraction import AUTO
 from placer.api import apply_extracted
@@ -24,8 +22,8 @@ class Replica(Protocol):
 
     module: nn.Module
 
-    def backward(self, batch: Batch) -> float:
-        """Add the gradients of a batch to those that are there; gives the loss."""
+    def backward(self, passes: Sequence[Batch]) -> float:
+        """Add the mean gradients of some batches to those that are there; gives the mean loss."""
         ...
 
     def close(self) -> None:
@@ -39,12 +37,14 @@ class InProcess:
     def __init__(self, placed: PlacedModule) -> None:
         self.module: nn.Module = placed
 
-    def backward(self, batch: Batch) -> float:
-        """Run a step."""
-        inputs, keywords = batch
-        loss: torch.Tensor = self.module(*inputs, **keywords)
-        torch.autograd.backward(loss)
-        return loss.item()
+    def backward(self, passes: Sequence[Batch]) -> float:
+        """Run a pass for each batch."""
+        total = 0.0
+        for inputs, keywords in passes:
+            loss: torch.Tensor = self.module(*inputs, **keywords) / len(passes)
+            torch.autograd.backward(loss)
+            total += loss.item()
+        return total
 
     def close(self) -> None:
         """Nothing is held."""
@@ -57,11 +57,17 @@ class OnPinnedCores:
         self.module = placed.model
         self._placed = placed
 
-    def backward(self, batch: Batch) -> float:
-        """Run a step."""
-        inputs, keywords = batch
-        loss: torch.Tensor = self._placed.step(*inputs, **keywords)
-        return loss.item()
+    def backward(self, passes: Sequence[Batch]) -> float:
+        """Run a pass for each batch; gradients must be zero or None before."""
+        total = 0.0
+        for inputs, keywords in passes:
+            loss: torch.Tensor = self._placed.step(*inputs, **keywords)
+            total += loss.item()
+        if len(passes) > 1:
+            for parameter in self.module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.div_(len(passes))
+        return total / len(passes)
 
     def close(self) -> None:
         """End the workers."""
@@ -78,40 +84,3 @@ def placed_replica(step: Step, placement: Placement, extractor: str = AUTO) -> R
     """
     placed = apply_extracted(extract(step, extractor), placement)
     return OnPinnedCores(placed) if isinstance(placed, PlacedModel) else InProcess(placed)
-
-
-def on_own_devices(placement: Placement, local_rank: int, replicas: int) -> tuple[Placement, bool]:
-    """A placement on the devices of one of the replicas of this host.
-
-    The first replica takes the devices of the placement, the next as many of each backend that
-    follow, if all of them are here; the CPU is shared.
-
-    Returns:
-        The placement, and whether replicas share devices for lack of others.
-    """
-    renamed = [_renamed(placement.device_names, k) for k in range(replicas)]
-    if not all(is_here(name) for names in renamed for name in names):
-        return placement, replicas > 1
-    return replace(placement, device_names=renamed[local_rank]), False
-
-
-def _renamed(names: tuple[str, ...], replica: int) -> tuple[str, ...]:
-    """Devices of replica k: numbers moved on by k times as many as a replica uses."""
-    cores = [core for name in names if is_core(name) for core in cores_of(name)]
-    span = max(cores) - min(cores) + 1 if cores else 0
-    indices = [int(name.rpartition(":")[2]) for name in names if _is_numbered(name)]
-    width = max(indices) - min(indices) + 1 if indices else 0
-    found = []
-    for name in names:
-        if is_core(name):
-            found.append(core_set(core + replica * span for core in cores_of(name)))
-        elif _is_numbered(name):
-            backend, _, index = name.rpartition(":")
-            found.append(f"{backend}:{int(index) + replica * width}")
-        else:
-            found.append(name)
-    return tuple(found)
-
-
-def _is_numbered(name: str) -> bool:
-    return not is_core(name) and ":" in name

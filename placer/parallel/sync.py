@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import nn
 
-from placer.parallel.grad_sync import Group
+from placer.parallel.grad_sync import BUCKET_BYTES, Group
 from placer.parallel.options import SyncOptions
 
 MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -70,6 +70,7 @@ class Setup:
         options: settings of the methods.
         accumulate: backward passes of a step, whose gradients are added up.
         group_of: the process group of a device, None being that of all ranks.
+        bucket_bytes: most bytes of gradients that are reduced together.
     """
 
     module: nn.Module
@@ -77,3 +78,4 @@ class Setup:
     options: SyncOptions = field(default_factory=SyncOptions)
     accumulate: int = 1
     group_of: Callable[[torch.device], Group] = lambda device: None
+    bucket_bytes: int = BUCKET_BYTES

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from placer.parallel.checkpoint import Checkpoint
-from placer.parallel.data import Batches, number_of
+from placer.parallel.data import Batches, numbers_of
 from placer.parallel.replica import Replica
 from placer.parallel.sync import Sync
 
@@ -26,12 +26,14 @@ class Course:
         checkpoint: where to write, None for nowhere; the end of the run is written, too.
         checkpoint_every: steps between checkpoints, None for the end alone.
         resume: go on from the checkpoint, if there is one.
+        accumulate: batches of a step of each rank, whose gradients are averaged.
     """
 
     steps: int
     checkpoint: Checkpoint | None = None
     checkpoint_every: int | None = None
     resume: bool = False
+    accumulate: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +82,8 @@ def train(
         start_s = time.perf_counter()
         reached(step)
         sync.zero_grad()
-        losses.append(replica.backward(batches(number_of(step, rank, ranks))))
+        numbers = numbers_of(step, rank, ranks, course.accumulate)
+        losses.append(replica.backward([batches(number) for number in numbers]))
         sync.step()
         seconds.append(time.perf_counter() - start_s)
         progress(step, losses[-1])

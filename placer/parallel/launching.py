@@ -1,0 +1,46 @@
+"""The command that starts the replicas of a plan."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from envs.host_names import hosts_of
+
+if TYPE_CHECKING:
+    from envs.replica_set import Replicas
+
+
+def launch_command(
+    plan: Replicas, target: str, placement: str | Path = "placement.json", *options: str
+) -> str:
+    """What starts a rank for every replica, on each host as many as it has replicas.
+
+    >>> from envs.replica_set import Replicas
+    >>> launch_command(Replicas(groups=(("cuda:0",), ("cuda:1",))), "model.py:build", "p.json")
+    'torchrun --nproc-per-node=2 -m placer.run model.py:build --placement p.json --steps 100'
+    """
+    ranks = Counter(hosts_of(group)[0] for group in plan.groups)
+    launcher = ["torchrun"]
+    if len(ranks) > 1:
+        launcher += [f"--nnodes={len(ranks)}", "--rdzv-backend=c10d", "--rdzv-endpoint=HOST:29500"]
+    launcher += [f"--nproc-per-node={max(ranks.values())}"]
+    run = ["-m", "placer.run", target, "--placement", str(placement), "--steps", "100"]
+    return shlex.join([*launcher, *run, *options])
+
+
+def why_not_run(plan: Replicas) -> str:
+    """Why ``placer.run`` cannot start a plan, "" if it can."""
+    hosts = [hosts_of(group) for group in plan.groups]
+    if max(map(len, hosts)) > 1:
+        return (
+            "A replica lies across hosts: this plan is simulated only; placer.run starts none, "
+            "placer.parallel.PipelinedReplica runs a chain of stages from Python."
+        )
+    ranks = Counter(names[0] for names in hosts)
+    if len(set(ranks.values())) > 1:
+        told = ", ".join(f"{host}: {count}" for host, count in ranks.items())
+        return f"Hosts have different numbers of replicas ({told}): give each torchrun its own."
+    return ""

@@ -1,0 +1,92 @@
+"""The devices of a rank: those of its group, or those that follow the ones of the rank before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from envs.discover import core_set, cores_of, is_here
+from envs.host_names import hosts_of, split_name
+from envs.placement import Placement
+from envs.torch_devices import is_core
+
+
+def on_own_group(placement: Placement, rank: int, first: int, here: int) -> Placement:
+    """A placement with replicas, on the devices of the group of a rank.
+
+    Args:
+        placement: of the first group; the k-th device of every group stands for the k-th of it.
+        rank: this one, of as many as there are groups.
+        first: the first rank of this host.
+        here: how many ranks this host has.
+
+    Raises:
+        ValueError: a group or the ranks of a host lie across hosts, or the placement has devices
+            that are not in the first group.
+    """
+    assert placement.replicas is not None, "replicas have groups"
+    groups = placement.replicas.groups
+    hosts = [hosts_of(group) for group in groups]
+    if len(hosts[rank]) > 1:
+        raise ValueError(
+            f"replica {rank} is on {', '.join(groups[rank])}, devices of {len(hosts[rank])} hosts, "
+            "and a rank has those of its own host: run its stages as a "
+            "placer.parallel.PipelinedReplica from Python, or plan replicas within hosts"
+        )
+    own = range(first, first + here)
+    alike = [k for k, found in enumerate(hosts) if found == hosts[rank]]
+    if alike != list(own):
+        raise ValueError(
+            f"replicas {_numbers(alike)} are on host {hosts[rank][0] or 'of this run'}, and this "
+            f"host has the ranks {_numbers(own)}: start as many ranks on every host as it has "
+            "replicas"
+        )
+    known = dict(zip(groups[0], groups[rank], strict=True))
+    if missing := [name for name in placement.device_names if name not in known]:
+        raise ValueError(
+            f"the placement uses {', '.join(missing)}, and its replicas are of "
+            f"{', '.join(groups[0])}"
+        )
+    names = tuple(split_name(known[name])[1] for name in placement.device_names)
+    return replace(placement, device_names=names)
+
+
+def on_next_devices(placement: Placement, local_rank: int, here: int) -> tuple[Placement, bool]:
+    """A placement without replicas, on the devices of one of the ranks of this host.
+
+    The first rank takes the devices of the placement, the next as many of each backend that
+    follow, if all of them are here; the CPU is shared.
+
+    Returns:
+        The placement, and whether ranks share devices for lack of others.
+    """
+    renamed = [_moved_on(placement.device_names, k) for k in range(here)]
+    if not all(is_here(name) for names in renamed for name in names):
+        return placement, here > 1
+    return replace(placement, device_names=renamed[local_rank]), False
+
+
+def _moved_on(names: tuple[str, ...], steps: int) -> tuple[str, ...]:
+    """Devices whose numbers are so many times the span of these higher: nothing is in both."""
+    cores = [core for name in names if is_core(name) for core in cores_of(name)]
+    span = max(cores) - min(cores) + 1 if cores else 0
+    indices = [int(name.rpartition(":")[2]) for name in names if _is_numbered(name)]
+    width = max(indices) - min(indices) + 1 if indices else 0
+    found = []
+    for name in names:
+        if is_core(name):
+            found.append(core_set(core + steps * span for core in cores_of(name)))
+        elif _is_numbered(name):
+            backend, _, index = name.rpartition(":")
+            found.append(f"{backend}:{int(index) + steps * width}")
+        else:
+            found.append(name)
+    return tuple(found)
+
+
+def _is_numbered(name: str) -> bool:
+    return not is_core(name) and name.rpartition(":")[2].isdecimal() and ":" in name
+
+
+def _numbers(found: Sequence[int]) -> str:
+    return ", ".join(map(str, found)) or "none"

@@ -1,0 +1,110 @@
+"""What a run takes over from the plan in its placement file, where the user does not say it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+from envs.buckets import CAP_BYTES
+from envs.placement import Placement
+from envs.reduction import CHEAPEST, Reduction
+from envs.replica_set import Replicas
+from placer.parallel.launching import launch_command
+from placer.parallel.options import SyncOptions
+from placer.parallel.registry import DEFAULT, check_options, method_named
+
+_OF_PAYLOAD: Final = {"fp16": "fp16", "bf16": "bf16", "1-bit": "onebit"}
+_BY_LEVELS: Final = "hierarchical"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manner:
+    """How the ranks of a run stay one model.
+
+    Attributes:
+        sync: name of the method.
+        options: of it.
+        accumulate: passes of a step, whose gradients are averaged.
+        parts: into which a batch of the target is cut, one for each pass of each rank; 1 where
+            every pass has a batch of its own.
+        bucket_bytes: gradients that are reduced together.
+        remarks: what of the plan the run does otherwise, each a sentence.
+    """
+
+    sync: str = DEFAULT
+    options: SyncOptions
+    accumulate: int = 1
+    parts: int = 1
+    bucket_bytes: int = CAP_BYTES
+    remarks: tuple[str, ...] = ()
+
+
+def manner_of(
+    placement: Placement,
+    *,
+    ranks: int,
+    sync: str | None = None,
+    options: SyncOptions | None = None,
+    accumulate: int | None = None,
+    target: str = "TARGET",
+) -> Manner:
+    """How to run a placement on so many ranks; ``sync``, ``options``, ``accumulate``: as users say.
+
+    Raises:
+        ValueError: the plan has another number of replicas, its batch is cut otherwise, or the
+            method does not take an option.
+    """
+    given, plan = options or SyncOptions(), placement.replicas
+    if plan is None:
+        check_options(sync or DEFAULT, given.given)
+        return Manner(sync=sync or DEFAULT, options=given, accumulate=accumulate or 1)
+    if ranks != len(plan):
+        raise ValueError(
+            f"the placement is planned for {len(plan)} replicas of {len(plan.groups[0])} devices, "
+            f"and this run has {ranks} rank{'s'[: ranks > 1]}: start {launch_command(plan, target)}"
+        )
+    passes = accumulate or plan.accumulate
+    if plan.batch == "global" and passes != plan.accumulate:
+        raise ValueError(
+            f"the plan cuts a batch for {len(plan)} replicas x {plan.accumulate} passes, not for "
+            f"{passes}: leave --accumulate out, or plan with it"
+        )
+    name, remarks = (sync, ()) if sync is not None else _method_of(plan.reduction)
+    every = plan.reduction.every
+    if every > 1 and given.period is None and "period" in method_named(name).options:
+        given = replace(given, period=every)
+    check_options(name, given.given)
+    return Manner(
+        sync=name,
+        options=given,
+        accumulate=passes,
+        parts=parts_of(plan),
+        bucket_bytes=plan.reduction.bucket_bytes,
+        remarks=remarks,
+    )
+
+
+def parts_of(plan: Replicas) -> int:
+    """Into how many parts the batch of a step is cut."""
+    return len(plan) * plan.accumulate if plan.batch == "global" else 1
+
+
+def _method_of(reduction: Reduction) -> tuple[str, tuple[str, ...]]:
+    """The method that does what was planned, and what it does otherwise."""
+    if reduction.every > 1:
+        if reduction.payload == "fp32":
+            return "ma", ()
+        return "ma", (f"models are averaged in full precision: {reduction.payload} is not sent",)
+    sync = _OF_PAYLOAD.get(reduction.payload)
+    is_by_levels = reduction.algorithm == _BY_LEVELS
+    if sync is None:
+        sync = _BY_LEVELS if is_by_levels else DEFAULT
+    if reduction.algorithm == CHEAPEST or sync == _BY_LEVELS:
+        return sync, ()
+    if is_by_levels:
+        return sync, (
+            f"{reduction.payload} gradients are reduced in one level, not level by level",
+        )
+    return sync, (
+        f"the plan counts on {reduction.algorithm}: gloo and NCCL choose an algorithm themselves",
+    )
