@@ -174,6 +174,7 @@ def _train(run: Run, step: Step, batches: Batches) -> Trained:
     import torch
     import torch.distributed as dist
 
+    from envs.executor.seeds import spread_seed
     from placer.parallel.groups import check_same
     from placer.parallel.liveness import Liveness
     from placer.parallel.processes import joined, stop_on_sigterm
@@ -197,6 +198,7 @@ def _train(run: Run, step: Step, batches: Batches) -> Trained:
         liveness = Liveness(store, rank, ranks)
         replica: Replica | None = None
         try:
+            torch.manual_seed(spread_seed(args.seed, rank))  # dropout differs between replicas
             replica = placed_replica(step, run.own, args.extractor)
             setup = Setup(
                 module=replica.module,
@@ -205,7 +207,6 @@ def _train(run: Run, step: Step, batches: Batches) -> Trained:
                 accumulate=manner.accumulate,
                 bucket_bytes=manner.bucket_bytes,
             )
-            torch.manual_seed(args.seed + 1 + rank)  # dropout differs between replicas
             return train(
                 replica,
                 sync_named(manner.sync, setup),

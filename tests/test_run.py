@@ -28,6 +28,7 @@ from graphs.extract import Step, extract
 from graphs.extract.call_graph import call_graph
 from graphs.graph import GraphArrays
 from placer import run
+from placer.parallel.state_file import read_state
 from placer.pipeline import Options
 from placer.replica_plan import Replication
 from placer.replication import plan_step
@@ -49,6 +50,9 @@ def batch(number):
     random = torch.Generator().manual_seed(number)
     x = torch.randn(4, 6, generator=random)
     return x, x[:, :4].sin()
+
+def same(number):
+    return batch(0)
 
 def deadly(number):
     mark = __file__ + ".died"
@@ -276,6 +280,23 @@ def test_a_run_that_goes_on_from_a_checkpoint_has_the_same_losses(
     assert sorted(path.name for path in tmp_path.glob("run.json*")) == [
         *("run.json", "run.json.12.0", "run.json.12.1")
     ]
+
+
+def test_dropout_on_pinned_cores_goes_on_from_a_checkpoint_and_differs_between_ranks(
+    tmp_path: Path,
+) -> None:
+    target = written(tmp_path, dropout=0.5)
+    core = f"core:{min(os.sched_getaffinity(0))}"
+    placement = placed(f"{target}:build", tmp_path / "placement.json", core)
+    options: dict[str, object] = {"data": f"{target}:same"}
+    kept = tmp_path / "run.json"
+    whole = ran(2, *arguments(target, placement, 6, checkpoint=tmp_path / "whole.json", **options))
+    first = ran(2, *arguments(target, placement, 3, checkpoint=kept, **options))
+    assert first["losses"] == whole["losses"][:3]
+    later = ran(2, *arguments(target, placement, 6, checkpoint=kept, **options), "--resume")
+    assert later["losses"] == whole["losses"]
+    mine, theirs = (read_state(tmp_path / f"whole.json.6.{r}")["losses"][0] for r in range(2))
+    assert mine != theirs  # of the same batch and the same model
 
 
 def test_a_rank_that_is_killed_is_named_and_the_run_can_go_on(tmp_path: Path) -> None:

@@ -51,16 +51,30 @@ class TellMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class TellRandom:
+    """Answer with the state of the generator of random numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class SetRandom:
+    """Draw random numbers from this state on."""
+
+    state: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     """It worked. Of a step: its start and end, and the thread's CPU clock around instructions.
 
-    ``peak_bytes`` is the peak of memory where it was asked for, if the kernel tells it.
+    ``peak_bytes`` is the peak of memory where it was asked for, if the kernel tells it; ``random``
+    the state of the generator, where that was asked for.
     """
 
     start_ns: int = 0
     end_ns: int = 0
     stamps: bytes = b""
     peak_bytes: int | None = None
+    random: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,6 +145,23 @@ class PlacedModel:
         """
         return self._pool.peak_memory_bytes()
 
+    def random_state(self) -> list[torch.Tensor]:
+        """Where the workers are in their random numbers, in the order of devices.
+
+        Raises:
+            WorkerError: the workers have ended.
+        """
+        return self._pool.random_state()
+
+    def load_random_state(self, states: Sequence[torch.Tensor]) -> None:
+        """Go on from what :meth:`random_state` gave: dropout drops the same again.
+
+        Raises:
+            ValueError: it is of another number of devices.
+            WorkerError: the workers have ended.
+        """
+        self._pool.load_random_state(states)
+
     @property
     def learning_rate(self) -> float:
         """Of the step's optimizer, from the next step on; set it as a schedule wants.

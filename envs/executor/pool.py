@@ -26,10 +26,13 @@ from envs.executor.messages import (
     Failed,
     Load,
     RunStep,
+    SetRandom,
     Setup,
     TellMemory,
+    TellRandom,
 )
 from envs.executor.processes import Holdings, WorkerProcess
+from envs.executor.seeds import spread_seed
 from graphs.extract.program import StepProgram
 
 LEAD_NS: Final = 300_000
@@ -171,6 +174,26 @@ class WorkerPool:
         told = zip(self.devices, answers, strict=True)
         return {d.name: a.peak_bytes for d, a in told if a.peak_bytes is not None}
 
+    def random_state(self) -> list[torch.Tensor]:
+        """The state of each worker's generator of random numbers, uint8, in the order of devices.
+
+        Raises:
+            WorkerError: a worker died.
+        """
+        answers = self._ask([TellRandom()] * len(self._workers))
+        return [torch.frombuffer(bytearray(a.random), dtype=torch.uint8) for a in answers]
+
+    def load_random_state(self, states: Sequence[torch.Tensor]) -> None:
+        """Let workers draw what they would have drawn after :meth:`random_state` gave this.
+
+        Raises:
+            ValueError: it is of another number of workers.
+            WorkerError: a worker died, or took it for no state.
+        """
+        if len(states) != len(self._workers):
+            raise ValueError(f"{len(states)} states are not for {len(self._workers)} workers")
+        self._ask([SetRandom(state.numpy().tobytes()) for state in states])
+
     def close(self) -> None:
         """End the workers, at once; safe to call twice."""
         self._open = False
@@ -205,7 +228,7 @@ class WorkerPool:
             Setup(
                 device=d,
                 threads=len(own),
-                seed=(torch.initial_seed() + d) % 2**64,
+                seed=spread_seed(torch.initial_seed(), d),
                 program=without_constants,
                 arena=self.arena.file.fileno(),
                 board=board,

@@ -26,8 +26,10 @@ from envs.executor.messages import (
     Failed,
     Load,
     RunStep,
+    SetRandom,
     Setup,
     TellMemory,
+    TellRandom,
 )
 from envs.executor.resident import Resident
 from envs.executor.signals import Signals
@@ -111,6 +113,10 @@ def _answer(worker: Worker, message: object) -> Done:
             worker.resident.restart()
         case TellMemory():
             return Done(peak_bytes=worker.resident.peak_bytes())
+        case TellRandom():
+            return Done(random=torch.get_rng_state().numpy().tobytes())
+        case SetRandom():
+            torch.set_rng_state(torch.frombuffer(bytearray(message.state), dtype=torch.uint8))
         case _:
             raise ValueError(f"a worker got {type(message).__name__}")
     return Done()

@@ -26,6 +26,14 @@ class Replica(Protocol):
         """Add the mean gradients of some batches to those that are there; gives the mean loss."""
         ...
 
+    def random_state(self) -> list[torch.Tensor]:
+        """Of the generators that are not those of this process."""
+        ...
+
+    def load_random_state(self, states: Sequence[torch.Tensor]) -> None:
+        """Go on from what :meth:`random_state` gave on this rank."""
+        ...
+
     def close(self) -> None:
         """Let go of the devices."""
         ...
@@ -45,6 +53,13 @@ class InProcess:
             torch.autograd.backward(loss)
             total += loss.item()
         return total
+
+    def random_state(self) -> list[torch.Tensor]:
+        """None: this process draws all random numbers."""
+        return []
+
+    def load_random_state(self, states: Sequence[torch.Tensor]) -> None:
+        """Nothing to load."""
 
     def close(self) -> None:
         """Nothing is held."""
@@ -68,6 +83,14 @@ class OnPinnedCores:
                 if parameter.grad is not None:
                     parameter.grad.div_(len(passes))
         return total / len(passes)
+
+    def random_state(self) -> list[torch.Tensor]:
+        """Of the workers."""
+        return self._placed.random_state()
+
+    def load_random_state(self, states: Sequence[torch.Tensor]) -> None:
+        """Go on from what :meth:`random_state` gave."""
+        self._placed.load_random_state(states)
 
     def close(self) -> None:
         """End the workers."""

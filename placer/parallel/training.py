@@ -108,7 +108,11 @@ def _state(replica: Replica, sync: Sync, losses: list[float]) -> dict[str, Any]:
     return {
         "module": dict(replica.module.state_dict()),
         "sync": sync.state_dict(),
-        "random": {"cpu": torch.get_rng_state(), "cuda": _cuda_random()},
+        "random": {
+            "cpu": torch.get_rng_state(),
+            "cuda": _cuda_random(),
+            "replica": replica.random_state(),
+        },
         "losses": losses,
     }
 
@@ -120,6 +124,7 @@ def _take_up(state: Mapping[str, Any], replica: Replica, sync: Sync) -> list[flo
         tensor.copy_(state["module"][name])  # in place: optimizers and placements hold them
     sync.load_state_dict(state["sync"])
     torch.set_rng_state(state["random"]["cpu"])
+    replica.load_random_state(state["random"]["replica"])
     if state["random"]["cuda"]:
         torch.cuda.set_rng_state_all(state["random"]["cuda"])
     return list(state["losses"])
