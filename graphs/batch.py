@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Final
 
 import networkx as nx
@@ -12,18 +13,18 @@ SCALED: Final = ("flops", "moved_bytes", "output_bytes", "saved_bytes", "workspa
 """What grows with the batch; parameters, gradients and optimizer state do not."""
 
 
-def with_part_of_batch(graph: nx.DiGraph[str], parts: int) -> nx.DiGraph[str]:
-    """The same step with a ``parts``-th of its batch, by proportion.
+def with_part_of_batch(graph: nx.DiGraph[str], parts: int | Fraction) -> nx.DiGraph[str]:
+    """The same step with a ``parts``-th of its batch, by proportion; below 1 with a larger one.
 
     Costs and activations of forward and backward ops are divided; those of the optimizer stay. An
     op whose time does not depend on the batch, or that needs a large one to use its device, takes
     longer than that.
 
     Raises:
-        ValueError: ``parts`` is below 1.
+        ValueError: ``parts`` is not above 0.
     """
-    if parts < 1:
-        raise ValueError(f"a batch is divided by {parts}, below 1")
+    if parts <= 0:
+        raise ValueError(f"a batch is divided by {parts}, not above 0")
     smaller = graph.copy()
     if parts == 1:
         return smaller

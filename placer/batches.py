@@ -28,7 +28,11 @@ class StepSource(Protocol):
     notes: dict[str, None]  # in order, each once
 
     def graph(self, parts: int) -> nx.DiGraph[str]:
-        """With costs, for the ``parts``-th part of the batch."""
+        """With costs, for the ``parts``-th part of the batch.
+
+        Raises:
+            ValueError: the batch has no such part.
+        """
         ...
 
 
@@ -54,7 +58,7 @@ class GraphSource:
 
 
 class ModelSource:
-    """A model, which is extracted again where its batch can be divided, and scaled elsewhere."""
+    """A model, which is extracted again with a part of its inputs: as it can be run."""
 
     def __init__(self, step: Step, cluster: Cluster, options: Options, hear: Progress) -> None:
         self.step = step
@@ -67,19 +71,25 @@ class ModelSource:
             known.extraction, known.rig.calls if isinstance(known.rig, TorchDevices) else None
         )
         self.cluster = known.cluster
-        self.scaled = GraphSource(known.graph, known.cluster)
-        self.notes = self.scaled.notes
+        self.whole = known.graph
+        self.notes: dict[str, None] = {}
 
     def graph(self, parts: int) -> nx.DiGraph[str]:
         """Of the step on a part of its inputs."""
-        smaller = with_part_of_inputs(self.step, parts) if parts > 1 else None
+        if parts == 1:
+            return self.whole
+        smaller = with_part_of_inputs(self.step, parts)
         if smaller is None:
-            return self.scaled.graph(parts)
+            raise ValueError(
+                f"The tensors among the inputs have no first dimension in common that is {parts} "
+                "equal parts."
+            )
         try:
             return costed_step(smaller, self.given, self.options, self.hear).graph
         except ExtractionError as error:
-            self.notes[f"The step cannot be extracted with a smaller batch: {error}"] = None
-            return self.scaled.graph(parts)
+            raise ValueError(
+                f"The step cannot be extracted with one of {parts} parts of its batch: {error}"
+            ) from error
 
 
 def batch_size(step: Step) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Final
 
 import numpy as np
@@ -15,6 +16,7 @@ from envs.replica_set import Batch, Replicas
 from envs.replicas import ReplicaStep, ReplicatedStep
 from graphs.extract import Extraction
 from placer.outcome import Optimization, extraction_remarks
+from placer.parallel.launching import why_not_run
 
 AUTO: Final = "auto"
 
@@ -57,6 +59,24 @@ class Replication:
         """By what the batch of the step is divided for one pass of one replica."""
         return replicas * self.accumulate if self.batch == "global" else 1
 
+    def why_not(self, parts: int) -> str:
+        """Why the batch cannot be cut into so many parts, "" if it can or nobody knows it."""
+        if self.samples is None or self.samples % parts == 0:
+            return ""
+        if self.samples < parts:
+            told = f"{parts} passes would have less than one of the {self.samples} samples each"
+        else:
+            told = f"The {self.samples} samples are not {parts} equal parts"
+        passes = f"{self.accumulate} pass{'es' if self.accumulate > 1 else ''}"
+        return f"{told} ({parts // self.accumulate} replicas x {passes})."
+
+    def largest_part(self, replicas: int) -> Fraction:
+        """By what the batch is divided for the pass that has the most samples of it."""
+        parts = self.parts(replicas)
+        if self.samples is None:
+            return Fraction(parts)
+        return Fraction(self.samples, -(-self.samples // parts))
+
     def step_samples(self, replicas: int) -> int:
         """Samples of one update of the parameters."""
         times = replicas * self.accumulate if self.batch == "per-replica" else 1
@@ -72,6 +92,8 @@ class Split:
     found: Optimization | None = None
     alone: ReplicaStep | None = None
     step: ReplicatedStep | None = None
+    one_samples_per_s: float = np.nan  # of a single replica, with the whole batch if it is shared
+    is_baseline: bool = False  # to compare with, not asked for
     why: str = ""
 
     @property
@@ -101,8 +123,8 @@ class Split:
 
     @property
     def efficiency(self) -> float:
-        """Throughput over that of replicas that never wait for each other; nan without a plan."""
-        return np.nan if self.step is None else efficiency(self.step)
+        """Throughput over that of as many times one replica; nan without a plan."""
+        return share_of_ideal(self.samples_per_s, self.replicas * self.one_samples_per_s)
 
     @property
     def name(self) -> str:
@@ -116,7 +138,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurvePoint:
-    """The chosen placement on more or fewer replicas, each with the batch of the plan."""
+    """The chosen placement on more or fewer replicas, which share the batch if the plan says so."""
 
     replicas: int
     devices: int
@@ -125,11 +147,12 @@ class CurvePoint:
     exposed_s: float
     hidden_s: float
     beyond: bool  # the cluster has fewer devices
+    fits: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReplicaPlan:
-    """All splits, the best first; at least that one has a plan."""
+    """All splits, the best of those that were asked for first; at least that one has a plan."""
 
     problem: Problem  # of the whole cluster, with the batch as it is given
     wanted: Replication
@@ -144,8 +167,18 @@ class ReplicaPlan:
 
     @property
     def best(self) -> Split:
-        """The most samples per second; of equal ones the fewest devices."""
+        """Of what was asked for the most samples per second; of equal ones the fewest devices."""
         return self.splits[0]
+
+    @property
+    def replicas(self) -> Replicas:
+        """As the placement's file records them."""
+        return Replicas(
+            groups=self.best.groups,
+            batch=self.wanted.batch,
+            accumulate=self.wanted.accumulate,
+            reduction=self.wanted.reduction,
+        )
 
     @property
     def found(self) -> Optimization:
@@ -161,12 +194,7 @@ class ReplicaPlan:
         placement: Placement = replace(
             best.found.placement,
             predicted=predicted,
-            replicas=Replicas(
-                groups=best.groups,
-                batch=self.wanted.batch,
-                accumulate=self.wanted.accumulate,
-                reduction=self.wanted.reduction,
-            ),
+            replicas=self.replicas,
         )
         return replace(
             best.found,
@@ -230,6 +258,13 @@ class ReplicaPlan:
                 f"Beyond {self.problem.device_count} devices the outermost level of the cluster's "
                 "network is taken to have more ranks."
             )
+        if large := [point.replicas for point in self.curve if not point.fits]:
+            found.append(
+                f"The batch does not fit on {max(large)} replicas or fewer: their steps are those "
+                "of devices with more memory."
+            )
+        if why := why_not_run(self.replicas):
+            found.append(why)
         if self.left_out:
             found.append(f"Stopped early: {self.left_out} searches were not made.")
         if self.extraction is not None:
@@ -237,9 +272,9 @@ class ReplicaPlan:
         return found
 
 
-def efficiency(step: ReplicatedStep) -> float:
-    """Share of the time of replicas in which they do not wait for each other."""
-    return step.alone_s / step.step_s if step.step_s else 1.0
+def share_of_ideal(samples_per_s: float, ideal: float) -> float:
+    """A throughput over what it would be at best; 1 where steps take no time."""
+    return 1.0 if np.isinf(ideal) else samples_per_s / ideal
 
 
 def _replicas(split: Split) -> str:

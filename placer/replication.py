@@ -3,17 +3,17 @@
 For every number of devices d that N // R can be, the placer is asked once for each sort of group of
 d devices (and each batch); then R replicas of what it found are simulated with their reductions.
 More devices never make a placement worse, so no other d is needed. Of R every number is tried up to
-MOST_REPLICAS, beyond that powers of two and the largest: with more, the curve is smooth.
+MOST_REPLICAS, beyond that powers of two and the largest: with more, the curve is smooth. Where R is
+asked for, a replica on every device and one on all of them are planned as well, to compare with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 import networkx as nx
-import numpy as np
 
 from envs.cluster import Cluster
 from envs.problem import Problem
@@ -36,15 +36,14 @@ from placer.interrupt import Interrupt
 from placer.outcome import Optimization, PlacementError
 from placer.pipeline import Options, grouped, optimize_problem
 from placer.replica_orders import Variant, variants
-from placer.replica_plan import CurvePoint, ReplicaPlan, Replication, Split, efficiency
+from placer.replica_plan import ReplicaPlan, Replication, Split
+from placer.replica_scaling import Scaling
 from placer.report.progress import Progress, Silent
 from placer.search.budget import Budget
 from placer.search.portfolio import load_compiled_code
 from placer.several import Slice, share_of
 
 MOST_REPLICAS: Final = 16
-CURVE_DEVICES: Final = 4096
-"""How far the curve goes."""
 
 
 def plan_step(
@@ -112,8 +111,12 @@ class _Job:
     """Replicas on these groups, of one of the searches."""
 
     groups: Sequence[Block]
-    parts: int
     search: tuple[int, Block]  # parts of the batch, and the devices that are placed on
+    is_baseline: bool = False
+
+
+def _rank(split: Split) -> tuple[bool, float, int, int]:
+    return split.is_baseline, -split.samples_per_s, split.devices, split.replicas
 
 
 @dataclass(slots=True)
@@ -146,16 +149,17 @@ class _Planner:
         load_compiled_code()
         searches = list(dict.fromkeys(job.search for job in jobs))
         self.hear.stage(f"Searching placements of a replica on {len(searches)} groups of devices")
-        self._search(problem.cluster, searches)
+        asked = {job.search for job in jobs if not job.is_baseline}
+        self._search(problem.cluster, searches, asked)
         splits = [self._split(problem, job) for job in jobs if job.search in self.searched]
-        splits.sort(key=lambda split: (-split.samples_per_s, split.devices, split.replicas))
+        splits.sort(key=_rank)
         if splits[0].found is None:
             raise PlacementError(splits[0].why)
         return ReplicaPlan(
             problem=problem,
             wanted=self.wanted,
             splits=tuple(splits),
-            curve=tuple(self._curve(problem, splits[0])),
+            curve=tuple(self._scaling(problem).curve(splits[0])),
             searched=len(self.searched),
             left_out=len(searches) - len(self.searched),
             search_s=self.search_s,
@@ -182,10 +186,10 @@ class _Planner:
         for size in dict.fromkeys(count // r for r in range(asked or 1, count + 1)):
             for alike in replica_groups(problem, size):
                 for replicas in self._counts(len(alike)):
-                    parts = self.wanted.parts(replicas)
-                    yield _Job(alike[:replicas], parts, (parts, alike[0]))
+                    yield self._job(alike[:replicas])
                     is_enough = asked is not None
             if is_enough:
+                yield from self._baselines(problem, asked or 1, size)
                 return
         if asked is not None:
             raise ValueError(
@@ -193,26 +197,45 @@ class _Planner:
                 "replicas of one placement need groups that are"
             )
 
+    def _job(self, groups: Sequence[Block], *, is_baseline: bool = False) -> _Job:
+        return _Job(groups, (self.wanted.parts(len(groups)), groups[0]), is_baseline)
+
+    def _baselines(self, problem: Problem, replicas: int, size: int) -> Iterator[_Job]:
+        """A replica on every device and one on all, where they are not what was asked for."""
+        single, whole = replica_groups(problem, 1)[0], replica_groups(problem, problem.device_count)
+        if (replicas, size) != (len(single), 1):
+            yield self._job(single, is_baseline=True)
+        if size != problem.device_count:
+            yield self._job(whole[0][:1], is_baseline=True)
+
     def _counts(self, most: int) -> list[int]:
         """Numbers of replicas to try, of at most so many; a batch for each is a search for each."""
         if self.wanted.replicas is not None:
             return [r for r in (self.wanted.replicas,) if r <= most]
         if self.wanted.batch == "global":
-            return [most]
+            cut = [r for r in range(1, most + 1) if not self.wanted.why_not(self.wanted.parts(r))]
+            return sorted({most, *cut[-1:]})
         powers = (1 << k for k in range(most.bit_length()))
         return sorted({*range(1, min(most, MOST_REPLICAS) + 1), *powers, most})
 
-    def _search(self, cluster: Cluster, searches: Sequence[tuple[int, Block]]) -> None:
+    def _search(
+        self,
+        cluster: Cluster,
+        searches: Sequence[tuple[int, Block]],
+        asked: Collection[tuple[int, Block]],
+    ) -> None:
         """Ask the placer, in turn; where the user stops it, what was found until then counts.
 
-        Where nothing was found to fit, most devices get the whole budget once more.
+        Where nothing that was asked for was found to fit, most devices get the whole budget again.
 
         Raises:
             KeyboardInterrupt: stopped before there was any placement.
         """
-        several = sum(len(group) > 1 for _, group in searches)
+        several = sum(self._is_search(*search) for search in searches)
         for number, (parts, group) in enumerate(searches):
-            budget = share_of(self.options.budget, several if len(group) > 1 else None)
+            budget = share_of(
+                self.options.budget, several if self._is_search(parts, group) else None
+            )
             hear = Slice(self.hear, number, len(searches))
             try:
                 found = self._searched(parts, part_of(cluster, group), budget, hear)
@@ -223,16 +246,22 @@ class _Planner:
             self.searched[parts, group] = found
             if found.found is not None and found.found.stopped:
                 return
-        if several > 1 and all(known.found is None for known in self.searched.values()):
-            parts, group = max(searches, key=lambda search: len(search[1]))
+        if several > 1 and all(self.searched[search].found is None for search in asked):
+            parts, group = max(asked, key=lambda search: (self._is_search(*search), len(search[1])))
             self.searched[parts, group] = self._searched(
                 parts, part_of(cluster, group), self.options.budget, self.hear
             )
 
+    def _is_search(self, parts: int, group: Block) -> bool:
+        """Whether there is something to search for."""
+        return len(group) > 1 and not self.wanted.why_not(parts)
+
     def _searched(self, parts: int, cluster: Cluster, budget: Budget, hear: Progress) -> _Searched:
-        graph = self._graph(parts)
+        if why := self.wanted.why_not(parts):
+            return _Searched(found=None, why=why)
         options = replace(self.options, budget=budget, measure=False)
         try:
+            graph = self._graph(parts)
             problem = Problem.of(self.arrays[parts], cluster)
             found = optimize_problem(problem, options, hear, coarse=grouped(graph, options))
             plans = variants(problem, found, self._gradients(problem.graph))
@@ -254,6 +283,7 @@ class _Planner:
         split = Split(
             groups=tuple(tuple(names[d] for d in group) for group in job.groups),
             samples=self.wanted.step_samples(len(job.groups)),
+            is_baseline=job.is_baseline,
             why=known.why,
         )
         if known.found is None:
@@ -265,44 +295,19 @@ class _Planner:
         plans = known.plans if split.replicas > 1 else known.plans[:1]
         steps = [self._replicated(plan.step, networks) for plan in plans]
         best = min(range(len(plans)), key=lambda i: steps[i].step_s)
-        return replace(
+        split = replace(
             split,
             found=plans[best].chosen_of(known.found),
             alone=plans[best].step,
             step=steps[best],
         )
+        return replace(split, one_samples_per_s=self._scaling(problem).one_samples_per_s(split))
+
+    def _scaling(self, problem: Problem) -> Scaling:
+        return Scaling(problem, self.wanted, self.graphs, self._gradients)
 
     def _replicated(self, step: ReplicaStep, networks: Sequence[SlotNetwork]) -> ReplicatedStep:
         return replicated(step, networks, self.wanted.reduction, accumulate=self.wanted.accumulate)
-
-    def _curve(self, problem: Problem, best: Split) -> Iterator[CurvePoint]:
-        """The best placement on 1, 2, 4, ... replicas, and on as many as there is room for."""
-        group = tuple(map(problem.cluster.index, best.groups[0]))
-        alike = next(c for c in replica_groups(problem, len(group)) if c[0] == group)
-        assert best.alone is not None  # it has a plan
-        size, most = len(group), len(alike)
-        networks = slot_networks(problem, alike)
-        wanted = [1 << k for k in range(CURVE_DEVICES.bit_length()) if size << k <= CURVE_DEVICES]
-        counts = {r for r in wanted if r < most} | {most}
-        if most > 1:
-            counts |= {most << k for k in range(len(wanted)) if size * most << k <= CURVE_DEVICES}
-        per_replica = best.samples / best.replicas
-        for r in sorted(counts):
-            own = (
-                slot_networks(problem, alike[:r])
-                if r <= most
-                else [network.repeated(r // most) for network in networks]
-            )
-            found = self._replicated(best.alone, own)
-            yield CurvePoint(
-                replicas=r,
-                devices=r * size,
-                samples_per_s=r * per_replica / found.step_s if found.step_s else np.inf,
-                efficiency=efficiency(found),
-                exposed_s=found.exposed_s,
-                hidden_s=found.hidden_s,
-                beyond=r > most,
-            )
 
     def _notes(self, problem: Problem, best: Split) -> Iterator[str]:
         phases: Mapping[str, bool] = {
@@ -312,6 +317,8 @@ class _Planner:
             yield "Inference has no gradients: replicas do not wait for each other."
         elif not phases["backward"]:
             yield "The graph has no backward pass: each op is taken to end with its own gradients."
+        if self.wanted.batch == "global" and self.wanted.samples is None:
+            yield "How many samples the step has is not known: its batch is cut into any parts."
         if self._trains and not phases["optimizer"]:
             yield "No optimizer is in the step: neither its time nor its state is counted."
         if best.replicas > 1 and best.devices_each > 1:

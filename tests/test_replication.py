@@ -204,6 +204,49 @@ def test_the_curve_repeats_the_outermost_level_and_never_gets_more_efficient() -
         assert point.samples_per_s == pytest.approx(point.replicas * one * point.efficiency)
 
 
+@pytest.mark.parametrize("devices", [2, 3, 6])
+def test_the_curve_of_a_global_batch_keeps_the_batch(devices: int) -> None:
+    """Steps of 24 ms for 48 samples; more replicas than samples are no faster than one for each."""
+    cluster = nodes(1, devices, inside_bytes_per_s=1e15)
+    found = plan(layers(), cluster, Replication(batch="global", samples=48))
+    assert found.best.replicas == devices
+    assert found.curve[-1].devices >= 4096
+    for point in found.curve:
+        largest = -(-48 // point.replicas)
+        assert point.samples_per_s == pytest.approx(48 / (24e-3 * largest / 48), rel=0.01)
+        assert point.efficiency == pytest.approx(48 / point.replicas / largest, rel=0.01)
+    assert found.best.efficiency == pytest.approx(1, rel=0.01)
+
+
+def test_the_curve_says_where_the_batch_does_not_fit() -> None:
+    graph = layers()
+    for _, node in graph.nodes(data=True):
+        node["output_bytes"] = 20 * MB
+    cluster = nodes(1, 4, inside_bytes_per_s=1e15, memory_bytes=200 * MB)
+    found = plan(graph, cluster, Replication(batch="global", samples=64))
+    assert found.best.name == "4 x 1"
+    assert [point.replicas for point in found.curve if not point.fits] == [1]
+    assert any("does not fit on 1 replicas or fewer" in remark for remark in found.remarks)
+
+
+def test_replicas_that_are_asked_for_are_compared_with_pure_ways() -> None:
+    cluster = nodes(1, 4, inside_bytes_per_s=1e13)
+    found = plan(layers(), cluster, Replication(replicas=2))
+    assert found.best.name == "2 x 2"  # though 4 x 1 is better
+    assert {split.name for split in found.splits if split.is_baseline} == {"4 x 1", "1 x 4"}
+    assert "x pure data parallelism (4 x 1: steps of" in found.verdict
+    assert "x pure placement (1 x 4: steps of" in found.verdict
+    alone = plan(layers(), nodes(1, 1), Replication(replicas=1))
+    assert [split.name for split in alone.splits] == ["1 x 1"]
+
+
+def test_a_replica_across_hosts_is_told_to_be_simulated_only() -> None:
+    across = plan(layers(), nodes(2, 1, inside_bytes_per_s=1e13), Replication(replicas=1))
+    assert any("this plan is simulated only" in remark for remark in across.remarks)
+    within = plan(layers(), nodes(2, 2), Replication(replicas=2))
+    assert not any("simulated only" in remark for remark in within.remarks)
+
+
 def test_inference_has_nothing_to_reduce() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     step = Step.of(model, torch.randn(6, 8), training=False)
@@ -225,17 +268,29 @@ def test_a_model_is_extracted_again_for_a_smaller_batch() -> None:
     assert one.best.found.problem.graph.flops.sum() * 4 == pytest.approx(
         full.best.found.problem.graph.flops.sum(), rel=0.05
     )
-    three = plan_step(step, rated(4), OPTIONS, Replication(batch="global", replicas=3))
-    assert any("divided" in remark for remark in three.remarks)  # 8 samples are not 3 alike
 
 
-def test_a_model_that_refuses_a_smaller_batch_is_scaled() -> None:
+def test_a_batch_that_cannot_be_cut_is_named() -> None:
+    step = training()
+    with pytest.raises(PlacementError, match=r"8 samples are not 3 equal parts \(3 replicas x 1 p"):
+        plan_step(step, rated(4), OPTIONS, Replication(batch="global", replicas=3))
+    with pytest.raises(PlacementError, match="16 passes would have less than one of the 8 samples"):
+        plan_step(step, rated(4), OPTIONS, Replication(batch="global", replicas=4, accumulate=4))
+    found = plan_step(step, rated(3), OPTIONS, Replication(batch="global"))
+    why = {split.name: split.why for split in found.splits}
+    assert why["3 x 1"].startswith("The 8 samples are not 3 equal parts")
+    assert not why["2 x 1"]
+    apart = Step.of(step.model, (torch.randn(8, 16), torch.randn(4, 4)), lambda y, z: y.sum())
+    with pytest.raises(PlacementError, match="no first dimension in common that is 2 equal parts"):
+        plan_step(apart, rated(2), OPTIONS, Replication(batch="global", replicas=2))
+
+
+def test_a_model_that_refuses_a_smaller_batch_is_refused() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
     step = Step.of(model.train(), (torch.randn(2, 16), torch.randn(2, 4)), F.mse_loss)
-    found = plan_step(step, rated(2), OPTIONS, Replication(batch="global", replicas=2))
-    assert any("cannot be extracted with a smaller batch" in remark for remark in found.remarks)
-    assert found.best.samples == 2
+    with pytest.raises(PlacementError, match="cannot be extracted with one of 2 parts"):
+        plan_step(step, rated(2), OPTIONS, Replication(batch="global", replicas=2))
 
 
 def test_a_batch_is_the_first_dimension_that_all_inputs_share() -> None:
@@ -379,6 +434,37 @@ def test_the_command_prints_the_plan_and_writes_the_placement(
     shown = shown_of(capsys)
     assert "replicas x devices" in shown
     assert data["verdict"] in shown
+
+
+MODEL = """
+import torch
+from torch import nn
+
+def build():
+    return nn.Linear(4, 4), (torch.randn(2, 4), torch.randn(2, 4)), nn.functional.mse_loss
+"""
+
+
+def test_the_command_says_how_to_train_what_was_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "c.toml").write_text(cluster_to_toml(rated(2)))
+    target, out = f"{tmp_path}/model.py:build", tmp_path / "placement.json"
+    command = [
+        *("optimize", target, "--devices", str(tmp_path / "c.toml"), "--dtype", "bf16"),
+        *("--data-parallel", "2", "--budget", "50e", "--out", str(out)),
+    ]
+    assert main(command) == 0
+    said = (
+        f"torchrun --nproc-per-node=2 -m placer.run {target} --placement {out} --steps 100 "
+        "--dtype bf16"
+    )
+    assert f"train it: {said}\n" in capsys.readouterr().err
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["command"] == said
+    assert main([*command, "--inference"]) == 0
+    assert "torchrun" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from placer.cli.arguments import (
     why_no_step,
 )
 from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs, why_not_written
-from placer.cli.replicas import add_replicas, check_replicas, plan_of, print_planned
+from placer.cli.replicas import add_replicas, check_replicas, command_of, plan_of, print_planned
 from placer.cli.tradeoff import add_pareto, check_pareto, print_weighed
 from placer.placers.registry import DEFAULT
 
@@ -224,6 +224,8 @@ def run(args: argparse.Namespace) -> int:
         for remark in extraction_remarks(found.extraction):
             print(remark, file=sys.stderr)
     print(_talk(found, args), file=sys.stderr)
+    if planned is not None and (command := command_of(planned, args)):
+        print(f"train it: {command}", file=sys.stderr)
     return 0
 
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
+from graphs.precision import FULL
 from placer.cli.arguments import count, extraction_to_dict
 
 if TYPE_CHECKING:
@@ -34,7 +35,8 @@ def add_replicas(parser: argparse.ArgumentParser) -> None:
         type=_replicas,
         metavar="auto|R",
         help="train R replicas of a placement, or as many as are best, each on devices of its own; "
-        "gradients are reduced between them; the budget is shared, nothing is run",
+        "gradients are reduced between them; the budget is shared, also with what R is compared "
+        "to, nothing is run",
     )
     group.add_argument(
         "--batch",
@@ -136,8 +138,21 @@ def print_planned(plan: ReplicaPlan, args: argparse.Namespace) -> None:
         "stopped": plan.left_out > 0,
         **extraction_to_dict(plan.extraction),
         "out": str(args.out),
+        "command": command_of(plan, args) or None,
     }
     print(json.dumps(data, allow_nan=False))
+
+
+def command_of(plan: ReplicaPlan, args: argparse.Namespace) -> str:
+    """What trains the replicas, "" where nothing can be run as it was planned."""
+    from placer.parallel.launching import launch_command, why_not_run
+
+    extraction = plan.extraction
+    if extraction is None or not extraction.step.training or why_not_run(plan.replicas):
+        return ""
+    given = (("--dtype", args.dtype, FULL), ("--extractor", args.extractor, AUTO))
+    options = [text for name, value, default in given if value != default for text in (name, value)]
+    return launch_command(plan.replicas, args.target, args.out, *options)
 
 
 def _replicas(text: str) -> int | str:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 LEGEND: Final = (
     "Times in ms; exposed: communication that makes the step longer; hidden: behind the rest of "
-    "the step; efficiency: over replicas that never wait for each other; reduction: of the largest "
-    "bucket."
+    "the step; efficiency: over as many times the samples/s of one replica; reduction: of the "
+    "largest bucket."
 )
 
 
@@ -62,6 +62,7 @@ def plan_to_dict(plan: ReplicaPlan) -> dict[str, Any]:
                 "exposed_s": point.exposed_s,
                 "hidden_s": point.hidden_s,
                 "beyond_cluster": point.beyond,
+                "fits": point.fits,
             }
             for point in plan.curve
         ],
@@ -84,6 +85,7 @@ def _split(plan: ReplicaPlan, split: Split) -> dict[str, Any]:
         "feasible": step is not None,
         "why": split.why,
         "best": split is plan.best,
+        "baseline": split.is_baseline,
     }
     if step is None or found is None:
         return row
