@@ -378,12 +378,46 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     ran(1, *arguments(target, placement, 2, checkpoint=kept))
     for ranks, options, why in (
         (1, {"lr": 0.2}, "run with lr 0.1, this one has 0.2"),
+        (1, {"accumulate": 2}, "run with accumulate 1, this one has 2"),
+        (1, {"sync": "powersgd", "warmup_steps": 3}, "run with sync allreduce, this one"),
         (2, {}, "run with 1 ranks, this one has 2"),
     ):
         given = [*arguments(target, placement, 4, checkpoint=kept, **options), "--resume"]
         for code, _, err in on_ranks(ranks, rank, given, joined=False):
             assert code == 1
             assert why in err
+
+
+def test_a_checkpoint_of_another_placement_or_with_fewer_options_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = written(tmp_path)
+    placement = placed(f"{target}:build", tmp_path / "placement.json", "cpu")
+    kept = tmp_path / "run.json"
+    given = arguments(target, placement, 2, checkpoint=kept, sync="ma")
+    assert ran(1, *given)["sync"] == "ma"
+    [(code, _, err)] = on_ranks(1, rank, [*given, "--resume", "--period", "2"], joined=False)
+    assert code == 1
+    assert "a run with period None, this one has 2" in err
+    content = json.loads(placement.read_text())
+    content["priority"] = dict.fromkeys(content["priority"], 1.0)
+    placement.write_text(json.dumps(content))
+    [(code, _, err)] = on_ranks(1, rank, [*given, "--resume"], joined=False)
+    assert code == 1
+    assert "a run with placement " in err
+
+
+def with_own_options(given: list[str], *own: str) -> tuple[int, str, str]:
+    return rank([*given, *own] if os.environ["RANK"] == "1" else given)
+
+
+def test_ranks_that_would_resume_otherwise_are_refused(tmp_path: Path) -> None:
+    target = written(tmp_path)
+    placement = placed(f"{target}:build", tmp_path / "placement.json", "cpu")
+    given = arguments(target, placement, 2, checkpoint=tmp_path / "run.json")
+    for code, _, err in on_ranks(2, with_own_options, given, "--resume", joined=False):
+        assert code == 1
+        assert "the options of the run: ranks differ, " in err
 
 
 def test_help_lists_the_ways_without_loading_torch() -> None:

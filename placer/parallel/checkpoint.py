@@ -75,9 +75,11 @@ class Checkpoint:
             raise ValueError(
                 f"{self.path} is of a run with {ranks} ranks, this one has {dist.get_world_size()}"
             )
-        for name, given in table(content["essence"], "essence").items():
+        essence = table(content["essence"], "essence")
+        for name in dict.fromkeys((*essence, *self.essence)):
             now = self.essence.get(name)
-            if text(given, name) != now:
+            given = text(essence[name], name) if name in essence else None
+            if given != now:
                 raise ValueError(f"{self.path} is of a run with {name} {given}, this one has {now}")
         return step, read_state(self._of_rank(step, dist.get_rank()))
 
