@@ -13,6 +13,7 @@ from ranks import RankError, on_ranks
 from replicas import backward, mlp, mse, own_batch, parameters
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from placer.parallel.bucket import Bucket, filled_buckets
@@ -45,13 +46,18 @@ def reduced(make: Callable[[], Reduction], steps: int = 1) -> list[Tensor]:
     for step in range(steps):
         bucket = bucket_of(gradients_of(dist.get_rank(), step))
         reduction.start(bucket).wait()
-        means.append(bucket.buffer().clone())
+        means.append(bucket.flat.clone())
     return means
 
 
 def flat_mean(ranks: int, step: int = 0) -> Tensor:
     every = [torch.cat([g.flatten() for g in gradients_of(rank, step)]) for rank in range(ranks)]
     return torch.stack(every).mean(0)
+
+
+def wrapped_allreduce() -> HookReduction:
+    hook = default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)
+    return HookReduction(hook, None)
 
 
 @pytest.mark.parametrize(
@@ -65,8 +71,12 @@ def flat_mean(ranks: int, step: int = 0) -> Tensor:
         (partial(Hierarchical, levels=(1, 4)), 1e-6),
         (partial(HookReduction, default_hooks.fp16_compress_hook, None), 3e-3),
         (partial(HookReduction, default_hooks.allreduce_hook, None), 1e-6),
+        (wrapped_allreduce, 3e-3),
     ],
-    ids=["allreduce", "fp16", "bf16", "2x2", "4x1", "1x4", "hook fp16", "hook allreduce"],
+    ids=[
+        *("allreduce", "fp16", "bf16", "2x2", "4x1", "1x4"),
+        *("hook fp16", "hook allreduce", "wrapped fp16"),
+    ],
 )
 def test_the_mean_over_four_ranks_is_the_same_on_all(
     make: Callable[[], Reduction], tolerance: float
@@ -170,6 +180,23 @@ def test_reductions_serve_ddp_as_they_serve_grad_sync(
         on_ranks(2, train, 8, make, False), on_ranks(2, train, 8, make, True), strict=True
     ):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+def wrapped_powersgd(group: dist.ProcessGroup | None) -> HookReduction:
+    """What torch's documentation recommends: factors are sent in fp16."""
+    state = PowerSGDState(group or dist.group.WORLD, 2, start_powerSGD_iter=2)
+    return HookReduction(default_hooks.fp16_compress_wrapper(powerSGD_hook), state)
+
+
+def test_powersgd_in_half_precision_trains_as_in_full() -> None:
+    halves = on_ranks(2, train, 8, wrapped_powersgd, False)
+    full = on_ranks(2, train, 8, partial(PowerSgd, warmup_steps=2), False)
+    for half, expected in zip(halves, full, strict=True):
+        assert set(half) == set(expected)
+        for name, tensor in half.items():
+            assert tensor.dtype == torch.float32
+            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=5e-3)
+            torch.testing.assert_close(tensor, halves[0][name], rtol=0, atol=0)
 
 
 def test_powersgd_needs_two_plain_steps() -> None:

@@ -16,6 +16,7 @@ from replicas import backward, batches, mlp, mse, own_batch, parameters
 from torch import Tensor
 
 from placer.parallel import Setup, SyncOptions, sync_named
+from placer.parallel.groups import new_group
 from placer.parallel.registry import METHODS, check_options, method_named
 
 STEPS = 12
@@ -86,6 +87,21 @@ def server_that_loses_a_worker() -> None:
 def test_the_server_stops_when_a_worker_is_gone() -> None:
     with pytest.raises(RankError, match=r"(?s)rank 0: .*the parameter server stopped"):
         on_ranks(2, server_that_loses_a_worker, timeout_s=4.0)
+
+
+def refused_server() -> str:
+    half = new_group([dist.get_rank()])
+    setup = Setup(module=mlp(), make_optimizer=sgd, group_of=lambda device: half)
+    try:
+        sync_named("asgd", setup)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_server_for_some_of_the_ranks_is_refused() -> None:
+    for told in on_ranks(2, refused_server):
+        assert told.startswith("asgd has one server for all 2 ranks, and this group has 1 of them")
 
 
 def test_unknown_methods_and_options_that_would_be_ignored_are_refused() -> None:

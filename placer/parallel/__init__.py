@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from placer.parallel.grad_sync import GradSync
     from placer.parallel.options import SyncOptions
     from placer.parallel.pipelined import PipelinedReplica
+    from placer.parallel.reductions import HookReduction
     from placer.parallel.registry import sync_named
     from placer.parallel.sync import Setup, Sync
 
@@ -20,6 +21,7 @@ __all__ = [
     "BlockAverager",
     "BlockUpdate",
     "GradSync",
+    "HookReduction",
     "PipelinedReplica",
     "Setup",
     "Sync",
@@ -32,6 +34,7 @@ _HOMES = {
     "BlockAverager": "block_averager",
     "BlockUpdate": "block_averager",
     "GradSync": "grad_sync",
+    "HookReduction": "reductions",
     "PipelinedReplica": "pipelined",
     "Setup": "sync",
     "Sync": "sync",

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from placer.parallel.block_averager import flat_of, write
-from placer.parallel.grad_sync import broadcast_state
+from placer.parallel.grad_sync import Group, broadcast_state
 from placer.parallel.groups import new_group
 from placer.parallel.sync import MakeOptimizer, Setup
 
@@ -35,8 +35,10 @@ class AsyncSgd:
         """Start the server on rank 0.
 
         Raises:
-            ValueError: parameters have several dtypes.
+            ValueError: parameters have several dtypes, or only some of the ranks are fellows.
         """
+        for device in {parameter.device for parameter in setup.module.parameters()}:
+            check_is_all(setup.group_of(device))
         broadcast_state(setup.module, setup.group_of)
         self._module = setup.module
         self._parameters = list(setup.module.parameters())
@@ -175,6 +177,20 @@ class Server:
                 dist.send(flat, rank, group=self._group)
         except RuntimeError as error:  # push and finish raise it on the main thread
             self._failure = self._failure or RuntimeError(f"rank {rank} is gone: {error}")
+
+
+def check_is_all(group: Group) -> None:
+    """Make sure that a group has all ranks.
+
+    Raises:
+        ValueError: it has some; one server on rank 0 would mix the parameters of several groups.
+    """
+    size, ranks = dist.get_world_size(group), dist.get_world_size()
+    if size < ranks:
+        raise ValueError(
+            f"asgd has one server for all {ranks} ranks, and this group has {size} of them: stages "
+            "of a pipeline need a sync that takes groups, such as allreduce"
+        )
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:

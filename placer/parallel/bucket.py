@@ -25,6 +25,10 @@ class GradientBucket(Protocol):
         """The gradients, flat."""
         ...
 
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        """Let another tensor, of another dtype for one, be the buffer until the mean is there."""
+        ...
+
     def gradients(self) -> list[torch.Tensor]:
         """Views of the buffer, shaped as the parameters."""
         ...
@@ -61,18 +65,14 @@ class Bucket:
         self.flat = torch.zeros(size, device=first.device, dtype=first.dtype)
         self.pending: Pending | None = None
         self.place = (0, True)  # index in its queue, whether it is the last
-        self._views: list[torch.Tensor] = []
-        at = 0
-        for member in members:
-            piece = self.flat.narrow(0, at, member.parameter.numel())
-            self._views.append(piece.view_as(member.parameter))
-            at += piece.numel()
+        self._views = self._pieces(self.flat)
         self._arrived = [0] * len(members)
         self._missing = 0
         self.begin()
 
     def begin(self) -> None:
         """Expect the gradients of a new step."""
+        self._buffer = self.flat
         self.pending = None
         self._arrived = [0] * len(self.members)
         self._missing = len(self.members) * self.accumulate
@@ -129,15 +129,26 @@ class Bucket:
 
     def buffer(self) -> torch.Tensor:
         """The gradients, flat."""
-        return self.flat
+        return self._buffer
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        """Let a hook send another tensor; the gradients themselves stay where they are."""
+        self._buffer = buffer
 
     def gradients(self) -> list[torch.Tensor]:
         """Views of the buffer, shaped as the parameters."""
-        return list(self._views)
+        return list(self._views) if self._buffer is self.flat else self._pieces(self._buffer)
 
     def parameters(self) -> list[torch.Tensor]:
         """The parameters, in the order of the buffer."""
         return [member.parameter for member in self.members]
+
+    def _pieces(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        sizes = [member.parameter.numel() for member in self.members]
+        return [
+            piece.view_as(member.parameter)
+            for piece, member in zip(torch.split(flat, sizes), self.members, strict=True)
+        ]
 
 
 def filled_buckets(
