@@ -187,15 +187,17 @@ def _train(run: Run, step: Step, batches: Batches) -> Trained:
     cuda = [name for name in run.own.device_names if name.startswith("cuda")]
     if cuda:
         torch.cuda.set_device(cuda[0])  # where NCCL puts what has no device of its own
-    # two ranks cannot share a GPU under NCCL
-    with joined(args.timeout_s, nccl=bool(cuda) and not run.is_shared) as store:
+    nccl = bool(cuda) and not run.is_shared  # under which two ranks cannot share a GPU
+    with joined(args.timeout_s, nccl=nccl) as store:
         check_same("placements", run.essence)
         check_same("the options of the run", json.dumps(run.settings | run.course))
         rank, ranks = dist.get_rank(), dist.get_world_size()
         if rank == 0:
             _tell(run, ranks)
         stop_on_sigterm()
-        liveness = Liveness(store, rank, ranks)
+        # before NCCL's own watchdog, which ends the process with words of its own
+        silence_s = 0.8 * args.timeout_s if nccl else None
+        liveness = Liveness(store, rank, ranks, silence_s=silence_s)
         replica: Replica | None = None
         try:
             torch.manual_seed(spread_seed(args.seed, rank))  # dropout differs between replicas

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -53,3 +58,53 @@ def test_a_rank_that_lets_others_wait_but_lives_is_named_as_such(ranks: list[Liv
 def test_a_failure_of_ones_own_stays_what_it_is(ranks: list[Liveness]) -> None:
     failure = RuntimeError("shapes do not fit")
     assert ranks[0].error(failure) is failure
+
+
+def test_where_collectives_wait_for_ever_the_thread_ends_every_rank(store: Store) -> None:
+    ended: dict[int, str] = {}
+    every = [
+        Liveness(
+            store,
+            rank,
+            4,
+            INTERVAL_S,
+            silence_s=10 * INTERVAL_S,
+            end=partial(ended.__setitem__, rank),
+        )
+        for rank in range(4)
+    ]
+    time.sleep(20 * INTERVAL_S)
+    assert not ended
+    every[2].close()
+    deadline_s = time.monotonic() + 10.0
+    while len(ended) < 3 and time.monotonic() < deadline_s:
+        time.sleep(INTERVAL_S)
+    for one in every:
+        one.close()
+    assert sorted(ended) == [0, 1, 3]
+    for rank, told in ended.items():
+        assert told.startswith(f"rank {rank}: rank 2 died or hangs: pid ")
+        assert told.endswith(f"(rank {rank} is in step 0)")
+
+
+def watcher(wait_s: float) -> None:
+    """Stands for a rank whose collective neither ends nor fails."""
+    leaving = Liveness(dist.HashStore(), 0, 2, INTERVAL_S, silence_s=INTERVAL_S)  # type: ignore[attr-defined]  # as above
+    leaving._store.set("alive/1", "1 0")
+    leaving._store.set("name/1", "pid 1 on nowhere")
+    time.sleep(wait_s)
+
+
+def test_the_process_ends_though_its_main_thread_waits() -> None:
+    code = "import test_liveness; test_liveness.watcher(60)"
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parent,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, Path(__file__).parents[:2]))},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=50,
+    )
+    assert found.returncode == 1
+    assert "rank 0: rank 1 died or hangs: pid 1 on nowhere" in found.stderr

@@ -299,20 +299,22 @@ def test_dropout_on_pinned_cores_goes_on_from_a_checkpoint_and_differs_between_r
     assert mine != theirs  # of the same batch and the same model
 
 
-def test_a_rank_that_is_killed_is_named_and_the_run_can_go_on(tmp_path: Path) -> None:
-    target = written(tmp_path, dropout=0.2, deadly=2 * 7 + 1)  # rank 1, step 7
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_rank_that_is_killed_is_named_and_the_run_can_go_on(ranks: int, tmp_path: Path) -> None:
+    target = written(tmp_path, dropout=0.2, deadly=ranks * 7 + 1)  # rank 1, step 7
     placement = placed(f"{target}:build", tmp_path / "placement.json", "cpu")
     options: dict[str, object] = {"checkpoint": tmp_path / "run.json", "checkpoint_every": 3}
     data = f"{target}:deadly"
     given = arguments(target, placement, 10, data=data, timeout_s=20, **options)
     with pytest.raises(RankError, match="rank 1: it died without a word"):
-        on_ranks(2, told_to, tmp_path / "told", given, joined=False)
-    told = (tmp_path / "told.0").read_text()
-    assert "rank 0: rank 1 died or hangs: pid " in told
-    assert "(step 7 of rank 0 failed: " in told
-    again = ran(2, *given, "--resume")
+        on_ranks(ranks, told_to, tmp_path / "told", given, joined=False)
+    for other in {*range(ranks)} - {1}:
+        told = (tmp_path / f"told.{other}").read_text()
+        assert f"rank {other}: rank 1 died or hangs: pid " in told
+        assert f"(step 7 of rank {other} failed: " in told
+    again = ran(ranks, *given, "--resume")
     assert again["first_step"] == 6
-    assert again["losses"] == ran(2, *given[: given.index("--checkpoint")])["losses"]
+    assert again["losses"] == ran(ranks, *given[: given.index("--checkpoint")])["losses"]
 
 
 def told_to(path: Path, given: list[str]) -> None:

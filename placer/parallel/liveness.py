@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
+import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
+from placer.cli.failures import JOB_FAILED, fail
 from placer.parallel.groups import rank_list
 
 Store: TypeAlias = Any
@@ -26,13 +30,31 @@ class StoppedError(RuntimeError):
     """The launcher ends this rank; it does so when another one has failed."""
 
 
+def leave(told: str) -> None:
+    """End this process, whatever its other threads wait for."""
+    fail(JOB_FAILED, told)
+    sys.stderr.flush()
+    os._exit(JOB_FAILED)
+
+
 class Liveness:
     """Gives a sign of life of this rank, with the step it is in, and listens for those of others.
 
     Signs come from a thread beside the training. One that hangs in a collective still gives them.
+    Where collectives do not fail but wait (NCCL), the thread ends the process: it watches the next
+    rank, and what others say that is lost.
     """
 
-    def __init__(self, store: Store, rank: int, ranks: int, interval_s: float = INTERVAL_S) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        ranks: int,
+        interval_s: float = INTERVAL_S,
+        *,
+        silence_s: float | None = None,
+        end: Callable[[str], None] = leave,
+    ) -> None:
         """Begin to give signs.
 
         Args:
@@ -40,6 +62,9 @@ class Liveness:
             rank: this one.
             ranks: how many there are.
             interval_s: seconds between signs.
+            silence_s: a rank that gives no sign for so long is lost, and nothing can go on; None
+                where collectives fail by themselves.
+            end: what is done then, with what there is to tell.
         """
         self._store = store
         self._rank = rank
@@ -47,6 +72,12 @@ class Liveness:
         self._interval_s = interval_s
         self._step = 0
         self._beat = 0
+        self._silence_s = silence_s
+        self._end = end
+        self._heard = ("", time.monotonic())  # the last sign of the next rank, and when it came
+        self._told_s = math.inf  # when others were heard to say who is lost
+        self._lost_ranks = ""  # as the first to notice told it
+        self._is_failing = False
         self._ended = threading.Event()
         store.set(f"name/{rank}", f"pid {os.getpid()} on {socket.gethostname()}")
         self._give_sign()
@@ -68,6 +99,7 @@ class Liveness:
         Takes a few intervals, since only who stays silent for so long is gone; a launcher that
         stops the ranks meanwhile is not heard.
         """
+        self._is_failing = True
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         why = str(failure).strip().partition("\n")[0]
@@ -75,18 +107,19 @@ class Liveness:
             told = self._told_by_others() or self._gone()
             if not told and "timed out" in why.lower():
                 told = self._behind()
+            if told and self._rank == 0:  # the store may leave with this rank: let others read it before
+                time.sleep(MISSED * self._interval_s)
         except RuntimeError:
-            told = "the rank or the launcher that keeps the store is gone"
+            told = self._lost_ranks or "the rank or the launcher that keeps the store is gone"
         if not told:
             return failure
         return PeerError(f"{told} (step {self._step} of rank {self._rank} failed: {why})")
 
     def _told_by_others(self) -> str:
         """What a rank found that may be gone itself by now."""
-        if not self._store.check(["lost"]):
-            return ""
-        found: str = self._store.get("lost").decode()
-        return found
+        if not self._lost_ranks and self._store.check(["lost"]):
+            self._lost_ranks = self._store.get("lost").decode()
+        return self._lost_ranks
 
     def _gone(self) -> str:
         before = self._signs()
@@ -95,12 +128,26 @@ class Liveness:
         if told := self._told_by_others():
             return told
         gone = [rank for rank in range(self._ranks) if before[rank] == after[rank]]
-        if not gone:
-            return ""
+        return self._tell_lost(gone) if gone else ""
+
+    def _tell_lost(self, gone: list[int]) -> str:
         names = "; ".join(self._store.get(f"name/{rank}").decode() for rank in gone)
         told = f"{rank_list(gone)} died or hang{'s'[: len(gone) == 1]}: {names}"
         self._store.set("lost", told)
         return told
+
+    def _lost(self, silence_s: float) -> str:
+        """Who is lost without that this rank noticed otherwise, "" for nobody."""
+        now_s, watched = time.monotonic(), (self._rank + 1) % self._ranks
+        if told := self._told_by_others():
+            self._told_s = min(self._told_s, now_s)
+            return told if now_s - self._told_s > 2 * MISSED * self._interval_s else ""
+        if watched == self._rank or not self._store.check([f"alive/{watched}"]):
+            return ""
+        sign = self._store.get(f"alive/{watched}").decode()
+        if sign != self._heard[0]:
+            self._heard = sign, now_s
+        return self._tell_lost([watched]) if now_s - self._heard[1] > silence_s else ""
 
     def _behind(self) -> str:
         steps = {rank: int(sign.split()[1]) for rank, sign in self._signs().items()}
@@ -118,5 +165,10 @@ class Liveness:
         while not self._ended.wait(self._interval_s):
             try:
                 self._give_sign()
+                self._told_by_others()  # while the store is there: its rank may leave, too
+                lost = "" if self._silence_s is None else self._lost(self._silence_s)
             except RuntimeError:  # who keeps the store is gone; the collectives will fail, too
+                return
+            if lost and not self._is_failing:
+                self._end(f"rank {self._rank}: {lost} (rank {self._rank} is in step {self._step})")
                 return
