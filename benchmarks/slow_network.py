@@ -38,6 +38,8 @@ LATENCY_S = 1e-4
 WIDTH = 350  # 250 k parameters
 BATCH = 256  # about 10 ms on an idle core
 MOST_LOAD = 1.5
+MOST_APART = 0.15  # of measured and predicted
+SPEED_UP = {"allreduce": (0.0, 0.7), "bmuf": (1.4, RANKS)}  # least, most; at 200 Mbit/s
 PAYLOAD = {"allreduce": 1.0, "fp16": 0.5, "onebit": 1 / 28, "bmuf": 1 / PERIOD}
 HOSTS = """
 set -e
@@ -122,6 +124,20 @@ def predicted(alone_s: float, rate_mbit: float) -> dict[str, float]:
     return {name: alone_s + ring_s(size_bytes * share, link) for name, share in PAYLOAD.items()}
 
 
+def row(name: str, step_s: float, expected_s: float, speed_up: float) -> str:
+    """What was measured and predicted, and which bars that keeps."""
+    apart = step_s / expected_s - 1
+    bars = [f"within {MOST_APART:.0%}: {'yes' if abs(apart) <= MOST_APART else 'NO'}"]
+    if name in SPEED_UP:
+        least, most = SPEED_UP[name]
+        kept = "yes" if least <= speed_up <= most else "NO"
+        bars.append(f"{least:g} .. {most:g}x: {kept}")
+    return (
+        f"{name:10}{step_s * 1e3:9.1f} ms{expected_s * 1e3:9.1f} ms{apart:+8.0%}{speed_up:9.2f}x  "
+        f"{', '.join(bars)}"
+    )
+
+
 def on_hosts(rate_mbit: float) -> dict[str, float]:
     """What rank 0 measured."""
     with TemporaryDirectory() as folder:
@@ -153,14 +169,9 @@ def main(rate_mbit: float = 200.0) -> None:
     alone_s = found.pop("alone")
     expected = predicted(alone_s, rate_mbit)
     print(f"{RANKS} replicas over {rate_mbit:g} Mbit/s, one alone {alone_s * 1e3:.1f} ms a step")
-    print(f"{'sync':10}{'measured':>12}{'predicted':>12}{'apart':>8}{'speed-up':>10}")
+    print(f"{'sync':10}{'measured':>12}{'predicted':>12}{'apart':>8}{'speed-up':>10}  bars")
     for name, step_s in found.items():
-        apart = step_s / expected[name] - 1
-        speed_up = RANKS * alone_s / step_s
-        print(
-            f"{name:10}{step_s * 1e3:9.1f} ms{expected[name] * 1e3:9.1f} ms{apart:+8.0%}"
-            f"{speed_up:9.2f}x"
-        )
+        print(row(name, step_s, expected[name], RANKS * alone_s / step_s))
     worst = statistics.fmean(abs(found[name] / expected[name] - 1) for name in found)
     print(f"mean difference {worst:.0%}")
 

@@ -33,6 +33,7 @@ def test_every_published_efficiency_lies_between_no_and_full_overlap() -> None:
     for name in ("BMUF, LSTM, 16 workers", "BMUF, DNN, 64 workers"):
         published, by_model = found[name]
         assert by_model.in_buckets == pytest.approx(published, abs=0.01)
+        assert by_model.no_overlap == pytest.approx(by_model.in_buckets)  # nothing to overlap with
 
 
 def test_halving_doubling_gains_where_messages_are_small() -> None:

@@ -10,7 +10,7 @@ from test_reductions import SIZES, bucket_of, gradients_of
 from torch import Tensor
 
 from benchmarks import sync_quality
-from benchmarks.sync_quality import Bits, Job, Students, Task
+from benchmarks.sync_quality import Bar, Bits, Job, Students, Task
 from placer.parallel.onebit import OneBit
 
 RANKS = 2
@@ -63,7 +63,8 @@ def test_every_method_learns_something(method: str, monkeypatch: pytest.MonkeyPa
 def test_the_table_compares_means_with_the_best_synchronous_one(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    task = Task(workers=2, period=4, steps=8)
+    bars = ("BMUF", Bar(0.04)), ("1-bit", Bar(0.2, is_least=True))
+    task = Task(workers=2, period=4, steps=8, bars=bars)
     losses = {
         Job(task, "synchronous", 0, 2.0): 1.0,
         Job(task, "synchronous", 1, 2.0): 3.0,
@@ -71,8 +72,10 @@ def test_the_table_compares_means_with_the_best_synchronous_one(
         Job(task, "synchronous", 1, 1.0): 1.0,
         Job(task, "BMUF", 0): 1.5,
         Job(task, "BMUF", 1): 2.7,
+        Job(task, "1-bit", 0): float("nan"),
     }
     sync_quality.table(task, losses)
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split() == ["synchronous", "2.0000", "+0.0%"]
-    assert lines[2].split() == ["BMUF", "2.1000", "+5.0%"]
+    assert lines[2].split() == ["BMUF", "2.1000", "+5.0%", "<=", "+4%", "NO"]
+    assert lines[3].split() == ["1-bit", "nan", "+nan%", ">=", "+20%", "yes"]
