@@ -39,6 +39,7 @@ TARGET = """
 import os, signal, torch
 from torch import nn
 from torch.nn import functional as F
+from placer.parallel import Blocks
 
 def build():
     model = nn.Sequential(
@@ -53,6 +54,9 @@ def batch(number):
 
 def same(number):
     return batch(0)
+
+x = torch.linspace(-2, 2, 60 * 6).view(60, 6)
+blocks = Blocks((x, x[:, :4].sin()), batch=4, ranks=2, period=3)
 
 def deadly(number):
     mark = __file__ + ".died"
@@ -280,6 +284,23 @@ def test_a_run_that_goes_on_from_a_checkpoint_has_the_same_losses(
     assert sorted(path.name for path in tmp_path.glob("run.json*")) == [
         *("run.json", "run.json.12.0", "run.json.12.1")
     ]
+
+
+def test_training_by_blocks_stops_at_a_border_and_goes_on_to_the_same_model(
+    tmp_path: Path,
+) -> None:
+    target = written(tmp_path, dropout=0.2)
+    placement = placed(f"{target}:build", tmp_path / "placement.json", "cpu")
+    options: dict[str, object] = {"sync": "bmuf", "period": 3, "data": f"{target}:blocks"}
+    whole, parts = tmp_path / "whole.json", tmp_path / "parts.json"
+    ran(2, *arguments(target, placement, 12, checkpoint=whole, **options))  # 4 blocks, 2 sweeps
+    ran(2, *arguments(target, placement, 6, checkpoint=parts, **options))
+    ran(2, *arguments(target, placement, 12, checkpoint=parts, **options), "--resume")
+    for number in range(2):
+        ends = [read_state(path.with_name(f"{path.name}.12.{number}")) for path in (whole, parts)]
+        assert ends[0]["losses"] == ends[1]["losses"]
+        torch.testing.assert_close(ends[0]["module"], ends[1]["module"], rtol=0, atol=0)
+        torch.testing.assert_close(ends[0]["sync"], ends[1]["sync"], rtol=0, atol=0)
 
 
 def test_dropout_on_pinned_cores_goes_on_from_a_checkpoint_and_differs_between_ranks(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from placer.parallel.block_averager import BlockAverager, BlockUpdate
+    from placer.parallel.blocks import Blocks
     from placer.parallel.ddp import ddp_hook
     from placer.parallel.grad_sync import GradSync
     from placer.parallel.options import SyncOptions
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BlockAverager",
     "BlockUpdate",
+    "Blocks",
     "GradSync",
     "HookReduction",
     "PipelinedReplica",
@@ -33,6 +35,7 @@ __all__ = [
 _HOMES = {
     "BlockAverager": "block_averager",
     "BlockUpdate": "block_averager",
+    "Blocks": "blocks",
     "GradSync": "grad_sync",
     "HookReduction": "reductions",
     "PipelinedReplica": "pipelined",

@@ -107,7 +107,7 @@ class Liveness:
             told = self._told_by_others() or self._gone()
             if not told and "timed out" in why.lower():
                 told = self._behind()
-            if told and self._rank == 0:  # the store may leave with this rank: let others read it before
+            if told and self._rank == 0:  # may keep the store: let others read it before
                 time.sleep(MISSED * self._interval_s)
         except RuntimeError:
             told = self._lost_ranks or "the rank or the launcher that keeps the store is gone"
