@@ -60,6 +60,7 @@ def _run(args: argparse.Namespace, options: SyncOptions) -> int:
     from envs.placement import Placement
     from graphs.extract import ExtractionError
     from placer.parallel.data import FromFunction, MadeUp, Shards
+    from placer.parallel.own_devices import on_own_devices
     from placer.parallel.planned import manner_of
     from placer.parallel.processes import own_rank, rank_count
     from placer.target import TargetError, load_function, load_step
@@ -74,7 +75,7 @@ def _run(args: argparse.Namespace, options: SyncOptions) -> int:
             accumulate=args.accumulate,
             target=args.target,
         )
-        own, is_shared = _on_own_devices(placement)
+        own, is_shared = on_own_devices(placement)
         torch.manual_seed(args.seed)  # all ranks make the same model
         step = replace(load_step(args.target, training=True), dtype=args.dtype)
         batches: Batches = MadeUp(step, args.seed)
@@ -146,28 +147,6 @@ def _part_of(step: Step, parts: int) -> Step:
             "which it has not: plan with the batch of this target"
         )
     return part
-
-
-def _on_own_devices(placement: Placement) -> tuple[Placement, bool]:
-    """The placement on the devices of this rank, and whether others of its host share them.
-
-    Raises:
-        ValueError: they are not here.
-    """
-    from envs.discover import check_devices
-    from placer.parallel.own_devices import on_next_devices, on_own_group
-    from placer.parallel.processes import on_this_host, own_rank
-
-    (local, here), rank = on_this_host(), own_rank()
-    if placement.replicas is None:
-        own, is_shared = on_next_devices(placement, local, here)
-    else:
-        own, is_shared = on_own_group(placement, rank, rank - local, here), False
-    try:
-        check_devices(own.device_names)
-    except ValueError as error:
-        raise ValueError(f"rank {rank}, on {', '.join(own.device_names)}: {error}") from None
-    return own, is_shared
 
 
 def _train(run: Run, step: Step, batches: Batches) -> Trained:

@@ -167,7 +167,7 @@ def test_a_plan_for_other_ranks_or_another_division_is_refused() -> None:
     placement = replace(on("cuda:0"), replicas=plan)
     assert manner_of(placement, ranks=2).parts == 4
     start = "torchrun --nproc-per-node=2 -m placer.run m.py:build"
-    with pytest.raises(ValueError, match=f"2 replicas of 1 devices, and this run has 3.*{start}"):
+    with pytest.raises(ValueError, match=f"2 replicas of 1 device, and this run has 3.*{start}"):
         manner_of(placement, ranks=3, target="m.py:build")
     with pytest.raises(ValueError, match="2 replicas x 2 passes, not for 3"):
         manner_of(placement, ranks=2, accumulate=3)

@@ -455,13 +455,14 @@ def test_the_command_says_how_to_train_what_was_planned(
         *("optimize", target, "--devices", str(tmp_path / "c.toml"), "--dtype", "bf16"),
         *("--data-parallel", "2", "--budget", "50e", "--out", str(out)),
     ]
-    assert main(command) == 0
+    adam = ["--optimizer", "adam"]
+    assert main([*command, *adam]) == 0
     said = (
         f"torchrun --nproc-per-node=2 -m placer.run {target} --placement {out} --steps 100 "
-        "--dtype bf16"
+        "--optimizer adam --dtype bf16"
     )
     assert f"train it: {said}\n" in capsys.readouterr().err
-    assert main([*command, "--json"]) == 0
+    assert main([*command, *adam, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["command"] == said
     assert main([*command, "--inference"]) == 0
     assert "torchrun" not in capsys.readouterr().err

@@ -252,11 +252,15 @@ def test_a_plan_for_more_replicas_or_devices_that_are_not_here_is_refused(
     path.write_text(json.dumps(content))
     given = arguments(target, path, 2)
     told = alone(given, capsys)
-    assert "2 replicas of 1 devices, and this run has 1 rank: start torchrun --nnodes=2" in told
+    assert "2 replicas of 1 device, and this run has 1 rank: start torchrun --nnodes=2" in told
     content["replicas"] = {"groups": [["n0:g90"]]}
     content["devices"] = dict.fromkeys(content["devices"], "n0:g90")
     path.write_text(json.dumps(content))
     assert "rank 0, on cuda:90: there is no device cuda:90" in alone(given, capsys)
+    del content["replicas"]
+    content["devices"] = dict.fromkeys(content["devices"], "cuda:91")
+    path.write_text(json.dumps(content))
+    assert "rank 0, on cuda:91: there is no device cuda:91" in alone(given, capsys)
 
 
 METHODS: dict[str, dict[str, object]] = {

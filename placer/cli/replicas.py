@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
+from graphs.optimizer import NONE
 from graphs.precision import FULL
 from placer.cli.arguments import count, extraction_to_dict
 
@@ -150,7 +151,11 @@ def command_of(plan: ReplicaPlan, args: argparse.Namespace) -> str:
     extraction = plan.extraction
     if extraction is None or not extraction.step.training or why_not_run(plan.replicas):
         return ""
-    given = (("--dtype", args.dtype, FULL), ("--extractor", args.extractor, AUTO))
+    given = (
+        ("--optimizer", args.optimizer, NONE),
+        ("--dtype", args.dtype, FULL),
+        ("--extractor", args.extractor, AUTO),
+    )
     options = [text for name, value, default in given if value != default for text in (name, value)]
     return launch_command(plan.replicas, args.target, args.out, *options)
 

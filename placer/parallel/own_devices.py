@@ -5,10 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from envs.discover import core_set, cores_of, is_here
+from envs.discover import check_devices, core_set, cores_of, is_here
 from envs.host_names import hosts_of, split_name
 from envs.placement import Placement
 from envs.torch_devices import is_core
+from placer.parallel.processes import on_this_host, own_rank
+
+
+def on_own_devices(placement: Placement) -> tuple[Placement, bool]:
+    """A placement on the devices of this rank, and whether others of its host share them.
+
+    Raises:
+        ValueError: they are not here, or as for :func:`on_own_group`.
+    """
+    (local, here), rank = on_this_host(), own_rank()
+    if placement.replicas is None:
+        own, is_shared = on_next_devices(placement, local, here)
+    else:
+        own, is_shared = on_own_group(placement, rank, rank - local, here), False
+    try:
+        check_devices(own.device_names)
+    except ValueError as error:
+        raise ValueError(f"rank {rank}, on {', '.join(own.device_names)}: {error}") from None
+    return own, is_shared
 
 
 def on_own_group(placement: Placement, rank: int, first: int, here: int) -> Placement:

@@ -59,9 +59,11 @@ def manner_of(
         check_options(sync or DEFAULT, given.given)
         return Manner(sync=sync or DEFAULT, options=given, accumulate=accumulate or 1)
     if ranks != len(plan):
+        count, width = len(plan), len(plan.groups[0])
         raise ValueError(
-            f"the placement is planned for {len(plan)} replicas of {len(plan.groups[0])} devices, "
-            f"and this run has {ranks} rank{'s'[: ranks > 1]}: start {launch_command(plan, target)}"
+            f"the placement is planned for {count} replica{'s'[: count > 1]} of {width} "
+            f"device{'s'[: width > 1]}, and this run has {ranks} rank{'s'[: ranks > 1]}: start "
+            f"{launch_command(plan, target)}"
         )
     passes = accumulate or plan.accumulate
     if plan.batch == "global" and passes != plan.accumulate:
