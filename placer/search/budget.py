@@ -56,6 +56,17 @@ class Budget:
             raise ValueError(f"budget {text!r} is no whole number of evaluations; try '4000e'")
         return cls(evaluations=int(amount))
 
+    def part(self, share: float) -> Budget:
+        """So large a share of it, 0 .. 1; one evaluation at least.
+
+        >>> Budget(evaluations=1000).part(0.3)
+        Budget(seconds=None, evaluations=300)
+        """
+        if self.seconds is not None:
+            return Budget(seconds=self.seconds * share)
+        assert self.evaluations is not None
+        return Budget(evaluations=max(round(self.evaluations * share), 1))
+
     def __str__(self) -> str:
         """As :meth:`parse` reads it."""
         return f"{self.seconds:g}s" if self.seconds is not None else f"{self.evaluations}e"
