@@ -16,6 +16,7 @@ from graphs.extract import Extraction
 from graphs.extract.export import lstm_layers
 from graphs.extract.extraction import shown_lines
 from graphs.graph import PHASES
+from placer.search.trail import Trail
 
 NO_HEADROOM: Final = 0.02
 """One device this close to the lower bound leaves nothing to win."""
@@ -102,6 +103,7 @@ class Optimization:
     extraction: Extraction | None = None
     all_cores: Measurement | None = None
     cost_source: Mapping[str, str] = field(default_factory=dict)  # {device kind: where from}
+    trail: Trail = field(default_factory=Trail)  # how the search went
     trouble: str = ""  # why nothing could be run, although it should have been
 
     def device_of(self, name: str) -> str:
