@@ -57,6 +57,7 @@ def test_help_imports_nothing_heavy_and_is_quick() -> None:
         "simulate",
         "devices",
         "show",
+        "report",
         "train",
         "evaluate-policy",
     ],

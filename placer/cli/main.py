@@ -18,6 +18,7 @@ from placer.cli import (
     measure,
     optimize,
     placers,
+    report,
     show,
     simulate,
     train,
@@ -34,6 +35,7 @@ COMMANDS = (
     devices,
     cache,
     show,
+    report,
     train,
     evaluate_policy,
 )

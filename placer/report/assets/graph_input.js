@@ -1,0 +1,221 @@
+// Pointer, keys, search and details of the graph.
+
+function zoomGraph(factor, at) {
+  const centre = at ?? { x: (graph.view.width - MAP_WIDTH) / 2, y: GRAPH_HEIGHT / 2 };
+  const before = fromScreen(centre);
+  graph.scale = Math.min(3, Math.max(0.02, graph.scale * factor));
+  const after = fromScreen(centre);
+  graph.x += before.x - after.x;
+  graph.y += before.y - after.y;
+  graph.view.redraw();
+}
+
+const fromScreen = ({ x, y }) => ({ x: (x - (graph.view.width - MAP_WIDTH) / 2) / graph.scale + graph.x, y: (y - GRAPH_HEIGHT / 2) / graph.scale + graph.y });
+
+function nodeAt(point) {
+  const { x, y } = fromScreen(point);
+  return graph.layout.nodes.find((node) => Math.abs(node.x - x) <= NODE.width / 2 && Math.abs(node.y - y) <= NODE.height / 2) ?? null;
+}
+
+const pointOf = (event) => ({ x: event.offsetX, y: event.offsetY });
+
+function listenToPointer(canvas) {
+  let held = null;
+  canvas.addEventListener("pointerdown", (event) => {
+    held = { ...pointOf(event), moved: false, onMap: event.offsetX > graph.view.width - MAP_WIDTH };
+    canvas.setPointerCapture(event.pointerId);
+    if (held.onMap) goOnMap(event);
+  });
+  canvas.addEventListener("pointermove", (event) => {
+    if (!held) return;
+    const [dx, dy] = [event.offsetX - held.x, event.offsetY - held.y];
+    if (!held.moved && Math.hypot(dx, dy) < 4) return;
+    if (held.onMap) goOnMap(event);
+    else {
+      graph.x -= dx / graph.scale;
+      graph.y -= dy / graph.scale;
+      graph.view.redraw();
+    }
+    held = { ...held, ...pointOf(event), moved: true };
+  });
+  canvas.addEventListener("pointerup", (event) => {
+    if (held && !held.moved && !held.onMap) select(nodeAt(pointOf(event)));
+    held = null;
+  });
+  canvas.addEventListener("pointercancel", () => (held = null));
+  canvas.addEventListener("dblclick", (event) => {
+    const node = event.offsetX < graph.view.width - MAP_WIDTH && nodeAt(pointOf(event));
+    if (node) openOrClose(node);
+  });
+  canvas.addEventListener(
+    "wheel",
+    (event) => {
+      if (document.activeElement !== canvas && !event.ctrlKey) return; // the page scrolls
+      event.preventDefault();
+      zoomGraph(Math.exp(-event.deltaY / 400), pointOf(event));
+    },
+    { passive: false },
+  );
+}
+
+function goOnMap(event) {
+  const map = mapPlace(graph.view.width);
+  graph.y = (event.offsetY - 10) / map.tall + map.top;
+  graph.x = (event.offsetX - graph.view.width + MAP_WIDTH - 8) / map.scale + map.left;
+  graph.view.redraw();
+}
+
+function openOrClose(node) {
+  if (node.isGroup) toggle(node.key, true);
+  else if (groupOf[node.key].depth) toggle(groupOf[node.key], false);
+}
+
+const ARROWS = { ArrowUp: [0, -1], ArrowDown: [0, 1], ArrowLeft: [-1, 0], ArrowRight: [1, 0] };
+
+function graphKey(event) {
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  const node = graph.selected;
+  if (event.key in ARROWS) walk(...ARROWS[event.key]);
+  else if (event.key === "Enter" && node?.isGroup) toggle(node.key, true);
+  else if (event.key.toLowerCase() === "c" && node) closeAround(node);
+  else if (event.key === "+" || event.key === "=") zoomGraph(1.3);
+  else if (event.key === "-") zoomGraph(1 / 1.3);
+  else if (event.key === "0") fitGraph();
+  else if (event.key === "Escape") select(null);
+  else return;
+  event.preventDefault();
+}
+
+function closeAround(node) {
+  const group = node.isGroup ? node.key.parent : groupOf[node.key];
+  if (group?.depth) toggle(group, false);
+}
+
+// Up and down along edges, left and right within a layer.
+function walk(dx, dy) {
+  const node = graph.selected;
+  if (!node) {
+    select(graph.layout.layers[0][0], true);
+    return;
+  }
+  const layer = graph.layout.layers[node.layer];
+  const along = (dy > 0 ? node.from.map(({ b }) => b) : node.into.map(({ a }) => a)).filter((other) => (other.layer - node.layer) * dy > 0);
+  const far = (other) => Math.abs(other.layer - node.layer) * 1e4 + Math.abs(other.x - node.x);
+  const next = dx ? layer[layer.indexOf(node) + dx] : (along.sort((a, b) => far(a) - far(b))[0] ?? graph.layout.layers[node.layer + dy]?.[0]);
+  if (next) select(next, true);
+}
+
+// ---- search ----
+
+function matching(query) {
+  const wanted = query.trim().toLowerCase();
+  if (!wanted) return [];
+  const groups = roots.flatMap(allGroups).filter((group) => group.path.toLowerCase().includes(wanted));
+  const found = [];
+  for (let i = 0; i < N; i++) if (ops.id[i].toLowerCase().includes(wanted)) found.push(i);
+  const exact = found.filter((i) => ops.id[i].toLowerCase() === wanted);
+  return exact.length ? [...exact, ...groups, ...found.filter((i) => !exact.includes(i))] : [...groups, ...found];
+}
+
+const nameOf = (key) => (key instanceof Group ? `${groupLabel(key)} (${ops.phases[key.phase]}, ${plural(key.ops.length, "op")})` : ops.id[key]);
+
+function suggest(query) {
+  const found = matching(query);
+  graph.found.textContent = query.trim() ? (found.length ? `${count(found.length)} found` : "nothing found") : "";
+  const choices = found.slice(0, LISTED).map((key) => el("li", {}, button(nameOf(key), () => goTo(key))));
+  graph.matches.replaceChildren(...choices);
+}
+
+function chooseFirst(query) {
+  const [first] = matching(query);
+  if (first !== undefined) goTo(first);
+}
+
+function goTo(key) {
+  graph.matches.replaceChildren();
+  reveal(key, true);
+}
+
+// ---- details ----
+
+function showDetails() {
+  const node = graph.selected;
+  if (!node) graph.details.replaceChildren(...dearest());
+  else if (node.isGroup) graph.details.replaceChildren(...groupDetails(node));
+  else graph.details.replaceChildren(...opDetails(node.key));
+}
+
+// What to look at as long as nothing is selected.
+function dearest() {
+  const sorted = [...ops.cost_ns.keys()].sort((a, b) => ops.cost_ns[b] - ops.cost_ns[a]).slice(0, LISTED);
+  const lines = sorted.map((i) => el("li", {}, badge(ops.device[i]), button(ops.id[i], () => reveal(i)), secondsOf(i)));
+  return [el("p", { class: "hint" }, "Nothing is selected. Click a node, or find an op by its name."), el("h4", {}, "The longest ops"), el("ul", { class: "neighbours" }, ...lines)];
+}
+
+function facts(rows) {
+  const list = el("dl", {});
+  for (const [term, value] of rows) if (value != null) list.append(el("dt", {}, term), el("dd", {}, value));
+  return list;
+}
+
+function opDetails(i) {
+  const bar = barsOf[i][0];
+  const step = data.timeline.step_ns;
+  return [
+    el("h3", {}, ops.id[i]),
+    el("p", {}, deviceLabel(ops.device[i])),
+    facts([
+      ["operation", ops.kinds[ops.kind[i]]],
+      ["phase", ops.phases[ops.phase[i]]],
+      ["time", `${secondsOf(i)} (${share(ops.cost_ns[i], step)} of the step)`],
+      ["runs from", bar == null ? null : `${nanoseconds(bars.start_ns[bar])} to ${nanoseconds(bars.end_ns[bar])}`],
+      ["critical path", bar != null && isCritical[bar] ? "on it" : "not on it"],
+      ["work", flops(ops.flops[i])],
+      ["moves", bytes(ops.moved_bytes[i])],
+      ["output", bytes(ops.output_bytes[i])],
+      ["saved for backward", bytes(ops.saved_bytes[i])],
+      ["parameters", bytes(ops.parameter_bytes[i])],
+      ["memory it keeps", bytes(ops.resident_bytes[i])],
+    ]),
+    ...around(groupOf[i]),
+    ...neighbours("Reads", edgesInto[i], ops.source),
+    ...neighbours("Is read by", edgesFrom[i], ops.target),
+  ];
+}
+
+function groupDetails(node) {
+  const sum = (column) => node.ops.reduce((total, i) => total + column[i], 0);
+  const on = (device) => node.ops.filter((i) => ops.device[i] === device);
+  return [
+    el("h3", {}, groupLabel(node.key)),
+    ...node.devices.map(([device]) => el("p", {}, deviceLabel(device), ` ${plural(on(device).length, "op")}, ${nanoseconds(on(device).reduce((total, i) => total + ops.cost_ns[i], 0))}`)),
+    facts([
+      ["phase", ops.phases[node.key.phase]],
+      ["ops", count(node.ops.length)],
+      ["time", nanoseconds(node.cost_ns)],
+      ["work", flops(sum(ops.flops))],
+      ["outputs", bytes(sum(ops.output_bytes))],
+      ["parameters", bytes(sum(ops.parameter_bytes))],
+      ["memory it keeps", bytes(sum(ops.resident_bytes))],
+    ]),
+    button("Open this module", () => toggle(node.key, true)),
+    ...around(node.key.parent),
+  ];
+}
+
+// The open modules around something, each of which can be closed.
+function around(group) {
+  const found = [];
+  for (let outer = group; outer?.depth; outer = outer.parent) {
+    const here = outer;
+    found.unshift(el("li", {}, button(`Close ${groupLabel(here)}`, () => toggle(here, false))));
+  }
+  return found.length ? [el("h4", {}, "In modules"), el("ul", {}, ...found)] : [];
+}
+
+function neighbours(title, edges, ends) {
+  if (!edges.length) return [];
+  const most = edges.slice(0, LISTED).map((e) => el("li", {}, badge(ops.device[ends[e]]), button(ops.id[ends[e]], () => reveal(ends[e])), bytes(ops.bytes[e])));
+  if (edges.length > LISTED) most.push(el("li", {}, "", el("span", {}, `and ${count(edges.length - LISTED)} more`)));
+  return [el("h4", {}, title), el("ul", { class: "neighbours" }, ...most)];
+}
