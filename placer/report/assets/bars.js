@@ -2,7 +2,7 @@
 
 const ROW = 40;
 const NAMES = 190;
-const VALUES = data.candidates.some((row) => row.measured) ? 300 : 210;
+const VALUES = 210;
 const BEYOND = 3; // times the chosen step: longer bars are cut
 
 const stepOf = (row) => row.measured?.step_s ?? row.predicted_s;
@@ -23,15 +23,15 @@ function candidateBars(host) {
     const width = Math.max(host.clientWidth, 640);
     const chart = width - NAMES - VALUES;
     const x = (seconds) => NAMES + (Math.min(seconds, most) / most) * chart;
-    const height = 52 + rows.length * ROW;
+    const height = 58 + rows.length * ROW;
     const drawn = svg("svg", { width: host.clientWidth, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `Steps of ${rows.length} candidates; the numbers are in the table below` });
     drawAxis(drawn, x, most, height);
     rows.forEach((row, at) => drawCandidate(drawn, row, 40 + at * ROW, x, most, width));
     if (bound) {
       const end = x(bound) > NAMES + chart / 2;
       drawn.append(
-        svg("line", { class: "bound", x1: x(bound), x2: x(bound), y1: 14, y2: height - 12 }),
-        text(x(bound) + (end ? -6 : 6), 12, `lower bound ${time(bound)}`, "bound-name", end ? "end" : "start"),
+        svg("line", { class: "bound", x1: x(bound), x2: x(bound), y1: 17, y2: height - 18 }),
+        text(x(bound) + (end ? -6 : 6), 14, `lower bound ${time(bound)}`, "bound-name", end ? "end" : "start"),
       );
     }
     host.replaceChildren(drawn);
@@ -41,8 +41,8 @@ function candidateBars(host) {
 function drawAxis(drawn, x, most, height) {
   const axis = inUnit(most, TIMES);
   for (const at of ticks(0, most, 6)) {
-    drawn.append(svg("line", { class: "grid", x1: x(at), x2: x(at), y1: 34, y2: height - 14 }));
-    drawn.append(text(x(at), height - 1, at ? axis.tell(at) : `0 ${axis.unit}`, "tick", "middle"));
+    drawn.append(svg("line", { class: "grid", x1: x(at), x2: x(at), y1: 34, y2: height - 20 }));
+    drawn.append(text(x(at), height - 6, at ? axis.tell(at) : `0 ${axis.unit}`, "tick", "middle"));
   }
 }
 
@@ -77,11 +77,12 @@ function drawMeasured(group, row, y, x, most) {
 
 function toldValues(row, y, width) {
   if (row.why && !row.measured) return [text(width - VALUES + 14, y, shortened(row.why, 44), "value", "start", row.why)];
-  const values = [];
-  if (row.measured) values.push(`${time(row.measured.step_s)} measured`);
-  if (row.predicted_s != null) values.push(`${time(row.predicted_s)}${row.measured ? "" : " predicted"}`);
-  const told = values.length > 1 ? `${values[0]}, ${values[1]} predicted` : (values[0] ?? "unknown");
-  const found = [text(width - VALUES + 14, y, told, "value", "start")];
+  const both = row.measured && row.predicted_s != null;
+  const left = width - VALUES + 14;
+  const found = [];
+  if (row.predicted_s != null) found.push(text(left, both ? y - 7 : y, `${time(row.predicted_s)} predicted`, both ? "value less" : "value"));
+  if (row.measured) found.push(text(left, both ? y + 9 : y, `${time(row.measured.step_s)} measured`, "value"));
+  if (!found.length) found.push(text(left, y, "unknown", "value"));
   if (row.speed_up != null) found.push(text(width - 8, y, `${row.speed_up.toFixed(2)}×`, "value", "end"));
   return found;
 }

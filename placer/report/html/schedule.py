@@ -16,7 +16,7 @@ from envs.simulator.idle import Idle, idle_times
 from envs.simulator.memory_curves import memory_curves
 from envs.simulator.tracks import link_tracks
 
-MOST_POINTS: Final = 16_000
+MOST_POINTS: Final = 8_000
 """Of all memory curves together: more cannot be seen, and the file shall stay small."""
 WAITINGS: Final = ("producer", "link busy", "transfer", "nothing left")
 STRETCHES: Final = ("compute", "link busy", "transfer")
