@@ -120,6 +120,8 @@ def test_every_section_is_drawn(page: Page) -> None:
 def test_nothing_is_wider_than_the_page_and_no_label_is_cut_or_covered(page: Page) -> None:
     for summary in page.locator("summary").all():
         summary.click()
+    for opened in page.locator("details").all():
+        opened.locator("tr").first.wait_for()
     sizes = page.evaluate(
         "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
     )
@@ -250,6 +252,7 @@ def test_a_click_in_the_timeline_tells_why_a_device_is_idle(page: Page) -> None:
 def test_the_tables_hold_what_is_drawn(page: Page) -> None:
     page.get_by_text("The numbers").first.click()
     rows = page.locator("#won tbody tr")
+    rows.first.wait_for()  # made when they are first shown
     assert rows.count() == page.evaluate("data.candidates.length")
     assert "chosen" in page.locator("#won tbody").inner_text()
     assert page.locator("#when tbody tr").count() == len(NAMES)

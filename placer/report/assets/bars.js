@@ -7,9 +7,11 @@ const BEYOND = 3; // times the chosen step: longer bars are cut
 
 const stepOf = (row) => row.measured?.step_s ?? row.predicted_s;
 
+// The chosen one, then what was measured, then what is only predicted.
 function sortedCandidates() {
   const known = (row) => stepOf(row) ?? Infinity;
-  return [...data.candidates].sort((a, b) => known(a) - known(b));
+  const rank = (row) => (row.best ? 0 : row.measured ? 1 : 2);
+  return [...data.candidates].sort((a, b) => rank(a) - rank(b) || known(a) - known(b));
 }
 
 function candidateBars(host) {

@@ -48,7 +48,7 @@ const bytes = (size) => (size < 999.5 ? `${Math.round(size)}\u00a0B` : scaled(si
 const FLOPS = [["TFLOP", 1e12], ["GFLOP", 1e9], ["MFLOP", 1e6], ["kFLOP", 1e3]];
 const flops = (work) => (work < 999.5 ? `${Math.round(work)}\u00a0FLOP` : scaled(work, FLOPS));
 const count = (value) => value.toLocaleString("en");
-const percent = (ratio) => (ratio === 0 ? "0\u00a0%" : `${(100 * ratio).toFixed(Math.abs(ratio) < 0.0995 ? 1 : 0)}\u00a0%`);
+const percent = (ratio) => (ratio === 0 ? "0\u00a0%" : ratio > 0 && ratio < 0.0005 ? "below\u00a00.1\u00a0%" : `${(100 * ratio).toFixed(Math.abs(ratio) < 0.0995 ? 1 : 0)}\u00a0%`);
 const share = (part, whole) => (whole > 0 ? percent(part / whole) : "–");
 const plural = (number, noun) => `${count(number)} ${noun}${number === 1 ? "" : "s"}`;
 
@@ -99,8 +99,16 @@ const STROKES = {
   dots: [[1.5, 2, 2.5, 2], [5.5, 6, 6.5, 6]],
 };
 
+const tiles = new Map();
+
 function pattern(context, name, colour) {
-  const made = tile((on) => {
+  const key = `${name} ${colour}`;
+  if (!tiles.has(key)) tiles.set(key, context.createPattern(strokes(name, colour), "repeat"));
+  return tiles.get(key);
+}
+
+function strokes(name, colour) {
+  return tile((on) => {
     on.strokeStyle = colour;
     on.lineWidth = 1;
     for (const [x, y, u, v] of STROKES[name]) {
@@ -110,7 +118,6 @@ function pattern(context, name, colour) {
       on.stroke();
     }
   });
-  return context.createPattern(made, "repeat");
 }
 
 function fillDevice(context, device, x, y, width, height) {
@@ -191,6 +198,12 @@ function fitted(context, text, width) {
     else high = middle - 1;
   }
   return low ? `…${text.slice(text.length - low)}` : "";
+}
+
+// A name of an op or module that may be broken between its parts.
+function breakable(name) {
+  const parts = name.split(/(?<=[.:/@_])/);
+  return el("span", {}, ...parts.flatMap((part, k) => (k ? [el("wbr"), part] : [part])));
 }
 
 // ---- tables ----

@@ -126,7 +126,7 @@ function criticalColumns() {
     ["lasts", (at) => nanoseconds(critical.end_ns[at] - critical.start_ns[at]), true],
     ["what", (at) => critical.kinds[critical.kind[at]]],
     ["where", (at) => between(critical.from[at], critical.to[at])],
-    ["op", (at) => barName(critical.bar[at])],
+    ["op", (at) => breakable(barName(critical.bar[at]))],
   ];
 }
 
@@ -137,7 +137,7 @@ function transferColumns() {
     ["waited", (k) => nanoseconds(transfers.start_ns[k] - transfers.request_ns[k]), true],
     ["size", (k) => bytes(transfers.bytes[k]), true],
     ["where", (k) => between(transfers.from[k], transfers.to[k])],
-    ["output of", (k) => barName(transfers.bar[k])],
+    ["output of", (k) => breakable(barName(transfers.bar[k]))],
   ];
 }
 
@@ -343,7 +343,7 @@ function tellChosen() {
   gantt.told.replaceChildren(el("p", {}, ...told, el("span", { class: "soft" }, ` (${span})`)));
 }
 
-const barButton = (bar) => button(barName(bar), () => reveal(bars.op[bar]), `show ${barName(bar)} in the graph`);
+const barButton = (bar) => button(breakable(barName(bar)), () => reveal(bars.op[bar]), `show ${barName(bar)} in the graph`);
 const tellOp = (item, row) => [deviceLabel(row.device), " runs ", barButton(item.at), isCritical[item.at] ? ", on the critical path" : ""];
 
 function tellTransfer({ at: k }) {

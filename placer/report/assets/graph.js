@@ -2,9 +2,10 @@
 
 const graph = { layout: null, selected: null, x: 0, y: 0, scale: 1, view: null, details: null, found: null };
 const GRAPH_HEIGHT = 620;
-const MAP_WIDTH = 84;
-const READABLE = 0.55; // from this scale on nodes have labels
+const MAP_WIDTH = 76;
+const READABLE = 0.65; // from this scale on nodes have labels
 const LISTED = 12;
+const CROWDED = 400; // edges: more of them are drawn fainter
 
 function graphSection() {
   const host = el("div", { class: "canvas" });
@@ -49,7 +50,7 @@ const secondsOf = (i) => nanoseconds(ops.cost_ns[i]);
 
 function opColumns() {
   return [
-    ["op", (i) => ops.id[i]],
+    ["op", (i) => breakable(ops.id[i])],
     ["device", (i) => deviceName(ops.device[i])],
     ["time", secondsOf, true],
     ["FLOPs", (i) => flops(ops.flops[i]), true],
@@ -61,7 +62,7 @@ function opColumns() {
 function moduleColumns() {
   const on = (group, device) => group.ops.filter((i) => ops.device[i] === device).length;
   return [
-    ["module", (group) => groupLabel(group)],
+    ["module", (group) => breakable(groupLabel(group))],
     ["phase", (group) => ops.phases[group.phase]],
     ...data.devices.map((device, d) => [device.name, (group) => (on(group, d) ? count(on(group, d)) : ""), true]),
     ["time", (group) => nanoseconds(group.ops.reduce((sum, i) => sum + ops.cost_ns[i], 0)), true],
@@ -101,7 +102,7 @@ function fitGraph() {
   const { left, right, top, bottom } = extent();
   const width = (graph.view.canvas.parentElement.clientWidth || 800) - MAP_WIDTH - 16;
   const whole = Math.min(width / (right - left), GRAPH_HEIGHT / (bottom - top));
-  graph.scale = Math.min(1, Math.max(whole, Math.min(width / (right - left), 1), READABLE + 0.1));
+  graph.scale = Math.min(1, Math.max(whole, Math.min(width / (right - left), 1), READABLE));
   graph.x = (left + right) / 2;
   const half = GRAPH_HEIGHT / graph.scale / 2;
   graph.y = Math.min((top + bottom) / 2, top + half);
@@ -176,7 +177,8 @@ function drawEdge(context, { a, b, crosses }, colours, marked) {
     context.bezierCurveTo(bow, from.y, bow, to.y, to.x + side, to.y);
   }
   context.strokeStyle = marked ? colours.accent : colours.soft;
-  context.globalAlpha = marked ? 1 : crosses ? 0.75 : 0.28;
+  const many = graph.layout.edges.length > CROWDED;
+  context.globalAlpha = marked ? 1 : crosses ? (many ? 0.35 : 0.75) : many ? 0.16 : 0.28;
   context.lineWidth = marked ? 2 : 1;
   context.setLineDash(crosses ? [5, 3] : []);
   context.stroke();
@@ -212,7 +214,7 @@ function splitByDevice(context, node, left, top, width, height) {
 }
 
 function labelNode(context, node, left, top, tag, w, h, colours) {
-  const size = 12 * Math.min(graph.scale, 1.4);
+  const size = 12 * Math.min(Math.max(graph.scale, 0.9), 1.4);
   context.textBaseline = "middle";
   context.textAlign = "center";
   context.font = `600 ${size}px ${FONT}`;

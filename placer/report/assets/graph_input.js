@@ -148,7 +148,7 @@ function showDetails() {
 // What to look at as long as nothing is selected.
 function dearest() {
   const sorted = [...ops.cost_ns.keys()].sort((a, b) => ops.cost_ns[b] - ops.cost_ns[a]).slice(0, LISTED);
-  const lines = sorted.map((i) => el("li", {}, badge(ops.device[i]), button(ops.id[i], () => reveal(i)), secondsOf(i)));
+  const lines = sorted.map((i) => el("li", {}, badge(ops.device[i]), button(breakable(ops.id[i]), () => reveal(i)), secondsOf(i)));
   return [el("p", { class: "hint" }, "Nothing is selected. Click a node, or find an op by its name."), el("h4", {}, "The longest ops"), el("ul", { class: "neighbours" }, ...lines)];
 }
 
@@ -162,10 +162,10 @@ function opDetails(i) {
   const bar = barsOf[i][0];
   const step = data.timeline.step_ns;
   return [
-    el("h3", {}, ops.id[i]),
+    el("h3", {}, breakable(ops.id[i])),
     el("p", {}, deviceLabel(ops.device[i])),
     facts([
-      ["operation", ops.kinds[ops.kind[i]]],
+      ["operation", breakable(ops.kinds[ops.kind[i]])],
       ["phase", ops.phases[ops.phase[i]]],
       ["time", `${secondsOf(i)} (${share(ops.cost_ns[i], step)} of the step)`],
       ["runs from", bar == null ? null : `${nanoseconds(bars.start_ns[bar])} to ${nanoseconds(bars.end_ns[bar])}`],
@@ -187,7 +187,7 @@ function groupDetails(node) {
   const sum = (column) => node.ops.reduce((total, i) => total + column[i], 0);
   const on = (device) => node.ops.filter((i) => ops.device[i] === device);
   return [
-    el("h3", {}, groupLabel(node.key)),
+    el("h3", {}, breakable(groupLabel(node.key))),
     ...node.devices.map(([device]) => el("p", {}, deviceLabel(device), ` ${plural(on(device).length, "op")}, ${nanoseconds(on(device).reduce((total, i) => total + ops.cost_ns[i], 0))}`)),
     facts([
       ["phase", ops.phases[node.key.phase]],
@@ -208,14 +208,14 @@ function around(group) {
   const found = [];
   for (let outer = group; outer?.depth; outer = outer.parent) {
     const here = outer;
-    found.unshift(el("li", {}, button(`Close ${groupLabel(here)}`, () => toggle(here, false))));
+    found.unshift(el("li", {}, button(breakable(`Close ${groupLabel(here)}`), () => toggle(here, false))));
   }
   return found.length ? [el("h4", {}, "In modules"), el("ul", {}, ...found)] : [];
 }
 
 function neighbours(title, edges, ends) {
   if (!edges.length) return [];
-  const most = edges.slice(0, LISTED).map((e) => el("li", {}, badge(ops.device[ends[e]]), button(ops.id[ends[e]], () => reveal(ends[e])), bytes(ops.bytes[e])));
+  const most = edges.slice(0, LISTED).map((e) => el("li", {}, badge(ops.device[ends[e]]), button(breakable(ops.id[ends[e]]), () => reveal(ends[e])), bytes(ops.bytes[e])));
   if (edges.length > LISTED) most.push(el("li", {}, "", el("span", {}, `and ${count(edges.length - LISTED)} more`)));
   return [el("h4", {}, title), el("ul", { class: "neighbours" }, ...most)];
 }

@@ -40,6 +40,10 @@ const NEAR = 3; // times the peak: a limit beyond that would flatten the curve
 function memoryChart(host, device) {
   const curve = data.timeline.memory[device];
   const step = data.timeline.step_ns;
+  if (!curve.peak_bytes) {
+    host.append(el("p", { class: "hint" }, "No op that keeps or makes anything runs here."));
+    return;
+  }
   const near = curve.limit_bytes <= curve.peak_bytes * NEAR;
   const high = Math.max(near ? curve.limit_bytes : curve.peak_bytes, curve.peak_bytes, 1) * 1.12;
   watch(host, () => {
@@ -82,6 +86,7 @@ function searchChart(host, along, units, title) {
     if (shows) drawn.append(svg("line", { class: "bound", x1: MARGIN.left, x2: right, y1: y(bound), y2: y(bound) }), text(MARGIN.left + 6, y(bound) - 5, `lower bound ${time(bound)}`, "bound-name"));
     lines.forEach((line, number) => {
       const points = line.cost_s.map((cost, k) => [line[along][k], cost]);
+      drawn.append(svg("path", { class: "curve after-end", d: `M${x(points.at(-1)[0])} ${y(points.at(-1)[1])}H${right}`, stroke: colourOf(number) }));
       drawn.append(svg("path", { class: "curve", d: stairs(points, x, y), stroke: colourOf(number), "stroke-dasharray": DASHES[number % DASHES.length] }));
       for (const [at, cost] of points.length < 40 ? points.slice(0, -1) : [points[0], points.at(-2)]) drawn.append(svg("circle", { cx: x(at), cy: y(cost), r: 2.5, fill: colourOf(number) }));
     });

@@ -4,9 +4,10 @@ function tileOf(value, what) {
   return el("div", { class: "figure" }, el("strong", {}, value), el("span", {}, what));
 }
 
+const OBJECTIVES = { latency: "step", throughput: "time of a further micro-batch", "max-load": "largest load of a device" };
+
 function opening() {
   const used = new Set(ops.device).size;
-  const objective = { latency: "step", throughput: "time of a further micro-batch", "max-load": "largest load" }[data.objective];
   const gap = data.lower_bound_s && data.step_s ? data.step_s / data.lower_bound_s - 1 : null;
   document.getElementById("report").append(
     el(
@@ -18,7 +19,7 @@ function opening() {
       el(
         "div",
         { class: "figures" },
-        tileOf(time(data.step_s), `${objective}, ${data.judged}`),
+        tileOf(time(data.step_s), `${OBJECTIVES[data.objective]}, ${data.judged}`),
         tileOf(data.speed_up == null ? "–" : `${data.speed_up.toFixed(2)}×`, "as fast as the best single device"),
         tileOf(gap == null ? "–" : percent(gap), "above the lower bound"),
         tileOf(`${used} of ${data.devices.length}`, "devices in use"),
@@ -36,6 +37,7 @@ function wonSection() {
     "won",
     "What was won",
     el("p", {}, wonSentence(rows)),
+    data.objective === "latency" ? null : el("p", { class: "hint" }, `Times are of what the search made small: ${OBJECTIVES[data.objective]}.`),
     legend(
       el("span", { class: "device" }, el("span", { class: "key predicted" }), "predicted by the simulator"),
       ...(measured ? [el("span", { class: "device" }, el("span", { class: "key measured" }), "measured, median; the whisker spans the quartiles")] : []),
@@ -50,9 +52,10 @@ function wonSection() {
 
 function wonSentence(rows) {
   const chosen = rows.find((row) => row.best);
-  const single = rows.find((row) => row.single && stepOf(row) != null);
-  const told = [`The chosen placement, ${chosen.name}, takes ${time(stepOf(chosen))}`];
-  if (single && single !== chosen) told.push(`the best single device, ${single.name.replace(/^single /, "")}, ${time(stepOf(single))}`);
+  const single = rows.find((row) => row.name === data.best_single);
+  const long = (row) => `${time(stepOf(row))} (${row.measured ? "measured" : "predicted"})`;
+  const told = [`The chosen placement, ${chosen.name}, takes ${long(chosen)}`];
+  if (single && single !== chosen) told.push(`the best single device, ${single.name.replace(/^single /, "")}, ${long(single)}`);
   if (data.lower_bound_s) told.push(`and no placement can take less than ${time(data.lower_bound_s)}, the lower bound`);
   return `${told.join("; ")}.`;
 }

@@ -5,9 +5,10 @@
     {"graph", "cluster", "objective", "verdict", "remarks": [str], "micro_batches",
      "made_by": {"placer", "seed", "budget", "version"}, "cost_source": {device kind: where from},
      "step_s": of the objective, "judged": "measured" | "predicted", "speed_up", "lower_bound_s",
+     "best_single": name of the candidate,
      "devices": [{"name", "kind", "memory_bytes", "source"}],
      "candidates": [{"name", "predicted_s", "measured", "speed_up", "memory_bytes": by device,
-                     "best", "single", "why": it cannot run}],
+                     "best", "why": it cannot run}],
      "ops": columns of N ops and E edges, see :mod:`placer.report.html.ops`,
      "timeline": the simulated step, see :mod:`placer.report.html.schedule`,
      "search": {"seconds", "lines": [{"name", "evaluations", "seconds", "cost_s"}]},
@@ -58,6 +59,7 @@ def report_data(found: Optimization, commands: Sequence[Command] = ()) -> dict[s
         "judged": "predicted" if judged_s is None else "measured",
         "speed_up": _speed_up(found),
         "lower_bound_s": _finite(found.lower_bound_s),
+        "best_single": None if found.single is None else found.single.name,
         "devices": [
             {
                 "name": device.name,
@@ -120,7 +122,6 @@ def _candidates(found: Optimization) -> list[dict[str, Any]]:
             "speed_up": _finite(found.speed_up_of(row)),
             "memory_bytes": list(row.peak_memory_bytes.values()),
             "best": row is found.best,
-            "single": row.is_single,
             "why": row.failure or ("" if np.isfinite(row.predicted_s) else row.why),
         }
         for row in found.rows
@@ -134,7 +135,6 @@ def _candidates(found: Optimization) -> list[dict[str, Any]]:
                 "speed_up": None,
                 "memory_bytes": [],
                 "best": False,
-                "single": False,
                 "why": found.all_cores.failure,
             }
         )
