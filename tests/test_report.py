@@ -185,11 +185,17 @@ def test_a_placement_that_does_not_fit_says_so_and_is_shown() -> None:
 def test_what_was_measured_when_a_placement_was_made_is_told_again() -> None:
     problem = random_problem(10)
     measured = {"step_s": 0.5, "single_device_step_s": 1.0, "spread": 0.1, "rounds": 7}
+    measured["wall_median_s"] = 0.5
     data = report_data(reviewed(problem, replace(placed(problem), measured=measured)))
     assert data["verdict"].startswith("2.00x faster than the best single device, measured")
     assert (data["step_s"], data["speed_up"], data["judged"]) == (0.5, 2.0, "measured")
     [chosen] = [row for row in data["candidates"] if row["best"]]
     assert (chosen["measured"]["low_s"], chosen["measured"]["high_s"]) == (0.475, 0.525)
+    [single] = [row for row in data["candidates"] if row["name"] == data["best_single"]]
+    assert single["measured"]["step_s"] == 1.0
+    rebuilt = reviewed(problem, replace(placed(problem), measured={**measured, "step_s": 0.4}))
+    [chosen] = [row for row in report_data(rebuilt)["candidates"] if row["best"]]
+    assert chosen["measured"]["low_s"] == chosen["measured"]["high_s"] == 0.4  # not its spread
 
 
 def test_a_report_of_five_thousand_ops_stays_small() -> None:
@@ -246,6 +252,9 @@ def test_a_report_comes_with_an_optimization_and_again_from_its_placement(
     assert one["commands"] == two["commands"]
     assert one["search"]["lines"]
     assert not two["search"]["lines"]
+    for command in one["commands"]:
+        words = shlex.split(command["command"].replace("--budget 5m", "--budget 50e"))
+        assert main(words[1:]) == 0
 
 
 def data_of(path: Path) -> dict[str, Any]:

@@ -129,9 +129,21 @@ function fillDevice(context, device, x, y, width, height) {
   }
 }
 
+// A label on the colour of a device; under a pattern it has an outline, so that it can be read.
+function labelDevice(context, device, label, x, y) {
+  if (patternOf(device)) {
+    context.strokeStyle = colourOf(device);
+    context.lineWidth = 4;
+    context.lineJoin = "round";
+    context.strokeText(label, x, y);
+  }
+  context.fillStyle = inkOn(colourOf(device));
+  context.fillText(label, x, y);
+}
+
 function badge(device) {
   const colour = colourOf(device);
-  return el("span", { class: `badge p${patternOf(device)}`, style: `background-color:${colour};color:${inkOn(colour)}`, "aria-hidden": "true" }, String(device));
+  return el("span", { class: `badge p${patternOf(device)}`, style: `--own:${colour};color:${inkOn(colour)}`, "aria-hidden": "true" }, String(device));
 }
 
 const deviceName = (device) => data.devices[device].name;

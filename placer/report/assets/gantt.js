@@ -35,7 +35,7 @@ function makeRows() {
   const busiest = [...tracks].sort((a, b) => busy(b) - busy(a)).slice(0, MOST_TRACKS);
   gantt.more = tracks.length - busiest.length;
   for (const track of tracks.filter((one) => busiest.includes(one))) {
-    rows.push({ title: track.title, height: LINK_ROW, items: track.transfers.map((k) => ({ kind: "transfer", at: k, begin: transfers.start_ns[k], end: transfers.end_ns[k] })) });
+    rows.push({ title: track.title, short: ends(track), height: LINK_ROW, items: track.transfers.map((k) => ({ kind: "transfer", at: k, begin: transfers.start_ns[k], end: transfers.end_ns[k] })) });
   }
   let top = AXIS;
   for (const row of rows) {
@@ -45,6 +45,12 @@ function makeRows() {
   }
   gantt.rows = rows;
   return top + 6;
+}
+
+// A link by the numbers of its devices, where their names are too long.
+function ends(track) {
+  const [from, to] = [transfers.from, transfers.to].map((side) => [...new Set(track.transfers.map((k) => side[k]))].sort((a, b) => a - b).join(", "));
+  return `device ${from} → ${to}`;
 }
 
 function ganttSection() {
@@ -103,6 +109,7 @@ function idleSentence() {
   const used = busy.filter((ns) => ns > 0);
   if (used.length === 1) return `Only ${deviceName(busy.findIndex((ns) => ns > 0))} is used, it is busy ${share(used[0], STEP)} of the time.`;
   const least = busy.indexOf(Math.min(...used));
+  if (busy[least] > 0.97 * STEP) return `Every device in use is busy for at least ${share(busy[least], STEP)} of it.`;
   const reasons = idle.whys.map((why) => [why, idleOf(least, why)]).sort((a, b) => b[1] - a[1]);
   const [why, ns] = reasons[0];
   const told = { producer: "waits for ops on other devices", "link busy": "waits until links are free", transfer: "waits for transfers", "nothing left": "has nothing left to do" }[why];
@@ -200,10 +207,9 @@ function drawItem(context, row, item, colours, width) {
   }
   if (isOp && wide > 34) {
     context.font = `11.5px ${FONT}`;
-    context.fillStyle = inkOn(colourOf(device));
     context.textAlign = "left";
     context.textBaseline = "middle";
-    context.fillText(fitted(context, opLabel(bars.op[item.at]), wide - 8), left + 4, row.top + row.height / 2 + 0.5);
+    labelDevice(context, device, fitted(context, opLabel(bars.op[item.at]), wide - 8), left + 4, row.top + row.height / 2 + 0.5);
   }
 }
 
@@ -221,15 +227,15 @@ function nameRow(context, row, colours) {
   context.textAlign = "center";
   if (row.device != null) {
     fillDevice(context, row.device, left, middle - 9, 22, 18);
-    context.fillStyle = inkOn(colourOf(row.device));
     context.font = `600 11px ${FONT}`;
-    context.fillText(String(row.device), left + 11, middle + 0.5);
+    labelDevice(context, row.device, String(row.device), left + 11, middle + 0.5);
     left += 30;
   }
   context.textAlign = "left";
   context.font = `${row.device == null ? "11.5" : "600 13"}px ${FONT}`;
   context.fillStyle = row.device == null ? colours.soft : colours.ink;
-  context.fillText(fitted(context, row.title, GUTTER - left - 8), left, middle + 0.5);
+  const fits = row.device != null || context.measureText(row.title).width <= GUTTER - left - 8;
+  context.fillText(fitted(context, fits ? row.title : row.short, GUTTER - left - 8), left, middle + 0.5);
 }
 
 // ---- input ----

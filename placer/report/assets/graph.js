@@ -3,7 +3,8 @@
 const graph = { layout: null, selected: null, x: 0, y: 0, scale: 1, view: null, details: null, found: null };
 const GRAPH_HEIGHT = 620;
 const MAP_WIDTH = 76;
-const READABLE = 0.65; // from this scale on nodes have labels
+const READABLE = 0.56; // from this scale on nodes have labels
+const SHORT_PHASES = ["", "bwd ", "opt "]; // forward, backward, optimizer
 const LISTED = 12;
 const CROWDED = 400; // edges: more of them are drawn fainter
 
@@ -29,7 +30,7 @@ function graphSection() {
   section(
     "where",
     "Where everything runs",
-    el("p", {}, `${plural(N, "op")} of ${plural(new Set(roots.flatMap(allGroups).map((group) => group.path)).size - 1, "module")}, from top to bottom by what reads what. Colours and numbers are devices; a module on several is split by their time. Edges between devices are dashed.`),
+    el("p", {}, `${plural(N, "op")} of ${plural(ops.modules.filter(Boolean).length, "module")}, from top to bottom by what reads what. Colours and numbers are devices; a module on several is split by their time. Edges between devices are dashed; +2 is a closed module of 2 ops, bwd its backward, opt its update.`),
     devicesLegend(),
     tools,
     graph.matches,
@@ -97,12 +98,12 @@ function extent() {
   return { left: least, right: most, top: -NODE.height, bottom: (graph.layout.layers.length - 1) * (NODE.height + NODE.gapY) + 2 * NODE.height };
 }
 
-// All of it, or, where that would be too small to read, its beginning.
+// From its beginning, as wide as it is; where that would be too small to read, the middle of it.
 function fitGraph() {
   const { left, right, top, bottom } = extent();
   const width = (graph.view.canvas.parentElement.clientWidth || 800) - MAP_WIDTH - 16;
-  const whole = Math.min(width / (right - left), GRAPH_HEIGHT / (bottom - top));
-  graph.scale = Math.min(1, Math.max(whole, Math.min(width / (right - left), 1), READABLE));
+  const whole = width / (right - left);
+  graph.scale = whole < READABLE ? 0.8 : Math.min(whole, 1);
   graph.x = (left + right) / 2;
   const half = GRAPH_HEIGHT / graph.scale / 2;
   graph.y = Math.min((top + bottom) / 2, top + half);
@@ -219,13 +220,13 @@ function labelNode(context, node, left, top, tag, w, h, colours) {
   context.textAlign = "center";
   context.font = `600 ${size}px ${FONT}`;
   if (node.devices.length === 1) {
-    context.fillStyle = inkOn(colourOf(node.devices[0][0]));
-    context.fillText(String(node.devices[0][0]), left + tag / 2, top + h / 2 + 0.5);
+    const [[device]] = node.devices;
+    labelDevice(context, device, String(device), left + tag / 2, top + h / 2 + 0.5);
   }
   context.textAlign = "left";
   context.fillStyle = colours.ink;
-  context.font = `${node.isGroup ? 600 : 400} ${size}px ${FONT}`;
-  const right = node.isGroup ? `+${count(node.ops.length)}` : "";
+  context.font = `${node.isGroup ? 500 : 400} ${size}px ${FONT}`;
+  const right = node.isGroup ? `${SHORT_PHASES[node.key.phase]}+${count(node.ops.length)}` : "";
   const space = right ? context.measureText(right).width + 8 : 0;
   context.fillText(fitted(context, node.label, w - tag - 14 - space), left + tag + 7, top + h / 2 + 0.5);
   context.fillStyle = colours.soft;

@@ -33,17 +33,17 @@ function plantGroups() {
 
 const allGroups = (group) => [group, ...[...group.groups.values()].flatMap(allGroups)];
 
-// Opens modules from the top, as long as there is room for what is in them.
+// Opens modules from the top, one level after the other, as long as there is room for all of it.
 function openSome() {
-  const waiting = roots.filter((root) => root.ops.length);
-  let room = FIRST_NODES - waiting.length;
-  while (waiting.length) {
-    const group = waiting.shift();
-    const inside = group.groups.size + group.own.length;
-    if (group.depth && (inside - 1 > room || group.own.length > FIRST_OPS)) continue;
-    group.open = true;
-    room -= inside - 1;
-    waiting.push(...[...group.groups.values()].sort((a, b) => b.ops.length - a.ops.length));
+  let level = roots.filter((root) => root.ops.length);
+  let shown = level.length;
+  while (level.length) {
+    const opened = level.filter((group) => !group.depth || group.own.length <= FIRST_OPS);
+    const inside = opened.reduce((sum, group) => sum + group.groups.size + group.own.length, 0);
+    shown += inside - opened.length;
+    if (opened.some((group) => group.depth) && shown > FIRST_NODES) return;
+    for (const group of opened) group.open = true;
+    level = opened.flatMap((group) => [...group.groups.values()]);
   }
 }
 
@@ -81,7 +81,7 @@ function shownAs(i) {
   return closed ?? i;
 }
 
-const NODE = { width: 204, height: 28, gapX: 20, gapY: 24 };
+const NODE = { width: 222, height: 28, gapX: 16, gapY: 24 };
 
 // Nodes with their places, and the edges between them.
 function arrange() {

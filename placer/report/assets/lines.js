@@ -28,10 +28,13 @@ function stairs(points, x, y) {
   return `M${x(first[0]).toFixed(1)} ${y(first[1]).toFixed(1)}` + others.map(([at, value]) => `H${x(at).toFixed(1)}V${y(value).toFixed(1)}`).join("");
 }
 
-function powers(begin, end) {
+// Powers of ten, and, where there are less than two, 2 and 5 times them.
+function powers(begin, end, factors = [1]) {
   const found = [];
-  for (let at = 10 ** Math.ceil(Math.log10(begin) - 1e-9); at <= end * (1 + 1e-9); at *= 10) found.push(at);
-  return found;
+  for (let at = 10 ** Math.floor(Math.log10(begin)); at <= end; at *= 10) {
+    found.push(...factors.map((factor) => factor * at).filter((tick) => tick >= begin * 0.999 && tick <= end * 1.001));
+  }
+  return found.length < 2 && factors.length === 1 ? powers(begin, end, [1, 2, 5]) : found;
 }
 
 const MEMORY_HEIGHT = 170;

@@ -57,7 +57,9 @@ function wonSentence(rows) {
   const told = [`The chosen placement, ${chosen.name}, takes ${long(chosen)}`];
   if (single && single !== chosen) told.push(`the best single device, ${single.name.replace(/^single /, "")}, ${long(single)}`);
   if (data.lower_bound_s) told.push(`and no placement can take less than ${time(data.lower_bound_s)}, the lower bound`);
-  return `${told.join("; ")}.`;
+  const faster = rows.filter((row) => row !== chosen && chosen.measured && row.measured && stepOf(row) < stepOf(chosen) && row.speed_up != null);
+  const tied = faster.length ? ` ${faster.map((row) => row.name).join(" and ")} measured no faster than noise: of equals the simplest is chosen.` : "";
+  return `${told.join("; ")}.${tied}`;
 }
 
 function candidateColumns(measured) {
@@ -118,6 +120,7 @@ function searchSection() {
   section(
     "search",
     "How the search went",
+    data.objective === "throughput" ? el("p", { class: "hint" }, `The search makes the step of all ${data.micro_batches} micro-batches short, which the time of a further one follows.`) : "",
     el("p", {}, `${by}. The search took ${time(data.search.seconds)} and ${plural(Math.max(...lines.map((line) => line.evaluations.at(-1))), "evaluation")}; the best plan, ${time(best.cost_s.at(-1))} simulated, came from ${best.name} after ${plural(best.evaluations.at(-2), "evaluation")}, ${time(best.seconds.at(-2))}.`),
     searchLegend(),
     el("div", { class: "grid" }, byCount, bySeconds),
@@ -144,6 +147,7 @@ function nextSection() {
     ...(data.commands.length
       ? data.commands.map(({ what, command }) => el("div", { class: "command" }, el("p", {}, what), el("div", {}, el("code", {}, command), button("Copy", (event) => copy(command, event.target), `copy: ${what}`))))
       : [el("p", {}, "Save the placement and see placer export --help.")]),
+    data.commands.some(({ command }) => command.includes(" export ")) ? el("p", { class: "hint" }, "Other runtimes place whole modules, layers or stages: where one cannot run this placement, the export says which module is in the way.") : "",
     ...(sources.length ? [el("p", { class: "hint" }, sources.join(" "))] : []),
   );
 }

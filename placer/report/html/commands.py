@@ -62,7 +62,8 @@ def next_commands(source: Source) -> list[Command]:
     where = ["--cluster", str(source.cluster)] if source.cluster else _devices(source)
     again = ["placer", "optimize", source.target, *where]
     again += [] if source.is_graph else [*source.options, *source.update]
-    again += [*source.search, "--start-from", placement, "--budget", "5m", "--out", placement]
+    longer = str(source.placement.with_name(f"{source.placement.stem}-longer.json"))
+    again += [*source.search, "--start-from", placement, "--budget", "5m", "--out", longer]
     return [
         *found,
         _command("See the device of every module", ["placer", "show", placement]),

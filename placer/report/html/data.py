@@ -119,7 +119,7 @@ def _candidates(found: Optimization) -> list[dict[str, Any]]:
             "name": row.name,
             "predicted_s": _finite(row.predicted_s),
             "measured": _measured(found, row),
-            "speed_up": _finite(found.speed_up_of(row)),
+            "speed_up": _speed_up(found) if row is found.best else _finite(found.speed_up_of(row)),
             "memory_bytes": list(row.peak_memory_bytes.values()),
             "best": row is found.best,
             "why": row.failure or ("" if np.isfinite(row.predicted_s) else row.why),
@@ -144,16 +144,27 @@ def _candidates(found: Optimization) -> list[dict[str, Any]]:
 def _measured(found: Optimization, row: Row) -> dict[str, Any] | None:
     if row.measurement is not None:
         return _runs(row.measurement, loaded=found.loaded)
-    known = _recorded(found) if row is found.best else None
-    if known is None or "step_s" not in known:
-        return None
-    half = float(known.get("spread", 0.0)) / 2
+    known = _recorded(found) or {}
+    if row is found.best and "step_s" in known:
+        step_s = float(known["step_s"])
+        of_wall = known.get("wall_median_s") == step_s  # then the spread is that of the step
+        half = float(known.get("spread", 0.0)) / 2 if of_wall else 0.0
+        return _rounds(step_s, half, known.get("wall_min_s"), known.get("rounds"))
+    if row is found.single and "single_device_step_s" in known:
+        return _rounds(float(known["single_device_step_s"]))
+    return None
+
+
+def _rounds(
+    step_s: float, half: float = 0.0, min_s: float | None = None, rounds: int | None = None
+) -> dict[str, Any]:
+    """What a placement file keeps of its runs, ``half`` of the distance of the quartiles."""
     return {
-        "step_s": known["step_s"],
-        "low_s": known["step_s"] * (1 - half),
-        "high_s": known["step_s"] * (1 + half),
-        "min_s": known.get("wall_min_s"),
-        "rounds": known.get("rounds"),
+        "step_s": step_s,
+        "low_s": step_s * (1 - half),
+        "high_s": step_s * (1 + half),
+        "min_s": min_s,
+        "rounds": rounds,
     }
 
 
