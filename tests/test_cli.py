@@ -56,6 +56,7 @@ def test_help_imports_nothing_heavy_and_is_quick() -> None:
         "measure",
         "simulate",
         "devices",
+        "doctor",
         "show",
         "report",
         "train",

@@ -12,6 +12,7 @@ import placer
 from placer.cli import (
     cache,
     devices,
+    doctor,
     evaluate_policy,
     export,
     extract,
@@ -33,6 +34,7 @@ COMMANDS = (
     measure,
     simulate,
     devices,
+    doctor,
     cache,
     show,
     report,

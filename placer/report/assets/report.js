@@ -76,7 +76,7 @@ function candidateColumns(measured) {
     ...(measured ? runs : []),
     ["speed-up", (row) => (row.speed_up == null ? "–" : `${row.speed_up.toFixed(2)}×`), true],
     ...data.devices.map((device, d) => [`peak on ${device.name}`, (row) => (row.memory_bytes[d] == null ? "–" : bytes(row.memory_bytes[d])), true]),
-    ["why not", (row) => row.why],
+    ...(data.candidates.some((row) => row.why) ? [["why not", (row) => row.why]] : []),
   ];
 }
 
