@@ -19,21 +19,35 @@ function candidateBars(host) {
   const bound = data.lower_bound_s;
   const best = rows.find((row) => row.best);
   const limit = BEYOND * (stepOf(best) ?? bound ?? 1);
-  const shown = rows.flatMap((row) => [row.predicted_s, row.measured?.high_s]).filter((s) => s != null && s <= limit);
+  const shown = rows
+    .flatMap((row) => [row.predicted_s, row.measured?.high_s])
+    .filter((s) => s != null && s <= limit);
   const most = Math.max(...shown, bound ?? 0) * 1.04 || 1;
   watch(host, () => {
     const width = Math.max(host.clientWidth, 640);
     const chart = width - NAMES - VALUES;
     const x = (seconds) => NAMES + (Math.min(seconds, most) / most) * chart;
     const height = 58 + rows.length * ROW;
-    const drawn = svg("svg", { width: host.clientWidth, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `Steps of ${rows.length} candidates; the numbers are in the table below` });
+    const drawn = svg("svg", {
+      width: host.clientWidth,
+      height,
+      viewBox: `0 0 ${width} ${height}`,
+      role: "img",
+      "aria-label": `Steps of ${rows.length} candidates; the numbers are in the table below`,
+    });
     drawAxis(drawn, x, most, height);
     rows.forEach((row, at) => drawCandidate(drawn, row, 40 + at * ROW, x, most, width));
     if (bound) {
       const end = x(bound) > NAMES + chart / 2;
       drawn.append(
         svg("line", { class: "bound", x1: x(bound), x2: x(bound), y1: 17, y2: height - 18 }),
-        text(x(bound) + (end ? -6 : 6), 14, `lower bound ${time(bound)}`, "bound-name", end ? "end" : "start"),
+        text(
+          x(bound) + (end ? -6 : 6),
+          14,
+          `lower bound ${time(bound)}`,
+          "bound-name",
+          end ? "end" : "start",
+        ),
       );
     }
     host.replaceChildren(drawn);
@@ -50,42 +64,72 @@ function drawAxis(drawn, x, most, height) {
 
 function drawCandidate(drawn, row, top, x, most, width) {
   const group = svg("g", { class: row.best ? "candidate chosen" : "candidate" });
-  if (row.best) group.append(svg("rect", { class: "mark", x: 0, y: top - 4, width, height: ROW, rx: 4 }));
-  group.append(text(10, top + 20, shortened(row.name, row.best ? 20 : 26), "name", "start", row.name));
+  if (row.best)
+    group.append(svg("rect", { class: "mark", x: 0, y: top - 4, width, height: ROW, rx: 4 }));
+  group.append(
+    text(10, top + 20, shortened(row.name, row.best ? 20 : 26), "name", "start", row.name),
+  );
   if (row.best) group.append(text(NAMES - 12, top + 20, "chosen", "tag", "end"));
   const thick = row.measured ? 11 : 14;
   if (row.predicted_s != null) {
     const y = row.measured ? top + 3 : top + 9;
-    group.append(svg("rect", { class: "predicted", x: x(0), y, width: x(row.predicted_s) - x(0), height: thick, rx: 2 }));
-    if (row.predicted_s > most) group.append(text(x(most) - 4, y + thick - 2, "»", "beyond", "end"));
+    group.append(
+      svg("rect", {
+        class: "predicted",
+        x: x(0),
+        y,
+        width: x(row.predicted_s) - x(0),
+        height: thick,
+        rx: 2,
+      }),
+    );
+    if (row.predicted_s > most)
+      group.append(text(x(most) - 4, y + thick - 2, "»", "beyond", "end"));
   }
-  if (row.measured) drawMeasured(group, row, row.predicted_s == null ? top + 10 : top + 17, x, most);
+  if (row.measured)
+    drawMeasured(group, row, row.predicted_s == null ? top + 10 : top + 17, x, most);
   group.append(...toldValues(row, top + 20, width));
   drawn.append(group);
 }
 
 function drawMeasured(group, row, y, x, most) {
   const { step_s, low_s, high_s } = row.measured;
-  group.append(svg("rect", { class: "measured", x: x(0), y, width: x(step_s) - x(0), height: 11, rx: 2 }));
+  group.append(
+    svg("rect", { class: "measured", x: x(0), y, width: x(step_s) - x(0), height: 11, rx: 2 }),
+  );
   if (step_s > most) {
     group.append(text(x(most) - 4, y + 9, "»", "beyond", "end"));
     return;
   }
   const middle = y + 5.5;
   group.append(
-    svg("path", { class: "whisker", d: `M${x(low_s)} ${middle}H${x(high_s)}M${x(low_s)} ${y + 1}v9M${x(high_s)} ${y + 1}v9` }),
+    svg("path", {
+      class: "whisker",
+      d: `M${x(low_s)} ${middle}H${x(high_s)}M${x(low_s)} ${y + 1}v9M${x(high_s)} ${y + 1}v9`,
+    }),
   );
 }
 
 function toldValues(row, y, width) {
-  if (row.why && !row.measured) return [text(width - VALUES + 14, y, shortened(row.why, 44), "value", "start", row.why)];
+  if (row.why && !row.measured)
+    return [text(width - VALUES + 14, y, shortened(row.why, 44), "value", "start", row.why)];
   const both = row.measured && row.predicted_s != null;
   const left = width - VALUES + 14;
   const found = [];
-  if (row.predicted_s != null) found.push(text(left, both ? y - 7 : y, `${time(row.predicted_s)} predicted`, both ? "value less" : "value"));
-  if (row.measured) found.push(text(left, both ? y + 9 : y, `${time(row.measured.step_s)} measured`, "value"));
+  if (row.predicted_s != null)
+    found.push(
+      text(
+        left,
+        both ? y - 7 : y,
+        `${time(row.predicted_s)} predicted`,
+        both ? "value less" : "value",
+      ),
+    );
+  if (row.measured)
+    found.push(text(left, both ? y + 9 : y, `${time(row.measured.step_s)} measured`, "value"));
   if (!found.length) found.push(text(left, y, "unknown", "value"));
-  if (row.speed_up != null) found.push(text(width - 8, y, `${row.speed_up.toFixed(2)}×`, "value", "end"));
+  if (row.speed_up != null)
+    found.push(text(width - 8, y, `${row.speed_up.toFixed(2)}×`, "value", "end"));
   return found;
 }
 

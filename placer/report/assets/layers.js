@@ -8,7 +8,16 @@ const FIRST_OPS = 6; // and of modules that hold more ops than that themselves n
 // Modules, one tree for each phase: forward and backward of a module are two nodes.
 class Group {
   constructor(parent, name, phase, path) {
-    Object.assign(this, { parent, name, phase, path, groups: new Map(), own: [], ops: [], open: false });
+    Object.assign(this, {
+      parent,
+      name,
+      phase,
+      path,
+      groups: new Map(),
+      own: [],
+      ops: [],
+      open: false,
+    });
     this.depth = parent ? parent.depth + 1 : 0;
   }
 }
@@ -22,7 +31,11 @@ function plantGroups() {
     group.ops.push(i);
     const path = ops.modules[ops.module[i]];
     for (const name of path ? path.split(".") : []) {
-      if (!group.groups.has(name)) group.groups.set(name, new Group(group, name, group.phase, group.path ? `${group.path}.${name}` : name));
+      if (!group.groups.has(name))
+        group.groups.set(
+          name,
+          new Group(group, name, group.phase, group.path ? `${group.path}.${name}` : name),
+        );
       group = group.groups.get(name);
       group.ops.push(i);
     }
@@ -141,7 +154,9 @@ function opLabel(i) {
 function layered(list) {
   const sorted = [...list].sort((a, b) => a.rank - b.rank || a.number - b.number);
   sorted.forEach((node, at) => (node.at = at));
-  for (const node of sorted) for (const { a } of node.into) if (a.at < node.at) node.layer = Math.max(node.layer, a.layer + 1);
+  for (const node of sorted)
+    for (const { a } of node.into)
+      if (a.at < node.at) node.layer = Math.max(node.layer, a.layer + 1);
   for (const node of sorted.toReversed()) {
     if (node.into.some(({ a }) => a.at < node.at)) continue; // what reads nothing stands by its reader
     const readers = node.from.filter(({ b }) => b.at > node.at).map(({ b }) => b.layer);
@@ -155,15 +170,30 @@ function layered(list) {
 // Sugiyama, Tagawa and Toda (1981): layers are sorted by the mean place of neighbours, up and down.
 function order(layers) {
   const pitch = NODE.width + NODE.gapX;
-  layers.forEach((layer, at) => layer.forEach((node, k) => Object.assign(node, { layer: at, x: (k - (layer.length - 1) / 2) * pitch, y: at * (NODE.height + NODE.gapY) })));
+  layers.forEach((layer, at) =>
+    layer.forEach((node, k) =>
+      Object.assign(node, {
+        layer: at,
+        x: (k - (layer.length - 1) / 2) * pitch,
+        y: at * (NODE.height + NODE.gapY),
+      }),
+    ),
+  );
   for (let sweep = 0; sweep < 8; sweep++) {
     const down = sweep % 2 === 0;
     for (const layer of down ? layers : layers.toReversed()) {
       for (const node of layer) {
-        const near = (down ? node.into.map((edge) => edge.a) : node.from.map((edge) => edge.b)).filter((other) => other.layer !== node.layer);
-        node.wish = near.length ? near.reduce((sum, other) => sum + other.x, 0) / near.length : node.x;
+        const near = (
+          down ? node.into.map((edge) => edge.a) : node.from.map((edge) => edge.b)
+        ).filter((other) => other.layer !== node.layer);
+        node.wish = near.length
+          ? near.reduce((sum, other) => sum + other.x, 0) / near.length
+          : node.x;
       }
-      settle(layer.sort((a, b) => a.wish - b.wish || a.number - b.number), pitch);
+      settle(
+        layer.sort((a, b) => a.wish - b.wish || a.number - b.number),
+        pitch,
+      );
     }
   }
 }
@@ -173,13 +203,18 @@ function settle(layer, pitch) {
   const runs = [];
   for (const node of layer) {
     runs.push({ sum: node.wish, nodes: [node] });
-    for (let last = runs.at(-1), before = runs.at(-2); before && centre(before, pitch).end > centre(last, pitch).begin; last = runs.at(-1), before = runs.at(-2)) {
+    for (
+      let last = runs.at(-1), before = runs.at(-2);
+      before && centre(before, pitch).end > centre(last, pitch).begin;
+      last = runs.at(-1), before = runs.at(-2)
+    ) {
       runs.pop();
       before.sum += last.sum;
       before.nodes.push(...last.nodes);
     }
   }
-  for (const run of runs) run.nodes.forEach((node, k) => (node.x = centre(run, pitch).begin + (k + 0.5) * pitch));
+  for (const run of runs)
+    run.nodes.forEach((node, k) => (node.x = centre(run, pitch).begin + (k + 0.5) * pitch));
 }
 
 function centre(run, pitch) {

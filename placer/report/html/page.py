@@ -12,12 +12,20 @@ from graphs.whole_file import write_whole
 
 SCRIPTS: Final = (
     "basics.js",
+    "units.js",
+    "colours.js",
+    "surface.js",
     "bars.js",
     "lines.js",
     "layers.js",
     "graph.js",
+    "graph_drawing.js",
     "graph_input.js",
+    "graph_details.js",
     "gantt.js",
+    "gantt_numbers.js",
+    "gantt_drawing.js",
+    "gantt_input.js",
     "report.js",
 )
 """In the order in which they are run; the last one draws the page."""
