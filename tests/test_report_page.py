@@ -73,11 +73,16 @@ def browser() -> Iterator[Browser]:
         yield found
 
 
-@pytest.fixture(params=["light", "dark"])
+in_both_themes = pytest.mark.parametrize("page", ["light", "dark"], indirect=True)
+
+
+@pytest.fixture
 def page(request: pytest.FixtureRequest, browser: Browser, report: Path) -> Iterator[Page]:
     """The open report, without a network; fails at the end if anything complained."""
     context = browser.new_context(
-        viewport={"width": 1280, "height": 800}, color_scheme=request.param, offline=True
+        viewport={"width": 1280, "height": 800},
+        color_scheme=getattr(request, "param", "light"),
+        offline=True,
     )
     opened = context.new_page()
     complaints: list[str] = []
@@ -106,6 +111,7 @@ def details(page: Page) -> str:
     return page.locator(".details").inner_text()
 
 
+@in_both_themes
 def test_every_section_is_drawn(page: Page) -> None:
     for name in SECTIONS:
         colours, share = ink_of(page, page.locator(f"#{name}").screenshot())
@@ -117,6 +123,7 @@ def test_every_section_is_drawn(page: Page) -> None:
         assert share > 0.04
 
 
+@in_both_themes
 def test_nothing_is_wider_than_the_page_and_no_label_is_cut_or_covered(page: Page) -> None:
     for summary in page.locator("summary").all():
         summary.click()

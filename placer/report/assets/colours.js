@@ -1,7 +1,8 @@
 // Colours and patterns of devices, and labels that can be read on them.
 
-// Okabe and Ito's palette for all kinds of colour vision (jfly.uni-koeln.de/color, 2008), black
-// left out. From the ninth device on it repeats under patterns; every mark also has a number.
+// Okabe and Ito's palette for all kinds of colour vision (jfly.uni-koeln.de/color, 2008), with grey
+// in place of black. From the ninth device on it repeats under patterns; every mark also has a
+// number.
 const PALETTE = [
   "#0072B2",
   "#E69F00",
