@@ -46,13 +46,11 @@ def measured(found: Optimization) -> Optimization:
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A report of a small Inception on two GPUs and a CPU; an op has a rude name."""
+    """A small Inception on two GPUs and a CPU with too little memory; an op has a rude name."""
     cluster = Cluster(
         name="three",
         devices=tuple(
-            Device(
-                name=name, kind=name[:3], memory_bytes=16 * 10**9 if name != "cpu" else 3 * 10**9
-            )
+            Device(name=name, kind=name[:3], memory_bytes=16 * 10**9 if name != "cpu" else 10**9)
             for name in NAMES
         ),
         links=(Link(between=NAMES, latency_s=5e-6, bandwidth_bytes_per_s=12e9),),
@@ -133,6 +131,7 @@ def test_nothing_is_wider_than_the_page_and_no_label_is_cut_or_covered(page: Pag
         "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
     )
     assert sizes[0] <= sizes[1]
+    assert page.locator("#won svg").get_by_text("cpu needs").count() > 0
     cut = page.evaluate(
         """[...document.querySelectorAll("svg text")].filter((label) => {
           const [own, all] = [label, label.ownerSVGElement].map((e) => e.getBoundingClientRect());

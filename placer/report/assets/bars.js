@@ -111,8 +111,11 @@ function drawMeasured(group, row, y, x, most) {
 }
 
 function toldValues(row, y, width) {
-  if (row.why && !row.measured)
-    return [text(width - VALUES + 14, y, shortened(row.why, 44), "value", "start", row.why)];
+  if (row.why && !row.measured) {
+    const begin = row.predicted_s == null ? NAMES + 8 : width - VALUES + 14; // no bar in the way
+    const most = row.predicted_s == null ? 120 : 24;
+    return [text(begin, y, shortened(row.why, most), "value less", "start", row.why)];
+  }
   const both = row.measured && row.predicted_s != null;
   const left = width - VALUES + 14;
   const found = [];

@@ -19,7 +19,9 @@ function axes(drawn, width, height, end, low, high, units, begin = 0) {
     drawn.append(text(MARGIN.left - 8, y(at) + 4, up.tell(at), "tick", "end"));
   }
   for (const at of begin ? powers(begin, end) : ticks(0, end, Math.max(2, width / 130))) {
-    drawn.append(text(x(at), height - 12, across.tell(at), "tick", "middle"));
+    const atEnd = x(at) > right - 34;
+    if (atEnd && !begin) continue; // the unit stands there
+    drawn.append(text(x(at), height - 12, across.tell(at), "tick", atEnd ? "end" : "middle"));
   }
   drawn.append(text(MARGIN.left - 8, 12, up.unit, "tick", "end"));
   return { x, y, right, bottom, across };
