@@ -42,6 +42,7 @@ class Annealed:
         judge = Judge(problem)
         known = heuristics(judge)
         meter.spend(len(known))
+        meter.note("heuristics", ranked(known)[0].step_ns)
         start, found = ranked(known)[0], []
         starts = worthwhile_starts(moves_left(judge, start, meter))
         seeds = np.random.SeedSequence(seed).generate_state(MOST_STARTS).tolist()
@@ -58,5 +59,6 @@ class Annealed:
 
 
 def _tell(progress: Progress | None, meter: Meter, cost: int) -> None:
+    meter.note("annealing", cost)
     if progress is not None:
         progress(min(meter.share(), 1.0), f"annealing, {cost / 1e6:.3f} ms")
