@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -19,9 +20,14 @@ from placer.search.portfolio import load_compiled_code
 from placer.search.walking import MOST_STARTS, moves_left, walk, worthwhile_starts
 
 
+@dataclass(frozen=True, slots=True)
 class Annealed:
-    """From the best heuristic, and again from it with other random numbers where there is time."""
+    """From the best heuristic, and again from it with other random numbers where there is time.
 
+    ``senders`` as in :class:`placer.search.annealing.Annealing`.
+    """
+
+    senders: float = 0.0
     objectives: ClassVar[tuple[str, ...]] = ALL
 
     def place(
@@ -50,7 +56,7 @@ class Annealed:
         for number in range(starts):
             if meter.over():
                 break
-            annealing = Annealing(judge, start, seeds[number])
+            annealing = Annealing(judge, start, seeds[number], senders=self.senders)
             meter.spend(1)
             end = begin + (1.0 - begin) * (number + 1) / starts
             walk(annealing, meter, end, lambda cost: _tell(progress, meter, cost))
