@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from trained_alike import assert_trains_alike
 
 from envs.executor.placed_module import PlacedModule
-from envs.executor.streams import arrived, sending
+from envs.executor.streams import arrived, sending, staged
 from graphs.extract import Extraction, Step, extract
 
 torch.set_num_threads(1)
@@ -105,6 +105,38 @@ def test_what_is_written_in_place_is_not_sent_ahead() -> None:
 # --- on CUDA
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(()).expand(3, 4),
+        torch.arange(4.0).expand(3, 4),
+        torch.arange(24.0).reshape(2, 3, 4)[:, 1],
+        nn.Parameter(torch.arange(3.0)).expand(2, 3),
+    ],
+    ids=["gradient of a sum", "rows", "part", "parameter"],
+)
+def test_what_is_staged_shares_no_memory_between_its_elements(tensor: Tensor) -> None:
+    found = staged(tensor)
+    assert found.untyped_storage().nbytes() == found.nbytes
+    assert not found.requires_grad
+    assert found.is_pinned() == torch.cuda.is_available()
+    assert torch.equal(found, tensor)
+
+
+def test_what_is_staged_keeps_its_order_in_memory() -> None:
+    transposed = torch.arange(12.0).reshape(3, 4).t()
+    assert staged(transposed).stride() == transposed.stride()
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_the_gradient_of_a_sum_on_the_host_goes_back_to_a_gpu() -> None:
+    far = torch.randn(3, 4, device=second(), requires_grad=True)
+    torch.autograd.backward(arrived(sending(far, CPU)).sum())
+    assert far.grad is not None
+    assert torch.equal(far.grad.cpu(), torch.ones(3, 4))
 
 
 @pytest.mark.gpu

@@ -46,6 +46,15 @@ def arrived(sent: Sent) -> torch.Tensor:
     return sent.copy
 
 
+def staged(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor of the host in memory that CUDA, if there is any, reads on its own.
+
+    It is dense even where elements of the tensor share memory, as in one that was expanded.
+    """
+    room = torch.empty_like(tensor, pin_memory=torch.cuda.is_available())
+    return room.copy_(tensor.detach())
+
+
 class _Trip:
     """A tensor's way to another device, and its gradient's way back."""
 
@@ -110,7 +119,7 @@ def _copied(
     from_host = tensor.device.type == "cpu"
     stream = _stream(destination if from_host else tensor.device, from_host)
     if from_host:
-        tensor = tensor if tensor.is_pinned() else tensor.pin_memory()
+        tensor = tensor if tensor.is_pinned() else staged(tensor)
     else:
         stream.wait_stream(torch.cuda.current_stream(tensor.device))
     with torch.cuda.stream(stream):
