@@ -21,6 +21,7 @@ import torch
 
 from envs import torch_devices
 from envs.backend import StepResult
+from envs.executor.homes import put_back
 from envs.executor.placed_module import PlacedModule
 from envs.measured import Measurement, infeasible, misfit, noise, run_order
 from envs.placement import Placement
@@ -176,26 +177,23 @@ class MeasuredModule:
             if self._extraction.step.optimizer is not None:
                 self._module.learning_rate = 0.0
         else:
-            self._clear(self._module)
+            self._clear()
             self._module.place(where, order)
         return self._module
 
     def _drop(self) -> None:
-        """Forget the placed module, which an error may have left in pieces."""
-        if self._module is not None:
-            self._clear(self._module)
+        """Forget the placed module, which an error may have left in pieces, or half made."""
+        self._clear()
         self._module = None
         gc.collect()  # the traceback of an error holds tensors, in circles
         for device in self._devices:
             torch_devices.release(device)
 
-    def _clear(self, module: PlacedModule) -> None:
+    def _clear(self) -> None:
         """Empty the accelerators: they may have no room for the old and the new weights at once."""
-        module.zero_grad(set_to_none=True)
-        module.load_optimizer_state({})
-        for name, tensor in self._extraction.step.named_state().items():
-            if tensor.device.type == "cuda":  # other devices have no limit
-                tensor.data = self._on_host[name]
+        if self._module is not None:
+            self._module.load_optimizer_state({})
+        put_back(self._extraction.step, self._on_host)
         for device in self._devices:
             torch_devices.release(device)
 

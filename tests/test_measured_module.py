@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
-from torch import nn
+from torch import Tensor, nn
 from two_devices import linked, pair
 from vdev import TRANSFERS
 
 from envs.call_costs import profile_calls
 from envs.cluster import Link
 from envs.discover import discover
+from envs.executor.homes import Homes
 from envs.executor.placed_module import PlacedModule
 from envs.measured import Measurement
 from envs.measured_module import MeasuredModule, launch_order
@@ -104,6 +105,30 @@ def test_a_placement_that_runs_out_of_memory_fails_and_the_others_go_on(
         assert one.feasible
         assert one.parts.keys() == {"median_s", "min_s", "spread", "rebuilt_s", "contention"}
         assert one.peak_memory_bytes.keys() == {"vdev:0", "cpu"}
+
+
+def test_weights_leave_a_device_that_had_no_room_for_all_of_them(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, (there, *others) = small
+    moved: list[torch.device] = []
+    move = Homes._move
+
+    def cramped(homes: Homes, index: int, tensor: Tensor, home: torch.device) -> Tensor:
+        if home.type == "vdev" and len(moved) == 2:
+            raise torch.OutOfMemoryError("Tried to allocate 512.00 MiB")
+        moved.append(home)
+        return move(homes, index, tensor, home)
+
+    with opened(small, rounds=1, warm_up=0) as backend:
+        with monkeypatch.context() as patch:
+            patch.setattr(Homes, "_move", cramped)
+            (full,) = backend.measure([there])
+        assert full.overfull
+        assert len(moved) == 2
+        state = backend._extraction.step.named_state()
+        assert {tensor.device.type for tensor in state.values()} == {"cpu"}
+        assert all(one.ok for one in backend.measure([there, *others]))
 
 
 def test_what_does_not_belong_here_is_a_failure(small: Small) -> None:
