@@ -73,7 +73,7 @@ class Homes:
     @torch.no_grad()
     def _move(self, index: int, tensor: torch.Tensor, home: torch.device) -> torch.Tensor:
         kept, known = self._kept[index], self._known[index]
-        if known != _known(tensor):
+        if not _same(known, tensor):
             kept.clear()  # it has another value now
         kept[tensor.device] = tensor.detach()
         if home not in kept:
@@ -85,9 +85,9 @@ class Homes:
             tensor.grad = gradient.to(home)
         if gradient is not None or not self._may_stay[index]:
             kept.clear()
-        elif tensor.requires_grad and (known is None or known[0]() is not tensor):
+        elif tensor.requires_grad and not (known and known[0]() is tensor and known[2]):
             self._watch(index, tensor)
-        self._known[index] = _known(tensor)
+        self._known[index] = weakref.ref(tensor), tensor._version, tensor.requires_grad
         return tensor
 
     def _watch(self, index: int, tensor: torch.Tensor) -> None:
@@ -119,9 +119,11 @@ _Slots: TypeAlias = list[tuple[dict[str, Any], str]]
 _Known: TypeAlias = tuple["weakref.ref[torch.Tensor]", int, bool]
 
 
-def _known(tensor: torch.Tensor) -> _Known:
-    """The same of a tensor as long as nobody is seen to write it or to let it train."""
-    return weakref.ref(tensor), tensor._version, tensor.requires_grad
+def _same(known: _Known | None, tensor: torch.Tensor) -> bool:
+    """Whether it is that tensor, and nobody was seen to write it or to let it train."""
+    if known is None or known[0]() is not tensor:
+        return False
+    return known[1:] == (tensor._version, tensor.requires_grad)
 
 
 def _given(slots: _Slots, tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
