@@ -250,25 +250,25 @@ class PlacedModule(nn.Module):
         Raises:
             ExtractionError: the step cannot be extracted in the other mode; it stays in its own.
         """
-        if mode is self.training:
-            return self
+        self.training = self._step.training
         model = self._step.model
-        if mode is self._step.training:
+        if mode is self.training:
             for module, own in self._modes.items():
                 module.training = own
-        else:
-            if not self._others:
-                extraction = extracted_in_other_mode(self._extraction)
-                devices, order = self._in_other_mode(extraction.forward)
-                self._others.append(_Beside(extraction, devices, order, overlap=self._overlap))
-            self._modes = {module: module.training for module in model.modules()}
-            model.train(mode)
+            self._modes = {}
+            return self
+        if not self._others:
+            extraction = extracted_in_other_mode(self._extraction)
+            devices, order = self._in_other_mode(extraction.forward)
+            self._others.append(_Beside(extraction, devices, order, overlap=self._overlap))
+        self._modes = self._modes or {module: module.training for module in model.modules()}
+        model.train(mode)
         self.training = mode
         return self
 
     @property
     def _is_in_other_mode(self) -> bool:
-        return self.training is not self._step.training
+        return bool(self._others) and self.training is not self._step.training
 
     def _in_other_mode(self, other: ForwardProgram) -> tuple[dict[str, torch.device], list[str]]:
         """Where its calls are, and those of the order that it has, too."""
