@@ -6,13 +6,16 @@ host copies go through page-locked memory. The gradient comes back the same way.
 devices a copy is a plain one.
 
 Memory that one stream takes and another uses is marked (``record_stream``), so that it is not given
-away meanwhile. A tensor that is written in place must not be sent this way: the write would not
-wait for the copy.
+away meanwhile. Between two accelerators torch makes a copy on the stream that is current on the
+source, and lets it and the one that is current on the destination wait for each other; so the
+destination, too, has a stream of its own for that. A tensor that is written in place must not be
+sent this way: the write would not wait for the copy.
 """
 
 from __future__ import annotations
 
 import functools
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,12 +120,15 @@ def _copied(
 ) -> tuple[torch.Tensor, torch.cuda.Event]:
     """A copy that a stream of its own makes once the tensor is there, and the end of that."""
     from_host = tensor.device.type == "cpu"
-    stream = _stream(destination if from_host else tensor.device, from_host)
+    stream = _stream(destination, "from host") if from_host else _stream(tensor.device, "away")
     if from_host:
         tensor = tensor if tensor.is_pinned() else staged(tensor)
     else:
         stream.wait_stream(torch.cuda.current_stream(tensor.device))
-    with torch.cuda.stream(stream):
+    with ExitStack() as current:
+        if not from_host and destination.type == "cuda":
+            current.enter_context(torch.cuda.stream(_stream(destination, "from others")))
+        current.enter_context(torch.cuda.stream(stream))
         copy = tensor.to(destination, non_blocking=True)
     if tensor.is_cuda:
         tensor.record_stream(stream)
@@ -139,7 +145,7 @@ def _wait(event: torch.cuda.Event | None, reader: torch.device) -> None:
 
 
 @functools.cache
-def _stream(device: torch.device, into: bool) -> torch.cuda.Stream:
+def _stream(device: torch.device, direction: str) -> torch.cuda.Stream:
     """One stream per device and direction: devices copy both ways at once."""
-    del into
+    del direction
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
