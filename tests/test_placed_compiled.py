@@ -68,6 +68,7 @@ def test_what_was_compiled_has_both_modes() -> None:
     step = tiny_models.conv_net()
     placed = placed_on(extract(copy.deepcopy(step)), torch.device("cpu"))
     compiled = torch.compile(placed, backend="aot_eager", fullgraph=True)
+    assert isinstance(compiled, nn.Module)
     assert_trains_alike(step, placed, run=compiled, steps=1, tolerance=1e-5)
     expected = copy.deepcopy(step.model).eval()
     expected.load_state_dict(placed.state_dict())
