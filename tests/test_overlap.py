@@ -179,6 +179,24 @@ def test_large_tensors_that_meet_long_kernels_arrive_whole(seed: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("dense", [True, False])
+def test_what_one_gpu_sends_arrives_whole_at_another_and_its_gradient_back(dense: bool) -> None:
+    first, other = torch.device("cuda", 0), torch.device("cuda", 1)
+    for _ in range(5):
+        near = torch.randn(2048, 2048, device=first, requires_grad=True)
+        made = near * 2 if dense else (near * 2)[::2, ::3]
+        sent = sending(made, other)
+        torch.mm(torch.ones(2048, 2048, device=other), torch.ones(2048, 2048, device=other))
+        there = arrived(sent)
+        assert there.device == other
+        assert torch.equal(there.cpu(), made.cpu())
+        torch.autograd.backward((there * 3).sum())
+        assert near.grad is not None
+        assert near.grad.sum().item() == 6 * made.numel()
+
+
+@pytest.mark.gpu
 @needs_cuda
 @pytest.mark.parametrize("into", [True, False])
 def test_a_copy_overlaps_with_compute_on_the_gpu(into: bool) -> None:

@@ -125,14 +125,16 @@ def _copied(
         tensor = tensor if tensor.is_pinned() else staged(tensor)
     else:
         stream.wait_stream(torch.cuda.current_stream(tensor.device))
+    last = stream
     with ExitStack() as current:
         if not from_host and destination.type == "cuda":
-            current.enter_context(torch.cuda.stream(_stream(destination, "from others")))
+            last = _stream(destination, "from others")  # waits for the other, may go on after it
+            current.enter_context(torch.cuda.stream(last))
         current.enter_context(torch.cuda.stream(stream))
         copy = tensor.to(destination, non_blocking=True)
     if tensor.is_cuda:
         tensor.record_stream(stream)
-    return copy, stream.record_event()
+    return copy, last.record_event()
 
 
 def _wait(event: torch.cuda.Event | None, reader: torch.device) -> None:
