@@ -14,6 +14,7 @@ from torch import nn
 from envs.byte_size import parse_bytes
 from envs.cluster import Cluster
 from envs.discover import discover, present
+from envs.executor.hooked_module import HookedModule
 from envs.executor.lists import priority_order
 from envs.executor.placed import PlacedModel
 from envs.executor.placed_module import PlacedModule
@@ -23,6 +24,7 @@ from graphs.extract import Extraction, Step, extract
 from graphs.extract.call_graph import call_graph
 from graphs.extract.extraction import AUTO
 from graphs.extract.fake import check_has_memory
+from graphs.extract.module_map import module_map
 from graphs.graph import GraphArrays
 from graphs.optimizer import Optimizer
 from graphs.precision import FULL
@@ -269,6 +271,8 @@ def apply(
     ``placed.step(batch)``; close it, or use it as a context manager. On devices of torch it is a
     :class:`envs.executor.placed_module.PlacedModule`, to be called like the model itself (with the
     target, if there is a loss): ``placed(*inputs).backward()``. It has ``placed.step(batch)``, too.
+    Where the placement is of a graph of modules it is a
+    :class:`envs.executor.hooked_module.HookedModule`, which runs the model's own code, on any data.
 
     Args:
         model: the model that was placed, or one with the same architecture.
@@ -284,8 +288,8 @@ def apply(
 
     Raises:
         ExtractionError: the model cannot be extracted, or is on the meta device, or what was
-            extracted holds for the example inputs only, or is a graph of modules that no program
-            runs.
+            extracted holds for the example inputs only, or is a graph of modules, which pinned
+            cores cannot run.
         ValueError: the placement is of another graph, its devices are not here, or the example
             inputs are missing.
         WorkerError: the workers do not come up.
@@ -316,7 +320,9 @@ def apply(
     return apply_extracted(extraction, found)
 
 
-def apply_extracted(extraction: Extraction, placement: Placement) -> PlacedModel | PlacedModule:
+def apply_extracted(
+    extraction: Extraction, placement: Placement
+) -> PlacedModel | PlacedModule | HookedModule:
     """The model of an extraction, running as a placement of its graph says.
 
     Raises:
@@ -393,11 +399,16 @@ def export_placement(
     )
 
 
-def _placed_module(extraction: Extraction, placement: Placement, cluster: Cluster) -> PlacedModule:
-    calls = call_graph(extraction)
+def _placed_module(
+    extraction: Extraction, placement: Placement, cluster: Cluster
+) -> PlacedModule | HookedModule:
+    by_modules = extraction.extractor == "modules"
+    calls = module_map(extraction) if by_modules else call_graph(extraction)
     graph = GraphArrays.from_graph(calls.graph)
     fitting = placement.aligned(graph, cluster)
     devices = [torch_device(cluster.names[d]) for d in fitting.devices]
+    if by_modules:
+        return HookedModule(extraction, calls.devices_of_calls(devices))
     return PlacedModule(
         extraction, calls.devices_of_calls(devices), calls.launch_order(fitting.priority)
     )

@@ -1,7 +1,7 @@
 """What the main job needs of devices: what can be placed on them, its costs, a backend to run it.
 
 Pinned cores run the joint graph op by op in workers, torch's own devices the calls of the exported
-forward pass in this process.
+forward pass in this process, or the model's own code module by module.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator.schedule import Schedule
 from envs.torch_devices import is_core
+from envs.torch_module_costs import module_costs
 from graphs.costs import with_costs
 from graphs.extract import Extraction
 from graphs.extract.call_graph import call_graph
+from graphs.extract.module_map import module_map
 from placer.costing import costed_graph
 from placer.report.progress import Progress
 
@@ -57,6 +59,7 @@ class Rig(Protocol):
     """How an extraction is placed on one sort of devices."""
 
     graph: nx.DiGraph[str]
+    runs: bool  # whether there is a backend for what was extracted
 
     def costed(
         self, graph: nx.DiGraph[str], cluster: Cluster, hear: Progress, *, fresh: bool = False
@@ -84,7 +87,10 @@ def rig_for(extraction: Extraction, cluster: Cluster) -> Rig:
         ExtractionError: devices of torch cannot run what was extracted.
     """
     on_torch = not any(map(is_core, cluster.names)) and all(map(is_here, cluster.names))
-    return TorchDevices(extraction, cluster) if on_torch else Cores(extraction, cluster)
+    if not on_torch:
+        return Cores(extraction, cluster)
+    sort = Modules if extraction.extractor == "modules" else TorchDevices
+    return sort(extraction, cluster)
 
 
 class Cores:
@@ -93,6 +99,7 @@ class Cores:
     def __init__(self, extraction: Extraction, cluster: Cluster) -> None:
         self.extraction = extraction
         self.graph = extraction.graph
+        self.runs = extraction.own_program is not None
         self.limits = {device.name: device.memory_bytes for device in cluster.devices}
 
     def costed(
@@ -123,6 +130,8 @@ class Cores:
 
 class TorchDevices:
     """``cuda:*`` and ``cpu``: every call can be placed, its backward goes with it."""
+
+    runs = True
 
     def __init__(self, extraction: Extraction, cluster: Cluster) -> None:
         self.extraction = extraction
@@ -159,6 +168,45 @@ class TorchDevices:
         """A placed module in this process."""
         del longest_s, shortest_s  # its turns are as long as its steps need
         return MeasuredModule(self.extraction, self.calls, problem, limits=self.limits)
+
+
+class Modules:
+    """``cuda:*`` and ``cpu``, of a graph of modules: every module can be placed as a whole."""
+
+    runs = True
+
+    def __init__(self, extraction: Extraction, cluster: Cluster) -> None:
+        self.extraction = extraction
+        self.modules = module_map(extraction)
+        self.graph = self.modules.graph
+        self.limits = {device.name: device.memory_bytes for device in cluster.devices}
+
+    def costed(
+        self, graph: nx.DiGraph[str], cluster: Cluster, hear: Progress, *, fresh: bool = False
+    ) -> nx.DiGraph[str]:
+        """Costs of every module in context; they have no signature to be known by."""
+        del fresh
+        costs = module_costs(
+            self.extraction, cluster, progress=lambda done, total: hear.advance(done / total)
+        )
+        return with_costs(
+            graph,
+            {kind: known.cost_s for kind, known in costs.items()},
+            {kind: known.sources for kind, known in costs.items()},
+        )
+
+    def planned(self, cluster: Cluster) -> Cluster:
+        """Some of its memory is left for gaps and libraries."""
+        return plannable(cluster)
+
+    def order(self, problem: Problem, schedule: Schedule) -> list[int]:
+        """By start; the model's own code decides."""
+        return run_order(problem, schedule.start_ns)
+
+    def backend(self, problem: Problem, longest_s: float, shortest_s: float) -> MeasuringBackend:
+        """A hooked module in this process."""
+        del longest_s, shortest_s  # its turns are as long as its steps need
+        return MeasuredModule(self.extraction, self.modules, problem, limits=self.limits)
 
 
 def rounds_for(step_s: float) -> int:

@@ -7,7 +7,7 @@ hold; gradients move along.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -77,20 +77,31 @@ class Homes:
         if home not in kept:
             kept[home] = tensor.detach().to(home)
             self.moved_bytes += tensor.nbytes
-        data = kept[home]
-        gradient, tensor.grad = tensor.grad, None
-        if torch._has_compatible_shallow_copy_type(tensor, data):
-            tensor.data = data
-        else:
-            tensor = nn.Parameter(data, tensor.requires_grad) if _is_parameter(tensor) else data
-            for holder, name in self._slots[index]:
-                holder[name] = tensor
-        if gradient is not None:
-            tensor.grad = gradient.to(home)
+        tensor = with_data(tensor, kept[home], self._slots[index])
         self._known[index] = tensor, tensor._version
         if not self._may_stay[index]:
             kept.clear()
         return tensor
+
+
+@torch.no_grad()
+def with_data(
+    tensor: torch.Tensor, data: torch.Tensor, slots: Sequence[tuple[dict[str, Any], str]]
+) -> torch.Tensor:
+    """Let a parameter or buffer have its data on another device, and its gradient there, too.
+
+    Where torch does not allow that, a new tensor takes its slots. Returns the one that has them.
+    """
+    gradient, tensor.grad = tensor.grad, None
+    if torch._has_compatible_shallow_copy_type(tensor, data):
+        tensor.data = data
+    else:
+        tensor = nn.Parameter(data, tensor.requires_grad) if _is_parameter(tensor) else data
+        for holder, name in slots:
+            holder[name] = tensor
+    if gradient is not None:
+        tensor.grad = gradient.to(data.device)
+    return tensor
 
 
 def _slots(step: Step) -> dict[str, list[tuple[dict[str, Any], str]]]:

@@ -53,16 +53,16 @@ class Homes(Generic[Op]):
         """``ops`` are all ops, one at least, each with the path of its module."""
         self._first: dict[str, Op] = {}
         for op, module in ops:
-            for path in _and_outer(module):
+            for path in and_outer(module):
                 self._first.setdefault(path, op)
 
     def of(self, parameter: str) -> Op:
         """The first op in the parameter's own module, else in the nearest one around it."""
         module = parameter.replace(LOSS, "loss").rpartition(".")[0]
-        return next(self._first[path] for path in _and_outer(module) if path in self._first)
+        return next(self._first[path] for path in and_outer(module) if path in self._first)
 
 
-def _and_outer(module: str) -> Iterator[str]:
+def and_outer(module: str) -> Iterator[str]:
     """A module path and those of all modules around it, the whole model's last."""
     while module:
         yield module
