@@ -21,10 +21,9 @@ from envs.executor.placed_module import PlacedModule
 from envs.placement import Placement
 from envs.torch_devices import is_core, torch_device
 from graphs.extract import Extraction, Step, extract
-from graphs.extract.call_graph import call_graph
 from graphs.extract.extraction import AUTO
 from graphs.extract.fake import check_has_memory
-from graphs.extract.module_map import module_map
+from graphs.extract.module_map import ModuleMap, placeable
 from graphs.graph import GraphArrays
 from graphs.optimizer import Optimizer
 from graphs.precision import FULL
@@ -402,12 +401,11 @@ def export_placement(
 def _placed_module(
     extraction: Extraction, placement: Placement, cluster: Cluster
 ) -> PlacedModule | HookedModule:
-    by_modules = extraction.extractor == "modules"
-    calls = module_map(extraction) if by_modules else call_graph(extraction)
+    calls = placeable(extraction)
     graph = GraphArrays.from_graph(calls.graph)
     fitting = placement.aligned(graph, cluster)
     devices = [torch_device(cluster.names[d]) for d in fitting.devices]
-    if by_modules:
+    if isinstance(calls, ModuleMap):
         return HookedModule(extraction, calls.devices_of_calls(devices))
     return PlacedModule(
         extraction, calls.devices_of_calls(devices), calls.launch_order(fitting.priority)

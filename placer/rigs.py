@@ -21,11 +21,9 @@ from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator.schedule import Schedule
 from envs.torch_devices import is_core
-from envs.torch_module_costs import module_costs
 from graphs.costs import with_costs
 from graphs.extract import Extraction
-from graphs.extract.call_graph import call_graph
-from graphs.extract.module_map import module_map
+from graphs.extract.module_map import placeable
 from placer.costing import costed_graph
 from placer.report.progress import Progress
 
@@ -87,10 +85,7 @@ def rig_for(extraction: Extraction, cluster: Cluster) -> Rig:
         ExtractionError: devices of torch cannot run what was extracted.
     """
     on_torch = not any(map(is_core, cluster.names)) and all(map(is_here, cluster.names))
-    if not on_torch:
-        return Cores(extraction, cluster)
-    sort = Modules if extraction.extractor == "modules" else TorchDevices
-    return sort(extraction, cluster)
+    return TorchDevices(extraction, cluster) if on_torch else Cores(extraction, cluster)
 
 
 class Cores:
@@ -129,20 +124,23 @@ class Cores:
 
 
 class TorchDevices:
-    """``cuda:*`` and ``cpu``: every call can be placed, its backward goes with it."""
+    """``cuda:*`` and ``cpu``: every call can be placed, its backward goes with it.
+
+    Of a graph of modules every module can.
+    """
 
     runs = True
 
     def __init__(self, extraction: Extraction, cluster: Cluster) -> None:
         self.extraction = extraction
-        self.calls = call_graph(extraction)
+        self.calls = placeable(extraction)
         self.graph = self.calls.graph
         self.limits = {device.name: device.memory_bytes for device in cluster.devices}
 
     def costed(
         self, graph: nx.DiGraph[str], cluster: Cluster, hear: Progress, *, fresh: bool = False
     ) -> nx.DiGraph[str]:
-        """Costs of every call alone; without ``fresh`` known ones count."""
+        """Costs of every call alone, of modules in context; without ``fresh`` known ones count."""
         costs = call_costs(
             self.extraction,
             self.calls,
@@ -165,48 +163,9 @@ class TorchDevices:
         return launch_order(problem, schedule)
 
     def backend(self, problem: Problem, longest_s: float, shortest_s: float) -> MeasuringBackend:
-        """A placed module in this process."""
+        """A placed or hooked module in this process."""
         del longest_s, shortest_s  # its turns are as long as its steps need
         return MeasuredModule(self.extraction, self.calls, problem, limits=self.limits)
-
-
-class Modules:
-    """``cuda:*`` and ``cpu``, of a graph of modules: every module can be placed as a whole."""
-
-    runs = True
-
-    def __init__(self, extraction: Extraction, cluster: Cluster) -> None:
-        self.extraction = extraction
-        self.modules = module_map(extraction)
-        self.graph = self.modules.graph
-        self.limits = {device.name: device.memory_bytes for device in cluster.devices}
-
-    def costed(
-        self, graph: nx.DiGraph[str], cluster: Cluster, hear: Progress, *, fresh: bool = False
-    ) -> nx.DiGraph[str]:
-        """Costs of every module in context; they have no signature to be known by."""
-        del fresh
-        costs = module_costs(
-            self.extraction, cluster, progress=lambda done, total: hear.advance(done / total)
-        )
-        return with_costs(
-            graph,
-            {kind: known.cost_s for kind, known in costs.items()},
-            {kind: known.sources for kind, known in costs.items()},
-        )
-
-    def planned(self, cluster: Cluster) -> Cluster:
-        """Some of its memory is left for gaps and libraries."""
-        return plannable(cluster)
-
-    def order(self, problem: Problem, schedule: Schedule) -> list[int]:
-        """By start; the model's own code decides."""
-        return run_order(problem, schedule.start_ns)
-
-    def backend(self, problem: Problem, longest_s: float, shortest_s: float) -> MeasuringBackend:
-        """A hooked module in this process."""
-        del longest_s, shortest_s  # its turns are as long as its steps need
-        return MeasuredModule(self.extraction, self.modules, problem, limits=self.limits)
 
 
 def rounds_for(step_s: float) -> int:

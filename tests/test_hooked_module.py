@@ -6,17 +6,20 @@ import copy
 import functools
 import random
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import tiny_models
 import torch
 from extracted_steps import DOUBLE, STEPS, made
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiny_models import Plain, forward
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from trained_alike import assert_trains_alike
-from vdev import TRANSFERS
+from vdev import TRANSFERS, vdev
 
 from envs.executor.hooked_module import HookedModule
 from graphs.extract import Extraction, Step, extract
@@ -232,6 +235,51 @@ def test_what_a_models_code_brings_together_meets_on_one_device(
     assert_trains_alike(*placed_at(step, {**devices, "doubled": swapped}))
 
 
+class Writer(nn.Module):
+    """Writes what it is given, or reads it."""
+
+    def __init__(self, kind: str, at: int) -> None:
+        super().__init__()
+        self.kind, self.at = kind, at
+        self.scale = nn.Parameter(torch.tensor(0.5 + at))
+
+    def forward(self, held: Tensor, x: Tensor) -> Tensor:
+        if self.kind == "fill":
+            return held[self.at].fill_(0.5)
+        if self.kind == "add":
+            return held.t()[self.at].add_(x.sum() * self.scale)
+        if self.kind == "copy":
+            return held[:, self.at : self.at + 1].copy_(x[:, :1] * self.scale)
+        return held.clone().exp().mean() * self.scale
+
+
+WRITES = st.tuples(st.sampled_from(("fill", "add", "copy", "read")), st.integers(0, 2))
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(WRITES, min_size=1, max_size=6), st.integers(0, 2**9 - 1))
+def test_what_modules_write_through_views_is_read_as_it_was(
+    writes: list[tuple[str, int]], where: int
+) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        held = m.linear(x) * 2
+        total, rows = x.sum(), held.t()
+        for number, (kind, _) in enumerate(writes):
+            found = m.get_submodule(f"part{number}")(held if number % 2 else rows, x)
+            total = total + found if kind == "read" else total + held.clone().sin().sum()
+        out: Tensor = total + rows.mean()
+        return out
+
+    parts: dict[str, nn.Module] = {f"part{i}": Writer(*write) for i, write in enumerate(writes)}
+    torch.manual_seed(0)
+    model = Plain(forward, linear=nn.Linear(3, 3), **parts).double()
+    step = Step.of(model, (torch.randn(3, 3).double(),))
+    with vdev() as device:
+        paths = ["", "linear", *parts]
+        chosen = {path: device if where >> i & 1 else "cpu" for i, path in enumerate(paths)}
+        assert_trains_alike(*placed_at(step, chosen), rate=1e-3)
+
+
 def test_tied_parameters_live_with_the_first_module_and_are_sent_to_the_others(
     device: torch.device,
 ) -> None:
@@ -291,6 +339,38 @@ def test_closed_it_leaves_the_model_as_it_was(device: torch.device) -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     with pytest.raises(RuntimeError, match="closed"):
         placed(*step.inputs)
+
+
+def test_modules_that_are_called_in_threads_run_on_their_devices(device: torch.device) -> None:
+    def both(m: Any, x: Tensor) -> Tensor:
+        with ThreadPoolExecutor(2) as threads:
+            found = list(threads.map(lambda name: m.get_submodule(name)(x), ("first", "second")))
+        out: Tensor = found[0].cpu() * found[1].cpu()
+        return out
+
+    step = two_linear(both)
+    _, placed = placed_at(step, {"": "cpu", "second": "cpu"})
+    assert_trains_alike(step, placed)
+
+
+def test_ctrl_c_in_the_model_leaves_nothing_behind(device: torch.device) -> None:
+    pressed: list[bool] = []
+
+    def stopped(m: Any, x: Tensor) -> Tensor:
+        if pressed:
+            pressed.clear()
+            raise KeyboardInterrupt
+        out: Tensor = x * 2
+        return out
+
+    step = two_linear(lambda m, x: m.second(m.inner(m.first(x))), inner=Plain(stopped))
+    _, placed = placed_at(step, {"": "cpu", "first": device})
+    pressed.append(True)
+    with pytest.raises(KeyboardInterrupt):
+        placed(*step.inputs)
+    with pytest.raises(RuntimeError, match="one device"):
+        torch.ones(2) + torch.ones(2, device=device)
+    assert_trains_alike(step, placed)
 
 
 def test_an_error_of_the_model_leaves_it_ready_for_the_next_call(device: torch.device) -> None:

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import networkx as nx
 
+from graphs.extract.call_graph import CallGraph, call_graph
 from graphs.extract.extraction import Extraction
 from graphs.graph import attributes_of
 
@@ -37,6 +38,17 @@ class ModuleMap:
         """None: the model's own code decides."""
         del priority
         return ()
+
+
+def placeable(extraction: Extraction) -> CallGraph | ModuleMap:
+    """What devices of torch place of a step: the calls that were exported, else its modules.
+
+    Raises:
+        ExtractionError: the step was recorded, or its export has what they cannot run.
+    """
+    if extraction.extractor == "modules":
+        return module_map(extraction)
+    return call_graph(extraction)
 
 
 def module_map(extraction: Extraction) -> ModuleMap:
