@@ -7,6 +7,7 @@ import functools
 import random
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -289,6 +290,20 @@ def test_tied_parameters_live_with_the_first_module_and_are_sent_to_the_others(
     head, embedding = (placed.get_submodule(name).weight for name in ("head", "embedding"))
     assert head is embedding
     assert embedding.device == device
+
+
+def test_a_step_in_bf16_is_under_autocast_on_each_of_its_devices(device: torch.device) -> None:
+    step = replace(two_linear(lambda m, x: m.second(m.first(x).relu())), dtype="bf16")
+    found = {}
+    for where in ("cpu", device):
+        _, placed = placed_at(step, {"": "cpu", "first": where})
+        seen: list[torch.dtype] = []
+        first = placed.get_submodule("first")
+        hook = first.register_forward_hook(lambda _, given, out, seen=seen: seen.append(out.dtype))
+        found[where] = placed(*step.inputs).item()
+        hook.remove()
+        assert seen == [torch.bfloat16]
+    assert found["cpu"] == found[device] == forward(copy.deepcopy(step)).item()
 
 
 # --- the life of a placed model

@@ -32,6 +32,8 @@ class ModuleMap:
         Raises:
             ValueError: there are not as many devices as ops.
         """
+        if len(devices) != len(self.modules):
+            raise ValueError(f"{len(devices)} devices are not for {len(self.modules)} ops")
         return dict(zip(self.modules, devices, strict=True))
 
     def launch_order(self, priority: Sequence[float]) -> tuple[str, ...]:
