@@ -40,7 +40,7 @@ format: $(READY)  ## let ruff mend what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(READY)  ## print the benchmarks, as ratios within one run: 45 minutes
+bench: $(READY)  ## print the benchmarks, as ratios within one run: an hour
 	$(BIN)/python -m benchmarks
 
 bench-gpu: $(READY)  ## measure everything that needs a GPU, in 8 minutes; elsewhere on a fake one

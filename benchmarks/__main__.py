@@ -1,10 +1,12 @@
 """All benchmarks, one after the other, or those named.
 
-    python -m benchmarks [--quick] [NAME ...]
+    python -m benchmarks [--quick | --full] [NAME ...]
 
-All of them take about an hour; with ``--quick``, which makes the longest ones short, 20 minutes.
+All of them take about an hour; with ``--quick``, which makes the longest ones short, 20 minutes;
+with ``--full``, which takes five seeds of ten-second searches and proves longer, three hours.
 """
 
+import argparse
 import sys
 
 from benchmarks import (
@@ -20,7 +22,6 @@ from benchmarks import (
     sync_quality,
 )
 
-QUICK = "--quick"
 ALL = {
     "extraction": extraction,
     "coarsen": coarsen,
@@ -35,15 +36,25 @@ ALL = {
 }
 
 
-def main(names: list[str], quick: bool = False) -> None:
+def main(names: list[str], quick: bool = False, full: bool = False) -> None:
     if unknown := [name for name in names if name not in ALL]:
         sys.exit(f"there is no benchmark {unknown[0]!r}; there are {', '.join(ALL)}")
     for name in names or ALL:
-        if name in ("search", "sync_quality"):
-            ALL[name].main(quick)
+        if name == "search":
+            search.main(quick, full)
+        elif name == "sync_quality":
+            sync_quality.main(quick)
+        elif name == "max_load":
+            max_load.main(effort=max_load.FULL if full else max_load.SHORT)
         else:
             ALL[name].main()
 
 
 if __name__ == "__main__":
-    main([name for name in sys.argv[1:] if name != QUICK], QUICK in sys.argv[1:])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks")
+    effort = parser.add_mutually_exclusive_group()
+    effort.add_argument("--quick", action="store_true", help="the longest ones short")
+    effort.add_argument("--full", action="store_true", help="more seeds, longer proofs")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(ALL))
+    arguments = parser.parse_args()
+    main(arguments.names, arguments.quick, arguments.full)

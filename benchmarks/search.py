@@ -1,14 +1,15 @@
 """How good plans are: at equal seconds, at equal evaluations, and against known optima.
 
-    python -m benchmarks.search [--quick]
+    python -m benchmarks.search [--quick | --full]
 
 All on one core, by the same simulator and the same clock, on the problems of
 benchmarks/instances.py. Unless said, numbers are step times relative to the best of {single device,
 HEFT, ETF}, geometric means over the problems: medians over five seeds with their range; smaller is
-better. Ten-second budgets, planted optima and noise take one seed. "Initial weights" is the same
-portfolio with the network that training begins with: HEFT, and samples around it. `generalist` was
-trained on graphs of all these families, `synthetic-only` on none. ``--quick`` takes one seed, and
-leaves out the ten-second budgets.
+better. Ten-second budgets, planted optima and noise take one seed; with ``--full``, which takes two
+hours, ten-second budgets take five. "Initial weights" is the same portfolio with the network that
+training begins with: HEFT, and samples around it. `generalist` was trained on graphs of all these
+families, `synthetic-only` on none. ``--quick`` takes one seed, and leaves out the ten-second
+budgets.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from numpy.typing import NDArray
 from benchmarks.instances import communicating, judged, planted_instances, unseen
 from benchmarks.simulator import cluster_of, flat_layered
 from envs.problem import Problem
+from placer.placers.annealing import Annealed
 from placer.placers.placer import Placer
 from placer.placers.portfolio import Portfolio
 from placer.placers.registry import listings, placer_named
@@ -38,7 +40,7 @@ from placer.search.budget import Budget
 from placer.search.candidate import Candidate, ranked
 from placer.search.decoder import HEFT, WEIGHT_COUNT
 from placer.search.judge import Judge
-from placer.search.portfolio import load_compiled_code
+from placer.search.portfolio import SENDERS, load_compiled_code
 
 SEEDS = 5
 POLICIES = ("synthetic-only", "generalist")
@@ -50,6 +52,7 @@ DRAWS = 12
 LARGE_OPS = 100_000
 LARGE_S = 20.0
 MASKABLE_S = 10.0
+WITH_MOVES = Annealed(senders=SENDERS)
 TOO_SLOW = ("exact", "sequence-to-sequence")
 """For graphs of this size: the one proves, the other makes a hundred plans a second."""
 
@@ -85,40 +88,46 @@ class Scores:
         return f"  {self.name:42} {self.median():.3f}{spread}"
 
 
-def main(quick: bool = False) -> None:
+def main(quick: bool = False, full: bool = False) -> None:
     seeds = 1 if quick else SEEDS
+    long_seeds = SEEDS if full else 1
     load_compiled_code()
     problems = judged()
     sizes = [item.judge.problem.op_count for item in problems]
     print(f"{len(problems)} problems of {min(sizes)} to {max(sizes)} ops, {seeds} seeds")
     policies = {name: load(name) for name in POLICIES}
-    for name, policy in policies.items():
-        of_policy(name, policy, problems, seeds)
+    of_policies(policies, problems, seeds)
     every_placer(problems, policies["generalist"])
     for seconds in SHORT_S:
         at_budget(problems, Budget(seconds=seconds), policies, seeds)
     at_budget(problems, Budget(evaluations=EVALUATIONS), policies, seeds)
     each_training_seed(problems, policies["synthetic-only"], seeds)
     if not quick:
-        at_budget(problems, Budget(seconds=LONG_S), policies, 1, controls=False)
+        at_budget(problems, Budget(seconds=LONG_S), policies, long_seeds, controls=False)
     others = unseen()
     print(f"{len(others)} problems by which nothing was chosen")
-    for name, policy in policies.items():
-        of_policy(name, policy, others, seeds)
+    of_policies(policies, others, seeds)
     for seconds in SHORT_S:
         at_budget(others, Budget(seconds=seconds), policies, seeds)
     each_training_seed(others, policies["synthetic-only"], seeds)
-    heavy(policies, seeds, quick)
+    heavy(policies, {1.0: seeds} if quick else {1.0: seeds, LONG_S: long_seeds})
     under_noise(problems, policies["generalist"])
     on_planted(policies["generalist"], 1.0 if quick else LONG_S)
     large(policies["generalist"])
     op_by_op(problems, policies["generalist"])
 
 
-def of_policy(name: str, policy: Policy, problems: Sequence[Exercise], seeds: int) -> None:
-    found = [scores(policy, problems, seed) for seed in range(seeds)]
-    print(Scores(f"{name}, one decode", np.stack([found[0][0]])).line())
-    print(Scores(f"{name}, best of 16", np.stack([best for _, best in found])).line())
+def of_policies(policies: dict[str, Policy], problems: Sequence[Exercise], seeds: int) -> None:
+    """What policies propose, without a search."""
+    medians = []
+    for name, policy in policies.items():
+        proposed = [scores(policy, problems, seed) for seed in range(seeds)]
+        one = Scores(f"{name}, one decode", np.stack([proposed[0][0]]))
+        best = Scores(f"{name}, best of 16", np.stack([best for _, best in proposed]))
+        print(one.line(), best.line(), sep="\n")
+        medians.append((one.median(), best.median()))
+    losses = [unaware / aware - 1.0 for unaware, aware in zip(*medians, strict=True)]
+    print(f"    {POLICIES[0]} loses {losses[0]:.1%} and {losses[1]:.1%} against {POLICIES[1]}")
 
 
 def every_placer(problems: Sequence[Exercise], policy: Policy) -> None:
@@ -143,6 +152,8 @@ def at_budget(
     print(f"{budget}")
     annealing = found("annealing", placer_named("annealing"), problems, budget, seeds)
     print(annealing.line())
+    if controls:
+        print(found("  with the portfolio's moves", WITH_MOVES, problems, budget, seeds).line())
     unlearnt = {"without a policy": None, "with initial weights": Initial()} if controls else {}
     for name, proposer in unlearnt.items():
         print(found(f"portfolio {name}", Portfolio(proposer), problems, budget, seeds).line())
@@ -177,6 +188,7 @@ def each_training_seed(problems: Sequence[Exercise], policy: Policy, seeds: int)
     print(f"{budget}, each training seed of {policy.name} alone")
     initial = found("initial weights", Portfolio(Initial()), problems, budget, seeds)
     print(initial.line())
+    print(found("without a policy", Portfolio(), problems, budget, seeds).line())
     alone = [replace(policy, others=()), *policy.others]
     own = [
         found(f"seed {number}", Portfolio(member), problems, budget, seeds)
@@ -193,18 +205,17 @@ def training_seeds(policy: Policy) -> list[int]:
     return [policy.card["seed"], *policy.card["others"]]
 
 
-def heavy(policies: dict[str, Policy], seeds: int, quick: bool) -> None:
-    """Four times as much to send as to compute."""
+def heavy(policies: dict[str, Policy], seeds: dict[float, int]) -> None:
+    """Four times as much to send as to compute; ``seeds`` by seconds."""
     problems = communicating()
     print("communication-heavy")
-    for seconds, count in ((1.0, seeds), (LONG_S, 1)):
-        if quick and seconds == LONG_S:
-            continue
+    for seconds, count in seeds.items():
         budget = Budget(seconds=seconds)
         annealing = found(
             f"annealing, {budget}", placer_named("annealing"), problems, budget, count
         )
         print(annealing.line())
+        print(found("  with the portfolio's moves", WITH_MOVES, problems, budget, count).line())
         for name, policy in policies.items():
             own = found(f"{name}, {budget}", Portfolio(policy), problems, budget, count)
             print(own.line())
@@ -297,5 +308,8 @@ def found(
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m benchmarks.search")
-    parser.add_argument("--quick", action="store_true", help="one seed, no ten-second budgets")
-    main(parser.parse_args().quick)
+    effort = parser.add_mutually_exclusive_group()
+    effort.add_argument("--quick", action="store_true", help="one seed, no ten-second budgets")
+    effort.add_argument("--full", action="store_true", help="five seeds of ten-second budgets, too")
+    arguments = parser.parse_args()
+    main(arguments.quick, arguments.full)

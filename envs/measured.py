@@ -378,9 +378,10 @@ def misfit(problem: Problem, placement: Placement) -> str:
 
 
 def infeasible(seen: Measurement) -> StepResult:
-    """The result of a placement that was not run, or failed."""
+    """The result of a placement that was not run, or failed; with what memory it had taken."""
     why = seen.failure or "the measuring was stopped before it was run"
-    return StepResult(step_s=np.inf, peak_memory_bytes={}, feasible=False, why=why)
+    peaks = dict(seen.peak_memory_bytes)
+    return StepResult(step_s=np.inf, peak_memory_bytes=peaks, feasible=False, why=why)
 
 
 def noise(seen: Measurement) -> dict[str, float]:

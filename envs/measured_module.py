@@ -4,7 +4,9 @@ What was exported runs call by call, a step whose graph is of modules as its own
 
 Candidates take turns as in :mod:`envs.measured`. A turn puts the weights where the candidate wants
 them, runs a step that does not count, and then a few that do; their median is one round's time.
-Nothing but the clock is known of a step, so its rebuilt time is its wall time.
+Nothing but the clock is known of a step, so its rebuilt time is its wall time. The clock runs from
+when all devices have nothing to do until they have so again: an event of CUDA would tell of one
+stream of one device, and a step may begin on one, end on another, and use the host in between.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import torch
 
 from envs import torch_devices
 from envs.backend import StepResult
+from envs.executor.homes import put_back
 from envs.executor.hooked_module import HookedModule
 from envs.executor.placed_module import PlacedModule
 from envs.measured import Measurement, infeasible, misfit, noise, run_order
@@ -31,6 +34,7 @@ from envs.problem import Problem
 from envs.simulator import Simulator
 from envs.simulator.schedule import Schedule
 from envs.torch_devices import CPU, OUT_OF_MEMORY, torch_device
+from envs.watchdog import ended_after
 from graphs.extract import Extraction
 from graphs.extract.call_graph import CallGraph
 from graphs.extract.module_map import ModuleMap
@@ -47,7 +51,7 @@ class MeasuredModule:
     placement sends its weights, but never waits for those of the one before. A training step is
     forward, backward and the updates of its optimizer, if it has one, at a learning rate of 0;
     gradients are dropped before it. Memory of CUDA devices is limited to ``limits`` while it is
-    open.
+    open; that of the host is not.
 
     Args:
         extraction: the step.
@@ -56,6 +60,8 @@ class MeasuredModule:
         limits: {device name: bytes} that torch may take, gaps included.
         rounds: turns of every candidate that count.
         warm_up: turns that do not.
+        turn_timeout_s: an op hangs where a turn takes longer. Nothing can end it but the end of
+            this process, which then says so.
 
     Raises:
         ValueError: a device is not here.
@@ -70,11 +76,13 @@ class MeasuredModule:
         limits: dict[str, int] | None = None,
         rounds: int = 7,
         warm_up: int = 1,
+        turn_timeout_s: float = 600.0,
     ) -> None:
         self.calls = calls
         self.problem = problem
         self.rounds = rounds
         self.warm_up = warm_up
+        self.turn_timeout_s = turn_timeout_s
         self.interrupted = False
         self.reference: Measurement | None = None
         self._devices = [torch_device(name) for name in problem.cluster.names]
@@ -141,9 +149,11 @@ class MeasuredModule:
         if turns.failure:
             return
         try:
-            wall_s = self._steps(placement)
+            with ended_after(self.turn_timeout_s, self._hung()):
+                wall_s = self._steps(placement)
         except OUT_OF_MEMORY as error:
             turns.failure, turns.overfull = self._no_room(placement, error), True
+            turns.keep_peaks(self._peaks())
             self._drop()
         except (RuntimeError, ValueError) as error:
             turns.failure = f"torch cannot run it: {str(error).splitlines()[0]}"
@@ -155,9 +165,10 @@ class MeasuredModule:
 
     def _steps(self, placement: Placement) -> float:
         """Median seconds of the steps of a turn."""
-        module = self._placed(placement)
+        self._clear()
         for device in self._devices:
             torch_devices.reset_peak(device)
+        module = self._placed(placement)
         first_s = self._step(module)
         count = min(max(round(TURN_S / first_s), 1), MOST_STEPS)
         return float(np.median([self._step(module) for _ in range(count)]))
@@ -182,14 +193,12 @@ class MeasuredModule:
             if self._extraction.step.optimizer is not None:
                 self._module.learning_rate = 0.0
         else:
-            self._clear(self._module)
             self._module.place(where, order)
         return self._module
 
     def _drop(self) -> None:
-        """Forget the placed module, which an error may have left in pieces."""
-        if self._module is not None:
-            self._clear(self._module)
+        """Forget the placed module, which an error may have left in pieces, or half made."""
+        self._clear()
         if isinstance(self._module, HookedModule):
             self._module.close()
         self._module = None
@@ -197,14 +206,11 @@ class MeasuredModule:
         for device in self._devices:
             torch_devices.release(device)
 
-    def _clear(self, module: PlacedModule | HookedModule) -> None:
+    def _clear(self) -> None:
         """Empty the accelerators: they may have no room for the old and the new weights at once."""
-        module.zero_grad(set_to_none=True)
-        if isinstance(module, PlacedModule):
-            module.load_optimizer_state({})
-        for name, tensor in self._extraction.step.named_state().items():
-            if tensor.device.type == "cuda":  # other devices have no limit
-                tensor.data = self._on_host[name]
+        if isinstance(self._module, PlacedModule):
+            self._module.load_optimizer_state({})
+        put_back(self._extraction.step, self._on_host)
         for device in self._devices:
             torch_devices.release(device)
 
@@ -218,6 +224,13 @@ class MeasuredModule:
             for name, device in zip(self.problem.cluster.names, self._devices, strict=True)
         }
         return {name: size for name, size in peaks.items() if size is not None}
+
+    def _hung(self) -> str:
+        return (
+            f"a step on {', '.join(self.problem.cluster.names)} was not over after "
+            f"{self.turn_timeout_s:g} s: an op hangs, or a device does not answer. This process "
+            "ends, since nothing else ends such an op"
+        )
 
     def _no_room(self, placement: Placement, error: BaseException) -> str:
         """What ran out, and what the simulator had thought."""

@@ -16,7 +16,7 @@ from envs.op_costs import op_costs
 from envs.problem import Problem
 from envs.torch_devices import is_core
 from graphs.costs import with_costs
-from graphs.extract import Extraction, ExtractionError, Step, extract
+from graphs.extract import Extraction, Step, extract
 from graphs.extract.call_graph import CallGraph
 from graphs.extract.module_map import ModuleMap, placeable
 from graphs.graph import GraphArrays
@@ -74,8 +74,6 @@ class ModelProblem:
             calls, graph = None, extraction.graph
             costs = op_costs(extraction, cluster)
         else:
-            if extraction.step.optimizer is not None:
-                raise ExtractionError("on cuda:N and cpu an optimizer cannot be part of the step")
             calls = placeable(extraction)
             graph = calls.graph
             costs = call_costs(extraction, calls, cluster)

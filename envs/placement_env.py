@@ -18,12 +18,13 @@ from envs.levels import levels
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.toy_problem import toy_problem
+from graphs.optimizer import Optimizer
+from graphs.precision import FULL
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from envs.cluster import Cluster
-    from envs.model_problem import ModelProblem
 
 OP_FEATURES: Final = (
     "cost",
@@ -92,6 +93,8 @@ class PlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
         inputs: Any = None,
         loss: Callable[[Any, Any], Tensor] | None = None,
         training: bool = True,
+        optimizer: str | Optimizer | None = None,
+        dtype: str = FULL,
         devices: str | Cluster = "auto",
         memory: Mapping[str, int] | None = None,
         rounds: int = 5,
@@ -107,13 +110,16 @@ class PlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
             inputs: its example inputs, the target of the loss last.
             loss: called with the model's output and the target, gives a scalar.
             training: a step is forward and backward; with False the model's inference.
+            optimizer: a training step also updates the parameters, as ``"sgd"``, ``"momentum"``,
+                ``"adam"`` or ``"adamw"`` does.
+            dtype: ``"bf16"`` puts forward pass and loss under ``torch.autocast``.
             devices: of this machine, by name, or as a cluster.
             memory: {device name: bytes} that placements may use there.
             rounds: how often a placement is run to be measured.
 
         Raises:
             ValueError: the backend has no such name, or lacks a model; there are both a problem and
-                a model; or there is no such device.
+                a model; or there is no such device, optimizer or dtype.
             ExtractionError: the model cannot be extracted.
             WorkerError: workers do not come up, or cannot run the model.
         """
@@ -121,7 +127,18 @@ class PlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
             raise ValueError("give either a problem or a model, which makes one")
         placed = None
         if model is not None:
-            placed = _of_model(model, inputs, loss, training, devices, memory)
+            from envs.model_problem import ModelProblem  # torch loads here
+            from graphs.extract import Step
+
+            step = Step.of(
+                model,
+                inputs,
+                loss,
+                training=training,
+                optimizer=Optimizer.of(optimizer),
+                dtype=dtype,
+            )
+            placed = ModelProblem.of(step, devices, memory)
             problem = placed.problem
         self.problem = problem or toy_problem()
         self._started = ExitStack()
@@ -338,17 +355,3 @@ class PlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
         )
         own = np.append(self._op_features[op], self._position / self.problem.op_count)
         return np.concatenate([own, devices.ravel()]).astype(np.float32)
-
-
-def _of_model(
-    model: nn.Module,
-    inputs: Any,
-    loss: Callable[[Any, Any], Tensor] | None,
-    training: bool,
-    devices: str | Cluster,
-    memory: Mapping[str, int] | None,
-) -> ModelProblem:
-    from envs.model_problem import ModelProblem
-    from graphs.extract import Step
-
-    return ModelProblem.of(Step.of(model, inputs, loss, training=training), devices, memory)

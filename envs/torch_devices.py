@@ -95,12 +95,15 @@ def peak_bytes(device: torch.device) -> int | None:
 
 @contextlib.contextmanager
 def limited(limits: dict[torch.device, int]) -> Iterator[None]:
-    """Let torch's allocators take only so many bytes; the host's memory is not limited.
+    """Let torch's allocators take only so many bytes; afterwards as many as before.
 
     The limit holds for all that the allocator reserves, the gaps between tensors included, but
-    not for the context of the device itself (about half a GB with CUDA).
+    not for the context of the device itself (about half a GB with CUDA). That of the host is not
+    enforced: this process has more in its memory than the step, so placements are held to it by
+    what the simulator predicts.
     """
     cuda = {device: size for device, size in limits.items() if device.type == "cuda"}
+    before = {device: torch.cuda.get_per_process_memory_fraction(device) for device in cuda}
     try:
         for device, size in cuda.items():
             release(device)
@@ -108,8 +111,8 @@ def limited(limits: dict[torch.device, int]) -> Iterator[None]:
             torch.cuda.set_per_process_memory_fraction(min(size / total, 1.0), device)
         yield
     finally:
-        for device in cuda:
-            torch.cuda.set_per_process_memory_fraction(1.0, device)
+        for device, fraction in before.items():
+            torch.cuda.set_per_process_memory_fraction(fraction, device)
 
 
 def _call(device: torch.device, function: str, *arguments: Any) -> Any:

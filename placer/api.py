@@ -269,9 +269,10 @@ def apply(
     On pinned cores that is a :class:`envs.executor.placed.PlacedModel`, whose workers run
     ``placed.step(batch)``; close it, or use it as a context manager. On devices of torch it is a
     :class:`envs.executor.placed_module.PlacedModule`, to be called like the model itself (with the
-    target, if there is a loss): ``placed(*inputs).backward()``. It has ``placed.step(batch)``, too.
-    Where the placement is of a graph of modules it is a
-    :class:`envs.executor.hooked_module.HookedModule`, which runs the model's own code, on any data.
+    target, if there is a loss): ``placed(*inputs).backward()``. It has ``placed.step(batch)``, too,
+    and between epochs ``placed.eval()(*inputs)`` is what the model returns in eval mode. Where the
+    placement is of a graph of modules it is a :class:`envs.executor.hooked_module.HookedModule`,
+    which runs the model's own code, on any data.
 
     Args:
         model: the model that was placed, or one with the same architecture.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 
@@ -14,12 +15,16 @@ from envs.micro_batches import Pipeline
 from envs.placement import OBJECTIVES, Placement
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS, Simulated
-from placer.placers.placer import Placer
+from placer.placers.placer import MAX_LOAD, Placer, Progress
 from placer.placers.rule import sorted_for
 from placer.search.budget import Budget
 from placer.search.candidate import Candidate
 from placer.search.heuristics import ETF_NAME, SINGLE, heuristics
 from placer.search.judge import Judge
+
+BALANCING: Final = 0.3
+"""Share of a search for throughput that balances loads."""
+BALANCED: Final = "balanced loads"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,19 +69,34 @@ class Objective:
         seed: int,
         placer: Placer,
         *,
-        progress: Callable[[float, str], None] | None = None,
+        progress: Progress | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> list[Candidate]:
         """Plans of a placer for the ops of a problem; all heuristics are among them.
 
         A step of micro-batches is searched as the problem of its copies; throughput, too, by the
         step, whose length follows it. Priorities found for single copies are those of the first.
+        As the busiest device sets the pace, a placer that can balance loads does so for a part of
+        the budget, and its best plan comes last.
 
         Raises:
             ValueError: the placer does not take such a problem.
         """
+        balanced: list[Candidate] = []
+        if self.name == "throughput" and MAX_LOAD in placer.objectives:
+            loads = placer.place(
+                problem,
+                budget.part(BALANCING),
+                seed,
+                objective=MAX_LOAD,
+                progress=_between(progress, 0.0, BALANCING),
+                should_stop=should_stop,
+            )
+            balanced = [replace(loads[0], name=BALANCED)]
+            budget = budget.part(1.0 - BALANCING)
+            progress = _between(progress, BALANCING, 1.0)
         whole = problem
-        if self.micro_batches > 1 and self.name != "max-load":
+        if self.micro_batches > 1 and self.name != MAX_LOAD:
             whole = self._pipelined(problem)
         found = placer.place(
             whole,
@@ -90,7 +110,7 @@ class Objective:
         count = problem.op_count
         return [
             replace(plan, devices=plan.devices[:count], priority=plan.priority[:count])
-            for plan in found
+            for plan in [*found, *balanced]
         ]
 
     def _with_heuristics(self, problem: Problem, found: list[Candidate]) -> list[Candidate]:
@@ -146,3 +166,10 @@ class Objective:
 
     def _pipelined(self, problem: Problem) -> Problem:
         return Pipeline.of(problem, self.micro_batches, in_flight=self.in_flight).problem
+
+
+def _between(progress: Progress | None, begin: float, end: float) -> Progress | None:
+    """Tells a part of a search as that of the whole."""
+    if progress is None:
+        return None
+    return lambda share, text: progress(begin + (end - begin) * share, text)

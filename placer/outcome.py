@@ -16,6 +16,7 @@ from graphs.extract import Extraction
 from graphs.extract.export import lstm_layers
 from graphs.extract.extraction import shown_lines
 from graphs.graph import PHASES
+from placer.search.trail import Trail
 
 if TYPE_CHECKING:
     from placer.replica_plan import ReplicaPlan
@@ -107,6 +108,7 @@ class Optimization:
     extraction: Extraction | None = None
     all_cores: Measurement | None = None
     cost_source: Mapping[str, str] = field(default_factory=dict)  # {device kind: where from}
+    trail: Trail = field(default_factory=Trail)  # how the search went
     trouble: str = ""  # why nothing could be run, although it should have been
     replication: ReplicaPlan | None = None  # what it was chosen from, where replicas were asked for
 

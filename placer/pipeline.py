@@ -42,6 +42,7 @@ from placer.search.candidate import Candidate
 from placer.search.heuristics import ETF_NAME, HEFT_NAME, heuristics
 from placer.search.judge import Judge
 from placer.search.portfolio import Proposer, load_compiled_code
+from placer.search.trail import Trail, recorded
 
 SMALLER: Final = (0.85, 0.7)
 """Shares of the memory to plan for, one after the other, where plans for all of it do not fit."""
@@ -224,10 +225,10 @@ def _decided(
     hear.stage("Loading compiled code (the first time it is compiled, 30 s)")
     load_compiled_code()
     rows: list[Row] = []
-    runs, trouble = Runs(), ""
+    runs, trouble, trail = Runs(), "", Trail()
     began = ended = time.perf_counter()
     try:
-        with interrupt.polled():
+        with interrupt.polled(), recorded() as trail:
             hear.stage("Searching placements")
             rows = _searched(problem, options, interrupt, hear, rig, outset)
             ended = time.perf_counter()
@@ -239,10 +240,11 @@ def _decided(
                     break
                 hear.stage(f"Memory did not suffice: searching again for {share:.0%} of it")
                 smaller = with_less_memory(problem, share)
-                with interrupt.polled():
+                with interrupt.polled(), recorded() as again:
                     more = _searched(smaller, options, interrupt, hear, rig, outset)
                 if not any(np.isfinite(row.predicted_s) for row in more):
                     break
+                trail = again
                 rows, runs = joined(rows, runs, more, run_best(more, rig, smaller, hear))
     except KeyboardInterrupt:
         interrupt.requested = True
@@ -264,6 +266,7 @@ def _decided(
                 stopped=interrupt.requested or runs.interrupted,
                 extraction=extraction,
                 all_cores=runs.all_cores,
+                trail=trail,
                 trouble=trouble,
             )
         )

@@ -164,8 +164,14 @@ class TorchDevices:
 
     def backend(self, problem: Problem, longest_s: float, shortest_s: float) -> MeasuringBackend:
         """A placed or hooked module in this process."""
-        del longest_s, shortest_s  # its turns are as long as its steps need
-        return MeasuredModule(self.extraction, self.calls, problem, limits=self.limits)
+        del shortest_s  # its turns are as long as its steps need
+        return MeasuredModule(
+            self.extraction,
+            self.calls,
+            problem,
+            limits=self.limits,
+            turn_timeout_s=600.0 + 300.0 * longest_s,
+        )
 
 
 def rounds_for(step_s: float) -> int:

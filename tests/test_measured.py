@@ -228,6 +228,7 @@ def test_a_placement_that_held_more_than_it_may_is_infeasible_with_the_amount() 
         assert not result.feasible
         assert result.why.startswith(f"the worker of {first} held ")
         assert "MB more than it may" in result.why
+        assert result.peak_memory_bytes[first] > 12 << 20, "the amount, for who reads no sentences"
         held = seen.peak_memory_bytes[first]
         assert held > 12 << 20
         assert seen.peak_memory_bytes[second] < UNCOUNTED_BYTES

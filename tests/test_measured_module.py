@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny_models
 import torch
-from torch import nn
+from torch import Tensor, nn
 from two_devices import linked, pair
 from vdev import TRANSFERS
 
 from envs.call_costs import profile_calls
 from envs.cluster import Link
 from envs.discover import discover
+from envs.executor.homes import Homes
 from envs.executor.placed_module import PlacedModule
 from envs.measured import Measurement
 from envs.measured_module import MeasuredModule, launch_order
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator import Simulator
+from envs.watchdog import STUCK
 from graphs.costs import with_costs
 from graphs.extract import Step, extract
 from graphs.extract.call_graph import call_graph
@@ -94,16 +100,86 @@ def test_a_placement_that_runs_out_of_memory_fails_and_the_others_go_on(
         return forward(module, *inputs, **keywords)
 
     monkeypatch.setattr(PlacedModule, "forward", cramped)
+    monkeypatch.setattr(MeasuredModule, "_peaks", lambda _: {"vdev:0": 7})  # vdev counts nothing
     with opened(small, rounds=1) as backend:
         full, *others = backend.evaluate(placements)
     assert not full.feasible
     assert full.step_s == math.inf
     assert "Tried to allocate 512.00 MiB" in full.why
     assert "GB on vdev:0" in full.why
+    assert full.peak_memory_bytes == {"vdev:0": 7}, "what was measured, not what was predicted"
     for one in others:
         assert one.feasible
         assert one.parts.keys() == {"median_s", "min_s", "spread", "rebuilt_s", "contention"}
         assert one.peak_memory_bytes.keys() == {"vdev:0", "cpu"}
+
+
+def test_weights_leave_a_device_that_had_no_room_for_all_of_them(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, (there, *others) = small
+    moved: list[torch.device] = []
+    move = Homes._move
+
+    def cramped(homes: Homes, index: int, tensor: Tensor, home: torch.device) -> Tensor:
+        if home.type == "vdev" and len(moved) == 2:
+            raise torch.OutOfMemoryError("Tried to allocate 512.00 MiB")
+        moved.append(home)
+        return move(homes, index, tensor, home)
+
+    with opened(small, rounds=1, warm_up=0) as backend:
+        with monkeypatch.context() as patch:
+            patch.setattr(Homes, "_move", cramped)
+            (full,) = backend.measure([there])
+        assert full.overfull
+        assert len(moved) == 2
+        state = backend._extraction.step.named_state()
+        assert {tensor.device.type for tensor in state.values()} == {"cpu"}
+        assert all(one.ok for one in backend.measure([there, *others]))
+
+
+def test_a_step_that_hangs_ends_the_process_with_a_sentence() -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", HANGS],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=Path(__file__).parent,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+    )
+    assert found.returncode == STUCK, found.stderr
+    assert "a step on cpu was not over after 1 s: an op hangs" in found.stderr
+    assert not found.stdout
+
+
+HANGS = """
+import time
+import numpy as np
+import tiny_models
+from envs.discover import discover
+from envs.executor.placed_module import PlacedModule
+from envs.measured_module import MeasuredModule
+from envs.placement import Placement
+from envs.problem import Problem
+from graphs.costs import with_costs
+from graphs.extract import extract
+from graphs.extract.call_graph import call_graph
+from graphs.graph import GraphArrays
+
+extraction = extract(tiny_models.tied_weights())
+calls = call_graph(extraction)
+cluster = discover("cpu")
+costs = {cluster.devices[0].kind: np.ones(len(calls.graph))}
+graph = GraphArrays.from_graph(with_costs(calls.graph, costs, dict.fromkeys(costs, "made")))
+problem = Problem.of(graph, cluster)
+none = np.zeros(problem.op_count)
+placement = Placement.of(problem.graph, cluster, none.astype(int), none)
+with MeasuredModule(extraction, calls, problem, rounds=1, turn_timeout_s=1.0) as backend:
+    PlacedModule.step = lambda *inputs: time.sleep(100)
+    backend.measure([placement])
+print("went on")
+"""
 
 
 def test_what_does_not_belong_here_is_a_failure(small: Small) -> None:

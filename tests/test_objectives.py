@@ -22,7 +22,10 @@ from graphs.graph import add_edge, add_op, new_graph
 from placer.cli.main import main
 from placer.objectives import Objective
 from placer.placers.portfolio import Portfolio
+from placer.placers.registry import placer_named
+from placer.search.balancing import balance
 from placer.search.budget import Budget
+from placer.search.candidate import Candidate
 
 Files = Callable[..., tuple[Path, Path]]
 
@@ -212,3 +215,28 @@ def test_plans_for_micro_batches_name_every_op_once() -> None:
     plans = Objective(micro_batches=3).search(problem, Budget(evaluations=200), 0, Portfolio())
     assert {plan.devices.shape for plan in plans} == {(15,)}
     assert len(set(max_load_ns(problem, np.array([plan.devices for plan in plans])))) > 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_throughput_is_never_worse_than_that_of_balanced_loads(seed: int) -> None:
+    problem = random_problem(seed, ops=40, devices=3)
+    objective = Objective(name="throughput", micro_batches=4)
+    simulated = Simulated(problem)
+    budget = Budget(evaluations=2000)
+
+    def period_s(plan: Candidate) -> float:
+        placement = Placement.of(problem.graph, problem.cluster, plan.devices, plan.priority)
+        made = replace(placement, objective="throughput", micro_batches=4)
+        return objective.predict(simulated, made).value_s
+
+    balanced = balance(problem, budget.part(0.3), 0)[0]
+    found = objective.search(problem, budget, 0, Portfolio())
+    assert min(map(period_s, found)) <= period_s(balanced)
+    assert found[-1].name == "balanced loads"
+
+
+def test_a_rule_that_does_not_balance_is_not_asked_to() -> None:
+    problem = random_problem(1, ops=20, devices=2)
+    objective = Objective(name="throughput", micro_batches=2)
+    found = objective.search(problem, Budget(evaluations=10), 0, placer_named("heft"))
+    assert "balanced loads" not in {plan.name for plan in found}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from trained_alike import assert_trains_alike
 
 from envs.executor.placed_module import PlacedModule
-from envs.executor.streams import arrived, sending
+from envs.executor.streams import arrived, sending, staged
 from graphs.extract import Extraction, Step, extract
 
 torch.set_num_threads(1)
@@ -107,6 +107,38 @@ def test_what_is_written_in_place_is_not_sent_ahead() -> None:
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(()).expand(3, 4),
+        torch.arange(4.0).expand(3, 4),
+        torch.arange(24.0).reshape(2, 3, 4)[:, 1],
+        nn.Parameter(torch.arange(3.0)).expand(2, 3),
+    ],
+    ids=["gradient of a sum", "rows", "part", "parameter"],
+)
+def test_what_is_staged_shares_no_memory_between_its_elements(tensor: Tensor) -> None:
+    found = staged(tensor)
+    assert found.untyped_storage().nbytes() == found.nbytes
+    assert not found.requires_grad
+    assert found.is_pinned() == torch.cuda.is_available()
+    assert torch.equal(found, tensor)
+
+
+def test_what_is_staged_keeps_its_order_in_memory() -> None:
+    transposed = torch.arange(12.0).reshape(3, 4).t()
+    assert staged(transposed).stride() == transposed.stride()
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_the_gradient_of_a_sum_on_the_host_goes_back_to_a_gpu() -> None:
+    far = torch.randn(3, 4, device=second(), requires_grad=True)
+    torch.autograd.backward(arrived(sending(far, CPU)).sum())
+    assert far.grad is not None
+    assert torch.equal(far.grad.cpu(), torch.ones(3, 4))
+
+
 @pytest.mark.gpu
 @needs_cuda
 @pytest.mark.parametrize("name", [*NAMES, "nmt"])
@@ -144,6 +176,24 @@ def test_large_tensors_that_meet_long_kernels_arrive_whole(seed: int) -> None:
         extraction, random_devices(extraction, [CPU, second()], seed), overlap=True
     )
     assert_trains_alike(plain, placed, steps=2, tolerance=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("dense", [True, False])
+def test_what_one_gpu_sends_arrives_whole_at_another_and_its_gradient_back(dense: bool) -> None:
+    first, other = torch.device("cuda", 0), torch.device("cuda", 1)
+    for _ in range(5):
+        near = torch.randn(2048, 2048, device=first, requires_grad=True)
+        made = near * 2 if dense else (near * 2)[::2, ::3]
+        sent = sending(made, other)
+        torch.mm(torch.ones(2048, 2048, device=other), torch.ones(2048, 2048, device=other))
+        there = arrived(sent)
+        assert there.device == other
+        assert torch.equal(there.cpu(), made.cpu())
+        torch.autograd.backward((there * 3).sum())
+        assert near.grad is not None
+        assert near.grad.sum().item() == 6 * made.numel()
 
 
 @pytest.mark.gpu

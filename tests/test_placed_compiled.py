@@ -64,6 +64,20 @@ def test_what_was_compiled_is_compiled_anew_for_another_placement() -> None:
     assert_trains_alike(step, placed, run=compiled, steps=2, tolerance=1e-5)
 
 
+def test_what_was_compiled_has_both_modes() -> None:
+    step = tiny_models.conv_net()
+    placed = placed_on(extract(copy.deepcopy(step)), torch.device("cpu"))
+    compiled = torch.compile(placed, backend="aot_eager", fullgraph=True)
+    assert isinstance(compiled, nn.Module)
+    assert_trains_alike(step, placed, run=compiled, steps=1, tolerance=1e-5)
+    expected = copy.deepcopy(step.model).eval()
+    expected.load_state_dict(placed.state_dict())
+    compiled.eval()
+    torch.testing.assert_close(compiled(*step.model_inputs), expected(*step.model_inputs))
+    compiled.train()
+    assert compiled(*step.inputs).requires_grad
+
+
 def test_a_step_in_bf16_is_one_graph_to_dynamo() -> None:
     step = replace(tiny_models.conv_net(), dtype="bf16")
     placed = placed_on(extract(copy.deepcopy(step)), torch.device("cpu"))

@@ -270,5 +270,6 @@ def test_the_mode_is_that_of_the_step() -> None:
     assert placed.training
     assert placed.train() is placed
     assert not placed.get_submodule("1").training, "frozen modules stay so"
-    with pytest.raises(RuntimeError, match="in training mode was placed"):
-        placed.eval()
+    assert placed.eval().train().training
+    assert placed.get_submodule("0").training
+    assert not placed.get_submodule("1").training

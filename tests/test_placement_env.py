@@ -20,6 +20,7 @@ from sb3_contrib.common.wrappers import ActionMasker
 from stable_baselines3.common.env_checker import check_env as check_env_of_sb3
 from torch import nn
 from torch.nn import functional as F
+from two_devices import pair
 
 from envs.backend import StepResult
 from envs.cluster import Cluster, Device, Link
@@ -232,6 +233,38 @@ def test_a_model_is_placed_by_measured_steps_and_its_workers_end_with_the_enviro
     assert children() == before
 
 
+@pytest.mark.usefixtures("second_device")
+def test_on_devices_of_torch_a_model_is_placed_with_its_updates_and_in_bf16() -> None:
+    own: dict[str, Any] = {
+        "model": nn.Linear(4, 3),
+        "inputs": (torch.randn(5, 4), torch.randn(5, 3)),
+        "loss": F.mse_loss,
+    }
+    made = gym.make(
+        IDS[0],
+        backend="measured",
+        devices=pair(),
+        rounds=1,
+        optimizer="adamw",
+        dtype="bf16",
+        **own,
+    )
+    environment = made.unwrapped
+    assert isinstance(environment, PlacementEnv)
+    graph = environment.problem.graph
+    plain = gym.make(IDS[0], devices=pair(), **own).unwrapped
+    assert isinstance(plain, PlacementEnv)
+    assert set(plain.problem.graph.ids) < set(graph.ids), "and the updates"
+    assert graph.resident_bytes.sum() > plain.problem.graph.resident_bytes.sum(), "and their state"
+    made.reset(seed=0)
+    done = False
+    while not done:
+        _, reward, done, _, info = made.step(np.int64(environment.action_masks().argmax()))
+    assert info["feasible"], info["why"]
+    assert reward == pytest.approx(math.log(info["baseline_s"] / info["step_s"]))
+    made.close()
+
+
 def children() -> set[int]:
     path = Path(f"/proc/self/task/{os.getpid()}/children")
     return {int(word) for word in path.read_text().split()}
@@ -255,6 +288,8 @@ def test_a_model_may_be_placed_by_simulated_steps() -> None:
     [
         ({"backend": "mesured"}, "did you mean 'measured'"),
         ({"backend": "measured"}, r"runs a model: give model="),
+        ({"model": nn.Linear(1, 1), "optimizer": "adamax"}, "optimizer 'adamax' is not one of"),
+        ({"model": nn.Linear(1, 1), "dtype": "fp8"}, "dtype 'fp8' is not one of"),
         ({"problem": toy_problem(), "model": nn.Linear(1, 1)}, "either a problem or a model"),
     ],
 )

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from extracted_steps import extracted, fresh, on
 from random_devices import random_devices, random_order
-from tiny_models import Plain
+from tiny_models import Plain, forward
 from torch import nn
+from torch_optimizers import torch_optimizer, with_optimizer
 from trained_alike import assert_trains_alike, gradients, on_cpu
 from vdev import TRANSFERS
 
 from envs.executor.placed_module import PlacedModule
 from graphs.extract import Step, extract
+from graphs.optimizer import Optimizer
 
 torch.set_num_threads(1)
 
@@ -72,6 +76,52 @@ def test_with_copies_kept_weights_go_to_a_device_once(
     torch.testing.assert_close(on_cpu(placed.state_dict()), doubled, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_copies_from_before_updates_of_the_step_are_not_used(
+    kind: str, device: torch.device
+) -> None:
+    step = with_optimizer(fresh("conv_net").step, kind, learning_rate=0.1)
+    plain = copy.deepcopy(step)
+    extraction = extract(step)
+    placements = [on(extraction, device, lambda key, there=there: there) for there in (False, True)]  # type: ignore[misc]  # mypy takes no default there
+    placed = PlacedModule(extraction, placements[0], keep_copies=True)
+    optimizer = torch_optimizer(plain.model, Optimizer(kind=kind, learning_rate=0.1))
+    for number in range(4):
+        placed.place(placements[number % 2])
+        placed.place(placements[1 - number % 2])
+        optimizer.zero_grad()
+        torch.manual_seed(number)
+        expected = forward(plain)
+        expected.backward()
+        optimizer.step()
+        torch.manual_seed(number)
+        torch.testing.assert_close(placed.step(*plain.inputs).cpu(), expected.detach())
+    torch.testing.assert_close(on_cpu(placed.state_dict()), on_cpu(plain.model.state_dict()))
+
+
+@pytest.mark.parametrize("moved_between", [True, False])
+def test_copies_from_before_a_fused_optimizer_are_not_used(
+    moved_between: bool, device: torch.device
+) -> None:
+    extraction = fresh("conv_net")
+    here = on(extraction, device, lambda key: False)
+    there = on(extraction, device, lambda key: True)
+    placed = PlacedModule(extraction, here, keep_copies=True)
+    placed.place(there)
+    if moved_between:
+        placed(*extraction.step.inputs).backward()
+        placed.place(here)
+    else:
+        placed.place(here)
+        placed(*extraction.step.inputs).backward()
+    before = on_cpu(placed.state_dict())["0.weight"].clone()
+    torch.optim.SGD(placed.parameters(), lr=0.5, fused=True).step()
+    trained = {name: own.clone() for name, own in on_cpu(placed.state_dict()).items()}
+    assert not torch.equal(trained["0.weight"], before)
+    placed.place(there)
+    torch.testing.assert_close(on_cpu(placed.state_dict()), trained, rtol=0, atol=0)
+
+
 def test_state_that_was_replaced_elsewhere_is_taken_home(device: torch.device) -> None:
     original, extraction = extracted("conv_net"), fresh("conv_net")
     placed = PlacedModule(
@@ -80,6 +130,20 @@ def test_state_that_was_replaced_elsewhere_is_taken_home(device: torch.device) -
     state = {name: own.detach().cpu().clone() for name, own in placed.state_dict().items()}
     extraction.step.model.load_state_dict(state, assign=True)
     assert_trains_alike(original.step, placed, steps=1)
+
+
+def test_copies_of_state_that_was_replaced_are_not_used(device: torch.device) -> None:
+    extraction = fresh("conv_net")
+    placements = [on(extraction, device, lambda key, there=there: there) for there in (False, True)]  # type: ignore[misc]  # mypy takes no default there
+    placed = PlacedModule(extraction, placements[0], keep_copies=True)
+    placed.place(placements[1])
+    doubled = {name: 2 * own.detach().cpu() for name, own in placed.state_dict().items()}
+    extraction.step.model.load_state_dict(
+        {name: own.to(device) for name, own in doubled.items()}, assign=True
+    )
+    for placement in placements:
+        placed.place(placement)
+        torch.testing.assert_close(on_cpu(placed.state_dict()), doubled, rtol=0, atol=0)
 
 
 # --- the order of launches

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from placer.report.html.page import SCRIPTS
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -81,12 +83,16 @@ def test_a_package_loaded_before_placer_is_reported_too(site: Path, tmp_path: Pa
     assert "placer needs its own package 'graphs'" in done.stderr
 
 
-def test_the_wheel_holds_the_three_packages_and_the_trained_policies(wheel: Path) -> None:
+def test_the_wheel_holds_the_three_packages_trained_policies_and_scripts_of_the_report(
+    wheel: Path,
+) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"placer", "envs", "graphs"}
     policies = {name for name in names if name.startswith("placer/trained_policies/")}
     assert {Path(name).name for name in policies} == shipped_files()
+    assets = {Path(name).name for name in names if name.startswith("placer/report/assets/")}
+    assert assets == {"report.css", *SCRIPTS}
 
 
 def test_the_wheel_forgets_no_policy_and_takes_no_log_of_a_training() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -93,6 +94,25 @@ def test_a_limit_of_cuda_memory_holds_and_is_lifted() -> None:
     with torch_devices.limited({device: 64 << 20}), pytest.raises(torch.OutOfMemoryError):
         torch.empty(128 << 20, dtype=torch.uint8, device=device)
     torch.empty(128 << 20, dtype=torch.uint8, device=device)
+
+
+def test_a_limit_within_a_limit_gives_that_one_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, fractions = torch.device("cuda", 0), {"now": 0.9}
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=100)
+    )
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: fractions["now"])
+    monkeypatch.setattr(
+        torch.cuda,
+        "set_per_process_memory_fraction",
+        lambda fraction, _: fractions.update(now=fraction),
+    )
+    with torch_devices.limited({device: 50}):
+        with torch_devices.limited({device: 20}):
+            assert fractions["now"] == 0.2
+        assert fractions["now"] == 0.5
+    assert fractions["now"] == 0.9
 
 
 @pytest.mark.gpu

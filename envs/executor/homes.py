@@ -6,9 +6,10 @@ hold; gradients move along.
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -22,8 +23,9 @@ class Homes:
     """The state of a step that a forward program reads, in the order of its sources.
 
     With ``keep_copies`` a tensor that moves on stays where it was, too, and is not sent there
-    again as long as its value is the same. What the program itself writes is always sent. Writes
-    through ``tensor.data`` are not seen. ``moved_bytes`` counts what was sent so far.
+    again as long as its value is the same. What the program itself writes is always sent, and so
+    is what has a gradient or had one since: fused optimizers write unseen. Writes through
+    ``tensor.data`` are not seen. ``moved_bytes`` counts what was sent so far.
     """
 
     def __init__(self, step: Step, program: ForwardProgram, *, keep_copies: bool) -> None:
@@ -36,7 +38,7 @@ class Homes:
             for source in self._sources
         ]
         self._kept: list[dict[torch.device, torch.Tensor]] = [{} for _ in self._sources]
-        self._known: list[tuple[torch.Tensor, int] | None] = [None] * len(self._sources)
+        self._known: list[_Known | None] = [None] * len(self._sources)
         self._homes: list[torch.device | None] = [None] * len(self._sources)
         self.moved_bytes = 0
 
@@ -71,46 +73,77 @@ class Homes:
     @torch.no_grad()
     def _move(self, index: int, tensor: torch.Tensor, home: torch.device) -> torch.Tensor:
         kept, known = self._kept[index], self._known[index]
-        if known is None or known[0] is not tensor or known[1] != tensor._version:
+        if not _same(known, tensor):
             kept.clear()  # it has another value now
         kept[tensor.device] = tensor.detach()
         if home not in kept:
             kept[home] = tensor.detach().to(home)
             self.moved_bytes += tensor.nbytes
-        tensor = with_data(tensor, kept[home], self._slots[index])
-        self._known[index] = tensor, tensor._version
-        if not self._may_stay[index]:
+        gradient, tensor.grad = tensor.grad, None
+        tensor = with_data(self._slots[index], tensor, kept[home])
+        if gradient is not None:
+            tensor.grad = gradient.to(home)
+        if gradient is not None or not self._may_stay[index]:
             kept.clear()
+        elif tensor.requires_grad and not (known and known[0]() is tensor and known[2]):
+            self._watch(index, tensor)
+        self._known[index] = weakref.ref(tensor), tensor._version, tensor.requires_grad
         return tensor
 
+    def _watch(self, index: int, tensor: torch.Tensor) -> None:
+        """Forget copies of a tensor once it gets a gradient."""
+        own = weakref.ref(self)  # the model must not keep what is kept of it
 
-@torch.no_grad()
-def with_data(
-    tensor: torch.Tensor, data: torch.Tensor, slots: Sequence[tuple[dict[str, Any], str]]
-) -> torch.Tensor:
-    """Let a parameter or buffer have its data on another device, and its gradient there, too.
+        def arrived(_: torch.Tensor) -> None:
+            homes = own()
+            if homes is not None:
+                homes._kept[index].clear()
 
-    Where torch does not allow that, a new tensor takes its slots. Returns the one that has them.
+        tensor.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+
+
+def put_back(step: Step, values: Mapping[str, torch.Tensor]) -> None:
+    """Give parameters and buffers that are elsewhere these values, by name; gradients are dropped.
+
+    Nothing is sent: where a value is, its tensor is from now on.
     """
-    gradient, tensor.grad = tensor.grad, None
+    for name, slots in _slots(step).items():
+        holder, own = slots[0]
+        tensor: torch.Tensor = holder[own]
+        tensor.grad = None
+        if tensor.device != values[name].device:
+            with_data(slots, tensor, values[name])
+
+
+_Slots: TypeAlias = list[tuple[dict[str, Any], str]]
+_Known: TypeAlias = tuple["weakref.ref[torch.Tensor]", int, bool]
+
+
+def _same(known: _Known | None, tensor: torch.Tensor) -> bool:
+    """Whether it is that tensor, and nobody was seen to write it or to let it train."""
+    if known is None or known[0]() is not tensor:
+        return False
+    return known[1:] == (tensor._version, tensor.requires_grad)
+
+
+def with_data(slots: _Slots, tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+    """The tensor with other data, as the same object if torch allows it on that device."""
     if torch._has_compatible_shallow_copy_type(tensor, data):
         tensor.data = data
-    else:
-        tensor = nn.Parameter(data, tensor.requires_grad) if _is_parameter(tensor) else data
-        for holder, name in slots:
-            holder[name] = tensor
-    if gradient is not None:
-        tensor.grad = gradient.to(data.device)
+        return tensor
+    tensor = nn.Parameter(data, tensor.requires_grad) if _is_parameter(tensor) else data
+    for holder, name in slots:
+        holder[name] = tensor
     return tensor
 
 
-def _slots(step: Step) -> dict[str, list[tuple[dict[str, Any], str]]]:
+def _slots(step: Step) -> dict[str, _Slots]:
     """Where modules hold each parameter and buffer, by every name that it has."""
     roots = {"": step.model}
     if step.training and isinstance(step.loss, nn.Module):
         roots[f"{LOSS}."] = step.loss
-    by_tensor: defaultdict[int, list[tuple[dict[str, Any], str]]] = defaultdict(list)
-    found: dict[str, list[tuple[dict[str, Any], str]]] = {}
+    by_tensor: defaultdict[int, _Slots] = defaultdict(list)
+    found: dict[str, _Slots] = {}
     for root, model in roots.items():
         for path, module in model.named_modules(remove_duplicate=False):
             for holder in (module._parameters, module._buffers):

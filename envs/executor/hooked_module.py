@@ -39,9 +39,10 @@ class HookedModule(nn.Module):
     them, and are moved back there by the next call if they were moved elsewhere. The hooks are on
     the model itself until :meth:`close`, so it runs placed, too, if it is called directly.
 
-    Every kind of device draws random numbers of its own: what a model drops out depends on the
-    placement. A model that writes its own backward pass, or computes outside of torch, must do so
-    on any device.
+    ``eval()`` of a training step lets it return what the model returns in eval mode, without
+    gradients; a target may be given or left out. ``train()`` goes back. Every kind of device draws
+    random numbers of its own: what a model drops out depends on the placement. A model that writes
+    its own backward pass, or computes outside of torch, must do so on any device.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class HookedModule(nn.Module):
         self._homes = ModuleHomes(step)
         self._visits: Visits | None = None
         self.training = step.training
+        self._modes: dict[nn.Module, bool] = {}
         if step.model.training is not step.training:
             step.model.train(step.training)
         self.place(devices, order)
@@ -122,8 +124,10 @@ class HookedModule(nn.Module):
         self._homes.settle()
         step = replace(self._step, inputs=inputs, keywords=keywords)
         with ExitStack() as entered:
-            if not step.training:
-                step = replace(step, inputs=inputs[: len(self._step.step_inputs)], loss=None)
+            if not (step.training and self.training):
+                if step.loss is not None:  # with or without target
+                    inputs = inputs[: len(self._step.model_inputs)]
+                step = replace(step, inputs=inputs, loss=None, training=False)
                 entered.enter_context(torch.inference_mode(False))  # its tensors count no writes
                 entered.enter_context(torch.no_grad())
             entered.enter_context(autocast(step.dtype, self._types))
@@ -142,18 +146,20 @@ class HookedModule(nn.Module):
         """
         positional, named = unpacked(self._step, batch, keywords)
         found = self(*positional, **named)
-        if not self._step.training:
+        if not (self._step.training and self.training):
             return found
         loss: torch.Tensor = found
         torch.autograd.backward(loss)
         return loss.detach()
 
     def train(self, mode: bool = True) -> HookedModule:
-        """Switch the model and its loss; what is returned stays that of the step."""
-        self.training = mode
-        for part in (self._step.model, self._step.loss):
-            if isinstance(part, nn.Module):
-                part.train(mode)
+        """Choose the mode. Modules that were in eval mode within a training step are so again."""
+        if mode is not self.training:
+            if not mode:
+                self._modes = {module: module.training for module in self._paths}
+            for module in self._paths:
+                module.training = mode and self._modes.get(module, True)
+            self.training = mode
         return self
 
     def _checked(self, devices: Mapping[str, torch.device | str]) -> dict[str, torch.device]:

@@ -72,23 +72,38 @@ class ModuleHomes:
                     f"{state.name} is tied no longer: extract and place the model again"
                 )
             if tensor is not None and tensor.device != state.home:
-                with_data(tensor, tensor.detach().to(state.home), state.slots)
+                _send(state, tensor)
                 moved = True
-        for module in self._recurrent if moved else ():
-            module._init_flat_weights()  # torch's own list of the weights that its kernels get
+        if moved:
+            self._renew_lists()
 
     def _move(self, homes: list[torch.device]) -> None:
         before = [state.home for state in self._states]
         self._set(homes)
         try:
             self.settle()
+            self._renew_lists()
         except BaseException:
             self._set(before)
             raise
 
+    def _renew_lists(self) -> None:
+        """Renew torch's own list of the weights that kernels of recurrent layers get."""
+        for module in self._recurrent:
+            module._init_flat_weights()
+
     def _set(self, homes: list[torch.device]) -> None:
         for state, home in zip(self._states, homes, strict=True):
             state.home = home
+
+
+@torch.no_grad()
+def _send(state: _State, tensor: torch.Tensor) -> None:
+    """Let a state be at home, with its gradient."""
+    gradient, tensor.grad = tensor.grad, None
+    tensor = with_data(state.slots, tensor, tensor.detach().to(state.home))
+    if gradient is not None:
+        tensor.grad = gradient.to(state.home)
 
 
 def _states(step: Step) -> list[_State]:

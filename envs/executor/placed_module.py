@@ -13,11 +13,13 @@ from torch.utils._pytree import tree_map
 from envs.executor.forward_source import ForwardWriter
 from envs.executor.homes import Homes
 from envs.executor.launch import LaunchOrder
+from envs.executor.other_mode import devices_in_other_mode, extracted_in_other_mode
 from envs.executor.state import checked_rate, matched_leaves, unpacked
 from envs.executor.updates import Updates
 from graphs.extract import Extraction
 from graphs.extract.autocast import autocasting
 from graphs.extract.export import Position
+from graphs.extract.forward import ForwardProgram
 
 SHARED: Final = (
     "_parameters",
@@ -51,8 +53,13 @@ class PlacedModule(nn.Module):
     device (torch refuses a mix of ``cpu`` and ``cuda``) and all replicas are placed alike.
 
     A step in bf16 runs under ``torch.autocast`` on each of its devices. Every kind of device draws
-    random numbers of its own: what a model drops out depends on the placement. Train and eval mode
-    are part of the step, so switching is refused. Shapes of the inputs are those of the example.
+    random numbers of its own: what a model drops out depends on the placement. Shapes of the inputs
+    are those of the example.
+
+    ``eval()`` of a training step lets it return what the model returns in eval mode, without
+    gradients; a target may be given or left out. ``train()`` goes back. The first switch extracts
+    the step in the other mode; its state stays where it is, and its calls are where the placement
+    has the same ones, or most of their module.
     """
 
     def __init__(
@@ -95,6 +102,9 @@ class PlacedModule(nn.Module):
         self._updates = Updates(extraction, step.optimizer) if step.optimizer is not None else None
         self._overlap = overlap
         self._constants: dict[torch.device, list[torch.Tensor]] = {}
+        self._extraction = extraction
+        self._others: list[PlacedModule] = []  # in the other mode: one, once it was asked for
+        self._modes: dict[nn.Module, bool] = {}
         self.place(devices, order)
 
     def place(self, devices: Mapping[str, torch.device | str], order: Sequence[str] = ()) -> None:
@@ -118,7 +128,7 @@ class PlacedModule(nn.Module):
                     f"{', '.join(keys[:4])} write or view one tensor, but are on "
                     f"{', '.join(sorted(map(str, used)))}; give them one device"
                 )
-        homes = {value: placed[key] for value, key in self._readers.items()}
+        homes = self._homes_of(placed)
         launched = self._launch.of(placed, order)
         source = self._writer.source(launched, placed, homes, overlap=self._overlap)
         types = sorted({device.type for device in placed.values()})
@@ -128,6 +138,9 @@ class PlacedModule(nn.Module):
             self._constants[device] = [tensor.to(device) for tensor in held]
         self._homes.place(homes)
         self._source, self._run = source, run
+        self._placed, self._order = placed, tuple(order)
+        for other in self._others:
+            other.place(*self._in_other_mode(other._program))
 
     @property
     def source(self) -> str:
@@ -151,6 +164,8 @@ class PlacedModule(nn.Module):
             ValueError: the inputs do not fit the example inputs.
             Exception: as torch raises it, with a note that names the call.
         """
+        if self._is_in_other_mode:
+            return self._others[0](*inputs, **keywords)
         leaves = matched_leaves(self._step, inputs, keywords)
         with nullcontext() if self._step.training else torch.no_grad():
             states = self._homes.tensors()
@@ -175,6 +190,8 @@ class PlacedModule(nn.Module):
             ValueError: the batch does not fit the example inputs.
             Exception: as torch raises it.
         """
+        if self._is_in_other_mode:
+            return self._others[0].step(*batch, **keywords)
         positional, named = unpacked(self._step, batch, keywords)
         if not self._step.training:
             return self(*positional, **named)
@@ -228,18 +245,53 @@ class PlacedModule(nn.Module):
         return self._updates
 
     def train(self, mode: bool = True) -> PlacedModule:
-        """Nothing to do in the mode of the step.
+        """Choose the mode. Modules that were in eval mode within a training step are so again.
 
         Raises:
-            RuntimeError: the step was extracted in the other mode.
+            ExtractionError: the step cannot be extracted in the other mode; it stays in its own.
         """
-        if mode is not self._step.training:
-            now, other = ("training", "eval") if self._step.training else ("eval", "training")
-            raise RuntimeError(
-                f"a step in {now} mode was placed, and the mode is part of it; extract and place "
-                f"one in {other} mode of the same model: both share its parameters"
-            )
+        self.training = self._step.training
+        model = self._step.model
+        if mode is self.training:
+            for module, own in self._modes.items():
+                module.training = own
+            self._modes = {}
+            return self
+        if not self._others:
+            extraction = extracted_in_other_mode(self._extraction)
+            devices, order = self._in_other_mode(extraction.forward)
+            self._others.append(_Beside(extraction, devices, order, overlap=self._overlap))
+        self._modes = self._modes or {module: module.training for module in model.modules()}
+        model.train(mode)
+        self.training = mode
         return self
+
+    @property
+    def _is_in_other_mode(self) -> bool:
+        return bool(self._others) and self.training is not self._step.training
+
+    def _in_other_mode(self, other: ForwardProgram) -> tuple[dict[str, torch.device], list[str]]:
+        """Where its calls are, and those of the order that it has, too."""
+        devices = devices_in_other_mode(self._program, self._placed, other)
+        return devices, [key for key in self._order if key in devices]
+
+    def _homes_of(self, placed: Mapping[str, torch.device]) -> dict[int, torch.device]:
+        """Where states are at home, by value: with the calls that read them first."""
+        return {value: placed[key] for value, key in self._readers.items()}
+
+
+class _Beside(PlacedModule):
+    """A placed module in its other mode: what it only reads stays where that one has it."""
+
+    def _homes_of(self, placed: Mapping[str, torch.device]) -> dict[int, torch.device]:
+        state = self._step.named_state()
+        written = frozenset().union(*(call.writes for call in self._program.calls))
+        return super()._homes_of(placed) | {
+            source.value: state[source.name].device
+            for source in self._program.sources
+            if source.role in ("parameter", "buffer")
+            and self._program.storage_of[source.value] not in written
+        }
 
 
 def _checked(

@@ -6,13 +6,16 @@ host copies go through page-locked memory. The gradient comes back the same way.
 devices a copy is a plain one.
 
 Memory that one stream takes and another uses is marked (``record_stream``), so that it is not given
-away meanwhile. A tensor that is written in place must not be sent this way: the write would not
-wait for the copy.
+away meanwhile. Between two accelerators torch makes a copy on the stream that is current on the
+source, and lets it and the one that is current on the destination wait for each other; so the
+destination, too, has a stream of its own for that. A tensor that is written in place must not be
+sent this way: the write would not wait for the copy.
 """
 
 from __future__ import annotations
 
 import functools
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +47,15 @@ def arrived(sent: Sent) -> torch.Tensor:
     """The copy, for calls that are launched from here on."""
     _wait(sent.event, sent.copy.device)
     return sent.copy
+
+
+def staged(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor of the host in memory that CUDA, if there is any, reads on its own.
+
+    It is dense even where elements of the tensor share memory, as in one that was expanded.
+    """
+    room = torch.empty_like(tensor, pin_memory=torch.cuda.is_available())
+    return room.copy_(tensor.detach())
 
 
 class _Trip:
@@ -108,16 +120,21 @@ def _copied(
 ) -> tuple[torch.Tensor, torch.cuda.Event]:
     """A copy that a stream of its own makes once the tensor is there, and the end of that."""
     from_host = tensor.device.type == "cpu"
-    stream = _stream(destination if from_host else tensor.device, from_host)
+    stream = _stream(destination, "from host") if from_host else _stream(tensor.device, "away")
     if from_host:
-        tensor = tensor if tensor.is_pinned() else tensor.pin_memory()
+        tensor = tensor if tensor.is_pinned() else staged(tensor)
     else:
         stream.wait_stream(torch.cuda.current_stream(tensor.device))
-    with torch.cuda.stream(stream):
+    last = stream
+    with ExitStack() as current:
+        if not from_host and destination.type == "cuda":
+            last = _stream(destination, "from others")  # waits for the other, may go on after it
+            current.enter_context(torch.cuda.stream(last))
+        current.enter_context(torch.cuda.stream(stream))
         copy = tensor.to(destination, non_blocking=True)
     if tensor.is_cuda:
         tensor.record_stream(stream)
-    return copy, stream.record_event()
+    return copy, last.record_event()
 
 
 def _wait(event: torch.cuda.Event | None, reader: torch.device) -> None:
@@ -130,7 +147,7 @@ def _wait(event: torch.cuda.Event | None, reader: torch.device) -> None:
 
 
 @functools.cache
-def _stream(device: torch.device, into: bool) -> torch.cuda.Stream:
+def _stream(device: torch.device, direction: str) -> torch.cuda.Stream:
     """One stream per device and direction: devices copy both ways at once."""
-    del into
+    del direction
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -52,7 +52,7 @@ def critical_path(problem: Problem, schedule: Schedule) -> list[Stretch]:
     if schedule.step_ns == INFEASIBLE_NS:
         return []
     path: list[Stretch] = []
-    sent = _Sent(problem, schedule)
+    sent = Sent(problem, schedule)
     cause = -1
     for i in schedule.critical_chain():
         device = int(schedule.devices[i])
@@ -104,7 +104,7 @@ def critical_path_to_list(problem: Problem, path: list[Stretch]) -> list[dict[st
     ]
 
 
-class _Sent:
+class Sent:
     """The transfers of a schedule, by the edges that they serve and by the queues they occupy."""
 
     def __init__(self, problem: Problem, schedule: Schedule) -> None:
@@ -120,7 +120,7 @@ class _Sent:
         self.ends = ends[self.order]
 
     def stretches(self, producer: int, reader: int) -> list[Stretch]:
-        """The transfer that the reader started after, and before it the wait for its link."""
+        """What the reader, on another device, waited for: the transfer, before it for its link."""
         sent = self.schedule.transfers
         k = self._carrier(producer, reader)
         request_ns, start_ns = int(sent.request_ns[k]), int(sent.start_ns[k])

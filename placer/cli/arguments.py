@@ -170,7 +170,8 @@ def add_devices(parser: argparse._ActionsContainer, default: str) -> None:
         type=memory,
         default={},
         metavar="SIZES",
-        help="what may be used of devices, as in cuda:0=8GiB,cpu=64GiB (default: what is free)",
+        help="what may be used of devices, as in cuda:0=8GiB,cpu=64GiB (default: what is free); "
+        "enforced on cuda:N, checked on cores, predicted for cpu",
     )
 
 

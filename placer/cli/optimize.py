@@ -24,6 +24,7 @@ from placer.cli.arguments import (
 )
 from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs, why_not_written
 from placer.cli.replicas import add_replicas, check_replicas, plan_of, print_planned
+from placer.cli.report import add_report, why_no_report
 from placer.cli.tradeoff import add_pareto, check_pareto, print_weighed
 from placer.placers.registry import DEFAULT
 
@@ -161,6 +162,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument(
         "--timeline", type=Path, metavar="FILE", help="write the simulated step as Chrome trace"
     )
+    add_report(parser)
     parser.add_argument("--json", action="store_true", help="print the result as JSON to stdout")
     parser.set_defaults(run=run)
 
@@ -169,7 +171,7 @@ def run(args: argparse.Namespace) -> int:
     """Optimize, write the placement and the timeline, print the table."""
     if args.cluster is None and (args.devices or "").endswith(".toml"):
         args.cluster, args.devices = Path(args.devices), None
-    outputs = {"--out": args.out, "--timeline": args.timeline}
+    outputs = {"--out": args.out, "--timeline": args.timeline, "--report": args.report}
     inputs = {"target": _file(args), "--cluster": args.cluster, "--start-from": args.start_from}
     if (why := why_not_outputs(outputs, inputs)) is not None:
         return fail(BAD_USAGE, why)
@@ -339,7 +341,7 @@ def _step(args: argparse.Namespace, cluster: Cluster, progress: Progress) -> Ste
 
 
 def _write(found: Optimization, args: argparse.Namespace) -> str | None:
-    """Write the placement, then the timeline; why that failed, None if it did not."""
+    """Write the placement, then timeline and report; why that failed, None if it did not."""
     from placer.interrupt import uninterrupted
     from placer.report.timeline import write_timeline
 
@@ -354,6 +356,8 @@ def _write(found: Optimization, args: argparse.Namespace) -> str | None:
             except OSError as error:
                 why = why_not_written(args.timeline, error)
                 return f"{why}; the placement is in {args.out}"
+        if args.report is not None and (unwritten := why_no_report(found, args)) is not None:
+            return f"{unwritten}; the placement is in {args.out}"
     return None
 
 
@@ -361,6 +365,8 @@ def _talk(found: Optimization, args: argparse.Namespace) -> str:
     talk = [f"placement: {args.out}"]
     if args.timeline is not None:
         talk.append(f"timeline: {args.timeline} (opens in ui.perfetto.dev)")
+    if args.report is not None:
+        talk.append(f"report: {args.report}")
     talk += [f"op costs on {kind}: {source}" for kind, source in found.cost_source.items()]
     talk.append(f"search: {found.search_s:.1f} s, seed {args.seed}")
     if found.stopped:

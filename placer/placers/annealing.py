@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -19,9 +20,14 @@ from placer.search.portfolio import load_compiled_code
 from placer.search.walking import MOST_STARTS, moves_left, walk, worthwhile_starts
 
 
+@dataclass(frozen=True, slots=True)
 class Annealed:
-    """From the best heuristic, and again from it with other random numbers where there is time."""
+    """From the best heuristic, and again from it with other random numbers where there is time.
 
+    ``senders`` as in :class:`placer.search.annealing.Annealing`.
+    """
+
+    senders: float = 0.0
     objectives: ClassVar[tuple[str, ...]] = ALL
 
     def place(
@@ -42,6 +48,7 @@ class Annealed:
         judge = Judge(problem)
         known = heuristics(judge)
         meter.spend(len(known))
+        meter.note("heuristics", ranked(known)[0].step_ns)
         start, found = ranked(known)[0], []
         starts = worthwhile_starts(moves_left(judge, start, meter))
         seeds = np.random.SeedSequence(seed).generate_state(MOST_STARTS).tolist()
@@ -49,7 +56,7 @@ class Annealed:
         for number in range(starts):
             if meter.over():
                 break
-            annealing = Annealing(judge, start, seeds[number])
+            annealing = Annealing(judge, start, seeds[number], senders=self.senders)
             meter.spend(1)
             end = begin + (1.0 - begin) * (number + 1) / starts
             walk(annealing, meter, end, lambda cost: _tell(progress, meter, cost))
@@ -58,5 +65,6 @@ class Annealed:
 
 
 def _tell(progress: Progress | None, meter: Meter, cost: int) -> None:
+    meter.note("annealing", cost)
     if progress is not None:
         progress(min(meter.share(), 1.0), f"annealing, {cost / 1e6:.3f} ms")

@@ -44,6 +44,7 @@ class MinCut:
             devices = min_cut(rows, judge.outline, of_metis)
             found.append(judge.candidate("min-cut", devices, judge.outline.bottom_level))
             meter.spend(1)
+            meter.note("min-cut", min(plan.step_ns for plan in found))
             if progress is not None:
                 progress(min(max(meter.share(), len(found) / TRIES), 1.0), "min-cut")
         return sorted_for(objective, problem, found)[:1]

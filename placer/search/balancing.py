@@ -137,7 +137,8 @@ def _spend(
         squeezed = (meter.share() - begin) / max(1.0 - begin, 1e-9) * total
         at = max(at + steps, int(squeezed)) if left is None else at + steps
         chunk = next_chunk(meter, chunk, steps, meter.seconds() - began, LARGEST_CHUNK)
+        best_ns = run.best_ns if best is None else min(run.best_ns, best.best_ns)
+        meter.note(NAME, best_ns)
         if progress is not None:
-            best_ns = run.best_ns if best is None else min(run.best_ns, best.best_ns)
             known = "nothing fits" if best_ns == INFEASIBLE_NS else f"{best_ns / 1e6:.3f} ms"
             progress(min(meter.share(), 1.0), f"annealing, {known}")

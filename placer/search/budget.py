@@ -9,6 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+from envs.simulator.arrays import HORIZON_NS
+from placer.search.trail import Trail, current_trail
+
 _FORM: Final = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:e[0-9]+(?=[a-z]))?)\s*(s|m|min|e|evals?)")
 LONGEST_CHUNK_S: Final = 0.05
 _SECONDS: Final = {"s": 1.0, "m": 60.0, "min": 60.0}
@@ -56,6 +59,17 @@ class Budget:
             raise ValueError(f"budget {text!r} is no whole number of evaluations; try '4000e'")
         return cls(evaluations=int(amount))
 
+    def part(self, share: float) -> Budget:
+        """So large a share of it, 0 .. 1; one evaluation at least.
+
+        >>> Budget(evaluations=1000).part(0.3)
+        Budget(seconds=None, evaluations=300)
+        """
+        if self.seconds is not None:
+            return Budget(seconds=self.seconds * share)
+        assert self.evaluations is not None
+        return Budget(evaluations=max(round(self.evaluations * share), 1))
+
     def __str__(self) -> str:
         """As :meth:`parse` reads it."""
         return f"{self.seconds:g}s" if self.seconds is not None else f"{self.evaluations}e"
@@ -66,13 +80,14 @@ class Meter:
     """What has been spent of a budget, and whether somebody asked to stop.
 
     Compiled loops run in chunks of about ``chunk_s`` between two looks at
-    ``should_stop``.
+    ``should_stop``. Who wants to know how the search went listens by a ``trail``.
     """
 
     budget: Budget
     should_stop: Callable[[], bool] | None = None
     spent: int = 0
     stopped: bool = False
+    trail: Trail | None = field(default_factory=current_trail)
     _began: float = field(default_factory=time.perf_counter)
 
     @property
@@ -96,6 +111,11 @@ class Meter:
     def spend(self, evaluations: int) -> None:
         """Note evaluations that were done."""
         self.spent += evaluations
+
+    def note(self, name: str, cost_ns: int) -> None:
+        """Tell the trail, if there is one, the best cost that ``name`` knows by now, if it fits."""
+        if self.trail is not None and cost_ns < HORIZON_NS:
+            self.trail.note(name, self.spent, self.seconds(), cost_ns / 1e9)
 
     def left(self) -> int | None:
         """Evaluations left, None when the budget is in seconds."""

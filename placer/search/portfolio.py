@@ -124,6 +124,7 @@ class _Search:
         self.known = heuristics(self.judge)
         self.meter.spend(len(self.known))
         self._settle(min(c.step_ns for c in self.known))
+        self.meter.note("heuristics", min(c.step_ns for c in self.known))
         self.report(self.meter.share(), "heuristics")
 
     def learned(self, policy: Proposer) -> _Beginning:
@@ -203,6 +204,7 @@ class _Search:
 
     def _told(self, cost: int) -> None:
         self._settle(cost)
+        self.meter.note("annealing", cost)
         self.report(self.meter.share(), f"annealing, {cost / 1e6:.3f} ms")
 
     def candidates(self) -> list[Candidate]:
@@ -221,6 +223,7 @@ class _Search:
         same = [c for c in self.found if c.name == candidate.name]
         others = [c for c in self.found if c.name != candidate.name]
         self._settle(candidate.step_ns)
+        self.meter.note(candidate.name, candidate.step_ns)
         self.found = others + distinct(ranked([*same, candidate]), MOST_STARTS)
 
     def _settle(self, cost: int) -> None:
@@ -238,7 +241,7 @@ def _pays(problem: Problem, budget: Budget) -> bool:
 @cache
 def load_compiled_code() -> None:
     """Compile what a search runs (20 s, once for each installation), or load it from the cache."""
-    run = _Search(toy_problem(), Meter(Budget(evaluations=100)), 0, None)
+    run = _Search(toy_problem(), Meter(Budget(evaluations=100), trail=None), 0, None)
     run.begin()
     run.evolve(_Beginning(HEFT))
     run.anneal()

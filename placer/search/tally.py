@@ -47,6 +47,7 @@ class Tally:
         self.meter.spend(1)
         if self._best is None or cost < self._best[0]:
             self._best = cost, devices.copy(), priority.copy()
+        self.meter.note(self.name, self._best[0])
         if self.progress is not None:
             best = self._best[0]
             shown = "nothing fits" if best >= OVERFULL_NS else f"{best / 1e6:.3f} ms"

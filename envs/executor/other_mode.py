@@ -1,0 +1,72 @@
+"""A placed step in its other mode: the same model for validation between epochs of training.
+
+It is another program with calls of its own. Each goes where the same call is in the step that was
+placed, or where most calls of its module are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from graphs.extract import Extraction, extract
+from graphs.extract.forward import ForwardProgram
+from graphs.extract.keys import and_outer
+from graphs.extract.substitute import substituted
+
+
+def extracted_in_other_mode(extraction: Extraction) -> Extraction:
+    """The extraction of the same model as inference, or of a step of inference as training.
+
+    Torch traces a model on one device: meanwhile it has its state on the host.
+
+    Raises:
+        ExtractionError: it cannot be extracted in that mode.
+    """
+    step = replace(extraction.step, training=not extraction.step.training, optimizer=None)
+    known: dict[int, torch.Tensor] = {}
+
+    def on_host(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type == "cpu":
+            return tensor
+        if id(tensor) not in known:
+            copied = tensor.detach().cpu()
+            if isinstance(tensor, nn.Parameter):
+                copied = nn.Parameter(copied, tensor.requires_grad)
+            known[id(tensor)] = copied
+        return known[id(tensor)]
+
+    with substituted(step, on_host):
+        return extract(step, extraction.extractor)
+
+
+def devices_in_other_mode(
+    program: ForwardProgram, devices: Mapping[str, torch.device], other: ForwardProgram
+) -> dict[str, torch.device]:
+    """A device for every placed call of the other program, by key.
+
+    Args:
+        program: what was placed.
+        devices: where its calls are, by key.
+        other: the program of the other mode.
+    """
+    used: defaultdict[str, Counter[torch.device]] = defaultdict(Counter)
+    for call in program.placed_calls:
+        for path in and_outer(call.module):
+            used[path][devices[call.key]] += 1
+    found = {
+        call.key: devices.get(call.key)
+        or next(_most(used[path]) for path in and_outer(call.module) if path in used)
+        for call in other.placed_calls
+    }
+    for keys in other.together():
+        found |= dict.fromkeys(keys, _most(Counter(found[key] for key in keys)))
+    return found
+
+
+def _most(used: Counter[torch.device]) -> torch.device:
+    return used.most_common(1)[0][0]

@@ -1,0 +1,98 @@
+"""``placer doctor``: whether this machine is fit for measuring, and what would make it better."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from placer.cli.arguments import add_devices
+from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail
+
+if TYPE_CHECKING:
+    from placer.doctor import Checkup
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "doctor", help="check versions, devices and noise, and say what would make them better"
+    )
+    add_devices(parser, "auto")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Discover, calibrate, time a little, print."""
+    from envs.calibrate import calibrated
+    from envs.discover import discover
+    from envs.executor.pool import WorkerError
+    from placer.doctor import check_machine
+    from placer.report.progress import progress_for
+
+    try:
+        cluster = discover(args.devices or "auto", args.memory)
+    except ValueError as error:
+        return fail(BAD_USAGE, error)
+    try:
+        with progress_for(sys.stderr.isatty()) as progress:
+            progress.stage("Calibrating devices")
+            cluster = calibrated(cluster)
+            progress.stage("Listening to the noise of this machine")
+            found = check_machine(cluster)
+    except (WorkerError, OSError) as error:
+        return fail(JOB_FAILED, error)
+    if args.json:
+        print(json.dumps(_to_dict(found), allow_nan=False))
+    else:
+        _print(found)
+    return 0
+
+
+def _print(found: Checkup) -> None:
+    from rich import box
+    from rich.table import Table
+
+    from placer.report.console import stdout_console
+    from placer.report.table import human_bytes, print_cluster
+
+    console = stdout_console()
+    console.print(found.processor)
+    console.print(", ".join(f"{name} {version}" for name, version in found.versions.items()))
+    console.print(f"free memory {human_bytes(found.free_bytes)}; load {found.load:.1f}")
+    print_cluster(found.cluster, console)
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in ("core", "equal work", "spread", "wall / CPU time"):
+        table.add_column(name, justify="right")
+    for noise in found.noise:
+        table.add_row(
+            str(noise.core),
+            f"{noise.median_s * 1e6:.0f} us",
+            f"{noise.spread:.0%}",
+            f"{noise.contention:.2f}",
+        )
+    console.print(table)
+    for sentence in found.advice or ["Nothing stands in the way of good measurements."]:
+        console.print(sentence)
+
+
+def _to_dict(found: Checkup) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from envs.cluster import cluster_to_toml
+
+    return {
+        "versions": dict(found.versions),
+        "processor": found.processor,
+        "cluster": cluster_to_toml(found.cluster),
+        "noise": [asdict(noise) for noise in found.noise],
+        "load": found.load,
+        "cores": found.cores,
+        "quota_cores": found.quota_cores,
+        "governors": sorted(found.governors),
+        "free_memory_bytes": found.free_bytes,
+        "cache": {"folder": found.cache, "writable": found.cache_writable},
+        "advice": found.advice,
+    }

@@ -1,0 +1,189 @@
+"""``placer report``: a placement as a page to look at; and ``--report`` of ``placer optimize``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from placer.cli.arguments import add_devices, add_extractor, add_step, why_no_step
+from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs, why_not_written
+
+if TYPE_CHECKING:
+    from envs.placement import Placement
+    from placer.outcome import Optimization
+    from placer.report.html import Source
+    from placer.report.progress import Progress
+
+EPILOG = """\
+examples:
+  placer report placement.json graph.json --cluster cluster.toml
+  placer report placement.json model.py:build --out report.html
+"""
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "report",
+        help="write a placement as a page: gain, graph, timeline, memory",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("placement", type=Path, help="placement.json")
+    parser.add_argument(
+        "target",
+        nargs="?",
+        help="what was placed, as given to placer optimize: model or graph.json",
+    )
+    parser.add_argument(
+        "--cluster", type=Path, metavar="FILE", help="devices and links from a file (TOML)"
+    )
+    add_devices(parser, "those of the placement")
+    parser.add_argument("--inference", action="store_true", help="of inference, not training")
+    add_step(parser)
+    add_extractor(parser)
+    parser.add_argument(
+        "--fresh", action="store_true", help="measure devices and ops anew (see placer cache)"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("report.html"),
+        metavar="FILE",
+        help="where the page goes (default: report.html)",
+    )
+    parser.set_defaults(run=run)
+
+
+def add_report(parser: argparse.ArgumentParser) -> None:
+    """Add ``--report``."""
+    parser.add_argument(
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help="write a page to look at: gain, graph, timeline, memory and search in one HTML file",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Simulate the placement beside the heuristics and write the page."""
+    inputs = {"placement": args.placement, "--cluster": args.cluster}
+    if (why := why_not_outputs({"--out": args.out}, inputs)) is not None:
+        return fail(BAD_USAGE, why)
+    if args.target is None:
+        return fail(
+            BAD_USAGE,
+            "a placement file does not hold its graph: give what was placed, as in placer report "
+            f"{args.placement} graph.json --cluster cluster.toml",
+        )
+    if (why := why_no_step(args, is_graph=args.target.endswith(".json"))) is not None:
+        return fail(BAD_USAGE, why)
+    from envs.placement import Placement
+    from graphs.extract import ExtractionError
+    from placer.report.progress import progress_for
+    from placer.target import TargetError
+
+    try:
+        placement = Placement.load(args.placement)
+        with progress_for(sys.stderr.isatty()) as progress:
+            found = _reviewed(placement, args, progress)
+            page = _page(found, _source(found, args, args.placement))
+    except (TargetError, ValueError, OSError) as error:
+        return fail(BAD_USAGE, error)
+    except (ExtractionError, RuntimeError) as error:
+        return fail(JOB_FAILED, error)
+    if (why := _why_not_left(page, args.out)) is not None:
+        return fail(JOB_FAILED, why)
+    print(f"report: {args.out}", file=sys.stderr)
+    return 0
+
+
+def why_no_report(found: Optimization, args: argparse.Namespace) -> str | None:
+    """Write what ``placer optimize --report`` asks for; why that failed, None if it did not."""
+    return _why_not_left(_page(found, _source(found, args, args.out)), args.report)
+
+
+def _page(found: Optimization, source: Source) -> str:
+    from placer.report.html import next_commands, page, report_data
+
+    return page(report_data(found, next_commands(source)))
+
+
+def _why_not_left(page: str, path: Path) -> str | None:
+    from graphs.whole_file import write_whole
+
+    try:
+        write_whole(path, page)
+    except OSError as error:
+        return why_not_written(path, error)
+    return None
+
+
+def _source(found: Optimization, args: argparse.Namespace, placement: Path) -> Source:
+    from placer.report.html import Source
+
+    return Source(
+        placement=placement,
+        target=args.target,
+        devices=found.problem.cluster.names,
+        cluster=args.cluster,
+        inference=args.inference,
+        optimizer=args.optimizer,
+        dtype=args.dtype,
+        extractor=args.extractor,
+        search=_search_words(found.placement, args),
+    )
+
+
+def _search_words(placement: Placement, args: argparse.Namespace) -> list[str]:
+    """What a further search has to be told, besides the model and its devices."""
+    words = [] if placement.objective == "latency" else ["--objective", placement.objective]
+    if placement.micro_batches > 1:
+        words += ["--micro-batches", str(placement.micro_batches)]
+    if placement.in_flight is not None:
+        words += ["--in-flight", str(placement.in_flight)]
+    if getattr(args, "groups", None) is not None:
+        words += ["--groups", str(args.groups)]
+    for name, device in getattr(args, "pin", []):
+        words += ["--pin", f"{name}={device}"]
+    for name in getattr(args, "keep_together", []):
+        words += ["--keep-together", name]
+    return words
+
+
+def _reviewed(placement: Placement, args: argparse.Namespace, progress: Progress) -> Optimization:
+    """The placement and the heuristics, on a graph file or on a model whose costs are found out."""
+    from dataclasses import replace
+
+    from envs.cluster import load_cluster
+    from envs.discover import discover, is_here
+    from envs.op_costs import load_devices
+    from envs.problem import Problem
+    from graphs.graph import GraphArrays
+    from graphs.optimizer import Optimizer
+    from placer.pipeline import Options, costed_step
+    from placer.report.html import reviewed
+    from placer.target import is_graph_file, load_graph_target, load_step
+
+    if args.cluster is not None and (args.devices is not None or args.memory):
+        raise ValueError("give --devices and --memory, or --cluster, not both")
+    if is_graph_file(args.target):
+        if args.cluster is None:
+            raise ValueError("a graph file has no devices of its own: give --cluster cluster.toml")
+        graph, cluster = load_graph_target(args.target), load_cluster(args.cluster)
+    else:
+        named = args.devices or ",".join(placement.device_names)
+        cluster = load_devices(args.cluster) if args.cluster else discover(named, args.memory)
+        progress.stage("Loading the model")
+        here = any(map(is_here, cluster.names))
+        step = load_step(args.target, training=not args.inference, weights=here)
+        step = replace(step, optimizer=Optimizer.of(args.optimizer), dtype=args.dtype)
+        known = costed_step(
+            step, cluster, Options(extractor=args.extractor, fresh=args.fresh), progress
+        )
+        graph, cluster = known.graph, known.cluster
+    problem = Problem.of(GraphArrays.from_graph(graph), cluster)
+    fitting = placement.aligned(problem.graph, cluster)
+    return reviewed(problem, fitting, graph.graph["cost_source"])

@@ -1,0 +1,116 @@
+"""Whether this machine is fit for measuring: what is installed, how quiet it is, what to mend."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+import placer
+from envs.cache_folder import cache_folder, processor
+from envs.cluster import Cluster
+from envs.discover import available_memory_bytes, cores_of, own_cores
+from envs.measured import CONTENDED
+from envs.quiet import Noise, governors, noise_of, quota_cores
+from envs.torch_devices import is_core
+from placer.outcome import NOISY
+
+TOLD: Final = ("torch", "numba", "numpy", "networkx", "gymnasium", "stable-baselines3")
+LEAST_FREE_BYTES: Final = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkup:
+    """What was found out about a machine; ``advice`` follows from the rest."""
+
+    versions: Mapping[str, str]
+    processor: str
+    cluster: Cluster  # devices and links, with their speeds
+    noise: tuple[Noise, ...]  # of every core that its devices use
+    load: float  # processes that want to run, mean of the last minute
+    cores: int  # that this process may run on, one thread of each
+    quota_cores: float | None
+    governors: frozenset[str]
+    free_bytes: int
+    cache: str
+    cache_writable: bool
+
+    @property
+    def advice(self) -> list[str]:
+        """What would make measurements better, each a sentence; empty if nothing would."""
+        found = []
+        loud = [noise for noise in self.noise if noise.contention > CONTENDED]
+        if loud:
+            worst = max(loud, key=lambda noise: noise.contention)
+            found.append(
+                f"Others use core {worst.core}: equal work takes {worst.contention:.2f} times its "
+                f"CPU time there (load {self.load:.1f} on {self.cores} cores). Stop what else "
+                "runs, or name quieter cores with --devices."
+            )
+        uneven = [noise for noise in self.noise if noise.spread > NOISY and noise not in loud]
+        if uneven:
+            worst = max(uneven, key=lambda noise: noise.spread)
+            found.append(
+                f"Equal work on core {worst.core} scatters by {worst.spread:.0%} between the "
+                "quartiles: small gains will count as ties."
+            )
+        if self.quota_cores is not None and self.quota_cores < self.cores:
+            found.append(
+                f"The container may use {self.quota_cores:g} cores' worth of time on {self.cores} "
+                "cores: placements over all of them are throttled. Raise its limit, or place on "
+                "fewer cores."
+            )
+        if self.governors - {"performance"}:
+            found.append(
+                f"Frequencies are set by {', '.join(sorted(self.governors))}: cpupower "
+                "frequency-set -g performance keeps them steady."
+            )
+        if self.free_bytes < LEAST_FREE_BYTES:
+            found.append(
+                f"Only {self.free_bytes / 1e9:.2g} GB of memory are free: workers need some for "
+                "themselves."
+            )
+        if not self.cache_writable:
+            found.append(
+                f"{self.cache} cannot be written: op times are measured anew each time. Set "
+                "PLACER_CACHE to a folder of yours."
+            )
+        return found
+
+
+def check_machine(cluster: Cluster) -> Checkup:
+    """Look at this machine and time a little on every core that the devices of a cluster use."""
+    used = [name for name in cluster.names if is_core(name)]
+    cores = [core for name in used for core in cores_of(name)] if used else own_cores()
+    load, _, _ = os.getloadavg()  # before the cores are made busy
+    return Checkup(
+        versions=_versions(),
+        processor=processor(),
+        cluster=cluster,
+        noise=tuple(noise_of(core) for core in cores),
+        load=load,
+        cores=len(own_cores()),
+        quota_cores=quota_cores(),
+        governors=frozenset(governors(cores)),
+        free_bytes=available_memory_bytes(),
+        cache=str(cache_folder()),
+        cache_writable=_writable(),
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {"placer": placer.__version__, "python": platform.python_version()}
+    found |= {name: importlib.metadata.version(name) for name in TOLD}
+    return found | {"cuda": torch.version.cuda or "none"}
+
+
+def _writable() -> bool:
+    """Whether the cache folder, or where it will be made, can be written."""
+    folder = cache_folder()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    return existing.is_dir() and os.access(existing, os.W_OK)

@@ -1,0 +1,150 @@
+// Candidates as bars: predicted and measured steps, their spread, and what no placement can beat.
+
+const ROW = 40;
+const NAMES = 190;
+const VALUES = 210;
+const BEYOND = 3; // times the chosen step: longer bars are cut
+
+const stepOf = (row) => row.measured?.step_s ?? row.predicted_s;
+
+// The chosen one, then what was measured, then what is only predicted.
+function sortedCandidates() {
+  const known = (row) => stepOf(row) ?? Infinity;
+  const rank = (row) => (row.best ? 0 : row.measured ? 1 : 2);
+  return [...data.candidates].sort((a, b) => rank(a) - rank(b) || known(a) - known(b));
+}
+
+function candidateBars(host) {
+  const rows = sortedCandidates();
+  const bound = data.lower_bound_s;
+  const best = rows.find((row) => row.best);
+  const limit = BEYOND * (stepOf(best) ?? bound ?? 1);
+  const shown = rows
+    .flatMap((row) => [row.predicted_s, row.measured?.high_s])
+    .filter((s) => s != null && s <= limit);
+  const most = Math.max(...shown, bound ?? 0) * 1.04 || 1;
+  watch(host, () => {
+    const width = Math.max(host.clientWidth, 640);
+    const chart = width - NAMES - VALUES;
+    const x = (seconds) => NAMES + (Math.min(seconds, most) / most) * chart;
+    const height = 58 + rows.length * ROW;
+    const drawn = svg("svg", {
+      width: host.clientWidth,
+      height,
+      viewBox: `0 0 ${width} ${height}`,
+      role: "img",
+      "aria-label": `Steps of ${rows.length} candidates; the numbers are in the table below`,
+    });
+    drawAxis(drawn, x, most, height);
+    rows.forEach((row, at) => drawCandidate(drawn, row, 40 + at * ROW, x, most, width));
+    if (bound) {
+      const end = x(bound) > NAMES + chart / 2;
+      drawn.append(
+        svg("line", { class: "bound", x1: x(bound), x2: x(bound), y1: 17, y2: height - 18 }),
+        text(
+          x(bound) + (end ? -6 : 6),
+          14,
+          `lower bound ${time(bound)}`,
+          "bound-name",
+          end ? "end" : "start",
+        ),
+      );
+    }
+    host.replaceChildren(drawn);
+  });
+}
+
+function drawAxis(drawn, x, most, height) {
+  const axis = inUnit(most, TIMES);
+  for (const at of ticks(0, most, 6)) {
+    drawn.append(svg("line", { class: "grid", x1: x(at), x2: x(at), y1: 34, y2: height - 20 }));
+    drawn.append(text(x(at), height - 6, at ? axis.tell(at) : `0 ${axis.unit}`, "tick", "middle"));
+  }
+}
+
+function drawCandidate(drawn, row, top, x, most, width) {
+  const group = svg("g", { class: row.best ? "candidate chosen" : "candidate" });
+  if (row.best)
+    group.append(svg("rect", { class: "mark", x: 0, y: top - 4, width, height: ROW, rx: 4 }));
+  group.append(
+    text(10, top + 20, shortened(row.name, row.best ? 20 : 26), "name", "start", row.name),
+  );
+  if (row.best) group.append(text(NAMES - 12, top + 20, "chosen", "tag", "end"));
+  const thick = row.measured ? 11 : 14;
+  if (row.predicted_s != null) {
+    const y = row.measured ? top + 3 : top + 9;
+    group.append(
+      svg("rect", {
+        class: "predicted",
+        x: x(0),
+        y,
+        width: x(row.predicted_s) - x(0),
+        height: thick,
+        rx: 2,
+      }),
+    );
+    if (row.predicted_s > most)
+      group.append(text(x(most) - 4, y + thick - 2, "»", "beyond", "end"));
+  }
+  if (row.measured)
+    drawMeasured(group, row, row.predicted_s == null ? top + 10 : top + 17, x, most);
+  group.append(...toldValues(row, top + 20, width));
+  drawn.append(group);
+}
+
+function drawMeasured(group, row, y, x, most) {
+  const { step_s, low_s, high_s } = row.measured;
+  group.append(
+    svg("rect", { class: "measured", x: x(0), y, width: x(step_s) - x(0), height: 11, rx: 2 }),
+  );
+  if (step_s > most) {
+    group.append(text(x(most) - 4, y + 9, "»", "beyond", "end"));
+    return;
+  }
+  const middle = y + 5.5;
+  group.append(
+    svg("path", {
+      class: "whisker",
+      d: `M${x(low_s)} ${middle}H${x(high_s)}M${x(low_s)} ${y + 1}v9M${x(high_s)} ${y + 1}v9`,
+    }),
+  );
+}
+
+function toldValues(row, y, width) {
+  if (row.why && !row.measured) {
+    const begin = row.predicted_s == null ? NAMES + 8 : width - VALUES + 14; // no bar in the way
+    const most = row.predicted_s == null ? 120 : 24;
+    return [text(begin, y, shortened(row.why, most), "value less", "start", row.why)];
+  }
+  const both = row.measured && row.predicted_s != null;
+  const left = width - VALUES + 14;
+  const found = [];
+  if (row.predicted_s != null)
+    found.push(
+      text(
+        left,
+        both ? y - 7 : y,
+        `${time(row.predicted_s)} predicted`,
+        both ? "value less" : "value",
+      ),
+    );
+  if (row.measured)
+    found.push(text(left, both ? y + 9 : y, `${time(row.measured.step_s)} measured`, "value"));
+  if (!found.length) found.push(text(left, y, "unknown", "value"));
+  if (row.speed_up != null)
+    found.push(text(width - 8, y, `${row.speed_up.toFixed(2)}×`, "value", "end"));
+  return found;
+}
+
+const shortened = (name, most) => (name.length > most ? `${name.slice(0, most - 1)}…` : name);
+
+function text(x, y, content, kind, anchor = "start", title = "") {
+  const made = svg("text", { x, y, class: kind, "text-anchor": anchor });
+  made.textContent = content;
+  if (title && title !== content) {
+    const whole = svg("title");
+    whole.textContent = title;
+    made.append(whole);
+  }
+  return made;
+}

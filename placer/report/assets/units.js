@@ -1,0 +1,67 @@
+// Numbers with their units, for people.
+
+function digits(value) {
+  const size = Math.abs(value);
+  const places = size >= 100 || value === 0 ? 0 : size >= 10 ? 1 : 2;
+  return value.toLocaleString("en", {
+    minimumFractionDigits: places,
+    maximumFractionDigits: places,
+  });
+}
+
+function scaled(value, units) {
+  const [unit, scale] =
+    units.find(([, least]) => Math.abs(value) >= least * 0.9995) ?? units.at(-1);
+  return `${digits(value / scale)}\u00a0${unit}`;
+}
+
+const TIMES = [
+  ["s", 1],
+  ["ms", 1e-3],
+  ["µs", 1e-6],
+  ["ns", 1e-9],
+];
+const time = (seconds) => (seconds == null ? "–" : seconds === 0 ? "0 s" : scaled(seconds, TIMES));
+const nanoseconds = (ns) => time(ns / 1e9);
+const BYTES = [
+  ["TB", 1e12],
+  ["GB", 1e9],
+  ["MB", 1e6],
+  ["kB", 1e3],
+];
+const bytes = (size) => (size < 999.5 ? `${Math.round(size)}\u00a0B` : scaled(size, BYTES));
+const FLOPS = [
+  ["TFLOP", 1e12],
+  ["GFLOP", 1e9],
+  ["MFLOP", 1e6],
+  ["kFLOP", 1e3],
+];
+const flops = (work) => (work < 999.5 ? `${Math.round(work)}\u00a0FLOP` : scaled(work, FLOPS));
+const count = (value) => value.toLocaleString("en");
+const percent = (ratio) =>
+  ratio === 0
+    ? "0\u00a0%"
+    : ratio > 0 && ratio < 0.0005
+      ? "below\u00a00.1\u00a0%"
+      : `${(100 * ratio).toFixed(Math.abs(ratio) < 0.0995 ? 1 : 0)}\u00a0%`;
+const share = (part, whole) => (whole > 0 ? percent(part / whole) : "–");
+const plural = (number, noun) => `${count(number)} ${noun}${number === 1 ? "" : "s"}`;
+
+// Round numbers on an axis from 0, or from `low`, to `high`.
+function ticks(low, high, most) {
+  const rough = (high - low) / most || 1;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = power * ([1, 2, 5, 10].find((factor) => factor * power >= rough * 0.999) ?? 10);
+  const found = [];
+  for (let at = Math.ceil(low / step) * step; at <= high * (1 + 1e-9); at += step) found.push(at);
+  return found;
+}
+
+// An axis says its unit once for all its ticks.
+function inUnit(largest, units) {
+  const [unit, scale] = units.find(([, least]) => largest >= least) ?? units.at(-1);
+  return {
+    unit,
+    tell: (value) => (value / scale).toLocaleString("en", { maximumFractionDigits: 6 }),
+  };
+}

@@ -1,0 +1,12 @@
+"""The report of a placement: one HTML file that needs nothing else, for people.
+
+:func:`report_data` gathers what it shows, :func:`write_report` writes it. The page is drawn by the
+scripts in ``placer/report/assets``.
+"""
+
+from placer.report.html.commands import Command, Source, next_commands
+from placer.report.html.data import report_data
+from placer.report.html.page import page, write_report
+from placer.report.html.review import reviewed
+
+__all__ = ["Command", "Source", "next_commands", "page", "report_data", "reviewed", "write_report"]

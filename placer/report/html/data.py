@@ -1,0 +1,199 @@
+"""What a report shows, as plain data for JSON.
+
+::
+
+    {"graph", "cluster", "objective", "verdict", "remarks": [str], "micro_batches",
+     "made_by": {"placer", "seed", "budget", "version"}, "cost_source": {device kind: where from},
+     "step_s": of the objective, "judged": "measured" | "predicted", "speed_up", "lower_bound_s",
+     "best_single": name of the candidate,
+     "devices": [{"name", "kind", "memory_bytes", "source"}],
+     "candidates": [{"name", "predicted_s", "measured", "speed_up", "memory_bytes": by device,
+                     "best", "why": it cannot run}],
+     "ops": columns of N ops and E edges, see :mod:`placer.report.html.ops`,
+     "timeline": the simulated step, see :mod:`placer.report.html.schedule`,
+     "search": {"seconds", "lines": [{"name", "evaluations", "seconds", "cost_s"}]},
+     "commands": [{"what", "command"}]}
+
+Numbers that are not known are null. What begins or lasts is in whole nanoseconds (``_ns``) where
+there are many, in seconds (``_s``) elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from envs.measured import Measurement
+from envs.simulator import Simulated
+from placer.outcome import Optimization, Row
+from placer.report.html.commands import Command
+from placer.report.html.ops import ops_data
+from placer.report.html.schedule import timeline_data
+from placer.search.trail import Trail
+
+UNPLACED = "not placed"
+
+
+def report_data(found: Optimization, commands: Sequence[Command] = ()) -> dict[str, Any]:
+    """All that a report shows of an optimization.
+
+    Raises:
+        ValueError: the placement cannot run at all, so that there is no step to show.
+    """
+    problem, placement = found.problem, found.placement
+    simulated = Simulated(problem)
+    judged_s = _judged_s(found)
+    return {
+        "graph": problem.graph.name,
+        "cluster": problem.cluster.name,
+        "objective": placement.objective,
+        "verdict": _verdict(found),
+        "remarks": found.remarks,
+        "micro_batches": placement.micro_batches,
+        "made_by": asdict(placement.made_by),
+        "cost_source": dict(found.cost_source),
+        "step_s": _finite(judged_s if judged_s is not None else found.best.predicted_s),
+        "judged": "predicted" if judged_s is None else "measured",
+        "speed_up": _speed_up(found),
+        "lower_bound_s": _finite(found.lower_bound_s),
+        "best_single": None if found.single is None else found.single.name,
+        "devices": [
+            {
+                "name": device.name,
+                "kind": device.kind,
+                "memory_bytes": device.memory_bytes,
+                "source": device.source,
+            }
+            for device in problem.cluster.devices
+        ],
+        "candidates": _candidates(found),
+        "ops": ops_data(problem, placement),
+        "timeline": timeline_data(simulated, placement),
+        "search": {"seconds": found.search_s, "lines": _lines(found.trail)},
+        "commands": [asdict(command) for command in commands],
+    }
+
+
+def _verdict(found: Optimization) -> str:
+    if not np.isfinite(found.best.predicted_s):
+        return f"It does not fit. {found.best.why}"
+    ratio = _recorded_speed_up(found)
+    if ratio is not None and not found.best.is_single:
+        return f"{ratio:.2f}x faster than the best single device, measured when it was made."
+    return found.verdict
+
+
+def _recorded(found: Optimization) -> dict[str, Any] | None:
+    """What the placement says was measured, where the runs themselves are not at hand."""
+    measured = found.placement.measured
+    return dict(measured) if measured and found.best.measurement is None else None
+
+
+def _recorded_speed_up(found: Optimization) -> float | None:
+    known = _recorded(found)
+    if known is None or not known.get("single_device_step_s") or not known.get("step_s"):
+        return None
+    return float(known["single_device_step_s"] / known["step_s"])
+
+
+def _speed_up(found: Optimization) -> float | None:
+    ratio = _recorded_speed_up(found)
+    return _finite(found.speed_up) if ratio is None else ratio
+
+
+def _judged_s(found: Optimization) -> float | None:
+    """The measured step of the best, None if there is none."""
+    if found.best.measurement is not None:
+        return found.step_s(found.best)
+    known = _recorded(found)
+    return None if known is None else known.get("step_s")
+
+
+def _candidates(found: Optimization) -> list[dict[str, Any]]:
+    """The rows of the table, fastest first as they were judged, and the unplaced step."""
+    rows = [
+        {
+            "name": row.name,
+            "predicted_s": _finite(row.predicted_s),
+            "measured": _measured(found, row),
+            "speed_up": _speed_up(found) if row is found.best else _finite(found.speed_up_of(row)),
+            "memory_bytes": list(row.peak_memory_bytes.values()),
+            "best": row is found.best,
+            "why": row.failure or ("" if np.isfinite(row.predicted_s) else row.why),
+        }
+        for row in found.rows
+    ]
+    if found.all_cores is not None:
+        rows.append(
+            {
+                "name": UNPLACED,
+                "predicted_s": None,
+                "measured": _runs(found.all_cores, loaded=False),
+                "speed_up": None,
+                "memory_bytes": [],
+                "best": False,
+                "why": found.all_cores.failure,
+            }
+        )
+    return rows
+
+
+def _measured(found: Optimization, row: Row) -> dict[str, Any] | None:
+    if row.measurement is not None:
+        return _runs(row.measurement, loaded=found.loaded)
+    known = _recorded(found) or {}
+    if row is found.best and "step_s" in known:
+        step_s = float(known["step_s"])
+        of_wall = known.get("wall_median_s") == step_s  # then the spread is that of the step
+        half = float(known.get("spread", 0.0)) / 2 if of_wall else 0.0
+        return _rounds(step_s, half, known.get("wall_min_s"), known.get("rounds"))
+    if row is found.single and "single_device_step_s" in known:
+        return _rounds(float(known["single_device_step_s"]))
+    return None
+
+
+def _rounds(
+    step_s: float, half: float = 0.0, min_s: float | None = None, rounds: int | None = None
+) -> dict[str, Any]:
+    """What a placement file keeps of its runs, ``half`` of the distance of the quartiles."""
+    return {
+        "step_s": step_s,
+        "low_s": step_s * (1 - half),
+        "high_s": step_s * (1 + half),
+        "min_s": min_s,
+        "rounds": rounds,
+    }
+
+
+def _runs(seen: Measurement, *, loaded: bool) -> dict[str, Any] | None:
+    """Median and quartiles of what counts: wall times, or rebuilt ones on a loaded machine."""
+    if not seen.ok:
+        return None
+    low_s, high_s = np.percentile(seen.rebuilt_s if loaded else seen.wall_s, [25, 75]).tolist()
+    return {
+        "step_s": seen.step_s(contended=loaded),
+        "low_s": low_s,
+        "high_s": high_s,
+        "min_s": seen.min_s,
+        "rounds": len(seen.wall_s),
+    }
+
+
+def _lines(trail: Trail) -> list[dict[str, Any]]:
+    """Each part of the search as columns; the last entry is where it ended, without a new find."""
+    return [
+        {
+            "name": line.name,
+            "evaluations": [*(find.evaluations for find in line.finds), line.evaluations],
+            "seconds": [*(round(find.seconds, 4) for find in line.finds), round(line.seconds, 4)],
+            "cost_s": [*(find.cost_s for find in line.finds), line.finds[-1].cost_s],
+        }
+        for line in trail.lines.values()
+    ]
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if np.isfinite(value) else None

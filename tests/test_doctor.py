@@ -1,0 +1,98 @@
+"""What ``placer doctor`` finds, and what it advises."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from simulator_cases import one_kind
+
+from envs.discover import own_cores
+from envs.quiet import Noise, governors, noise_of, quota_cores
+from placer.cli.main import main
+from placer.doctor import Checkup
+
+QUIET = Noise(core=0, median_s=2e-4, spread=0.01, contention=1.0)
+HEALTHY = Checkup(
+    versions={"torch": "2.13.0"},
+    processor="a processor",
+    cluster=one_kind(2),
+    noise=(QUIET, replace(QUIET, core=1)),
+    load=0.2,
+    cores=2,
+    quota_cores=None,
+    governors=frozenset({"performance"}),
+    free_bytes=8 * 10**9,
+    cache="/home/me/.cache/device-placer",
+    cache_writable=True,
+)
+
+
+def test_a_quiet_machine_needs_no_advice() -> None:
+    assert HEALTHY.advice == []
+    assert replace(HEALTHY, quota_cores=2.0, governors=frozenset()).advice == []
+
+
+@pytest.mark.parametrize(
+    ("checkup", "words"),
+    [
+        (
+            replace(HEALTHY, noise=(QUIET, replace(QUIET, core=1, contention=1.8)), load=2.5),
+            ["Others use core 1", "1.80 times", "load 2.5 on 2 cores"],
+        ),
+        (replace(HEALTHY, noise=(replace(QUIET, spread=0.4),)), ["core 0 scatters by 40%"]),
+        (replace(HEALTHY, quota_cores=1.5), ["1.5 cores' worth of time on 2 cores"]),
+        (replace(HEALTHY, governors=frozenset({"powersave"})), ["set by powersave"]),
+        (replace(HEALTHY, free_bytes=3 * 10**8), ["Only 0.3 GB of memory"]),
+        (replace(HEALTHY, cache_writable=False), ["PLACER_CACHE"]),
+    ],
+)
+def test_each_fault_has_its_advice(checkup: Checkup, words: list[str]) -> None:
+    [advice] = checkup.advice
+    for word in words:
+        assert word in advice
+
+
+def test_noise_leaves_the_process_where_it_was() -> None:
+    before = os.sched_getaffinity(0)
+    noise = noise_of(own_cores()[-1], bursts=20)
+    assert os.sched_getaffinity(0) == before
+    assert noise.median_s > 0
+    assert noise.spread >= 0
+    assert noise.contention >= 1
+
+
+@pytest.mark.parametrize(("text", "cores"), [("150000 100000", 1.5), ("max 100000", None)])
+def test_the_quota_of_a_control_group_counts_in_cores(
+    tmp_path: Path, text: str, cores: float | None
+) -> None:
+    (tmp_path / "cpu.max").write_text(text + "\n")
+    assert quota_cores(tmp_path) == cores
+    assert quota_cores(tmp_path / "nowhere") is None
+
+
+def test_governors_are_those_of_the_cores(tmp_path: Path) -> None:
+    for core, name in enumerate(["performance", "powersave", "powersave"]):
+        folder = tmp_path / f"cpu{core}" / "cpufreq"
+        folder.mkdir(parents=True)
+        (folder / "scaling_governor").write_text(name + "\n")
+    assert governors([0], tmp_path) == {"performance"}
+    assert governors([0, 2], tmp_path) == {"performance", "powersave"}
+    assert governors([7], tmp_path) == set()
+
+
+def test_the_doctor_answers_for_people_and_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    name = f"core:{own_cores()[0]}"
+    assert main(["doctor", "--devices", name, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["versions"]["torch"]
+    assert [noise["core"] for noise in found["noise"]] == [own_cores()[0]]
+    assert main(["doctor", "--devices", name]) == 0
+    told = capsys.readouterr().out
+    assert name in told
+    assert "wall / CPU time" in told
+    assert main(["doctor", "--devices", "core:9999"]) == 2
+    assert "there is no device core:9999" in capsys.readouterr().err

@@ -1,0 +1,303 @@
+"""What a report shows, against the schedule that it is of; and the commands that write it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_problems import random_problem
+from simulator_cases import fork, one_kind, problem_of, random_case
+
+from envs.cluster import cluster_to_toml
+from envs.measured import Measurement
+from envs.placement import Placement
+from envs.problem import Problem
+from envs.simulator import INFEASIBLE_NS, Simulated, Simulator
+from envs.simulator.critical import critical_path
+from graphs.files import save_graph
+from graphs.graph import GraphArrays
+from graphs.sketches import transformer
+from placer.cli.main import build_parser, main
+from placer.outcome import Optimization
+from placer.pipeline import Options, optimize_problem
+from placer.report.html import Source, next_commands, page, report_data, reviewed
+from placer.report.html.page import embedded
+from placer.report.html.schedule import thinned, timeline_data
+from placer.search.budget import Budget
+
+
+def placed(problem: Problem, seed: int = 0) -> Placement:
+    """A placement at random; groups stay together."""
+    rng = np.random.default_rng(seed)
+    unit = np.where(problem.graph.group < 0, np.arange(problem.op_count), -1 - problem.graph.group)
+    devices = rng.integers(problem.device_count, size=problem.op_count).astype(np.int32)[unit]
+    return Placement.of(problem.graph, problem.cluster, devices, rng.random(problem.op_count))
+
+
+def found_in(problem: Problem, budget: str = "300e") -> Optimization:
+    return optimize_problem(problem, Options(budget=Budget.parse(budget), measure=False))
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**7))
+def test_the_timeline_is_the_schedule(seed: int) -> None:
+    problem, devices, priority = problem_of(random_case(seed, bad_places=False))
+    schedule = Simulator(problem).run(devices, priority)
+    placement = Placement.of(problem.graph, problem.cluster, devices, priority)
+    if schedule.step_ns == INFEASIBLE_NS:
+        with pytest.raises(ValueError, match="no report of a placement that cannot run"):
+            timeline_data(Simulated(problem), placement)
+        return
+    shown = timeline_data(Simulated(problem), placement)
+    assert shown["step_ns"] == schedule.step_ns
+    assert shown["bars"]["op"] == list(range(problem.op_count))  # every op once
+    assert shown["bars"]["start_ns"] == schedule.start_ns.tolist()
+    assert shown["bars"]["end_ns"] == schedule.end_ns.tolist()
+    path = critical_path(problem, schedule)
+    critical = shown["critical"]
+    assert critical["bar"] == [part.op for part in path]
+    assert critical["end_ns"] == [part.end_ns for part in path]
+    assert [critical["kinds"][kind] for kind in critical["kind"]] == [part.kind for part in path]
+    assert (critical["start_ns"][0], critical["end_ns"][-1]) == (0, schedule.step_ns)
+    assert critical["end_ns"][:-1] == critical["start_ns"][1:]
+    idle = shown["idle"]
+    for d in range(problem.device_count):
+        busy = int((schedule.end_ns - schedule.start_ns)[schedule.devices == d].sum())
+        waits = sum(
+            end - start
+            for of, start, end in zip(idle["device"], idle["start_ns"], idle["end_ns"], strict=True)
+            if of == d
+        )
+        assert busy + waits == schedule.step_ns
+    on_tracks = [k for track in shown["tracks"] for k in track["transfers"]]
+    assert set(on_tracks) == set(range(len(schedule.transfers)))
+
+
+@given(seed=st.integers(0, 10**7))
+@settings(max_examples=30, deadline=None)
+def test_the_largest_of_a_memory_curve_is_the_simulated_peak(seed: int) -> None:
+    problem = random_problem(seed, devices=1 + seed % 4)
+    placement = placed(problem, seed)
+    peaks = Simulator(problem).run(*placement.arrays()).peak_bytes.tolist()
+    shown = timeline_data(Simulated(problem), placement)["memory"]
+    assert [max(curve["bytes"]) for curve in shown] == peaks
+    assert [curve["peak_bytes"] for curve in shown] == peaks
+    assert [curve["limit_bytes"] for curve in shown] == problem.memory_bytes.tolist()
+
+
+@given(used=st.lists(st.integers(0, 100), min_size=1, max_size=200), most=st.integers(2, 50))
+def test_a_thinned_curve_keeps_its_largest_and_its_last_value(used: list[int], most: int) -> None:
+    curve = list(enumerate(used))
+    kept = thinned(curve, most)
+    assert len(kept) <= max(most, 2)
+    assert kept == sorted(set(kept))
+    assert set(kept) <= set(curve)
+    assert kept[-1] == curve[-1]
+    assert max(value for _, value in kept) == max(used)
+
+
+def test_every_op_and_edge_is_shown_as_the_problem_has_it() -> None:
+    problem = random_problem(5, unequal=True)
+    found = found_in(problem)
+    shown = report_data(found)["ops"]
+    assert shown["id"] == list(problem.graph.ids)
+    assert [found.placement.device_names[d] for d in shown["device"]] == [
+        found.device_of(op_id) for op_id in shown["id"]
+    ]
+    assert shown["cost_ns"] == [problem.cost_ns[i, d] for i, d in enumerate(shown["device"])]
+    assert [shown["kinds"][k] for k in shown["kind"]] == list(problem.graph.ops)
+    assert len(shown["source"]) == len(shown["target"]) == problem.graph.edge_count
+    for u, v in zip(shown["source"], shown["target"], strict=True):
+        inputs = problem.graph.predecessors[
+            problem.graph.predecessor_start[v] : problem.graph.predecessor_start[v + 1]
+        ]
+        assert u in inputs
+
+
+def test_candidates_have_their_predictions_quartiles_and_the_chosen_one() -> None:
+    found = found_in(random_problem(6))
+    runs = Measurement(wall_s=np.arange(1.0, 10.0), rebuilt_s=np.arange(1.0, 10.0))
+    best = replace(found.best, measurement=runs)
+    rows = tuple(best if row is found.best else row for row in found.rows)
+    failed = Measurement(wall_s=np.zeros(0), rebuilt_s=np.zeros(0), failure="a worker died")
+    rows = (*rows[:-1], replace(rows[-1], measurement=failed))
+    measured = replace(found, rows=rows, best=best, all_cores=runs)
+    data = report_data(measured)
+    shown = {row["name"]: row for row in data["candidates"]}
+    assert [row.name for row in rows] == list(shown)[:-1]
+    assert [row["name"] for row in data["candidates"] if row["best"]] == [best.name]
+    assert shown[best.name]["measured"] == {
+        "step_s": 5.0,
+        "low_s": 3.0,
+        "high_s": 7.0,
+        "min_s": 1.0,
+        "rounds": 9,
+    }
+    assert shown[rows[-1].name]["measured"] is None
+    assert shown[rows[-1].name]["why"] == "a worker died"
+    assert shown["not placed"]["measured"]["step_s"] == 5.0
+    assert (data["step_s"], data["judged"]) == (5.0, "measured")
+    assert data["verdict"] == measured.verdict
+
+
+def test_the_search_is_told_by_its_parts() -> None:
+    found = found_in(random_problem(7))
+    lines = report_data(found)["search"]["lines"]
+    assert {line["name"] for line in lines} >= {"heuristics", "evolution"}
+    best_s = min(row.predicted_s for row in found.rows)
+    assert min(line["cost_s"][-1] for line in lines) == pytest.approx(best_s)
+    for line in lines:
+        assert len(line["evaluations"]) == len(line["seconds"]) == len(line["cost_s"])
+
+
+def test_micro_batches_have_a_bar_for_every_copy() -> None:
+    problem = random_problem(8, ops=10)
+    placement = replace(placed(problem), micro_batches=3)
+    shown = report_data(reviewed(problem, placement))
+    bars = shown["timeline"]["bars"]
+    _, schedule = Simulated(problem).run(placement)
+    assert len(bars["op"]) == len(schedule.start_ns) == 30
+    assert sorted(zip(bars["op"], bars["batch"], strict=True)) == [
+        (i, k) for i in range(10) for k in range(3)
+    ]
+    assert max(bars["end_ns"]) == shown["timeline"]["step_ns"]
+    assert shown["step_s"] == shown["timeline"]["step_ns"] / 1e9
+
+
+def test_a_placement_that_does_not_fit_says_so_and_is_shown() -> None:
+    problem = random_problem(9, memory_bytes=20_000_000)
+    alone = replace(placed(problem), devices=(0,) * problem.op_count)
+    shown = report_data(reviewed(problem, alone))
+    assert shown["verdict"].startswith("It does not fit. device:0 needs")
+    assert shown["step_s"] is None
+    curve = shown["timeline"]["memory"][0]
+    assert max(curve["bytes"]) > curve["limit_bytes"]
+
+
+def test_what_was_measured_when_a_placement_was_made_is_told_again() -> None:
+    problem = random_problem(10)
+    measured = {"step_s": 0.5, "single_device_step_s": 1.0, "spread": 0.1, "rounds": 7}
+    measured["wall_median_s"] = 0.5
+    data = report_data(reviewed(problem, replace(placed(problem), measured=measured)))
+    assert data["verdict"].startswith("2.00x faster than the best single device, measured")
+    assert (data["step_s"], data["speed_up"], data["judged"]) == (0.5, 2.0, "measured")
+    [chosen] = [row for row in data["candidates"] if row["best"]]
+    assert (chosen["measured"]["low_s"], chosen["measured"]["high_s"]) == (0.475, 0.525)
+    [single] = [row for row in data["candidates"] if row["name"] == data["best_single"]]
+    assert single["measured"]["step_s"] == 1.0
+    rebuilt = reviewed(problem, replace(placed(problem), measured={**measured, "step_s": 0.4}))
+    [chosen] = [row for row in report_data(rebuilt)["candidates"] if row["best"]]
+    assert chosen["measured"]["low_s"] == chosen["measured"]["high_s"] == 0.4  # not its spread
+
+
+def test_a_report_of_five_thousand_ops_stays_small() -> None:
+    graph = GraphArrays.from_graph(transformer(layers=78))
+    assert len(graph) >= 5000
+    problem = Problem.of(graph, one_kind(4))
+    assert len(page(report_data(reviewed(problem, placed(problem)))).encode()) < 2_000_000
+
+
+@settings(max_examples=50, deadline=None)
+@given(name=st.text())
+def test_no_name_ends_the_data_in_the_page(name: str) -> None:
+    text = embedded({"id": [name]})
+    assert "<" not in text
+    assert json.loads(text) == {"id": [name]}
+
+
+@pytest.mark.parametrize("target", ["graph.json", "my model.py:build"])
+@pytest.mark.parametrize("cluster", [None, Path("a cluster.toml")])
+@pytest.mark.parametrize("devices", [("core:0", "core:1"), ("cuda:0", "cpu")])
+def test_every_command_that_is_named_can_be_given(
+    target: str, cluster: Path | None, devices: tuple[str, ...]
+) -> None:
+    source = Source(
+        placement=Path("out/the placement.json"),
+        target=target,
+        devices=devices,
+        cluster=cluster if target != "graph.json" else Path("cluster.toml"),
+        inference=target != "graph.json",
+        search=["--pin", "embed=core:0"],
+    )
+    commands = [command.command for command in next_commands(source)]
+    assert len(set(commands)) == len(commands) >= 4
+    for command in commands:
+        program, *words = shlex.split(command)
+        assert program == "placer"
+        args = build_parser().parse_args(words)
+        assert Path("out/the placement.json") in vars(args).values()
+
+
+def test_a_report_comes_with_an_optimization_and_again_from_its_placement(
+    files: Callable[..., tuple[Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    graph, cluster = files()
+    out, first, second = (tmp_path / name for name in ("p.json", "first.html", "second.html"))
+    arguments = [str(graph), "--cluster", str(cluster)]
+    made = ["--budget", "300e", "--out", str(out), "--report", str(first)]
+    assert main(["optimize", *arguments, *made]) == 0
+    assert f"report: {first}" in capsys.readouterr().err
+    assert main(["report", str(out), *arguments, "--out", str(second)]) == 0
+    one, two = (data_of(path) for path in (first, second))
+    assert one["timeline"] == two["timeline"]
+    assert one["ops"] == two["ops"]
+    assert one["step_s"] == two["step_s"]
+    assert one["commands"] == two["commands"]
+    assert one["search"]["lines"]
+    assert not two["search"]["lines"]
+    for command in one["commands"]:
+        words = shlex.split(command["command"].replace("--budget 5m", "--budget 50e"))
+        assert main(words[1:]) == 0
+
+
+def data_of(path: Path) -> dict[str, Any]:
+    text = path.read_text().partition('id="data">')[2].partition("</script>")[0]
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def test_a_report_that_cannot_be_made_says_why(
+    files: Callable[..., tuple[Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    graph, cluster = files()
+    placement = tmp_path / "p.json"
+    made = ["--budget", "50e", "--out", str(placement)]
+    assert main(["optimize", str(graph), "--cluster", str(cluster), *made]) == 0
+    capsys.readouterr()
+    out = ["--out", str(tmp_path / "report.html")]
+    for words, code, told in (
+        ([], 2, "does not hold its graph"),
+        ([str(graph)], 2, "give --cluster cluster.toml"),
+        ([str(graph), "--cluster", str(cluster), "--devices", "core:0"], 2, "not both"),
+        ([str(graph), "--cluster", str(cluster), "--inference"], 2, "is extracted already"),
+        (["nothing.json", "--cluster", str(cluster)], 2, "nothing.json"),
+    ):
+        assert main(["report", str(placement), *words, *out]) == code
+        message = capsys.readouterr().err
+        assert told in message
+        assert message.count("\n") == 1
+    assert not (tmp_path / "report.html").exists()
+    assert main(["report", str(placement), str(graph), "--out", str(placement)]) == 2
+    assert "are the same file" in capsys.readouterr().err
+
+
+def test_a_placement_that_cannot_run_has_no_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    graph, cluster, out = (tmp_path / name for name in ("g.json", "c.toml", "p.json"))
+    save_graph(fork(1), graph)
+    cluster.write_text(cluster_to_toml(replace(one_kind(2), links=())))
+    out.write_text(json.dumps({"format": "placer-placement/1", "devices": {"s": "d0", "0": "d1"}}))
+    page_file = tmp_path / "report.html"
+    words = [str(out), str(graph), "--cluster", str(cluster), "--out", str(page_file)]
+    assert main(["report", *words]) == 2
+    assert "no link joins these devices" in capsys.readouterr().err
+    assert not page_file.exists()

@@ -1,0 +1,265 @@
+"""The report in a real browser: it opens, answers clicks and keys, and nothing is cut off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import networkx as nx
+import numpy as np
+import pytest
+from chromium import chromium, ink_of
+
+from envs.cluster import Cluster, Device, Link
+from envs.measured import Measurement
+from envs.problem import Problem
+from graphs.graph import GraphArrays
+from graphs.sketches import inception
+from placer.outcome import Optimization
+from placer.pipeline import Options, optimize_problem
+from placer.report.html import Source, next_commands, report_data, write_report
+from placer.search.budget import Budget
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+SECTIONS = ("won", "where", "when", "memory", "search", "next")
+NAMES = ("cuda:0", "cuda:1", "cpu")
+RUDE = "</script><img src=x onerror=alert(1)>:loss"
+
+
+def measured(found: Optimization) -> Optimization:
+    """The same with runs of the best and of one device that scatter a little."""
+    scatter = np.linspace(0.95, 1.1, 9)
+    rows = tuple(
+        replace(row, measurement=Measurement(wall_s=s, rebuilt_s=s))
+        if row is found.best or row is found.single
+        else row
+        for row in found.rows
+        for s in [row.predicted_s * scatter]
+    )
+    best = rows[found.rows.index(found.best)]
+    return replace(found, rows=rows, best=best)
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Inception on two GPUs and a CPU with too little memory; an op has a rude name."""
+    cluster = Cluster(
+        name="three",
+        devices=tuple(
+            Device(name=name, kind=name[:3], memory_bytes=16 * 10**9 if name != "cpu" else 10**9)
+            for name in NAMES
+        ),
+        links=(Link(between=NAMES, latency_s=5e-6, bandwidth_bytes_per_s=12e9),),
+    )
+    graph = inception(blocks=3)
+    graph = nx.relabel_nodes(graph, {"loss:cross_entropy": RUDE})
+    problem = Problem.of(GraphArrays.from_graph(graph), cluster)
+    found = optimize_problem(problem, Options(budget=Budget(evaluations=300), measure=False))
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    source = Source(placement=Path("placement.json"), target="model.py:build", devices=NAMES)
+    write_report(report_data(measured(found), next_commands(source)), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as found:
+        yield found
+
+
+in_both_themes = pytest.mark.parametrize("page", ["light", "dark"], indirect=True)
+
+
+@pytest.fixture
+def page(request: pytest.FixtureRequest, browser: Browser, report: Path) -> Iterator[Page]:
+    """The open report, without a network; fails at the end if anything complained."""
+    context = browser.new_context(
+        viewport={"width": 1280, "height": 800},
+        color_scheme=getattr(request, "param", "light"),
+        offline=True,
+    )
+    opened = context.new_page()
+    complaints: list[str] = []
+    opened.on("console", lambda message: complaints.append(message.text))
+    opened.on("pageerror", lambda error: complaints.append(str(error)))
+    opened.on("dialog", lambda dialog: complaints.append(dialog.message))
+    opened.on("request", lambda asked: complaints.append(asked.url))
+    opened.goto(report.as_uri())
+    opened.wait_for_function("graph.view.width > 0 && gantt.view.width > 0")
+    yield opened
+    context.close()
+    assert [told for told in complaints if told != report.as_uri()] == []
+
+
+def where(page: Page, node: str) -> dict[str, float]:
+    """Place of a node (JavaScript) of the graph on its canvas."""
+    place: dict[str, float] = page.evaluate(f"toScreen({node})")
+    return place
+
+
+def graph_canvas(page: Page) -> Any:
+    return page.locator("#where canvas[tabindex]")
+
+
+def details(page: Page) -> str:
+    return page.locator(".details").inner_text()
+
+
+@in_both_themes
+def test_every_section_is_drawn(page: Page) -> None:
+    for name in SECTIONS:
+        colours, share = ink_of(page, page.locator(f"#{name}").screenshot())
+        assert colours > 8
+        assert share > 0.01
+    for name in ("where", "when"):
+        colours, share = ink_of(page, page.locator(f"#{name} canvas[tabindex]").screenshot())
+        assert colours > 8
+        assert share > 0.04
+
+
+@in_both_themes
+def test_nothing_is_wider_than_the_page_and_no_label_is_cut_or_covered(page: Page) -> None:
+    for summary in page.locator("summary").all():
+        summary.click()
+    for opened in page.locator("details").all():
+        opened.locator("tr").first.wait_for()
+    sizes = page.evaluate(
+        "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
+    )
+    assert sizes[0] <= sizes[1]
+    assert page.locator("#won svg").get_by_text("cpu needs").count() > 0
+    cut = page.evaluate(
+        """[...document.querySelectorAll("svg text")].filter((label) => {
+          const [own, all] = [label, label.ownerSVGElement].map((e) => e.getBoundingClientRect());
+          return own.left < all.left - 1 || own.right > all.right + 1 || own.top < all.top - 1 ||
+            own.bottom > all.bottom + 1;
+        }).map((label) => label.textContent)"""
+    )
+    assert cut == []
+    covered = page.evaluate(
+        """[...document.querySelectorAll("svg")].flatMap((svg) => {
+          const labels = [...svg.querySelectorAll("text")];
+          const boxes = labels.map((label) => label.getBoundingClientRect());
+          return labels.flatMap((label, i) => boxes.slice(0, i).flatMap((box, j) =>
+            box.left < boxes[i].right - 1 && boxes[i].left < box.right - 1 &&
+            box.top < boxes[i].bottom - 3 && boxes[i].top < box.bottom - 3
+              ? [`${labels[j].textContent} | ${label.textContent}`] : []));
+        })"""
+    )
+    assert covered == []
+
+
+def test_a_click_on_a_node_shows_what_it_is(page: Page) -> None:
+    node = "graph.layout.nodes.find((node) => !node.isGroup && toScreen(node).y < 600)"
+    place = where(page, node)
+    graph_canvas(page).click(position=place)
+    op_id = page.evaluate("ops.id[graph.selected.key]")
+    told = details(page)
+    assert op_id in told
+    for fact in ("time", "memory it keeps", "output", "parameters", "critical path"):
+        assert fact in told
+    assert any(name in told for name in NAMES)
+
+
+def test_search_finds_an_op_and_opens_the_modules_around_it(page: Page) -> None:
+    page.fill("#find-op", "mixed.1.branches.1.1:conv")
+    assert "found" in page.locator(".found").inner_text()
+    page.press("#find-op", "Enter")
+    assert "mixed.1.branches.1.1:conv" in details(page)
+    page.fill("#find-op", "no such op")
+    assert page.locator(".found").inner_text() == "nothing found"
+
+
+def test_names_are_text_whatever_they_hold(page: Page) -> None:
+    page.fill("#find-op", "onerror")
+    assert page.locator(".matches button").first.inner_text() == RUDE
+    page.press("#find-op", "Enter")
+    assert RUDE in details(page)
+    assert page.locator("img").count() == 0
+
+
+def test_modules_open_and_close(page: Page) -> None:
+    page.get_by_role("button", name="Close all").click()
+    few = page.evaluate("graph.layout.nodes.length")
+    closed = "graph.layout.nodes.find((node) => node.isGroup)"
+    graph_canvas(page).dblclick(position=where(page, closed))
+    assert page.evaluate("graph.layout.nodes.length") > few
+    page.get_by_role("button", name="Open all").click()
+    assert page.evaluate("graph.layout.nodes.length") == page.evaluate("N")
+    page.fill("#find-op", "mixed.1.branches.1.1:conv")
+    page.press("#find-op", "Enter")
+    page.get_by_role("button", name="Close mixed", exact=True).click()
+    assert page.evaluate("graph.layout.nodes.length") < page.evaluate("N")
+    assert page.evaluate("graph.selected.key.path") == "mixed"
+
+
+def test_every_op_is_in_one_node_and_nodes_do_not_overlap(page: Page) -> None:
+    for name in ("Close all", "Open all"):
+        page.get_by_role("button", name=name).click()
+        assert page.evaluate("graph.layout.nodes.flatMap((node) => node.ops).length") == (
+            page.evaluate("new Set(graph.layout.nodes.flatMap((node) => node.ops)).size")
+        )
+        near = page.evaluate(
+            """graph.layout.layers.flatMap((layer) => layer.slice(1).map((node, k) =>
+                 node.x - layer[k].x)).filter((gap) => gap < NODE.width)"""
+        )
+        assert near == []
+    assert page.evaluate("graph.layout.edges.every(({ a, b }) => a.layer < b.layer)")
+
+
+def test_everything_can_be_done_by_keys(page: Page) -> None:
+    page.focus("#find-op")
+    focused = []
+    for _ in range(7):
+        page.keyboard.press("Tab")
+        focused.append(page.evaluate("document.activeElement.textContent || 'canvas'"))
+        outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+        assert outline == "solid"
+    assert focused[:6] == ["Open all", "Close all", "−", "+", "Fit", "canvas"]
+    graph_canvas(page).focus()
+    page.keyboard.press("ArrowDown")
+    first = details(page)
+    page.keyboard.press("ArrowDown")
+    assert details(page) != first
+    page.get_by_role("button", name="Close all").click()
+    few = page.evaluate("graph.layout.nodes.length")
+    graph_canvas(page).focus()
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    assert page.evaluate("graph.layout.nodes.length") > few
+    page.locator("#when canvas[tabindex]").focus()
+    page.keyboard.press("ArrowRight")
+    told = page.locator(".told").inner_text()
+    page.keyboard.press("ArrowRight")
+    assert page.locator(".told").inner_text() != told
+    page.keyboard.press("+")
+    assert page.evaluate("gantt.end - gantt.begin < STEP")
+    page.keyboard.press("0")
+    assert page.evaluate("gantt.end - gantt.begin === STEP")
+
+
+def test_a_click_in_the_timeline_tells_why_a_device_is_idle(page: Page) -> None:
+    place = page.evaluate(
+        """(() => {
+          const row = gantt.rows.find((row) => row.items.some((item) => item.kind === "idle"));
+          const item = row.items.filter((item) => item.kind === "idle")
+            .reduce((a, b) => (b.end - b.begin > a.end - a.begin ? b : a));
+          return { x: timeToX((item.begin + item.end) / 2), y: row.top + row.height / 2 };
+        })()"""
+    )
+    page.locator("#when canvas[tabindex]").click(position=place)
+    assert "is idle: it" in page.locator(".told").inner_text()
+
+
+def test_the_tables_hold_what_is_drawn(page: Page) -> None:
+    page.get_by_text("The numbers").first.click()
+    rows = page.locator("#won tbody tr")
+    rows.first.wait_for()  # made when they are first shown
+    assert rows.count() == page.evaluate("data.candidates.length")
+    assert "chosen" in page.locator("#won tbody").inner_text()
+    assert page.locator("#when tbody tr").count() == len(NAMES)
+    assert page.locator("code").first.inner_text().startswith("placer ")
