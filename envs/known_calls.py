@@ -22,15 +22,17 @@ from envs.cluster import Cluster, Device
 from envs.cost_cache import Conditions, CostCache, Session
 from envs.op_costs import OpCosts
 from envs.op_signature import op_signatures
+from envs.torch_module_costs import module_costs
 from graphs.extract import Extraction
 from graphs.extract.call_graph import CallGraph
+from graphs.extract.module_map import ModuleMap
 
 NOISY: Final = 1.0
 
 
 def call_costs(
     extraction: Extraction,
-    calls: CallGraph,
+    calls: CallGraph | ModuleMap,
     cluster: Cluster,
     *,
     fresh: bool = False,
@@ -39,10 +41,14 @@ def call_costs(
     """Seconds of every node of a call graph, {device kind: costs (M,)}; see ``profile_calls``.
 
     With ``fresh`` nothing is taken from the cache; what is measured is kept in it all the same.
+    Calls of modules have no signature to be known by: see
+    :func:`envs.torch_module_costs.module_costs`.
 
     Raises:
         ValueError: a device is not here.
     """
+    if isinstance(calls, ModuleMap):
+        return module_costs(extraction, cluster, progress=progress)
     signatures = node_signatures(extraction, calls)
     cache = CostCache()
     found: dict[str, OpCosts] = {}

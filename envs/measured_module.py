@@ -1,5 +1,7 @@
 """The backend that runs placements on torch's devices, in this process, and times them.
 
+What was exported runs call by call, a step whose graph is of modules as its own code has it.
+
 Candidates take turns as in :mod:`envs.measured`. A turn puts the weights where the candidate wants
 them, runs a step that does not count, and then a few that do; their median is one round's time.
 Nothing but the clock is known of a step, so its rebuilt time is its wall time. The clock runs from
@@ -24,6 +26,7 @@ import torch
 from envs import torch_devices
 from envs.backend import StepResult
 from envs.executor.homes import put_back
+from envs.executor.hooked_module import HookedModule
 from envs.executor.placed_module import PlacedModule
 from envs.measured import Measurement, infeasible, misfit, noise, run_order
 from envs.placement import Placement
@@ -34,6 +37,7 @@ from envs.torch_devices import CPU, OUT_OF_MEMORY, torch_device
 from envs.watchdog import ended_after
 from graphs.extract import Extraction
 from graphs.extract.call_graph import CallGraph
+from graphs.extract.module_map import ModuleMap
 
 TURN_S: Final = 0.2
 MOST_STEPS: Final = 10
@@ -51,7 +55,7 @@ class MeasuredModule:
 
     Args:
         extraction: the step.
-        calls: its graph of calls.
+        calls: its graph of calls, or of modules.
         problem: that graph with costs, and the devices.
         limits: {device name: bytes} that torch may take, gaps included.
         rounds: turns of every candidate that count.
@@ -66,7 +70,7 @@ class MeasuredModule:
     def __init__(
         self,
         extraction: Extraction,
-        calls: CallGraph,
+        calls: CallGraph | ModuleMap,
         problem: Problem,
         *,
         limits: dict[str, int] | None = None,
@@ -86,7 +90,7 @@ class MeasuredModule:
         step = copy.deepcopy(extraction.step)
         self._extraction = replace(extraction, step=step)
         self._on_host = {name: t.detach().to(CPU) for name, t in step.named_state().items()}
-        self._module: PlacedModule | None = None
+        self._module: PlacedModule | HookedModule | None = None
         self._open = ExitStack()
         limited = {torch_device(name): size for name, size in (limits or {}).items()}
         self._open.enter_context(torch_devices.limited(limited))
@@ -169,7 +173,7 @@ class MeasuredModule:
         count = min(max(round(TURN_S / first_s), 1), MOST_STEPS)
         return float(np.median([self._step(module) for _ in range(count)]))
 
-    def _step(self, module: PlacedModule) -> float:
+    def _step(self, module: PlacedModule | HookedModule) -> float:
         step = self._extraction.step
         self._wait()
         start = time.perf_counter()
@@ -178,11 +182,13 @@ class MeasuredModule:
         self._wait()
         return time.perf_counter() - start
 
-    def _placed(self, placement: Placement) -> PlacedModule:
+    def _placed(self, placement: Placement) -> PlacedModule | HookedModule:
         devices = [self._devices[d] for d in placement.devices]
         where = self.calls.devices_of_calls(devices)
         order = self.calls.launch_order(placement.priority)
-        if self._module is None:
+        if self._module is None and isinstance(self.calls, ModuleMap):
+            self._module = HookedModule(self._extraction, where)
+        elif self._module is None:
             self._module = PlacedModule(self._extraction, where, order)
             if self._extraction.step.optimizer is not None:
                 self._module.learning_rate = 0.0
@@ -193,6 +199,8 @@ class MeasuredModule:
     def _drop(self) -> None:
         """Forget the placed module, which an error may have left in pieces, or half made."""
         self._clear()
+        if isinstance(self._module, HookedModule):
+            self._module.close()
         self._module = None
         gc.collect()  # the traceback of an error holds tensors, in circles
         for device in self._devices:
@@ -200,7 +208,7 @@ class MeasuredModule:
 
     def _clear(self) -> None:
         """Empty the accelerators: they may have no room for the old and the new weights at once."""
-        if self._module is not None:
+        if isinstance(self._module, PlacedModule):
             self._module.load_optimizer_state({})
         put_back(self._extraction.step, self._on_host)
         for device in self._devices:

@@ -17,7 +17,8 @@ from envs.problem import Problem
 from envs.torch_devices import is_core
 from graphs.costs import with_costs
 from graphs.extract import Extraction, Step, extract
-from graphs.extract.call_graph import CallGraph, call_graph
+from graphs.extract.call_graph import CallGraph
+from graphs.extract.module_map import ModuleMap, placeable
 from graphs.graph import GraphArrays
 
 
@@ -25,12 +26,13 @@ from graphs.graph import GraphArrays
 class ModelProblem:
     """The problem of placing a step, with costs that were measured on its devices.
 
-    Pinned cores run it op by op; devices of torch run its ``calls``, which are None on cores.
+    Pinned cores run it op by op; devices of torch run its ``calls``, exported ones or those of its
+    modules, which are None on cores.
     """
 
     problem: Problem
     extraction: Extraction
-    calls: CallGraph | None
+    calls: CallGraph | ModuleMap | None
     limits: Mapping[str, int]  # {device name: bytes}
 
     @classmethod
@@ -72,7 +74,7 @@ class ModelProblem:
             calls, graph = None, extraction.graph
             costs = op_costs(extraction, cluster)
         else:
-            calls = call_graph(extraction)
+            calls = placeable(extraction)
             graph = calls.graph
             costs = call_costs(extraction, calls, cluster)
             cluster = plannable(cluster)

@@ -1,8 +1,8 @@
 """Costs of a graph of modules: every call of a module timed where it runs, in both directions.
 
 There is no program that workers could run, so the step runs by torch, in a thread of this process
-that is pinned to the cores of a device. A forward op costs the time from hook to hook, a backward
-op that of the nodes of autograd that undo it.
+that is pinned to the cores of a device, or on a device of torch. A forward op costs the time from
+hook to hook, a backward op that of the nodes of autograd that undo it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -21,7 +23,11 @@ from numpy.typing import NDArray
 
 from envs.cluster import Device
 from envs.discover import cores_of
+from envs.executor.hooked_module import HookedModule
+from envs.executor.meeting import sent
+from envs.torch_devices import synchronize
 from graphs.extract import Extraction, ExtractionError, Step
+from graphs.extract.autocast import autocast
 from graphs.extract.calls import ModuleCall
 from graphs.extract.substitute import in_its_mode
 from graphs.extract.trial import forward_of, runnable
@@ -56,20 +62,55 @@ def profile_modules(
     total, costs_s = len(first_of), {}
     for done, (kind, device) in enumerate(sorted(first_of.items()), start=1):
         cores = cores_of(device.name)
-        costs_s[kind] = _pinned(cores, partial(_profile, extraction, repeats, len(cores) == 1))
+        now = time.thread_time if len(cores) == 1 else time.perf_counter
+        costs_s[kind] = _pinned(cores, partial(_profile, extraction, repeats, now, runnable))
         if progress is not None:
             progress(done, total)
     return costs_s
 
 
-def _profile(extraction: Extraction, repeats: int, own_thread: bool) -> NDArray[np.float64]:
-    """Seconds of every op on the cores of this thread, (N,)."""
+def profile_modules_on(
+    device: torch.device, extraction: Extraction, *, repeats: int = 5
+) -> NDArray[np.float64]:
+    """Seconds of every op of a graph of modules on a device of torch, (N,), launches included.
+
+    Raises:
+        torch.OutOfMemoryError: it has no room for the whole step.
+    """
+
+    def now() -> float:
+        synchronize(device)
+        return time.perf_counter()
+
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
+        return _profile(extraction, repeats, now, partial(_on, device, extraction))
+
+
+@contextmanager
+def _on(device: torch.device, extraction: Extraction, step: Step) -> Iterator[Step]:
+    """The step on copies that are on a device, with the hooks that it is run with."""
+    with runnable(step) as copy:
+        there = replace(
+            copy, inputs=sent(copy.inputs, device), keywords=sent(copy.keywords, device)
+        )
+        hooked = HookedModule(replace(extraction, step=there), {"": device})
+        with hooked, autocast(step.dtype, [device.type]):
+            yield there
+
+
+def _profile(
+    extraction: Extraction,
+    repeats: int,
+    now: Callable[[], float],
+    prepared: Callable[[Step], AbstractContextManager[Step]],
+) -> NDArray[np.float64]:
+    """Seconds of every op by a clock, (N,), of a step that is prepared anew for every run."""
     step = extraction.step
     runs = []
     with in_its_mode(step):
         for _ in range(WARM_UP + repeats):
-            with runnable(step) as copy:
-                clock = _Clock(copy, time.thread_time if own_thread else time.perf_counter)
+            with prepared(step) as copy:
+                clock = _Clock(copy, now)
                 clock.run(copy)
             runs.append(
                 [

@@ -14,15 +14,16 @@ from torch import nn
 from envs.byte_size import parse_bytes
 from envs.cluster import Cluster
 from envs.discover import discover, present
+from envs.executor.hooked_module import HookedModule
 from envs.executor.lists import priority_order
 from envs.executor.placed import PlacedModel
 from envs.executor.placed_module import PlacedModule
 from envs.placement import Placement
 from envs.torch_devices import is_core, torch_device
 from graphs.extract import Extraction, Step, extract
-from graphs.extract.call_graph import call_graph
 from graphs.extract.extraction import AUTO
 from graphs.extract.fake import check_has_memory
+from graphs.extract.module_map import ModuleMap, placeable
 from graphs.graph import GraphArrays
 from graphs.optimizer import Optimizer
 from graphs.precision import FULL
@@ -269,7 +270,9 @@ def apply(
     ``placed.step(batch)``; close it, or use it as a context manager. On devices of torch it is a
     :class:`envs.executor.placed_module.PlacedModule`, to be called like the model itself (with the
     target, if there is a loss): ``placed(*inputs).backward()``. It has ``placed.step(batch)``, too,
-    and between epochs ``placed.eval()(*inputs)`` is what the model returns in eval mode.
+    and between epochs ``placed.eval()(*inputs)`` is what the model returns in eval mode. Where the
+    placement is of a graph of modules it is a :class:`envs.executor.hooked_module.HookedModule`,
+    which runs the model's own code, on any data.
 
     Args:
         model: the model that was placed, or one with the same architecture.
@@ -285,8 +288,8 @@ def apply(
 
     Raises:
         ExtractionError: the model cannot be extracted, or is on the meta device, or what was
-            extracted holds for the example inputs only, or is a graph of modules that no program
-            runs.
+            extracted holds for the example inputs only, or is a graph of modules, which pinned
+            cores cannot run.
         ValueError: the placement is of another graph, its devices are not here, or the example
             inputs are missing.
         WorkerError: the workers do not come up.
@@ -317,7 +320,9 @@ def apply(
     return apply_extracted(extraction, found)
 
 
-def apply_extracted(extraction: Extraction, placement: Placement) -> PlacedModel | PlacedModule:
+def apply_extracted(
+    extraction: Extraction, placement: Placement
+) -> PlacedModel | PlacedModule | HookedModule:
     """The model of an extraction, running as a placement of its graph says.
 
     Raises:
@@ -394,11 +399,15 @@ def export_placement(
     )
 
 
-def _placed_module(extraction: Extraction, placement: Placement, cluster: Cluster) -> PlacedModule:
-    calls = call_graph(extraction)
+def _placed_module(
+    extraction: Extraction, placement: Placement, cluster: Cluster
+) -> PlacedModule | HookedModule:
+    calls = placeable(extraction)
     graph = GraphArrays.from_graph(calls.graph)
     fitting = placement.aligned(graph, cluster)
     devices = [torch_device(cluster.names[d]) for d in fitting.devices]
+    if isinstance(calls, ModuleMap):
+        return HookedModule(extraction, calls.devices_of_calls(devices))
     return PlacedModule(
         extraction, calls.devices_of_calls(devices), calls.launch_order(fitting.priority)
     )

@@ -257,8 +257,9 @@ def extraction_remarks(extraction: Extraction) -> list[str]:
     found = [f"Not by {tried.extractor}: {tried.reason}" for tried in extraction.fell_back]
     if extraction.own_program is None:
         found.append(
-            "This is a graph of modules, timed one by one: there is no program that runs it "
-            "placed, so the simulator's answer counts."
+            "This is a graph of modules, timed one by one. On cuda:N and cpu the model's own code "
+            "runs it placed; for other devices there is no program that does, so the simulator's "
+            "answer counts."
         )
     if extraction.step.training and (layers := lstm_layers(extraction.step)):
         found.append(

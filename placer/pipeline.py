@@ -113,7 +113,7 @@ def optimize_step(
     with Interrupt() as interrupt:
         known = costed_step(step, cluster, options, hear)
         problem = Problem.of(GraphArrays.from_graph(known.graph), known.cluster)
-        runs = all_here and known.extraction.own_program is not None
+        runs = all_here and known.rig.runs
         found = _decided(
             problem,
             options,

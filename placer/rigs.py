@@ -1,7 +1,7 @@
 """What the main job needs of devices: what can be placed on them, its costs, a backend to run it.
 
 Pinned cores run the joint graph op by op in workers, torch's own devices the calls of the exported
-forward pass in this process.
+forward pass in this process, or the model's own code module by module.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from envs.simulator.schedule import Schedule
 from envs.torch_devices import is_core
 from graphs.costs import with_costs
 from graphs.extract import Extraction
-from graphs.extract.call_graph import call_graph
+from graphs.extract.module_map import placeable
 from placer.costing import costed_graph
 from placer.report.progress import Progress
 
@@ -57,6 +57,7 @@ class Rig(Protocol):
     """How an extraction is placed on one sort of devices."""
 
     graph: nx.DiGraph[str]
+    runs: bool  # whether there is a backend for what was extracted
 
     def costed(
         self, graph: nx.DiGraph[str], cluster: Cluster, hear: Progress, *, fresh: bool = False
@@ -93,6 +94,7 @@ class Cores:
     def __init__(self, extraction: Extraction, cluster: Cluster) -> None:
         self.extraction = extraction
         self.graph = extraction.graph
+        self.runs = extraction.own_program is not None
         self.limits = {device.name: device.memory_bytes for device in cluster.devices}
 
     def costed(
@@ -122,18 +124,23 @@ class Cores:
 
 
 class TorchDevices:
-    """``cuda:*`` and ``cpu``: every call can be placed, its backward goes with it."""
+    """``cuda:*`` and ``cpu``: every call can be placed, its backward goes with it.
+
+    Of a graph of modules every module can.
+    """
+
+    runs = True
 
     def __init__(self, extraction: Extraction, cluster: Cluster) -> None:
         self.extraction = extraction
-        self.calls = call_graph(extraction)
+        self.calls = placeable(extraction)
         self.graph = self.calls.graph
         self.limits = {device.name: device.memory_bytes for device in cluster.devices}
 
     def costed(
         self, graph: nx.DiGraph[str], cluster: Cluster, hear: Progress, *, fresh: bool = False
     ) -> nx.DiGraph[str]:
-        """Costs of every call alone; without ``fresh`` known ones count."""
+        """Costs of every call alone, of modules in context; without ``fresh`` known ones count."""
         costs = call_costs(
             self.extraction,
             self.calls,
@@ -156,7 +163,7 @@ class TorchDevices:
         return launch_order(problem, schedule)
 
     def backend(self, problem: Problem, longest_s: float, shortest_s: float) -> MeasuringBackend:
-        """A placed module in this process."""
+        """A placed or hooked module in this process."""
         del shortest_s  # its turns are as long as its steps need
         return MeasuredModule(
             self.extraction,

@@ -29,13 +29,17 @@ DOUBLE = ("inception", "nasnet")
 
 @functools.cache
 def extracted(name: str) -> Extraction:
+    return extract(made(name))
+
+
+def made(name: str) -> Step:
     torch.manual_seed(0)
     step = STEPS[name]()
     if name in DOUBLE:
         images, labels = step.inputs
         images = torch.randn(3 * len(images), *images.shape[1:], dtype=torch.float64)
         step = Step.of(step.model.double(), (images, labels.repeat(3)), step.loss)
-    return extract(step)
+    return step
 
 
 def fresh(name: str) -> Extraction:

@@ -126,7 +126,7 @@ def test_every_part_of_a_message_ends_with_one_full_stop() -> None:
     assert sentences("It fails", "So does this.", "End") == "It fails. So does this. End."
     with pytest.raises(ExtractionError) as refused:
         assert extract(Step.of(nn.Linear(8, 8), (X, X), squared), "dispatch").forward
-    assert str(refused.value).endswith("which pinned cores (core:N) can run.")
+    assert str(refused.value).endswith("its graph of modules (--extractor modules).")
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,14 @@ import torch
 from tiny_models import forward
 from torch import Tensor, nn
 
+from envs.executor.hooked_module import HookedModule
 from envs.executor.placed_module import PlacedModule
 from graphs.extract import Step
 
 
 def assert_trains_alike(
     step: Step,
-    placed: PlacedModule,
+    placed: PlacedModule | HookedModule,
     *,
     run: Callable[..., Any] | None = None,
     steps: int = 3,

@@ -171,7 +171,13 @@ def _lstm_cell_backward(
     return whole, inner * f, whole.sum(0) if has_bias else None
 
 
+def _histc(counted: Tensor, *limits: Any, **named: Any) -> Tensor:
+    """What accelerators count integers with, too."""
+    return torch.histc(counted.float(), *limits, **named).to(counted.dtype)
+
+
 ON_CPU: dict[Any, Any] = {
+    torch.ops.aten.histc.default: _histc,
     torch.ops.aten._thnn_fused_lstm_cell.default: _lstm_cell,
     torch.ops.aten._thnn_fused_lstm_cell_backward_impl.default: _lstm_cell_backward,
 }

@@ -80,7 +80,7 @@ class Homes:
             kept[home] = tensor.detach().to(home)
             self.moved_bytes += tensor.nbytes
         gradient, tensor.grad = tensor.grad, None
-        tensor = _given(self._slots[index], tensor, kept[home])
+        tensor = with_data(self._slots[index], tensor, kept[home])
         if gradient is not None:
             tensor.grad = gradient.to(home)
         if gradient is not None or not self._may_stay[index]:
@@ -112,7 +112,7 @@ def put_back(step: Step, values: Mapping[str, torch.Tensor]) -> None:
         tensor: torch.Tensor = holder[own]
         tensor.grad = None
         if tensor.device != values[name].device:
-            _given(slots, tensor, values[name])
+            with_data(slots, tensor, values[name])
 
 
 _Slots: TypeAlias = list[tuple[dict[str, Any], str]]
@@ -126,7 +126,7 @@ def _same(known: _Known | None, tensor: torch.Tensor) -> bool:
     return known[1:] == (tensor._version, tensor.requires_grad)
 
 
-def _given(slots: _Slots, tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+def with_data(slots: _Slots, tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
     """The tensor with other data, as the same object if torch allows it on that device."""
     if torch._has_compatible_shallow_copy_type(tensor, data):
         tensor.data = data

@@ -302,12 +302,16 @@ def _checked(
         raise ValueError(f"{len(missing)} calls have no device, such as {missing[0]!r}")
     if unknown := [key for key in devices if key not in calls]:
         raise ValueError(f"{unknown[0]!r} has a device, but is no call that can be placed")
-    full = {device: _full(device) for device in set(devices.values())}
+    full = {device: full_device(device) for device in set(devices.values())}
     return {key: full[devices[key]] for key in calls}
 
 
-def _full(device: torch.device | str) -> torch.device:
-    """A device as its tensors name it: cuda is cuda:0, cpu:0 is cpu."""
+def full_device(device: torch.device | str) -> torch.device:
+    """A device as its tensors name it: cuda is cuda:0, cpu:0 is cpu.
+
+    Raises:
+        ValueError: it is not here.
+    """
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:

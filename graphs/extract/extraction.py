@@ -53,7 +53,8 @@ class Extraction:
     ``forward`` is the forward pass as it was exported, and ``call_of`` gives for every op the key
     of the call in it that the op stems from: what runs where the call does. A recording has
     neither; of an export that has none, ``no_forward`` says why. A graph of modules has no program,
-    and ``units`` says what each of its ops stands for. A recording that ``depends_on_data`` holds
+    and ``units`` says what each of its ops stands for; devices of torch run it by the model's own
+    code. A recording that ``depends_on_data`` holds
     for the example inputs only: at these lines the model reads values of tensors, and another path
     may be taken on others.
     """
@@ -81,7 +82,8 @@ class Extraction:
         if self.own_program is None:
             raise ExtractionError(
                 f"the graph of {type(self.step.model).__name__} is of its modules: it can be "
-                "placed by simulation, but there is no program that runs the placed step"
+                "placed by simulation, but there is no program that runs the placed step on pinned "
+                "cores (core:N); on cuda:N and cpu the model's own code does"
             )
         return self.own_program
 
@@ -94,7 +96,8 @@ class Extraction:
         """
         if self.own_forward is None:
             why = {
-                "dispatch": "its ops were recorded, which pinned cores (core:N) can run",
+                "dispatch": "its ops were recorded, which pinned cores (core:N) can run; what "
+                "cuda:N and cpu can run is its graph of modules (--extractor modules)",
                 "modules": "its graph is of modules",
             }
             told = (
@@ -117,7 +120,8 @@ class Extraction:
                 f"({shown_lines(self.depends_on_data)}), and what it does next was recorded for "
                 "the example inputs only: on other data the placed step would be wrong. Compute "
                 "all branches and choose with torch.where, mask instead of selecting, or let "
-                "every expert compute every token"
+                "every expert compute every token; or place its modules on cuda:N and cpu "
+                "(--extractor modules), where its own code runs"
             )
 
 

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from envs.executor.hooked_module import HookedModule
 from envs.executor.placed import PlacedModel
 from envs.executor.placed_module import PlacedModule
 from envs.placement import Placement
@@ -42,7 +43,7 @@ class Replica(Protocol):
 class InProcess:
     """On torch's own devices; gradients are reduced while the backward pass runs."""
 
-    def __init__(self, placed: PlacedModule) -> None:
+    def __init__(self, placed: PlacedModule | HookedModule) -> None:
         self.module: nn.Module = placed
 
     def backward(self, passes: Sequence[Batch]) -> float:

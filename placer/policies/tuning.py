@@ -58,9 +58,12 @@ def tune(
     check_has_memory(step)
     hear.stage("Extracting the graph")
     extraction = extract(step)
-    if extraction.own_program is None:
-        raise ExtractionError("only the modules of this model were extracted: that cannot be run")
     rig = rig_for(extraction, cluster)
+    if not rig.runs:
+        raise ExtractionError(
+            "only the modules of this model were extracted: cuda:N and cpu can run them, core:N "
+            "cannot"
+        )
     if not cluster.links:
         hear.stage("Calibrating devices")
         cluster = calibrated(cluster)

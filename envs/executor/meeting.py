@@ -1,0 +1,60 @@
+"""Tensors that meet in one operation of a model's own code meet on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+APART: Final = frozenset(
+    {
+        *("__get__", "__set__", "to", "copy_", "set_", "backward", "grad"),
+        *("type_as", "view_as", "expand_as", "reshape_as"),
+    }
+)
+"""What takes tensors of several devices as it is, or is a view of its first one."""
+
+
+class Meeting(TorchFunctionMode):
+    """Sends what an operation gets from several devices to the one where the code is running.
+
+    What is written in place stays, and the others come to it. Tensors whose device is the same are
+    left where they are.
+    """
+
+    def __init__(self, running_on: Callable[[], torch.device]) -> None:
+        super().__init__()
+        self._running_on = running_on
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one operation."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "").partition(".")[0]
+        if name in APART or name.startswith("_foreach"):
+            return func(*args, **kwargs)
+        devices = {t.device for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        if len(devices) > 1:
+            written = _written(name, args, kwargs)
+            device = self._running_on() if written is None else written.device
+            args, kwargs = sent((args, kwargs), device)
+        return func(*args, **kwargs)
+
+
+def sent(tensors: Any, device: torch.device) -> Any:
+    """The same with all tensors on a device; those that are there already are the same ones."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), tensors)
+
+
+def _written(name: str, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The tensor that an operation writes; None where it makes one."""
+    in_place = name.endswith("_") and not name.endswith("__")
+    if in_place or name == "__setitem__" or name.startswith("__i"):
+        found = args[0] if args else kwargs.get("input")
+    else:
+        found = kwargs.get("out")
+    return found if isinstance(found, torch.Tensor) else None

@@ -1,0 +1,52 @@
+"""What the modules of a step cost on torch's own devices: measured, or modelled where none fits."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+
+import numpy as np
+
+from envs import torch_devices
+from envs.cluster import Cluster
+from envs.module_costs import profile_modules_on
+from envs.op_costs import OpCosts
+from envs.roofline import SOURCE, roofline_costs
+from envs.torch_devices import OUT_OF_MEMORY, torch_device
+from graphs.extract import Extraction
+
+
+def module_costs(
+    extraction: Extraction,
+    cluster: Cluster,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, OpCosts]:
+    """Seconds of every op of a graph of modules, {device kind: costs (N,)}.
+
+    The whole step is run on one device of each kind. Where it has no room, the roofline of the
+    measured rates of the device counts. The launch cost, which is added to every op of a problem,
+    is taken off.
+
+    Raises:
+        ValueError: a device is not here.
+    """
+    first_of = {device.kind: device for device in reversed(cluster.devices)}
+    limits = {torch_device(device.name): device.memory_bytes for device in cluster.devices}
+    today = datetime.date.today().isoformat()
+    found: dict[str, OpCosts] = {}
+    with torch_devices.limited(limits):
+        for done, (kind, device) in enumerate(sorted(first_of.items()), 1):
+            where = torch_device(device.name)
+            try:
+                launched_s = profile_modules_on(where, extraction)
+            except OUT_OF_MEMORY:
+                cost_s, source = roofline_costs(extraction.graph, [device])[kind], SOURCE
+            else:
+                cost_s = np.maximum(launched_s - device.launch_s, 0.0)
+                source = f"measured {today}, module by module"
+            torch_devices.release(where)
+            found[kind] = OpCosts(cost_s=cost_s, sources=(source,) * len(cost_s))
+            if progress is not None:
+                progress(done, len(first_of))
+    return found
