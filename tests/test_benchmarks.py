@@ -142,16 +142,17 @@ def test_the_benchmark_of_search_compares_all_ways_at_a_budget(
     at_budget(smallest, Budget(evaluations=20), policies, seeds=2)
     title, *lines = capsys.readouterr().out.splitlines()
     assert title == "20e"
-    ways = [line.rsplit("   ", 1)[0] for line in lines[:4]]
+    ways = [line.rsplit("   ", 1)[0] for line in lines[:5]]
     names, means = zip(*(way.strip().rsplit(maxsplit=1) for way in ways), strict=True)
     assert names == (
         "annealing",
+        "with the portfolio's moves",
         "portfolio without a policy",
         "portfolio with initial weights",
         "portfolio with synthetic-only",
     )
     assert all(0.5 < float(mean) <= 1.0 for mean in means)
-    assert "/ annealing: " in lines[4]
+    assert "/ annealing: " in lines[5]
 
 
 def test_the_benchmark_of_loads_tells_what_is_proven(capsys: pytest.CaptureFixture[str]) -> None:

@@ -404,7 +404,16 @@ def test_an_op_that_fails_is_told_with_torchs_reason() -> None:
     assert forward(step).isfinite()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGKILL,
+        *(
+            pytest.param(number, marks=pytest.mark.slow)
+            for number in (signal.SIGINT, signal.SIGTERM)
+        ),
+    ],
+)
 def test_workers_end_with_their_parent(number: signal.Signals) -> None:
     script = """
 import sys, time, torch

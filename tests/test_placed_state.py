@@ -244,7 +244,7 @@ def test_ctrl_c_while_closing_still_ends_everything(monkeypatch: pytest.MonkeyPa
     assert open_descriptors() == before
 
 
-@pytest.mark.parametrize("device", [0, 1])
+@pytest.mark.parametrize("device", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_worker_that_hangs_with_a_full_pipe_is_named(device: int) -> None:
     with small_pool(step_timeout_s=1.5) as pool:
         os.kill(pool._workers[device].process.pid, signal.SIGSTOP)

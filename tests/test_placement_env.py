@@ -61,7 +61,11 @@ def test_registering_again_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "name"), [("envs.registration", IDS[0]), ("placer.registration", IDS[1])]
+    ("module", "name"),
+    [
+        ("envs.registration", IDS[0]),
+        pytest.param("placer.registration", IDS[1], marks=pytest.mark.slow),
+    ],
 )
 def test_gymnasium_finds_them_by_module_and_name(module: str, name: str) -> None:
     code = f"import gymnasium; print(gymnasium.make('{module}:{name}').reset(seed=0)[0].shape)"

@@ -46,6 +46,7 @@ def test_only_what_takes_too_long_ends_the_process(
     assert (process.returncode, said, errors) == expected
 
 
+@pytest.mark.slow
 def test_time_for_which_the_process_is_stopped_does_not_count() -> None:
     with working(4.0, 1.0) as process:
         assert process.stdout is not None
