@@ -99,6 +99,7 @@ class Homes:
             if homes is not None:
                 homes._kept[index].clear()
 
+        # torch leaves this call untyped.
         tensor.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
 
 

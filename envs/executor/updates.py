@@ -143,6 +143,7 @@ class Updates:
                 if not together.missing:
                     updates._update(together)
 
+        # torch leaves this call untyped.
         hook = parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
         self._hooks[index] = hook
 
