@@ -7,6 +7,7 @@ with ``--full``, which takes five seeds of ten-second searches and proves longer
 """
 
 import argparse
+import math
 import sys
 
 from benchmarks import (
@@ -21,6 +22,7 @@ from benchmarks import (
     slow_network,
     sync_quality,
 )
+from benchmarks.record import Record
 
 ALL = {
     "extraction": extraction,
@@ -39,9 +41,11 @@ ALL = {
 def main(names: list[str], quick: bool = False, full: bool = False) -> None:
     if unknown := [name for name in names if name not in ALL]:
         sys.exit(f"there is no benchmark {unknown[0]!r}; there are {', '.join(ALL)}")
+    record = Record(None, math.inf)
     for name in names or ALL:
         if name == "search":
-            search.main(quick, full)
+            effort = search.QUICK if quick else search.FULL if full else search.Effort()
+            search.main(record, effort)
         elif name == "sync_quality":
             sync_quality.main(quick)
         elif name == "max_load":

@@ -139,9 +139,10 @@ def test_the_benchmark_of_search_compares_all_ways_at_a_budget(
 ) -> None:
     smallest = sorted(judged, key=lambda item: item.judge.problem.op_count)[:2]
     policies = {"synthetic-only": load("synthetic-only")}
-    at_budget(smallest, Budget(evaluations=20), policies, seeds=2)
+    found: dict[str, Any] = {}
+    at_budget(smallest, Budget(evaluations=20), policies, 2, found)
     title, *lines = capsys.readouterr().out.splitlines()
-    assert title == "20e"
+    assert title == "20e, 2 seeds"
     ways = [line.rsplit("   ", 1)[0] for line in lines[:5]]
     names, means = zip(*(way.strip().rsplit(maxsplit=1) for way in ways), strict=True)
     assert names == (
