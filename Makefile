@@ -40,7 +40,8 @@ format: $(READY)  ## let ruff mend what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(READY)  ## print the benchmarks, as ratios within one run: an hour
+bench: $(READY)  ## measure this machine into benchmarks/results and the README, half an hour; then all else, an hour
+	$(BIN)/placer bench --out benchmarks/results --markdown README.md
 	$(BIN)/python -m benchmarks
 
 bench-gpu: $(READY)  ## measure everything that needs a GPU, in 8 minutes; elsewhere on a fake one

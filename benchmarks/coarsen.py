@@ -13,8 +13,9 @@ import statistics
 
 import networkx as nx
 
-from benchmarks.simulator import layered, seconds
+from benchmarks.simulator import layered
 from graphs.coarsen import coarsen
+from placer.bench.speed import seconds
 
 OPS, GROUPS, SHARE = 100_000, 1_000, 100
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import os
-import platform
 import sys
 import time
 import traceback
@@ -15,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from envs.discover import available_memory_bytes
-from envs.torch_devices import own_accelerators
 from graphs.whole_file import write_whole
+from placer.bench.environment import environment, plain
 
 
 class Record:
@@ -65,35 +60,6 @@ class Record:
         print(f"[{time.perf_counter() - self.began:6.1f} s] {text}", file=sys.stderr, flush=True)
 
 
-def environment() -> dict[str, Any]:
-    """What the numbers depend on: machine, devices, versions."""
-    found: dict[str, Any] = {
-        "machine": platform.machine(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "cores": len(os.sched_getaffinity(0)),
-        "threads": torch.get_num_threads(),
-        "load": os.getloadavg()[0],
-        "free_host_bytes": available_memory_bytes(),
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "devices": {},
-    }
-    for name in own_accelerators():
-        free, total = torch.cuda.mem_get_info(name)
-        found["devices"][name] = {
-            "name": torch.cuda.get_device_name(name),
-            "free_bytes": free,
-            "total_bytes": total,
-        }
-    for package in ("transformers", "accelerate"):
-        try:
-            found[package] = __import__(package).__version__
-        except ImportError:
-            found[package] = None
-    return found
-
-
 def quartiles(seconds: Any) -> dict[str, Any]:
     """Median, quartiles and all repeats of a time."""
     values = np.asarray(seconds, np.float64)
@@ -101,19 +67,6 @@ def quartiles(seconds: Any) -> dict[str, Any]:
         return {"repeats_s": []}
     low, middle, high = np.percentile(values, [25, 50, 75]).tolist()
     return {"median_s": middle, "low_s": low, "high_s": high, "repeats_s": values.tolist()}
-
-
-def plain(value: Any) -> Any:
-    """The same as JSON knows it: None for what is no finite number."""
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, np.generic):
-        return plain(value.item())
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
 
 
 def arguments(description: str, limit_s: float) -> argparse.Namespace:

@@ -3,12 +3,12 @@
     python -m benchmarks.search [--quick | --full] [--out FILE] [PART ...]
 
 All on one core, by the same simulator and the same clock, on the problems of
-benchmarks/instances.py. Unless said, numbers are step times relative to the best of {single device,
-HEFT, ETF}, geometric means over the problems: medians over five seeds with their range; smaller is
-better. Ten-second budgets take one seed; with ``--full``, which takes two hours, five. "Initial
-weights" is the same portfolio with the network that training begins with: HEFT, and samples around
-it. `generalist` was trained on graphs of all these families, `synthetic-only` on none. ``--quick``
-takes one seed, and leaves out the ten-second budgets.
+placer/bench/instances.py. Unless said, numbers are step times relative to the best of {single
+device, HEFT, ETF}, geometric means over the problems: medians over five seeds with their range;
+smaller is better. Ten-second budgets take one seed; with ``--full``, which takes two hours, five.
+"Initial weights" is the same portfolio with the network that training begins with: HEFT, and
+samples around it. `generalist` was trained on graphs of all these families, `synthetic-only` on
+none. ``--quick`` takes one seed, and leaves out the ten-second budgets.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.instances import communicating, judged, planted_instances, unseen
 from benchmarks.record import Record
-from benchmarks.scores import WITH_MOVES, Initial, Scores, compared, searched
-from benchmarks.simulator import cluster_of, flat_layered
 from envs.problem import Problem
+from placer.bench.instances import communicating, judged, unseen
+from placer.bench.quality import every_placer, planted_gaps
+from placer.bench.scores import WITH_MOVES, Initial, Scores, compared, searched
+from placer.bench.speed import cluster_of, flat_layered
 from placer.placers.portfolio import Portfolio
-from placer.placers.registry import listings, placer_named
+from placer.placers.registry import placer_named
 from placer.policies import Policy, load
 from placer.policies.maskable import maskable_ppo
 from placer.policies.pool import Exercise
@@ -50,8 +51,6 @@ DRAWS = 12
 LARGE_OPS = 100_000
 LARGE_S = 20.0
 MASKABLE_S = 10.0
-TOO_SLOW = ("exact", "sequence-to-sequence")
-"""For graphs of this size: the one proves, the other makes a hundred plans a second."""
 
 Work = Callable[[dict[str, Any]], None]
 """Prints what it finds, and fills the dict with it."""
@@ -122,7 +121,7 @@ def parts(effort: Effort) -> dict[str, Work]:
         "planted": lambda out: on_planted(
             of.generalist, LONG_S if long_seeds else SHORT_S[1], max(long_seeds, 1), out
         ),
-        "placers": lambda out: every_placer(of.judged, of.generalist, max(long_seeds, 1), out),
+        "placers": lambda out: of_placers(of.judged, of.generalist, max(long_seeds, 1), out),
     }
     if long_seeds:
         found[f"{long}"] = lambda out: at_budget(
@@ -148,19 +147,14 @@ def of_policies(
     print(f"    {POLICIES[0]} loses {losses[0]:.1%} and {losses[1]:.1%} against {POLICIES[1]}")
 
 
-def every_placer(
+def of_placers(
     problems: Sequence[Exercise], policy: Policy, seeds: int, out: dict[str, Any]
 ) -> None:
     """All placers that take graphs of this size, by name."""
-    for budget in (Budget(evaluations=EVALUATIONS), Budget(seconds=1.0)):
+    for budget in (Budget(evaluations=EVALUATIONS), Budget(seconds=SHORT_S[1])):
         print(f"every placer, {budget}, {seeds} seeds")
-        of_budget = out[f"{budget}"] = {}
-        for listing in listings():
-            if listing.name not in TOO_SLOW:
-                placer = placer_named(listing.name, policy if listing.takes_policy else None)
-                found = searched(listing.name, placer, problems, budget, seeds)
-                print(found.line())
-                of_budget[listing.name] = found.to_dict()
+        found = every_placer(problems, policy, budget, seeds, lambda own: print(own.line()))
+        out[f"{budget}"] = {own.name: own.to_dict() for own in found}
 
 
 def at_budget(
@@ -298,13 +292,8 @@ def perturbed_costs(problem: Problem, plans: Sequence[Candidate], draw: int) -> 
 
 
 def on_planted(policy: Policy, seconds: float, seeds: int, out: dict[str, Any]) -> None:
-    """The gap to optima that are known; of each problem the median over seeds."""
-    for item, made in planted_instances():
-        steps_ns = [
-            Portfolio(policy).place(item.judge.problem, Budget(seconds=seconds), seed)[0].step_ns
-            for seed in range(seeds)
-        ]
-        out[item.family] = sorted(step_ns / (made.step_s * 1e9) - 1.0 for step_ns in steps_ns)
+    """The gap to optima that are known."""
+    out |= planted_gaps(Portfolio(policy), Budget(seconds=seconds), seeds)
     gaps = list(out.values())
     print(
         f"planted optima, {len(gaps)} problems, {seconds:g} s, {seeds} seeds: median gap "

@@ -29,17 +29,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.heapq_simulator import HeapqSimulator
-from envs.cluster import Cluster, Device, Link
 from envs.problem import Problem
 from envs.simulator import ProblemArrays, Simulator, Workspace
-from graphs.flat import flat_graph
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
+from placer.bench.speed import REPEATS, cluster_of, flat_layered, placements, seconds
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from simulator_twin import twin_step
 
-REPEATS = 9
-BLOCK = 8
 ROWS = (  # ops, devices, placements in a batch, evaluations per second at least
     (100, 4, 4000, 100_000),
     (200, 4, 2000, 40_000),
@@ -71,52 +68,6 @@ def layered(count: int, width: int, seed: int) -> nx.DiGraph[str]:
             for u in sorted(set(inputs.tolist())):
                 add_edge(graph, f"op{u}", f"op{i}")
     return graph
-
-
-def cluster_of(count: int) -> Cluster:
-    names = tuple(f"gpu{k}" for k in range(count))
-    link = Link(between=names, latency_s=15e-6, bandwidth_bytes_per_s=10e9, sharing="egress")
-    devices = (Device(name=name, kind="gpu", memory_bytes=10**10, launch_s=5e-6) for name in names)
-    return Cluster(name=f"{count} devices", devices=tuple(devices), links=(link,))
-
-
-def seconds(
-    work: Callable[[], object],
-    repeats: int = REPEATS,
-    clock: Callable[[], float] = time.perf_counter,
-) -> list[float]:
-    """Sorted times of a few runs."""
-    times = []
-    for _ in range(repeats):
-        start = clock()
-        work()
-        times.append(clock() - start)
-    return sorted(times)
-
-
-def flat_layered(count: int, width: int, seed: int) -> GraphArrays:
-    """Like :func:`layered`, without networkx."""
-    rng = np.random.default_rng(seed)
-    reader = np.repeat(np.arange(width, count), 2)
-    read = reader - rng.integers(width // 2, 2 * width, len(reader))
-    edges = np.unique(np.column_stack([np.maximum(read, 0), reader]), axis=0)
-    return flat_graph(
-        f"layered-{count}",
-        cost_s=rng.lognormal(-9.0, 0.5, count),
-        source=edges[:, 0],
-        target=edges[:, 1],
-        output_bytes=rng.integers(1, 1 << 20, count),
-        parameter_bytes=np.full(count, 1000),
-    )
-
-
-def placements(
-    ops: int, device_count: int, batch: int
-) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-    rng = np.random.default_rng(1)
-    blocks = rng.integers(0, device_count, (batch, ops // BLOCK + 1))
-    devices = blocks.repeat(BLOCK, axis=1)[:, :ops].astype(np.int32)
-    return devices, np.tile(rng.random(ops), (batch, 1))
 
 
 def copy_bytes_per_s() -> float:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import instances, max_load
+from benchmarks import max_load
 from benchmarks.heapq_simulator import HeapqSimulator
 from benchmarks.search import at_budget
 from envs.cluster import Cluster, Device, Link
@@ -20,6 +20,7 @@ from envs.problem import Problem
 from envs.simulator import Simulator
 from graphs.graph import GraphArrays
 from graphs.synthetic import layered
+from placer.bench import instances
 from placer.policies import load
 from placer.policies.pool import Exercise
 from placer.search.budget import Budget

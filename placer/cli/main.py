@@ -10,6 +10,7 @@ from typing import NoReturn
 
 import placer
 from placer.cli import (
+    bench,
     cache,
     devices,
     doctor,
@@ -38,6 +39,7 @@ COMMANDS = (
     cache,
     show,
     report,
+    bench,
     train,
     evaluate_policy,
 )

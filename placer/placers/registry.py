@@ -39,8 +39,12 @@ class Listing:
             return "uses --policy"
         if not self.module:
             return ""
-        is_there = find_spec(self.module) is not None
-        return self.module if is_there else f"{self.module}, not installed: {BENCH}"
+        return self.module if self.is_installed else f"{self.module}, not installed: {BENCH}"
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether the module that it needs is there."""
+        return not self.module or find_spec(self.module) is not None
 
 
 def _own(name: str, summary: str, home: str, module: str = "", *, policy: bool = False) -> Listing:

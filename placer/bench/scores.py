@@ -47,9 +47,11 @@ class Scores:
         return sorted(np.exp(np.log(self.ratios).mean(axis=1)).tolist())
 
     def median(self) -> float:
+        """Of the means of seeds."""
         return float(np.median(self.means()))
 
     def line(self) -> str:
+        """Name, median and range."""
         means = self.means()
         spread = f"   ({means[0]:.3f} to {means[-1]:.3f})" if len(means) > 1 else ""
         return f"  {self.name:42} {self.median():.3f}{spread}"

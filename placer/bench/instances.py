@@ -50,6 +50,7 @@ class Machine:
     factor: float = 2.0
 
     def cluster(self) -> Cluster:
+        """Devices and the link."""
         kinds = ["slow"] * self.slow + ["fast"] * (self.devices - self.slow)
         devices = tuple(
             Device(name=f"device:{i}", kind=kind, memory_bytes=ROOMY_BYTES)
@@ -65,6 +66,7 @@ class Machine:
         return Cluster(name=f"{self.devices} devices", devices=devices, links=(link,))
 
     def problem(self, graph: nx.DiGraph[str]) -> Problem:
+        """A graph with costs of any kind on these devices."""
         arrays = GraphArrays.from_graph(graph)
         cost = arrays.costs_for(ANY_KIND)
         arrays = replace(arrays, cost_s={"fast": cost, "slow": cost * self.factor})

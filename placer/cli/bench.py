@@ -1,0 +1,83 @@
+"""``placer bench``: evidence from this machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from placer.cli.arguments import add_devices
+from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_written
+
+if TYPE_CHECKING:
+    from placer.bench.evidence import Evidence
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "bench",
+        help="measure here how good plans are, how fast the simulator is, and what placements win",
+        description="Speed of the simulator, distances to known optima and lower bounds, all "
+        "placers at equal budgets, and training steps that really run. Takes half an hour.",
+    )
+    parser.add_argument("--quick", action="store_true", help="less of everything: two minutes")
+    add_devices(parser, "auto")
+    parser.add_argument(
+        "--out", type=Path, metavar="PATH", help="write all figures as JSON: a file, or a folder"
+    )
+    parser.add_argument(
+        "--markdown",
+        type=Path,
+        metavar="FILE",
+        help="write the tables into a Markdown file, between the marks that it has for them",
+    )
+    parser.add_argument("--json", action="store_true", help="print all figures as JSON to stdout")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print, write."""
+    from envs.discover import discover
+    from placer.bench.environment import plain
+    from placer.bench.evidence import FULL, QUICK, around_tables, gather
+    from placer.outcome import PlacementError
+    from placer.report.console import stdout_console
+    from placer.report.progress import progress_for
+
+    try:
+        cluster = discover(args.devices or "auto", args.memory)
+        if args.markdown is not None:
+            around_tables(args.markdown)
+    except (ValueError, OSError) as error:
+        return fail(BAD_USAGE, error)
+    try:
+        with progress_for(sys.stderr.isatty()) as progress:
+            found = gather(QUICK if args.quick else FULL, cluster, progress)
+    except (PlacementError, OSError) as error:
+        return fail(JOB_FAILED, error)
+    if args.json:
+        print(json.dumps(plain(found.figures), allow_nan=False))
+    else:
+        console = stdout_console()
+        for table in found.tables:
+            table.show(console)
+    return _write(found, args)
+
+
+def _write(found: Evidence, args: argparse.Namespace) -> int:
+    from placer.bench.evidence import put_into
+
+    path = args.out
+    try:
+        if path is not None:
+            print(f"Figures are in {found.save(path)}", file=sys.stderr)
+        path = args.markdown
+        if path is not None:
+            put_into(path, found.markdown())
+            print(f"Tables are in {path}", file=sys.stderr)
+    except OSError as error:
+        return fail(JOB_FAILED, why_not_written(path, error))
+    return 0

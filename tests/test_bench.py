@@ -1,0 +1,146 @@
+"""``placer bench``: its figures, its tables, and where they go."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from envs.bounds import lower_bound_ns
+from envs.discover import discover
+from placer.bench.evidence import BEGIN, END, QUICK, Evidence, gather, put_into
+from placer.bench.instances import judged
+from placer.bench.quality import REFERENCE, bound_gaps, every_placer, gap_table, placer_table
+from placer.bench.scores import Scores
+from placer.bench.speed import cluster_of, evaluations_per_s, flat_layered, placements
+from placer.bench.table import Table, spread
+from placer.cli.main import main
+from placer.placers.registry import placer_named
+from placer.policies import load
+from placer.policies.pool import Exercise
+from placer.report.progress import Silent
+from placer.search.budget import Budget
+
+TABLE = Table("Gaps", "above the optimum", ("problem", "gap"), (("small", "0.0%"), ("big", "2.0%")))
+
+
+@pytest.fixture(scope="module")
+def inception() -> Exercise:
+    return next(item for item in judged() if item.family == "inception 4")
+
+
+def test_a_table_is_markdown_with_numbers_to_the_right() -> None:
+    lines = TABLE.markdown().splitlines()
+    assert lines[0] == "**Gaps**: above the optimum"
+    assert lines[2:] == ["| problem | gap |", "|---|--:|", "| small | 0.0% |", "| big | 2.0% |"]
+
+
+def test_a_spread_is_the_median_and_the_range() -> None:
+    assert spread([0.3, 0.1, 0.2], ".1f") == "0.2 (0.1-0.3)"
+    assert spread([0.1, 0.2], ".2f") == "0.15 (0.10-0.20)"
+    assert spread([0.1], ".1f") == "0.1"
+
+
+def test_the_summary_of_gaps_is_the_median_of_the_medians() -> None:
+    table = gap_table("", "", {"a": [0.0, 0.1, 0.5], "b": [0.2, 0.3, 0.4]})
+    assert table.rows[-1] == ("median of all", "20.0%")
+
+
+def test_placers_lack_a_cell_where_they_did_not_take_part() -> None:
+    one = Scores("annealing", np.array([[0.5, 2.0]]))
+    table = placer_table({"1s": [one], "9e": [one, Scores("heft", np.array([[1.0, 1.0]]))]}, 2)
+    assert table.columns == ("placer", "1s", "9e")
+    assert table.rows == (("annealing", "1.000", "1.000"), ("heft", "", "1.000"))
+
+
+def test_no_plan_is_below_its_bound(inception: Exercise) -> None:
+    problem = inception.judge.problem
+    gaps = bound_gaps(placer_named("heft"), [inception], Budget(evaluations=10), seeds=2)
+    plan = placer_named("heft").place(problem, Budget(evaluations=10), 0)[0]
+    assert gaps == {"inception 4": [plan.step_ns / lower_bound_ns(problem) - 1.0] * 2}
+    assert gaps["inception 4"][0] > 0
+
+
+def test_every_placer_that_can_takes_part(inception: Exercise) -> None:
+    heard: list[Scores] = []
+    found = every_placer([inception], load("generalist"), Budget(evaluations=20), 1, heard.append)
+    assert heard == found
+    ratios = {scores.name: scores.median() for scores in found}
+    assert {"portfolio", "heft", "annealing", "single-device"} <= set(ratios)
+    assert "exact" not in ratios
+    assert min(ratios["heft"], ratios["etf"], ratios["single-device"]) == pytest.approx(1.0)
+    assert ratios["portfolio"] <= 1.0
+
+
+def test_rates_are_those_of_random_placements_that_cross_devices() -> None:
+    assert min(evaluations_per_s(50, 3, 20)) > 0
+    devices, _ = placements(50, 3, 20)
+    assert set(devices.flat) == {0, 1, 2}
+    assert len(flat_layered(50, 12, 0)) == 50
+    assert len(cluster_of(3)) == 3
+
+
+def test_tables_replace_what_is_between_the_marks_and_nothing_else(tmp_path: Path) -> None:
+    page = tmp_path / "README.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    put_into(page, "new\n")
+    put_into(page, "newer\n")
+    assert page.read_text() == f"before\n{BEGIN}\nnewer\n{END}\nafter\n"
+
+
+def test_tables_go_into_a_page_of_their_own_where_there_is_none(tmp_path: Path) -> None:
+    put_into(tmp_path / "new.md", "table\n")
+    assert (tmp_path / "new.md").read_text() == f"{BEGIN}\ntable\n{END}\n"
+
+
+def test_a_page_without_marks_is_left_alone(tmp_path: Path) -> None:
+    page = tmp_path / "README.md"
+    page.write_text("mine\n")
+    with pytest.raises(ValueError, match="has no lines"):
+        put_into(page, "table\n")
+    assert page.read_text() == "mine\n"
+
+
+def test_a_file_in_a_folder_is_named_after_day_and_machine(tmp_path: Path) -> None:
+    found = Evidence({"environment": {"cores": 2}, "gap": float("nan")}, (TABLE,))
+    path = found.save(tmp_path)
+    assert path.parent == tmp_path
+    assert path.name[:2] == "20"
+    assert path.suffix == ".json"
+    assert json.loads(path.read_text())["gap"] is None
+
+
+def test_a_page_that_cannot_take_tables_is_told_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "README.md"
+    page.write_text("mine\n")
+    assert main(["bench", "--quick", "--markdown", str(page)]) == 2
+    told = capsys.readouterr()
+    assert "has no lines" in told.err
+    assert "Simulator" not in told.err
+
+
+@pytest.mark.slow
+def test_all_parts_have_figures_and_a_table() -> None:
+    tiny = Budget(evaluations=20)
+    effort = replace(QUICK, search=tiny, equal=(tiny,), planted=1, real_budget="50e")
+    found = gather(effort, discover("core:0,core:1"), Silent())
+    assert set(found.figures["placers"]) == {"20e"}
+    assert set(found.figures["bounds"]) == set(REFERENCE)
+    [steps] = found.figures["steps"]
+    assert steps["single_s"] > 0
+    assert steps["best_s"] <= steps["single_s"]
+    assert [table.title for table in found.tables] == [
+        "Simulator",
+        "Known optima",
+        "Lower bounds",
+        "Placers",
+        "Training steps",
+    ]
+    text = found.markdown()
+    assert all(table.title in text for table in found.tables)
+    assert "two towers" in text
