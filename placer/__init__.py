@@ -24,7 +24,8 @@ from placer.shadow_guard import refuse_shadows
 if TYPE_CHECKING:
     from envs.placement import Placement
     from graphs.optimizer import Optimizer
-    from placer.api import apply, export_placement, optimize, train, weigh_devices
+    from placer.api import optimize, train, weigh_devices
+    from placer.applying import apply, export_placement
     from placer.outcome import Optimization
     from placer.replica_plan import Replication
 
@@ -43,8 +44,8 @@ __all__ = [
 ]
 
 _HOMES = {
-    "apply": "placer.api",
-    "export_placement": "placer.api",
+    "apply": "placer.applying",
+    "export_placement": "placer.applying",
     "optimize": "placer.api",
     "train": "placer.api",
     "weigh_devices": "placer.api",

@@ -14,7 +14,7 @@ from envs.executor.placed_module import PlacedModule
 from envs.placement import Placement
 from graphs.extract import Step, extract
 from graphs.extract.extraction import AUTO
-from placer.api import apply_extracted
+from placer.applying import apply_extracted
 from placer.parallel.data import Batch
 
 
