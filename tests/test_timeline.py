@@ -99,3 +99,8 @@ def test_a_transfer_shows_on_every_port_that_it_occupies() -> None:
         "in: all → d2": ["d2"],
     }
     assert link_tracks(one_kind(4, ports=ports), [0, 2]) == {"d0, d1 → d2, d3": ["d2"]}
+
+
+def test_tracks_are_in_the_order_of_devices_whichever_is_used_first() -> None:
+    tracks = link_tracks(one_kind(3, ingress=True), [1, 2, 0])
+    assert list(tracks) == ["out: d1 → all", "in: all → d0", "in: all → d2"]

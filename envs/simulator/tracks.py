@@ -27,7 +27,7 @@ class Track:
 
 
 def link_tracks(problem: Problem, schedule: Schedule) -> list[Track]:
-    """The tracks of all transfers, in order of first use.
+    """The tracks of all transfers, what sends before what receives, in the order of devices.
 
     A transfer that occupies two ports at once is on the tracks of both.
     """
@@ -48,7 +48,8 @@ def link_tracks(problem: Problem, schedule: Schedule) -> list[Track]:
                 titles[title] += 1
                 tracks.append(Track(title if titles[title] == 1 else f"{title} ({titles[title]})"))
             tracks[numbers[way, lane]].transfers.append(k)
-    return tracks
+    ordered = sorted(numbers, key=lambda at: (_place(problem, at[0]), at[1]))
+    return [tracks[numbers[at]] for at in ordered]
 
 
 def _ways(problem: Problem, source: int, destination: int) -> list[_Way]:
@@ -56,6 +57,16 @@ def _ways(problem: Problem, source: int, destination: int) -> list[_Way]:
     pair = (source, destination)
     queues = [int(queue[pair]) for queue in (problem.queue, problem.second_queue)]
     return [(queue,) for queue in queues if queue != NO_QUEUE] or [pair]
+
+
+def _place(problem: Problem, way: _Way) -> tuple[int, int, int]:
+    """Where a queue stands among others: by its first sender, or by its first receiver."""
+    if len(way) == 2:
+        return (0, *way)
+    sent, received = (np.argwhere(of == way[0]) for of in (problem.queue, problem.second_queue))
+    if len(sent):
+        return (0, int(sent[:, 0].min()), int(sent[:, 1].min()))
+    return (1, int(received[:, 1].min()), 0)
 
 
 def _title(problem: Problem, way: _Way) -> str:

@@ -3,7 +3,7 @@
 const ROW = 40;
 const NAMES = 190;
 const VALUES = 210;
-const BEYOND = 3; // times the chosen step: longer bars are cut
+const BEYOND = 5; // times the chosen step: longer bars are cut
 
 const stepOf = (row) => row.measured?.step_s ?? row.predicted_s;
 
