@@ -1,14 +1,23 @@
 """All benchmarks, one after the other, or those named.
 
-    python -m benchmarks [--quick | --full] [NAME ...]
+    python -m benchmarks [--quick | --full] [--out FILE] [NAME ...]
 
 All of them take about an hour; with ``--quick``, which makes the longest ones short, 20 minutes;
-with ``--full``, which takes five seeds of ten-second searches and proves longer, three hours.
+with ``--full``, which takes five seeds of ten-second searches and proves longer, three hours. With
+``--out`` what they print, and all ratios of searches, go to a JSON file, too.
 """
 
+from __future__ import annotations
+
 import argparse
+import io
 import math
 import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from functools import partial
+from pathlib import Path
+from typing import Any, TextIO
 
 from benchmarks import (
     coarsen,
@@ -38,20 +47,44 @@ ALL = {
 }
 
 
-def main(names: list[str], quick: bool = False, full: bool = False) -> None:
+class Heard(io.StringIO):
+    """Keeps what is printed, and prints it."""
+
+    def __init__(self, through: TextIO) -> None:
+        super().__init__()
+        self.through = through
+
+    def write(self, text: str) -> int:
+        self.through.write(text)
+        self.through.flush()
+        return super().write(text)
+
+
+def heard(work: Callable[[], object], found: dict[str, Any]) -> None:
+    """Keep the lines that a benchmark prints."""
+    with redirect_stdout(Heard(sys.stdout)) as said:
+        try:
+            work()
+        finally:
+            found["printed"] = said.getvalue().splitlines()
+
+
+def main(
+    names: list[str], *, quick: bool = False, full: bool = False, out: Path | None = None
+) -> None:
     if unknown := [name for name in names if name not in ALL]:
         sys.exit(f"there is no benchmark {unknown[0]!r}; there are {', '.join(ALL)}")
-    record = Record(None, math.inf)
+    record = Record(out, math.inf)
+    works: dict[str, Callable[[], object]] = {name: ALL[name].main for name in ALL}
+    works["sync_quality"] = partial(sync_quality.main, quick)
+    works["max_load"] = partial(max_load.main, effort=max_load.FULL if full else max_load.SHORT)
     for name in names or ALL:
         if name == "search":
-            effort = search.QUICK if quick else search.FULL if full else search.Effort()
-            search.main(record, effort)
-        elif name == "sync_quality":
-            sync_quality.main(quick)
-        elif name == "max_load":
-            max_load.main(effort=max_load.FULL if full else max_load.SHORT)
+            search.main(record, search.QUICK if quick else search.FULL if full else search.Effort())
         else:
-            ALL[name].main()
+            record.part(name, partial(heard, works[name]))
+    if failed := [name for name, part in record.data["parts"].items() if "failure" in part]:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":
@@ -59,6 +92,7 @@ if __name__ == "__main__":
     effort = parser.add_mutually_exclusive_group()
     effort.add_argument("--quick", action="store_true", help="the longest ones short")
     effort.add_argument("--full", action="store_true", help="more seeds, longer proofs")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where the results go (JSON)")
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(ALL))
-    arguments = parser.parse_args()
-    main(arguments.names, arguments.quick, arguments.full)
+    chosen = parser.parse_args()
+    main(chosen.names, quick=chosen.quick, full=chosen.full, out=chosen.out)

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import max_load
+from benchmarks import __main__ as everything
+from benchmarks import max_load, placement, scaling
 from benchmarks.heapq_simulator import HeapqSimulator
 from benchmarks.search import at_budget
 from envs.cluster import Cluster, Device, Link
@@ -163,3 +164,21 @@ def test_the_benchmark_of_loads_tells_what_is_proven(capsys: pytest.CaptureFixtu
     told = capsys.readouterr().out
     assert "sweep: optimal" in told
     assert told.endswith("1 of 1 within 2% of what is proven\n")
+
+
+def test_all_benchmarks_are_run_though_one_fails_and_what_they_print_is_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        print("so far")
+        raise OSError("no network")
+
+    monkeypatch.setattr(scaling, "main", fail)
+    monkeypatch.setattr(placement, "main", lambda: print("1.5x"))
+    with pytest.raises(SystemExit, match="failed: scaling"):
+        everything.main(["scaling", "placement"], out=tmp_path / "found.json")
+    parts = json.loads((tmp_path / "found.json").read_text())["parts"]
+    assert parts["scaling"]["failure"] == "OSError: no network"
+    assert parts["scaling"]["printed"] == ["so far"]
+    assert parts["placement"]["printed"] == ["1.5x"]
+    assert capsys.readouterr().out == "so far\n1.5x\n"
