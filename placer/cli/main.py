@@ -11,6 +11,7 @@ from typing import NoReturn
 import placer
 from placer.cli import (
     cache,
+    completion,
     devices,
     doctor,
     evaluate_policy,
@@ -24,6 +25,7 @@ from placer.cli import (
     simulate,
     train,
 )
+from placer.cli.arguments import add_output
 from placer.cli.failures import JOB_FAILED, fail
 
 COMMANDS = (
@@ -40,6 +42,7 @@ COMMANDS = (
     report,
     train,
     evaluate_policy,
+    completion,
 )
 
 
@@ -54,6 +57,8 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
         command.add_to(commands)
+    for command_parser in commands.choices.values():
+        add_output(command_parser)
     return parser
 
 
