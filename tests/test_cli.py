@@ -57,6 +57,8 @@ def test_help_imports_nothing_heavy_and_is_quick() -> None:
         "simulate",
         "devices",
         "doctor",
+        "cache",
+        "completion",
         "show",
         "report",
         "train",

@@ -28,7 +28,6 @@ from placer.policies.training.config import Imitation, Length, TrainingConfig
 from placer.policies.training.imitation import evolved_actions
 from placer.policies.training.log import COLUMNS
 from placer.policies.training.records import record
-from placer.report.progress import time_left
 from placer.search.decoder import HEFT, WEIGHT_COUNT
 
 torch.set_num_threads(1)
@@ -245,17 +244,3 @@ def test_every_reference_model_is_extracted_without_memory(name: str) -> None:
     graph = reference.extracted(name)
     assert len(graph) > 50
     assert {node["phase"] for _, node in graph.nodes(data=True)} == {"forward", "backward"}
-
-
-@pytest.mark.parametrize(
-    ("spent_s", "share", "told"),
-    [
-        (60.0, 0.25, ", 3 min left"),
-        (10.0, 0.5, ", 10 s left"),
-        (3600.0, 0.2, ", 4.0 h left"),
-        (1.0, 0.0, ""),
-        (5.0, 1.0, ", 0 s left"),
-    ],
-)
-def test_what_is_left_is_told_in_a_fitting_unit(spent_s: float, share: float, told: str) -> None:
-    assert time_left(spent_s, share) == told

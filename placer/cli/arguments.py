@@ -48,6 +48,19 @@ def count(text: str) -> int:
     return given
 
 
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """Add ``--json`` and ``--quiet``, which every command has."""
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--json", action="store_true", help="print the result as JSON to stdout, for machines"
+    )
+    group.add_argument(
+        "--quiet",
+        action="store_true",
+        help="print nothing but the result and errors: no progress, no remarks",
+    )
+
+
 def add_in_flight(parser: argparse.ArgumentParser, default: str) -> None:
     """Add ``--in-flight``; the default is told, not set."""
     parser.add_argument(

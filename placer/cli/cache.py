@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail
+from placer.cli.talk import say
 
 if TYPE_CHECKING:
     from envs.cost_cache import CostCache, Holding
@@ -42,7 +42,6 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         metavar="WHAT",
         help=f"forget everything, the op times of one kind of device, or the {SPEEDS}",
     )
-    parser.add_argument("--json", action="store_true", help="print the list as JSON to stdout")
     parser.set_defaults(run=run)
 
 
@@ -61,8 +60,10 @@ def run(args: argparse.Namespace) -> int:
     listing = _listing(cache, holdings)
     if args.json:
         print(json.dumps(listing))
-    else:
-        _print(listing)
+        return 0
+    _print(listing)
+    if not listing["op_times"]["files"] and not listing[SPEEDS]:
+        say(args, "nothing is kept")
     return 0
 
 
@@ -126,7 +127,6 @@ def _print(listing: dict[str, Any]) -> None:
     console.print(listing["folder"], highlight=False)
     files = [*listing["op_times"]["files"], *listing[SPEEDS]]
     if not files:
-        print("nothing is kept", file=sys.stderr)
         return
     table = Table(box=box.SIMPLE_HEAD)
     for name in ("file", "size", "written"):

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import sys
+import json
+import math
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from placer.cli.arguments import add_devices
 from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs, why_not_written
+from placer.cli.talk import progress_of
+
+if TYPE_CHECKING:
+    from envs.cluster import Cluster
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -33,7 +39,6 @@ def run(args: argparse.Namespace) -> int:
     from envs.executor.pool import WorkerError
     from graphs.whole_file import write_whole
     from placer.report.console import stdout_console
-    from placer.report.progress import progress_for
     from placer.report.table import print_cluster
 
     try:
@@ -41,15 +46,29 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         return fail(BAD_USAGE, error)
     try:
-        with progress_for(sys.stderr.isatty()) as progress:
+        with progress_of(args) as progress:
             progress.stage("Calibrating devices")
             cluster = calibrated(cluster, again=args.again)
     except WorkerError as error:
         return fail(JOB_FAILED, error)
-    print_cluster(cluster, stdout_console())
+    if args.json:
+        print(json.dumps(cluster_to_dict(cluster), allow_nan=False))
+    else:
+        print_cluster(cluster, stdout_console())
     if args.out is not None:
         try:
             write_whole(args.out, cluster_to_toml(cluster))
         except OSError as error:
             return fail(JOB_FAILED, why_not_written(args.out, error))
     return 0
+
+
+def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:
+    """Devices and links as plain data for JSON; units are in the names, None is no finite rate."""
+    from dataclasses import asdict
+
+    def finite(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        infinite = (name for name, v in items if isinstance(v, float) and not math.isfinite(v))
+        return {**dict(items), **dict.fromkeys(infinite)}
+
+    return asdict(cluster, dict_factory=finite)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from typing import TYPE_CHECKING, Any
 
 from placer.cli.arguments import add_devices
 from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail
+from placer.cli.talk import progress_of
 
 if TYPE_CHECKING:
     from placer.doctor import Checkup
@@ -20,7 +20,6 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "doctor", help="check versions, devices and noise, and say what would make them better"
     )
     add_devices(parser, "auto")
-    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
 
@@ -30,14 +29,13 @@ def run(args: argparse.Namespace) -> int:
     from envs.discover import discover
     from envs.executor.pool import WorkerError
     from placer.doctor import check_machine
-    from placer.report.progress import progress_for
 
     try:
         cluster = discover(args.devices or "auto", args.memory)
     except ValueError as error:
         return fail(BAD_USAGE, error)
     try:
-        with progress_for(sys.stderr.isatty()) as progress:
+        with progress_of(args) as progress:
             progress.stage("Calibrating devices")
             cluster = calibrated(cluster)
             progress.stage("Listening to the noise of this machine")
@@ -61,7 +59,8 @@ def _print(found: Checkup) -> None:
     console = stdout_console()
     console.print(found.processor)
     console.print(", ".join(f"{name} {version}" for name, version in found.versions.items()))
-    console.print(f"free memory {human_bytes(found.free_bytes)}; load {found.load:.1f}")
+    load = f"load {found.load:.1f} on {found.cores} cores"
+    console.print(f"free memory {human_bytes(found.free_bytes)}; {load}")
     print_cluster(found.cluster, console)
     table = Table(box=box.SIMPLE_HEAD)
     for name in ("core", "equal work", "spread", "wall / CPU time"):

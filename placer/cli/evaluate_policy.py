@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from placer.cli.arguments import count
 from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_written
+from placer.cli.talk import progress_of, say
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -35,7 +35,6 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument(
         "--no-card", action="store_true", help="print the scores only, leave the card as it is"
     )
-    parser.add_argument("--json", action="store_true", help="print the scores as JSON to stdout")
     parser.set_defaults(run=run)
 
 
@@ -44,14 +43,13 @@ def run(args: argparse.Namespace) -> int:
     from placer.policies.evaluation import evaluate, write_into_card
     from placer.policies.network import CARD, file_of, load, path_of
     from placer.policies.suites import load_suites, suite_named
-    from placer.report.progress import progress_for
 
     try:
         suite = suite_named(args.suite, load_suites(args.suites))
         path, policy = path_of(args.policy), load(args.policy)
     except (ValueError, OSError) as error:
         return fail(BAD_USAGE, error)
-    with progress_for(sys.stderr.isatty()) as progress:
+    with progress_of(args) as progress:
         progress.stage(f"Evaluating {policy.name}")
         found = evaluate(policy, suite, seeds=args.seeds, progress=progress.advance)
     if args.json:
@@ -65,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         write_into_card(path, found)
     except OSError as error:
         return fail(JOB_FAILED, why_not_written(card, error))
-    print(f"written into {card}", file=sys.stderr)
+    say(args, f"written into {card}")
     return 0
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import sys
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphs.precision import FULL
 from placer.cli.arguments import add_extractor, dtype
 from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs, why_not_written
+from placer.cli.talk import say
 from placer.export import FORMATS
 
 if TYPE_CHECKING:
@@ -91,15 +92,19 @@ def run(args: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         return fail(BAD_USAGE, error)
     for remark in found.remarks:
-        print(remark, file=sys.stderr)
-    if args.out is None:
+        say(args, remark)
+    if args.out is not None:
+        try:
+            write_whole(args.out, found.text)
+        except OSError as error:
+            return fail(JOB_FAILED, why_not_written(args.out, error))
+        say(args, f"{args.format}: {args.out}")
+    if args.json:
+        out = None if args.out is None else str(args.out)
+        told = {"format": args.format, "content": found.content, "remarks": found.remarks}
+        print(json.dumps({**told, "out": out}, allow_nan=False))
+    elif args.out is None:
         print(found.text, end="")
-        return 0
-    try:
-        write_whole(args.out, found.text)
-    except OSError as error:
-        return fail(JOB_FAILED, why_not_written(args.out, error))
-    print(f"{args.format}: {args.out}", file=sys.stderr)
     return 0
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from placer.cli.arguments import add_extractor, add_step, extraction_to_dict, why_no_step
 from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs, why_not_written
+from placer.cli.talk import progress_of, say
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -70,7 +70,6 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "others a roofline of their rates",
     )
     add_extractor(parser)
-    parser.add_argument("--json", action="store_true", help="print the summary as JSON to stdout")
     parser.set_defaults(run=run)
 
 
@@ -85,7 +84,6 @@ def run(args: argparse.Namespace) -> int:
     from graphs.summary import GraphSummary
     from placer.outcome import extraction_remarks
     from placer.report.console import stdout_console
-    from placer.report.progress import progress_for
     from placer.report.summary import print_summary, summary_to_dict
     from placer.target import TargetError
 
@@ -94,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         return fail(BAD_USAGE, error)
     try:
-        with progress_for(sys.stderr.isatty()) as progress:
+        with progress_of(args) as progress:
             graph, extraction = _graph(args, cluster, progress)
         summary = GraphSummary.of(graph)
     except TargetError as error:
@@ -103,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         return fail(JOB_FAILED, error)
     if extraction is not None:
         for remark in extraction_remarks(extraction):
-            print(remark, file=sys.stderr)
+            say(args, remark)
     if args.out is not None:
         try:
             save_graph(graph, args.out)
@@ -116,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     elif args.summary:
         print_summary(summary, stdout_console())
     if args.out is not None:
-        print(f"graph: {args.out}, {sum(summary.ops.values())} ops", file=sys.stderr)
+        say(args, f"graph: {args.out}, {sum(summary.ops.values())} ops")
     return 0
 
 

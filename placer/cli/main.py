@@ -12,6 +12,7 @@ import placer
 from placer.cli import (
     bench,
     cache,
+    completion,
     devices,
     doctor,
     evaluate_policy,
@@ -25,6 +26,7 @@ from placer.cli import (
     simulate,
     train,
 )
+from placer.cli.arguments import add_output
 from placer.cli.failures import JOB_FAILED, fail
 
 COMMANDS = (
@@ -42,6 +44,7 @@ COMMANDS = (
     bench,
     train,
     evaluate_policy,
+    completion,
 )
 
 
@@ -56,6 +59,8 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
         command.add_to(commands)
+    for command_parser in commands.choices.values():
+        add_output(command_parser)
     return parser
 
 

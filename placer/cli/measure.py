@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from placer.cli.arguments import add_devices, add_extractor, add_step, why_no_step
 from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail
+from placer.cli.talk import progress_of
 
 if TYPE_CHECKING:
     from placer.measuring import Score
@@ -44,7 +44,6 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument(
         "--fresh", action="store_true", help="measure devices and ops anew (see placer cache)"
     )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON to stdout")
     parser.set_defaults(run=run)
 
 
@@ -55,7 +54,6 @@ def run(args: argparse.Namespace) -> int:
     from envs.discover import discover
     from graphs.extract import ExtractionError
     from placer.given import load_given
-    from placer.report.progress import progress_for
     from placer.target import TargetError, is_graph_file
 
     try:
@@ -72,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     from placer.target import load_step
 
     try:
-        with progress_for(sys.stderr.isatty()) as progress:
+        with progress_of(args) as progress:
             progress.stage("Loading the model")
             step = load_step(args.target, training=not args.inference)
             step = replace(step, optimizer=Optimizer.of(args.optimizer), dtype=args.dtype)

@@ -9,7 +9,6 @@ import json
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
     parser = commands.add_parser("placers", help="list what placer optimize --placer takes")
-    parser.add_argument("--json", action="store_true", help="print the list as JSON to stdout")
     parser.set_defaults(run=run)
 
 

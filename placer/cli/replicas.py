@@ -131,7 +131,7 @@ def print_planned(plan: ReplicaPlan, args: argparse.Namespace) -> None:
     from placer.report.replicas import plan_to_dict, print_plan
 
     if not args.json:
-        print_plan(plan, stdout_console())
+        print_plan(plan, stdout_console(), remarks=not args.quiet)
         return
     data: dict[str, Any] = {
         **plan_to_dict(plan),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from placer.cli.arguments import add_devices, add_extractor, add_step, why_no_step
 from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs, why_not_written
+from placer.cli.talk import progress_of, say
 
 if TYPE_CHECKING:
     from envs.placement import Placement
@@ -82,12 +83,11 @@ def run(args: argparse.Namespace) -> int:
         return fail(BAD_USAGE, why)
     from envs.placement import Placement
     from graphs.extract import ExtractionError
-    from placer.report.progress import progress_for
     from placer.target import TargetError
 
     try:
         placement = Placement.load(args.placement)
-        with progress_for(sys.stderr.isatty()) as progress:
+        with progress_of(args) as progress:
             found = _reviewed(placement, args, progress)
             page = _page(found, _source(found, args, args.placement))
     except (TargetError, ValueError, OSError) as error:
@@ -96,8 +96,29 @@ def run(args: argparse.Namespace) -> int:
         return fail(JOB_FAILED, error)
     if (why := _why_not_left(page, args.out)) is not None:
         return fail(JOB_FAILED, why)
-    print(f"report: {args.out}", file=sys.stderr)
+    say(args, f"report: {args.out}")
+    if args.json:
+        print(json.dumps(_told(found, args.out), allow_nan=False))
     return 0
+
+
+def _told(found: Optimization, out: Path) -> dict[str, Any]:
+    """What the page shows first, for machines."""
+    return {
+        "candidates": [
+            {
+                "name": row.name,
+                "predicted_s": row.predicted_s if row.can_run else None,
+                "peak_memory_bytes": row.peak_memory_bytes,
+                "why": row.why,
+                "placement": row is found.best,
+            }
+            for row in found.rows
+        ],
+        "lower_bound_s": found.lower_bound_s,
+        "verdict": found.verdict,
+        "out": str(out),
+    }
 
 
 def why_no_report(found: Optimization, args: argparse.Namespace) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 from placer.cli.failures import BAD_USAGE, fail
@@ -20,16 +21,21 @@ def run(args: argparse.Namespace) -> int:
     """Print the placement by module, or the device of one op or module."""
     from envs.placement import Placement
     from placer.report.console import stdout_console
-    from placer.report.table import print_placement
+    from placer.report.table import placement_to_dict, print_placement
 
     try:
         placement = Placement.load(args.placement)
         if args.name is not None:
-            print(placement.device_of(args.name))
+            device = placement.device_of(args.name)
+            told = {"name": args.name, "device": device}
+            print(json.dumps(told) if args.json else device)
             return 0
     except KeyError as error:
         return fail(BAD_USAGE, error.args[0])
     except (ValueError, OSError) as error:
         return fail(BAD_USAGE, error)
-    print_placement(placement, stdout_console())
+    if args.json:
+        print(json.dumps(placement_to_dict(placement)))
+    else:
+        print_placement(placement, stdout_console())
     return 0

@@ -55,7 +55,7 @@ def print_weighed(found: Tradeoff, args: argparse.Namespace) -> None:
     from placer.report.tradeoff import print_tradeoff, tradeoff_to_dict
 
     if not args.json:
-        print_tradeoff(found, stdout_console())
+        print_tradeoff(found, stdout_console(), remarks=not args.quiet)
         return
     data: dict[str, Any] = {
         **tradeoff_to_dict(found),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import sys
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from placer.cli.arguments import add_devices, count, seed
 from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs
+from placer.cli.talk import progress_of
 
 if TYPE_CHECKING:
     from placer.policies.training import TrainingConfig
@@ -130,14 +131,13 @@ def run(args: argparse.Namespace) -> int:
     if (why := why_not_outputs(files, {"--config": args.config})) is not None:
         return fail(BAD_USAGE, why)
     from placer.policies.training import train
-    from placer.report.progress import progress_for
 
     try:
         config = _config(args)
     except (ValueError, OSError) as error:
         return fail(BAD_USAGE, error)
     try:
-        with progress_for(sys.stderr.isatty()) as progress:
+        with progress_of(args) as progress:
             progress.stage(f"Training {args.out.name}")
             card = train(args.out, config, progress=progress.advance, fresh=args.fresh)
     except ValueError as error:
@@ -148,6 +148,9 @@ def run(args: argparse.Namespace) -> int:
         if not files["checkpoint"].exists():
             raise
         return fail(JOB_FAILED, "stopped; the same command goes on from the last checkpoint")
+    if args.json:
+        print(json.dumps({**card, "out": str(files["weights"])}, allow_nan=False))
+        return 0
     print(f"{card['name']}: seed {card['seed']} of {config.seeds}, written to {files['weights']}")
     return 0
 

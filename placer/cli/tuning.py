@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
+import json
 
 from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs
+from placer.cli.talk import progress_of, say
 
 
 def run_tuning(args: argparse.Namespace) -> int:
@@ -21,7 +22,6 @@ def run_tuning(args: argparse.Namespace) -> int:
     from placer.policies.network import GENERALIST, load
     from placer.policies.tuned import Tuning
     from placer.policies.tuning import tune
-    from placer.report.progress import progress_for
     from placer.search.budget import Budget
     from placer.target import TargetError, is_graph_file, load_step
 
@@ -38,15 +38,24 @@ def run_tuning(args: argparse.Namespace) -> int:
     except (TargetError, ValueError) as error:
         return fail(BAD_USAGE, error)
     try:
-        with progress_for(sys.stderr.isatty()) as progress:
+        with progress_of(args) as progress:
             found = tune(step, cluster, policy, args.out.name, tuning, progress)
         placement = found.save(args.out)
     except (ExtractionError, ValueError, OSError, RuntimeError) as error:
         return fail(JOB_FAILED, error)
+    if args.json:
+        told = {
+            "step_s": found.best.step_s,
+            "simulated_choice_step_s": found.simulated.step_s,
+            "policy": str(files["weights"]),
+            "placement": str(placement),
+        }
+        print(json.dumps(told, allow_nan=False))
+        return 0
     best_ms, simulated_ms = 1e3 * found.best.step_s, 1e3 * found.simulated.step_s
     if found.best is found.simulated:
         print(f"nothing measured is faster than what simulated reward chooses: {best_ms:.2f} ms")
     else:
         print(f"{best_ms:.2f} ms, where simulated reward chooses {simulated_ms:.2f} ms")
-    print(f"policy: {files['weights']}; placement: {placement}", file=sys.stderr)
+    say(args, f"policy: {files['weights']}; placement: {placement}")
     return 0

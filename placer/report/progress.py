@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 SECONDS_BETWEEN_FRAMES: Final = 0.1
 SECONDS_BETWEEN_TICKS: Final = 0.25
 SECONDS_BETWEEN_LINES: Final = 10.0
+NARROWEST_TITLE: Final = 24
+BESIDE_TITLE: Final = 62
+"""Columns of a terminal that bar, clock, time left and text need."""
 SHORTEST_SHARE: Final = 0.002
 """Of what has to be done, before it is foretold how long the rest takes."""
 
@@ -28,6 +31,23 @@ class Progress(Protocol):
     def advance(self, share: float, text: str = "") -> None:
         """The stage is done to a share, 0 .. 1; ``text`` says what is going on in it."""
         ...
+
+
+class Pace:
+    """How fast a stage goes on, from the first report of something done: a job may be resumed."""
+
+    def __init__(self) -> None:
+        self._began: tuple[float, float] | None = None
+
+    def left(self, share: float) -> str:
+        """How long the stage still takes now that it is done to a share; see :func:`time_left`."""
+        if not 0.0 < share < 1.0:
+            return ""
+        now = time.perf_counter()
+        if self._began is None:
+            self._began = now, share
+        begun_s, begun_share = self._began
+        return time_left(now - begun_s, (share - begun_share) / (1.0 - begun_share))
 
 
 class Silent:
@@ -46,6 +66,7 @@ class PlainLines:
     def __init__(self) -> None:
         self._title = ""
         self._began = self._told = 0.0
+        self._pace = Pace()
 
     def __enter__(self) -> PlainLines:
         """Itself."""
@@ -65,14 +86,16 @@ class PlainLines:
         """Print the end of the last stage and the new title."""
         self._complete()
         self._title, self._began = title, time.perf_counter()
-        self._told = self._began
+        self._told, self._pace = self._began, Pace()
         print(f"{title} ...", file=sys.stderr, flush=True)
 
     def advance(self, share: float, text: str = "") -> None:
         """Print the share, at most every ten seconds."""
+        left = self._pace.left(share)
         if time.perf_counter() - self._told >= SECONDS_BETWEEN_LINES:
             self._told = time.perf_counter()
-            print(f"{self._title}: {share:.0%} {text}".rstrip(), file=sys.stderr, flush=True)
+            told = ", ".join(part for part in (f"{share:.0%}", left, text) if part)
+            print(f"{self._title}: {told}", file=sys.stderr, flush=True)
 
     def _complete(self) -> None:
         if self._title:
@@ -91,17 +114,21 @@ class Bars:
         from rich.console import Console
         from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
         from rich.progress import Progress as RichProgress
+        from rich.table import Column
 
+        console = Console(stderr=True)
+        title = Column(no_wrap=True, max_width=max(NARROWEST_TITLE, console.width - BESIDE_TITLE))
         self._bars = RichProgress(
-            TextColumn("{task.description:<24}", markup=False),
-            BarColumn(bar_width=30),
+            TextColumn("{task.description:<24}", markup=False, table_column=title),
+            BarColumn(bar_width=20),
             TimeElapsedColumn(),
             TextColumn("{task.fields[text]}", style="dim", markup=False),
-            console=Console(stderr=True),
+            console=console,
             auto_refresh=False,
         )
         self._task: TaskID | None = None
         self._drawn = 0.0
+        self._pace = Pace()
         self._ticking: threading.Event | None = None
 
     def __enter__(self) -> Bars:
@@ -124,7 +151,7 @@ class Bars:
     def stage(self, title: str) -> None:
         """Complete the last bar and add one."""
         self._complete()
-        self._task = self._bars.add_task(title, total=None, text="")
+        self._task, self._pace = self._bars.add_task(title, total=None, text=""), Pace()
         self._bars.refresh()
         self._ticking = threading.Event()
         threading.Thread(target=self._tick, args=(self._ticking,), daemon=True).start()
@@ -132,8 +159,10 @@ class Bars:
     def advance(self, share: float, text: str = "") -> None:
         """Move the bar, at most ten times a second."""
         self._stop_ticking()
+        left = self._pace.left(share)
         if self._task is None or time.perf_counter() - self._drawn < SECONDS_BETWEEN_FRAMES:
             return
+        text = ", ".join(part for part in (left, text) if part)
         self._bars.update(self._task, total=1.0, completed=share, text=text)
         self._bars.refresh()
         self._drawn = time.perf_counter()
@@ -161,16 +190,16 @@ def progress_for(stream_is_terminal: bool) -> Bars | PlainLines:
 
 
 def time_left(spent_s: float, share: float) -> str:
-    """How long something still takes, to follow other text, when a share of it took so long.
+    """How long something still takes when a share of it took so long.
 
     Nothing where that tells little.
 
     >>> time_left(60.0, 0.25)
-    ', 3 min left'
+    '3 min left'
     """
     if share < SHORTEST_SHARE:
         return ""
     left_s = spent_s * (1.0 - min(share, 1.0)) / share
     if left_s >= 5400:
-        return f", {left_s / 3600:.1f} h left"
-    return f", {left_s / 60:.0f} min left" if left_s >= 90 else f", {left_s:.0f} s left"
+        return f"{left_s / 3600:.1f} h left"
+    return f"{left_s / 60:.0f} min left" if left_s >= 90 else f"{left_s:.0f} s left"

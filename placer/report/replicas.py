@@ -15,21 +15,21 @@ if TYPE_CHECKING:
     from envs.replicas import ReplicatedStep
     from placer.replica_plan import CurvePoint, ReplicaPlan, Split
 
+COLUMNS: Final = ("samples/s", "exposed\nms", "hidden\nms", "efficiency")
 LEGEND: Final = (
-    "Times in ms; exposed: communication that makes the step longer; hidden: behind the rest of "
-    "the step; efficiency: over as many times the samples/s of one replica; reduction: of the "
-    "largest bucket."
+    "Exposed: communication that makes the step longer; hidden: behind the rest of the step; "
+    "efficiency: over as many times the samples/s of one replica; reduction: of the largest bucket."
 )
 
 
-def print_plan(plan: ReplicaPlan, console: Console) -> None:
+def print_plan(plan: ReplicaPlan, console: Console, *, remarks: bool = True) -> None:
     """The splits, the curve of the best of them, then the verdict."""
     graph = plan.problem.graph
     console.print(
         f"{graph.name}: replicas of {len(graph)} ops on the {len(plan.problem.cluster)} devices of "
         f"{plan.problem.cluster.name}"
     )
-    table = _table("replicas x devices", "step", "samples/s", "exposed", "hidden", "efficiency")
+    table = _table("replicas x devices", "step\nms", *COLUMNS)
     table.add_column("memory", justify="right", no_wrap=True)
     table.add_column("reduction", overflow="fold")
     for split in plan.shown:
@@ -38,13 +38,13 @@ def print_plan(plan: ReplicaPlan, console: Console) -> None:
     for split in plan.shown:
         if split.step is None:
             console.print(f"{split.name}: {split.why}")
-    curve = _table("replicas", "devices", "samples/s", "exposed", "hidden", "efficiency")
+    curve = _table("replicas", "devices", *COLUMNS)
     for point in plan.curve:
         curve.add_row(*_point_cells(point), style="dim" if point.beyond else "")
     console.print(f"The best placement on 1 .. {plan.curve[-1].devices} devices:")
     console.print(curve)
     console.print(LEGEND, style="dim")
-    for remark in plan.remarks:
+    for remark in plan.remarks if remarks else ():
         console.print(remark)
     console.print(plan.verdict)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Final
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from rich import box
@@ -21,17 +22,17 @@ if TYPE_CHECKING:
 
 UNITS: Final = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 FLOP_UNITS: Final = (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6), ("kFLOP", 1e3))
-MEASURED_COLUMNS: Final = ("measured", "min", "spread", "rebuilt")
+MEASURED_COLUMNS: Final = ("measured\nms", "min\nms", "spread", "rebuilt\nms")
 UNPLACED: Final = "not placed"
 
 
-def print_optimization(found: Optimization, console: Console) -> None:
+def print_optimization(found: Optimization, console: Console, *, remarks: bool = True) -> None:
     """All candidates with predicted and measured step, speed-up and memory, then the verdict."""
     ran = any(row.measurement is not None for row in found.rows)
     console.print(_title(found))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("candidate", no_wrap=True)
-    for column in ("predicted", *(MEASURED_COLUMNS if ran else ()), "speed-up"):
+    for column in ("predicted\nms", *(MEASURED_COLUMNS if ran else ()), "speed-up"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("memory", justify="right", overflow="fold")
     for row in found.rows:
@@ -49,16 +50,15 @@ def print_optimization(found: Optimization, console: Console) -> None:
         table.add_row(UNPLACED, "-", *cells, "", "", style="dim")
     console.print(table)
     console.print(_legend(found, ran), style="dim")
-    for remark in found.remarks:
+    for remark in found.remarks if remarks else ():
         console.print(remark)
     console.print(f"Best: {found.best.name}. {found.verdict}")
 
 
 def _legend(found: Optimization, ran: bool) -> str:
     """What the columns mean, as far as they do not say it."""
-    text = (
-        "Times in ms; speed-up over the best single device; simulated peak memory of "
-        + " / ".join(found.problem.cluster.names)
+    text = "Speed-up over the best single device; simulated peak memory of " + " / ".join(
+        found.problem.cluster.names
     )
     if found.placement.objective != "latency":
         text += f"; predicted and speed-up are of the objective, {found.placement.objective}"
@@ -119,17 +119,28 @@ def print_placement(placement: Placement, console: Console) -> None:
     table.add_column("module")
     for name in placement.device_names:
         table.add_column(name, justify="right")
-    counts: dict[str, Counter[str]] = {}
-    for op_id, d in zip(placement.ops, placement.devices, strict=True):
-        top = module_of(op_id).partition(".")[0] or "(model)"
-        counts.setdefault(top, Counter())[placement.device_names[d]] += 1
-    for module, count in counts.items():
+    for module, count in _ops_by_module(placement).items():
         table.add_row(module, *(str(count[name] or "") for name in placement.device_names))
     console.print(table)
     for key in ("predicted", "measured"):
         known = getattr(placement, key)
         if known and "step_s" in known:
             console.print(f"{key} step: {_ms(known['step_s'])} ms")
+
+
+def placement_to_dict(placement: Placement) -> dict[str, Any]:
+    """The same as plain data for JSON; units are in the names."""
+    return {
+        "graph": placement.graph,
+        "cluster": placement.cluster,
+        "devices": list(placement.device_names),
+        "ops": len(placement.ops),
+        "modules": _ops_by_module(placement),
+        "made_by": asdict(placement.made_by),
+        "predicted": None if placement.predicted is None else dict(placement.predicted),
+        "measured": None if placement.measured is None else dict(placement.measured),
+        "replicas": None if placement.replicas is None else placement.replicas.to_dict(),
+    }
 
 
 def human_bytes(size: float) -> str:
@@ -154,6 +165,15 @@ def _title(found: Optimization) -> str:
         f"{graph.name}: {len(graph)} ops on {', '.join(found.problem.cluster.names)}; "
         f"lower bound {_ms(found.lower_bound_s)} ms"
     )
+
+
+def _ops_by_module(placement: Placement) -> dict[str, Counter[str]]:
+    """{top module: {device: ops}}."""
+    counts: dict[str, Counter[str]] = {}
+    for op_id, d in zip(placement.ops, placement.devices, strict=True):
+        top = module_of(op_id).partition(".")[0] or "(model)"
+        counts.setdefault(top, Counter())[placement.device_names[d]] += 1
+    return counts
 
 
 def _origin(placement: Placement) -> str:

@@ -14,19 +14,19 @@ if TYPE_CHECKING:
     from placer.tradeoff import Offer, Tradeoff
 
 LEGEND = (
-    "Step in ms; price in the currency of the cluster file; largest simulated peak memory of a "
+    "Price in the currency of the cluster file; largest simulated peak memory of a "
     "device; Pareto: none is as fast and as cheap by the hour, and better in one."
 )
 
 
-def print_tradeoff(found: Tradeoff, console: Console) -> None:
+def print_tradeoff(found: Tradeoff, console: Console, *, remarks: bool = True) -> None:
     """All offers with step, prices and memory, the best of them marked; then what to take."""
     graph = found.problem.graph
     searched = f"{found.searched} sub-clusters of {', '.join(found.problem.cluster.names)}"
     console.print(f"{graph.name}: {len(graph)} ops on {searched}")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("devices", overflow="fold")
-    for column in ("step", "per hour", "per 10^6 steps", "memory"):
+    for column in ("step\nms", "per hour", "per 10^6 steps", "memory"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("best", no_wrap=True)
     for offer in found.offers:
@@ -38,7 +38,7 @@ def print_tradeoff(found: Tradeoff, console: Console) -> None:
     if unable:
         more = f" (and {len(unable) - 1} more sub-clusters)" if len(unable) > 1 else ""
         console.print(f"{_names(unable[0])}{more}: {unable[0].why}")
-    console.print(" ".join([LEGEND, *found.remarks]))
+    console.print(" ".join([LEGEND, *(found.remarks if remarks else ())]))
     console.print(_verdict(found))
 
 

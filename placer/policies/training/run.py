@@ -32,7 +32,6 @@ from placer.policies.training.log import Log
 from placer.policies.training.records import plain
 from placer.policies.training.scores import MEANING, baselines, mean, table
 from placer.policies.training.tasks import Task, task_for
-from placer.report.progress import time_left
 
 Progress = Callable[[float, str], None]
 RATIOS: Final = "ratios"
@@ -121,7 +120,6 @@ class _Run:
         """Train all seeds; their networks, each with its row of the card."""
         if checkpoint is not None:
             self.finished = list(checkpoint.finished)
-        self.began, self.begun_at = time.perf_counter(), self._share(0.0)
         while len(self.finished) < self.config.seeds:
             seed = self.config.first_seed + len(self.finished)
             learner, spent_s = self._learnt(seed, checkpoint)
@@ -145,8 +143,6 @@ class _Run:
             learner.restore(checkpoint.learner)
             rollouts, spent_s = checkpoint.rollouts, checkpoint.spent_s
         began -= spent_s
-        if checkpoint is not None:
-            self.begun_at = self._share(config.length.share(learner.decodes, spent_s))
         while (share := config.length.share(learner.decodes, spent_s)) < 1.0:
             stage = config.stage_at(share)
             learner.batch.choose(self.curriculum.stages[stage])
@@ -190,9 +186,7 @@ class _Run:
         return min((len(self.finished) + min(share, 1.0)) / self.config.seeds, 1.0)
 
     def _tell(self, share: float, text: str) -> None:
-        done = self._share(share)
-        part = (done - self.begun_at) / max(1.0 - self.begun_at, 1e-9)
-        self.tell(done, text + time_left(time.perf_counter() - self.began, part))
+        self.tell(self._share(share), text)
 
 
 def most_helpful(rows: Sequence[Mapping[str, Any]], count: int) -> list[int]:

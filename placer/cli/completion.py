@@ -1,0 +1,78 @@
+"""``placer completion``: what a shell needs to complete the command line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+SHELLS: Final = ("bash", "zsh", "fish")
+FILES: Final = ("target", "devices", "placement")
+"""Arguments that may be files, besides those that always are."""
+
+EPILOG = """\
+to have it in every new shell:
+  bash   placer completion bash > ~/.local/share/bash-completion/completions/placer
+  zsh    placer completion zsh > "${fpath[1]}/_placer"
+  fish   placer completion fish > ~/.config/fish/completions/placer.fish
+"""
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "completion",
+        help="print a script with which a shell completes this command line",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("shell", choices=SHELLS)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the script."""
+    script = completion_script(args.shell)
+    print(json.dumps({"shell": args.shell, "script": script}) if args.json else script)
+    return 0
+
+
+def completion_script(shell: str) -> str:
+    """A script that completes commands, options, choices, files, placers and policies.
+
+    Placers and policies are those that are there when it is made.
+    """
+    import shtab
+
+    from graphs.precision import DTYPES
+    from placer.cli.main import build_parser
+    from placer.placers import listings
+    from placer.policies.network import names
+
+    shipped = names()
+    choices = {
+        "--placer": [listing.name for listing in listings()],
+        "--policy": ["none", *shipped],
+        "--from": shipped,
+        "policy": shipped,
+        "--dtype": DTYPES,
+    }
+    parser = build_parser()
+    for action in _actions(parser):
+        if action.type is Path or action.dest in FILES:
+            setattr(action, "complete", shtab.FILE)  # noqa: B010 - what shtab looks for
+        elif (name := (*action.option_strings, action.dest)[0]) in choices:
+            action.choices = choices[name]
+    return shtab.complete(parser, shell)
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """The arguments of a parser and of all its commands."""
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            parsers: dict[str, Any] = dict(action.choices)
+            for command in parsers.values():
+                yield from _actions(command)
