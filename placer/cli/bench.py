@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from placer.cli.arguments import add_devices
 from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_written
+from placer.cli.talk import progress_of, say
 
 if TYPE_CHECKING:
     from placer.bench.evidence import Evidence
@@ -34,7 +34,6 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         metavar="FILE",
         help="write the tables into a Markdown file, between the marks that it has for them",
     )
-    parser.add_argument("--json", action="store_true", help="print all figures as JSON to stdout")
     parser.set_defaults(run=run)
 
 
@@ -45,7 +44,6 @@ def run(args: argparse.Namespace) -> int:
     from placer.bench.evidence import FULL, QUICK, around_tables, gather
     from placer.outcome import PlacementError
     from placer.report.console import stdout_console
-    from placer.report.progress import progress_for
 
     try:
         cluster = discover(args.devices or "auto", args.memory)
@@ -54,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         return fail(BAD_USAGE, error)
     try:
-        with progress_for(sys.stderr.isatty()) as progress:
+        with progress_of(args) as progress:
             found = gather(QUICK if args.quick else FULL, cluster, progress)
     except (PlacementError, OSError) as error:
         return fail(JOB_FAILED, error)
@@ -73,11 +71,11 @@ def _write(found: Evidence, args: argparse.Namespace) -> int:
     path = args.out
     try:
         if path is not None:
-            print(f"Figures are in {found.save(path)}", file=sys.stderr)
+            say(args, f"Figures are in {found.save(path)}")
         path = args.markdown
         if path is not None:
             put_into(path, found.markdown())
-            print(f"Tables are in {path}", file=sys.stderr)
+            say(args, f"Tables are in {path}")
     except OSError as error:
         return fail(JOB_FAILED, why_not_written(path, error))
     return 0
