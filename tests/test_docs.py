@@ -168,6 +168,12 @@ def test_commands_named_in_the_text_exist(page: Path) -> None:
                 assert not name.startswith("--") or name in options, f"{page.name}: placer {rest}"
 
 
+def test_the_readme_begins_with_two_commands_that_there_are() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()[:2]
+    assert [line.split()[0] for line in lines] == ["make", "make"]
+    assert {line.split()[1] for line in lines} <= targets_of_make()
+
+
 def test_a_file_of_the_docs_has_one_content() -> None:
     contents: dict[str, str] = {}
     for block in file_blocks():
