@@ -11,6 +11,7 @@ looked up that they exist.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,12 @@ import pytest
 from docs_folder import file_blocks, furnish, furnish_models
 from docs_pages import DOCS, PAGES, ROOT, Block, Command, anchors, blocks, commands, links
 
+from envs.cluster import Device, Link, cluster_from_dict
+from envs.placement import Placement
+from envs.reduction import Reduction
+from envs.replica_set import Replicas
+from graphs.files import graph_from_dict
+from graphs.graph import OpAttributes
 from placer.cli.main import build_parser, main
 from placer.parallel.arguments import build_parser as build_run_parser
 
@@ -179,6 +187,39 @@ def test_a_file_of_the_docs_has_one_content() -> None:
     for block in file_blocks():
         known = contents.setdefault(block.file, block.text)
         assert known == block.text, f"{block.where}: {block.file} is otherwise elsewhere"
+
+
+def test_files_that_are_shown_can_be_read() -> None:
+    seen = set()
+    for block in blocks(DOCS / "file-formats.md"):
+        if block.language == "json":
+            data = json.loads(block.text)
+            match data.get("format", "replicas"):
+                case "placer-placement/1":
+                    assert Placement.from_dict(data).to_dict() == data
+                case "placer-graph/1":
+                    assert len(graph_from_dict(data)) == len(data["nodes"])
+                case "replicas":
+                    assert Replicas.from_dict(data, "").to_dict() == data
+            seen.add(data.get("format", "replicas"))
+    assert seen == {"placer-placement/1", "placer-graph/1", "replicas"}
+    clusters = [block for block in file_blocks() if "placer-cluster/1" in block.text]
+    assert clusters
+    for block in clusters:
+        cluster_from_dict(tomllib.loads(block.text))
+
+
+@pytest.mark.parametrize(
+    ("page", "names"),
+    [
+        ("devices.md", [field.name for kind in (Device, Link) for field in fields(kind)]),
+        ("file-formats.md", [*OpAttributes.__required_keys__]),
+        ("file-formats.md", [field.name for field in fields(Reduction)]),
+    ],
+)
+def test_every_key_of_a_file_is_told_of(page: str, names: list[str]) -> None:
+    text = (DOCS / page).read_text()
+    assert [name for name in names if f"`{name}`" not in text and f'"{name}"' not in text] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
