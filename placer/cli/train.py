@@ -65,7 +65,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help="what to train on and how (TOML); the options below go before what it says",
     )
     parser.add_argument(
-        "--decodes", type=int, metavar="N", help="length of each seed (default: 300000)"
+        "--decodes", type=int, metavar="N", help="length of each seed (default: 350000)"
     )
     parser.add_argument(
         "--seconds", type=float, help="length of each seed in processor time instead"
