@@ -21,6 +21,7 @@ from envs.problem import Problem
 from envs.reduction import Reduction
 from envs.replicas import ReplicaStep, SlotNetwork, replicated, slot_networks
 from envs.simulator import Simulator
+from envs.subclusters import part_of
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 from graphs.mirror import with_backward
 from graphs.synthetic import Weights, layered
@@ -152,6 +153,37 @@ def test_with_micro_batches_a_gradient_is_ready_in_the_last() -> None:
     assert four.step_ns == 4 * 6e6 + 1e6
     assert (four.ready_ns - one.ready_ns).tolist() == [3 * 6e6] * 2
     assert four.late_update_ns.tolist() == one.late_update_ns.tolist() == [1e6]
+
+
+@pytest.mark.parametrize("host", ["", "n1:"])
+def test_pinned_cores_give_all_gradients_at_the_end_to_one_process(host: str) -> None:
+    gpus = nodes(2, 2, across_bytes_per_s=1e9)
+    names = {name: f"{host}core:{i}" for i, name in enumerate(gpus.names)}
+    cores = replace(
+        gpus,
+        devices=tuple(replace(device, name=names[device.name]) for device in gpus.devices),
+        links=tuple(
+            replace(
+                link,
+                between=tuple(names[name] for name in link.between),
+                ports=tuple(tuple(names[name] for name in port) for port in link.ports),
+            )
+            for link in gpus.links
+        ),
+    )
+    steps = []
+    for cluster in (gpus, cores):
+        replica = Problem.of(training_step(), part_of(cluster, [0, 1]))
+        one = ReplicaStep.of(replica, placed(replica, [0, 1, 0, 0, 1, 0, 0, 1, 0]))
+        networks = slot_networks(Problem.of(training_step(), cluster), [[0, 1], [2, 3]])
+        steps.append((one, replicated(one, networks, RING)))
+    (free, overlapped), (one, found) = steps
+    assert one.step_ns == free.step_ns
+    assert one.ready_ns.tolist() == [one.pass_ns] * 3
+    assert one.trained_bytes.tolist() == [30 * MB, 0]
+    assert [size for size, _ in found.reductions] == [20 * MB, 10 * MB]
+    assert found.step_s == pytest.approx((one.pass_ns + 30e6 + one.late_update_ns[0]) / 1e9)
+    assert found.hidden_s == 0 < overlapped.hidden_s
 
 
 def test_only_the_last_of_accumulated_passes_reduces() -> None:
