@@ -203,6 +203,21 @@ def test_averaging_parameters_every_so_often_costs_its_share_of_each_step() -> N
     assert found.hidden_s == 0
 
 
+def test_coding_takes_its_time_in_every_bucket_or_average() -> None:
+    problem = Problem.of(training_step(), nodes(1, 1))
+    step = ReplicaStep.of(problem, placed(problem, [0] * problem.op_count))
+    networks = networks_of((1, 2, 1e9, 0.0, False))
+    bits = replace(RING, payload="1-bit", bucket_bytes=10 * MB)
+    coded = replace(bits, coding_bytes_per_s=1e9)
+    free, found = replicated(step, networks, bits), replicated(step, networks, coded)
+    assert found.communication_s - free.communication_s == pytest.approx(30e-3)  # 30 MB
+    assert found.end_ns.tolist()[0] == 5e6 + 10e6 + 10e6 / 32
+    assert found.hidden_s == pytest.approx(4e-3)  # from 5 to 9 ms
+    averaged = Reduction(every=16, coding_bytes_per_s=3e9)
+    found = replicated(step, networks, averaged)
+    assert found.exposed_s == pytest.approx((30e-3 + 10e-3) / 16)
+
+
 def test_what_is_no_reduction_of_replicas_is_refused() -> None:
     problem = Problem.of(training_step(), nodes(1, 1))
     step = ReplicaStep.of(problem, placed(problem, [0] * problem.op_count))
@@ -213,6 +228,8 @@ def test_what_is_no_reduction_of_replicas_is_refused() -> None:
         Reduction(every=0)
     with pytest.raises(ValueError, match="no reduction 'star': there are auto, ring"):
         Reduction(algorithm="star")
+    with pytest.raises(ValueError, match=r"coding_bytes_per_s is 0\.0, not a rate above 0"):
+        Reduction(coding_bytes_per_s=0.0)
     with pytest.raises(ValueError, match="of 0 passes"):
         replicated(step, networks, accumulate=0)
     with pytest.raises(ValueError, match="bucket of 0 bytes"):

@@ -115,7 +115,9 @@ def test_what_does_not_fit_on_one_device_is_placed_on_several() -> None:
 
 def test_the_placement_tells_of_its_replicas_and_survives_its_file(tmp_path: Path) -> None:
     wanted = Replication(
-        replicas=2, accumulate=3, reduction=Reduction(algorithm="ring", payload="bf16")
+        replicas=2,
+        accumulate=3,
+        reduction=Reduction(algorithm="ring", payload="bf16", coding_bytes_per_s=2e9),
     )
     found = plan(layers(), nodes(1, 4), wanted).found
     assert found.placement.replicas == Replicas(
@@ -138,6 +140,7 @@ def test_the_placement_tells_of_its_replicas_and_survives_its_file(tmp_path: Pat
         ({"groups": [["a"], ["a"]]}, "replicas share a"),
         ({"groups": [["a"]], "batch": "half"}, "batch is 'half'"),
         ({"groups": [["a"]], "reduction": {"payload": 3}}, r"reduction\.payload is 3, not a str"),
+        ({"groups": [["a"]], "reduction": {"coding_bytes_per_s": -1}}, "not a rate above 0"),
         ({"groups": [["a"]], "reduction": {"star": 1}}, r"unknown key replicas\.reduction\.star"),
         ({"group": [["a"]]}, "did you mean groups"),
     ],
