@@ -38,14 +38,15 @@ from envs.reduction import Reduction
 from envs.replicas import ReplicaStep, SlotNetwork, replicated
 from placer.parallel import BlockAverager, Setup, SyncOptions, sync_named
 from placer.parallel.block_averager import BMUF
-from placer.parallel.coding import best_s, coding_bytes_per_s
+from placer.parallel.coding import coding_bytes_per_s, median_s
 
 RANKS = 2
 PERIOD = 16
-STEPS, ROUNDS = 2 * PERIOD, 3
+STEPS, ROUNDS = PERIOD, 7
 LATENCY_S = 1e-4
 WIDTH = 512  # 530 k parameters, 85 ms at 200 Mbit/s
-BATCH = 512  # about 25 ms on an idle core
+BATCH = 768  # about 25 ms on an idle core
+CARRIED = 1448 / 1514  # of an Ethernet frame: the rest are headers, of TCP with time stamps for one
 MOST_LOAD = 1.5
 MOST_APART = 0.15  # of measured and predicted
 SPEED_UP = {"allreduce": (0.0, 0.7), "bmuf": (1.4, RANKS)}  # least, most; at 200 Mbit/s
@@ -101,7 +102,7 @@ def coding_rate(name: str) -> float | None:
         sizes = [parameter.numel() for parameter in replica.parameters()]
         return coding_bytes_per_s(PLANNED[name].payload, sizes, RANKS)
     averager = BlockAverager(replica, BMUF, period=1, workers=RANKS, mean=lambda flat: flat)
-    return size_bytes() / best_s(averager.after_step)
+    return size_bytes() / median_s(averager.after_step)
 
 
 def model() -> nn.Module:
@@ -112,16 +113,16 @@ def model() -> nn.Module:
 
 
 def alone() -> float:
-    """Both replicas at once, each for itself."""
+    """Both replicas at once, each for itself; of the slower one."""
     replica = model()
     sgd = torch.optim.SGD(replica.parameters(), lr=0.01)
-    dist.barrier()
-    start_s = time.perf_counter()
-    for _ in range(STEPS):
+
+    def step() -> None:
         sgd.zero_grad()
         backward(replica)
         sgd.step()
-    return (time.perf_counter() - start_s) / STEPS
+
+    return mean_s(step)
 
 
 def steps(name: str) -> float:
@@ -132,12 +133,22 @@ def steps(name: str) -> float:
     replica = model()
     make = partial(torch.optim.SGD, lr=0.01)
     sync = sync_named(name, Setup(module=replica, make_optimizer=make, options=options))
-    dist.barrier()
-    start_s = time.perf_counter()
-    for _ in range(STEPS):
+
+    def step() -> None:
         sync.zero_grad()
         backward(replica)
         sync.step()
+
+    return mean_s(step)
+
+
+def mean_s(step: Callable[[], None]) -> float:
+    """Of some steps, from when all replicas begin until all are done."""
+    dist.barrier()
+    start_s = time.perf_counter()
+    for _ in range(STEPS):
+        step()
+    dist.barrier()
     return (time.perf_counter() - start_s) / STEPS
 
 
@@ -154,7 +165,8 @@ def predicted(
     alone_s: float, rate_mbit: float, coding: Mapping[str, float | None]
 ) -> dict[str, float]:
     """As plans say it: one bucket, which is ready when all else is done, so that nothing hides."""
-    link = Level(ranks=RANKS, latency_s=LATENCY_S, bandwidth_bytes_per_s=rate_mbit * 1e6 / 8)
+    bandwidth = CARRIED * rate_mbit * 1e6 / 8
+    link = Level(ranks=RANKS, latency_s=LATENCY_S, bandwidth_bytes_per_s=bandwidth)
     network = SlotNetwork(levels=(link,), queues=frozenset())
     step_ns, size = round(alone_s * 1e9), np.array([size_bytes()])
     replica = ReplicaStep(

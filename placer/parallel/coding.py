@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeAlias
@@ -10,7 +11,7 @@ import torch
 
 from placer.parallel.onebit import Coder
 
-ROUNDS: Final = 7
+ROUNDS: Final = 15
 _Coding: TypeAlias = Callable[[torch.Tensor, Sequence[int], int], Callable[[], object]]
 """Of flat gradients, sizes of parameters, ranks: what codes them once."""
 
@@ -18,25 +19,25 @@ _Coding: TypeAlias = Callable[[torch.Tensor, Sequence[int], int], Callable[[], o
 def coding_bytes_per_s(payload: str, sizes: Sequence[int], ranks: int) -> float | None:
     """Bytes of fp32 gradients per second that a rank encodes and decodes, on one thread or more.
 
-    Measured on made-up gradients of parameters of these sizes, in one bucket on the CPU; the best
-    of some rounds. None for fp32, which is sent as it is. It is what
+    Measured on made-up gradients of parameters of these sizes, in one bucket on the CPU; the
+    median of some rounds. None for fp32, which is sent as it is. It is what
     :class:`envs.reduction.Reduction` takes by this name.
     """
     if payload not in CODINGS:
         return None
     flat = torch.randn(sum(sizes))
-    return flat.nbytes / best_s(CODINGS[payload](flat, sizes, ranks))
+    return flat.nbytes / median_s(CODINGS[payload](flat, sizes, ranks))
 
 
-def best_s(work: Callable[[], object], rounds: int = ROUNDS) -> float:
-    """Seconds of the fastest of some runs, after one that does not count."""
+def median_s(work: Callable[[], object], rounds: int = ROUNDS) -> float:
+    """Seconds of one of some runs, after one that does not count."""
     work()
     seconds = []
     for _ in range(rounds):
         start_s = time.perf_counter()
         work()
         seconds.append(time.perf_counter() - start_s)
-    return min(seconds)
+    return statistics.median(seconds)
 
 
 def _one_bit(flat: torch.Tensor, sizes: Sequence[int], ranks: int) -> Callable[[], object]:

@@ -27,7 +27,7 @@ class Coder:
     """What one of R ranks does with a bucket between collectives, and what it left out so far."""
 
     segments: Segments  # of R stripes
-    rank: int
+    mine: Segments  # of its stripe
     own: torch.Tensor  # (R, length), left out of its own gradients
     stripe: torch.Tensor  # (1, length), left out of the mean of its stripe
 
@@ -36,7 +36,7 @@ class Coder:
         """For a bucket of parameters of these sizes; nothing is left out yet."""
         segments = Segments.of_sizes(list(sizes), ranks)
         empty = torch.zeros(segments.rows, segments.length)
-        return cls(segments, rank, empty, empty[:1].clone())
+        return cls(segments, segments.only(rank), empty, empty[:1].clone())
 
     def encoded(self, flat: torch.Tensor) -> torch.Tensor:
         """The bits of gradients (P,), a row for the owner of each stripe."""
@@ -49,9 +49,8 @@ class Coder:
 
     def answer(self, got: torch.Tensor) -> torch.Tensor:
         """The bits of the mean of its stripe, of which every rank has sent it a row."""
-        mine = self.segments.only(self.rank)
-        due = decode(got, mine).mean(0, keepdim=True) + self.stripe
-        wire, sent = encode(due, mine)
+        due = decode(got, self.mine).mean(0, keepdim=True) + self.stripe
+        wire, sent = encode(due, self.mine)
         self.stripe = due - sent
         return wire.flatten()
 
