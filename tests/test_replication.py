@@ -243,6 +243,20 @@ def test_replicas_that_are_asked_for_are_compared_with_pure_ways() -> None:
     assert [split.name for split in alone.splits] == ["1 x 1"]
 
 
+def test_the_verdict_says_what_devices_gain_together_and_of_how_many_passes_a_step_is() -> None:
+    cluster = nodes(1, 4, inside_bytes_per_s=1e13)
+    found = plan(layers(), cluster, Replication(accumulate=2))
+    assert found.best.name == "4 x 1"
+    assert (
+        "4 replicas of 1 device each: 166.7 samples/s, 4x one device, a step of 48" in found.verdict
+    )
+    assert " ms in 2 passes, " in found.verdict
+    assert "It is pure data parallelism." in found.verdict
+    assert "(1 x 4: steps of 48 ms for 2 samples, 1x one device)" in found.verdict  # a chain
+    alone = plan(layers(), nodes(1, 4, inside_bytes_per_s=1e13), Replication(replicas=1))
+    assert "pure placement" not in alone.verdict.partition("It is pure placement.")[2]
+
+
 def test_a_replica_across_hosts_is_told_to_be_simulated_only() -> None:
     across = plan(layers(), nodes(2, 1, inside_bytes_per_s=1e13), Replication(replicas=1))
     assert any("this plan is simulated only" in remark for remark in across.remarks)
@@ -428,6 +442,7 @@ def test_the_command_prints_the_plan_and_writes_the_placement(
     assert best["samples_per_s"] == max(split.get("samples_per_s", 0) for split in data["splits"])
     assert best["full_overlap_s"] <= best["step_s"] <= best["no_overlap_s"] * (1 + 1e-12)
     assert data["curve"][-1]["devices"] == 4096
+    assert data["accumulate"] == 1
     assert main(["show", str(out)]) == 0
     assert f"the first of {best['replicas']} replicas on" in shown_of(capsys)
     written = json.loads(out.read_text())["replicas"]
