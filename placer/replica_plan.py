@@ -251,9 +251,9 @@ class ReplicaPlan:
         return " ".join([f"{text}.", *compared])
 
     def _gain(self, split: Split) -> str:
-        """What devices gain together, where it is known what one of them does."""
-        single = self.pure(replicas=True)
-        if single is None or single.step is None or split.devices == 1:
+        """What devices gain together; none was simulated with all of a batch that is shared."""
+        single, is_shared = self.pure(replicas=True), self.wanted.batch == "global"
+        if single is None or single.step is None or split.devices == 1 or is_shared:
             return ""
         return f", {split.samples_per_s / single.one_samples_per_s:.3g}x one device"
 
