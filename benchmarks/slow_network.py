@@ -16,6 +16,7 @@ import json
 import math
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -97,12 +98,13 @@ def measured() -> dict[str, Any]:
 def coding_rate(name: str) -> float | None:
     """Bytes of parameters per second that a replica codes, or of those that end a block."""
     replica = model()
+    in_step = partial(backward, replica)
     dist.barrier()
     if name != "bmuf":
         sizes = [parameter.numel() for parameter in replica.parameters()]
-        return coding_bytes_per_s(PLANNED[name].payload, sizes, RANKS)
+        return coding_bytes_per_s(PLANNED[name].payload, sizes, RANKS, in_step)
     averager = BlockAverager(replica, BMUF, period=1, workers=RANKS, mean=lambda flat: flat)
-    return size_bytes() / median_s(averager.after_step)
+    return size_bytes() / median_s(averager.after_step, in_step)
 
 
 def model() -> nn.Module:
@@ -221,11 +223,12 @@ def one_rank(out: Path) -> None:
 
 
 def table(found: Mapping[str, Any], rate_mbit: float) -> list[dict[str, Any]]:
-    """A row for each method, of the fastest round of each; printed, too."""
+    """A row for each method, of its fastest round and the median rate of coding; printed, too."""
     best = {name: min(rounds) for name, rounds in found["steps_s"].items()}
     coding = {
-        name: max((own[name] for own in found["coding_bytes_per_s"] if own[name]), default=None)
+        name: statistics.median(rates) if None not in rates else None
         for name in PLANNED
+        for rates in ([own[name] for own in found["coding_bytes_per_s"]],)
     }
     alone_s = best.pop("alone")
     expected = predicted(alone_s, rate_mbit, coding)

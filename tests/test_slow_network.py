@@ -35,7 +35,7 @@ def test_fewer_bytes_are_predicted_to_take_less_until_coding_takes_more() -> Non
 def test_the_table_has_the_fastest_round_of_each(capsys: pytest.CaptureFixture[str]) -> None:
     expected = predicted(0.02, 200.0, {"onebit": 1e9})
     rounds = {name: [2 * step_s, step_s] for name, step_s in expected.items()}
-    rates: list[dict[str, float | None]] = [{"onebit": None}, {"onebit": 1e9}, {"onebit": 5e8}]
+    rates: list[dict[str, float | None]] = [{"onebit": 2e9}, {"onebit": 1e9}, {"onebit": 5e8}]
     every = [{name: rate.get(name) for name in PLANNED} for rate in rates]
     found = {"steps_s": {"alone": [0.03, 0.02], **rounds}, "coding_bytes_per_s": every}
     rows = {own["sync"]: own for own in table(found, 200.0)}

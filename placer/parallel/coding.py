@@ -16,24 +16,31 @@ _Coding: TypeAlias = Callable[[torch.Tensor, Sequence[int], int], Callable[[], o
 """Of flat gradients, sizes of parameters, ranks: what codes them once."""
 
 
-def coding_bytes_per_s(payload: str, sizes: Sequence[int], ranks: int) -> float | None:
+def coding_bytes_per_s(
+    payload: str, sizes: Sequence[int], ranks: int, before: Callable[[], object] = lambda: None
+) -> float | None:
     """Bytes of fp32 gradients per second that a rank encodes and decodes, on one thread or more.
 
     Measured on made-up gradients of parameters of these sizes, in one bucket on the CPU; the
     median of some rounds. None for fp32, which is sent as it is. It is what
-    :class:`envs.reduction.Reduction` takes by this name.
+    :class:`envs.reduction.Reduction` takes by this name. For ``before`` see :func:`median_s`.
     """
     if payload not in CODINGS:
         return None
     flat = torch.randn(sum(sizes))
-    return flat.nbytes / median_s(CODINGS[payload](flat, sizes, ranks))
+    return flat.nbytes / median_s(CODINGS[payload](flat, sizes, ranks), before)
 
 
-def median_s(work: Callable[[], object], rounds: int = ROUNDS) -> float:
-    """Seconds of one of some runs, after one that does not count."""
+def median_s(work: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
+    """Seconds of one of some runs, after one that does not count.
+
+    ``before`` runs before each of them, and is not counted: a backward pass for one, which leaves
+    caches as they are in a step.
+    """
     work()
     seconds = []
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
+        before()
         start_s = time.perf_counter()
         work()
         seconds.append(time.perf_counter() - start_s)
