@@ -198,7 +198,7 @@ class ReplicatedStep:
     @cached_property
     def hidden_s(self) -> float:
         """Communication that costs no time."""
-        return max(round(self.communication_s - self.exposed_s, 12), 0.0)
+        return max(0.0, round(self.communication_s - self.exposed_s, 12))
 
     @cached_property
     def no_overlap_s(self) -> float:

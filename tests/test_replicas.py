@@ -183,7 +183,8 @@ def test_pinned_cores_give_all_gradients_at_the_end_to_one_process(host: str) ->
     assert one.trained_bytes.tolist() == [30 * MB, 0]
     assert [size for size, _ in found.reductions] == [20 * MB, 10 * MB]
     assert found.step_s == pytest.approx((one.pass_ns + 30e6 + one.late_update_ns[0]) / 1e9)
-    assert found.hidden_s == 0 < overlapped.hidden_s
+    assert str(found.hidden_s) == "0.0"
+    assert overlapped.hidden_s > 0
 
 
 def test_only_the_last_of_accumulated_passes_reduces() -> None:
