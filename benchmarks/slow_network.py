@@ -1,46 +1,62 @@
-"""Steps of two replicas over an emulated slow network: measured, and as the formulas say.
+"""Steps of two replicas over an emulated slow network: measured, and as the planner says.
 
-    python -m benchmarks.slow_network [--rate-mbit 200]
+    python -m benchmarks.slow_network [--rate-mbit 200] [--out FILE]
 
 Needs root and ``tc``: every replica is in a network namespace of its own, whose interface is held
-to the rate in both directions; the network of the machine itself is left alone. On a machine that
-does other work the numbers are noise, and it says so. The formulas know bytes, not what it takes to
-code them: 1-bit SGD is slower than they say.
+to the rate in both directions; the network of the machine itself is left alone. What it takes to
+code gradients and to end a block is measured on the same tensors, without a network, and given to
+the simulation of replicas that plans are made with. On a machine that does other work the numbers
+are noise, and it says so.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from envs.collectives import Level, ring_s
-from placer.parallel import Setup, SyncOptions, sync_named
+from benchmarks.record import Record
+from envs.collectives import Level
+from envs.reduction import Reduction
+from envs.replicas import ReplicaStep, SlotNetwork, replicated
+from placer.parallel import BlockAverager, Setup, SyncOptions, sync_named
+from placer.parallel.block_averager import BMUF
+from placer.parallel.coding import coding_bytes_per_s, median_s
 
 RANKS = 2
 PERIOD = 16
-STEPS, ROUNDS = 2 * PERIOD, 3
+STEPS, ROUNDS = PERIOD, 7
 LATENCY_S = 1e-4
-WIDTH = 350  # 250 k parameters
-BATCH = 256  # about 10 ms on an idle core
+WIDTH = 512  # 530 k parameters, 85 ms at 200 Mbit/s
+BATCH = 768  # about 25 ms on an idle core
+CARRIED = 1448 / 1514  # of an Ethernet frame: the rest are headers, of TCP with time stamps for one
 MOST_LOAD = 1.5
 MOST_APART = 0.15  # of measured and predicted
 SPEED_UP = {"allreduce": (0.0, 0.7), "bmuf": (1.4, RANKS)}  # least, most; at 200 Mbit/s
-PAYLOAD = {"allreduce": 1.0, "fp16": 0.5, "onebit": 1 / 28, "bmuf": 1 / PERIOD}
+PLANNED = {
+    "allreduce": Reduction(algorithm="ring"),
+    "fp16": Reduction(algorithm="ring", payload="fp16"),
+    "onebit": Reduction(algorithm="ring", payload="1-bit"),
+    "bmuf": Reduction(algorithm="ring", every=PERIOD),
+}
 HOSTS = """
 set -e
 mkdir -p /run/netns; mount -t tmpfs none /run/netns
@@ -51,8 +67,8 @@ for i in $(seq 0 $(({ranks} - 1))); do
   ip link set v$i master br0 up
   ip -n h$i addr add 10.9.0.$((i + 1))/24 dev eth0
   ip -n h$i link set eth0 up; ip -n h$i link set lo up
-  ip netns exec h$i tc qdisc add dev eth0 root tbf rate {rate}mbit burst 64kb latency 400ms
-  tc qdisc add dev v$i root tbf rate {rate}mbit burst 64kb latency 400ms
+  ip netns exec h$i tc qdisc add dev eth0 root tbf rate {rate}mbit burst 32kb latency 400ms
+  tc qdisc add dev v$i root tbf rate {rate}mbit burst 32kb latency 400ms
 done
 sleep 1
 for i in $(seq 0 $(({ranks} - 1))); do
@@ -63,16 +79,32 @@ wait
 """
 
 
-def measured() -> dict[str, float]:
-    """Seconds of a step: of one replica alone, and by method; the best of some rounds."""
-    found = {"alone": best(alone)}
-    for name in PAYLOAD:
-        found[name] = best(partial(steps, name))
-    return found
+def measured() -> dict[str, Any]:
+    """Seconds of the steps of all rounds, of one replica alone and by method, and rates of coding.
+
+    Every round has all of them, so that what disturbs one disturbs its neighbours as well.
+    """
+    work: dict[str, Callable[[], float]] = {"alone": alone}
+    work |= {name: partial(steps, name) for name in PLANNED}
+    found: dict[str, list[float]] = {name: [] for name in work}
+    rates: list[dict[str, float | None]] = []
+    for _ in range(ROUNDS):
+        for name, step_s in work.items():
+            found[name].append(step_s())
+        rates.append({name: coding_rate(name) for name in PLANNED})
+    return {"steps_s": found, "coding_bytes_per_s": rates}
 
 
-def best(step_s: Callable[[], float]) -> float:
-    return min(step_s() for _ in range(ROUNDS))
+def coding_rate(name: str) -> float | None:
+    """Bytes of parameters per second that a replica codes, or of those that end a block."""
+    replica = model()
+    in_step = partial(backward, replica)
+    dist.barrier()
+    if name != "bmuf":
+        sizes = [parameter.numel() for parameter in replica.parameters()]
+        return coding_bytes_per_s(PLANNED[name].payload, sizes, RANKS, in_step)
+    averager = BlockAverager(replica, BMUF, period=1, workers=RANKS, mean=lambda flat: flat)
+    return size_bytes() / median_s(averager.after_step, in_step)
 
 
 def model() -> nn.Module:
@@ -83,16 +115,16 @@ def model() -> nn.Module:
 
 
 def alone() -> float:
-    """Both replicas at once, each for itself."""
+    """Both replicas at once, each for itself; of the slower one."""
     replica = model()
     sgd = torch.optim.SGD(replica.parameters(), lr=0.01)
-    dist.barrier()
-    start_s = time.perf_counter()
-    for _ in range(STEPS):
+
+    def step() -> None:
         sgd.zero_grad()
         backward(replica)
         sgd.step()
-    return (time.perf_counter() - start_s) / STEPS
+
+    return mean_s(step)
 
 
 def steps(name: str) -> float:
@@ -103,12 +135,22 @@ def steps(name: str) -> float:
     replica = model()
     make = partial(torch.optim.SGD, lr=0.01)
     sync = sync_named(name, Setup(module=replica, make_optimizer=make, options=options))
-    dist.barrier()
-    start_s = time.perf_counter()
-    for _ in range(STEPS):
+
+    def step() -> None:
         sync.zero_grad()
         backward(replica)
         sync.step()
+
+    return mean_s(step)
+
+
+def mean_s(step: Callable[[], None]) -> float:
+    """Of some steps, from when all replicas begin until all are done."""
+    dist.barrier()
+    start_s = time.perf_counter()
+    for _ in range(STEPS):
+        step()
+    dist.barrier()
     return (time.perf_counter() - start_s) / STEPS
 
 
@@ -117,11 +159,33 @@ def backward(replica: nn.Module) -> None:
     torch.autograd.backward(loss)
 
 
-def predicted(alone_s: float, rate_mbit: float) -> dict[str, float]:
-    """Compute, then a ring for what a step sends: one bucket, which comes last, hides nothing."""
-    size_bytes = sum(4 * parameter.numel() for parameter in model().parameters())
-    link = Level(ranks=RANKS, latency_s=LATENCY_S, bandwidth_bytes_per_s=rate_mbit * 1e6 / 8)
-    return {name: alone_s + ring_s(size_bytes * share, link) for name, share in PAYLOAD.items()}
+def size_bytes() -> int:
+    return sum(parameter.nbytes for parameter in model().parameters())
+
+
+def predicted(
+    alone_s: float, rate_mbit: float, coding: Mapping[str, float | None]
+) -> dict[str, float]:
+    """As plans say it: one bucket, which is ready when all else is done, so that nothing hides."""
+    bandwidth = CARRIED * rate_mbit * 1e6 / 8
+    link = Level(ranks=RANKS, latency_s=LATENCY_S, bandwidth_bytes_per_s=bandwidth)
+    network = SlotNetwork(levels=(link,), queues=frozenset())
+    step_ns, size = round(alone_s * 1e9), np.array([size_bytes()])
+    replica = ReplicaStep(
+        step_ns=step_ns,
+        pass_ns=step_ns,
+        slot=np.zeros(1, np.int32),
+        size_bytes=size,
+        ready_ns=np.array([step_ns]),
+        late_update_ns=np.zeros(1, np.int64),
+        trained_bytes=size,
+        peak_bytes=np.zeros(1, np.int64),
+    )
+    planned = {
+        name: replace(reduction, coding_bytes_per_s=coding.get(name))
+        for name, reduction in PLANNED.items()
+    }
+    return {name: replicated(replica, [network], how).step_s for name, how in planned.items()}
 
 
 def row(name: str, step_s: float, expected_s: float, speed_up: float) -> str:
@@ -138,13 +202,13 @@ def row(name: str, step_s: float, expected_s: float, speed_up: float) -> str:
     )
 
 
-def on_hosts(rate_mbit: float) -> dict[str, float]:
+def on_hosts(rate_mbit: float) -> dict[str, Any]:
     """What rank 0 measured."""
     with TemporaryDirectory() as folder:
         out = Path(folder, "found.json")
         script = HOSTS.format(ranks=RANKS, rate=rate_mbit, python=sys.executable, out=out)
         subprocess.run(["unshare", "-n", "-m", "bash", "-c", script], check=True)
-        found: dict[str, float] = json.loads(out.read_text())
+        found: dict[str, Any] = json.loads(out.read_text())
         return found
 
 
@@ -158,30 +222,61 @@ def one_rank(out: Path) -> None:
     os._exit(0)
 
 
-def main(rate_mbit: float = 200.0) -> None:
+def table(found: Mapping[str, Any], rate_mbit: float) -> list[dict[str, Any]]:
+    """A row for each method, of its fastest round and the median rate of coding; printed, too."""
+    best = {name: min(rounds) for name, rounds in found["steps_s"].items()}
+    coding = {
+        name: statistics.median(rates) if None not in rates else None
+        for name in PLANNED
+        for rates in ([own[name] for own in found["coding_bytes_per_s"]],)
+    }
+    alone_s = best.pop("alone")
+    expected = predicted(alone_s, rate_mbit, coding)
+    print(f"{RANKS} replicas over {rate_mbit:g} Mbit/s, one alone {alone_s * 1e3:.1f} ms a step")
+    print(f"{'sync':10}{'measured':>12}{'predicted':>12}{'apart':>8}{'speed-up':>10}  bars")
+    rows = []
+    for name, step_s in best.items():
+        speed_up, rate = RANKS * alone_s / step_s, coding[name]
+        print(row(name, step_s, expected[name], speed_up))
+        rows.append(
+            {
+                "sync": name,
+                "measured_s": step_s,
+                "predicted_s": expected[name],
+                "speed_up": speed_up,
+                "coding_s": 0.0 if rate is None else size_bytes() / rate,
+            }
+        )
+    worst = max(abs(own["measured_s"] / own["predicted_s"] - 1) for own in rows)
+    print(f"largest difference {worst:.0%}")
+    return rows
+
+
+def main(rate_mbit: float = 200.0, out: Path | None = None) -> None:
     if os.geteuid() or not all(map(shutil.which, ("unshare", "tc", "ip"))):
         print("skipped: an emulated network takes root, unshare, ip and tc")
         return
     load = os.getloadavg()[0]
     if load > MOST_LOAD:
         print(f"the machine does other work (load {load:.1f}): times mean little")
+    record = Record(out, math.inf)
     found = on_hosts(rate_mbit)
-    alone_s = found.pop("alone")
-    expected = predicted(alone_s, rate_mbit)
-    print(f"{RANKS} replicas over {rate_mbit:g} Mbit/s, one alone {alone_s * 1e3:.1f} ms a step")
-    print(f"{'sync':10}{'measured':>12}{'predicted':>12}{'apart':>8}{'speed-up':>10}  bars")
-    for name, step_s in found.items():
-        print(row(name, step_s, expected[name], RANKS * alone_s / step_s))
-    worst = statistics.fmean(abs(found[name] / expected[name] - 1) for name in found)
-    print(f"mean difference {worst:.0%}")
+    record.data["parts"][f"{rate_mbit:g} Mbit/s"] = {
+        "ranks": RANKS,
+        "size_bytes": size_bytes(),
+        "rows": table(found, rate_mbit),
+        **found,
+    }
+    record.save()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rate-mbit", type=float, default=200.0)
-    parser.add_argument("--rank", type=Path, metavar="OUT", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where the results go (JSON)")
+    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank is not None:
         one_rank(arguments.rank)
     else:
-        main(arguments.rate_mbit)
+        main(arguments.rate_mbit, arguments.out)

@@ -1,6 +1,6 @@
 """Losses at equal samples of ways to keep replicas one model, against synchronous SGD.
 
-    python -m benchmarks.sync_quality [--quick]
+    python -m benchmarks.sync_quality [--quick] [--out FILE]
 
 A student learns the labels of a random network, a tenth of them wrong, in one pass over fresh
 samples; learning rates fall to 0. All workers are stacked in one process; what is averaged or coded
@@ -18,14 +18,17 @@ import os
 import statistics
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.record import Record
 from placer.parallel.block_averager import AVERAGING, BMUF, BlockAverager, BlockUpdate
 from placer.parallel.quantised import Segments, decode, encode
 
@@ -272,7 +275,7 @@ def jobs(task: Task, methods: tuple[str, ...], seeds: tuple[int, ...]) -> list[J
     return found
 
 
-def table(task: Task, losses: dict[Job, float]) -> None:
+def table(task: Task, losses: dict[Job, float]) -> list[dict[str, Any]]:
     """Means over seeds against synchronous SGD at its best learning rate, and the bars for them."""
     print(f"{task.workers} workers, {task.steps} steps of {BATCH}, blocks of {task.period} steps")
     means: dict[str, float] = {}
@@ -280,18 +283,22 @@ def table(task: Task, losses: dict[Job, float]) -> None:
         own = [loss for other, loss in losses.items() if replace(other, seed=job.seed) == job]
         mean = statistics.fmean(own)
         means[job.method] = min(mean, means.get(job.method, math.inf), key=_finite)
+    rows: list[dict[str, Any]] = []
     for method, mean in means.items():
         gap = mean / means["synchronous"] - 1
         bar = dict(task.bars).get(method)
         told = "" if bar is None else f"  {bar!s:8} {'yes' if bar.holds(gap) else 'NO'}"
         print(f"  {method:24}{mean:9.4f}{gap:+9.1%}{told}", flush=True)
+        row = {"method": method, "mean_loss": mean, "gap": gap}
+        rows.append(row if bar is None else {**row, "bar": str(bar), "holds": bar.holds(gap)})
+    return rows
 
 
 def _finite(loss: float) -> float:
     return loss if math.isfinite(loss) else math.inf
 
 
-def main(quick: bool = False) -> None:
+def main(quick: bool = False, out: Path | None = None) -> None:
     seeds = SEEDS[:1] if quick else SEEDS
     short = replace(SHORT, steps=SHORT.steps // 4, bars=()) if quick else SHORT
     bits = ("1-bit", "1-bit without feedback")
@@ -299,12 +306,24 @@ def main(quick: bool = False) -> None:
     todo = {short: jobs(short, (*plain, *bits), seeds)}
     if not quick:
         todo[LONG] = jobs(LONG, plain, seeds)
+    record = Record(out, math.inf)
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("spawn")) as pool:
         for task, own in todo.items():
-            table(task, dict(zip(own, pool.map(trained, own), strict=True)))
+            losses = dict(zip(own, pool.map(trained, own), strict=True))
+            record.data["parts"][f"{task.workers} workers"] = {
+                **{name: value for name, value in asdict(task).items() if name != "bars"},
+                "means": table(task, losses),
+                "losses": [
+                    {"method": j.method, "seed": j.seed, "lr_factor": j.lr_factor, "loss": loss}
+                    for j, loss in losses.items()
+                ],
+            }
+            record.save()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true")
-    main(parser.parse_args().quick)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where the results go (JSON)")
+    options = parser.parse_args()
+    main(options.quick, options.out)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from envs.buckets import CAP_BYTES
@@ -26,12 +27,17 @@ class Reduction:
 
     With ``every`` above 1 they do not reduce gradients but average parameters, after so many steps
     (model averaging, BMUF): nothing of that overlaps with the steps.
+
+    ``coding_bytes_per_s`` are the bytes of gradients (or parameters) that a rank makes ready to be
+    sent, and takes from what it is sent, in a second; None is no time at all. With bits that may
+    take longer than to send them: ``placer.parallel.coding`` measures it.
     """
 
     algorithm: str = CHEAPEST
     payload: str = "fp32"
     bucket_bytes: int = CAP_BYTES
     every: int = 1
+    coding_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.algorithm not in (CHEAPEST, *ALGORITHMS):
@@ -43,10 +49,18 @@ class Reduction:
             raise ValueError(f"parameters are averaged every {self.every} steps, below 1")
         if self.bucket_bytes < 1:
             raise ValueError(f"a bucket of {self.bucket_bytes} bytes holds nothing: give 1 or more")
+        if self.coding_bytes_per_s is not None and not 0 < self.coding_bytes_per_s < math.inf:
+            raise ValueError(f"coding_bytes_per_s is {self.coding_bytes_per_s}, not a rate above 0")
 
     def of(self, size_bytes: int, levels: Sequence[Level]) -> AllReduce:
         """The reduction of a bucket of gradients over a network, innermost level first."""
         factor = PAYLOADS[self.payload]
         if self.algorithm == CHEAPEST:
-            return cheapest_all_reduce(size_bytes, levels, payload_factor=factor)
-        return all_reduce(self.algorithm, size_bytes, levels, payload_factor=factor)
+            found = cheapest_all_reduce(size_bytes, levels, payload_factor=factor)
+        else:
+            found = all_reduce(self.algorithm, size_bytes, levels, payload_factor=factor)
+        return replace(found, seconds=found.seconds + self.coding_s(size_bytes))
+
+    def coding_s(self, size_bytes: int) -> float:
+        """Seconds that a rank takes to code a bucket of gradients, both ways."""
+        return 0.0 if self.coding_bytes_per_s is None else size_bytes / self.coding_bytes_per_s

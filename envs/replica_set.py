@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
 from envs.reduction import Reduction
-from graphs.strict_json import array, fields, text, whole
+from graphs.strict_json import array, fields, number, text, whole
 
 Batch: TypeAlias = Literal["per-replica", "global"]
 BATCHES: Final[tuple[Batch, ...]] = ("per-replica", "global")
 """Every replica has the whole batch of the step, or they share it."""
 _KEYS: Final = frozenset({"groups", "batch", "accumulate", "reduction"})
-_REDUCTION_KEYS: Final = frozenset({"algorithm", "payload", "bucket_bytes", "every"})
+_READ: Final[Mapping[str, Callable[[object, str], Any]]] = {
+    "algorithm": text,
+    "payload": text,
+    "bucket_bytes": whole,
+    "every": whole,
+    "coding_bytes_per_s": number,
+}
+"""How the keys of a reduction are read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +61,7 @@ class Replicas:
             "groups": [list(group) for group in self.groups],
             "batch": self.batch,
             "accumulate": self.accumulate,
-            "reduction": asdict(self.reduction),
+            "reduction": {k: v for k, v in asdict(self.reduction).items() if v is not None},
         }
 
     @classmethod
@@ -65,10 +72,11 @@ class Replicas:
             ValueError: unknown or missing keys, or values of a wrong type or out of range.
         """
         top = fields(data, where, _KEYS, required=("groups",))
-        given = fields(top.get("reduction", {}), f"{where}.reduction", _REDUCTION_KEYS, required=())
+        given = fields(
+            top.get("reduction", {}), f"{where}.reduction", frozenset(_READ), required=()
+        )
         for key, value in given.items():
-            read = whole if key in ("bucket_bytes", "every") else text
-            given[key] = read(value, f"{where}.reduction.{key}")
+            given[key] = _READ[key](value, f"{where}.reduction.{key}")
         groups = tuple(
             tuple(text(name, f"{where}.groups[{i}]") for name in array(group, f"{where}.groups"))
             for i, group in enumerate(array(top["groups"], f"{where}.groups"))

@@ -4,8 +4,10 @@ Every replica runs the placement on devices of its own. What is on slot k of one
 is on slot k of all; these devices reduce its gradients, bucket by bucket, while the backward pass
 goes on. A gradient is ready when the last op that makes it has ended, with micro-batches in the
 last of them, and has been sent to where its parameters are; at the latest when the step of one
-replica ends, which counts no transfers that no op waits for. Updates wait for the reductions: those
-that the simulated step makes after the last gradient of a slot come after its last bucket,
+replica ends, which counts no transfers that no op waits for. On pinned cores all of them are ready
+when the backward pass is over, and slot 0 stands for the process of the replica that reduces them.
+Updates wait for the reductions: those that the simulated step makes after the last gradient of a
+slot come after its last bucket,
 
     T = max(step alone, max over slots k of end of last bucket + updates after the last gradient).
 
@@ -23,13 +25,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.buckets import Buckets, buckets_of, busiest_ns, reduced_ns, serial_ns
+from envs.cluster import Cluster
 from envs.collectives import AllReduce, Level
+from envs.host_names import split_name
 from envs.micro_batches import OPTIMIZER, Pipeline
 from envs.placement import Placement
 from envs.problem import NO_QUEUE, Problem
 from envs.reduction import Reduction
 from envs.simulator import Schedule, Simulator
 from envs.topology import levels_of
+from envs.torch_devices import is_core
 from graphs.frozen import frozen
 from graphs.gradients import Gradients, gradients_of
 
@@ -55,6 +60,14 @@ class ReplicaStep:
         return ReplicaSimulator(problem, gradients).step(placement)
 
 
+def overlaps(cluster: Cluster) -> bool:
+    """Whether gradients are reduced while the backward pass goes on.
+
+    Workers of pinned cores hand all of them to the process of their replica when it is over.
+    """
+    return not any(is_core(split_name(name)[1]) for name in cluster.names)
+
+
 class ReplicaSimulator:
     """Simulates one replica of several placements of a problem.
 
@@ -64,6 +77,7 @@ class ReplicaSimulator:
     def __init__(self, problem: Problem, gradients: Gradients | None = None) -> None:
         self.problem = problem
         self.gradients = gradients_of(problem.graph) if gradients is None else gradients
+        self.overlaps = overlaps(problem.cluster)
         self._simulators: dict[tuple[int, int | None], tuple[Simulator, Pipeline | None]] = {}
 
     def step(self, placement: Placement) -> ReplicaStep:
@@ -82,17 +96,24 @@ class ReplicaSimulator:
         ready = [_ready_ns(problem, where, end_ns, *row) for row in rows]
         ready_ns = np.minimum(np.array(ready, np.int64), schedule.step_ns)
         slot = where[gradients.home]
+        pass_ns = int(schedule.end_ns[~is_update].max(initial=0))
         last_ns = np.zeros(problem.device_count, np.int64)
         np.maximum.at(last_ns, slot, ready_ns)
+        if not self.overlaps:
+            slot, ready_ns = np.zeros_like(slot), np.full_like(ready_ns, pass_ns)
+            last_ns[:] = pass_ns
         late = is_update & (schedule.start_ns >= last_ns[schedule.devices])
         spent_ns = (schedule.end_ns - schedule.start_ns)[late]
+        late_ns = _by_device(problem, schedule.devices[late], spent_ns)
         return ReplicaStep(
             step_ns=schedule.step_ns,
-            pass_ns=int(schedule.end_ns[~is_update].max(initial=0)),
+            pass_ns=pass_ns,
             slot=frozen(slot),
             size_bytes=gradients.size_bytes,
             ready_ns=frozen(ready_ns),
-            late_update_ns=frozen(_by_device(problem, schedule.devices[late], spent_ns)),
+            late_update_ns=frozen(
+                late_ns if self.overlaps else np.full_like(late_ns, late_ns.max())
+            ),
             trained_bytes=frozen(_by_device(problem, slot, gradients.size_bytes)),
             peak_bytes=frozen(schedule.peak_bytes),
         )
@@ -177,7 +198,7 @@ class ReplicatedStep:
     @cached_property
     def hidden_s(self) -> float:
         """Communication that costs no time."""
-        return max(self.communication_s - self.exposed_s, 0.0)
+        return max(0.0, round(self.communication_s - self.exposed_s, 12))
 
     @cached_property
     def no_overlap_s(self) -> float:

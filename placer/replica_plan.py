@@ -229,9 +229,11 @@ class ReplicaPlan:
         best, step = self.best, self.best.step
         assert step is not None
         text = (
-            f"{_replicas(best)}: {best.samples_per_s:.4g} samples/s, a step of "
-            f"{step.step_s * 1e3:.4g} ms"
+            f"{_replicas(best)}: {best.samples_per_s:.4g} samples/s{self._gain(best)}, a step of "
         )
+        text += f"{step.step_s * 1e3:.4g} ms"
+        if self.wanted.accumulate > 1:
+            text += f" in {self.wanted.accumulate} passes"
         if best.replicas > 1:
             text += (
                 f", {step.exposed_s * 1e3:.3g} ms of it communication that is not hidden "
@@ -242,11 +244,31 @@ class ReplicaPlan:
             ("pure placement", self.pure(replicas=False)),
         )
         compared = [
-            _against(best, name, other)
+            f"It is {name}." if other is best else self._against(name, other)
             for name, other in others
-            if other is not None and other is not best
+            if other is not None and best.devices > 1
         ]
         return " ".join([f"{text}.", *compared])
+
+    def _gain(self, split: Split) -> str:
+        """What devices gain together; none was simulated with all of a batch that is shared."""
+        single, is_shared = self.pure(replicas=True), self.wanted.batch == "global"
+        if single is None or single.step is None or split.devices == 1 or is_shared:
+            return ""
+        return f", {split.samples_per_s / single.one_samples_per_s:.3g}x one device"
+
+    def _against(self, name: str, other: Split) -> str:
+        if other.step is None:
+            return f"{name.capitalize()} ({other.name}) is not possible: {other.why.rstrip('.')}."
+        ratio = self.best.samples_per_s / other.samples_per_s
+        why = f"steps of {other.step.step_s * 1e3:.4g} ms for {other.samples} samples"
+        why += self._gain(other)
+        if other.replicas > 1:
+            why += (
+                f", of which {other.step.exposed_s * 1e3:.3g} ms are communication that nothing "
+                "hides"
+            )
+        return f"That is {ratio:.2f}x {name} ({other.name}: {why})."
 
     @property
     def remarks(self) -> list[str]:
@@ -282,15 +304,3 @@ def _replicas(split: Split) -> str:
     if split.replicas == 1:
         return f"One replica on {each}"
     return f"{split.replicas} replicas of {each} each"
-
-
-def _against(best: Split, name: str, other: Split) -> str:
-    if other.step is None:
-        return f"{name.capitalize()} ({other.name}) is not possible: {other.why.rstrip('.')}."
-    ratio = best.samples_per_s / other.samples_per_s
-    why = f"steps of {other.step.step_s * 1e3:.4g} ms for {other.samples} samples"
-    if other.replicas > 1:
-        why += (
-            f", of which {other.step.exposed_s * 1e3:.3g} ms are communication that nothing hides"
-        )
-    return f"That is {ratio:.2f}x {name} ({other.name}: {why})."

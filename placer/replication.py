@@ -22,6 +22,7 @@ from envs.replicas import (
     ReplicaStep,
     ReplicatedStep,
     SlotNetwork,
+    overlaps,
     replicated,
     slot_networks,
 )
@@ -323,6 +324,18 @@ class _Planner:
             yield "No optimizer is in the step: neither its time nor its state is counted."
         if best.replicas > 1 and best.devices_each > 1:
             yield "Reductions and the transfers of a replica are simulated as if apart."
+        reduction = self.wanted.reduction
+        if (
+            best.replicas > 1
+            and reduction.payload != "fp32"
+            and reduction.coding_bytes_per_s is None
+        ):
+            yield f"To turn gradients into {reduction.payload}, and back, is taken to take no time."
+        if best.replicas > 1 and not overlaps(problem.cluster):
+            yield (
+                "Pinned cores give all gradients at the end: none of the communication is hidden. "
+                "It is taken to be as fast as their links; through gloo it is slower."
+            )
         idle = problem.device_count - best.devices
         if idle:
             yield f"{idle} of {problem.device_count} devices are left idle."

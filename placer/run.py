@@ -154,7 +154,8 @@ def _train(run: Run, step: Step, batches: Batches) -> Trained:
     import torch.distributed as dist
 
     from envs.executor.seeds import spread_seed
-    from placer.parallel.groups import check_same
+    from envs.torch_devices import is_core, torch_device
+    from placer.parallel.groups import check_same, groups_of_slots
     from placer.parallel.liveness import Liveness
     from placer.parallel.processes import joined, stop_on_sigterm
     from placer.parallel.registry import sync_named
@@ -181,11 +182,13 @@ def _train(run: Run, step: Step, batches: Batches) -> Trained:
         try:
             torch.manual_seed(spread_seed(args.seed, rank))  # dropout differs between replicas
             replica = placed_replica(step, run.own, args.extractor)
+            names = [name for name in run.own.device_names if not is_core(name)]
             setup = Setup(
                 module=replica.module,
                 make_optimizer=lambda parameters: _optimizer(args, list(parameters)),
                 options=manner.options,
                 accumulate=manner.accumulate,
+                group_of=groups_of_slots(list(map(torch_device, names))),
                 bucket_bytes=manner.bucket_bytes,
             )
             return train(

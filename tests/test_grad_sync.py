@@ -29,6 +29,7 @@ from vdev import vdev
 
 from placer.parallel.bucket import filled_buckets
 from placer.parallel.grad_sync import GradSync
+from placer.parallel.groups import groups_of_slots
 
 LR = 0.1
 
@@ -157,6 +158,25 @@ def test_a_replica_on_two_types_of_devices_trains_as_one_process_does(groups: bo
         sgd.step()
     for found in on_ranks(2, steps_on_two_device_types, groups):
         torch.testing.assert_close(found, parameters(alone), rtol=0, atol=1e-6)
+
+
+def starts_where_half_of_a_replica_is_done(slots: bool) -> dict[str, bool]:
+    """By device type, whether its bucket has started when all gradients on the CPU are there."""
+    with vdev() as device:
+        replica = TwoDevices(device)
+        groups = groups_of_slots([torch.device("cpu"), device]) if slots else lambda device: None
+        sync = GradSync(replica, group_of=groups)
+        backward(replica.here(own_batch(0)[0]).sum())
+        started = {b.flat.device.type: b.pending is not None for b in sync.buckets}
+        sync.finish()
+        return started
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="vdev would take CUDA's place")
+@pytest.mark.parametrize("slots", [False, True])
+def test_with_a_group_for_each_device_none_waits_for_another(slots: bool) -> None:
+    expected = {"vdev": False, "cpu": slots}  # in one group buckets start in one order
+    assert on_ranks(2, starts_where_half_of_a_replica_is_done, slots) == [expected] * 2
 
 
 def starts_of_a_backward_pass() -> tuple[int, int]:

@@ -21,6 +21,7 @@ from envs.problem import Problem
 from envs.reduction import Reduction
 from envs.replicas import ReplicaStep, SlotNetwork, replicated, slot_networks
 from envs.simulator import Simulator
+from envs.subclusters import part_of
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 from graphs.mirror import with_backward
 from graphs.synthetic import Weights, layered
@@ -154,6 +155,38 @@ def test_with_micro_batches_a_gradient_is_ready_in_the_last() -> None:
     assert four.late_update_ns.tolist() == one.late_update_ns.tolist() == [1e6]
 
 
+@pytest.mark.parametrize("host", ["", "n1:"])
+def test_pinned_cores_give_all_gradients_at_the_end_to_one_process(host: str) -> None:
+    gpus = nodes(2, 2, across_bytes_per_s=1e9)
+    names = {name: f"{host}core:{i}" for i, name in enumerate(gpus.names)}
+    cores = replace(
+        gpus,
+        devices=tuple(replace(device, name=names[device.name]) for device in gpus.devices),
+        links=tuple(
+            replace(
+                link,
+                between=tuple(names[name] for name in link.between),
+                ports=tuple(tuple(names[name] for name in port) for port in link.ports),
+            )
+            for link in gpus.links
+        ),
+    )
+    steps = []
+    for cluster in (gpus, cores):
+        replica = Problem.of(training_step(), part_of(cluster, [0, 1]))
+        one = ReplicaStep.of(replica, placed(replica, [0, 1, 0, 0, 1, 0, 0, 1, 0]))
+        networks = slot_networks(Problem.of(training_step(), cluster), [[0, 1], [2, 3]])
+        steps.append((one, replicated(one, networks, RING)))
+    (free, overlapped), (one, found) = steps
+    assert one.step_ns == free.step_ns
+    assert one.ready_ns.tolist() == [one.pass_ns] * 3
+    assert one.trained_bytes.tolist() == [30 * MB, 0]
+    assert [size for size, _ in found.reductions] == [20 * MB, 10 * MB]
+    assert found.step_s == pytest.approx((one.pass_ns + 30e6 + one.late_update_ns[0]) / 1e9)
+    assert str(found.hidden_s) == "0.0"
+    assert overlapped.hidden_s > 0
+
+
 def test_only_the_last_of_accumulated_passes_reduces() -> None:
     problem = Problem.of(training_step(), nodes(1, 1))
     step = ReplicaStep.of(problem, placed(problem, [0] * problem.op_count))
@@ -171,6 +204,21 @@ def test_averaging_parameters_every_so_often_costs_its_share_of_each_step() -> N
     assert found.hidden_s == 0
 
 
+def test_coding_takes_its_time_in_every_bucket_or_average() -> None:
+    problem = Problem.of(training_step(), nodes(1, 1))
+    step = ReplicaStep.of(problem, placed(problem, [0] * problem.op_count))
+    networks = networks_of((1, 2, 1e9, 0.0, False))
+    bits = replace(RING, payload="1-bit", bucket_bytes=10 * MB)
+    coded = replace(bits, coding_bytes_per_s=1e9)
+    free, found = replicated(step, networks, bits), replicated(step, networks, coded)
+    assert found.communication_s - free.communication_s == pytest.approx(30e-3)  # 30 MB
+    assert found.end_ns.tolist()[0] == 5e6 + 10e6 + 10e6 / 32
+    assert found.hidden_s == pytest.approx(4e-3)  # from 5 to 9 ms
+    averaged = Reduction(every=16, coding_bytes_per_s=3e9)
+    found = replicated(step, networks, averaged)
+    assert found.exposed_s == pytest.approx((30e-3 + 10e-3) / 16)
+
+
 def test_what_is_no_reduction_of_replicas_is_refused() -> None:
     problem = Problem.of(training_step(), nodes(1, 1))
     step = ReplicaStep.of(problem, placed(problem, [0] * problem.op_count))
@@ -181,6 +229,8 @@ def test_what_is_no_reduction_of_replicas_is_refused() -> None:
         Reduction(every=0)
     with pytest.raises(ValueError, match="no reduction 'star': there are auto, ring"):
         Reduction(algorithm="star")
+    with pytest.raises(ValueError, match=r"coding_bytes_per_s is 0\.0, not a rate above 0"):
+        Reduction(coding_bytes_per_s=0.0)
     with pytest.raises(ValueError, match="of 0 passes"):
         replicated(step, networks, accumulate=0)
     with pytest.raises(ValueError, match="bucket of 0 bytes"):

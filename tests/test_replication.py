@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import placer as public
-from envs.cluster import Cluster, Device, cluster_to_toml, load_cluster
+from envs.cluster import Cluster, Device, Link, cluster_to_toml, load_cluster
 from envs.collectives import ALGORITHMS, PAYLOADS
 from envs.placement import Placement
 from envs.problem import Problem
@@ -115,7 +115,9 @@ def test_what_does_not_fit_on_one_device_is_placed_on_several() -> None:
 
 def test_the_placement_tells_of_its_replicas_and_survives_its_file(tmp_path: Path) -> None:
     wanted = Replication(
-        replicas=2, accumulate=3, reduction=Reduction(algorithm="ring", payload="bf16")
+        replicas=2,
+        accumulate=3,
+        reduction=Reduction(algorithm="ring", payload="bf16", coding_bytes_per_s=2e9),
     )
     found = plan(layers(), nodes(1, 4), wanted).found
     assert found.placement.replicas == Replicas(
@@ -138,6 +140,7 @@ def test_the_placement_tells_of_its_replicas_and_survives_its_file(tmp_path: Pat
         ({"groups": [["a"], ["a"]]}, "replicas share a"),
         ({"groups": [["a"]], "batch": "half"}, "batch is 'half'"),
         ({"groups": [["a"]], "reduction": {"payload": 3}}, r"reduction\.payload is 3, not a str"),
+        ({"groups": [["a"]], "reduction": {"coding_bytes_per_s": -1}}, "not a rate above 0"),
         ({"groups": [["a"]], "reduction": {"star": 1}}, r"unknown key replicas\.reduction\.star"),
         ({"group": [["a"]]}, "did you mean groups"),
     ],
@@ -238,6 +241,38 @@ def test_replicas_that_are_asked_for_are_compared_with_pure_ways() -> None:
     assert "x pure placement (1 x 4: steps of" in found.verdict
     alone = plan(layers(), nodes(1, 1), Replication(replicas=1))
     assert [split.name for split in alone.splits] == ["1 x 1"]
+
+
+def test_the_verdict_says_what_devices_gain_together_and_of_how_many_passes_a_step_is() -> None:
+    cluster = nodes(1, 4, inside_bytes_per_s=1e13)
+    found = plan(layers(), cluster, Replication(accumulate=2))
+    assert found.best.name == "4 x 1"
+    assert (
+        "4 replicas of 1 device each: 166.7 samples/s, 4x one device, a step of 48" in found.verdict
+    )
+    assert " ms in 2 passes, " in found.verdict
+    assert "It is pure data parallelism." in found.verdict
+    assert "(1 x 4: steps of 48 ms for 2 samples, 1x one device)" in found.verdict  # a chain
+    alone = plan(layers(), nodes(1, 4, inside_bytes_per_s=1e13), Replication(replicas=1))
+    assert "pure placement" not in alone.verdict.partition("It is pure placement.")[2]
+
+
+def test_what_is_assumed_of_pinned_cores_and_of_coding_is_told() -> None:
+    names = ("core:0", "core:1")
+    cores = Cluster(
+        name="cores",
+        devices=tuple(Device(name=name, kind="core", memory_bytes=10**12) for name in names),
+        links=(Link(between=names, latency_s=0.0, bandwidth_bytes_per_s=1e10),),
+    )
+    bits = Reduction(payload="1-bit")
+    found = plan(layers(), cores, Replication(replicas=2, reduction=bits))
+    assert found.best.step is not None
+    assert found.best.step.hidden_s == 0
+    assert any(remark.startswith("Pinned cores give all") for remark in found.remarks)
+    assert any("into 1-bit, and back, is taken to take no time" in r for r in found.remarks)
+    measured = replace(bits, coding_bytes_per_s=1e9)
+    found = plan(layers(), nodes(1, 2), Replication(replicas=2, reduction=measured))
+    assert not any("Pinned" in told or "no time" in told for told in found.remarks)
 
 
 def test_a_replica_across_hosts_is_told_to_be_simulated_only() -> None:
@@ -417,7 +452,8 @@ def test_the_command_prints_the_plan_and_writes_the_placement(
     out = tmp_path / "placement.json"
     command = [
         *("optimize", str(tmp_path / "graph.json"), "--devices", str(tmp_path / "cluster.toml")),
-        *("--data-parallel", "auto", "--payload", "fp16", "--budget", "300e", "--out", str(out)),
+        *("--data-parallel", "auto", "--payload", "fp16", "--coding-bytes-per-s", "1e12"),
+        *("--budget", "300e", "--out", str(out)),
     ]
     assert main([*command, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
@@ -425,11 +461,13 @@ def test_the_command_prints_the_plan_and_writes_the_placement(
     assert best["samples_per_s"] == max(split.get("samples_per_s", 0) for split in data["splits"])
     assert best["full_overlap_s"] <= best["step_s"] <= best["no_overlap_s"] * (1 + 1e-12)
     assert data["curve"][-1]["devices"] == 4096
+    assert data["accumulate"] == 1
     assert main(["show", str(out)]) == 0
     assert f"the first of {best['replicas']} replicas on" in shown_of(capsys)
     written = json.loads(out.read_text())["replicas"]
     assert written["groups"] == best["groups"]
     assert written["reduction"]["payload"] == "fp16"
+    assert written["reduction"]["coding_bytes_per_s"] == 1e12
     assert main(command) == 0
     shown = shown_of(capsys)
     assert "replicas x devices" in shown
@@ -475,6 +513,7 @@ def test_the_command_says_how_to_train_what_was_planned(
         (["--average-every", "4"], "--average-every is about replicas"),
         (["--data-parallel", "auto", "--pareto"], "leave --data-parallel out"),
         (["--data-parallel", "9"], "9 replicas need a device each"),
+        (["--data-parallel", "2", "--coding-bytes-per-s", "0"], "is 0.0, not a rate above 0"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.slow_network import predicted, row
+from benchmarks.slow_network import PERIOD, PLANNED, predicted, row, size_bytes, table
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,25 @@ def test_a_row_tells_which_bars_are_kept(
     assert row(name, step_s, 0.1, speed_up).endswith(f"{speed_up:.2f}x  {bars}")
 
 
-def test_fewer_bytes_are_predicted_to_take_less() -> None:
-    found = predicted(0.01, 200.0)
-    assert found["allreduce"] > found["fp16"] > found["bmuf"] > found["onebit"] > 0.01
+def test_fewer_bytes_are_predicted_to_take_less_until_coding_takes_more() -> None:
+    free = predicted(0.01, 200.0, {})
+    assert free["allreduce"] > free["fp16"] > free["bmuf"] > free["onebit"] > 0.01
+    rate = size_bytes() / 0.02
+    coded = predicted(0.01, 200.0, {"onebit": rate, "bmuf": rate})
+    assert coded["onebit"] == pytest.approx(free["onebit"] + 0.02)
+    assert coded["bmuf"] == pytest.approx(free["bmuf"] + 0.02 / PERIOD)
+    assert coded["allreduce"] == free["allreduce"]
+
+
+def test_the_table_has_the_fastest_round_of_each(capsys: pytest.CaptureFixture[str]) -> None:
+    expected = predicted(0.02, 200.0, {"onebit": 1e9})
+    rounds = {name: [2 * step_s, step_s] for name, step_s in expected.items()}
+    rates: list[dict[str, float | None]] = [{"onebit": 2e9}, {"onebit": 1e9}, {"onebit": 5e8}]
+    every = [{name: rate.get(name) for name in PLANNED} for rate in rates]
+    found = {"steps_s": {"alone": [0.03, 0.02], **rounds}, "coding_bytes_per_s": every}
+    rows = {own["sync"]: own for own in table(found, 200.0)}
+    assert list(rows) == list(PLANNED)
+    assert all(own["measured_s"] == pytest.approx(own["predicted_s"]) for own in rows.values())
+    assert rows["onebit"]["coding_s"] == pytest.approx(size_bytes() / 1e9)
+    assert rows["bmuf"]["speed_up"] == pytest.approx(0.04 / expected["bmuf"])
+    assert "largest difference 0%" in capsys.readouterr().out

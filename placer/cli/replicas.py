@@ -24,7 +24,10 @@ ALGORITHMS: Final = (
     *("single-reducer", "hierarchical"),
 )
 PAYLOADS: Final = ("fp32", "fp16", "bf16", "1-bit")
-OPTIONS: Final = ("batch", "accumulate", "reduction", "payload", "average_every", "samples")
+OPTIONS: Final = (
+    *("batch", "accumulate", "reduction", "payload", "coding_bytes_per_s", "average_every"),
+    "samples",
+)
 """What goes with ``--data-parallel``, None where it is not given."""
 
 
@@ -59,6 +62,13 @@ def add_replicas(parser: argparse.ArgumentParser) -> None:
         "--payload",
         choices=PAYLOADS,
         help="how gradients in fp32 are sent (default: fp32)",
+    )
+    group.add_argument(
+        "--coding-bytes-per-s",
+        type=float,
+        metavar="RATE",
+        help="bytes of gradients that a replica turns into that payload, and back, in a second; "
+        "benchmarks.slow_network measures it (default: that takes no time)",
     )
     group.add_argument(
         "--average-every",
@@ -103,6 +113,7 @@ def wanted_of(args: argparse.Namespace) -> Replication:
             algorithm=args.reduction or AUTO,
             payload=args.payload or "fp32",
             every=args.average_every or 1,
+            coding_bytes_per_s=args.coding_bytes_per_s,
         ),
         samples=args.samples,
     )

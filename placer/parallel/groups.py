@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -65,3 +65,16 @@ def new_group(ranks: Sequence[int] | None = None, backend: str | None = None) ->
         use_local_synchronization=ranks is not None,
     )
     return made
+
+
+def groups_of_slots(
+    devices: Sequence[torch.device],
+) -> Callable[[torch.device], dist.ProcessGroup | None]:
+    """A group of all ranks for each device of a replica, so that none waits for another.
+
+    Every rank gives as many devices; the k-th of all reduce with each other. With a single device,
+    and for any other, it is the group that there is already.
+    """
+    several = devices if len(devices) > 1 else ()
+    found = {device: new_group() for device in several}
+    return found.get

@@ -6,7 +6,7 @@ data-parallel distributed training of speech DNNs", Interspeech 2014.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -23,11 +23,40 @@ WARMUP_STEPS: Final = 200
 
 
 @dataclass(slots=True)
-class Residuals:
-    """What was left out of a bucket so far: of its own gradients, of the mean of its stripe."""
+class Coder:
+    """What one of R ranks does with a bucket between collectives, and what it left out so far."""
 
-    own: torch.Tensor  # (ranks, length)
-    stripe: torch.Tensor  # (1, length)
+    segments: Segments  # of R stripes
+    mine: Segments  # of its stripe
+    own: torch.Tensor  # (R, length), left out of its own gradients
+    stripe: torch.Tensor  # (1, length), left out of the mean of its stripe
+
+    @classmethod
+    def of_sizes(cls, sizes: Sequence[int], ranks: int, rank: int) -> Coder:
+        """For a bucket of parameters of these sizes; nothing is left out yet."""
+        segments = Segments.of_sizes(list(sizes), ranks)
+        empty = torch.zeros(segments.rows, segments.length)
+        return cls(segments, segments.only(rank), empty, empty[:1].clone())
+
+    def encoded(self, flat: torch.Tensor) -> torch.Tensor:
+        """The bits of gradients (P,), a row for the owner of each stripe."""
+        padding = self.segments.of.numel() - flat.numel()
+        due = F.pad(flat.to("cpu", torch.float32), (0, padding)).view_as(self.segments.of)
+        due += self.own
+        wire, sent = encode(due, self.segments)
+        self.own = due - sent
+        return wire
+
+    def answer(self, got: torch.Tensor) -> torch.Tensor:
+        """The bits of the mean of its stripe, of which every rank has sent it a row."""
+        due = decode(got, self.mine).mean(0, keepdim=True) + self.stripe
+        wire, sent = encode(due, self.mine)
+        self.stripe = due - sent
+        return wire.flatten()
+
+    def decoded(self, answers: torch.Tensor) -> torch.Tensor:
+        """The mean, flat and padded, of the answers of all owners one after the other."""
+        return decode(answers.view(self.segments.rows, -1), self.segments).flatten()
 
 
 class OneBit:
@@ -54,8 +83,8 @@ class OneBit:
         self.steps = 0
         self._plain = AllReduce(group)
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._segments: dict[int, Segments] = {}
-        self._residuals: dict[int, Residuals] = {}
+        self._coders: dict[int, Coder] = {}
+        self._kept: Mapping[str, Mapping[str, torch.Tensor]] = {}  # residuals of a checkpoint
 
     def start(self, bucket: GradientBucket) -> Pending:
         """Send the bits of every stripe to its owner; the owners' answers are awaited later."""
@@ -63,60 +92,40 @@ class OneBit:
         self.steps += bucket.is_last()
         if warm:
             return self._plain.start(bucket)
-        flat, segments = bucket.buffer(), self._segments_of(bucket)
-        residuals = self._residuals_of(bucket.index(), segments)
-        padding = segments.of.numel() - flat.numel()
-        due = F.pad(flat.to("cpu", torch.float32), (0, padding)).view_as(segments.of)
-        due += residuals.own
-        wire, sent = encode(due, segments)
-        residuals.own = due - sent
-        wire = wire.to(wire_device(self.group))
+        flat, coder = bucket.buffer(), self._coder_of(bucket)
+        wire = coder.encoded(flat).to(wire_device(self.group))
         got = torch.empty_like(wire)
         work = dist.all_to_all_single(got, wire, group=self.group, async_op=True)
         assert work is not None
 
         def finish() -> None:
-            mean = self._mean(got.cpu(), segments, residuals)
-            flat.copy_(mean.flatten()[: flat.numel()])
+            answer = coder.answer(got.cpu()).to(wire_device(self.group))
+            mean = coder.decoded(all_gather(answer, self.group).cpu())
+            flat.copy_(mean[: flat.numel()])
 
         return Then(work, finish)
 
-    def _mean(self, got: torch.Tensor, segments: Segments, residuals: Residuals) -> torch.Tensor:
-        """All stripes of the mean, (ranks, length), of the bits of this rank's stripe."""
-        mine = segments.only(self._rank)
-        due = decode(got, mine).mean(0, keepdim=True) + residuals.stripe
-        wire, sent = encode(due, mine)
-        residuals.stripe = due - sent
-        every = all_gather(wire.flatten().to(wire_device(self.group)), self.group)
-        return decode(every.cpu().view(self._ranks, -1), segments)
-
-    def _segments_of(self, bucket: GradientBucket) -> Segments:
+    def _coder_of(self, bucket: GradientBucket) -> Coder:
         index = bucket.index()
-        if index not in self._segments:
+        if index not in self._coders:
             sizes = [parameter.numel() for parameter in bucket.parameters()]
-            self._segments[index] = Segments.of_sizes(sizes, self._ranks)
-        return self._segments[index]
-
-    def _residuals_of(self, index: int, segments: Segments) -> Residuals:
-        if index not in self._residuals:
-            empty = torch.zeros(segments.rows, segments.length)
-            self._residuals[index] = Residuals(empty, empty[:1].clone())
-        return self._residuals[index]
+            self._coders[index] = coder = Coder.of_sizes(sizes, self._ranks, self._rank)
+            if kept := self._kept.get(str(index)):
+                coder.own, coder.stripe = kept["own"].clone(), kept["stripe"].clone()
+        return self._coders[index]
 
     def state_dict(self) -> dict[str, Any]:
         """Steps so far, and the residuals of this rank."""
         return {
             "steps": self.steps,
-            "residuals": {
-                str(index): {"own": kept.own.clone(), "stripe": kept.stripe.clone()}
-                for index, kept in self._residuals.items()
+            "residuals": dict(self._kept)
+            | {
+                str(index): {"own": coder.own.clone(), "stripe": coder.stripe.clone()}
+                for index, coder in self._coders.items()
             },
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what :meth:`state_dict` gave on this rank."""
         self.steps = state["steps"]
-        self._residuals = {
-            int(index): Residuals(kept["own"].clone(), kept["stripe"].clone())
-            for index, kept in state["residuals"].items()
-        }
+        self._kept, self._coders = state["residuals"], {}

@@ -29,6 +29,8 @@ def print_plan(plan: ReplicaPlan, console: Console, *, remarks: bool = True) -> 
         f"{graph.name}: replicas of {len(graph)} ops on the {len(plan.problem.cluster)} devices of "
         f"{plan.problem.cluster.name}"
     )
+    if plan.wanted.accumulate > 1:
+        console.print(f"A step is {plan.wanted.accumulate} passes and one reduction.")
     table = _table("replicas x devices", "step\nms", *COLUMNS)
     table.add_column("memory", justify="right", no_wrap=True)
     table.add_column("reduction", overflow="fold")
@@ -53,6 +55,7 @@ def plan_to_dict(plan: ReplicaPlan) -> dict[str, Any]:
     """The plan as plain data for JSON; units are in the names, None is what cannot run."""
     return {
         "splits": [_split(plan, split) for split in plan.splits],
+        "accumulate": plan.wanted.accumulate,
         "curve": [
             {
                 "replicas": point.replicas,

@@ -1,0 +1,71 @@
+"""How fast this machine codes gradients: what a payload costs beside its bytes."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, TypeAlias
+
+import torch
+
+from placer.parallel.onebit import Coder
+
+ROUNDS: Final = 15
+_Coding: TypeAlias = Callable[[torch.Tensor, Sequence[int], int], Callable[[], object]]
+"""Of flat gradients, sizes of parameters, ranks: what codes them once."""
+
+
+def coding_bytes_per_s(
+    payload: str, sizes: Sequence[int], ranks: int, before: Callable[[], object] = lambda: None
+) -> float | None:
+    """Bytes of fp32 gradients per second that a rank encodes and decodes, on one thread or more.
+
+    Measured on made-up gradients of parameters of these sizes, in one bucket on the CPU; the
+    median of some rounds. None for fp32, which is sent as it is. It is what
+    :class:`envs.reduction.Reduction` takes by this name. For ``before`` see :func:`median_s`.
+    """
+    if payload not in CODINGS:
+        return None
+    flat = torch.randn(sum(sizes))
+    return flat.nbytes / median_s(CODINGS[payload](flat, sizes, ranks), before)
+
+
+def median_s(work: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
+    """Seconds of one of some runs, after one that does not count.
+
+    ``before`` runs before each of them, and is not counted: a backward pass for one, which leaves
+    caches as they are in a step.
+    """
+    work()
+    seconds = []
+    for _ in range(ROUNDS):
+        before()
+        start_s = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start_s)
+    return statistics.median(seconds)
+
+
+def _one_bit(flat: torch.Tensor, sizes: Sequence[int], ranks: int) -> Callable[[], object]:
+    coder = Coder.of_sizes(sizes, ranks, 0)
+
+    def code() -> torch.Tensor:
+        """Made-up bits come from every rank: rows of this one."""
+        wire = coder.encoded(flat)
+        answer = coder.answer(wire[:1].expand(ranks, -1))
+        return flat.copy_(coder.decoded(answer.repeat(ranks))[: flat.numel()])
+
+    return code
+
+
+def _narrow(dtype: torch.dtype) -> _Coding:
+    return lambda flat, _, ranks: lambda: flat.copy_(flat.div_(ranks).to(dtype))
+
+
+CODINGS: Final[Mapping[str, _Coding]] = {
+    "fp16": _narrow(torch.float16),
+    "bf16": _narrow(torch.bfloat16),
+    "1-bit": _one_bit,
+}
+"""By payload, see ``envs.collectives.PAYLOADS``."""
