@@ -14,6 +14,7 @@ from torch import nn
 from envs.byte_size import parse_bytes
 from envs.cluster import Cluster
 from envs.discover import discover
+from envs.op_costs import load_devices
 from envs.placement import Placement
 from graphs.extract import Step
 from graphs.extract.extraction import AUTO
@@ -23,6 +24,7 @@ from placer.given import given_from
 from placer.outcome import Optimization
 from placer.pipeline import Options, optimize_step
 from placer.placers import DEFAULT, asks_policy, placer_named
+from placer.placers.placer import Placer
 from placer.policies import GENERALIST, Policy, load
 from placer.replica_plan import Replication
 from placer.replication import plan_step
@@ -40,12 +42,12 @@ def optimize(
     training: bool = True,
     optimizer: str | Optimizer | None = None,
     dtype: str = FULL,
-    devices: str | Cluster = "auto",
+    devices: str | Path | Cluster = "auto",
     memory: Mapping[str, int | str] | None = None,
     budget: str = "20s",
     seed: int = 0,
     policy: str | None = GENERALIST,
-    placer: str = DEFAULT,
+    placer: str | Placer = DEFAULT,
     measure: bool = True,
     keep_together: Sequence[str] = (),
     pin: Mapping[str, str] | None = None,
@@ -69,16 +71,18 @@ def optimize(
         optimizer: what updates the parameters in the step: ``"sgd"``, ``"momentum"``, ``"adam"``,
             ``"adamw"`` or a :class:`placer.Optimizer`; None leaves it out.
         dtype: ``"bf16"`` for a step under ``torch.autocast``, ``"fp32"`` for the model as it is.
-        devices: ``"auto"``, names such as ``"cuda:0,cpu"`` or ``"core:0,core:1"``, or a Cluster.
-            With devices that are not on this machine it ends with the simulator's answer.
+        devices: ``"auto"``, names such as ``"cuda:0,cpu"`` or ``"core:0,core:1"``, a cluster file
+            (``"cluster.toml"``), or a Cluster. With devices that are not on this machine it ends
+            with the simulator's answer.
         memory: {device name: bytes, or a size such as ``"8GiB"``} that the model may use there, by
-            default what is free. A Cluster says so itself.
+            default what is free. A cluster says so itself.
         budget: of the search: ``"60s"``, or evaluations, ``"4000e"``. Extraction, measuring op
             costs and running the best candidates come on top.
         seed: of everything random in the search.
         policy: name of a trained policy, None to search without one; for placers that ask one.
-        placer: who searches, by its name; ``placer placers`` lists them. Whatever it finds, trivial
-            placements and classic heuristics are compared with it.
+        placer: who searches, by its name; ``placer placers`` lists them. Or one of your own, a
+            :class:`placer.placers.placer.Placer`. Whatever it finds, trivial placements and classic
+            heuristics are compared with it.
         measure: run the best candidates for real; without it the simulator's answer counts.
         keep_together: op ids, module paths or globs such as ``"layers.3.*"``; all ops that match
             one of them share a device.
@@ -111,7 +115,7 @@ def optimize(
         budget=Budget.parse(budget),
         seed=seed,
         policy=proposer,
-        placer=placer_named(placer, proposer),
+        placer=placer_named(placer, proposer) if isinstance(placer, str) else placer,
         measure=measure,
         keep_together=tuple(keep_together),
         pins=dict(pin or {}),
@@ -221,24 +225,25 @@ def weigh_devices(
         return weigh_step(step, devices, options, shown)
 
 
-def _proposer(policy: str | None, placer: str) -> Policy | None:
+def _proposer(policy: str | None, placer: str | Placer) -> Policy | None:
     """The policy that the placer asks; the default is left aside where it asks none."""
     if policy is None:
         return None
-    if asks_policy(placer):
+    if isinstance(placer, str) and asks_policy(placer):
         return load(policy)
     if policy != GENERALIST:
-        raise ValueError(f"placer {placer!r} asks no policy: leave policy={policy!r} out")
+        name = placer if isinstance(placer, str) else type(placer).__name__
+        raise ValueError(f"placer {name!r} asks no policy: leave policy={policy!r} out")
     return None
 
 
-def _cluster(devices: str | Cluster, memory: Mapping[str, int | str]) -> Cluster:
-    if not isinstance(devices, Cluster):
+def _cluster(devices: str | Path | Cluster, memory: Mapping[str, int | str]) -> Cluster:
+    if isinstance(devices, str) and not devices.endswith(".toml"):
         sizes = {k: parse_bytes(v) if isinstance(v, str) else v for k, v in memory.items()}
         return discover(devices, sizes)
     if memory:
-        raise ValueError("a Cluster says how much memory its devices have: leave memory out")
-    return devices
+        raise ValueError("a cluster says how much memory its devices have: leave memory out")
+    return devices if isinstance(devices, Cluster) else load_devices(Path(devices))
 
 
 def train(

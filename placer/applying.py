@@ -174,7 +174,10 @@ def export_placement(
     if isinstance(placement, Optimization) and placement.extraction is not None:
         extraction = placement.extraction
     elif example_inputs is None:
-        raise ValueError("without what optimize returned, example_inputs are needed, as for it")
+        raise ValueError(
+            "a placement from a file, or on devices that are not here, does not hold the model's "
+            "inputs: example_inputs are needed (and loss), as for optimize"
+        )
     else:
         step = Step.of(model, example_inputs, loss, training=training, dtype=dtype)
         extraction = extract(step, extractor)

@@ -20,7 +20,7 @@ from random_problems import random_problem
 from torch import nn
 
 import placer
-from envs.cluster import Cluster, Device, Link
+from envs.cluster import Cluster, Device, Link, cluster_to_toml
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS
 from placer.cli.main import main
@@ -330,7 +330,7 @@ def test_a_policy_is_loaded_for_who_asks_it_only(
     assert loaded == ["generalist", "generalist", "synthetic-only"]
 
 
-def test_a_model_is_placed_by_the_placer_that_is_named() -> None:
+def test_a_model_is_placed_by_the_placer_that_is_named(tmp_path: Path) -> None:
     names = ("cuda:6", "cuda:7")
     device = Device(
         name="any",
@@ -351,6 +351,17 @@ def test_a_model_is_placed_by_the_placer_that_is_named() -> None:
     found = place(placer="cross-entropy", budget="20e")
     assert {"cross-entropy", "single cuda:6", "HEFT"} <= {row.name for row in found.rows}
     assert not {"annealing", "evolution", "policy"} & {row.name for row in found.rows}
+    mine = place(placer=placer_named("heft"), budget="20e")
+    assert mine.best.predicted_s == place(placer="heft", budget="20e").best.predicted_s
+    with pytest.raises(ValueError, match="placer 'Heft' asks no policy: leave policy='mine' out"):
+        place(placer=placer_named("heft"), policy="mine")
+    file = tmp_path / "cluster.toml"
+    file.write_text(cluster_to_toml(cluster))
+    from_file = place(placer="heft", devices=str(file))
+    assert from_file.problem.cluster == cluster
+    assert place(placer="heft", devices=file).placement == from_file.placement
+    with pytest.raises(ValueError, match="leave memory out"):
+        place(devices=file, memory={"cuda:6": "1GiB"})
     with pytest.raises(ValueError, match="there is no placer 'cem'"):
         place(placer="cem")
     with pytest.raises(ValueError, match="placer 'heft' asks no policy: leave policy='mine' out"):

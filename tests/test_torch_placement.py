@@ -94,9 +94,9 @@ def test_a_model_too_large_for_a_device_is_placed_and_runs_as_placed(tmp_path: P
     for own, placement in ((model, found), (copy.deepcopy(alone), tmp_path / "placement.json")):
         own.zero_grad()
         TRANSFERS.clear()
-        placed = placer.apply(own, placement, tokens)
-        loss = placed(tokens)
-        loss.backward()
+        with placer.apply(own, placement, tokens) as placed:
+            loss = placed(tokens)
+            loss.backward()
         assert TRANSFERS
         assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
         assert placed.state_dict().keys() == alone.state_dict().keys()

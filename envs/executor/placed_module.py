@@ -107,6 +107,13 @@ class PlacedModule(nn.Module):
         self._modes: dict[nn.Module, bool] = {}
         self.place(devices, order)
 
+    def __enter__(self) -> PlacedModule:
+        """Itself, so that a placed model is used alike on all devices."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing: there are no workers to stop, and the state stays where it is."""
+
     def place(self, devices: Mapping[str, torch.device | str], order: Sequence[str] = ()) -> None:
         """Place it anew.
 

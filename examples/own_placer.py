@@ -1,0 +1,79 @@
+"""A placer of one's own beside the default: ``python examples/own_placer.py``.
+
+A class that keeps :class:`placer.placers.placer.Placer` goes straight into ``placer.optimize``. To
+have it in ``placer optimize --placer hill-climbing`` name it in a package's entry points, group
+``placer.placers``; :mod:`placer.placers.contract` checks what it promises.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import placer
+from placer.placers.sampling import Sampling
+from placer.search.grouping import at_most
+from placer.search.tally import Tally
+
+BUDGET = "500e"
+
+
+class HillClimbing(Sampling):
+    """Moves one group of ops at a time, and keeps what is not slower."""
+
+    name: ClassVar[str] = "hill climbing"
+
+    def sample(self, tally: Tally, seed: int) -> None:
+        """Judge plans until the tally is over, which keeps the best."""
+        random = np.random.default_rng(seed)
+        groups = at_most(tally.judge.problem, 64)
+        priority = tally.judge.outline.bottom_level  # of ready ops the one with most to come
+        best = groups.allowed.argmax(axis=1)  # the first device that each may use
+        lowest = tally.judged(groups.expand(best), priority)
+        while not tally.over():
+            group = random.integers(len(groups))
+            moved = best.copy()
+            moved[group] = random.choice(np.flatnonzero(groups.allowed[group]))
+            cost = tally.judged(groups.expand(moved), priority)
+            if cost <= lowest:
+                best, lowest = moved, cost
+
+
+class Cells(nn.Module):
+    """Cells of three branches each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.ModuleList(
+            nn.ModuleList(nn.Linear(512, 512) for _ in range(3)) for _ in range(8)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for cell in self.cells:
+            assert isinstance(cell, nn.ModuleList)
+            x = x + torch.stack([torch.relu(branch(x)) for branch in cell]).sum(dim=0)
+        return x.pow(2).mean()
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    model, batch = Cells(), torch.randn(8192, 512)
+    cluster = Path(__file__).parent / "mixed.toml"
+    for searcher in (HillClimbing(), "portfolio"):
+        found = placer.optimize(
+            model, batch, devices=cluster, placer=searcher, budget=BUDGET, progress=False
+        )
+        name = searcher if isinstance(searcher, str) else searcher.name
+        print(f"{name}, {BUDGET}:")
+        for row in found.rows:
+            if np.isfinite(row.predicted_s):
+                print(f"  {row.name}: {row.predicted_s * 1e3:.3f} ms")
+    print(f"lower bound: {found.lower_bound_s * 1e3:.3f} ms")
+
+
+if __name__ == "__main__":
+    main()

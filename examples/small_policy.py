@@ -1,0 +1,58 @@
+"""Trains a small policy for half a minute and places with it: ``python examples/small_policy.py``.
+
+What it learns are the weights of a list scheduler. Half a minute is not enough for more than the
+idea; ``trained_policies/generalist.toml`` is the training of the policy that ships with placer.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import placer
+
+HERE = Path(__file__).parent
+OUT = Path("policies") / "small"
+
+
+class Pyramid(nn.Module):
+    """Branches of growing depth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(
+            nn.Sequential(*(nn.Linear(512, 512) for _ in range(depth))) for depth in range(1, 7)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([branch(x) for branch in self.branches]).pow(2).mean()
+
+
+def main() -> None:
+    policy = placer.train(OUT, HERE / "small_policy.toml", fresh=True)
+    [seed] = policy.card["seeds"]
+    print(f"trained: {OUT}, {seed['decodes']} decodes in {seed['spent_s']:.0f} s")
+    print(f"validation, {policy.card['scores_are']}:")
+    for how, score in seed["validation"].items():
+        print(f"  {how}: {score:.3f}")
+
+    torch.manual_seed(0)
+    model, batch = Pyramid(), torch.randn(4096, 512)
+    for name in (str(OUT), "generalist"):
+        found = placer.optimize(
+            model,
+            batch,
+            devices=HERE / "mixed.toml",
+            placer="policy",
+            policy=name,
+            budget="64e",
+            progress=False,
+        )
+        steps_s = {row.name: row.predicted_s for row in found.rows}
+        print(f"{name}: {steps_s['policy'] * 1e3:.3f} ms, HEFT: {steps_s['HEFT'] * 1e3:.3f} ms")
+
+
+if __name__ == "__main__":
+    main()
