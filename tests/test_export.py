@@ -282,6 +282,16 @@ def test_the_command_says_what_is_in_the_way(
     assert "was made for graph 000000000000" in capsys.readouterr().err
 
 
+def test_names_for_devices_that_the_placement_leaves_idle_do_no_harm(
+    target: tuple[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    renamed = "core:0=cuda:0,core:1=cuda:1,core:2=cuda:2"
+    assert export(target, "--format", "pipeline", "--as", renamed) == 0
+    assert json.loads(capsys.readouterr().out)["stages"] == ["cuda:0", "cuda:1"]
+    assert export(target, "--format", "pipeline", "--as", "core:0=cuda:0,cor:1=cuda:1") == 1
+    assert "--as renames cor:1, but the placement has core:0, core:1" in capsys.readouterr().err
+
+
 def test_python_exports_what_the_command_does(target: tuple[str, Path]) -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in "123"))
     inputs = (torch.ones(2, 4), torch.ones(2, 4))

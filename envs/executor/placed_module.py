@@ -275,7 +275,7 @@ class PlacedModule(nn.Module):
 
     @property
     def _is_in_other_mode(self) -> bool:
-        return bool(self._others) and self.training is not self._step.training
+        return len(self._others) > 0 and self.training is not self._step.training
 
     def _in_other_mode(self, other: ForwardProgram) -> tuple[dict[str, torch.device], list[str]]:
         """Where its calls are, and those of the order that it has, too."""

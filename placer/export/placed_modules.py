@@ -67,16 +67,17 @@ class PlacedModules:
             price: tells what coarser placements cost.
 
         Raises:
-            ExportError: ``renamed`` names a device that the placement has not.
+            ExportError: ``renamed`` names a device that the placement has not, and leaves one that
+                it has: a slip. Where all have new names, it may say more than is needed.
             ValueError: the placement is of another graph.
         """
         names = dict(renamed or {})
-        for name in names:
-            if name not in placement.device_names:
-                raise ExportError(
-                    f"--as renames {name}, but the placement has "
-                    f"{', '.join(placement.device_names)}"
-                )
+        unknown = [name for name in names if name not in placement.device_names]
+        if unknown and not set(placement.device_names) <= names.keys():
+            raise ExportError(
+                f"--as renames {unknown[0]}, but the placement has "
+                f"{', '.join(placement.device_names)}"
+            )
         graph = _graph_of(extraction, placement)
         devices = tuple(
             Device(name=name, kind=name, memory_bytes=0) for name in placement.device_names
