@@ -24,7 +24,8 @@ def peak_bytes(step: Step) -> int:
     for tensor in {id(t): t for t in step.named_state().values()}.values():
         if isinstance(tensor, nn.Parameter):
             held += tensor.nbytes + (0 if tensor.grad is None else tensor.grad.nbytes)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
+    cpu = [ProfilerActivity.CPU]
+    with profile(activities=cpu, profile_memory=True, acc_events=True) as profiled:
         _run(step)
     assert profiled.profiler is not None
     events = profiled.profiler.kineto_results.experimental_event_tree()
