@@ -233,9 +233,12 @@ def heavy(of: Subjects, budget: Budget, seeds: int, out: dict[str, Any]) -> None
     problems = of.communicating
     print(f"communication-heavy, {budget}, {seeds} seeds")
     annealing = searched("annealing", placer_named("annealing"), problems, budget, seeds)
-    more = searched("with the portfolio's moves", WITH_MOVES, problems, budget, seeds)
-    print(annealing.line(), more.line(), sep="\n")
-    out |= {each.name: each.to_dict() for each in (annealing, more)}
+    print(annealing.line())
+    out[annealing.name] = annealing.to_dict()
+    if budget.seconds != LONG_S:
+        more = searched("with the portfolio's moves", WITH_MOVES, problems, budget, seeds)
+        print(more.line())
+        out[more.name] = more.to_dict()
     for name, policy in of.policies.items():
         own = searched(f"portfolio with {name}", Portfolio(policy), problems, budget, seeds)
         print(own.line())
