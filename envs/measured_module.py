@@ -32,6 +32,7 @@ from envs.measured import Measurement, infeasible, misfit, noise, run_order
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator import Simulator
+from envs.simulator.reasons import why_full
 from envs.simulator.schedule import Schedule
 from envs.torch_devices import CPU, OUT_OF_MEMORY, torch_device
 from envs.watchdog import ended_after
@@ -40,6 +41,7 @@ from graphs.extract.call_graph import CallGraph
 from graphs.extract.module_map import ModuleMap
 
 TURN_S: Final = 0.2
+UNLIMITED: Final = np.iinfo(np.int64).max
 MOST_STEPS: Final = 10
 """Steps of a turn that count: as many as last about ``TURN_S``, at least one, at most so many."""
 
@@ -51,13 +53,14 @@ class MeasuredModule:
     placement sends its weights, but never waits for those of the one before. A training step is
     forward, backward and the updates of its optimizer, if it has one, at a learning rate of 0;
     gradients are dropped before it. Memory of CUDA devices is limited to ``limits`` while it is
-    open; that of the host is not.
+    open. Nothing can limit that of the host, where more is held than the step: a placement that
+    takes more there by the simulator fails, and is not run.
 
     Args:
         extraction: the step.
         calls: its graph of calls, or of modules.
         problem: that graph with costs, and the devices.
-        limits: {device name: bytes} that torch may take, gaps included.
+        limits: {device name: bytes} that a step may take; of CUDA devices gaps included.
         rounds: turns of every candidate that count.
         warm_up: turns that do not.
         turn_timeout_s: an op hangs where a turn takes longer. Nothing can end it but the end of
@@ -93,6 +96,12 @@ class MeasuredModule:
         self._module: PlacedModule | HookedModule | None = None
         self._open = ExitStack()
         limited = {torch_device(name): size for name, size in (limits or {}).items()}
+        self._room_bytes = np.array(
+            [
+                limited.get(device, UNLIMITED) if device.type != "cuda" else UNLIMITED
+                for device in self._devices
+            ]
+        )
         self._open.enter_context(torch_devices.limited(limited))
         self._open.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
 
@@ -129,7 +138,7 @@ class MeasuredModule:
         the placement on one device.
         """
         del reference
-        turns = [_Turns(misfit(self.problem, placement)) for placement in placements]
+        turns = [self._turns_of(placement) for placement in placements]
         self.interrupted = False
         done = itertools.count(1)
         total = (self.rounds + self.warm_up) * len(placements)
@@ -144,6 +153,21 @@ class MeasuredModule:
             self.interrupted = True
         whole = min((len(own.wall_s) for own in turns if not own.failure), default=self.rounds)
         return [own.measurement(whole) for own in turns]
+
+    def _turns_of(self, placement: Placement) -> _Turns:
+        """Turns to come, or why there will be none."""
+        why = misfit(self.problem, placement)
+        full = "" if why else self._over_limit(placement)
+        return _Turns(why or full, overfull=bool(full))
+
+    def _over_limit(self, placement: Placement) -> str:
+        """What a placement takes too much of where nothing else holds it to the limit."""
+        if (self._room_bytes == UNLIMITED).all():
+            return ""
+        schedule = self._simulator.run(*placement.arrays())
+        return why_full(
+            self.problem, schedule.devices, schedule.peak_bytes, room_bytes=self._room_bytes
+        )
 
     def _turn(self, placement: Placement, turns: _Turns, *, counts: bool) -> None:
         if turns.failure:
@@ -268,9 +292,9 @@ def launch_order(problem: Problem, schedule: Schedule) -> list[int]:
 class _Turns:
     """What the turns of one placement gave."""
 
-    def __init__(self, failure: str) -> None:
+    def __init__(self, failure: str, *, overfull: bool = False) -> None:
         self.failure = failure
-        self.overfull = False
+        self.overfull = overfull
         self.wall_s: list[float] = []
         self.peak_bytes: dict[str, int] = {}
 

@@ -98,9 +98,9 @@ def limited(limits: dict[torch.device, int]) -> Iterator[None]:
     """Let torch's allocators take only so many bytes; afterwards as many as before.
 
     The limit holds for all that the allocator reserves, the gaps between tensors included, but
-    not for the context of the device itself (about half a GB with CUDA). That of the host is not
-    enforced: this process has more in its memory than the step, so placements are held to it by
-    what the simulator predicts.
+    not for the context of the device itself (about half a GB with CUDA). That of the host cannot be
+    enforced: this process has more in its memory than the step, so what is to be run is held to it
+    by what the simulator predicts.
     """
     cuda = {device: size for device, size in limits.items() if device.type == "cuda"}
     before = {device: torch.cuda.get_per_process_memory_fraction(device) for device in cuda}
