@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,8 @@ from envs.discover import discover
 from envs.measured import Measurement
 from envs.measured_module import MeasuredModule
 from envs.placement import Placement
+from graphs.extract import Step, extract
+from graphs.graph import GraphArrays
 from placer.cli.main import main
 
 torch.set_num_threads(1)
@@ -105,6 +109,56 @@ def test_a_model_too_large_for_a_device_is_placed_and_runs_as_placed(tmp_path: P
             assert there.grad is not None
             torch.testing.assert_close(here.grad.to("cpu"), there.grad, atol=1e-6, rtol=0)
     assert next(model.left.parameters()).device.type == "vdev"
+
+
+@pytest.mark.parametrize("extractor", ["export", "dispatch", "modules"])
+def test_a_model_that_runs_placed_is_extracted_as_before_and_stays_where_it_is(
+    extractor: str,
+) -> None:
+    device = torch.device("vdev", 0)
+    model, tokens = build()
+    model.left[2].weight = model.left[0].weight  # tied
+    step = Step.of(model, tokens)
+    expected = GraphArrays.from_graph(extract(step, extractor).graph).hash
+    model.left.to(device)
+    model.left[2].weight = model.left[0].weight  # torch unties them on the fake device
+    before = {name: id(tensor) for name, tensor in step.named_state().items()}
+    for given in (step, Step.of(model, tokens.to(device))):
+        found = extract(given, extractor)
+        assert GraphArrays.from_graph(found.graph).hash == expected
+        assert found.step is given
+    assert {name: id(tensor) for name, tensor in step.named_state().items()} == before
+    assert model.left[0].weight.device == device
+
+
+def test_a_model_that_runs_placed_can_be_placed_and_exported_anew(tmp_path: Path) -> None:
+    model, tokens = build()
+    alone = copy.deepcopy(model)(tokens).item()
+    place: Callable[..., placer.Optimization] = partial(
+        placer.optimize,
+        model,
+        tokens,
+        devices="vdev:0,cpu",
+        memory={"vdev:0": 1 << 30, "cpu": 1 << 30},
+        budget="50e",
+        policy=None,
+        progress=False,
+    )
+    other = tmp_path / "other.json"
+    place(pin={"left": "cpu", "right": "vdev:0", "table": "cpu"}).save(other)
+    first = place(pin={"left": "vdev:0", "right": "cpu"})
+    assert placer.apply(model, first)(tokens).item() == pytest.approx(alone, abs=1e-6)
+    assert model.left[0].weight.device.type == "vdev"
+    second = place(pin={"left": "cpu", "right": "vdev:0"})
+    assert model.left[0].weight.device.type == "vdev", "optimize leaves the model alone"
+    for placement in (second, other):
+        placed = placer.apply(model, placement, tokens)
+        assert placed(tokens).item() == pytest.approx(alone, abs=1e-6)
+        assert model.left[0].weight.device.type == "cpu"
+        assert model.right[0].weight.device.type == "vdev"
+    exported = placer.export_placement(model, other, "device-map", tokens, main_device="cpu")
+    assert exported.content["left"] == "cpu"
+    assert exported.content["right.0"] == "vdev:0"
 
 
 @pytest.mark.gpu
