@@ -93,6 +93,7 @@ class MeasuredModule:
         step = copy.deepcopy(extraction.step)
         self._extraction = replace(extraction, step=step)
         self._on_host = {name: t.detach().to(CPU) for name, t in step.named_state().items()}
+        put_back(step, self._on_host)
         self._module: PlacedModule | HookedModule | None = None
         self._open = ExitStack()
         limited = {torch_device(name): size for name, size in (limits or {}).items()}
@@ -102,6 +103,7 @@ class MeasuredModule:
                 for device in self._devices
             ]
         )
+        self._held_bytes = [torch_devices.held_bytes(device) for device in self._devices]
         self._open.enter_context(torch_devices.limited(limited))
         self._open.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
 
@@ -243,11 +245,14 @@ class MeasuredModule:
             torch_devices.synchronize(device)
 
     def _peaks(self) -> dict[str, int]:
-        peaks = {
-            name: torch_devices.peak_bytes(device)
-            for name, device in zip(self.problem.cluster.names, self._devices, strict=True)
+        """What the step took of each device that counts it, beside what was there before."""
+        peaks = map(torch_devices.peak_bytes, self._devices)
+        names = self.problem.cluster.names
+        return {
+            name: max(peak - held, 0)
+            for name, peak, held in zip(names, peaks, self._held_bytes, strict=True)
+            if peak is not None
         }
-        return {name: size for name, size in peaks.items() if size is not None}
 
     def _hung(self) -> str:
         return (

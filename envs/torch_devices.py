@@ -67,8 +67,12 @@ def free_bytes(device: torch.device) -> int | None:
     if found is None:
         return None
     reserved = int(_call(device, "memory_reserved", device) or 0)
-    used = int(_call(device, "memory_allocated", device) or 0)
-    return int(found[0]) + reserved - used
+    return int(found[0]) + reserved - held_bytes(device)
+
+
+def held_bytes(device: torch.device) -> int:
+    """Memory in tensors of this process; 0 where the device does not count it."""
+    return int(_call(device, "memory_allocated", device) or 0)
 
 
 def synchronize(device: torch.device) -> None:
@@ -95,8 +99,9 @@ def peak_bytes(device: torch.device) -> int | None:
 
 @contextlib.contextmanager
 def limited(limits: dict[torch.device, int]) -> Iterator[None]:
-    """Let torch's allocators take only so many bytes; afterwards as many as before.
+    """Let torch's allocators take only so many bytes more; afterwards as many as before.
 
+    What tensors of this process take already does not count, as in :func:`free_bytes`.
     The limit holds for all that the allocator reserves, the gaps between tensors included, but
     not for the context of the device itself (about half a GB with CUDA). That of the host cannot be
     enforced: this process has more in its memory than the step, so what is to be run is held to it
@@ -108,7 +113,8 @@ def limited(limits: dict[torch.device, int]) -> Iterator[None]:
         for device, size in cuda.items():
             release(device)
             total = torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(size / total, 1.0), device)
+            share = (size + held_bytes(device)) / total  # torch counts the whole process
+            torch.cuda.set_per_process_memory_fraction(min(share, 1.0), device)
         yield
     finally:
         for device, fraction in before.items():

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from two_devices import linked, pair
 from vdev import TRANSFERS
 
+from envs import torch_devices
 from envs.call_costs import profile_calls
 from envs.cluster import Link
 from envs.discover import discover
@@ -112,6 +113,19 @@ def test_a_placement_that_runs_out_of_memory_fails_and_the_others_go_on(
         assert one.feasible
         assert one.parts.keys() == {"median_s", "min_s", "spread", "rebuilt_s", "contention"}
         assert one.peak_memory_bytes.keys() == {"vdev:0", "cpu"}
+
+
+def test_what_was_on_a_device_before_is_no_part_of_a_peak(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def at(device: torch.device, size: int) -> int:
+        return size if device.type == "vdev" else 0
+
+    monkeypatch.setattr(torch_devices, "held_bytes", lambda device: at(device, 100))
+    monkeypatch.setattr(torch_devices, "peak_bytes", lambda device: at(device, 107) or None)
+    with opened(small, rounds=1, warm_up=0) as backend:
+        (seen,) = backend.measure(small[2][:1])
+    assert seen.peak_memory_bytes == {"vdev:0": 7}
 
 
 def test_weights_leave_a_device_that_had_no_room_for_all_of_them(

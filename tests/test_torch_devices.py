@@ -96,8 +96,10 @@ def test_a_limit_of_cuda_memory_holds_and_is_lifted() -> None:
     torch.empty(128 << 20, dtype=torch.uint8, device=device)
 
 
-def test_a_limit_within_a_limit_gives_that_one_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, fractions = torch.device("cuda", 0), {"now": 0.9}
+@pytest.fixture
+def fractions(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """The share of a device with 100 bytes that torch may take, 0.9 at first."""
+    fractions = {"now": 0.9}
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=100)
@@ -108,6 +110,28 @@ def test_a_limit_within_a_limit_gives_that_one_back(monkeypatch: pytest.MonkeyPa
         "set_per_process_memory_fraction",
         lambda fraction, _: fractions.update(now=fraction),
     )
+    return fractions
+
+
+def test_what_the_process_holds_already_is_not_counted_against_a_limit(
+    fractions: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 30)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 35)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (55, 100))
+    free = torch_devices.free_bytes(device)
+    assert free == 60
+    with torch_devices.limited({device: 20}):
+        assert fractions["now"] == pytest.approx(0.5), "20 bytes more than the 30"
+    with torch_devices.limited({device: free}):
+        assert fractions["now"] == pytest.approx(0.9), "100 without what others hold"
+    with torch_devices.limited({device: 200}):
+        assert fractions["now"] == 1.0
+
+
+def test_a_limit_within_a_limit_gives_that_one_back(fractions: dict[str, float]) -> None:
+    device = torch.device("cuda", 0)
     with torch_devices.limited({device: 50}):
         with torch_devices.limited({device: 20}):
             assert fractions["now"] == 0.2
