@@ -24,7 +24,7 @@ from envs import torch_devices
 from envs.bound_call import bound
 from envs.cluster import Cluster
 from envs.stopwatch import REPEATS, burst, calls_per_burst, seconds_per_call
-from envs.torch_devices import CPU, OUT_OF_MEMORY, torch_device
+from envs.torch_devices import CPU, is_out_of_memory, torch_device
 from envs.update_costs import update_costs
 from graphs.extract import Extraction
 from graphs.extract.autocast import autocast
@@ -171,7 +171,9 @@ class _Profiler:
         if signature not in self.known:
             try:
                 self.known[signature] = self._timed(asked)
-            except OUT_OF_MEMORY:
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
                 self.known[signature] = CallCost(math.nan, math.nan)
                 gc.collect()  # the traceback holds tensors, in circles
                 torch_devices.release(self.device)

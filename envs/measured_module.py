@@ -34,7 +34,7 @@ from envs.problem import Problem
 from envs.simulator import Simulator
 from envs.simulator.reasons import why_full
 from envs.simulator.schedule import Schedule
-from envs.torch_devices import CPU, OUT_OF_MEMORY, torch_device
+from envs.torch_devices import CPU, is_out_of_memory, torch_device
 from envs.watchdog import ended_after
 from graphs.extract import Extraction
 from graphs.extract.call_graph import CallGraph
@@ -177,12 +177,13 @@ class MeasuredModule:
         try:
             with ended_after(self.turn_timeout_s, self._hung()):
                 wall_s = self._steps(placement)
-        except OUT_OF_MEMORY as error:
-            turns.failure, turns.overfull = self._no_room(placement, error), True
-            turns.keep_peaks(self._peaks())
-            self._drop()
-        except (RuntimeError, ValueError) as error:
-            turns.failure = f"torch cannot run it: {str(error).splitlines()[0]}"
+        except (RuntimeError, ValueError, MemoryError) as error:
+            turns.overfull = is_out_of_memory(error)
+            if turns.overfull:
+                turns.failure = self._no_room(placement, error)
+                turns.keep_peaks(self._peaks())
+            else:
+                turns.failure = f"torch cannot run it: {str(error).splitlines()[0]}"
             self._drop()
         else:
             if counts:

@@ -12,7 +12,12 @@ from typing import Any, Final
 import torch
 
 CPU: Final = torch.device("cpu")
-OUT_OF_MEMORY: Final = (torch.OutOfMemoryError, MemoryError)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether there was no memory for a tensor; of the host's, torch tells in words only."""
+    named = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    return named or "can't allocate memory" in str(error)
 
 
 def is_core(name: str) -> bool:

@@ -12,7 +12,7 @@ from envs.cluster import Cluster
 from envs.module_costs import profile_modules_on
 from envs.op_costs import OpCosts
 from envs.roofline import SOURCE, roofline_costs
-from envs.torch_devices import OUT_OF_MEMORY, torch_device
+from envs.torch_devices import is_out_of_memory, torch_device
 from graphs.extract import Extraction
 
 
@@ -40,7 +40,9 @@ def module_costs(
             where = torch_device(device.name)
             try:
                 launched_s = profile_modules_on(where, extraction)
-            except OUT_OF_MEMORY:
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
                 cost_s, source = roofline_costs(extraction.graph, [device])[kind], SOURCE
             else:
                 cost_s = np.maximum(launched_s - device.launch_s, 0.0)

@@ -12,7 +12,7 @@ import torch
 from envs import torch_devices
 from envs.executor.updates import fused_update, updated_together
 from envs.stopwatch import seconds_per_call
-from envs.torch_devices import OUT_OF_MEMORY
+from envs.torch_devices import is_out_of_memory
 from graphs.extract import Extraction
 from graphs.extract.call_graph import CallGraph
 from graphs.optimizer import STATE, Optimizer
@@ -50,7 +50,9 @@ def _seconds(optimizer: Optimizer, parameters: list[torch.Tensor], device: torch
         return seconds_per_call(
             partial(fused_update, optimizer, 0.0, here, gradients, kept, counts), [device]
         )
-    except OUT_OF_MEMORY:
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
         gc.collect()  # the traceback holds tensors, in circles
         torch_devices.release(device)
         return math.nan

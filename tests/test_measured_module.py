@@ -115,6 +115,26 @@ def test_a_placement_that_runs_out_of_memory_fails_and_the_others_go_on(
         assert one.peak_memory_bytes.keys() == {"vdev:0", "cpu"}
 
 
+def test_a_host_without_memory_is_told_like_a_device(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, (there, _, here) = small
+    forward = PlacedModule.forward
+
+    def cramped(module: PlacedModule, *inputs: object, **keywords: object) -> object:
+        if any(p.device.type == "cpu" for p in module.parameters()):
+            torch.empty(1 << 50)
+        return forward(module, *inputs, **keywords)
+
+    monkeypatch.setattr(PlacedModule, "forward", cramped)
+    with opened(small, rounds=1, warm_up=0) as backend:
+        full, fine = backend.measure([here, there])
+    assert full.overfull
+    assert "can't allocate memory" in full.failure
+    assert "GB on cpu" in full.failure
+    assert fine.ok
+
+
 def test_what_was_on_a_device_before_is_no_part_of_a_peak(
     small: Small, monkeypatch: pytest.MonkeyPatch
 ) -> None:
