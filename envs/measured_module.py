@@ -174,21 +174,26 @@ class MeasuredModule:
     def _turn(self, placement: Placement, turns: _Turns, *, counts: bool) -> None:
         if turns.failure:
             return
+        wall_s = self._tried(placement, turns)
+        if counts or turns.overfull:
+            turns.keep_peaks(self._peaks())
+        if wall_s is None:  # and the error is gone, with the frames that hold tensors
+            self._drop()
+        elif counts:
+            turns.wall_s.append(wall_s)
+
+    def _tried(self, placement: Placement, turns: _Turns) -> float | None:
+        """Seconds of a step; None if it failed, when ``turns`` know why."""
         try:
             with ended_after(self.turn_timeout_s, self._hung()):
-                wall_s = self._steps(placement)
+                return self._steps(placement)
         except (RuntimeError, ValueError, MemoryError) as error:
             turns.overfull = is_out_of_memory(error)
             if turns.overfull:
                 turns.failure = self._no_room(placement, error)
-                turns.keep_peaks(self._peaks())
             else:
                 turns.failure = f"torch cannot run it: {str(error).splitlines()[0]}"
-            self._drop()
-        else:
-            if counts:
-                turns.wall_s.append(wall_s)
-                turns.keep_peaks(self._peaks())
+        return None
 
     def _steps(self, placement: Placement) -> float:
         """Median seconds of the steps of a turn."""
@@ -229,7 +234,7 @@ class MeasuredModule:
         if isinstance(self._module, HookedModule):
             self._module.close()
         self._module = None
-        gc.collect()  # the traceback of an error holds tensors, in circles
+        gc.collect()  # some tensors are held in circles
         for device in self._devices:
             torch_devices.release(device)
 

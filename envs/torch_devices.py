@@ -6,12 +6,14 @@ A backend that calls itself by another name (torch's PrivateUse1) counts as well
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any, Final
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any, Final, TypeVar
 
 import torch
 
 CPU: Final = torch.device("cpu")
+Found = TypeVar("Found")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -89,6 +91,19 @@ def synchronize(device: torch.device) -> None:
 def release(device: torch.device) -> None:
     """Give unused memory back, so that what comes next finds no pieces of it."""
     _call(device, "empty_cache")
+
+
+def unless_out_of_memory(work: Callable[[], Found], device: torch.device) -> Found | None:
+    """What work returns; None where it finds no memory, when what it took is given back."""
+    try:
+        return work()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    # Only here is the error gone, and with it the frames that hold tensors.
+    gc.collect()
+    release(device)
+    return None
 
 
 def reset_peak(device: torch.device) -> None:

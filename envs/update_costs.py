@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from collections import defaultdict
 from functools import partial
 
 import torch
 
-from envs import torch_devices
 from envs.executor.updates import fused_update, updated_together
 from envs.stopwatch import seconds_per_call
-from envs.torch_devices import is_out_of_memory
+from envs.torch_devices import unless_out_of_memory
 from graphs.extract import Extraction
 from graphs.extract.call_graph import CallGraph
 from graphs.optimizer import STATE, Optimizer
@@ -42,17 +40,15 @@ def update_costs(
 
 
 def _seconds(optimizer: Optimizer, parameters: list[torch.Tensor], device: torch.device) -> float:
-    try:
-        here = [torch.zeros_like(p, device=device).detach() for p in parameters]
-        gradients = [torch.zeros_like(p) for p in here]
-        kept = [[torch.zeros_like(p) for _ in STATE[optimizer.kind]] for p in here]
-        counts = [torch.ones((), device=device) for _ in here]
-        return seconds_per_call(
-            partial(fused_update, optimizer, 0.0, here, gradients, kept, counts), [device]
-        )
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        gc.collect()  # the traceback holds tensors, in circles
-        torch_devices.release(device)
-        return math.nan
+    found = unless_out_of_memory(partial(_timed, optimizer, parameters, device), device)
+    return math.nan if found is None else found
+
+
+def _timed(optimizer: Optimizer, parameters: list[torch.Tensor], device: torch.device) -> float:
+    here = [torch.zeros_like(p, device=device).detach() for p in parameters]
+    gradients = [torch.zeros_like(p) for p in here]
+    kept = [[torch.zeros_like(p) for _ in STATE[optimizer.kind]] for p in here]
+    counts = [torch.ones((), device=device) for _ in here]
+    return seconds_per_call(
+        partial(fused_update, optimizer, 0.0, here, gradients, kept, counts), [device]
+    )

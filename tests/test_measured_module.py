@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -133,6 +134,34 @@ def test_a_host_without_memory_is_told_like_a_device(
     assert "can't allocate memory" in full.failure
     assert "GB on cpu" in full.failure
     assert fine.ok
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+def test_what_a_failed_step_made_is_gone_before_the_next_placement(
+    small: Small, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    made: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+    forward = PlacedModule.forward
+
+    def failing(module: PlacedModule, *inputs: object, **keywords: object) -> object:
+        if made:
+            return forward(module, *inputs, **keywords)
+        first = torch.ones(1000)
+        made.append(weakref.ref(first))
+        raise error("not here")
+
+    def released(_: torch.device) -> None:
+        alive.append(sum(own() is not None for own in made))
+
+    monkeypatch.setattr(PlacedModule, "forward", failing)
+    monkeypatch.setattr(torch_devices, "release", released)
+    with opened(small, rounds=1, warm_up=0) as backend:
+        failed, fine = backend.measure(small[2][:2])
+    assert "not here" in failed.failure
+    assert fine.ok
+    assert made
+    assert not any(alive)
 
 
 def test_what_was_on_a_device_before_is_no_part_of_a_peak(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -137,6 +138,29 @@ def test_a_limit_within_a_limit_gives_that_one_back(fractions: dict[str, float])
             assert fractions["now"] == 0.2
         assert fractions["now"] == 0.5
     assert fractions["now"] == 0.9
+
+
+def test_what_found_no_memory_is_gone_before_memory_is_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+    alive: list[bool] = []
+
+    def large() -> torch.Tensor:
+        first = torch.ones(1000)
+        made.append(weakref.ref(first))
+        return first + torch.empty(1 << 50)
+
+    monkeypatch.setattr(
+        torch_devices, "release", lambda _: alive.extend(own() is not None for own in made)
+    )
+    assert torch_devices.unless_out_of_memory(large, torch_devices.CPU) is None
+    assert alive == [False]
+    assert torch_devices.unless_out_of_memory(lambda: 3, torch_devices.CPU) == 3
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        torch_devices.unless_out_of_memory(
+            lambda: torch.ones(2, 3) @ torch.ones(2, 3), torch_devices.CPU
+        )
 
 
 @pytest.mark.gpu
