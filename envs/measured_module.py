@@ -29,6 +29,7 @@ from envs.executor.homes import put_back
 from envs.executor.hooked_module import HookedModule
 from envs.executor.placed_module import PlacedModule
 from envs.measured import Measurement, infeasible, misfit, noise, run_order
+from envs.overlap import check_overlap
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator import Simulator
@@ -50,7 +51,8 @@ class MeasuredModule:
     """Times placements of a step on ``cuda:*`` and ``cpu``. Use as a context manager.
 
     It works on a copy of the model, whose values stay on the host beside what is on accelerators: a
-    placement sends its weights, but never waits for those of the one before. A training step is
+    placement sends its weights, unless they are there from its last turn, but never waits for those
+    of the one before. A training step is
     forward, backward and the updates of its optimizer, if it has one, at a learning rate of 0;
     gradients are dropped before it. Memory of CUDA devices is limited to ``limits`` while it is
     open. Nothing can limit that of the host, where more is held than the step: a placement that
@@ -65,9 +67,10 @@ class MeasuredModule:
         warm_up: turns that do not.
         turn_timeout_s: an op hangs where a turn takes longer. Nothing can end it but the end of
             this process, which then says so.
+        overlap: run exported calls with copies that overlap with compute.
 
     Raises:
-        ValueError: a device is not here.
+        ValueError: a device is not here, or a graph of modules is to overlap copies.
     """
 
     def __init__(
@@ -80,12 +83,16 @@ class MeasuredModule:
         rounds: int = 7,
         warm_up: int = 1,
         turn_timeout_s: float = 600.0,
+        overlap: bool = False,
     ) -> None:
         self.calls = calls
         self.problem = problem
         self.rounds = rounds
         self.warm_up = warm_up
         self.turn_timeout_s = turn_timeout_s
+        self.overlap = overlap
+        if overlap:
+            check_overlap(problem.cluster.names, calls)
         self.interrupted = False
         self.reference: Measurement | None = None
         self._devices = [torch_device(name) for name in problem.cluster.names]
@@ -95,6 +102,7 @@ class MeasuredModule:
         self._on_host = {name: t.detach().to(CPU) for name, t in step.named_state().items()}
         put_back(step, self._on_host)
         self._module: PlacedModule | HookedModule | None = None
+        self._there: Placement | None = None  # whose weights are where it wants them
         self._open = ExitStack()
         limited = {torch_device(name): size for name, size in (limits or {}).items()}
         self._room_bytes = np.array(
@@ -197,7 +205,8 @@ class MeasuredModule:
 
     def _steps(self, placement: Placement) -> float:
         """Median seconds of the steps of a turn."""
-        self._clear()
+        if self._there is not placement:
+            self._clear()
         for device in self._devices:
             torch_devices.reset_peak(device)
         module = self._placed(placement)
@@ -215,17 +224,22 @@ class MeasuredModule:
         return time.perf_counter() - start
 
     def _placed(self, placement: Placement) -> PlacedModule | HookedModule:
+        if self._module is not None and self._there is placement:
+            return self._module
         devices = [self._devices[d] for d in placement.devices]
         where = self.calls.devices_of_calls(devices)
         order = self.calls.launch_order(placement.priority)
         if self._module is None and isinstance(self.calls, ModuleMap):
             self._module = HookedModule(self._extraction, where)
         elif self._module is None:
-            self._module = PlacedModule(self._extraction, where, order)
+            self._module = PlacedModule(
+                self._extraction, where, order, overlap=self.overlap
+            )
             if self._extraction.step.optimizer is not None:
                 self._module.learning_rate = 0.0
         else:
             self._module.place(where, order)
+        self._there = placement
         return self._module
 
     def _drop(self) -> None:
@@ -240,6 +254,7 @@ class MeasuredModule:
 
     def _clear(self) -> None:
         """Empty the accelerators: they may have no room for the old and the new weights at once."""
+        self._there = None
         if isinstance(self._module, PlacedModule):
             self._module.load_optimizer_state({})
         put_back(self._extraction.step, self._on_host)

@@ -164,6 +164,39 @@ def test_what_a_failed_step_made_is_gone_before_the_next_placement(
     assert not any(alive)
 
 
+def test_weights_are_sent_again_only_after_another_placement(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, _, (there, split, _) = small
+    sent: list[int] = []
+    steps = MeasuredModule._steps
+
+    def counted(backend: MeasuredModule, placement: Placement) -> float:
+        before = 0 if backend._module is None else backend._module.moved_bytes  # type: ignore[union-attr]  # of calls
+        found = steps(backend, placement)
+        sent.append(backend._module.moved_bytes - before)  # type: ignore[union-attr]  # of calls
+        return found
+
+    monkeypatch.setattr(MeasuredModule, "_steps", counted)
+    weights = sum(p.nbytes for p in step.model.parameters())
+    with opened(small, rounds=3, warm_up=0) as backend:
+        assert backend.measure([there])[0].ok
+        assert sent[0] >= weights
+        assert sent[1:] == [0, 0]
+        sent.clear()
+        assert all(one.ok for one in backend.measure([there, split]))
+        assert sent[0] == 0, "still there"
+        assert all(sent[1:3]), "each sends what the other had taken away"
+
+
+def test_copies_overlap_where_they_are_to(small: Small) -> None:
+    for overlap in (False, True):
+        with opened(small, rounds=1, warm_up=0, overlap=overlap) as backend:
+            assert backend.measure(small[2][1:2])[0].ok
+            assert isinstance(backend._module, PlacedModule)
+            assert ("sending(" in backend._module.source) is overlap
+
+
 def test_what_was_on_a_device_before_is_no_part_of_a_peak(
     small: Small, monkeypatch: pytest.MonkeyPatch
 ) -> None:

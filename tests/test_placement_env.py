@@ -252,10 +252,12 @@ def test_on_devices_of_torch_a_model_is_placed_with_its_updates_and_in_bf16() ->
         rounds=1,
         optimizer="adamw",
         dtype="bf16",
+        overlap=True,
         **own,
     )
     environment = made.unwrapped
     assert isinstance(environment, PlacementEnv)
+    assert getattr(environment.backend, "overlap", False)
     graph = environment.problem.graph
     plain = gym.make(IDS[0], devices=pair(), **own).unwrapped
     assert isinstance(plain, PlacementEnv)
