@@ -25,6 +25,7 @@ from envs.cluster import Cluster
 from envs.stopwatch import REPEATS, burst, calls_per_burst, seconds_per_call
 from envs.torch_devices import CPU, torch_device, unless_out_of_memory
 from envs.update_costs import update_costs
+from envs.watchdog import timed_within_bounds
 from graphs.extract import Extraction
 from graphs.extract.autocast import autocast
 from graphs.extract.call_graph import CallGraph
@@ -168,7 +169,8 @@ class _Profiler:
         """What a call costs, forward and backward."""
         signature = asked.signature()
         if signature not in self.known:
-            found = unless_out_of_memory(partial(self._timed, asked), self.device)
+            with timed_within_bounds(asked.call.key, self.device):
+                found = unless_out_of_memory(partial(self._timed, asked), self.device)
             self.known[signature] = found or CallCost(math.nan, math.nan)
         return self.known[signature]
 

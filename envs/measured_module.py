@@ -232,9 +232,7 @@ class MeasuredModule:
         if self._module is None and isinstance(self.calls, ModuleMap):
             self._module = HookedModule(self._extraction, where)
         elif self._module is None:
-            self._module = PlacedModule(
-                self._extraction, where, order, overlap=self.overlap
-            )
+            self._module = PlacedModule(self._extraction, where, order, overlap=self.overlap)
             if self._extraction.step.optimizer is not None:
                 self._module.learning_rate = 0.0
         else:

@@ -14,6 +14,7 @@ from envs.module_costs import profile_modules_on
 from envs.op_costs import OpCosts
 from envs.roofline import SOURCE, roofline_costs
 from envs.torch_devices import torch_device, unless_out_of_memory
+from envs.watchdog import timed_within_bounds
 from graphs.extract import Extraction
 
 
@@ -39,7 +40,10 @@ def module_costs(
     with torch_devices.limited(limits):
         for done, (kind, device) in enumerate(sorted(first_of.items()), 1):
             where = torch_device(device.name)
-            launched_s = unless_out_of_memory(partial(profile_modules_on, where, extraction), where)
+            with timed_within_bounds("the modules of a step", where):
+                launched_s = unless_out_of_memory(
+                    partial(profile_modules_on, where, extraction), where
+                )
             if launched_s is None:
                 cost_s, source = roofline_costs(extraction.graph, [device])[kind], SOURCE
             else:

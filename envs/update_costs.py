@@ -11,6 +11,7 @@ import torch
 from envs.executor.updates import fused_update, updated_together
 from envs.stopwatch import seconds_per_call
 from envs.torch_devices import unless_out_of_memory
+from envs.watchdog import timed_within_bounds
 from graphs.extract import Extraction
 from graphs.extract.call_graph import CallGraph
 from graphs.optimizer import STATE, Optimizer
@@ -40,7 +41,8 @@ def update_costs(
 
 
 def _seconds(optimizer: Optimizer, parameters: list[torch.Tensor], device: torch.device) -> float:
-    found = unless_out_of_memory(partial(_timed, optimizer, parameters, device), device)
+    with timed_within_bounds(f"an update by {optimizer.kind}", device):
+        found = unless_out_of_memory(partial(_timed, optimizer, parameters, device), device)
     return math.nan if found is None else found
 
 
