@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ from envs.simulator import Simulator
 from envs.simulator.reasons import why_full
 from envs.simulator.schedule import Schedule
 from envs.torch_devices import CPU, is_out_of_memory, torch_device
+from envs.turns import Turns
 from envs.watchdog import ended_after
 from graphs.extract import Extraction
 from graphs.extract.call_graph import CallGraph
@@ -164,11 +165,11 @@ class MeasuredModule:
         whole = min((len(own.wall_s) for own in turns if not own.failure), default=self.rounds)
         return [own.measurement(whole) for own in turns]
 
-    def _turns_of(self, placement: Placement) -> _Turns:
+    def _turns_of(self, placement: Placement) -> Turns:
         """Turns to come, or why there will be none."""
         why = misfit(self.problem, placement)
         full = "" if why else self._over_limit(placement)
-        return _Turns(why or full, overfull=bool(full))
+        return Turns(why or full, overfull=bool(full))
 
     def _over_limit(self, placement: Placement) -> str:
         """What a placement takes too much of where nothing else holds it to the limit."""
@@ -179,18 +180,18 @@ class MeasuredModule:
             self.problem, schedule.devices, schedule.peak_bytes, room_bytes=self._room_bytes
         )
 
-    def _turn(self, placement: Placement, turns: _Turns, *, counts: bool) -> None:
+    def _turn(self, placement: Placement, turns: Turns, *, counts: bool) -> None:
         if turns.failure:
             return
         wall_s = self._tried(placement, turns)
-        if counts or turns.overfull:
+        if turns.overfull or (counts and wall_s is not None):
             turns.keep_peaks(self._peaks())
         if wall_s is None:  # and the error is gone, with the frames that hold tensors
             self._drop()
         elif counts:
             turns.wall_s.append(wall_s)
 
-    def _tried(self, placement: Placement, turns: _Turns) -> float | None:
+    def _tried(self, placement: Placement, turns: Turns) -> float | None:
         """Seconds of a step; None if it failed, when ``turns`` know why."""
         try:
             with ended_after(self.turn_timeout_s, self._hung()):
@@ -311,27 +312,3 @@ def launch_order(problem: Problem, schedule: Schedule) -> list[int]:
     on_cpu = np.array([name == "cpu" for name in problem.cluster.names])
     launch_ns = np.where(on_cpu[schedule.devices], schedule.end_ns, schedule.start_ns)
     return run_order(problem, launch_ns)
-
-
-class _Turns:
-    """What the turns of one placement gave."""
-
-    def __init__(self, failure: str, *, overfull: bool = False) -> None:
-        self.failure = failure
-        self.overfull = overfull
-        self.wall_s: list[float] = []
-        self.peak_bytes: dict[str, int] = {}
-
-    def keep_peaks(self, peaks: dict[str, int]) -> None:
-        for name, size in peaks.items():
-            self.peak_bytes[name] = max(size, self.peak_bytes.get(name, 0))
-
-    def measurement(self, rounds: int) -> Measurement:
-        wall_s: Any = np.array(self.wall_s[:rounds])
-        return Measurement(
-            wall_s=wall_s,
-            rebuilt_s=wall_s,
-            failure=self.failure,
-            peak_memory_bytes=dict(self.peak_bytes),
-            overfull=self.overfull,
-        )
