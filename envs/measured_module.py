@@ -175,7 +175,10 @@ class MeasuredModule:
         """What a placement takes too much of where nothing else holds it to the limit."""
         if (self._room_bytes == UNLIMITED).all():
             return ""
-        schedule = self._simulator.run(*placement.arrays())
+        try:
+            schedule = self._simulator.run(*placement.arrays())
+        except ValueError:  # a step longer than the simulator counts
+            return ""
         return why_full(
             self.problem, schedule.devices, schedule.peak_bytes, room_bytes=self._room_bytes
         )
