@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -174,7 +175,7 @@ def test_overlap_is_refused_where_nothing_overlaps() -> None:
     of_modules = Placement.of(graph, cluster, nowhere.astype(int), nowhere)
     with pytest.raises(ValueError, match="graph of modules runs the model's own code"):
         placer.apply(model, of_modules, tokens, extractor="modules", overlap=True)
-    core = discover("core:0")
+    core = discover(f"core:{min(os.sched_getaffinity(0))}")
     with pytest.raises(ValueError, match="pinned cores have no copies to overlap"):
         rig_for(extract(Step.of(model, tokens)), core, overlap=True)
     ops = GraphArrays.from_graph(extract(Step.of(model, tokens)).graph)
