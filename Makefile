@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 OUT := out
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all check format bench bench-gpu clean
+.PHONY: help setup demo test test-all test-gpu check format bench bench-gpu clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +29,9 @@ test: $(READY)  ## run the fast tests
 
 test-all: $(READY)  ## run the slow tests too
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not gpu"
+
+test-gpu: $(READY)  ## run the tests that need a CUDA device; without one they are skipped
+	$(BIN)/python -m pytest -q -m gpu
 
 check: $(READY)  ## lint, format, types, floors
 	$(BIN)/ruff check .

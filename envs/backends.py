@@ -17,7 +17,13 @@ BACKENDS: Final = ("simulated", "measured")
 
 
 def backend_named(
-    name: str, problem: Problem, model: ModelProblem | None, *, rounds: int, until_closed: ExitStack
+    name: str,
+    problem: Problem,
+    model: ModelProblem | None,
+    *,
+    rounds: int,
+    overlap: bool = False,
+    until_closed: ExitStack,
 ) -> Backend:
     """The backend of a name.
 
@@ -26,10 +32,11 @@ def backend_named(
         problem: what is placed.
         model: the model that the problem is of, if it is of one.
         rounds: how often a placement is run to be measured.
+        overlap: run it with copies that overlap with compute.
         until_closed: ends what is started here.
 
     Raises:
-        ValueError: there is no such backend, or no model for it to run.
+        ValueError: there is no such backend, no model for it to run, or copies cannot overlap.
         WorkerError: the workers do not come up.
         OSError: there is too little memory, or too many processes or open files.
     """
@@ -47,6 +54,6 @@ def backend_named(
             'backend "measured" runs a model: give model=, inputs= and, unless the model returns '
             "its own loss, loss="
         )
-    measured = model.measured(rounds=rounds)
+    measured = model.measured(rounds=rounds, overlap=overlap)
     until_closed.callback(measured.close)
     return measured

@@ -8,7 +8,6 @@ alike (operator, shapes, strides, dtypes and plain arguments) are timed once.
 from __future__ import annotations
 
 import contextlib
-import gc
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -24,8 +23,9 @@ from envs import torch_devices
 from envs.bound_call import bound
 from envs.cluster import Cluster
 from envs.stopwatch import REPEATS, burst, calls_per_burst, seconds_per_call
-from envs.torch_devices import CPU, OUT_OF_MEMORY, torch_device
+from envs.torch_devices import CPU, torch_device, unless_out_of_memory
 from envs.update_costs import update_costs
+from envs.watchdog import timed_within_bounds
 from graphs.extract import Extraction
 from graphs.extract.autocast import autocast
 from graphs.extract.call_graph import CallGraph
@@ -169,12 +169,9 @@ class _Profiler:
         """What a call costs, forward and backward."""
         signature = asked.signature()
         if signature not in self.known:
-            try:
-                self.known[signature] = self._timed(asked)
-            except OUT_OF_MEMORY:
-                self.known[signature] = CallCost(math.nan, math.nan)
-                gc.collect()  # the traceback holds tensors, in circles
-                torch_devices.release(self.device)
+            with timed_within_bounds(asked.call.key, self.device):
+                found = unless_out_of_memory(partial(self._timed, asked), self.device)
+            self.known[signature] = found or CallCost(math.nan, math.nan)
         return self.known[signature]
 
     def _timed(self, asked: _Asked) -> CallCost:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -29,17 +29,21 @@ from envs.executor.homes import put_back
 from envs.executor.hooked_module import HookedModule
 from envs.executor.placed_module import PlacedModule
 from envs.measured import Measurement, infeasible, misfit, noise, run_order
+from envs.overlap import check_overlap
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator import Simulator
+from envs.simulator.reasons import why_full
 from envs.simulator.schedule import Schedule
-from envs.torch_devices import CPU, OUT_OF_MEMORY, torch_device
+from envs.torch_devices import CPU, is_out_of_memory, torch_device
+from envs.turns import Turns
 from envs.watchdog import ended_after
 from graphs.extract import Extraction
 from graphs.extract.call_graph import CallGraph
 from graphs.extract.module_map import ModuleMap
 
 TURN_S: Final = 0.2
+UNLIMITED: Final = np.iinfo(np.int64).max
 MOST_STEPS: Final = 10
 """Steps of a turn that count: as many as last about ``TURN_S``, at least one, at most so many."""
 
@@ -48,23 +52,26 @@ class MeasuredModule:
     """Times placements of a step on ``cuda:*`` and ``cpu``. Use as a context manager.
 
     It works on a copy of the model, whose values stay on the host beside what is on accelerators: a
-    placement sends its weights, but never waits for those of the one before. A training step is
+    placement sends its weights, unless they are there from its last turn, but never waits for those
+    of the one before. A training step is
     forward, backward and the updates of its optimizer, if it has one, at a learning rate of 0;
     gradients are dropped before it. Memory of CUDA devices is limited to ``limits`` while it is
-    open; that of the host is not.
+    open. Nothing can limit that of the host, where more is held than the step: a placement that
+    takes more there by the simulator fails, and is not run.
 
     Args:
         extraction: the step.
         calls: its graph of calls, or of modules.
         problem: that graph with costs, and the devices.
-        limits: {device name: bytes} that torch may take, gaps included.
+        limits: {device name: bytes} that a step may take; of CUDA devices gaps included.
         rounds: turns of every candidate that count.
         warm_up: turns that do not.
         turn_timeout_s: an op hangs where a turn takes longer. Nothing can end it but the end of
             this process, which then says so.
+        overlap: run exported calls with copies that overlap with compute.
 
     Raises:
-        ValueError: a device is not here.
+        ValueError: a device is not here, or a graph of modules is to overlap copies.
     """
 
     def __init__(
@@ -77,12 +84,16 @@ class MeasuredModule:
         rounds: int = 7,
         warm_up: int = 1,
         turn_timeout_s: float = 600.0,
+        overlap: bool = False,
     ) -> None:
         self.calls = calls
         self.problem = problem
         self.rounds = rounds
         self.warm_up = warm_up
         self.turn_timeout_s = turn_timeout_s
+        self.overlap = overlap
+        if overlap:
+            check_overlap(problem.cluster.names, calls)
         self.interrupted = False
         self.reference: Measurement | None = None
         self._devices = [torch_device(name) for name in problem.cluster.names]
@@ -90,9 +101,18 @@ class MeasuredModule:
         step = copy.deepcopy(extraction.step)
         self._extraction = replace(extraction, step=step)
         self._on_host = {name: t.detach().to(CPU) for name, t in step.named_state().items()}
+        put_back(step, self._on_host)
         self._module: PlacedModule | HookedModule | None = None
+        self._there: Placement | None = None  # whose weights are where it wants them
         self._open = ExitStack()
         limited = {torch_device(name): size for name, size in (limits or {}).items()}
+        self._room_bytes = np.array(
+            [
+                limited.get(device, UNLIMITED) if device.type != "cuda" else UNLIMITED
+                for device in self._devices
+            ]
+        )
+        self._held_bytes = [torch_devices.held_bytes(device) for device in self._devices]
         self._open.enter_context(torch_devices.limited(limited))
         self._open.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
 
@@ -129,7 +149,7 @@ class MeasuredModule:
         the placement on one device.
         """
         del reference
-        turns = [_Turns(misfit(self.problem, placement)) for placement in placements]
+        turns = [self._turns_of(placement) for placement in placements]
         self.interrupted = False
         done = itertools.count(1)
         total = (self.rounds + self.warm_up) * len(placements)
@@ -145,27 +165,52 @@ class MeasuredModule:
         whole = min((len(own.wall_s) for own in turns if not own.failure), default=self.rounds)
         return [own.measurement(whole) for own in turns]
 
-    def _turn(self, placement: Placement, turns: _Turns, *, counts: bool) -> None:
+    def _turns_of(self, placement: Placement) -> Turns:
+        """Turns to come, or why there will be none."""
+        why = misfit(self.problem, placement)
+        full = "" if why else self._over_limit(placement)
+        return Turns(why or full, overfull=bool(full))
+
+    def _over_limit(self, placement: Placement) -> str:
+        """What a placement takes too much of where nothing else holds it to the limit."""
+        if (self._room_bytes == UNLIMITED).all():
+            return ""
+        try:
+            schedule = self._simulator.run(*placement.arrays())
+        except ValueError:  # a step longer than the simulator counts
+            return ""
+        return why_full(
+            self.problem, schedule.devices, schedule.peak_bytes, room_bytes=self._room_bytes
+        )
+
+    def _turn(self, placement: Placement, turns: Turns, *, counts: bool) -> None:
         if turns.failure:
             return
+        wall_s = self._tried(placement, turns)
+        if turns.overfull or (counts and wall_s is not None):
+            turns.keep_peaks(self._peaks())
+        if wall_s is None:  # and the error is gone, with the frames that hold tensors
+            self._drop()
+        elif counts:
+            turns.wall_s.append(wall_s)
+
+    def _tried(self, placement: Placement, turns: Turns) -> float | None:
+        """Seconds of a step; None if it failed, when ``turns`` know why."""
         try:
             with ended_after(self.turn_timeout_s, self._hung()):
-                wall_s = self._steps(placement)
-        except OUT_OF_MEMORY as error:
-            turns.failure, turns.overfull = self._no_room(placement, error), True
-            turns.keep_peaks(self._peaks())
-            self._drop()
-        except (RuntimeError, ValueError) as error:
-            turns.failure = f"torch cannot run it: {str(error).splitlines()[0]}"
-            self._drop()
-        else:
-            if counts:
-                turns.wall_s.append(wall_s)
-                turns.keep_peaks(self._peaks())
+                return self._steps(placement)
+        except (RuntimeError, ValueError, MemoryError) as error:
+            turns.overfull = is_out_of_memory(error)
+            if turns.overfull:
+                turns.failure = self._no_room(placement, error)
+            else:
+                turns.failure = f"torch cannot run it: {str(error).splitlines()[0]}"
+        return None
 
     def _steps(self, placement: Placement) -> float:
         """Median seconds of the steps of a turn."""
-        self._clear()
+        if self._there is not placement:
+            self._clear()
         for device in self._devices:
             torch_devices.reset_peak(device)
         module = self._placed(placement)
@@ -183,17 +228,20 @@ class MeasuredModule:
         return time.perf_counter() - start
 
     def _placed(self, placement: Placement) -> PlacedModule | HookedModule:
+        if self._module is not None and self._there is placement:
+            return self._module
         devices = [self._devices[d] for d in placement.devices]
         where = self.calls.devices_of_calls(devices)
         order = self.calls.launch_order(placement.priority)
         if self._module is None and isinstance(self.calls, ModuleMap):
             self._module = HookedModule(self._extraction, where)
         elif self._module is None:
-            self._module = PlacedModule(self._extraction, where, order)
+            self._module = PlacedModule(self._extraction, where, order, overlap=self.overlap)
             if self._extraction.step.optimizer is not None:
                 self._module.learning_rate = 0.0
         else:
             self._module.place(where, order)
+        self._there = placement
         return self._module
 
     def _drop(self) -> None:
@@ -202,12 +250,13 @@ class MeasuredModule:
         if isinstance(self._module, HookedModule):
             self._module.close()
         self._module = None
-        gc.collect()  # the traceback of an error holds tensors, in circles
+        gc.collect()  # some tensors are held in circles
         for device in self._devices:
             torch_devices.release(device)
 
     def _clear(self) -> None:
         """Empty the accelerators: they may have no room for the old and the new weights at once."""
+        self._there = None
         if isinstance(self._module, PlacedModule):
             self._module.load_optimizer_state({})
         put_back(self._extraction.step, self._on_host)
@@ -219,11 +268,14 @@ class MeasuredModule:
             torch_devices.synchronize(device)
 
     def _peaks(self) -> dict[str, int]:
-        peaks = {
-            name: torch_devices.peak_bytes(device)
-            for name, device in zip(self.problem.cluster.names, self._devices, strict=True)
+        """What the step took of each device that counts it, beside what was there before."""
+        peaks = map(torch_devices.peak_bytes, self._devices)
+        names = self.problem.cluster.names
+        return {
+            name: max(peak - held, 0)
+            for name, peak, held in zip(names, peaks, self._held_bytes, strict=True)
+            if peak is not None
         }
-        return {name: size for name, size in peaks.items() if size is not None}
 
     def _hung(self) -> str:
         return (
@@ -263,27 +315,3 @@ def launch_order(problem: Problem, schedule: Schedule) -> list[int]:
     on_cpu = np.array([name == "cpu" for name in problem.cluster.names])
     launch_ns = np.where(on_cpu[schedule.devices], schedule.end_ns, schedule.start_ns)
     return run_order(problem, launch_ns)
-
-
-class _Turns:
-    """What the turns of one placement gave."""
-
-    def __init__(self, failure: str) -> None:
-        self.failure = failure
-        self.overfull = False
-        self.wall_s: list[float] = []
-        self.peak_bytes: dict[str, int] = {}
-
-    def keep_peaks(self, peaks: dict[str, int]) -> None:
-        for name, size in peaks.items():
-            self.peak_bytes[name] = max(size, self.peak_bytes.get(name, 0))
-
-    def measurement(self, rounds: int) -> Measurement:
-        wall_s: Any = np.array(self.wall_s[:rounds])
-        return Measurement(
-            wall_s=wall_s,
-            rebuilt_s=wall_s,
-            failure=self.failure,
-            peak_memory_bytes=dict(self.peak_bytes),
-            overfull=self.overfull,
-        )

@@ -13,6 +13,7 @@ from envs.known_calls import call_costs
 from envs.measured import Measured
 from envs.measured_module import MeasuredModule
 from envs.op_costs import op_costs
+from envs.overlap import check_overlap
 from envs.problem import Problem
 from envs.torch_devices import is_core
 from graphs.costs import with_costs
@@ -86,18 +87,27 @@ class ModelProblem:
         problem = Problem.of(GraphArrays.from_graph(costed), cluster)
         return cls(problem=problem, extraction=extraction, calls=calls, limits=limits)
 
-    def measured(self, *, rounds: int) -> Measured | MeasuredModule:
+    def measured(self, *, rounds: int, overlap: bool = False) -> Measured | MeasuredModule:
         """What runs its placements; close it when they are done.
 
         Args:
             rounds: runs of every placement that count.
+            overlap: run them with copies that overlap with compute.
 
         Raises:
+            ValueError: copies cannot overlap there.
             WorkerError: the workers do not come up.
             OSError: there is too little memory, or too many processes or open files.
         """
+        if overlap:
+            check_overlap(self.problem.cluster.names, self.calls)
         if self.calls is None:
             return Measured(self.extraction, self.problem, limits=self.limits, rounds=rounds)
         return MeasuredModule(
-            self.extraction, self.calls, self.problem, limits=dict(self.limits), rounds=rounds
+            self.extraction,
+            self.calls,
+            self.problem,
+            limits=dict(self.limits),
+            rounds=rounds,
+            overlap=overlap,
         )

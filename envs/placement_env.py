@@ -98,6 +98,7 @@ class PlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
         devices: str | Cluster = "auto",
         memory: Mapping[str, int] | None = None,
         rounds: int = 5,
+        overlap: bool = False,
     ) -> None:
         """Place a problem (default: two towers on three devices) or the ops of a model.
 
@@ -116,10 +117,11 @@ class PlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
             devices: of this machine, by name, or as a cluster.
             memory: {device name: bytes} that placements may use there.
             rounds: how often a placement is run to be measured.
+            overlap: run it with copies that overlap with compute, on devices of torch.
 
         Raises:
             ValueError: the backend has no such name, or lacks a model; there are both a problem and
-                a model; or there is no such device, optimizer or dtype.
+                a model; there is no such device, optimizer or dtype; or copies cannot overlap.
             ExtractionError: the model cannot be extracted.
             WorkerError: workers do not come up, or cannot run the model.
         """
@@ -144,7 +146,12 @@ class PlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
         self._started = ExitStack()
         if isinstance(backend, str):
             backend = backend_named(
-                backend, self.problem, placed, rounds=rounds, until_closed=self._started
+                backend,
+                self.problem,
+                placed,
+                rounds=rounds,
+                overlap=overlap,
+                until_closed=self._started,
             )
         self.backend = backend
         count = self.problem.device_count

@@ -6,13 +6,20 @@ A backend that calls itself by another name (torch's PrivateUse1) counts as well
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any, Final
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any, Final, TypeVar
 
 import torch
 
 CPU: Final = torch.device("cpu")
-OUT_OF_MEMORY: Final = (torch.OutOfMemoryError, MemoryError)
+Found = TypeVar("Found")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether there was no memory for a tensor; of the host's, torch tells in words only."""
+    named = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    return named or "can't allocate memory" in str(error)
 
 
 def is_core(name: str) -> bool:
@@ -67,8 +74,12 @@ def free_bytes(device: torch.device) -> int | None:
     if found is None:
         return None
     reserved = int(_call(device, "memory_reserved", device) or 0)
-    used = int(_call(device, "memory_allocated", device) or 0)
-    return int(found[0]) + reserved - used
+    return int(found[0]) + reserved - held_bytes(device)
+
+
+def held_bytes(device: torch.device) -> int:
+    """Memory in tensors of this process; 0 where the device does not count it."""
+    return int(_call(device, "memory_allocated", device) or 0)
 
 
 def synchronize(device: torch.device) -> None:
@@ -80,6 +91,19 @@ def synchronize(device: torch.device) -> None:
 def release(device: torch.device) -> None:
     """Give unused memory back, so that what comes next finds no pieces of it."""
     _call(device, "empty_cache")
+
+
+def unless_out_of_memory(work: Callable[[], Found], device: torch.device) -> Found | None:
+    """What work returns; None where it finds no memory, when what it took is given back."""
+    try:
+        return work()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    # Only here is the error gone, and with it the frames that hold tensors.
+    gc.collect()
+    release(device)
+    return None
 
 
 def reset_peak(device: torch.device) -> None:
@@ -95,12 +119,13 @@ def peak_bytes(device: torch.device) -> int | None:
 
 @contextlib.contextmanager
 def limited(limits: dict[torch.device, int]) -> Iterator[None]:
-    """Let torch's allocators take only so many bytes; afterwards as many as before.
+    """Let torch's allocators take only so many bytes more; afterwards as many as before.
 
+    What tensors of this process take already does not count, as in :func:`free_bytes`.
     The limit holds for all that the allocator reserves, the gaps between tensors included, but
-    not for the context of the device itself (about half a GB with CUDA). That of the host is not
-    enforced: this process has more in its memory than the step, so placements are held to it by
-    what the simulator predicts.
+    not for the context of the device itself (about half a GB with CUDA). That of the host cannot be
+    enforced: this process has more in its memory than the step, so what is to be run is held to it
+    by what the simulator predicts.
     """
     cuda = {device: size for device, size in limits.items() if device.type == "cuda"}
     before = {device: torch.cuda.get_per_process_memory_fraction(device) for device in cuda}
@@ -108,7 +133,8 @@ def limited(limits: dict[torch.device, int]) -> Iterator[None]:
         for device, size in cuda.items():
             release(device)
             total = torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(size / total, 1.0), device)
+            share = (size + held_bytes(device)) / total  # torch counts the whole process
+            torch.cuda.set_per_process_memory_fraction(min(share, 1.0), device)
         yield
     finally:
         for device, fraction in before.items():

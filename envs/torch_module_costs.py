@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -12,7 +13,8 @@ from envs.cluster import Cluster
 from envs.module_costs import profile_modules_on
 from envs.op_costs import OpCosts
 from envs.roofline import SOURCE, roofline_costs
-from envs.torch_devices import OUT_OF_MEMORY, torch_device
+from envs.torch_devices import torch_device, unless_out_of_memory
+from envs.watchdog import timed_within_bounds
 from graphs.extract import Extraction
 
 
@@ -38,9 +40,11 @@ def module_costs(
     with torch_devices.limited(limits):
         for done, (kind, device) in enumerate(sorted(first_of.items()), 1):
             where = torch_device(device.name)
-            try:
-                launched_s = profile_modules_on(where, extraction)
-            except OUT_OF_MEMORY:
+            with timed_within_bounds("the modules of a step", where):
+                launched_s = unless_out_of_memory(
+                    partial(profile_modules_on, where, extraction), where
+                )
+            if launched_s is None:
                 cost_s, source = roofline_costs(extraction.graph, [device])[kind], SOURCE
             else:
                 cost_s = np.maximum(launched_s - device.launch_s, 0.0)

@@ -13,6 +13,7 @@ import torch
 from envs.cluster import Cluster, Device, Link
 from envs.stopwatch import burst, seconds_per_call
 from envs.torch_devices import CPU, torch_device
+from envs.watchdog import timed_within_bounds
 
 SMALL_BYTES: Final = 64
 LARGE_BYTES: Final = 16 << 20
@@ -50,7 +51,8 @@ def measured_speeds(cluster: Cluster) -> Cluster:
     links: list[Link] = []
     for a, b in itertools.permutations(cluster.devices, 2):
         if (a.kind, b.kind) not in copies:
-            copies[a.kind, b.kind] = copy_speed(torch_device(a.name), torch_device(b.name))
+            with timed_within_bounds(f"copies from {a.name}", b.name):
+                copies[a.kind, b.kind] = copy_speed(torch_device(a.name), torch_device(b.name))
         links.append(_link(a, b, copies[a.kind, b.kind]))
     devices = tuple(
         replace(known[d.kind], name=d.name, kind=d.kind, memory_bytes=d.memory_bytes, source=source)
@@ -115,14 +117,15 @@ def copies_from(small_s: float, large_s: float) -> Copies:
 
 
 def _with_speeds(device: torch.device) -> Device:
-    return Device(
-        name=str(device),
-        kind=device.type,
-        memory_bytes=0,
-        launch_s=launch_s(device),
-        peak_flop_per_s=flop_per_s(device),
-        bandwidth_bytes_per_s=memory_bytes_per_s(device),
-    )
+    with timed_within_bounds("launches, products and memory", device):
+        return Device(
+            name=str(device),
+            kind=device.type,
+            memory_bytes=0,
+            launch_s=launch_s(device),
+            peak_flop_per_s=flop_per_s(device),
+            bandwidth_bytes_per_s=memory_bytes_per_s(device),
+        )
 
 
 def _link(source: Device, destination: Device, copies: Copies) -> Link:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from collections import defaultdict
 from functools import partial
 
 import torch
 
-from envs import torch_devices
 from envs.executor.updates import fused_update, updated_together
 from envs.stopwatch import seconds_per_call
-from envs.torch_devices import OUT_OF_MEMORY
+from envs.torch_devices import unless_out_of_memory
+from envs.watchdog import timed_within_bounds
 from graphs.extract import Extraction
 from graphs.extract.call_graph import CallGraph
 from graphs.optimizer import STATE, Optimizer
@@ -42,15 +41,16 @@ def update_costs(
 
 
 def _seconds(optimizer: Optimizer, parameters: list[torch.Tensor], device: torch.device) -> float:
-    try:
-        here = [torch.zeros_like(p, device=device).detach() for p in parameters]
-        gradients = [torch.zeros_like(p) for p in here]
-        kept = [[torch.zeros_like(p) for _ in STATE[optimizer.kind]] for p in here]
-        counts = [torch.ones((), device=device) for _ in here]
-        return seconds_per_call(
-            partial(fused_update, optimizer, 0.0, here, gradients, kept, counts), [device]
-        )
-    except OUT_OF_MEMORY:
-        gc.collect()  # the traceback holds tensors, in circles
-        torch_devices.release(device)
-        return math.nan
+    with timed_within_bounds(f"an update by {optimizer.kind}", device):
+        found = unless_out_of_memory(partial(_timed, optimizer, parameters, device), device)
+    return math.nan if found is None else found
+
+
+def _timed(optimizer: Optimizer, parameters: list[torch.Tensor], device: torch.device) -> float:
+    here = [torch.zeros_like(p, device=device).detach() for p in parameters]
+    gradients = [torch.zeros_like(p) for p in here]
+    kept = [[torch.zeros_like(p) for _ in STATE[optimizer.kind]] for p in here]
+    counts = [torch.ones((), device=device) for _ in here]
+    return seconds_per_call(
+        partial(fused_update, optimizer, 0.0, here, gradients, kept, counts), [device]
+    )

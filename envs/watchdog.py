@@ -12,6 +12,8 @@ from typing import Final
 STUCK: Final = 70
 """Exit status of a process that was ended so: an internal error, as in sysexits.h."""
 PIECE_S: Final = 1.0
+PROFILED_S: Final = 600.0
+"""More than timing one call, or one speed of a device, ever takes."""
 
 
 @contextmanager
@@ -27,6 +29,17 @@ def ended_after(seconds: float, why: str) -> Iterator[None]:
         yield
     finally:
         over.set()
+
+
+@contextmanager
+def timed_within_bounds(what: str, device: object) -> Iterator[None]:
+    """End the process should timing something on a device not come to an end."""
+    with ended_after(
+        PROFILED_S,
+        f"timing {what} on {device} was not over after {PROFILED_S:g} s: an op hangs, or the "
+        "device does not answer. This process ends, since nothing else ends such an op",
+    ):
+        yield
 
 
 def _watch(over: threading.Event, seconds: float, why: str) -> None:

@@ -54,6 +54,7 @@ def optimize(
     groups: int | None = None,
     fresh: bool = False,
     extractor: str = AUTO,
+    overlap: bool = False,
     start_from: Placement | Mapping[str, int | str] | str | Path | None = None,
     replicas: int | str | Replication | None = None,
     progress: bool = True,
@@ -91,6 +92,8 @@ def optimize(
         fresh: measure devices and ops anew, whatever the cache knows of them.
         extractor: how the graph is extracted: ``"export"``, ``"dispatch"`` or ``"modules"``;
             ``"auto"`` is the first of these that takes the model.
+        overlap: run candidates with copies that overlap with compute: on CUDA devices a tensor is
+            sent as soon as it is made. Of models that can be exported.
         start_from: what you have already: a placement, a Hugging Face device map, or a file of
             either. It is one more candidate, and always run.
         replicas: train so many replicas of a placement, each on devices of its own, or ``"auto"``,
@@ -121,6 +124,7 @@ def optimize(
         pins=dict(pin or {}),
         fresh=fresh,
         extractor=extractor,
+        overlap=overlap,
         groups=groups,
         start_from=None if start_from is None else given_from(start_from),
     )

@@ -16,6 +16,7 @@ from envs.executor.hooked_module import HookedModule
 from envs.executor.lists import priority_order
 from envs.executor.placed import PlacedModel
 from envs.executor.placed_module import PlacedModule
+from envs.overlap import check_overlap
 from envs.placement import Placement
 from envs.torch_devices import is_core, torch_device
 from graphs.extract import Extraction, Step, extract
@@ -42,6 +43,7 @@ def apply(
     optimizer: str | Optimizer | None = None,
     dtype: str = FULL,
     extractor: str = AUTO,
+    overlap: bool = False,
 ) -> Any:
     """Make a model run as placed.
 
@@ -64,13 +66,14 @@ def apply(
             beside the step, also where the search had one.
         dtype: as for :func:`optimize`; needed with a placement (file).
         extractor: as for :func:`optimize`; with what it returned, its own counts.
+        overlap: as for :func:`optimize`; give both the same, and what was timed is what runs.
 
     Raises:
         ExtractionError: the model cannot be extracted, or is on the meta device, or what was
             extracted holds for the example inputs only, or is a graph of modules, which pinned
             cores cannot run.
-        ValueError: the placement is of another graph, its devices are not here, or the example
-            inputs are missing.
+        ValueError: the placement is of another graph, its devices are not here, the example inputs
+            are missing, or copies cannot overlap there.
         WorkerError: the workers do not come up.
     """
     if isinstance(placement, Optimization) and placement.extraction is not None:
@@ -93,17 +96,18 @@ def apply(
             dtype=dtype,
         )
         extraction = extract(step, extractor)
-    return apply_extracted(extraction, _map_of(placement))
+    return apply_extracted(extraction, _map_of(placement), overlap=overlap)
 
 
 def apply_extracted(
-    extraction: Extraction, placement: Placement
+    extraction: Extraction, placement: Placement, *, overlap: bool = False
 ) -> PlacedModel | PlacedModule | HookedModule:
     """The model of an extraction, running as a placement of its graph says.
 
     Raises:
         ExtractionError: as for :func:`apply`.
-        ValueError: the placement is of another graph, or its devices are not here.
+        ValueError: the placement is of another graph, its devices are not here, or copies cannot
+            overlap there.
         WorkerError: the workers do not come up.
     """
     if placement.micro_batches != 1:
@@ -114,23 +118,30 @@ def apply_extracted(
     check_has_memory(extraction.step)
     cluster = present(placement.device_names)
     if not is_core(cluster.names[0]):
-        return _placed_module(extraction, placement, cluster)
+        return _placed_module(extraction, placement, cluster, overlap)
+    if overlap:
+        check_overlap(cluster.names, None)
     fitting = placement.aligned(GraphArrays.from_graph(extraction.graph), cluster)
     order = priority_order(extraction.program, fitting.priority)
     return PlacedModel(extraction, cluster, fitting.devices, order)
 
 
 def _placed_module(
-    extraction: Extraction, placement: Placement, cluster: Cluster
+    extraction: Extraction, placement: Placement, cluster: Cluster, overlap: bool
 ) -> PlacedModule | HookedModule:
     calls = placeable(extraction)
+    if overlap:
+        check_overlap(cluster.names, calls)
     graph = GraphArrays.from_graph(calls.graph)
     fitting = placement.aligned(graph, cluster)
     devices = [torch_device(cluster.names[d]) for d in fitting.devices]
     if isinstance(calls, ModuleMap):
         return HookedModule(extraction, calls.devices_of_calls(devices))
     return PlacedModule(
-        extraction, calls.devices_of_calls(devices), calls.launch_order(fitting.priority)
+        extraction,
+        calls.devices_of_calls(devices),
+        calls.launch_order(fitting.priority),
+        overlap=overlap,
     )
 
 

@@ -72,6 +72,7 @@ def score(
     *,
     fresh: bool = False,
     extractor: str = AUTO,
+    overlap: bool = False,
     progress: Progress | None = None,
 ) -> Score:
     """Predict and run one step as it is placed, as :func:`placer.optimize` does with candidates.
@@ -82,18 +83,20 @@ def score(
         cluster: devices of this machine; speeds are calibrated.
         fresh: measure devices and ops anew, whatever is known of them.
         extractor: how the graph is extracted.
+        overlap: run it with copies that overlap with compute.
         progress: hears what is going on.
 
     Raises:
         ExtractionError: the model cannot be extracted, or what was extracted cannot be run.
-        ValueError: the placement is of another model, or has other devices.
+        ValueError: the placement is of another model or has other devices, or copies cannot
+            overlap there.
         WorkerError: the workers do not come up.
     """
     hear = progress or Silent()
     check_has_memory(step)
     hear.stage("Extracting the graph")
     extraction = extract(step, extractor)
-    rig = rig_for(extraction, cluster)
+    rig = rig_for(extraction, cluster, overlap=overlap)
     placement = placement_of(given, step.model, GraphArrays.from_graph(rig.graph), cluster)
     hear.stage("Calibrating devices")
     cluster = calibrated(cluster, again=fresh)

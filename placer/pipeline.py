@@ -62,6 +62,7 @@ class Options:
     pins: Mapping[str, str] = field(default_factory=dict)  # {pattern: device name}
     fresh: bool = False  # measure devices and ops anew, whatever is known of them
     extractor: str = AUTO  # how the graph is extracted
+    overlap: bool = False  # run it with copies that overlap with compute
     groups: int | None = None  # search placements of this many groups of ops; None: of single ops
     start_from: Given | None = None  # what the user has: one more candidate
 
@@ -104,7 +105,7 @@ def optimize_step(
         ExtractionError: the model cannot be exported, or is on the meta device.
         DemandError: an option names ops or devices that are not there, or contradicts another.
         ValueError: a device is neither here nor described, cores are mixed with devices of torch,
-            or what to start from is of another model or cluster.
+            what to start from is of another model or cluster, or copies cannot overlap there.
         PlacementError: the model fits nowhere, or nothing could be run.
         KeyboardInterrupt: stopped before there was any placement.
     """
@@ -139,7 +140,7 @@ def costed_step(step: Step, cluster: Cluster, options: Options, hear: Progress) 
         check_has_memory(step)
     hear.stage("Extracting the graph")
     extraction = extract(step, options.extractor)
-    rig = rig_for(extraction, cluster)
+    rig = rig_for(extraction, cluster, overlap=options.overlap)
     graph = demanded(rig.graph, cluster, options.keep_together, options.pins)
     given = _given(options, step.model, graph, cluster)
     if all(map(is_here, cluster.names)) and not cluster.links:

@@ -17,6 +17,7 @@ from envs.discover import is_here
 from envs.known_calls import call_costs
 from envs.measured import Measured, Measurement, run_order
 from envs.measured_module import MeasuredModule, launch_order
+from envs.overlap import check_overlap
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator.schedule import Schedule
@@ -78,14 +79,19 @@ class Rig(Protocol):
         ...
 
 
-def rig_for(extraction: Extraction, cluster: Cluster) -> Rig:
+def rig_for(extraction: Extraction, cluster: Cluster, *, overlap: bool = False) -> Rig:
     """The rig for the devices of a cluster; what is elsewhere is simulated op by op, as cores are.
 
     Raises:
         ExtractionError: devices of torch cannot run what was extracted.
+        ValueError: copies are to overlap with compute where they cannot.
     """
     on_torch = not any(map(is_core, cluster.names)) and all(map(is_here, cluster.names))
-    return TorchDevices(extraction, cluster) if on_torch else Cores(extraction, cluster)
+    if on_torch:
+        return TorchDevices(extraction, cluster, overlap=overlap)
+    if overlap:
+        check_overlap(cluster.names, None)
+    return Cores(extraction, cluster)
 
 
 class Cores:
@@ -131,9 +137,12 @@ class TorchDevices:
 
     runs = True
 
-    def __init__(self, extraction: Extraction, cluster: Cluster) -> None:
+    def __init__(self, extraction: Extraction, cluster: Cluster, *, overlap: bool = False) -> None:
         self.extraction = extraction
         self.calls = placeable(extraction)
+        self.overlap = overlap
+        if overlap:
+            check_overlap(cluster.names, self.calls)
         self.graph = self.calls.graph
         self.limits = {device.name: device.memory_bytes for device in cluster.devices}
 
@@ -171,6 +180,7 @@ class TorchDevices:
             problem,
             limits=self.limits,
             turn_timeout_s=600.0 + 300.0 * longest_s,
+            overlap=self.overlap,
         )
 
 

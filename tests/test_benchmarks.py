@@ -57,6 +57,12 @@ def test_everything_that_needs_a_gpu_is_measured_without_a_failure(tmp_path: Pat
         assert rows[0]["name"] == "first layers that fit"
         assert all(row["median_s"] > 0 for row in rows)
     assert parts["recommendation: overhead"]["placed_over_eager"] > 0
+    names = list(parts)
+    for model in ("mixture of experts", "language model", "recommendation", "translation"):
+        rows = parts[f"{model}: overlap"]["rows"]
+        assert rows[0]["transfers"] > 0
+        assert all(row["overlapping_over_in_line"] > 0 for row in rows)
+        assert names.index(f"{model}: overlap") < names.index("mixture of experts: overhead")
 
 
 def test_a_part_that_fails_is_written_down_and_the_next_one_runs(tmp_path: Path) -> None:

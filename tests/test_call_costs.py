@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -12,6 +16,8 @@ import torch
 from torch import nn
 from two_devices import linked, pair
 
+from envs import call_costs as of_calls
+from envs import torch_module_costs, torch_speeds, update_costs, watchdog
 from envs.call_costs import profile_calls
 from envs.call_memory import FRAGMENTED_SHARE, plannable
 from envs.discover import discover
@@ -21,6 +27,7 @@ from graphs.costs import with_costs
 from graphs.extract import Step, extract
 from graphs.extract.call_graph import call_graph
 from graphs.graph import GraphArrays
+from graphs.optimizer import Optimizer
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.usefixtures("second_device")
@@ -84,6 +91,53 @@ def test_a_call_without_room_is_not_allowed_there(monkeypatch: pytest.MonkeyPatc
     problem = Problem.of(GraphArrays.from_graph(graph), linked())
     assert not problem.allowed[names.index(lacking[0]), 0]
     assert problem.allowed[:, 1].all()
+
+
+@pytest.mark.parametrize(
+    ("module", "hanging", "told"),
+    [
+        (of_calls, "seconds_per_call", "timing :linear on cpu"),
+        (update_costs, "seconds_per_call", "timing an update by sgd on cpu"),
+        (torch_module_costs, "profile_modules_on", "timing the modules of a step on cpu"),
+        (torch_speeds, "launch_s", "timing launches, products and memory on cpu"),
+        (torch_speeds, "copy_speed", "timing copies from vdev:0 on cpu"),
+    ],
+)
+def test_timing_that_hangs_ends_the_process_with_a_name(
+    module: ModuleType,
+    hanging: str,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    inputs = (torch.randn(5, 4), torch.randn(5, 3))
+    step = Step.of(nn.Linear(4, 3), inputs, nn.MSELoss(), optimizer=Optimizer.of("sgd"))
+    extraction = extract(step if module is update_costs else replace(step, optimizer=None))
+    statuses: list[int] = []
+    said: list[str] = []
+
+    def hang(*_: object, **__: object) -> object:
+        until = time.monotonic() + 30.0
+        while f"{told} was not over after 0.05 s: an op hangs" not in "".join(said):
+            assert time.monotonic() < until, "nothing ended it"
+            time.sleep(0.01)
+            said.append(capsys.readouterr().err)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(watchdog, "PROFILED_S", 0.05)
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    monkeypatch.setattr(module, hanging, hang)
+    work: Callable[[], object]
+    if module is torch_speeds:
+        cluster = pair() if hanging == "copy_speed" else discover("cpu")
+        work = partial(torch_speeds.measured_speeds, cluster)
+    elif module is torch_module_costs:
+        work = partial(torch_module_costs.module_costs, extraction, discover("cpu"))
+    else:
+        work = partial(profile_calls, extraction, call_graph(extraction), discover("cpu"))
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert set(statuses) == {watchdog.STUCK}
 
 
 def test_costs_of_calls_are_known_after_three_profiles() -> None:

@@ -231,6 +231,26 @@ def test_the_command_scores_a_placement_on_a_pinned_core_and_a_map_on_the_cpu(
     assert "measured step: " in told
 
 
+@pytest.mark.usefixtures("second_device")
+def test_the_command_holds_the_host_to_its_limit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, given = tmp_path / "model.py", tmp_path / "given.json"
+    model.write_text(TARGET)
+    given.write_text('{"": "cpu"}')
+    command = ["measure", f"{model}:build", "--placement", str(given), "--json"]
+    devices = ["--devices", "vdev:0,cpu", "--memory"]
+    assert main([*command, *devices, "vdev:0=1GiB,cpu=20kB"]) == 1
+    told = capsys.readouterr()
+    found = json.loads(told.out)
+    assert found["measured"] is None
+    assert "but has 20.0 kB" in found["failure"]
+    assert "kB too little" in told.err
+    assert main([*command, *devices, "vdev:0=1GiB,cpu=1MB"]) == 0
+    given.write_text('{"": "vdev:0"}')
+    assert main([*command, *devices, "vdev:0=1GiB,cpu=20kB"]) == 0
+
+
 def test_the_command_says_what_cannot_be_scored(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from two_devices import linked, pair
 from vdev import TRANSFERS
 
+from envs import torch_devices
 from envs.call_costs import profile_calls
 from envs.cluster import Link
 from envs.discover import discover
@@ -112,6 +114,102 @@ def test_a_placement_that_runs_out_of_memory_fails_and_the_others_go_on(
         assert one.feasible
         assert one.parts.keys() == {"median_s", "min_s", "spread", "rebuilt_s", "contention"}
         assert one.peak_memory_bytes.keys() == {"vdev:0", "cpu"}
+
+
+def test_a_host_without_memory_is_told_like_a_device(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, (there, _, here) = small
+    forward = PlacedModule.forward
+
+    def cramped(module: PlacedModule, *inputs: object, **keywords: object) -> object:
+        if any(p.device.type == "cpu" for p in module.parameters()):
+            torch.empty(1 << 50)
+        return forward(module, *inputs, **keywords)
+
+    monkeypatch.setattr(PlacedModule, "forward", cramped)
+    with opened(small, rounds=1, warm_up=0) as backend:
+        full, fine = backend.measure([here, there])
+    assert full.overfull
+    assert "can't allocate memory" in full.failure
+    assert "GB on cpu" in full.failure
+    assert fine.ok
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+def test_what_a_failed_step_made_is_gone_before_the_next_placement(
+    small: Small, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    made: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+    forward = PlacedModule.forward
+
+    def failing(module: PlacedModule, *inputs: object, **keywords: object) -> object:
+        if made:
+            return forward(module, *inputs, **keywords)
+        first = torch.ones(1000)
+        made.append(weakref.ref(first))
+        raise error("not here")
+
+    def released(_: torch.device) -> None:
+        alive.append(sum(own() is not None for own in made))
+
+    monkeypatch.setattr(PlacedModule, "forward", failing)
+    monkeypatch.setattr(torch_devices, "release", released)
+    with opened(small, rounds=1, warm_up=0) as backend:
+        failed, fine = backend.measure(small[2][:2])
+    assert "not here" in failed.failure
+    assert fine.ok
+    assert made
+    assert not any(alive)
+
+
+def test_weights_are_sent_again_only_after_another_placement(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, _, (there, split, _) = small
+    sent: list[int] = []
+    steps = MeasuredModule._steps
+
+    def moved_bytes(backend: MeasuredModule) -> int:
+        return backend._module.moved_bytes if isinstance(backend._module, PlacedModule) else 0
+
+    def counted(backend: MeasuredModule, placement: Placement) -> float:
+        before = moved_bytes(backend)
+        found = steps(backend, placement)
+        sent.append(moved_bytes(backend) - before)
+        return found
+
+    monkeypatch.setattr(MeasuredModule, "_steps", counted)
+    weights = sum(p.nbytes for p in step.model.parameters())
+    with opened(small, rounds=3, warm_up=0) as backend:
+        assert backend.measure([there])[0].ok
+        assert sent[0] >= weights
+        assert sent[1:] == [0, 0]
+        sent.clear()
+        assert all(one.ok for one in backend.measure([there, split]))
+        assert [size > 0 for size in sent] == [False, True] * 3, "in turn, each begins a round"
+
+
+def test_copies_overlap_where_they_are_to(small: Small) -> None:
+    for overlap in (False, True):
+        with opened(small, rounds=1, warm_up=0, overlap=overlap) as backend:
+            assert backend.measure(small[2][1:2])[0].ok
+            assert isinstance(backend._module, PlacedModule)
+            assert ("sending(" in backend._module.source) is overlap
+
+
+def test_what_was_on_a_device_before_is_no_part_of_a_peak(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def at(device: torch.device, size: int) -> int:
+        return size if device.type == "vdev" else 0
+
+    monkeypatch.setattr(torch_devices, "held_bytes", lambda device: at(device, 100))
+    monkeypatch.setattr(torch_devices, "peak_bytes", lambda device: at(device, 107) or None)
+    with opened(small, rounds=1, warm_up=0) as backend:
+        (seen,) = backend.measure(small[2][:1])
+    assert seen.peak_memory_bytes == {"vdev:0": 7}
 
 
 def test_weights_leave_a_device_that_had_no_room_for_all_of_them(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -251,10 +252,12 @@ def test_on_devices_of_torch_a_model_is_placed_with_its_updates_and_in_bf16() ->
         rounds=1,
         optimizer="adamw",
         dtype="bf16",
+        overlap=True,
         **own,
     )
     environment = made.unwrapped
     assert isinstance(environment, PlacementEnv)
+    assert getattr(environment.backend, "overlap", False)
     graph = environment.problem.graph
     plain = gym.make(IDS[0], devices=pair(), **own).unwrapped
     assert isinstance(plain, PlacementEnv)
@@ -266,6 +269,31 @@ def test_on_devices_of_torch_a_model_is_placed_with_its_updates_and_in_bf16() ->
         _, reward, done, _, info = made.step(np.int64(environment.action_masks().argmax()))
     assert info["feasible"], info["why"]
     assert reward == pytest.approx(math.log(info["baseline_s"] / info["step_s"]))
+    made.close()
+
+
+@pytest.mark.usefixtures("second_device")
+def test_an_episode_over_the_limit_of_the_host_ends_with_the_amount() -> None:
+    model = nn.Sequential(nn.Linear(8, 500), nn.ReLU(), nn.Linear(500, 4))
+    made = gym.make(
+        IDS[0],
+        backend="measured",
+        model=model,
+        inputs=(torch.randn(500, 8), torch.randn(500, 4)),
+        loss=F.mse_loss,
+        devices="vdev:0,cpu",
+        memory={"vdev:0": 1 << 30, "cpu": 1 << 20},  # weights fit, activations do not
+        rounds=1,
+    )
+    environment = made.unwrapped
+    assert isinstance(environment, PlacementEnv)
+    made.reset(seed=0)
+    done = False
+    while not done:
+        _, reward, done, _, info = made.step(np.int64(1))
+    assert reward == INVALID_REWARD
+    assert not info["feasible"]
+    assert re.search(r"cpu needs [34]\.\d MB .* but has 1\.0 MB, [23]\.\d MB too", info["why"])
     made.close()
 
 

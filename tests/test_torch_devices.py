@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -96,8 +97,10 @@ def test_a_limit_of_cuda_memory_holds_and_is_lifted() -> None:
     torch.empty(128 << 20, dtype=torch.uint8, device=device)
 
 
-def test_a_limit_within_a_limit_gives_that_one_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, fractions = torch.device("cuda", 0), {"now": 0.9}
+@pytest.fixture
+def fractions(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """The share of a device with 100 bytes that torch may take, 0.9 at first."""
+    fractions = {"now": 0.9}
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=100)
@@ -108,11 +111,56 @@ def test_a_limit_within_a_limit_gives_that_one_back(monkeypatch: pytest.MonkeyPa
         "set_per_process_memory_fraction",
         lambda fraction, _: fractions.update(now=fraction),
     )
+    return fractions
+
+
+def test_what_the_process_holds_already_is_not_counted_against_a_limit(
+    fractions: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 30)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 35)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (55, 100))
+    free = torch_devices.free_bytes(device)
+    assert free == 60
+    with torch_devices.limited({device: 20}):
+        assert fractions["now"] == pytest.approx(0.5), "20 bytes more than the 30"
+    with torch_devices.limited({device: free}):
+        assert fractions["now"] == pytest.approx(0.9), "100 without what others hold"
+    with torch_devices.limited({device: 200}):
+        assert fractions["now"] == 1.0
+
+
+def test_a_limit_within_a_limit_gives_that_one_back(fractions: dict[str, float]) -> None:
+    device = torch.device("cuda", 0)
     with torch_devices.limited({device: 50}):
         with torch_devices.limited({device: 20}):
             assert fractions["now"] == 0.2
         assert fractions["now"] == 0.5
     assert fractions["now"] == 0.9
+
+
+def test_what_found_no_memory_is_gone_before_memory_is_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+    alive: list[bool] = []
+
+    def large() -> torch.Tensor:
+        first = torch.ones(1000)
+        made.append(weakref.ref(first))
+        return first + torch.empty(1 << 50)
+
+    monkeypatch.setattr(
+        torch_devices, "release", lambda _: alive.extend(own() is not None for own in made)
+    )
+    assert torch_devices.unless_out_of_memory(large, torch_devices.CPU) is None
+    assert alive == [False]
+    assert torch_devices.unless_out_of_memory(lambda: 3, torch_devices.CPU) == 3
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        torch_devices.unless_out_of_memory(
+            lambda: torch.ones(2, 3) @ torch.ones(2, 3), torch_devices.CPU
+        )
 
 
 @pytest.mark.gpu

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +20,15 @@ from vdev import TRANSFERS
 import placer
 from envs import torch_speeds
 from envs.discover import discover
+from envs.executor.placed_module import PlacedModule
 from envs.measured import Measurement
 from envs.measured_module import MeasuredModule
 from envs.placement import Placement
+from graphs.extract import Step, extract
+from graphs.extract.module_map import placeable
+from graphs.graph import GraphArrays
 from placer.cli.main import main
+from placer.rigs import rig_for
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.usefixtures("second_device")
@@ -105,6 +114,105 @@ def test_a_model_too_large_for_a_device_is_placed_and_runs_as_placed(tmp_path: P
             assert there.grad is not None
             torch.testing.assert_close(here.grad.to("cpu"), there.grad, atol=1e-6, rtol=0)
     assert next(model.left.parameters()).device.type == "vdev"
+
+
+@pytest.mark.parametrize("extractor", ["export", "dispatch", "modules"])
+def test_a_model_that_runs_placed_is_extracted_as_before_and_stays_where_it_is(
+    extractor: str,
+) -> None:
+    device = torch.device("vdev", 0)
+    model, tokens = build()
+    model.left[2].weight = model.left[0].weight  # tied
+    step = Step.of(model, tokens)
+    expected = GraphArrays.from_graph(extract(step, extractor).graph).hash
+    model.left.to(device)
+    model.left[2].weight = model.left[0].weight  # torch unties them on the fake device
+    before = {name: id(tensor) for name, tensor in step.named_state().items()}
+    for given in (step, Step.of(model, tokens.to(device))):
+        found = extract(given, extractor)
+        assert GraphArrays.from_graph(found.graph).hash == expected
+        assert found.step is given
+    assert {name: id(tensor) for name, tensor in step.named_state().items()} == before
+    assert model.left[0].weight.device == device
+
+
+def test_what_is_timed_with_overlapping_copies_runs_with_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, tokens = build()
+    ran: list[str] = []
+    step = PlacedModule.step
+
+    def seen(module: PlacedModule, *batch: Any, **keywords: Any) -> Any:
+        ran.append(module.source)
+        return step(module, *batch, **keywords)
+
+    monkeypatch.setattr(PlacedModule, "step", seen)
+    found = placer.optimize(
+        model,
+        tokens,
+        devices="vdev:0,cpu",
+        memory={"vdev:0": 1 << 30, "cpu": 1 << 30},
+        pin={"left": "vdev:0", "right": "cpu"},
+        budget="20e",
+        policy=None,
+        overlap=True,
+        progress=False,
+    )
+    assert any("sending(" in source for source in ran)
+    assert "sending(" in placer.apply(model, found, overlap=True).source
+    assert "sending(" not in placer.apply(model, found).source
+
+
+def test_overlap_is_refused_where_nothing_overlaps() -> None:
+    model, tokens = build()
+    cluster = pair()
+    extraction = extract(Step.of(model, tokens), "modules")
+    with pytest.raises(ValueError, match="graph of modules runs the model's own code"):
+        rig_for(extraction, cluster, overlap=True)
+    graph = GraphArrays.from_graph(placeable(extraction).graph)
+    nowhere = np.zeros(len(graph.ids))
+    of_modules = Placement.of(graph, cluster, nowhere.astype(int), nowhere)
+    with pytest.raises(ValueError, match="graph of modules runs the model's own code"):
+        placer.apply(model, of_modules, tokens, extractor="modules", overlap=True)
+    core = discover(f"core:{min(os.sched_getaffinity(0))}")
+    with pytest.raises(ValueError, match="pinned cores have no copies to overlap"):
+        rig_for(extract(Step.of(model, tokens)), core, overlap=True)
+    ops = GraphArrays.from_graph(extract(Step.of(model, tokens)).graph)
+    zeros = np.zeros(len(ops.ids))
+    on_core = Placement.of(ops, core, zeros.astype(int), zeros)
+    with pytest.raises(ValueError, match="pinned cores have no copies to overlap"):
+        placer.apply(model, on_core, tokens, overlap=True)
+
+
+def test_a_model_that_runs_placed_can_be_placed_and_exported_anew(tmp_path: Path) -> None:
+    model, tokens = build()
+    alone = copy.deepcopy(model)(tokens).item()
+    place: Callable[..., placer.Optimization] = partial(
+        placer.optimize,
+        model,
+        tokens,
+        devices="vdev:0,cpu",
+        memory={"vdev:0": 1 << 30, "cpu": 1 << 30},
+        budget="50e",
+        policy=None,
+        progress=False,
+    )
+    other = tmp_path / "other.json"
+    place(pin={"left": "cpu", "right": "vdev:0", "table": "cpu"}).save(other)
+    first = place(pin={"left": "vdev:0", "right": "cpu"})
+    assert placer.apply(model, first)(tokens).item() == pytest.approx(alone, abs=1e-6)
+    assert model.left[0].weight.device.type == "vdev"
+    second = place(pin={"left": "cpu", "right": "vdev:0"})
+    assert model.left[0].weight.device.type == "vdev", "optimize leaves the model alone"
+    for placement in (second, other):
+        placed = placer.apply(model, placement, tokens)
+        assert placed(tokens).item() == pytest.approx(alone, abs=1e-6)
+        assert model.left[0].weight.device.type == "cpu"
+        assert model.right[0].weight.device.type == "vdev"
+    exported = placer.export_placement(model, other, "device-map", tokens, main_device="cpu")
+    assert exported.content["left"] == "cpu"
+    assert exported.content["right.0"] == "vdev:0"
 
 
 @pytest.mark.gpu

@@ -11,37 +11,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
-from torch import nn
 
 from graphs.extract import Extraction, extract
 from graphs.extract.forward import ForwardProgram
 from graphs.extract.keys import and_outer
-from graphs.extract.substitute import substituted
 
 
 def extracted_in_other_mode(extraction: Extraction) -> Extraction:
     """The extraction of the same model as inference, or of a step of inference as training.
 
-    Torch traces a model on one device: meanwhile it has its state on the host.
-
     Raises:
         ExtractionError: it cannot be extracted in that mode.
     """
     step = replace(extraction.step, training=not extraction.step.training, optimizer=None)
-    known: dict[int, torch.Tensor] = {}
-
-    def on_host(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device.type == "cpu":
-            return tensor
-        if id(tensor) not in known:
-            copied = tensor.detach().cpu()
-            if isinstance(tensor, nn.Parameter):
-                copied = nn.Parameter(copied, tensor.requires_grad)
-            known[id(tensor)] = copied
-        return known[id(tensor)]
-
-    with substituted(step, on_host):
-        return extract(step, extraction.extractor)
+    return extract(step, extraction.extractor)
 
 
 def devices_in_other_mode(

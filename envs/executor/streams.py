@@ -79,6 +79,8 @@ class _Trip:
         """Start the copy of the gradient; a stream that reads it waits, the CPU does not yet."""
         copy, self.event = _copied(gradient, self.source)
         if self.reader is not None:
+            # Earlier than need be: what else the source computes meanwhile waits, too. To wait
+            # where the gradient is read takes a node like _Awaited; to be tried on a GPU.
             self.reader.wait_event(self.event)
             copy.record_stream(self.reader)
         return copy

@@ -33,7 +33,7 @@ from envs.executor.messages import (
 )
 from envs.executor.resident import Resident
 from envs.executor.signals import Signals
-from envs.torch_devices import OUT_OF_MEMORY
+from envs.torch_devices import is_out_of_memory
 
 
 class Worker:
@@ -96,11 +96,6 @@ def serve(connection: Connection) -> None:
             except Exception as error:  # noqa: BLE001 - whatever an op raises goes to the parent
                 last = traceback.format_exception_only(error)[-1].strip()
                 connection.send(Failed(last, no_memory=is_out_of_memory(error)))
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether there was no memory for a tensor; of the CPU's, torch tells in words only."""
-    return isinstance(error, OUT_OF_MEMORY) or "can't allocate memory" in str(error)
 
 
 def _answer(worker: Worker, message: object) -> Done:

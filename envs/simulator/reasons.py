@@ -10,15 +10,24 @@ from envs.problem import Problem
 LARGEST_SHOWN = 3
 
 
-def why_full(problem: Problem, devices: NDArray[np.int32], peak_bytes: NDArray[np.int64]) -> str:
-    """Which devices lack how much memory and the largest ops there; "" where all fits."""
+def why_full(
+    problem: Problem,
+    devices: NDArray[np.int32],
+    peak_bytes: NDArray[np.int64],
+    room_bytes: NDArray[np.int64] | None = None,
+) -> str:
+    """Which devices lack how much memory and the largest ops there; "" where all fits.
+
+    ``room_bytes`` (D,) is what the devices have, if that is not what the problem says.
+    """
+    room = problem.memory_bytes if room_bytes is None else room_bytes
     return " ".join(
-        _lack(problem, devices, int(d), int(peak_bytes[d]))
-        for d in np.flatnonzero(peak_bytes > problem.memory_bytes)
+        _lack(problem, devices, int(d), int(peak_bytes[d]), int(room[d]))
+        for d in np.flatnonzero(peak_bytes > room)
     )
 
 
-def _lack(problem: Problem, devices: NDArray[np.int32], d: int, peak: int) -> str:
+def _lack(problem: Problem, devices: NDArray[np.int32], d: int, peak: int, room: int) -> str:
     graph = problem.graph
     here = np.flatnonzero(devices == d)
     size = graph.resident_bytes[here] + graph.output_bytes[here]
@@ -26,7 +35,6 @@ def _lack(problem: Problem, devices: NDArray[np.int32], d: int, peak: int) -> st
     shown = "; ".join(
         f"{graph.ids[here[k]]}, {human_bytes(int(size[k]))}" for k in largest if size[k] > 0
     )
-    room = int(problem.memory_bytes[d])
     ops = "1 op" if len(here) == 1 else f"{len(here)} ops"
     return (
         f"{problem.cluster.names[d]} needs {human_bytes(peak)} for {ops} but has "

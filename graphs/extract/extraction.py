@@ -8,7 +8,7 @@ and knows less about them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 import networkx as nx
@@ -25,6 +25,7 @@ from graphs.extract.modules import module_graph
 from graphs.extract.program import StepProgram
 from graphs.extract.refusals import first_line, sentences, unforeseen
 from graphs.extract.step import ExtractionError, Step, StepError
+from graphs.extract.substitute import on_host
 from graphs.extract.trial import check_runs
 from graphs.extract.units import Unit
 from graphs.extract.updates import with_optimizer
@@ -128,6 +129,9 @@ class Extraction:
 def extract(step: Step, extractor: str = AUTO) -> Extraction:
     """Extract the graph of one step.
 
+    Torch traces a model on one device, so meanwhile its state is on the host, wherever it is: a
+    model that runs placed can be placed anew.
+
     Args:
         step: the model and its example inputs.
         extractor: one of ``EXTRACTORS``, or "auto": the first that takes the step.
@@ -143,6 +147,11 @@ def extract(step: Step, extractor: str = AUTO) -> Extraction:
             f"there is no extractor {extractor!r}; give {AUTO} or one of {', '.join(EXTRACTORS)}"
         )
     check_step(step)
+    with on_host(step) as here:
+        return replace(_extracted(here, extractor), step=step)
+
+
+def _extracted(step: Step, extractor: str) -> Extraction:
     if extractor != AUTO:
         return _by(extractor, step, ())
     fell_back: list[FallBack] = []

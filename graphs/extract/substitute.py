@@ -42,6 +42,25 @@ def substituted(step: Step, of: Callable[[torch.Tensor], torch.Tensor]) -> Itera
 
 
 @contextlib.contextmanager
+def on_host(step: Step) -> Iterator[Step]:
+    """The step with all its tensors on the host, where models are traced; tied ones stay tied.
+
+    What is there already, or on the meta device, is not copied.
+    """
+    copies = _Copies(lambda tensor: tensor.detach().cpu())
+
+    def here(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.device.type in ("cpu", "meta"):
+            return leaf
+        return copies.of(leaf)
+
+    with substituted(step, here):
+        yield replace(
+            step, inputs=tree_map(here, step.inputs), keywords=tree_map(here, dict(step.keywords))
+        )
+
+
+@contextlib.contextmanager
 def in_its_mode(step: Step) -> Iterator[None]:
     """Switch a model that is not in the step's mode as a whole, and gradients on or off.
 
@@ -90,7 +109,7 @@ def on_copies(step: Step) -> Iterator[Step]:
         try:
             model, loss = copy.deepcopy((step.model, step.loss))
         except Exception:  # noqa: BLE001  # whatever the model's own code raises
-            with substituted(step, _Copies().of):
+            with substituted(step, _Copies(lambda tensor: tensor.detach().clone()).of):
                 yield with_distinct_inputs(step)
         else:
             yield with_distinct_inputs(replace(step, model=model, loss=loss))
@@ -99,16 +118,17 @@ def on_copies(step: Step) -> Iterator[Step]:
 class _Copies:
     """One copy of each tensor, so that tied parameters stay tied."""
 
-    def __init__(self) -> None:
+    def __init__(self, copied: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.copied = copied
         self.known: dict[int, torch.Tensor] = {}
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The copy of a tensor."""
         if id(tensor) not in self.known:
-            copied = tensor.detach().clone()
+            copied = self.copied(tensor)
             if isinstance(tensor, nn.Parameter):
                 copied = nn.Parameter(copied, tensor.requires_grad)
-            self.known[id(tensor)] = copied
+            self.known[id(tensor)] = copied.requires_grad_(tensor.requires_grad)
         return self.known[id(tensor)]
 
 

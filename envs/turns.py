@@ -1,0 +1,35 @@
+"""The turns of a placement that is measured in this process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from envs.measured import Measurement
+
+
+class Turns:
+    """What the turns of one placement gave, or why there are none."""
+
+    def __init__(self, failure: str, *, overfull: bool = False) -> None:
+        self.failure = failure
+        self.overfull = overfull
+        self.wall_s: list[float] = []
+        self.peak_bytes: dict[str, int] = {}
+
+    def keep_peaks(self, peaks: dict[str, int]) -> None:
+        """Add what was seen in one turn, {device name: bytes}: the largest counts."""
+        for name, size in peaks.items():
+            self.peak_bytes[name] = max(size, self.peak_bytes.get(name, 0))
+
+    def measurement(self, rounds: int) -> Measurement:
+        """What its first turns tell."""
+        wall_s: Any = np.array(self.wall_s[:rounds])
+        return Measurement(
+            wall_s=wall_s,
+            rebuilt_s=wall_s,
+            failure=self.failure,
+            peak_memory_bytes=dict(self.peak_bytes),
+            overfull=self.overfull,
+        )
