@@ -48,7 +48,7 @@ class Effort:
 
 FULL: Final = Effort(
     seeds=5,
-    search=Budget(seconds=10.0),
+    search=Budget(seconds=5.0),
     equal=(Budget(evaluations=1000), Budget(seconds=1.0)),
     planted=8,
     problems=None,
