@@ -60,6 +60,7 @@ def _run(args: argparse.Namespace, options: SyncOptions) -> int:
     from envs.placement import Placement
     from graphs.extract import ExtractionError
     from placer.parallel.data import FromFunction, MadeUp, Shards
+    from placer.parallel.liveness import StoppedError
     from placer.parallel.own_devices import on_own_devices
     from placer.parallel.planned import manner_of
     from placer.parallel.processes import own_rank, rank_count
@@ -88,7 +89,7 @@ def _run(args: argparse.Namespace, options: SyncOptions) -> int:
     run = Run(args=args, placement=placement, manner=manner, own=own, is_shared=is_shared)
     try:
         found = _train(run, step, batches)
-    except (ExtractionError, ValueError, OSError, RuntimeError) as error:
+    except (ExtractionError, ValueError, OSError, RuntimeError, StoppedError) as error:
         return fail(JOB_FAILED, f"rank {own_rank()}: {error}")
     if own_rank() == 0:
         _print(run, found)
@@ -156,7 +157,7 @@ def _train(run: Run, step: Step, batches: Batches) -> Trained:
     from envs.executor.seeds import spread_seed
     from envs.torch_devices import is_core, torch_device
     from placer.parallel.groups import check_same, groups_of_slots
-    from placer.parallel.liveness import Liveness
+    from placer.parallel.liveness import Liveness, StoppedError
     from placer.parallel.processes import joined, stop_on_sigterm
     from placer.parallel.registry import sync_named
     from placer.parallel.replica import placed_replica
@@ -169,17 +170,17 @@ def _train(run: Run, step: Step, batches: Batches) -> Trained:
         torch.cuda.set_device(cuda[0])  # where NCCL puts what has no device of its own
     nccl = bool(cuda) and not run.is_shared  # under which two ranks cannot share a GPU
     with joined(args.timeout_s, nccl=nccl) as store:
-        check_same("placements", run.essence)
-        check_same("the options of the run", json.dumps(run.settings | run.course))
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        if rank == 0:
-            _tell(run, ranks)
-        stop_on_sigterm()
         # before NCCL's own watchdog, which ends the process with words of its own
         silence_s = 0.8 * args.timeout_s if nccl else None
         liveness = Liveness(store, rank, ranks, silence_s=silence_s)
         replica: Replica | None = None
         try:
+            stop_on_sigterm()
+            check_same("placements", run.essence)
+            check_same("the options of the run", json.dumps(run.settings | run.course))
+            if rank == 0:
+                _tell(run, ranks)
             torch.manual_seed(spread_seed(args.seed, rank))  # dropout differs between replicas
             replica = placed_replica(step, run.own, args.extractor)
             names = [name for name in run.own.device_names if not is_core(name)]
@@ -199,7 +200,7 @@ def _train(run: Run, step: Step, batches: Batches) -> Trained:
                 liveness.at,
                 lambda number, loss: _hear(args, number, loss) if rank == 0 else None,
             )
-        except RuntimeError as error:
+        except (RuntimeError, StoppedError) as error:
             raise liveness.error(error) from error
         finally:
             if replica is not None:
