@@ -8,26 +8,24 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from dataclasses import replace
+from typing import TYPE_CHECKING, NoReturn
 
-from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail
+from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs
 from placer.parallel.arguments import build_parser
 from placer.parallel.options import SyncOptions
 from placer.parallel.registry import check_options
+from placer.parallel.request import Run
 
 if TYPE_CHECKING:
     import torch
 
-    from envs.placement import Placement
     from graphs.extract import Step
     from placer.parallel.data import Batches
-    from placer.parallel.planned import Manner
     from placer.parallel.replica import Replica
     from placer.parallel.training import Course, Trained
 
@@ -66,6 +64,10 @@ def _run(args: argparse.Namespace, options: SyncOptions) -> int:
     from placer.parallel.processes import own_rank, rank_count
     from placer.target import TargetError, load_function, load_step
 
+    outputs = {"--checkpoint": args.checkpoint, "--save": args.save}
+    why = why_not_outputs(outputs, {"--placement": args.placement})
+    if own_rank() == 0 and why is not None:
+        return fail(BAD_USAGE, why)
     try:
         placement = Placement.load(args.placement)
         manner = manner_of(
@@ -94,43 +96,6 @@ def _run(args: argparse.Namespace, options: SyncOptions) -> int:
     if own_rank() == 0:
         _print(run, found)
     return 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """What a rank was asked for."""
-
-    args: argparse.Namespace
-    placement: Placement  # as in its file
-    manner: Manner
-    own: Placement  # on the devices of this rank
-    is_shared: bool  # with other ranks of this host
-
-    @property
-    def essence(self) -> str:
-        """What the placement says, whoever made it."""
-        content = self.placement.to_dict()
-        keys = ("graph", "devices", "priority", "replicas")
-        return json.dumps({key: content.get(key) for key in keys})
-
-    @property
-    def course(self) -> dict[str, Any]:
-        """What one run may have otherwise than the one that it goes on from."""
-        return {name: getattr(self.args, name) for name in ("steps", "checkpoint_every", "resume")}
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What decides the losses."""
-        names = ("target", "data", "optimizer", "lr", "seed", "dtype", "extractor")
-        given = {name: getattr(self.args, name) for name in names}
-        options = self.manner.options
-        return given | {
-            "sync": self.manner.sync,
-            "accumulate": self.manner.accumulate,
-            "bucket_bytes": self.manner.bucket_bytes,
-            **{name: getattr(options, name) for name in options.given},
-            "placement": hashlib.sha256(self.essence.encode()).hexdigest()[:12],
-        }
 
 
 def _part_of(step: Step, parts: int) -> Step:
@@ -233,6 +198,7 @@ def _course(run: Run) -> Course:
         **run.course,
         checkpoint=None if path is None else Checkpoint(path, essence),
         accumulate=run.manner.accumulate,
+        save=run.args.save,
     )
 
 

@@ -48,6 +48,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint, if any")
     parser.add_argument(
+        "--save", type=Path, metavar="FILE", help="where rank 0 writes the model, as safetensors"
+    )
+    parser.add_argument(
         "--timeout-s",
         type=float,
         default=300.0,
