@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs
 from placer.parallel.arguments import build_parser
 from placer.parallel.options import SyncOptions
-from placer.parallel.registry import check_options
+from placer.parallel.registry import check_options, method_named
 from placer.parallel.request import Run
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ def _tell(run: Run, ranks: int) -> None:
     if run.manner.accumulate > 1:
         told.append(f"{run.manner.accumulate} passes a step")
     print(", ".join(told), file=sys.stderr)
-    for remark in run.manner.remarks:
+    for remark in (*run.manner.remarks, *_plain_steps(run)):
         print(remark, file=sys.stderr)
     if run.args.data is None:
         print("no --data: batches are made up, losses mean nothing", file=sys.stderr)
@@ -218,6 +218,19 @@ def _tell(run: Run, ranks: int) -> None:
             f"replicas of a host share {', '.join(run.own.device_names)}: there are no others here",
             file=sys.stderr,
         )
+
+
+def _plain_steps(run: Run) -> tuple[str, ...]:
+    """A sentence on the steps before the method begins, unless the user has said how many."""
+    steps, given = run.args.steps, run.manner.options.warmup_steps
+    plain = method_named(run.manner.sync).warmup_steps if given is None else given
+    if plain >= steps:
+        what = f"and this run has {steps}: give more --steps, or fewer --warmup-steps"
+    elif plain and given is None:
+        what = "unless --warmup-steps says otherwise"
+    else:
+        return ()
+    return (f"{run.manner.sync} begins after {plain} plain steps, {what}",)
 
 
 def _hear(args: argparse.Namespace, number: int, loss: float) -> None:

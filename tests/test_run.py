@@ -100,6 +100,27 @@ def test_replicas_train_as_one_process_and_say_what_they_do(tmp_path: Path) -> N
     assert not other
 
 
+@pytest.mark.parametrize(
+    ("steps", "given", "told"),
+    [
+        (2, [], "onebit begins after 200 plain steps, and this run has 2: give more --steps, or"),
+        (201, [], "onebit begins after 200 plain steps, unless --warmup-steps says otherwise\n"),
+        (2, ["--warmup-steps", "1"], ""),
+        (2, ["--warmup-steps", "2"], "after 2 plain steps, and this run has 2: give more --steps"),
+    ],
+)
+def test_a_run_says_when_its_method_begins(
+    steps: int, given: list[str], told: str, tmp_path: Path
+) -> None:
+    target = written(tmp_path)
+    placement = placed(f"{target}:build", tmp_path / "placement.json", "cpu")
+    options = arguments(target, placement, steps, sync="onebit")
+    [(code, _, err)] = on_ranks(1, rank, [*options, *given], joined=False)
+    assert code == 0, err
+    assert told in err
+    assert ("plain steps" in err) is bool(told)
+
+
 def planned(target: str, path: Path, names: Sequence[str], wanted: Replication) -> Replicas:
     """What the planner finds for a target on devices of this machine, written to a file."""
     cluster = present(names)
