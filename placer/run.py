@@ -8,26 +8,24 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from dataclasses import replace
+from typing import TYPE_CHECKING, NoReturn
 
-from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail
+from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs
 from placer.parallel.arguments import build_parser
 from placer.parallel.options import SyncOptions
-from placer.parallel.registry import check_options
+from placer.parallel.registry import check_options, method_named
+from placer.parallel.request import Run
 
 if TYPE_CHECKING:
     import torch
 
-    from envs.placement import Placement
     from graphs.extract import Step
     from placer.parallel.data import Batches
-    from placer.parallel.planned import Manner
     from placer.parallel.replica import Replica
     from placer.parallel.training import Course, Trained
 
@@ -60,11 +58,16 @@ def _run(args: argparse.Namespace, options: SyncOptions) -> int:
     from envs.placement import Placement
     from graphs.extract import ExtractionError
     from placer.parallel.data import FromFunction, MadeUp, Shards
+    from placer.parallel.liveness import StoppedError
     from placer.parallel.own_devices import on_own_devices
     from placer.parallel.planned import manner_of
     from placer.parallel.processes import own_rank, rank_count
     from placer.target import TargetError, load_function, load_step
 
+    outputs = {"--checkpoint": args.checkpoint, "--save": args.save}
+    why = why_not_outputs(outputs, {"--placement": args.placement})
+    if own_rank() == 0 and why is not None:
+        return fail(BAD_USAGE, why)
     try:
         placement = Placement.load(args.placement)
         manner = manner_of(
@@ -88,48 +91,11 @@ def _run(args: argparse.Namespace, options: SyncOptions) -> int:
     run = Run(args=args, placement=placement, manner=manner, own=own, is_shared=is_shared)
     try:
         found = _train(run, step, batches)
-    except (ExtractionError, ValueError, OSError, RuntimeError) as error:
+    except (ExtractionError, ValueError, OSError, RuntimeError, StoppedError) as error:
         return fail(JOB_FAILED, f"rank {own_rank()}: {error}")
     if own_rank() == 0:
         _print(run, found)
     return 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """What a rank was asked for."""
-
-    args: argparse.Namespace
-    placement: Placement  # as in its file
-    manner: Manner
-    own: Placement  # on the devices of this rank
-    is_shared: bool  # with other ranks of this host
-
-    @property
-    def essence(self) -> str:
-        """What the placement says, whoever made it."""
-        content = self.placement.to_dict()
-        keys = ("graph", "devices", "priority", "replicas")
-        return json.dumps({key: content.get(key) for key in keys})
-
-    @property
-    def course(self) -> dict[str, Any]:
-        """What one run may have otherwise than the one that it goes on from."""
-        return {name: getattr(self.args, name) for name in ("steps", "checkpoint_every", "resume")}
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What decides the losses."""
-        names = ("target", "data", "optimizer", "lr", "seed", "dtype", "extractor")
-        given = {name: getattr(self.args, name) for name in names}
-        options = self.manner.options
-        return given | {
-            "sync": self.manner.sync,
-            "accumulate": self.manner.accumulate,
-            "bucket_bytes": self.manner.bucket_bytes,
-            **{name: getattr(options, name) for name in options.given},
-            "placement": hashlib.sha256(self.essence.encode()).hexdigest()[:12],
-        }
 
 
 def _part_of(step: Step, parts: int) -> Step:
@@ -156,7 +122,7 @@ def _train(run: Run, step: Step, batches: Batches) -> Trained:
     from envs.executor.seeds import spread_seed
     from envs.torch_devices import is_core, torch_device
     from placer.parallel.groups import check_same, groups_of_slots
-    from placer.parallel.liveness import Liveness
+    from placer.parallel.liveness import Liveness, StoppedError
     from placer.parallel.processes import joined, stop_on_sigterm
     from placer.parallel.registry import sync_named
     from placer.parallel.replica import placed_replica
@@ -169,17 +135,17 @@ def _train(run: Run, step: Step, batches: Batches) -> Trained:
         torch.cuda.set_device(cuda[0])  # where NCCL puts what has no device of its own
     nccl = bool(cuda) and not run.is_shared  # under which two ranks cannot share a GPU
     with joined(args.timeout_s, nccl=nccl) as store:
-        check_same("placements", run.essence)
-        check_same("the options of the run", json.dumps(run.settings | run.course))
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        if rank == 0:
-            _tell(run, ranks)
-        stop_on_sigterm()
         # before NCCL's own watchdog, which ends the process with words of its own
         silence_s = 0.8 * args.timeout_s if nccl else None
         liveness = Liveness(store, rank, ranks, silence_s=silence_s)
         replica: Replica | None = None
         try:
+            stop_on_sigterm()
+            check_same("placements", run.essence)
+            check_same("the options of the run", json.dumps(run.settings | run.course))
+            if rank == 0:
+                _tell(run, ranks)
             torch.manual_seed(spread_seed(args.seed, rank))  # dropout differs between replicas
             replica = placed_replica(step, run.own, args.extractor)
             names = [name for name in run.own.device_names if not is_core(name)]
@@ -199,7 +165,7 @@ def _train(run: Run, step: Step, batches: Batches) -> Trained:
                 liveness.at,
                 lambda number, loss: _hear(args, number, loss) if rank == 0 else None,
             )
-        except RuntimeError as error:
+        except (RuntimeError, StoppedError) as error:
             raise liveness.error(error) from error
         finally:
             if replica is not None:
@@ -232,6 +198,7 @@ def _course(run: Run) -> Course:
         **run.course,
         checkpoint=None if path is None else Checkpoint(path, essence),
         accumulate=run.manner.accumulate,
+        save=run.args.save,
     )
 
 
@@ -242,7 +209,7 @@ def _tell(run: Run, ranks: int) -> None:
     if run.manner.accumulate > 1:
         told.append(f"{run.manner.accumulate} passes a step")
     print(", ".join(told), file=sys.stderr)
-    for remark in run.manner.remarks:
+    for remark in (*run.manner.remarks, *_plain_steps(run)):
         print(remark, file=sys.stderr)
     if run.args.data is None:
         print("no --data: batches are made up, losses mean nothing", file=sys.stderr)
@@ -251,6 +218,19 @@ def _tell(run: Run, ranks: int) -> None:
             f"replicas of a host share {', '.join(run.own.device_names)}: there are no others here",
             file=sys.stderr,
         )
+
+
+def _plain_steps(run: Run) -> tuple[str, ...]:
+    """A sentence on the steps before the method begins, unless the user has said how many."""
+    steps, given = run.args.steps, run.manner.options.warmup_steps
+    plain = method_named(run.manner.sync).warmup_steps if given is None else given
+    if plain >= steps:
+        what = f"and this run has {steps}: give more --steps, or fewer --warmup-steps"
+    elif plain and given is None:
+        what = "unless --warmup-steps says otherwise"
+    else:
+        return ()
+    return (f"{run.manner.sync} begins after {plain} plain steps, {what}",)
 
 
 def _hear(args: argparse.Namespace, number: int, loss: float) -> None:

@@ -13,12 +13,22 @@ from placer.parallel.data import numbers_of
 COUNTS = st.integers(1, 4)
 
 
-@given(batch=COUNTS, ranks=COUNTS, period=COUNTS, blocks=COUNTS, rest=st.integers(0, 3))
+@given(
+    batch=COUNTS,
+    ranks=COUNTS,
+    period=COUNTS,
+    blocks=COUNTS,
+    accumulate=COUNTS,
+    rest=st.integers(0, 3),
+)
 def test_a_sweep_takes_every_sample_of_its_blocks_once(
-    batch: int, ranks: int, period: int, blocks: int, rest: int
+    batch: int, ranks: int, period: int, blocks: int, accumulate: int, rest: int
 ) -> None:
-    samples = batch * ranks * period * blocks + min(rest, batch * ranks * period - 1)
-    serve = Blocks((torch.arange(samples),), batch=batch, ranks=ranks, period=period)
+    block = batch * ranks * period * accumulate
+    samples = block * blocks + min(rest, block - 1)
+    serve = Blocks(
+        (torch.arange(samples),), batch=batch, ranks=ranks, period=period, accumulate=accumulate
+    )
     assert serve.count == blocks
     for sweep in range(2):
         first = sweep * blocks * period
@@ -27,10 +37,30 @@ def test_a_sweep_takes_every_sample_of_its_blocks_once(
                 serve(number)[0]
                 for step in range(first, first + blocks * period)
                 for rank in range(ranks)
-                for number in numbers_of(step, rank, ranks)
+                for number in numbers_of(step, rank, ranks, accumulate)
             ]
         ).tolist()
-        assert len(taken) == len(set(taken)) == batch * ranks * period * blocks
+        assert len(taken) == len(set(taken)) == block * blocks
+
+
+@given(batch=COUNTS, ranks=COUNTS, period=COUNTS, accumulate=COUNTS, block=COUNTS)
+def test_a_rank_goes_through_a_shard_of_its_own_whatever_is_accumulated(
+    batch: int, ranks: int, period: int, accumulate: int, block: int
+) -> None:
+    """The same shards as those of longer blocks of steps without accumulation."""
+    data = (torch.arange(2 * batch * ranks * period * accumulate),)
+    serve = Blocks(data, batch=batch, ranks=ranks, period=period, accumulate=accumulate)
+    plain = Blocks(data, batch=batch, ranks=ranks, period=period * accumulate)
+    for rank in range(ranks):
+        own, expected = (
+            [
+                one(number)[0].tolist()
+                for step in range(block * steps, (block + 1) * steps)
+                for number in numbers_of(step, rank, ranks, passes)
+            ]
+            for one, steps, passes in ((serve, period, accumulate), (plain, plain.period, 1))
+        )
+        assert own == expected
 
 
 def test_a_block_is_shuffled_by_its_sweep_and_seed_and_comes_again() -> None:

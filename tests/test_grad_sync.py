@@ -283,6 +283,80 @@ def test_gradients_stay_views_of_the_bucket_whatever_is_done_to_them() -> None:
         assert parameter.grad.untyped_storage().data_ptr() == bucket.flat.data_ptr()
 
 
+LAYOUTS: dict[str, Tensor] = {
+    "contiguous": torch.empty(4, 3, 2, 2),
+    "channels last": torch.empty(4, 3, 2, 2).to(memory_format=torch.channels_last),
+    "transposed": torch.empty(3, 5).t(),
+    "single channel": torch.empty(4, 1, 2, 2).to(memory_format=torch.channels_last),
+    "part of another": torch.empty(4, 6)[:, :3],
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_gradient_has_the_strides_of_its_parameter_where_those_leave_no_gaps(name: str) -> None:
+    other, own = nn.Parameter(torch.zeros(7)), nn.Parameter(LAYOUTS[name])
+    [bucket] = filled_buckets({"own": own, "other": other}, 1 << 20, accumulate=1)
+    given = torch.arange(1.0, 1 + own.numel()).view(own.shape)
+    own.grad = given.clone()
+    bucket.adopt_all()
+    assert own.grad.untyped_storage().data_ptr() == bucket.flat.data_ptr()
+    assert torch.equal(own.grad, given)
+    assert bucket.flat[:7].tolist() == [0.0] * 7
+    assert set(bucket.flat[7:].tolist()) == set(given.flatten().tolist())
+    expected = own if name != "part of another" else given
+    assert own.grad.stride() == expected.stride()
+
+
+def convolutions(memory_format: torch.memory_format) -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 5, 3), nn.Flatten())
+    for own in layers.parameters():
+        if own.dim() == 4:
+            own.data = own.data.to(memory_format=memory_format)
+    return layers
+
+
+def images(number: int, ranks: int) -> list[list[Tensor]]:
+    flat = batches(number, ranks, 3 * 6 * 6, 5 * 2 * 2)
+    return [[x.view(-1, 3, 6, 6), y] for x, y in flat]
+
+
+def trained_convolutions() -> dict[str, Tensor]:
+    replica = convolutions(torch.channels_last)
+    sync = GradSync(replica, bucket_bytes=300)
+    sgd = torch.optim.SGD(replica.parameters(), lr=LR)
+    for number in range(3):
+        sync.zero_grad()
+        backward(mse(replica, images(number, dist.get_world_size())[dist.get_rank()]))
+        sync.finish()
+        sgd.step()
+    for own in replica.parameters():
+        assert own.grad is not None
+        assert own.grad.stride() == own.stride()
+    return parameters(replica)
+
+
+def test_replicas_whose_channels_come_last_train_as_one_process_does() -> None:
+    alone = convolutions(torch.contiguous_format)
+    sgd = torch.optim.SGD(alone.parameters(), lr=LR)
+    for number in range(3):
+        sgd.zero_grad()
+        mean_gradients(mse(alone, batch) for batch in images(number, 2))
+        sgd.step()
+    for found in on_ranks(2, trained_convolutions):
+        torch.testing.assert_close(found, parameters(alone), rtol=0, atol=1e-6)
+
+
+def replicas_of_other_strides() -> None:
+    last = dist.get_rank() == 1
+    GradSync(convolutions(torch.channels_last if last else torch.contiguous_format))
+
+
+def test_replicas_of_other_strides_are_refused() -> None:
+    with pytest.raises(RankError, match="the parameters to reduce: ranks differ, rank 0 has"):
+        on_ranks(2, replicas_of_other_strides)
+
+
 def failing_rank() -> None:
     if dist.get_rank() == 1:
         raise LookupError("on purpose")

@@ -47,6 +47,13 @@ def test_two_ranks_that_fall_silent_are_both_named(ranks: list[Liveness]) -> Non
     assert str(ranks[2].error(RuntimeError("x"))).startswith("ranks 0, 1 died or hang: pid ")
 
 
+def test_a_rank_that_never_gave_a_sign_is_named_at_once(store: Store) -> None:
+    alone = Liveness(store, 0, 2, INTERVAL_S)
+    told = str(alone.error(RuntimeError("x")))
+    alone.close()
+    assert told.startswith("rank 1 died or hangs: never heard of (step 0 of rank 0 failed: x)")
+
+
 def test_a_rank_that_lets_others_wait_but_lives_is_named_as_such(ranks: list[Liveness]) -> None:
     for waiting in (0, 2):
         ranks[waiting].at(7)

@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from placer.parallel.bucket import Bucket, filled_buckets
 from placer.parallel.ddp import ddp_hook
 from placer.parallel.grad_sync import GradSync
-from placer.parallel.hierarchical import Hierarchical, levels_here
+from placer.parallel.groups import new_group
+from placer.parallel.hierarchical import Hierarchical, levels_of
 from placer.parallel.onebit import OneBit
 from placer.parallel.powersgd import PowerSgd
 from placer.parallel.reductions import AllReduce, HalfPrecision, HookReduction, Reduction
@@ -97,11 +98,42 @@ def test_levels_that_do_not_fit_the_ranks_are_refused() -> None:
         on_ranks(2, reduced, partial(Hierarchical, levels=(2, 3)))
 
 
-def test_levels_come_from_the_environment_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert levels_here(4) == (4,)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert levels_here(4) == (2, 2)
-    assert levels_here(2) == (2,)
+@pytest.mark.parametrize(
+    ("hosts", "levels"),
+    [
+        ("aaaa", (4,)),
+        ("abcd", (4,)),
+        ("aabb", (2, 2)),
+        ("aabbcc", (2, 3)),
+        ("aaabbb", (3, 2)),
+        ("abab", (4,)),  # no neighbours
+        ("aaab", (4,)),
+        ("aabbc", (5,)),
+        ("abba", (4,)),
+        ("a", (1,)),
+    ],
+)
+def test_levels_are_the_ranks_of_a_host_and_hosts_where_all_have_as_many(
+    hosts: str, levels: tuple[int, ...]
+) -> None:
+    assert levels_of(list(hosts)) == levels
+
+
+def levels_of_groups() -> dict[str, tuple[int, ...]]:
+    """By default, on four hosts of two ranks each, as far as their names go."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("socket.gethostname", lambda: f"host{rank // 2}")
+        patch.setenv("LOCAL_WORLD_SIZE", "2")
+        of_host = new_group([rank - rank % 2, rank - rank % 2 + 1])
+        across = new_group(range(rank % 2, ranks, 2))
+        groups = {"all": None, "of a host": of_host, "across": across}
+        return {name: Hierarchical(group).levels for name, group in groups.items()}
+
+
+def test_a_group_that_is_not_all_ranks_has_levels_of_its_own() -> None:
+    expected = {"all": (2, 4), "of a host": (2,), "across": (4,)}
+    assert on_ranks(8, levels_of_groups) == [expected] * 8
 
 
 def one_bit_steps(steps: int) -> tuple[list[Tensor], dict[str, Any]]:

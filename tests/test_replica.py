@@ -13,7 +13,8 @@ from envs.placement import Placement
 from envs.reduction import Reduction
 from envs.replica_set import Replicas
 from placer.parallel.data import FromFunction, MadeUp, Shards, numbers_of
-from placer.parallel.options import SyncOptions
+from placer.parallel.launching import launch_command
+from placer.parallel.options import WARMUP_STEPS, SyncOptions
 from placer.parallel.own_devices import on_next_devices, on_own_group
 from placer.parallel.planned import manner_of
 
@@ -148,6 +149,14 @@ def test_what_was_planned_is_what_runs(reduction: Reduction, sync: str, remark: 
     assert manner.options.period == (4 if reduction.every > 1 else None)
     assert remark in " ".join(manner.remarks)
     assert bool(remark) == bool(manner.remarks)
+
+
+def test_what_is_to_be_started_comes_to_send_bits_where_they_were_planned() -> None:
+    groups = (("cuda:0",), ("cuda:1",))
+    plain = Replicas(groups=groups, reduction=Reduction(payload="bf16"))
+    bits = Replicas(groups=groups, reduction=Reduction(payload="1-bit"))
+    assert launch_command(plain, "m.py:build").endswith(" --steps 100")
+    assert launch_command(bits, "m.py:build").endswith(f" --steps {WARMUP_STEPS + 100}")
 
 
 def test_what_the_user_says_wins_over_the_plan() -> None:

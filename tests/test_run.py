@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import subprocess
@@ -16,17 +14,15 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from ranks import RankError, on_ranks
+from ranks import on_ranks
+from runs import arguments, placed, ran, rank, written
 from torch import Tensor
 
 from envs.cluster import Link
 from envs.discover import present
-from envs.placement import Placement
 from envs.reduction import Reduction
 from envs.replica_set import Batch, Replicas
-from graphs.extract import Step, extract
-from graphs.extract.call_graph import call_graph
-from graphs.graph import GraphArrays
+from graphs.extract import Step
 from placer import run
 from placer.parallel.state_file import read_state
 from placer.pipeline import Options
@@ -35,71 +31,7 @@ from placer.replication import plan_step
 from placer.search.budget import Budget
 from placer.target import load_function, load_step
 
-TARGET = """
-import os, signal, torch
-from torch import nn
-from torch.nn import functional as F
-from placer.parallel import Blocks
-
-def build():
-    model = nn.Sequential(
-        nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout({dropout}), nn.Linear(16, 4)
-    )
-    return model, (torch.randn(4, 6), torch.randn(4, 4)), F.mse_loss
-
-def batch(number):
-    random = torch.Generator().manual_seed(number)
-    x = torch.randn(4, 6, generator=random)
-    return x, x[:, :4].sin()
-
-def same(number):
-    return batch(0)
-
-x = torch.linspace(-2, 2, 60 * 6).view(60, 6)
-blocks = Blocks((x, x[:, :4].sin()), batch=4, ranks=2, period=3)
-
-def deadly(number):
-    mark = __file__ + ".died"
-    if number == {deadly} and not os.path.exists(mark):
-        open(mark, "w").close()
-        os.kill(os.getpid(), signal.{signal})
-    return batch(number)
-"""
 NORM = "nn.BatchNorm1d(16), "  # statistics are of a pass
-
-
-def written(folder: Path, dropout: float = 0.0, deadly: int = -1, signal: str = "SIGKILL") -> str:
-    text = TARGET.format(dropout=dropout, deadly=deadly, signal=signal)
-    (folder / "target.py").write_text(text)
-    return str(folder / "target.py")
-
-
-def placed(target: str, path: Path, *names: str, shift: int = 0) -> Path:
-    """A placement of the target's ops on devices in turn, groups on the first."""
-    extraction = extract(load_step(target, training=True))
-    is_core = names[0].startswith("core")
-    graph = GraphArrays.from_graph(extraction.graph if is_core else call_graph(extraction).graph)
-    devices = (np.arange(len(graph)) + shift) % len(names)
-    devices[graph.group >= 0] = 0
-    Placement.of(graph, present(names), devices, np.zeros(len(graph))).save(path)
-    return path
-
-
-def rank(arguments: Sequence[str]) -> tuple[int, str, str]:
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = run.main(arguments)
-    return code, out.getvalue(), err.getvalue()
-
-
-def ran(ranks: int, *arguments: str) -> dict[str, Any]:
-    """The JSON that rank 0 prints."""
-    results = on_ranks(ranks, rank, [*arguments, "--json"], joined=False)
-    for code, _, err in results:
-        assert code == 0, err
-    assert all(not out for _, out, _ in results[1:])
-    found: dict[str, Any] = json.loads(results[0][1])
-    return found
 
 
 def losses_in_one_process(target: str, data: str, steps: int, ranks: int, lr: float) -> list[float]:
@@ -122,18 +54,6 @@ def loss_of(step: Step, inputs: Any) -> Tensor:
     given = Step.of(step.model, inputs, step.loss)
     output = step.model(*given.model_inputs, **given.keywords)
     return output if step.loss is None else step.loss(output, given.inputs[-1])
-
-
-def arguments(target: str, placement: Path, steps: int, **options: object) -> list[str]:
-    given = [
-        text
-        for key, value in options.items()
-        for text in (f"--{key.replace('_', '-')}", str(value))
-    ]
-    return [
-        *(f"{target}:build", "--placement", str(placement), "--steps", str(steps)),
-        *("--lr", "0.1", *given),
-    ]
 
 
 NMT = """
@@ -178,6 +98,27 @@ def test_replicas_train_as_one_process_and_say_what_they_do(tmp_path: Path) -> N
     expected = losses_in_one_process(f"{target}:build", f"{target}:batch", 5, 2, 0.1)
     np.testing.assert_allclose(told, expected, rtol=1e-5)
     assert not other
+
+
+@pytest.mark.parametrize(
+    ("steps", "given", "told"),
+    [
+        (2, [], "onebit begins after 200 plain steps, and this run has 2: give more --steps, or"),
+        (201, [], "onebit begins after 200 plain steps, unless --warmup-steps says otherwise\n"),
+        (2, ["--warmup-steps", "1"], ""),
+        (2, ["--warmup-steps", "2"], "after 2 plain steps, and this run has 2: give more --steps"),
+    ],
+)
+def test_a_run_says_when_its_method_begins(
+    steps: int, given: list[str], told: str, tmp_path: Path
+) -> None:
+    target = written(tmp_path)
+    placement = placed(f"{target}:build", tmp_path / "placement.json", "cpu")
+    options = arguments(target, placement, steps, sync="onebit")
+    [(code, _, err)] = on_ranks(1, rank, [*options, *given], joined=False)
+    assert code == 0, err
+    assert told in err
+    assert ("plain steps" in err) is bool(told)
 
 
 def planned(target: str, path: Path, names: Sequence[str], wanted: Replication) -> Replicas:
@@ -324,41 +265,6 @@ def test_dropout_on_pinned_cores_goes_on_from_a_checkpoint_and_differs_between_r
     assert mine != theirs  # of the same batch and the same model
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_rank_that_is_killed_is_named_and_the_run_can_go_on(ranks: int, tmp_path: Path) -> None:
-    target = written(tmp_path, dropout=0.2, deadly=ranks * 7 + 1)  # rank 1, step 7
-    placement = placed(f"{target}:build", tmp_path / "placement.json", "cpu")
-    options: dict[str, object] = {"checkpoint": tmp_path / "run.json", "checkpoint_every": 3}
-    data = f"{target}:deadly"
-    given = arguments(target, placement, 10, data=data, timeout_s=20, **options)
-    with pytest.raises(RankError, match="rank 1: it died without a word"):
-        on_ranks(ranks, told_to, tmp_path / "told", given, joined=False)
-    for other in {*range(ranks)} - {1}:
-        told = (tmp_path / f"told.{other}").read_text()
-        assert f"rank {other}: rank 1 died or hangs: pid " in told
-        assert f"(step 7 of rank {other} failed: " in told
-    again = ran(ranks, *given, "--resume")
-    assert again["first_step"] == 6
-    assert again["losses"] == ran(ranks, *given[: given.index("--checkpoint")])["losses"]
-
-
-def told_to(path: Path, given: list[str]) -> None:
-    """Run, and write down what is told: the test is over when a rank is gone."""
-    code, _, err = rank(given)
-    path.with_suffix(f".{os.environ['RANK']}").write_text(err)
-    assert code == 1
-
-
-@pytest.mark.slow
-def test_a_rank_that_stands_still_is_named_after_the_timeout(tmp_path: Path) -> None:
-    target = written(tmp_path, deadly=2 * 7 + 1, signal="SIGSTOP")
-    placement = placed(f"{target}:build", tmp_path / "placement.json", "cpu")
-    given = arguments(target, placement, 10, data=f"{target}:deadly", timeout_s=4)
-    with pytest.raises(RankError, match="rank 1: no result after"):
-        on_ranks(2, told_to, tmp_path / "told", given, joined=False, timeout_s=30.0)
-    assert "rank 0: rank 1 died or hangs: pid " in (tmp_path / "told.0").read_text()
-
-
 def with_own_placement(folder: Path, given: list[str]) -> tuple[int, str, str]:
     own = str(folder / f"placement{int(os.environ['RANK']) == 1:d}.json")
     return rank([own if text == "PLACEMENT" else text for text in given])
@@ -454,24 +360,3 @@ def test_help_lists_the_ways_without_loading_torch() -> None:
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "bmuf-classic  averaging with classical momentum" in told.stdout
     assert told.stdout.endswith("False\n")
-
-
-@pytest.mark.slow
-def test_torchrun_starts_a_run_again_whose_killed_rank_is_named(tmp_path: Path) -> None:
-    target = written(tmp_path, dropout=0.2, deadly=2 * 7 + 1)
-    placement = placed(f"{target}:build", tmp_path / "placement.json", "cpu")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    kept: dict[str, object] = {"checkpoint": tmp_path / "run.json", "checkpoint_every": 3}
-    given = arguments(target, placement, 10, data=f"{target}:deadly", timeout_s=60, **kept)
-    found = subprocess.run(
-        [*launcher, "--max-restarts", "1", "-m", "placer.run", *given, "--resume", "--json"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=180,
-    )
-    assert found.returncode == 0, found.stderr
-    assert "placer: rank 0: rank 1 died or hangs: pid " in found.stderr
-    again = json.loads(found.stdout)
-    assert again["first_step"] == 6
-    assert again["losses"] == ran(2, *given[: given.index("--checkpoint")])["losses"]

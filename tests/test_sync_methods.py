@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import RankError, on_ranks
-from replicas import backward, batches, mlp, mse, own_batch, parameters
+from replicas import backward, batches, mlp, model, mse, own_batch, parameters
 from torch import Tensor
 
 from placer.parallel import Setup, SyncOptions, sync_named
@@ -56,6 +56,37 @@ def test_a_method_trains_and_leaves_all_ranks_with_one_model(name: str) -> None:
         assert before == results[0][0][0]  # all begin as rank 0
         assert after < 0.9 * before
         torch.testing.assert_close(found, results[0][1], rtol=0, atol=0)
+
+
+def parameters_that_moved(name: str) -> set[str]:
+    """Of a model with a frozen layer; weight decay moves whatever the optimizer is given."""
+    replica = model()
+    before = parameters(replica)
+    decaying = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
+    setup = Setup(module=replica, make_optimizer=decaying, options=options_of(name))
+    sync = sync_named(name, setup)
+    for number in range(4):
+        sync.zero_grad()
+        backward(mse(replica, own_batch(number)))
+        sync.step()
+    sync.finish()
+    return {key for key, own in parameters(replica).items() if not torch.equal(own, before[key])}
+
+
+@pytest.mark.parametrize("name", ["allreduce", "bmuf", "asgd"])
+def test_frozen_parameters_stay_bit_for_bit_what_they_are(name: str) -> None:
+    for moved in on_ranks(3, parameters_that_moved, name):
+        assert {"first.weight", "last.weight"} <= moved
+        assert not moved & {"frozen.weight", "frozen.bias"}
+
+
+def all_frozen() -> None:
+    sync_named("asgd", Setup(module=mlp().requires_grad_(False), make_optimizer=sgd))
+
+
+def test_a_server_of_nothing_is_refused() -> None:
+    with pytest.raises(RankError, match="no parameter needs a gradient"):
+        on_ranks(1, all_frozen)
 
 
 def test_gradients_for_the_server_are_counted_and_may_be_stale() -> None:

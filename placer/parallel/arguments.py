@@ -7,6 +7,7 @@ from pathlib import Path
 
 from graphs.precision import FULL
 from placer.cli.arguments import add_extractor, count, dtype, seed
+from placer.parallel.options import WARMUP_STEPS
 from placer.parallel.registry import DEFAULT, METHODS
 
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
@@ -48,6 +49,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint, if any")
     parser.add_argument(
+        "--save", type=Path, metavar="FILE", help="where rank 0 writes the model, as safetensors"
+    )
+    parser.add_argument(
         "--timeout-s",
         type=float,
         default=300.0,
@@ -72,7 +76,12 @@ def _add_sync(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="batches of a step of a rank, whose gradients are averaged (default: as planned)",
     )
-    group.add_argument("--warmup-steps", type=int, metavar="N", help="plain steps before it begins")
+    group.add_argument(
+        "--warmup-steps",
+        type=int,
+        metavar="N",
+        help=f"plain steps before it begins (default: {WARMUP_STEPS} of powersgd and onebit)",
+    )
     group.add_argument("--period", type=count, metavar="N", help="steps of a block")
     group.add_argument("--block-momentum", type=float, metavar="X", help="0 .. 1")
     group.add_argument("--block-rate", type=float, metavar="X", help="times the update of a block")

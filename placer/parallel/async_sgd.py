@@ -35,13 +35,16 @@ class AsyncSgd:
         """Start the server on rank 0.
 
         Raises:
-            ValueError: parameters have several dtypes, or only some of the ranks are fellows.
+            ValueError: parameters that need gradients have several dtypes or there are none, or
+                only some of the ranks are fellows.
         """
         for device in {parameter.device for parameter in setup.module.parameters()}:
             check_is_all(setup.group_of(device))
         broadcast_state(setup.module, setup.group_of)
         self._module = setup.module
-        self._parameters = list(setup.module.parameters())
+        self._parameters = [own for own in setup.module.parameters() if own.requires_grad]
+        if not self._parameters:
+            raise ValueError("no parameter needs a gradient: there is nothing for a server to do")
         if len(dtypes := {parameter.dtype for parameter in self._parameters}) > 1:
             raise ValueError(f"asgd needs parameters of one dtype, not of {len(dtypes)}")
         self._group = new_group(backend="gloo")

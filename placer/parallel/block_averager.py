@@ -63,8 +63,9 @@ class BlockAverager:
     """Lets workers train alone for a block of steps, then gives them a common model.
 
     Call :meth:`after_step` after each step of the worker's own optimizer, and :meth:`finish` at the
-    end. Parameters stay the same objects in the same memory. Buffers of floating point, running
-    statistics for one, become their mean at the end of each block.
+    end. Parameters stay the same objects in the same memory; those that need no gradient are left
+    alone. Buffers of floating point, running statistics for one, become their mean at the end of
+    each block.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class BlockAverager:
         self.steps = 0
         self.inner = inner
         self._mean = mean or mean_of_ranks
-        self._parameters = _by_kind(module.parameters())
+        self._parameters = _by_kind(own for own in module.parameters() if own.requires_grad)
         self._buffers = _by_kind(b for b in module.buffers() if b.is_floating_point())
         self._base = [nn.Parameter(flat_of(group)) for group in self._parameters]  # W_g
         momentum = update.momentum_of(workers or dist.get_world_size())

@@ -26,6 +26,7 @@ class Blocks:
         batch: int,
         ranks: int,
         period: int,
+        accumulate: int = 1,
         seed: int = 0,
     ) -> None:
         """Divide the data.
@@ -33,8 +34,10 @@ class Blocks:
         Args:
             data: tensors (N, ...), in the order of a step's inputs.
             batch: samples of a batch.
-            ranks: shards of a block.
-            period: batches of a shard, the period of the averages.
+            ranks: shards of a block; 1 where ranks share each batch, as a plan with ``--batch
+                global`` has it.
+            period: steps of a block, the period of the averages.
+            accumulate: batches of a step of each rank, that of the run.
             seed: of the order of samples.
 
         Raises:
@@ -48,21 +51,25 @@ class Blocks:
         self.batch = batch
         self.ranks = ranks
         self.period = period
+        self.accumulate = accumulate
         self.seed = seed
-        self.block = batch * ranks * period
+        self.block = batch * ranks * period * accumulate
         self.count = self.samples // self.block
         if not self.count:
             raise ValueError(
-                f"{self.samples} samples fill no block of {ranks} x {period} batches of {batch}"
+                f"{self.samples} samples fill no block of {ranks} x {period * accumulate} batches "
+                f"of {batch}"
             )
         self._order = (-1, torch.empty(0, dtype=torch.long))  # of the last sweep
 
     def __call__(self, number: int) -> tuple[torch.Tensor, ...]:
-        """Batch ``number``: in a step every rank takes one, in their order."""
-        step, rank = divmod(number, self.ranks)
+        """Batch ``number``: in a step every rank takes its own, in their order."""
+        turn, part = divmod(number, self.accumulate)
+        step, rank = divmod(turn, self.ranks)
         block, at = divmod(step, self.period)
         sweep, place = divmod(block, self.count)
-        first = place * self.block + (rank * self.period + at) * self.batch
+        passes = (rank * self.period + at) * self.accumulate + part
+        first = place * self.block + passes * self.batch
         chosen = self._shuffled(sweep)[first : first + self.batch]
         return tuple(tensor[chosen] for tensor in self.data)
 

@@ -55,7 +55,10 @@ class Named:
 
 
 class Bucket:
-    """Some parameters of one device and dtype; their gradients are views of ``flat``."""
+    """Some parameters of one device and dtype; their gradients are views of ``flat``.
+
+    Each has its elements there in the order of the parameter's own memory, channels last for one.
+    """
 
     def __init__(self, members: Sequence[Named], accumulate: int) -> None:
         first = members[0].parameter
@@ -65,7 +68,10 @@ class Bucket:
         self.flat = torch.zeros(size, device=first.device, dtype=first.dtype)
         self.pending: Pending | None = None
         self.place = (0, True)  # index in its queue, whether it is the last
-        self._views = self._pieces(self.flat)
+        self._views = [
+            _laid_out(piece, member.parameter)
+            for piece, member in zip(self._pieces(self.flat), members, strict=True)
+        ]
         self._arrived = [0] * len(members)
         self._missing = 0
         self.begin()
@@ -136,8 +142,8 @@ class Bucket:
         self._buffer = buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """Views of the buffer, shaped as the parameters."""
-        return list(self._views) if self._buffer is self.flat else self._pieces(self._buffer)
+        """Views of the buffer, shaped as the parameters; contiguous, as DDP has them."""
+        return self._pieces(self._buffer)
 
     def parameters(self) -> list[torch.Tensor]:
         """The parameters, in the order of the buffer."""
@@ -149,6 +155,14 @@ class Bucket:
             piece.view_as(member.parameter)
             for piece, member in zip(torch.split(flat, sizes), self.members, strict=True)
         ]
+
+
+def _laid_out(piece: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+    """A contiguous view with the strides of a parameter, as autograd wants it; if that is dense."""
+    dense = torch.empty_like(parameter, device="meta").stride()  # keeps only such strides
+    if parameter.stride() != dense:
+        return piece
+    return piece.as_strided(piece.shape, dense)
 
 
 def filled_buckets(

@@ -7,6 +7,7 @@ killed at any time has the checkpoint before. Ranks on several hosts need a fold
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +52,7 @@ class Checkpoint:
             }
             write_whole(self.path, json.dumps(content, indent=1) + "\n")
         dist.barrier()
-        for old in self.path.parent.glob(f"{self.path.name}.*.{rank}"):
+        for old in self._all_of_rank(rank):
             if old != self._of_rank(step, rank):
                 old.unlink()
 
@@ -82,6 +83,11 @@ class Checkpoint:
             if given != now:
                 raise ValueError(f"{self.path} is of a run with {name} {given}, this one has {now}")
         return step, read_state(self._of_rank(step, dist.get_rank()))
+
+    def _all_of_rank(self, rank: int) -> list[Path]:
+        """States of any step; ``FILE.big.6.0`` is one of another run, that of ``FILE.big``."""
+        form = re.compile(rf"{re.escape(self.path.name)}\.[0-9]+\.{rank}")
+        return [path for path in self.path.parent.iterdir() if form.fullmatch(path.name)]
 
     def _of_rank(self, step: int, rank: int) -> Path:
         return self.path.with_name(f"{self.path.name}.{step}.{rank}")

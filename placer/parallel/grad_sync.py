@@ -64,7 +64,7 @@ class GradSync:
             broadcast: take parameters and buffers over from the first rank.
 
         Raises:
-            ValueError: nothing needs a gradient, or replicas differ in shapes or devices.
+            ValueError: nothing needs a gradient, or replicas differ in shapes, strides or devices.
         """
         self.accumulate = accumulate
         self.buckets = filled_buckets(dict(module.named_parameters()), bucket_bytes, accumulate)
@@ -154,6 +154,6 @@ def _form(queue: list[Bucket]) -> str:
     members = [(bucket, member) for bucket in queue for member in bucket.members]
     return "; ".join(
         f"{bucket.flat.device.type} {member.name} {tuple(member.parameter.shape)} "
-        f"{member.parameter.dtype}"
+        f"{member.parameter.stride()} {member.parameter.dtype}"
         for bucket, member in members
     )

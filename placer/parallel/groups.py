@@ -15,14 +15,19 @@ def check_same(what: str, own: str, group: dist.ProcessGroup | None = None) -> N
     Raises:
         ValueError: on every rank, when they differ; names ``what``, and which ranks have which.
     """
+    found = digests(own, group)
+    members = dist.get_process_group_ranks(group)
+    if len(set(found)) > 1:
+        raise ValueError(f"{what}: ranks differ, {_told(dict(zip(members, found, strict=True)))}")
+
+
+def digests(own: str, group: dist.ProcessGroup | None = None) -> list[str]:
+    """SHA-256 of the text that each rank of a group has, in hexadecimal digits."""
     digest = hashlib.sha256(own.encode()).digest()
     mine = torch.tensor(list(digest), dtype=torch.uint8, device=wire_device(group))
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(every, mine, group=group)
-    found = [bytes(one.tolist()).hex() for one in every]
-    members = dist.get_process_group_ranks(group)
-    if len(set(found)) > 1:
-        raise ValueError(f"{what}: ranks differ, {_told(dict(zip(members, found, strict=True)))}")
+    return [bytes(one.tolist()).hex() for one in every]
 
 
 def wire_device(group: dist.ProcessGroup | None) -> torch.device:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
+import socket
 from collections.abc import Sequence
 
 import torch
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from placer.parallel.bucket import GradientBucket, Pending
-from placer.parallel.groups import new_group
+from placer.parallel.groups import digests, new_group
 from placer.parallel.reductions import OfGroup, Then, all_gather, begun, reduce_scatter
 
 
@@ -28,15 +28,15 @@ class Hierarchical(OfGroup):
         """Make the process groups of all levels.
 
         Args:
-            group: of all ranks.
+            group: of the ranks, None is all.
             levels: ranks at each level, innermost first, such as (4, 8): 8 nodes of 4. By default
-                the ranks of this host, then the hosts, as torchrun tells them.
+                the ranks of the group on each host, then the hosts.
 
         Raises:
             ValueError: the levels do not multiply to the ranks of the group.
         """
         super().__init__(group)
-        self.levels = tuple(levels or levels_here(self.ranks))
+        self.levels = tuple(levels or levels_of(digests(socket.gethostname(), group)))
         if math.prod(self.levels) != self.ranks:
             raise ValueError(
                 f"levels {'x'.join(map(str, self.levels))} have {math.prod(self.levels)} ranks, "
@@ -64,10 +64,18 @@ class Hierarchical(OfGroup):
         return Then(work, lambda: flat.copy_(_gathered(part, inner, outer, len(flat))))
 
 
-def levels_here(ranks: int) -> tuple[int, ...]:
-    """Ranks of a host and hosts, as torchrun's environment tells them; one level elsewhere."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    return (local, ranks // local) if 0 < local < ranks and ranks % local == 0 else (ranks,)
+def levels_of(hosts: Sequence[str]) -> tuple[int, ...]:
+    """Ranks of a host and hosts, where every host has as many ranks and they are neighbours.
+
+    Elsewhere, and where hosts have a single one, it is one level of all.
+
+    >>> levels_of(["a", "a", "b", "b", "c", "c"]), levels_of(["a", "b"]), levels_of(["a", "a", "b"])
+    ((2, 3), (2,), (3,))
+    """
+    ranks, count = len(hosts), len(set(hosts))
+    inside = ranks // count
+    are_neighbours = all(hosts[i] == hosts[i - i % inside] for i in range(ranks))
+    return (inside, count) if 1 < inside < ranks == inside * count and are_neighbours else (ranks,)
 
 
 def _gathered(

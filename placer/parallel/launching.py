@@ -5,18 +5,24 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from envs.host_names import hosts_of
+from placer.parallel.planned_method import method_of
+from placer.parallel.registry import method_named
 
 if TYPE_CHECKING:
     from envs.replica_set import Replicas
+
+STEPS: Final = 100
 
 
 def launch_command(
     plan: Replicas, target: str, placement: str | Path = "placement.json", *options: str
 ) -> str:
     """What starts a rank for every replica, on each host as many as it has replicas.
+
+    It trains for 100 steps of what was planned, after those that its method begins with.
 
     >>> from envs.replica_set import Replicas
     >>> launch_command(Replicas(groups=(("cuda:0",), ("cuda:1",))), "model.py:build", "p.json")
@@ -27,7 +33,8 @@ def launch_command(
     if len(ranks) > 1:
         launcher += [f"--nnodes={len(ranks)}", "--rdzv-backend=c10d", "--rdzv-endpoint=HOST:29500"]
     launcher += [f"--nproc-per-node={max(ranks.values())}"]
-    run = ["-m", "placer.run", target, "--placement", str(placement), "--steps", "100"]
+    steps = STEPS + method_named(method_of(plan.reduction)[0]).warmup_steps
+    run = ["-m", "placer.run", target, "--placement", str(placement), "--steps", str(steps)]
     return shlex.join([*launcher, *run, *options])
 
 

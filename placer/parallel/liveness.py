@@ -26,8 +26,11 @@ class PeerError(RuntimeError):
     """Other ranks are gone or hang; the message names them."""
 
 
-class StoppedError(RuntimeError):
-    """The launcher ends this rank; it does so when another one has failed."""
+class StoppedError(BaseException):
+    """The launcher ends this rank; it does so when another one has failed.
+
+    It may come up anywhere, and who tries what may fail, an extractor for one, must let it pass.
+    """
 
 
 def leave(told: str) -> None:
@@ -93,7 +96,7 @@ class Liveness:
         self._ended.set()
         self._thread.join()
 
-    def error(self, failure: RuntimeError) -> RuntimeError:
+    def error(self, failure: RuntimeError | StoppedError) -> RuntimeError | StoppedError:
         """What a failure means: who is gone or lets others wait; or else the failure as it is.
 
         Takes a few intervals, since only who stays silent for so long is gone; a launcher that
@@ -131,7 +134,7 @@ class Liveness:
         return self._tell_lost(gone) if gone else ""
 
     def _tell_lost(self, gone: list[int]) -> str:
-        names = "; ".join(self._store.get(f"name/{rank}").decode() for rank in gone)
+        names = "; ".join(self._told(f"name/{rank}", "never heard of") for rank in gone)
         told = f"{rank_list(gone)} died or hang{'s'[: len(gone) == 1]}: {names}"
         self._store.set("lost", told)
         return told
@@ -155,7 +158,11 @@ class Liveness:
         return f"all ranks live, but {rank_list(behind)} came to step {min(steps.values())} only"
 
     def _signs(self) -> dict[int, str]:
-        return {rank: self._store.get(f"alive/{rank}").decode() for rank in range(self._ranks)}
+        return {rank: self._told(f"alive/{rank}", "0 0") for rank in range(self._ranks)}
+
+    def _told(self, key: str, otherwise: str) -> str:
+        """What is there by now; the store would wait for what is not."""
+        return self._store.get(key).decode() if self._store.check([key]) else otherwise
 
     def _give_sign(self) -> None:
         self._beat += 1

@@ -14,7 +14,8 @@ from placer.parallel import block_averager as blocks
 from placer.parallel.block_averager import BlockAverager, BlockUpdate, mean_of_ranks
 from placer.parallel.grad_sync import GradSync, Group, broadcast_state
 from placer.parallel.hierarchical import Hierarchical
-from placer.parallel.onebit import WARMUP_STEPS, OneBit
+from placer.parallel.onebit import OneBit
+from placer.parallel.options import WARMUP_STEPS
 from placer.parallel.powersgd import RANK, PowerSgd
 from placer.parallel.reductions import AllReduce, HalfPrecision, Reduction
 from placer.parallel.sync import Setup, Sync

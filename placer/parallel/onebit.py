@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,10 +16,9 @@ from torch.nn import functional as F
 
 from placer.parallel.bucket import GradientBucket, Pending
 from placer.parallel.groups import wire_device
+from placer.parallel.options import WARMUP_STEPS
 from placer.parallel.quantised import Segments, decode, encode
 from placer.parallel.reductions import AllReduce, Then, all_gather
-
-WARMUP_STEPS: Final = 200
 
 
 @dataclass(slots=True)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from typing import Final
+
+WARMUP_STEPS: Final = 200
+"""Plain steps before gradients are sent as bits or thin matrices, where nobody says how many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

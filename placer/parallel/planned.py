@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final
 
 from envs.buckets import CAP_BYTES
 from envs.placement import Placement
-from envs.reduction import CHEAPEST, Reduction
 from envs.replica_set import Replicas
 from placer.parallel.launching import launch_command
 from placer.parallel.options import SyncOptions
+from placer.parallel.planned_method import method_of
 from placer.parallel.registry import DEFAULT, check_options, method_named
-
-_OF_PAYLOAD: Final = {"fp16": "fp16", "bf16": "bf16", "1-bit": "onebit"}
-_BY_LEVELS: Final = "hierarchical"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +67,7 @@ def manner_of(
             f"the plan cuts a batch for {len(plan)} replicas x {plan.accumulate} passes, not for "
             f"{passes}: leave --accumulate out, or plan with it"
         )
-    name, remarks = (sync, ()) if sync is not None else _method_of(plan.reduction)
+    name, remarks = (sync, ()) if sync is not None else method_of(plan.reduction)
     every = plan.reduction.every
     if every > 1 and given.period is None and "period" in method_named(name).options:
         given = replace(given, period=every)
@@ -89,24 +85,3 @@ def manner_of(
 def parts_of(plan: Replicas) -> int:
     """Into how many parts the batch of a step is cut."""
     return len(plan) * plan.accumulate if plan.batch == "global" else 1
-
-
-def _method_of(reduction: Reduction) -> tuple[str, tuple[str, ...]]:
-    """The method that does what was planned, and what it does otherwise."""
-    if reduction.every > 1:
-        if reduction.payload == "fp32":
-            return "ma", ()
-        return "ma", (f"models are averaged in full precision: {reduction.payload} is not sent",)
-    sync = _OF_PAYLOAD.get(reduction.payload)
-    is_by_levels = reduction.algorithm == _BY_LEVELS
-    if sync is None:
-        sync = _BY_LEVELS if is_by_levels else DEFAULT
-    if reduction.algorithm == CHEAPEST or sync == _BY_LEVELS:
-        return sync, ()
-    if is_by_levels:
-        return sync, (
-            f"{reduction.payload} gradients are reduced in one level, not level by level",
-        )
-    return sync, (
-        f"the plan counts on {reduction.algorithm}: gloo and NCCL choose an algorithm themselves",
-    )

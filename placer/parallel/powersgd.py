@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
+from placer.parallel.options import WARMUP_STEPS
 from placer.parallel.reductions import HookReduction
 
 RANK: Final = 2
-WARMUP_STEPS: Final = 200
 _KEPT: Final = ("error_dict", "p_memory_dict", "q_memory_dict")
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Final, cast
 
+from placer.parallel.options import WARMUP_STEPS
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -24,10 +26,17 @@ class Method:
     summary: str
     home: str  # "module:function" that makes a Sync from a Setup
     options: tuple[str, ...] = ()  # of SyncOptions, those that it takes
+    warmup_steps: int = 0  # plain ones before it begins, unless the options say otherwise
 
 
-def _own(name: str, summary: str, home: str, *options: str) -> Method:
-    return Method(name=name, summary=summary, home=f"placer.parallel.{home}", options=options)
+def _own(name: str, summary: str, home: str, *options: str, warmup_steps: int = 0) -> Method:
+    return Method(
+        name=name,
+        summary=summary,
+        home=f"placer.parallel.{home}",
+        options=options,
+        warmup_steps=warmup_steps,
+    )
 
 
 METHODS: Final = (
@@ -46,12 +55,14 @@ METHODS: Final = (
         "methods:powersgd",
         "approximation_rank",
         "warmup_steps",
+        warmup_steps=WARMUP_STEPS,
     ),
     _own(
         "onebit",
         "a bit per gradient, with error feedback at both ends",
         "methods:onebit",
         "warmup_steps",
+        warmup_steps=WARMUP_STEPS,
     ),
     _own(
         "ma",

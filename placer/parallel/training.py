@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from placer.parallel.checkpoint import Checkpoint
 from placer.parallel.data import Batches, numbers_of
+from placer.parallel.model_file import write_model
 from placer.parallel.replica import Replica
 from placer.parallel.sync import Sync
 
@@ -27,6 +29,7 @@ class Course:
         checkpoint_every: steps between checkpoints, None for the end alone.
         resume: go on from the checkpoint, if there is one.
         accumulate: batches of a step of each rank, whose gradients are averaged.
+        save: where rank 0 writes the model that is the result, None for nowhere.
     """
 
     steps: int
@@ -34,6 +37,7 @@ class Course:
     checkpoint_every: int | None = None
     resume: bool = False
     accumulate: int = 1
+    save: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +71,7 @@ def train(
     Raises:
         RuntimeError: another rank is gone.
         ValueError: the checkpoint is of another run.
-        OSError: a checkpoint cannot be read or written.
+        OSError: a checkpoint cannot be read or written, or the model cannot be saved.
     """
     losses: list[float] = []
     kept = course.checkpoint.read() if course.resume and course.checkpoint is not None else None
@@ -90,6 +94,8 @@ def train(
         if course.checkpoint is not None and _is_due(course, step + 1):
             course.checkpoint.write(step + 1, _state(replica, sync, losses))
     sync.finish()
+    if course.save is not None and rank == 0:
+        write_model(course.save, replica.module)
     dist.barrier()  # who leaves earlier would be taken for dead by ranks that still send
     return Trained(
         losses=tuple(losses),

@@ -1,0 +1,118 @@
+"""The model that a run writes is the one that it has trained."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import on_ranks
+from runs import arguments, placed, ran, written
+from safetensors.torch import load_file, load_model
+from torch import Tensor, nn
+
+from envs.placement import Placement
+from placer import run
+from placer.parallel import Setup, SyncOptions, sync_named
+from placer.parallel.block_averager import flat_of
+from placer.parallel.data import FromFunction
+from placer.parallel.model_file import write_model
+from placer.parallel.replica import placed_replica
+from placer.parallel.state_file import read_state
+from placer.parallel.training import Course, train
+from placer.target import load_function, load_step
+
+
+def test_the_next_loss_of_a_model_that_was_saved_is_that_of_the_run(tmp_path: Path) -> None:
+    target = written(tmp_path)
+    placement = placed(f"{target}:build", tmp_path / "placement.json", "cpu")
+    data = f"{target}:batch"
+    saved = tmp_path / "model.safetensors"
+    ran(2, *arguments(target, placement, 4, data=data, save=saved))
+    expected = ran(2, *arguments(target, placement, 5, data=data))["losses"][4]
+    step = load_step(f"{target}:build", training=True)
+    load_model(step.model, saved)
+    assert step.model.get_buffer("1.num_batches_tracked") == 4
+    (x, y), _ = FromFunction(load_function(data), step)(4 * 2)
+    assert nn.functional.mse_loss(step.model(x), y).item() == pytest.approx(expected, rel=1e-6)
+
+
+def trained_by_blocks(
+    target: str, placement: Path, saved: Path
+) -> tuple[dict[str, Tensor], Tensor]:
+    """What a rank has after two blocks, and the parameters that a third would begin from."""
+    step = load_step(f"{target}:build", training=True)
+    replica = placed_replica(step, Placement.load(placement))
+    setup = Setup(
+        module=replica.module,
+        make_optimizer=lambda own: torch.optim.SGD(own, lr=0.1),
+        options=SyncOptions(period=2),
+    )
+    sync = sync_named("bmuf", setup)
+    batches = FromFunction(load_function(f"{target}:batch"), step)
+    train(replica, sync, batches, Course(steps=4, save=saved))
+    [base] = sync.state_dict()["averager"]["base"]
+    return dict(replica.module.state_dict()), base
+
+
+def test_of_block_updates_the_result_is_saved_not_where_the_next_would_begin(
+    tmp_path: Path,
+) -> None:
+    target = written(tmp_path)
+    placement = placed(f"{target}:build", tmp_path / "placement.json", "cpu")
+    results = on_ranks(2, trained_by_blocks, target, placement, tmp_path / "model.safetensors")
+    found = load_file(tmp_path / "model.safetensors")
+    names = dict(load_step(f"{target}:build", training=True).model.named_parameters())
+    for state, base in results:
+        torch.testing.assert_close(found, state, rtol=0, atol=0)
+        assert not torch.equal(flat_of(found[name] for name in names), base)
+
+
+class Tied(nn.Module):
+    """Two names of one weight, a buffer that is saved and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.rand(2, 3).t())
+        self.register_buffer("cache", torch.rand(2), persistent=False)
+
+
+def test_tied_weights_are_written_once_and_stay_tied_when_they_are_loaded(tmp_path: Path) -> None:
+    one, other = Tied(), Tied()
+    write_model(tmp_path / "model.safetensors", one)
+    assert set(load_file(tmp_path / "model.safetensors")) == {"embed.weight", "scale"}
+    load_model(other, tmp_path / "model.safetensors")  # strictly
+    assert other.head.weight is other.embed.weight
+    assert torch.equal(other.head.weight, one.head.weight)
+    assert torch.equal(other.get_buffer("scale"), one.get_buffer("scale"))
+
+
+def test_a_model_of_pinned_cores_is_saved_too(tmp_path: Path) -> None:
+    target = written(tmp_path)
+    core = f"core:{min(os.sched_getaffinity(0))}"
+    placement = placed(f"{target}:build", tmp_path / "placement.json", core)
+    kept, saved = tmp_path / "run.json", tmp_path / "model.safetensors"
+    ran(1, *arguments(target, placement, 2, checkpoint=kept, save=saved))
+    expected = read_state(tmp_path / "run.json.2.0")["module"]
+    torch.testing.assert_close(load_file(saved), expected, rtol=0, atol=0)
+    first = saved.read_bytes()
+    saved.unlink()
+    ran(1, *arguments(target, placement, 2, checkpoint=kept, save=saved), "--resume")
+    assert saved.read_bytes() == first  # nothing was left to do but to write it
+
+
+def test_a_file_that_cannot_be_written_is_told_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = written(tmp_path)
+    placement = placed(f"{target}:build", tmp_path / "placement.json", "cpu")
+    for path, why in (
+        (tmp_path / "none" / "model", f"there is no folder {tmp_path / 'none'}"),
+        (placement, "--save and --placement are the same file"),
+    ):
+        assert run.main(arguments(target, placement, 2, save=path)) == 2
+        assert why in capsys.readouterr().err
