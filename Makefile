@@ -43,7 +43,7 @@ format: $(READY)  ## let ruff mend what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(READY)  ## measure this machine into benchmarks/results and the README, half an hour; then all else, an hour
+bench: $(READY)  ## measure this machine into benchmarks/results and the README, 15 minutes; then all else, an hour
 	$(BIN)/placer bench --out benchmarks/results --markdown README.md
 	$(BIN)/python -m benchmarks
 

@@ -21,7 +21,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "bench",
         help="measure here how good plans are, how fast the simulator is, and what placements win",
         description="Speed of the simulator, distances to known optima and lower bounds, all "
-        "placers at equal budgets, and training steps that really run. Takes half an hour.",
+        "placers at equal budgets, and training steps that really run. Takes a quarter of an hour.",
     )
     parser.add_argument("--quick", action="store_true", help="less of everything: two minutes")
     add_devices(parser, "auto")
