@@ -6,15 +6,16 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from envs.buckets import CAP_BYTES
+from envs.collectives import HIERARCHICAL
 from envs.placement import Placement
-from envs.reduction import CHEAPEST, Reduction
+from envs.reduction import CHEAPEST
 from envs.replica_set import Replicas
 from placer.parallel.launching import launch_command
 from placer.parallel.options import SyncOptions
 from placer.parallel.registry import DEFAULT, check_options, method_named
 
 _OF_PAYLOAD: Final = {"fp16": "fp16", "bf16": "bf16", "1-bit": "onebit"}
-_BY_LEVELS: Final = "hierarchical"
+_AS_BACKENDS_DO: Final = ((CHEAPEST,), ("ring",))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,10 +72,12 @@ def manner_of(
             f"the plan cuts a batch for {len(plan)} replicas x {plan.accumulate} passes, not for "
             f"{passes}: leave --accumulate out, or plan with it"
         )
-    name, remarks = (sync, ()) if sync is not None else _method_of(plan.reduction)
-    every = plan.reduction.every
-    if every > 1 and given.period is None and "period" in method_named(name).options:
+    name, remarks = (sync, ()) if sync is not None else _method_of(plan)
+    every, taken = plan.reduction.every, method_named(name).options
+    if every > 1 and given.period is None and "period" in taken:
         given = replace(given, period=every)
+    if plan.levels and given.levels is None and "levels" in taken:
+        given = replace(given, levels=plan.levels)
     check_options(name, given.given)
     return Manner(
         sync=name,
@@ -91,22 +94,30 @@ def parts_of(plan: Replicas) -> int:
     return len(plan) * plan.accumulate if plan.batch == "global" else 1
 
 
-def _method_of(reduction: Reduction) -> tuple[str, tuple[str, ...]]:
+def _method_of(plan: Replicas) -> tuple[str, tuple[str, ...]]:
     """The method that does what was planned, and what it does otherwise."""
+    reduction = plan.reduction
+    algorithms = plan.algorithms or (reduction.algorithm,)
+    first, *others = algorithms
     if reduction.every > 1:
-        if reduction.payload == "fp32":
-            return "ma", ()
-        return "ma", (f"models are averaged in full precision: {reduction.payload} is not sent",)
+        remarks = []
+        if reduction.payload != "fp32":
+            remarks.append(
+                f"models are averaged in full precision: {reduction.payload} is not sent"
+            )
+        if first == HIERARCHICAL:
+            remarks.append("models are averaged in one level, not level by level")
+        return "ma", tuple(remarks)
     sync = _OF_PAYLOAD.get(reduction.payload)
-    is_by_levels = reduction.algorithm == _BY_LEVELS
-    if sync is None:
-        sync = _BY_LEVELS if is_by_levels else DEFAULT
-    if reduction.algorithm == CHEAPEST or sync == _BY_LEVELS:
-        return sync, ()
-    if is_by_levels:
+    if sync is None and first == HIERARCHICAL:
+        told = f"the plan reduces small buckets by {' and '.join(others)}: all go level by level"
+        return HIERARCHICAL, (told,) if others else ()
+    sync = sync or DEFAULT
+    if first == HIERARCHICAL:
         return sync, (
             f"{reduction.payload} gradients are reduced in one level, not level by level",
         )
-    return sync, (
-        f"the plan counts on {reduction.algorithm}: gloo and NCCL choose an algorithm themselves",
-    )
+    if reduction.algorithm == CHEAPEST and algorithms in _AS_BACKENDS_DO:
+        return sync, ()
+    told = f"the plan counts on {' and '.join(algorithms)}"
+    return sync, (f"{told}: gloo and NCCL choose an algorithm themselves",)
