@@ -182,7 +182,7 @@ def predicted(
         slot=np.zeros(1, np.int32),
         size_bytes=size,
         ready_ns=np.array([step_ns]),
-        late_update_ns=np.zeros(1, np.int64),
+        update_ns=np.zeros(1, np.int64),
         trained_bytes=size,
         peak_bytes=np.zeros(1, np.int64),
     )
