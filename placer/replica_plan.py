@@ -43,6 +43,12 @@ class Replication:
             count = getattr(self, name)
             if count is not None and count < 1:
                 raise ValueError(f"{name} is {count}, below 1")
+        reduction = self.reduction
+        if reduction.every > 1 and reduction.payload != "fp32":
+            raise ValueError(
+                f"parameters that are averaged every {reduction.every} steps are sent in full "
+                f"precision, not as {reduction.payload}: leave the payload out, or the averaging"
+            )
 
     @classmethod
     def of(cls, given: int | str | Replication) -> Replication:

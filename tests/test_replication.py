@@ -537,6 +537,10 @@ def test_the_command_says_how_to_train_what_was_planned(
         (["--data-parallel", "auto", "--pareto"], "leave --data-parallel out"),
         (["--data-parallel", "9"], "9 replicas need a device each"),
         (["--data-parallel", "2", "--coding-bytes-per-s", "0"], "is 0.0, not a rate above 0"),
+        (
+            ["--data-parallel", "2", "--average-every", "4", "--payload", "1-bit"],
+            "averaged every 4 steps are sent in full precision, not as 1-bit",
+        ),
     ],
 )
 def test_options_that_do_not_fit_are_refused(
