@@ -29,6 +29,7 @@ from benchmarks import (
     search,
     simulator,
     slow_network,
+    sync_methods,
     sync_quality,
 )
 from benchmarks.record import Record
@@ -43,6 +44,7 @@ ALL = {
     "scaling": scaling,
     "placement": placement,
     "sync_quality": sync_quality,
+    "sync_methods": sync_methods,
     "slow_network": slow_network,
 }
 
@@ -77,6 +79,7 @@ def main(
     record = Record(out, math.inf)
     works: dict[str, Callable[[], object]] = {name: ALL[name].main for name in ALL}
     works["sync_quality"] = partial(sync_quality.main, quick)
+    works["sync_methods"] = partial(sync_methods.main, quick)
     works["max_load"] = partial(max_load.main, effort=max_load.FULL if full else max_load.SHORT)
     for name in names or ALL:
         if name == "search":

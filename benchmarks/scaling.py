@@ -199,7 +199,7 @@ def even_step(step_s: float, gradient_bytes: float) -> ReplicaStep:
         slot=np.zeros(GRADIENTS, np.int32),
         size_bytes=size,
         ready_ns=np.linspace(step_ns / 3, step_ns, GRADIENTS + 1)[1:].astype(np.int64),
-        late_update_ns=np.zeros(1, np.int64),
+        update_ns=np.zeros(1, np.int64),
         trained_bytes=size.sum(keepdims=True),
         peak_bytes=np.zeros(1, np.int64),
     )

@@ -118,6 +118,13 @@ class Data:
         return inputs, torch.where(wrong, other, hidden.argmax(-1))
 
 
+def judging(seed: int) -> tuple[Tensor, Tensor]:
+    """Samples (1, TEST_SAMPLES) of a seed's teacher, none of which is trained on."""
+    data = Data(seed)
+    data.random.manual_seed(10_000 + seed)
+    return data.samples(1, TEST_SAMPLES)
+
+
 class Students(nn.Module):
     """N networks that begin alike, all their parameters one tensor (N, P)."""
 
@@ -149,10 +156,8 @@ class Students(nn.Module):
         return found / labels.shape[1]
 
     def test_loss(self, seed: int) -> float:
-        """Of the mean student; its teacher's samples, but none that were trained on."""
-        data = Data(seed)
-        data.random.manual_seed(10_000 + seed)
-        inputs, labels = data.samples(1, TEST_SAMPLES)
+        """Of the mean student."""
+        inputs, labels = judging(seed)
         with torch.no_grad():
             mean = Students(1, seed)
             mean.all.copy_(self.all.mean(0, keepdim=True))
@@ -221,11 +226,8 @@ def every_step(job: Job, bits: Bits | None = None) -> float:
     task, data = job.task, Data(job.seed)
     model = Students(1, job.seed)
     sgd = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
-    warmup = task.steps // 20
     for number in range(task.steps):
-        full = LR * job.lr_factor
-        warm = LR + (full - LR) * min(1.0, number / warmup)
-        sgd.param_groups[0]["lr"] = warm * _left(number, task)
+        sgd.param_groups[0]["lr"] = learning_rate(number, task, job.lr_factor)
         inputs, labels = data.samples(task.workers, BATCH)
         sgd.zero_grad()
         if bits is None or number < ONE_BIT_WARMUP:
@@ -241,7 +243,13 @@ def every_step(job: Job, bits: Bits | None = None) -> float:
     return model.test_loss(job.seed)
 
 
-def _left(number: int, task: Task) -> float:
+def learning_rate(number: float, task: Task, factor: float) -> float:
+    """Of a step: it rises to ``factor`` times that of one worker, while it falls to 0."""
+    warm = min(1.0, number / (task.steps // 20))
+    return LR * (1 + (factor - 1) * warm) * _left(number, task)
+
+
+def _left(number: float, task: Task) -> float:
     """What a step has of the learning rate, which falls to 0."""
     return 1 - number / task.steps
 

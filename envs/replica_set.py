@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
+from envs.collectives import ALGORITHMS
 from envs.reduction import Reduction
 from graphs.strict_json import array, fields, number, text, whole
 
 Batch: TypeAlias = Literal["per-replica", "global"]
 BATCHES: Final[tuple[Batch, ...]] = ("per-replica", "global")
 """Every replica has the whole batch of the step, or they share it."""
-_KEYS: Final = frozenset({"groups", "batch", "accumulate", "reduction"})
+_KEYS: Final = frozenset({"groups", "batch", "accumulate", "reduction", "algorithms", "levels"})
 _READ: Final[Mapping[str, Callable[[object, str], Any]]] = {
     "algorithm": text,
     "payload": text,
@@ -28,17 +30,22 @@ class Replicas:
     """Groups of device names, one for each replica, and how they agree.
 
     The placement is for the first group; the k-th device of every group stands for the k-th of the
-    first. ``accumulate`` passes are added up before a reduction. In a file::
+    first. ``accumulate`` passes are added up before a reduction.
+
+    ``algorithms`` are what ``auto`` came to, that of the most bytes first. ``levels`` are ranks at
+    each level of the network, innermost first, where the plan reduces level by level. In a file::
 
         "replicas": {"groups": [["g0", "g1"], ["g2", "g3"]], "batch": "per-replica",
                      "accumulate": 1, "reduction": {"algorithm": "auto", "payload": "fp32",
-                     "bucket_bytes": 26214400, "every": 1}}
+                     "bucket_bytes": 26214400, "every": 1}, "algorithms": ["ring"]}
     """
 
     groups: tuple[tuple[str, ...], ...]
     batch: Batch = "per-replica"
     accumulate: int = 1
     reduction: Reduction = field(default_factory=Reduction)
+    algorithms: tuple[str, ...] = ()
+    levels: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.groups or len({len(group) for group in self.groups}) != 1:
@@ -50,6 +57,12 @@ class Replicas:
             raise ValueError(f"batch is {self.batch!r}, not one of {', '.join(BATCHES)}")
         if self.accumulate < 1:
             raise ValueError(f"accumulate is {self.accumulate}, below 1")
+        if unknown := sorted(set(self.algorithms) - set(ALGORITHMS)):
+            known = ", ".join(ALGORITHMS)
+            raise ValueError(f"there is no reduction {unknown[0]!r}: there are {known}")
+        if self.levels and math.prod(self.levels) != len(self.groups):
+            told = "x".join(map(str, self.levels))
+            raise ValueError(f"levels {told} are not of the {len(self.groups)} replicas there are")
 
     def __len__(self) -> int:
         """Number of replicas."""
@@ -57,12 +70,14 @@ class Replicas:
 
     def to_dict(self) -> dict[str, Any]:
         """The content of its part of a placement file."""
-        return {
+        found = {
             "groups": [list(group) for group in self.groups],
             "batch": self.batch,
             "accumulate": self.accumulate,
             "reduction": {k: v for k, v in asdict(self.reduction).items() if v is not None},
         }
+        chosen = {"algorithms": list(self.algorithms), "levels": list(self.levels)}
+        return found | {key: value for key, value in chosen.items() if value}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], where: str) -> Replicas:
@@ -87,4 +102,14 @@ class Replicas:
             batch=batch,  # type: ignore[arg-type]  # checked when it is made
             accumulate=whole(top.get("accumulate", 1), f"{where}.accumulate"),
             reduction=Reduction(**given),
+            algorithms=tuple(_each(top, "algorithms", where, text)),
+            levels=tuple(_each(top, "levels", where, whole)),
         )
+
+
+def _each(
+    top: Mapping[str, object], key: str, where: str, read: Callable[[object, str], Any]
+) -> list[Any]:
+    """What a list holds that may be missing."""
+    values = array(top.get(key, []), f"{where}.{key}")
+    return [read(value, f"{where}.{key}[{i}]") for i, value in enumerate(values)]

@@ -6,10 +6,12 @@ goes on. A gradient is ready when the last op that makes it has ended, with micr
 last of them, and has been sent to where its parameters are; at the latest when the step of one
 replica ends, which counts no transfers that no op waits for. On pinned cores all of them are ready
 when the backward pass is over, and slot 0 stands for the process of the replica that reduces them.
-Updates wait for the reductions: those that the simulated step makes after the last gradient of a
-slot come after its last bucket,
+The optimizer runs when the reductions are over, also where a device would have had time for
+updates before: all those of a slot come after the pass, and after its last bucket,
 
-    T = max(step alone, max over slots k of end of last bucket + updates after the last gradient).
+    T = max(step alone, max over slots k of end of last bucket + updates).
+
+On pinned cores the process of the replica makes all updates, one after the other.
 
 Reductions and the transfers between devices of a replica do not slow each other down here, nor do
 reductions slow down ops.
@@ -43,12 +45,12 @@ from graphs.gradients import Gradients, gradients_of
 class ReplicaStep:
     """What one replica does in a step, as simulated: P gradients, D slots."""
 
-    step_ns: int
+    step_ns: int  # the pass, then all updates
     pass_ns: int  # until the end of the last op that is no update
     slot: NDArray[np.int32]  # (P,) the device that holds the gradient
     size_bytes: NDArray[np.int64]  # (P,)
     ready_ns: NDArray[np.int64]  # (P,)
-    late_update_ns: NDArray[np.int64]  # (D,) of updates after the last gradient of a slot
+    update_ns: NDArray[np.int64]  # (D,) of all updates of a slot
     trained_bytes: NDArray[np.int64]  # (D,) of parameters with a gradient
     peak_bytes: NDArray[np.int64]  # (D,)
 
@@ -97,23 +99,19 @@ class ReplicaSimulator:
         ready_ns = np.minimum(np.array(ready, np.int64), schedule.step_ns)
         slot = where[gradients.home]
         pass_ns = int(schedule.end_ns[~is_update].max(initial=0))
-        last_ns = np.zeros(problem.device_count, np.int64)
-        np.maximum.at(last_ns, slot, ready_ns)
+        spent_ns = (schedule.end_ns - schedule.start_ns)[is_update]
+        update_ns = _by_device(problem, schedule.devices[is_update], spent_ns)
         if not self.overlaps:
             slot, ready_ns = np.zeros_like(slot), np.full_like(ready_ns, pass_ns)
-            last_ns[:] = pass_ns
-        late = is_update & (schedule.start_ns >= last_ns[schedule.devices])
-        spent_ns = (schedule.end_ns - schedule.start_ns)[late]
-        late_ns = _by_device(problem, schedule.devices[late], spent_ns)
+            update_ns[:] = update_ns.sum()
+        last_ns = max(pass_ns, int(ready_ns.max(initial=0)))
         return ReplicaStep(
-            step_ns=schedule.step_ns,
+            step_ns=max(schedule.step_ns, last_ns + int(update_ns.max())),
             pass_ns=pass_ns,
             slot=frozen(slot),
             size_bytes=gradients.size_bytes,
             ready_ns=frozen(ready_ns),
-            late_update_ns=frozen(
-                late_ns if self.overlaps else np.full_like(late_ns, late_ns.max())
-            ),
+            update_ns=frozen(update_ns),
             trained_bytes=frozen(_by_device(problem, slot, gradients.size_bytes)),
             peak_bytes=frozen(schedule.peak_bytes),
         )
@@ -127,10 +125,11 @@ class ReplicaSimulator:
         devices, priority = placement.arrays()
         if pipeline is not None:
             devices, priority = pipeline.devices(devices), pipeline.priority(priority)
+        is_update = simulator.problem.graph.phase == OPTIMIZER
+        priority = np.where(is_update, priority - np.ptp(priority) - 1, priority)
         schedule = simulator.run(devices, priority, transfers=False)
         if not schedule.feasible:
             raise ValueError(schedule.why)
-        is_update = simulator.problem.graph.phase == OPTIMIZER
         if pipeline is None:
             return schedule, is_update, schedule.end_ns
         end_ns = np.zeros(self.problem.op_count, np.int64)
@@ -248,7 +247,7 @@ def replicated(
         exposed = int(end_ns.max(initial=0)) / how.every
         step_ns, communication_ns, full_ns = alone_ns + exposed, exposed, float(alone_ns)
     else:
-        after_ns = end_ns + step.late_update_ns[buckets.slot]
+        after_ns = end_ns + step.update_ns[buckets.slot]
         step_ns = float(max(alone_ns, int(after_ns.max(initial=0))))
         communication_ns = float(serial_ns(buckets, duration_ns, queues))
         full_ns = float(max(alone_ns, busiest_ns(buckets, duration_ns, queues)))

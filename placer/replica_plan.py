@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -9,11 +10,12 @@ from typing import Final
 
 import numpy as np
 
+from envs.collectives import HIERARCHICAL
 from envs.placement import Placement
 from envs.problem import Problem
-from envs.reduction import Reduction
+from envs.reduction import CHEAPEST, Reduction
 from envs.replica_set import Batch, Replicas
-from envs.replicas import ReplicaStep, ReplicatedStep
+from envs.replicas import ReplicaStep, ReplicatedStep, slot_networks
 from graphs.extract import Extraction
 from placer.outcome import Optimization, extraction_remarks
 from placer.parallel.launching import why_not_run
@@ -41,6 +43,12 @@ class Replication:
             count = getattr(self, name)
             if count is not None and count < 1:
                 raise ValueError(f"{name} is {count}, below 1")
+        reduction = self.reduction
+        if reduction.every > 1 and reduction.payload != "fp32":
+            raise ValueError(
+                f"parameters that are averaged every {reduction.every} steps are sent in full "
+                f"precision, not as {reduction.payload}: leave the payload out, or the averaging"
+            )
 
     @classmethod
     def of(cls, given: int | str | Replication) -> Replication:
@@ -173,12 +181,27 @@ class ReplicaPlan:
     @property
     def replicas(self) -> Replicas:
         """As the placement's file records them."""
+        step, reduction = self.best.step, self.wanted.reduction
+        assert step is not None
+        sent: Counter[str] = Counter()
+        for size, how in step.reductions:
+            sent[how.algorithm] += size
+        algorithms = tuple(name for name, _ in sent.most_common())
         return Replicas(
             groups=self.best.groups,
             batch=self.wanted.batch,
             accumulate=self.wanted.accumulate,
-            reduction=self.wanted.reduction,
+            reduction=reduction,
+            algorithms=algorithms if reduction.algorithm == CHEAPEST else (),
+            levels=self._levels(step) if HIERARCHICAL in algorithms else (),
         )
+
+    def _levels(self, step: ReplicatedStep) -> tuple[int, ...]:
+        """Ranks at each level of the network of the slot that has the largest bucket."""
+        index = self.problem.cluster.index
+        groups = [[index(name) for name in group] for group in self.best.groups]
+        slot = step.buckets.slot[step.buckets.size_bytes.argmax()]
+        return tuple(level.ranks for level in slot_networks(self.problem, groups)[slot].levels)
 
     @property
     def found(self) -> Optimization:

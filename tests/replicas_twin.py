@@ -64,7 +64,6 @@ def twin_step_ns(
 ) -> int:
     """The end of the step."""
     last = [
-        end + int(step.late_update_ns[slot])
-        for (slot, _, _), end in zip(buckets, ends, strict=True)
+        end + int(step.update_ns[slot]) for (slot, _, _), end in zip(buckets, ends, strict=True)
     ]
     return max([step.step_ns, *last])

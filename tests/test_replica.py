@@ -127,6 +127,9 @@ def test_devices_of_hosts_are_those_that_torch_has_there() -> None:
         on_own_group(across, 0, 0, 1)
 
 
+PAIR = (("cuda:0",), ("cuda:1",))
+
+
 @pytest.mark.parametrize(
     ("reduction", "sync", "remark"),
     [
@@ -142,8 +145,7 @@ def test_devices_of_hosts_are_those_that_torch_has_there() -> None:
     ],
 )
 def test_what_was_planned_is_what_runs(reduction: Reduction, sync: str, remark: str) -> None:
-    groups = (("cuda:0",), ("cuda:1",))
-    plan = Replicas(groups=groups, accumulate=3, reduction=reduction)
+    plan = Replicas(groups=PAIR, accumulate=3, reduction=reduction)
     manner = manner_of(replace(on("cuda:0"), replicas=plan), ranks=2)
     assert (manner.sync, manner.accumulate, manner.parts) == (sync, 3, 1)
     assert manner.options.period == (4 if reduction.every > 1 else None)
@@ -157,6 +159,39 @@ def test_what_is_to_be_started_comes_to_send_bits_where_they_were_planned() -> N
     bits = Replicas(groups=groups, reduction=Reduction(payload="1-bit"))
     assert launch_command(plain, "m.py:build").endswith(" --steps 100")
     assert launch_command(bits, "m.py:build").endswith(f" --steps {WARMUP_STEPS + 100}")
+
+
+@pytest.mark.parametrize(
+    ("payload", "every", "algorithms", "sync", "remark"),
+    [
+        ("fp32", 1, ("hierarchical",), "hierarchical", ""),
+        (
+            "fp32",
+            1,
+            ("hierarchical", "tree"),
+            "hierarchical",
+            "small buckets by tree: all go level",
+        ),
+        ("fp32", 1, ("ring",), "allreduce", ""),
+        ("fp32", 1, ("halving-doubling",), "allreduce", "counts on halving-doubling"),
+        ("fp32", 1, ("ring", "hierarchical"), "allreduce", "counts on ring and hierarchical"),
+        ("bf16", 1, ("hierarchical",), "bf16", "bf16 gradients are reduced in one level"),
+        ("fp32", 4, ("hierarchical",), "ma", "averaged in one level"),
+    ],
+)
+def test_what_was_chosen_for_the_plan_is_what_runs_or_it_is_told(
+    payload: str, every: int, algorithms: tuple[str, ...], sync: str, remark: str
+) -> None:
+    reduction = Reduction(payload=payload, every=every)
+    plan = Replicas(groups=PAIR, reduction=reduction, algorithms=algorithms, levels=(1, 2))
+    placement = replace(on("cuda:0"), replicas=plan)
+    manner = manner_of(placement, ranks=2)
+    assert manner.sync == sync
+    assert remark in " ".join(manner.remarks)
+    assert bool(remark) == bool(manner.remarks)
+    assert manner.options.levels == ((1, 2) if sync == "hierarchical" else None)
+    own = SyncOptions(levels=(2,))
+    assert manner_of(placement, ranks=2, sync="hierarchical", options=own).options.levels == (2,)
 
 
 def test_what_the_user_says_wins_over_the_plan() -> None:

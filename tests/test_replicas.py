@@ -63,7 +63,8 @@ def random_step(seed: int, devices: int, *, updates: bool) -> ReplicaStep:
     problem = Problem.of(GraphArrays.from_graph(graph), nodes(1, devices))
     where = rng.integers(0, devices, problem.op_count)
     micro_batches = int(rng.integers(1, 4))
-    return ReplicaStep.of(problem, placed(problem, where, micro_batches=micro_batches))
+    placement = placed(problem, where, micro_batches=micro_batches)
+    return ReplicaStep.of(problem, replace(placement, priority=tuple(rng.random(len(where)))))
 
 
 NETWORKS = st.tuples(
@@ -110,6 +111,29 @@ def test_two_replicas_by_hand() -> None:
     assert two_buckets.end_ns.tolist() == [27e6, 37e6]
 
 
+def test_updates_come_after_all_reductions_though_the_placement_has_them_early() -> None:
+    problem = Problem.of(training_step(), nodes(1, 1))
+    late = placed(problem, [0] * problem.op_count)
+    early = replace(late, priority=tuple(range(problem.op_count)))
+    first, last = Simulator(problem).run(*early.arrays()), Simulator(problem).run(*late.arrays())
+    is_update = np.array([name.startswith("u") for name in problem.graph.ids])
+    assert first.start_ns[is_update].min() < last.start_ns[is_update].min()  # it is about those
+    pair = Problem.of(training_step(), nodes(2, 1, across_bytes_per_s=1e9))
+    networks = slot_networks(pair, [[0], [1]])
+    found = [ReplicaStep.of(problem, placement) for placement in (early, late)]
+    assert [step.ready_ns.tolist() for step in found] == [[5e6, 7e6, 9e6]] * 2
+    assert [step.update_ns.tolist() for step in found] == [[1.5e6]] * 2
+    assert [replicated(step, networks, RING).step_s for step in found] == [38.5e-3] * 2
+
+
+def test_updates_of_an_idle_device_wait_for_the_pass() -> None:
+    """The last layer on a device of its own, whose update could be made while others go back."""
+    problem = Problem.of(training_step(updates=True), nodes(1, 2, inside_bytes_per_s=1e15))
+    step = ReplicaStep.of(problem, placed(problem, [0, 0, 1, 1, 0, 0, 0, 0, 1]))
+    assert step.update_ns.tolist() == [1e6, 0.5e6]
+    assert step.step_ns == step.pass_ns + 1e6
+
+
 def test_gradients_wait_for_others_in_their_bucket() -> None:
     buckets = buckets_of(
         np.array([0, 1, 0, 0, 1], np.int32),
@@ -152,7 +176,7 @@ def test_with_micro_batches_a_gradient_is_ready_in_the_last() -> None:
     four = ReplicaStep.of(problem, placed(problem, [0] * problem.op_count, micro_batches=4))
     assert four.step_ns == 4 * 6e6 + 1e6
     assert (four.ready_ns - one.ready_ns).tolist() == [3 * 6e6] * 2
-    assert four.late_update_ns.tolist() == one.late_update_ns.tolist() == [1e6]
+    assert four.update_ns.tolist() == one.update_ns.tolist() == [1e6]
 
 
 @pytest.mark.parametrize("host", ["", "n1:"])
@@ -178,11 +202,14 @@ def test_pinned_cores_give_all_gradients_at_the_end_to_one_process(host: str) ->
         networks = slot_networks(Problem.of(training_step(), cluster), [[0, 1], [2, 3]])
         steps.append((one, replicated(one, networks, RING)))
     (free, overlapped), (one, found) = steps
-    assert one.step_ns == free.step_ns
+    assert one.pass_ns == free.pass_ns
+    assert free.update_ns.tolist() == [1e6, 0.5e6]
+    assert one.update_ns.tolist() == [1.5e6] * 2
+    assert one.step_ns == one.pass_ns + 1.5e6
     assert one.ready_ns.tolist() == [one.pass_ns] * 3
     assert one.trained_bytes.tolist() == [30 * MB, 0]
     assert [size for size, _ in found.reductions] == [20 * MB, 10 * MB]
-    assert found.step_s == pytest.approx((one.pass_ns + 30e6 + one.late_update_ns[0]) / 1e9)
+    assert found.step_s == pytest.approx((one.pass_ns + 30e6 + one.update_ns[0]) / 1e9)
     assert str(found.hidden_s) == "0.0"
     assert overlapped.hidden_s > 0
 
@@ -323,9 +350,11 @@ def test_slots_of_a_node_share_its_card_and_no_others() -> None:
     assert not own[0].queues & own[1].queues
 
 
-def test_the_step_alone_is_what_the_simulator_says() -> None:
-    problem = Problem.of(training_step(), nodes(1, 2))
-    where = [i % 2 for i in range(problem.op_count)]
+@pytest.mark.parametrize(("updates", "devices"), [(False, 2), (True, 1)])
+def test_the_step_alone_is_what_the_simulator_says(updates: bool, devices: int) -> None:
+    """But for updates that the simulator makes beside the pass, on another device."""
+    problem = Problem.of(training_step(updates=updates), nodes(1, devices))
+    where = [i % devices for i in range(problem.op_count)]
     placement = placed(problem, where)
     schedule = Simulator(problem).run(*placement.arrays())
     assert ReplicaStep.of(problem, placement).step_ns == schedule.step_ns

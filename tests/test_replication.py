@@ -41,6 +41,7 @@ from placer.cli import replicas as cli
 from placer.cli.main import main
 from placer.objectives import Objective
 from placer.outcome import PlacementError
+from placer.parallel.planned import manner_of
 from placer.pipeline import Options, optimize_graph
 from placer.placers import placer_named
 from placer.replica_plan import ReplicaPlan, Replication
@@ -132,6 +133,25 @@ def test_the_placement_tells_of_its_replicas_and_survives_its_file(tmp_path: Pat
     assert read.predicted["replicated_step_s"] == found.replication.best.step_s  # type: ignore[union-attr]
 
 
+def test_the_placement_tells_what_auto_came_to(tmp_path: Path) -> None:
+    """On two hosts of four devices, each with a card of 10 Gbit/s."""
+    cluster = nodes(2, 4, inside_bytes_per_s=1e11, across_bytes_per_s=1.25e9, across_s=1e-5)
+    found = plan(layers(), cluster, Replication(replicas=8)).found
+    replicas = found.placement.replicas
+    assert replicas is not None
+    assert replicas.algorithms == ("hierarchical",)
+    assert replicas.levels == (4, 2)
+    found.save(tmp_path / "placement.json")
+    read = Placement.load(tmp_path / "placement.json", found.placement.device_names)
+    assert read == found.placement
+    manner = manner_of(read, ranks=8)
+    assert (manner.sync, manner.options.levels, manner.remarks) == ("hierarchical", (4, 2), ())
+    peers = plan(layers(), nodes(1, 2), Replication(replicas=2)).replicas
+    assert peers.algorithms
+    assert "hierarchical" not in peers.algorithms
+    assert peers.levels == ()
+
+
 @pytest.mark.parametrize(
     ("record", "message"),
     [
@@ -143,6 +163,9 @@ def test_the_placement_tells_of_its_replicas_and_survives_its_file(tmp_path: Pat
         ({"groups": [["a"]], "reduction": {"coding_bytes_per_s": -1}}, "not a rate above 0"),
         ({"groups": [["a"]], "reduction": {"star": 1}}, r"unknown key replicas\.reduction\.star"),
         ({"group": [["a"]]}, "did you mean groups"),
+        ({"groups": [["a"]], "algorithms": ["star"]}, "no reduction 'star': there are ring"),
+        ({"groups": [["a"]], "levels": [2, 2]}, "levels 2x2 are not of the 1 replicas"),
+        ({"groups": [["a"]], "levels": 2}, r"replicas\.levels"),
     ],
 )
 def test_what_is_no_record_of_replicas_is_refused(record: object, message: str) -> None:
@@ -514,6 +537,10 @@ def test_the_command_says_how_to_train_what_was_planned(
         (["--data-parallel", "auto", "--pareto"], "leave --data-parallel out"),
         (["--data-parallel", "9"], "9 replicas need a device each"),
         (["--data-parallel", "2", "--coding-bytes-per-s", "0"], "is 0.0, not a rate above 0"),
+        (
+            ["--data-parallel", "2", "--average-every", "4", "--payload", "1-bit"],
+            "averaged every 4 steps are sent in full precision, not as 1-bit",
+        ),
     ],
 )
 def test_options_that_do_not_fit_are_refused(

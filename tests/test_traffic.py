@@ -13,8 +13,9 @@ import torch
 from ranks import on_ranks
 from torch import nn
 from torch.nn import functional as F
-from traffic import own_network, sent_bytes
+from traffic import own_network
 
+from benchmarks.sync_methods import sent_bytes
 from placer.parallel import Setup, SyncOptions, sync_named
 from placer.parallel.registry import method_named
 

@@ -33,7 +33,7 @@ def launch_command(
     if len(ranks) > 1:
         launcher += [f"--nnodes={len(ranks)}", "--rdzv-backend=c10d", "--rdzv-endpoint=HOST:29500"]
     launcher += [f"--nproc-per-node={max(ranks.values())}"]
-    steps = STEPS + method_named(method_of(plan.reduction)[0]).warmup_steps
+    steps = STEPS + method_named(method_of(plan)[0]).warmup_steps
     run = ["-m", "placer.run", target, "--placement", str(placement), "--steps", str(steps)]
     return shlex.join([*launcher, *run, *options])
 

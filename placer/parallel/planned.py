@@ -67,10 +67,12 @@ def manner_of(
             f"the plan cuts a batch for {len(plan)} replicas x {plan.accumulate} passes, not for "
             f"{passes}: leave --accumulate out, or plan with it"
         )
-    name, remarks = (sync, ()) if sync is not None else method_of(plan.reduction)
-    every = plan.reduction.every
-    if every > 1 and given.period is None and "period" in method_named(name).options:
+    name, remarks = (sync, ()) if sync is not None else method_of(plan)
+    every, taken = plan.reduction.every, method_named(name).options
+    if every > 1 and given.period is None and "period" in taken:
         given = replace(given, period=every)
+    if plan.levels and given.levels is None and "levels" in taken:
+        given = replace(given, levels=plan.levels)
     check_options(name, given.given)
     return Manner(
         sync=name,

@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from envs.reduction import CHEAPEST, Reduction
+from envs.collectives import HIERARCHICAL
+from envs.reduction import CHEAPEST
 from placer.parallel.registry import DEFAULT
 
+if TYPE_CHECKING:
+    from envs.replica_set import Replicas
+
 _OF_PAYLOAD: Final = {"fp16": "fp16", "bf16": "bf16", "1-bit": "onebit"}
-_BY_LEVELS: Final = "hierarchical"
+_AS_BACKENDS_DO: Final = ((CHEAPEST,), ("ring",))
 
 
-def method_of(reduction: Reduction) -> tuple[str, tuple[str, ...]]:
+def method_of(plan: Replicas) -> tuple[str, tuple[str, ...]]:
     """Name of the method that does what was planned, and what it does otherwise, in sentences."""
+    reduction = plan.reduction
+    algorithms = plan.algorithms or (reduction.algorithm,)
+    first, *others = algorithms
     if reduction.every > 1:
-        if reduction.payload == "fp32":
-            return "ma", ()
-        return "ma", (f"models are averaged in full precision: {reduction.payload} is not sent",)
+        remarks = []
+        if reduction.payload != "fp32":
+            remarks.append(
+                f"models are averaged in full precision: {reduction.payload} is not sent"
+            )
+        if first == HIERARCHICAL:
+            remarks.append("models are averaged in one level, not level by level")
+        return "ma", tuple(remarks)
     sync = _OF_PAYLOAD.get(reduction.payload)
-    is_by_levels = reduction.algorithm == _BY_LEVELS
-    if sync is None:
-        sync = _BY_LEVELS if is_by_levels else DEFAULT
-    if reduction.algorithm == CHEAPEST or sync == _BY_LEVELS:
-        return sync, ()
-    if is_by_levels:
+    if sync is None and first == HIERARCHICAL:
+        told = f"the plan reduces small buckets by {' and '.join(others)}: all go level by level"
+        return HIERARCHICAL, (told,) if others else ()
+    sync = sync or DEFAULT
+    if first == HIERARCHICAL:
         return sync, (
             f"{reduction.payload} gradients are reduced in one level, not level by level",
         )
-    return sync, (
-        f"the plan counts on {reduction.algorithm}: gloo and NCCL choose an algorithm themselves",
-    )
+    if reduction.algorithm == CHEAPEST and algorithms in _AS_BACKENDS_DO:
+        return sync, ()
+    told = f"the plan counts on {' and '.join(algorithms)}"
+    return sync, (f"{told}: gloo and NCCL choose an algorithm themselves",)

@@ -1,0 +1,228 @@
+"""All ways to keep replicas one model: what they send, and their losses at equal samples.
+
+    python -m benchmarks.sync_methods [--quick] [--seeds N] [--out FILE]
+
+The short task of ``benchmarks.sync_quality``, here by four ranks that gloo joins. They are in a
+network of their own, which takes root: what passes its loopback device, headers of TCP and IP
+included, is what they send; elsewhere bytes are not counted. They are in the last quarter of the
+steps, when no method warms up any more. What reduces gradients has four times the learning rate of
+one worker, after a warm-up, as synchronous SGD at its best; what averages models has that of one
+worker, and so has asynchronous SGD, whose losses differ from run to run: the order in which
+gradients come depends on timing. About five minutes a seed on two idle cores; --quick, a quarter of
+the samples, one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import count, pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from benchmarks.record import Record
+from benchmarks.sync_quality import (
+    BATCH,
+    LR,
+    MOMENTUM,
+    SHORT,
+    WIDTHS,
+    Data,
+    Students,
+    Task,
+    judging,
+    learning_rate,
+)
+from placer.parallel import Setup, SyncOptions, sync_named
+from placer.parallel.registry import DEFAULT, METHODS, method_named
+
+ASYNCHRONOUS = "asgd"
+IN_OWN_NETWORK = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
+
+
+def task_of(*, quick: bool) -> Task:
+    """What is trained."""
+    return replace(SHORT, steps=SHORT.steps // (4 if quick else 1), bars=())
+
+
+def options_of(name: str, task: Task) -> SyncOptions:
+    """Blocks of the task, a warm-up as long as that of the learning rate, two levels of ranks."""
+    taken = method_named(name).options
+    if "period" in taken:
+        return SyncOptions(period=task.period)
+    if "warmup_steps" in taken:
+        return SyncOptions(warmup_steps=task.steps // 20)
+    return SyncOptions(levels=(2, task.workers // 2)) if "levels" in taken else SyncOptions()
+
+
+def student(seed: int) -> nn.Sequential:
+    """One of :class:`benchmarks.sync_quality.Students`, layer by layer."""
+    one = Students(1, seed)
+    parts = iter(torch.split(one.all.detach()[0], one.sizes))
+    layers: list[nn.Module] = []
+    for before, after in pairwise(WIDTHS):
+        layer = nn.Linear(before, after)
+        with torch.no_grad():
+            layer.weight.copy_(next(parts).view(before, after).T)
+            layer.bias.copy_(next(parts))
+        layers += [layer, nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def trained(name: str, task: Task, seed: int) -> dict[str, Any]:
+    """What the ranks of this group find together: loss, bytes, and what the method reports."""
+    rank, data, replica = dist.get_rank(), Data(seed), student(seed)
+    is_asynchronous = name == ASYNCHRONOUS
+    is_reducing = not is_asynchronous and "period" not in method_named(name).options
+
+    def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.SGD:
+        sgd = torch.optim.SGD(parameters, lr=LR, momentum=MOMENTUM)
+        updates = count()
+
+        def before_update(*_: object) -> None:
+            number = next(updates) / (task.workers if is_asynchronous else 1)
+            factor = task.workers if is_reducing else 1.0
+            sgd.param_groups[0]["lr"] = learning_rate(number, task, factor)
+
+        sgd.register_step_pre_hook(before_update)
+        return sgd
+
+    options = options_of(name, task)
+    sync = sync_named(name, Setup(module=replica, make_optimizer=optimizer, options=options))
+    begin, counted = 0, task.steps // 4
+    for number in range(task.steps):
+        if number == task.steps - counted:
+            begin = sent_bytes()
+        inputs, labels = data.samples(task.workers, BATCH)
+        sync.zero_grad()
+        torch.autograd.backward(F.cross_entropy(replica(inputs[rank]), labels[rank]))
+        sync.step()
+    sent = sent_bytes() - begin
+    sync.finish()
+    inputs, labels = judging(seed)
+    with torch.no_grad():
+        loss = float(F.cross_entropy(replica(inputs[0]), labels[0]))
+    per_step = sent / counted / task.workers
+    return {"method": name, "seed": seed, "loss": loss, "bytes_per_step": per_step} | dict(
+        sync.report()
+    )
+
+
+def sent_bytes() -> int:
+    """All that was sent over the loopback device so far, on every rank.
+
+    Barriers on both sides keep what ranks do before and after out of it.
+    """
+    dist.barrier()
+    lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
+    [loopback] = [line for line in lines if line.strip().startswith("lo:")]
+    sent = int(loopback.split(":")[1].split()[8])
+    dist.barrier()
+    return sent
+
+
+def one_rank(out: Path, task: Task, seeds: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method="env://")
+    found = []
+    for method in METHODS:
+        for seed in range(seeds):
+            found.append(trained(method.name, task, seed))
+            if dist.get_rank() == 0:
+                told = f"{method.name}, seed {seed}: loss {found[-1]['loss']:.4f}"
+                print(told, file=sys.stderr, flush=True)
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(found))
+    dist.barrier()
+    os._exit(0)
+
+
+def on_ranks(task: Task, seeds: int, *, quick: bool) -> list[dict[str, Any]]:
+    """What all trainings found, without bytes where there is no network of their own."""
+    counts = not os.geteuid() and all(map(shutil.which, ("unshare", "ip")))
+    if not counts:
+        print("bytes are not counted: a network of their own takes root, unshare and ip")
+    with TemporaryDirectory() as folder:
+        out = Path(folder, "found.json")
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        launch += [
+            "--local-addr=127.0.0.1",
+            f"--nproc-per-node={task.workers}",
+            "-m",
+            "benchmarks.sync_methods",
+        ]
+        launch += ["--rank", str(out), "--seeds", str(seeds), *(["--quick"] if quick else [])]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        subprocess.run([*(IN_OWN_NETWORK if counts else ()), *launch], check=True, env=environment)
+        found: list[dict[str, Any]] = json.loads(out.read_text())
+    return found if counts else [{**row, "bytes_per_step": None} for row in found]
+
+
+def table(task: Task, found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each method: means over seeds, against synchronous SGD; printed, too."""
+    print(f"{task.workers} workers, {task.steps} steps of {BATCH}, blocks of {task.period} steps")
+    print(f"  {'sync':14}{'kB a step':>10}{'less by':>9}{'loss':>9}{'gap':>9}")
+    rows: list[dict[str, Any]] = []
+    for name in dict.fromkeys(own["method"] for own in found):
+        own = [row for row in found if row["method"] == name]
+        row = {
+            "method": name,
+            "bytes_per_step": _mean(row["bytes_per_step"] for row in own),
+            "mean_loss": _mean(row["loss"] for row in own),
+            "is_deterministic": name != ASYNCHRONOUS,
+        }
+        rows.append(row)
+    [synchronous] = [row for row in rows if row["method"] == DEFAULT]
+    for row in rows:
+        row["gap"] = row["mean_loss"] / synchronous["mean_loss"] - 1
+        size, told = row["bytes_per_step"], f"{'-':>10}{'-':>9}"
+        if size is not None:
+            row["times_less"] = synchronous["bytes_per_step"] / size
+            told = f"{size / 1e3:10.1f}{row['times_less']:8.2f}x"
+        last = "" if row["is_deterministic"] else "  otherwise in each run"
+        print(f"  {row['method']:14}{told}{row['mean_loss']:9.4f}{row['gap']:+9.1%}{last}")
+    return rows
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+def main(quick: bool = False, out: Path | None = None, seeds: int = 1) -> None:
+    task = task_of(quick=quick)
+    record = Record(out, math.inf)
+    found = on_ranks(task, seeds, quick=quick)
+    record.data["parts"][f"{task.workers} workers"] = {
+        **{name: value for name, value in asdict(task).items() if name != "bars"},
+        "rows": table(task, found),
+        "runs": found,
+    }
+    record.save()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="default: 1")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where the results go (JSON)")
+    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank is not None:
+        one_rank(arguments.rank, task_of(quick=arguments.quick), arguments.seeds)
+    else:
+        main(arguments.quick, arguments.out, arguments.seeds)
