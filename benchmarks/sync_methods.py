@@ -8,7 +8,7 @@ included, is what they send; elsewhere bytes are not counted. They are in the la
 steps, when no method warms up any more. What reduces gradients has four times the learning rate of
 one worker, after a warm-up, as synchronous SGD at its best; what averages models has that of one
 worker, and so has asynchronous SGD, whose losses differ from run to run: the order in which
-gradients come depends on timing. About five minutes a seed on two idle cores; --quick, a quarter of
+gradients come depends on timing. About six minutes a seed on two idle cores; --quick, a quarter of
 the samples, one.
 """
 
