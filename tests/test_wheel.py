@@ -130,7 +130,7 @@ def test_the_quickstart_runs_with_nothing_but_the_wheel(installed: Run, tmp_path
     renamed = ",".join(f"{name}={name.replace('core', 'cuda')}" for name in used)
     options = ["--format", "device-map", "--as", renamed]
     told = installed("placer", "export", "placement.json", "model.py:build", *options)
-    assert set(json.loads(told).values()) == {int(name[-1]) for name in used}
+    assert set(json.loads(told).values()) <= {int(name[-1]) for name in used}
 
     home = installed("python", "-c", FROM_PYTHON).strip()
     assert Path(home).is_relative_to(tmp_path / "environment")
