@@ -178,9 +178,12 @@ class Optimization:
                 f"noise (the lower bound leaves {gap:.0%})."
             )
         both = self.best.measurement is not None and single.measurement is not None
-        how = "measured" if both else "predicted"
-        text = f"{self.speed_up:.2f}x faster than {single.name.removeprefix('single ')}, {how}."
         seen, unplaced = self.best.measurement, self.all_cores
+        how = "measured" if both else "predicted"
+        if self.loaded and seen is not None and single.measurement is not None:
+            by_wall = single.measurement.median_s / seen.median_s
+            how += f" by CPU clocks ({by_wall:.2f}x by the wall clock of a busy machine)"
+        text = f"{self.speed_up:.2f}x faster than {single.name.removeprefix('single ')}, {how}."
         if seen is not None and unplaced is not None and unplaced.ok:
             # Threads of OpenMP have slow phases of their own, so the best steps are compared.
             gain = seen.min_s / unplaced.min_s
@@ -214,6 +217,11 @@ class Optimization:
         if PHASES.index("backward") in phases and PHASES.index("optimizer") not in phases:
             found.append("No optimizer is in the step: neither its time nor its state is counted.")
         found += [f"{row.name} failed: {row.failure}" for row in self.rows if row.failure]
+        if self.loaded:
+            found.append(
+                "This machine was busy while candidates ran (wall time above 1.15 x rebuilt): they "
+                "are judged by times rebuilt from CPU clocks."
+            )
         if self.extraction is not None:
             found += extraction_remarks(self.extraction)
         if self.stopped and self.extraction is not None and self.best.measurement is None:

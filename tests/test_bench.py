@@ -42,6 +42,7 @@ def test_a_spread_is_the_median_and_the_range() -> None:
     assert spread([0.3, 0.1, 0.2], ".1f") == "0.2 (0.1-0.3)"
     assert spread([0.1, 0.2], ".2f") == "0.15 (0.10-0.20)"
     assert spread([0.1], ".1f") == "0.1"
+    assert spread([0.11, 0.12], ".1f") == "0.1"
 
 
 def test_the_summary_of_gaps_is_the_median_of_the_medians() -> None:

@@ -16,6 +16,7 @@ from envs.problem import Problem
 from graphs.graph import GraphArrays, add_op, new_graph
 from placer.outcome import Optimization, Row, choose
 from placer.report.console import stdout_console
+from placer.report.html import report_data
 from placer.report.table import print_cluster, print_optimization, print_placement
 
 
@@ -96,3 +97,20 @@ def test_the_unplaced_step_is_a_row_and_wins_the_last_line_where_it_is_faster() 
     assert found.verdict.startswith("1.70x faster than core:0, measured.")
     assert found.verdict.endswith("torch's threads on all cores, is 1.76x faster still.")
     assert "not placed" in printed(100, ("core:0", "core:1"))
+
+
+def test_on_a_busy_machine_both_clocks_are_told_and_not_mixed() -> None:
+    quiet = optimization(("core:0", "core:1"))
+    rows = tuple(
+        replace(row, measurement=replace(seen, wall_s=seen.wall_s * slower))
+        for row, slower in zip(quiet.rows, (3.0, 2.0, 2.0), strict=True)
+        if (seen := row.measurement) is not None
+    )
+    found = replace(quiet, rows=rows, best=rows[0], all_cores=None)
+    told = "1.70x faster than core:0, measured by CPU clocks (1.13x by the wall clock of a busy"
+    assert found.verdict.startswith(told)
+    assert any("rebuilt from CPU clocks" in remark for remark in found.remarks)
+    assert not any("rebuilt from" in remark for remark in quiet.remarks)
+    [best] = [row for row in report_data(found)["candidates"] if row["best"]]
+    seen = best["measured"]
+    assert seen["min_s"] <= seen["low_s"] <= seen["step_s"] <= seen["high_s"]

@@ -42,9 +42,8 @@ class Table:
 
 
 def spread(values: list[float], form: str) -> str:
-    """The median, and the range in brackets where there are several: ``0.79 (0.78-0.80)``."""
+    """The median, and the range in brackets where there is one to see: ``0.79 (0.78-0.80)``."""
     ordered = sorted(values)
     middle = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
-    if len(ordered) == 1:
-        return f"{middle:{form}}"
-    return f"{middle:{form}} ({ordered[0]:{form}}-{ordered[-1]:{form}})"
+    low, high = f"{ordered[0]:{form}}", f"{ordered[-1]:{form}}"
+    return f"{middle:{form}}" if low == high else f"{middle:{form}} ({low}-{high})"

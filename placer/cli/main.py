@@ -61,6 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_to(commands)
     for command_parser in commands.choices.values():
         add_output(command_parser)
+        command_parser.allow_abbrev = False  # --device is a slip, not --devices
     return parser
 
 

@@ -97,14 +97,15 @@ def _print(found: Score) -> None:
     from placer.report.table import human_bytes
 
     predicted, seen = found.predicted, found.measurement
-    told = f"{predicted.step_s * 1e3:.6g} ms" if predicted.feasible else f"none: {predicted.why}"
+    told = f"{predicted.step_s * 1e3:.4g} ms" if predicted.feasible else f"none: {predicted.why}"
     print(f"predicted step: {told}")
     if seen.ok:
-        how = ", rebuilt from CPU clocks, since the machine is loaded" if found.loaded else ""
-        print(
-            f"measured step: {found.step_s * 1e3:.6g} ms (median of {len(seen.wall_s)}, shortest "
-            f"{seen.min_s * 1e3:.6g} ms, quartiles {seen.spread:.0%} apart{how})"
-        )
+        wall = f"median of {len(seen.wall_s)}, shortest {seen.min_s * 1e3:.4g} ms, quartiles "
+        wall += f"{seen.spread:.0%} apart"
+        if found.loaded:
+            wall = f"by the wall clock {seen.median_s * 1e3:.4g} ms, {wall}"
+            wall = f"rebuilt from CPU clocks, since the machine is loaded; {wall}"
+        print(f"measured step: {found.step_s * 1e3:.4g} ms ({wall})")
     for name, size in seen.peak_memory_bytes.items():
         thought = human_bytes(predicted.peak_memory_bytes.get(name, 0))
         print(f"memory of {name}: {human_bytes(size)} at its peak, {thought} predicted")

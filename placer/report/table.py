@@ -46,7 +46,8 @@ def print_optimization(found: Optimization, console: Console, *, remarks: bool =
             style="bold green" if row is found.best else "",
         )
     if found.all_cores is not None:
-        cells = _measured_cells(found.all_cores, found.all_cores.failure)
+        *cells, _ = _measured_cells(found.all_cores, found.all_cores.failure)
+        cells.append("-")  # its threads are not timed one by one
         table.add_row(UNPLACED, "-", *cells, "", "", style="dim")
     console.print(table)
     console.print(_legend(found, ran), style="dim")
@@ -76,8 +77,6 @@ def _legend(found: Optimization, ran: bool) -> str:
         text += "; every device is waited for; rebuilt: the same"
     if found.all_cores is not None:
         text += f"; {UNPLACED}: one process with torch's threads on all cores"
-    if ran and found.loaded:
-        text += ". It was busy (wall time above 1.15 x rebuilt): speed-ups are by rebuilt times"
     return text + "."
 
 

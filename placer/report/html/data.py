@@ -172,12 +172,13 @@ def _runs(seen: Measurement, *, loaded: bool) -> dict[str, Any] | None:
     """Median and quartiles of what counts: wall times, or rebuilt ones on a loaded machine."""
     if not seen.ok:
         return None
-    low_s, high_s = np.percentile(seen.rebuilt_s if loaded else seen.wall_s, [25, 75]).tolist()
+    times_s = seen.rebuilt_s if loaded else seen.wall_s
+    low_s, high_s = np.percentile(times_s, [25, 75]).tolist()
     return {
         "step_s": seen.step_s(contended=loaded),
         "low_s": low_s,
         "high_s": high_s,
-        "min_s": seen.min_s,
+        "min_s": float(times_s.min()),
         "rounds": len(seen.wall_s),
     }
 
