@@ -162,6 +162,7 @@ def test_weights_that_are_tied_no_longer_are_refused(name: str) -> None:
 # --- what is let go of
 
 
+@pytest.mark.slow
 def test_placed_models_that_are_dropped_leave_no_worker_and_no_descriptor() -> None:
     step = tiny_models.structured_output()
     extraction = extract(step)

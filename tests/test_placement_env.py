@@ -211,6 +211,7 @@ def two_cores() -> Cluster:
     return Cluster(name="two-cores", devices=devices, links=(link,))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(len(CORES) < 2, reason="two devices need two cores")
 def test_a_model_is_placed_by_measured_steps_and_its_workers_end_with_the_environment() -> None:
     before = children()

@@ -248,6 +248,7 @@ def test_training_by_blocks_stops_at_a_border_and_goes_on_to_the_same_model(
         torch.testing.assert_close(ends[0]["sync"], ends[1]["sync"], rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_dropout_on_pinned_cores_goes_on_from_a_checkpoint_and_differs_between_ranks(
     tmp_path: Path,
 ) -> None:

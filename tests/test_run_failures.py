@@ -40,6 +40,7 @@ def test_a_rank_that_stands_still_is_named_after_the_timeout(tmp_path: Path) -> 
     assert "rank 0: rank 1 died or hangs: pid " in told_by(0, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sync", ["bmuf", "asgd"])
 def test_where_ranks_seldom_meet_one_that_is_killed_is_named_by_all(
     sync: str, tmp_path: Path
