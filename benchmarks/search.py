@@ -1,6 +1,6 @@
 """How good plans are: at equal seconds, at equal evaluations, and against known optima.
 
-    python -m benchmarks.search [--quick | --full] [--out FILE] [PART ...]
+    python -m benchmarks.search [--quick | --full] [--seeds N] [--out FILE] [PART ...]
 
 All on one core, by the same simulator and the same clock, on the problems of
 placer/bench/instances.py. Unless said, numbers are step times relative to the best of {single
@@ -342,6 +342,7 @@ if __name__ == "__main__":
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--quick", action="store_true", help="one seed, no ten-second budgets")
     chosen.add_argument("--full", action="store_true", help="five seeds of ten-second budgets, too")
+    parser.add_argument("--seeds", type=int, metavar="N", help="of short budgets (default: 5)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where the results go (JSON)")
     parser.add_argument(
         "names", nargs="*", metavar="PART", help=f"default: all of {', '.join(parts(Effort()))}"
@@ -350,4 +351,6 @@ if __name__ == "__main__":
     if unknown := set(arguments.names) - set(parts(FULL)):
         parser.error(f"there is no part {', '.join(unknown)}")
     wanted = QUICK if arguments.quick else FULL if arguments.full else Effort()
+    if arguments.seeds:
+        wanted = replace(wanted, seeds=arguments.seeds)
     main(Record(arguments.out, math.inf), wanted, arguments.names)

@@ -26,7 +26,7 @@ HEALTHY = Checkup(
     quota_cores=None,
     governors=frozenset({"performance"}),
     free_bytes=8 * 10**9,
-    cache="/home/me/.cache/device-placer",
+    cache="caches/device-placer",
     cache_writable=True,
 )
 

@@ -84,10 +84,8 @@ class Evidence:
         """All tables, and what they were measured on."""
         seen = self.figures["environment"]
         machine = f"{seen['processor']}, {seen['cores']} cores, torch {seen['torch']}"
-        return "\n".join([f"Measured on {machine}, by `placer bench`.\n", *self._markdowns()])
-
-    def _markdowns(self) -> list[str]:
-        return [table.markdown() for table in self.tables]
+        tables = [table.markdown() for table in self.tables]
+        return "\n".join([f"Measured on {machine}, by `placer bench`.\n", *tables])
 
 
 def gather(effort: Effort, cluster: Cluster, progress: Progress) -> Evidence:

@@ -17,7 +17,7 @@ from placer.bench.table import Table
 from placer.outcome import Optimization
 from placer.report.progress import Progress
 
-AUXILIARY_WEIGHT: Final = 0.3
+AUXILIARY_WEIGHT: Final = 0.4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
