@@ -63,8 +63,8 @@ def test_a_network_that_begins_with_a_policy_says_what_the_policy_says() -> None
     layers = tuple(len(bias) for _, bias in policy.layers[:-1])
     config = replace(TINY, ppo=replace(TINY.ppo, layers=layers))
     learner = Learner(config, 0, ParamsBatch([item], 4, 0, scale=scale))
-    imported(learner.model, policy)
-    ours = exported(learner.model, "", *scale).weights(item.summary)
+    imported(learner.model.policy, policy)
+    ours = exported(learner.model.policy, "", *scale).weights(item.summary)
     for one, other in zip(ours, policy.weights(item.summary), strict=True):
         assert (one == other).all()
 

@@ -28,7 +28,7 @@ TWO_STAGES = replace(
         Stage(families=("layered",), graphs=3, max_ops=80),
         Stage(families=("grid",), graphs=3, max_ops=80, clusters=Clusters(comm_ratio=(1.0, 4.0))),
     ),
-    ppo=replace(SMALL_PPO, final_learning_rate=1e-4),
+    ppo=replace(SMALL_PPO, final_learning_rate=1e-4, average_rollouts=20),
     imitation=Imitation(graphs=2, decodes=20, epochs=3),
 )
 

@@ -95,7 +95,7 @@ class Tuner:
         tuning = self.tuning
         batch = ParamsBatch([item], tuning.plans, tuning.seed, measuring, scale=scale)
         learner = Learner(tuning.training(self.policy), tuning.seed, batch)
-        imported(learner.model, self.policy)
+        imported(learner.model.policy, self.policy)
         return learner, batch
 
     def _round(
@@ -133,7 +133,7 @@ class Tuner:
     def _proposed(self, learner: Learner) -> Candidate:
         """What the policy would choose now."""
         scale = (self.policy.feature_mean, self.policy.feature_deviation)
-        weights = exported(learner.model, "", *scale).weights(self.item.summary)[0]
+        weights = exported(learner.policy, "", *scale).weights(self.item.summary)[0]
         devices, priority, _ = self.judge.decoded(weights[None])
         return self.judge.candidate("tuned policy", devices[0], priority[0])
 
@@ -159,7 +159,7 @@ class Tuner:
         )
         scale = (self.policy.feature_mean, self.policy.feature_deviation)
         policy = replace(
-            exported(learner.model, self.name, *scale),
+            exported(learner.policy, self.name, *scale),
             card=self._card(best, simulated, len(measuring.seen)),
             others=self.policy.others,
         )

@@ -97,10 +97,12 @@ class Ppo:
     layers: tuple[int, ...] = (16,)  # hidden, of the policy: larger ones carry over worse
     critic_layers: tuple[int, ...] = (64, 64)
     log_std: float = -1.6  # at first, of actions; op by op there is none
+    average_rollouts: int = 1  # the policy is the mean of the network over about so many rollouts
     reward: Literal["relative", "plain"] = "relative"  # see placer/policies/rewards.py
 
     def __post_init__(self) -> None:
         _above_zero(self, "environments", "steps", "batch_size", "epochs", "learning_rate", "clip")
+        _above_zero(self, "average_rollouts")
         if self.environments * self.steps < 2 or self.batch_size < 2:
             raise ValueError("a rollout and a batch need two decodes at least: their mean is taken")
 

@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
 
 import numpy as np
 import torch
@@ -16,6 +16,8 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
+from stable_baselines3.common.policies import BasePolicy
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from placer.policies.training.config import TrainingConfig
 
@@ -65,6 +67,7 @@ class Learner:
         self.batch: Batch = batch
         self.learning_rate = config.ppo.learning_rate
         self.model = _model(config, seed, batch, lambda _: self.learning_rate)
+        self._average = _average(self.model.policy, config.ppo.average_rollouts)
         self._ratios = _Ratios()
 
     @property
@@ -72,10 +75,17 @@ class Learner:
         """Steps of all environments until now."""
         return int(self.model.num_timesteps)
 
+    @property
+    def policy(self) -> BasePolicy:
+        """What was learnt until now: the exponential average of the network after each rollout."""
+        begun = int(self._average.n_averaged) > 0
+        return cast(BasePolicy, self._average.module) if begun else self.model.policy
+
     def rollout(self) -> dict[str, float]:
         """Gather a rollout and learn from it; what the log tells about it."""
         self._ratios.found.clear()
         self.model.learn(1, self._ratios, log_interval=sys.maxsize, reset_num_timesteps=False)
+        self._average.update_parameters(self.model.policy)
         told = self.model.logger.name_to_value
         ratios = np.array(self._ratios.found)
         log_std = getattr(self.model.policy, "log_std", None)
@@ -93,6 +103,7 @@ class Learner:
         model, optimizer = self.model, self.model.policy.optimizer.state_dict()["state"]
         keys, random, position, has_gauss, gauss = np.random.get_state()
         tensors = {f"network.{k}": _array(v) for k, v in model.policy.state_dict().items()}
+        tensors |= {f"average.{k}": _array(v) for k, v in self._average.state_dict().items()}
         for number, own in optimizer.items():
             tensors |= {f"optimizer.{number}.{k}": _array(v) for k, v in own.items()}
         tensors["random.torch"] = _array(torch.get_rng_state())
@@ -119,12 +130,12 @@ class Learner:
         """
         model, tensors, data = self.model, saved.tensors, saved.data
         try:
-            network = _those(tensors, "network.")
-            model.policy.load_state_dict({k: torch.from_numpy(v) for k, v in network.items()})
+            model.policy.load_state_dict(_those(tensors, "network."))
+            self._average.load_state_dict(_those(tensors, "average."))
             state: dict[int, dict[str, torch.Tensor]] = {}
             for key, value in _those(tensors, "optimizer.").items():
                 number, _, name = key.partition(".")
-                state.setdefault(int(number), {})[name] = torch.from_numpy(value)
+                state.setdefault(int(number), {})[name] = value
             groups = model.policy.optimizer.state_dict()["param_groups"]
             model.policy.optimizer.load_state_dict({"state": state, "param_groups": groups})
             model.num_timesteps = data["decodes"]
@@ -186,9 +197,19 @@ def _model(config: TrainingConfig, seed: int, batch: Any, learning_rate: Any) ->
     return model
 
 
-def _those(tensors: Mapping[str, NDArray[Any]], prefix: str) -> dict[str, NDArray[Any]]:
+def _average(network: BasePolicy, rollouts: int) -> AveragedModel:
+    """An exponential average over about so many; over one it is the last network itself."""
+    kept = 1.0 - 1.0 / rollouts
+    return AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(kept))  # type: ignore[no-untyped-call]
+
+
+def _those(tensors: Mapping[str, NDArray[Any]], prefix: str) -> dict[str, torch.Tensor]:
     """The tensors whose names begin so, by the rest of their names."""
-    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+    return {
+        k.removeprefix(prefix): torch.from_numpy(v)
+        for k, v in tensors.items()
+        if k.startswith(prefix)
+    }
 
 
 def _array(tensor: Any) -> NDArray[Any]:

@@ -7,19 +7,19 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
+from stable_baselines3.common.policies import BasePolicy
 
 from placer.policies.network import Policy
 
 
 def exported(
-    model: OnPolicyAlgorithm,
+    network: BasePolicy,
     name: str,
     mean: NDArray[np.float32],
     deviation: NDArray[np.float32],
 ) -> Policy:
-    """The network of a trained model as a policy without a card."""
-    state = {key: value.detach().cpu().numpy() for key, value in model.policy.state_dict().items()}
+    """A trained network as a policy without a card."""
+    state = {key: value.detach().cpu().numpy() for key, value in network.state_dict().items()}
     return Policy(
         name=name,
         card={},
@@ -32,18 +32,18 @@ def exported(
     )
 
 
-def imported(model: OnPolicyAlgorithm, policy: Policy) -> None:
-    """Let a model with the same layers begin with what a policy says; its critic begins anew.
+def imported(network: BasePolicy, policy: Policy) -> None:
+    """Let a network with the same layers begin with what a policy says; its critic begins anew.
 
     Raises:
         ValueError: it has more or fewer layers.
     """
-    state = model.policy.state_dict()
+    state = network.state_dict()
     for layer, (matrix, bias) in zip(_layers(state), policy.layers, strict=True):
         state[f"{layer}.weight"] = torch.from_numpy(np.array(matrix))
         state[f"{layer}.bias"] = torch.from_numpy(np.array(bias))
     state["log_std"] = torch.from_numpy(np.array(policy.log_std))
-    model.policy.load_state_dict(state)
+    network.load_state_dict(state)
 
 
 def _layers(state: Iterable[str]) -> list[str]:

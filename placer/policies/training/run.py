@@ -126,7 +126,7 @@ class _Run:
             checkpoint = None
             self._tell(1.0, f"seed {seed}: scoring")
             row = self._row(seed, learner, spent_s)
-            self.finished.append(Saved(self.task.tensors(learner.model), row))
+            self.finished.append(Saved(self.task.tensors(learner.policy), row))
             self._tell(0.0, f"seed {seed}: {row['validation']}")
         return self.finished
 
@@ -170,14 +170,14 @@ class _Run:
 
     def _row(self, seed: int, learner: Learner, spent_s: float) -> dict[str, Any]:
         """What the card tells of a seed."""
-        alone, sampled = self.task.scores(learner.model, self.curriculum.validation)
+        alone, sampled = self.task.scores(learner.policy, self.curriculum.validation)
         tests = self.curriculum.tests
         return {
             "seed": seed,
             "decodes": learner.decodes,
             "spent_s": round(spent_s, 1),
             "validation": {"mean": mean(alone), "best_of_16": mean(sampled)},
-            "test": table(tests, *self.task.scores(learner.model, tests)),
+            "test": table(tests, *self.task.scores(learner.policy, tests)),
             RATIOS: alone.round(6).tolist(),
         }
 

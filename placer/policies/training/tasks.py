@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors.numpy import save
-from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
+from stable_baselines3.common.policies import BasePolicy
 
 from graphs.whole_file import write_whole
 from placer.policies.decoders import Decoders, Here, Processes
@@ -54,11 +54,11 @@ class Task(Protocol):
         """A learner that is to be restored."""
         ...
 
-    def tensors(self, model: OnPolicyAlgorithm) -> dict[str, NDArray[Any]]:
+    def tensors(self, network: BasePolicy) -> dict[str, NDArray[Any]]:
         """What the trained policy consists of."""
         ...
 
-    def scores(self, model: OnPolicyAlgorithm, pool: Sequence[Exercise]) -> Ratios:
+    def scores(self, network: BasePolicy, pool: Sequence[Exercise]) -> Ratios:
         """How good it is."""
         ...
 
@@ -131,13 +131,13 @@ class DecoderWeights:
         references = np.array([item.reference_ns for item in self.curriculum.pool], np.int64)
         return relative_rewards(self.decoders, references, math.exp(self.config.ppo.log_std))
 
-    def tensors(self, model: OnPolicyAlgorithm) -> dict[str, NDArray[Any]]:
+    def tensors(self, network: BasePolicy) -> dict[str, NDArray[Any]]:
         """See :class:`Task`."""
-        return exported(model, "", *self.curriculum.scale()).tensors()
+        return exported(network, "", *self.curriculum.scale()).tensors()
 
-    def scores(self, model: OnPolicyAlgorithm, pool: Sequence[Exercise]) -> Ratios:
+    def scores(self, network: BasePolicy, pool: Sequence[Exercise]) -> Ratios:
         """See :class:`Task`."""
-        return scores(exported(model, "", *self.curriculum.scale()), pool)
+        return scores(exported(network, "", *self.curriculum.scale()), pool)
 
     def together(
         self, tensors: Sequence[Mapping[str, Any]], pool: Sequence[Exercise]
@@ -177,19 +177,19 @@ class OpByOp:
         """See :class:`Task`; nothing is imitated."""
         return self.blank(seed)
 
-    def tensors(self, model: OnPolicyAlgorithm) -> dict[str, NDArray[Any]]:
+    def tensors(self, network: BasePolicy) -> dict[str, NDArray[Any]]:
         """See :class:`Task`: the network as stable-baselines3 names its parts."""
         return {
             key: np.ascontiguousarray(value.detach().cpu().numpy())
-            for key, value in model.policy.state_dict().items()
+            for key, value in network.state_dict().items()
         }
 
-    def scores(self, model: OnPolicyAlgorithm, pool: Sequence[Exercise]) -> Ratios:
+    def scores(self, network: BasePolicy, pool: Sequence[Exercise]) -> Ratios:
         """See :class:`Task`."""
         alone, sampled = [], []
         for number, item in enumerate(pool):
             torch.manual_seed(number)
-            ratios = _episodes(model, item, self.devices)
+            ratios = _episodes(network, item, self.devices)
             alone.append(ratios[0])
             sampled.append(min(ratios))
         return np.array(alone), np.array(sampled)
@@ -232,15 +232,15 @@ def _decoders(config: TrainingConfig, curriculum: Curriculum) -> Decoders:
     return Processes(judges, config.workers) if config.workers else Here(judges)
 
 
-def _episodes(model: Any, item: Exercise, devices: int) -> list[float]:
+def _episodes(network: Any, item: Exercise, devices: int) -> list[float]:
     """Ratios of an episode with the likeliest actions and of 15 with sampled ones, at once."""
     environments = [GeneratedPlacementEnv([item], devices) for _ in range(1 + SAMPLES)]
     seen = np.stack([environment.reset()[0] for environment in environments])
     ratios = [np.nan] * len(environments)
     while np.isnan(ratios).any():
         masks = np.stack([environment.action_masks() for environment in environments])
-        actions = model.predict(seen, action_masks=masks)[0]
-        actions[0] = model.predict(seen[:1], action_masks=masks[:1], deterministic=True)[0][0]
+        actions = network.predict(seen, action_masks=masks)[0]
+        actions[0] = network.predict(seen[:1], action_masks=masks[:1], deterministic=True)[0][0]
         for i, environment in enumerate(environments):
             if np.isnan(ratios[i]):
                 seen[i], _, ended, _, info = environment.step(actions[i])

@@ -1,0 +1,55 @@
+"""A learner: its network is PPO's, and what it gives away is an average of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_training import TINY
+
+from placer.policies.params_env import ParamsBatch
+from placer.policies.pool import draw_pool
+from placer.policies.training.learner import Learner
+
+torch.set_num_threads(1)
+
+
+def learner(average_rollouts: int) -> Learner:
+    config = replace(TINY, ppo=replace(TINY.ppo, average_rollouts=average_rollouts))
+    return Learner(config, 0, ParamsBatch(draw_pool(5, 2, 80), 4, 0))
+
+
+def test_a_policy_is_the_exponential_average_of_the_network_after_each_rollout() -> None:
+    learning = learner(4)
+    expected: dict[str, torch.Tensor] = {}
+    for _ in range(5):
+        learning.rollout()
+        for key, value in learning.model.policy.state_dict().items():
+            before = expected.get(key, value)
+            expected[key] = 0.75 * before + 0.25 * value
+    for key, value in learning.policy.state_dict().items():
+        torch.testing.assert_close(value, expected[key])
+        if key == "action_net.weight":
+            assert (value != learning.model.policy.state_dict()[key]).any()
+
+
+@pytest.mark.parametrize("rollouts", [0, 3])
+def test_over_one_rollout_it_is_the_network_itself(rollouts: int) -> None:
+    learning = learner(1)
+    for _ in range(rollouts):
+        learning.rollout()
+    network = learning.model.policy.state_dict()
+    for key, value in learning.policy.state_dict().items():
+        assert (value == network[key]).all()
+
+
+def test_averaging_does_not_change_what_is_learnt() -> None:
+    networks = []
+    for average_rollouts in (1, 7):
+        learning = learner(average_rollouts)
+        for _ in range(3):
+            learning.rollout()
+        networks.append(learning.model.policy.state_dict())
+    for key, value in networks[0].items():
+        assert (value == networks[1][key]).all()
