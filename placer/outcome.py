@@ -110,6 +110,7 @@ class Optimization:
     cost_source: Mapping[str, str] = field(default_factory=dict)  # {device kind: where from}
     trail: Trail = field(default_factory=Trail)  # how the search went
     trouble: str = ""  # why nothing could be run, although it should have been
+    measuring_s: float = 0.0  # that running the best for real took
     replication: ReplicaPlan | None = None  # what it was chosen from, where replicas were asked for
 
     def device_of(self, name: str) -> str:

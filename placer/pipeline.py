@@ -227,12 +227,12 @@ def _decided(
     load_compiled_code()
     rows: list[Row] = []
     runs, trouble, trail = Runs(), "", Trail()
-    began = ended = time.perf_counter()
+    began = ended = ran = time.perf_counter()
     try:
         with interrupt.polled(), recorded() as trail:
             hear.stage("Searching placements")
             rows = _searched(problem, options, interrupt, hear, rig, outset)
-            ended = time.perf_counter()
+            ended = ran = time.perf_counter()
         if rig is not None and options.measure and not interrupt.requested:
             hear.stage("Running the best for real")
             runs = run_best(rows, rig, problem, hear)
@@ -253,6 +253,8 @@ def _decided(
             raise
     except (WorkerError, OSError) as error:
         trouble = str(error)
+    if rig is not None and options.measure:
+        ran = time.perf_counter()
     with interrupt.polled():
         rows = [replace(row, measurement=runs.of_row.get(i)) for i, row in enumerate(rows)]
         best = choose(rows)
@@ -264,6 +266,7 @@ def _decided(
                 best=best,
                 lower_bound_s=options.objective.lower_bound_s(problem),
                 search_s=ended - began,
+                measuring_s=ran - ended,
                 stopped=interrupt.requested or runs.interrupted,
                 extraction=extraction,
                 all_cores=runs.all_cores,

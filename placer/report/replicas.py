@@ -22,7 +22,7 @@ LEGEND: Final = (
 )
 
 
-def print_plan(plan: ReplicaPlan, console: Console, *, remarks: bool = True) -> None:
+def print_plan(plan: ReplicaPlan, console: Console) -> None:
     """The splits, the curve of the best of them, then the verdict."""
     graph = plan.problem.graph
     console.print(
@@ -46,7 +46,7 @@ def print_plan(plan: ReplicaPlan, console: Console, *, remarks: bool = True) -> 
     console.print(f"The best placement on 1 .. {plan.curve[-1].devices} devices:")
     console.print(curve)
     console.print(LEGEND, style="dim")
-    for remark in plan.remarks if remarks else ():
+    for remark in plan.remarks:
         console.print(remark)
     console.print(plan.verdict)
 
