@@ -216,6 +216,8 @@ def _talk(found: Optimization, args: argparse.Namespace, total_s: float) -> str:
 
 
 def _summary(found: Optimization, args: argparse.Namespace, total_s: float) -> dict[str, Any]:
+    from placer.record import candidates_to_list
+
     data = found.placement.to_dict()
     times = data["measured"] or data["predicted"]
     return {
@@ -236,5 +238,6 @@ def _summary(found: Optimization, args: argparse.Namespace, total_s: float) -> d
         "seed": args.seed,
         "stopped": found.stopped,
         **extraction_to_dict(found.extraction),
+        "candidates": candidates_to_list(found),
         "out": str(args.out),
     }

@@ -14,6 +14,7 @@ from rich.table import Table
 from envs.placement import module_of
 from envs.torch_devices import is_core
 from placer.given import GIVEN
+from placer.milliseconds import milliseconds
 
 if TYPE_CHECKING:
     from envs.cluster import Cluster
@@ -221,8 +222,4 @@ def _memory(row: Row) -> str:
 
 
 def _ms(seconds: float) -> str:
-    """Milliseconds with four significant digits or more."""
-    if not np.isfinite(seconds):
-        return "no room"
-    ms = seconds * 1e3
-    return f"{ms:.1f}" if ms >= 100 else f"{ms:.4g}"
+    return milliseconds(seconds) if np.isfinite(seconds) else "no room"

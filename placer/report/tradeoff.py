@@ -8,6 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from placer.milliseconds import milliseconds
 from placer.report.table import human_bytes
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def _cells(offer: Offer) -> list[str]:
         return [_names(offer), "-", _money(offer.price_per_hour), "-", "cannot run"]
     return [
         _names(offer),
-        f"{offer.step_s * 1e3:.4g}",
+        milliseconds(offer.step_s),
         _money(offer.price_per_hour),
         _money(offer.price_per_million_steps),
         human_bytes(max(_peaks(offer).values())),
