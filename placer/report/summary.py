@@ -40,6 +40,8 @@ def print_summary(summary: GraphSummary, console: Console) -> None:
         )
         table.add_row("total work / critical path (headroom)", f"{work.headroom:.2f}x")
     console.print(table)
+    if summary.work:
+        console.print("Headroom is for any number of such devices; N of them win Nx at most.")
     if summary.ops["backward"] and not summary.ops["optimizer"]:
         console.print("No optimizer is in the step: neither its time nor its state is counted.")
     for kind, work in summary.work.items():
