@@ -194,7 +194,7 @@ def test_what_was_measured_when_a_placement_was_made_is_told_again() -> None:
         "spread": 0.1,
         "rounds": 7,
     }
-    measured["wall_median_s"] = 0.5
+    measured |= {"wall_median_s": 0.5, "wall_min_s": 0.45, "single_device_wall_min_s": 0.9}
     measured["peak_memory_bytes"] = {problem.cluster.names[0]: 7_000_000}
     data = report_data(reviewed(problem, replace(placed(problem), measured=measured)))
     assert data["verdict"].startswith("2.00x faster than the best single device, measured")
@@ -203,6 +203,7 @@ def test_what_was_measured_when_a_placement_was_made_is_told_again() -> None:
     assert (chosen["measured"]["low_s"], chosen["measured"]["high_s"]) == (0.475, 0.525)
     [single] = [row for row in data["candidates"] if row["name"] == data["best_single"]]
     assert single["measured"]["step_s"] == 1.0
+    assert (chosen["measured"]["min_s"], single["measured"]["min_s"]) == (0.45, 0.9)
     of_best_and_single = {chosen["name"], data["best_single"]}
     for row in data["candidates"]:  # others were not run, and are compared by what is predicted
         is_known = row["name"] in of_best_and_single
@@ -212,6 +213,7 @@ def test_what_was_measured_when_a_placement_was_made_is_told_again() -> None:
     rebuilt = reviewed(problem, replace(placed(problem), measured={**measured, "step_s": 0.4}))
     [chosen] = [row for row in report_data(rebuilt)["candidates"] if row["best"]]
     assert chosen["measured"]["low_s"] == chosen["measured"]["high_s"] == 0.4  # not its spread
+    assert chosen["measured"]["min_s"] is None  # nor the shortest by another clock
 
 
 def test_a_report_of_five_thousand_ops_stays_small() -> None:

@@ -28,7 +28,10 @@ function opening() {
           data.speed_up == null ? "–" : `${data.speed_up.toFixed(2)}×`,
           `as fast as the best single device, ${data.speed_up_is}`,
         ),
-        tileOf(gap == null ? "–" : percent(gap), "above the lower bound"),
+        tileOf(
+          gap == null ? "–" : percent(Math.abs(gap)),
+          gap < 0 ? "below the lower bound, by costs of ops that ran slower" : "above the lower bound",
+        ),
         tileOf(`${used} of ${data.devices.length}`, "devices in use"),
       ),
       el(
@@ -135,7 +138,10 @@ function candidateColumns(measured) {
     ["measured", of("step_s"), true],
     [
       "quartiles",
-      (row) => (row.measured ? `${time(row.measured.low_s)} – ${time(row.measured.high_s)}` : "–"),
+      (row) =>
+        row.measured?.low_s < row.measured?.high_s
+          ? `${time(row.measured.low_s)} – ${time(row.measured.high_s)}`
+          : "–",
       true,
     ],
     ["shortest", of("min_s"), true],

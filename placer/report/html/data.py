@@ -160,13 +160,14 @@ def _measured(found: Optimization, row: Row) -> dict[str, Any] | None:
     if row.measurement is not None:
         return _runs(row.measurement, loaded=found.loaded)
     known = _recorded(found) or {}
+    of_wall = known.get("wall_median_s") == known.get("step_s")  # and so are spread and shortest
     if row is found.best and "step_s" in known:
-        step_s = float(known["step_s"])
-        of_wall = known.get("wall_median_s") == step_s  # then the spread is that of the step
         half = float(known.get("spread", 0.0)) / 2 if of_wall else 0.0
-        return _rounds(step_s, half, known.get("wall_min_s"), known.get("rounds"))
+        min_s = known.get("wall_min_s") if of_wall else None
+        return _rounds(float(known["step_s"]), half, min_s, known.get("rounds"))
     if row is found.single and "single_device_step_s" in known:
-        return _rounds(float(known["single_device_step_s"]))
+        min_s = known.get("single_device_wall_min_s") if of_wall else None
+        return _rounds(float(known["single_device_step_s"]), min_s=min_s)
     return None
 
 
