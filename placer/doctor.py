@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -41,25 +41,69 @@ class Checkup:
     cache_writable: bool
 
     @property
+    def loud(self) -> list[Noise]:
+        """The cores that others use."""
+        return [noise for noise in self.noise if noise.contention > CONTENDED]
+
+    @property
+    def uneven(self) -> list[Noise]:
+        """The other cores on which equal work scatters."""
+        return [n for n in self.noise if n.spread > NOISY and n.contention <= CONTENDED]
+
+    @property
+    def is_throttled(self) -> bool:
+        """Whether the container has less time than its cores."""
+        return self.quota_cores is not None and self.quota_cores < self.cores
+
+    @property
+    def is_good(self) -> bool:
+        """Whether measurements will be steady."""
+        return not (self.loud or self.uneven or self.is_throttled)
+
+    @property
+    def verdict(self) -> str:
+        """One sentence: good to measure or not, why, by which thresholds, and what to do."""
+        if self.is_good:
+            return (
+                f"Good to measure: on every core wall / CPU time is at most {CONTENDED} and the "
+                f"spread at most {NOISY:.0%}."
+            )
+        reasons = []
+        if self.loud:
+            worst = max(self.loud, key=lambda noise: noise.contention)
+            reasons.append(
+                f"others use {_cores(self.loud)} (wall / CPU time up to {worst.contention:.2f}, "
+                f"more than {CONTENDED})"
+            )
+        if self.uneven:
+            widest = max(self.uneven, key=lambda noise: noise.spread)
+            reasons.append(
+                f"equal work scatters on {_cores(self.uneven)} (spread up to {widest.spread:.0%}, "
+                f"more than {NOISY:.0%})"
+            )
+        if self.is_throttled:
+            reasons.append("the container is throttled")
+        do = "stop what else runs" if self.loud or self.uneven else "raise its limit"
+        return f"Measurements will be noisy, because {' and '.join(reasons)}: {do}, then try again."
+
+    @property
     def advice(self) -> list[str]:
         """What would make measurements better, each a sentence; empty if nothing would."""
         found = []
-        loud = [noise for noise in self.noise if noise.contention > CONTENDED]
-        if loud:
-            worst = max(loud, key=lambda noise: noise.contention)
+        if self.loud:
+            worst = max(self.loud, key=lambda noise: noise.contention)
             found.append(
                 f"Others use core {worst.core}: equal work takes {worst.contention:.2f} times its "
                 f"CPU time there (load {self.load:.1f} on {self.cores} cores). Stop what else "
                 "runs, or name quieter cores with --devices."
             )
-        uneven = [noise for noise in self.noise if noise.spread > NOISY and noise not in loud]
-        if uneven:
-            worst = max(uneven, key=lambda noise: noise.spread)
+        if self.uneven:
+            worst = max(self.uneven, key=lambda noise: noise.spread)
             found.append(
                 f"Equal work on core {worst.core} scatters by {worst.spread:.0%} between the "
                 "quartiles: small gains will count as ties."
             )
-        if self.quota_cores is not None and self.quota_cores < self.cores:
+        if self.is_throttled:
             found.append(
                 f"The container may use {self.quota_cores:g} cores' worth of time on {self.cores} "
                 "cores: placements over all of them are throttled. Raise its limit, or place on "
@@ -81,6 +125,11 @@ class Checkup:
                 "PLACER_CACHE to a folder of yours."
             )
         return found
+
+
+def _cores(noise: Sequence[Noise]) -> str:
+    cores = ", ".join(str(one.core) for one in noise)
+    return f"core{'s'[: len(noise) > 1]} {cores}"
 
 
 def check_machine(cluster: Cluster) -> Checkup:

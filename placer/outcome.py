@@ -16,6 +16,7 @@ from graphs.extract import Extraction
 from graphs.extract.export import lstm_layers
 from graphs.extract.extraction import shown_lines
 from graphs.graph import PHASES
+from placer.milliseconds import milliseconds
 from placer.search.trail import Trail
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ class Optimization:
     cost_source: Mapping[str, str] = field(default_factory=dict)  # {device kind: where from}
     trail: Trail = field(default_factory=Trail)  # how the search went
     trouble: str = ""  # why nothing could be run, although it should have been
+    measuring_s: float = 0.0  # that running the best for real took
     replication: ReplicaPlan | None = None  # what it was chosen from, where replicas were asked for
 
     def device_of(self, name: str) -> str:
@@ -170,7 +172,7 @@ class Optimization:
         if self.best.is_single and gap <= NO_HEADROOM:
             return (
                 f"No headroom: one device is within {gap:.1%} of the lower bound of "
-                f"{self.lower_bound_s * 1e3:.3g} ms, which no placement can beat."
+                f"{milliseconds(self.lower_bound_s)} ms, which no placement can beat."
             )
         if self.best.is_single:
             return (
@@ -185,12 +187,12 @@ class Optimization:
             how += f" by CPU clocks ({by_wall:.2f}x by the wall clock of a busy machine)"
         text = f"{self.speed_up:.2f}x faster than {single.name.removeprefix('single ')}, {how}."
         if seen is not None and unplaced is not None and unplaced.ok:
-            # Threads of OpenMP have slow phases of their own, so the best steps are compared.
-            gain = seen.min_s / unplaced.min_s
+            # Threads of OpenMP have slow phases of their own, so the best steps decide.
+            gain, by_median = seen.min_s / unplaced.min_s, seen.median_s / unplaced.median_s
             if gain > 1 + SMALLEST_GAIN:
                 text += (
                     f" Not placing it, with torch's threads on all cores, is {gain:.2f}x faster "
-                    "still."
+                    f"still by the shortest wall times ({by_median:.2f}x by their medians)."
                 )
         return text
 

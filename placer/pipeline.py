@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Final
 
 import networkx as nx
 import numpy as np
@@ -34,6 +34,7 @@ from placer.objectives import Objective
 from placer.outcome import Optimization, PlacementError, Row, choose
 from placer.placers.placer import Placer
 from placer.placers.portfolio import Portfolio
+from placer.record import with_record
 from placer.report.progress import Progress, Silent
 from placer.rigs import Rig, rig_for
 from placer.running import Runs, joined, overfull, run_best, with_less_memory
@@ -227,12 +228,12 @@ def _decided(
     load_compiled_code()
     rows: list[Row] = []
     runs, trouble, trail = Runs(), "", Trail()
-    began = ended = time.perf_counter()
+    began = ended = ran = time.perf_counter()
     try:
         with interrupt.polled(), recorded() as trail:
             hear.stage("Searching placements")
             rows = _searched(problem, options, interrupt, hear, rig, outset)
-            ended = time.perf_counter()
+            ended = ran = time.perf_counter()
         if rig is not None and options.measure and not interrupt.requested:
             hear.stage("Running the best for real")
             runs = run_best(rows, rig, problem, hear)
@@ -253,10 +254,12 @@ def _decided(
             raise
     except (WorkerError, OSError) as error:
         trouble = str(error)
+    if rig is not None and options.measure:
+        ran = time.perf_counter()
     with interrupt.polled():
         rows = [replace(row, measurement=runs.of_row.get(i)) for i, row in enumerate(rows)]
         best = choose(rows)
-        return _recorded(
+        return with_record(
             Optimization(
                 placement=best.placement,
                 problem=problem,
@@ -264,6 +267,7 @@ def _decided(
                 best=best,
                 lower_bound_s=options.objective.lower_bound_s(problem),
                 search_s=ended - began,
+                measuring_s=ran - ended,
                 stopped=interrupt.requested or runs.interrupted,
                 extraction=extraction,
                 all_cores=runs.all_cores,
@@ -348,33 +352,3 @@ def _row(simulated: Simulated, candidate: Candidate, options: Options, rig: Rig 
         why=prediction.why,
         times_s=prediction.times_s,
     )
-
-
-def _recorded(found: Optimization) -> Optimization:
-    """The same with the best row's times in the placement."""
-    best, single, seen = found.best, found.single, found.best.measurement
-    predicted = {
-        "step_s": best.predicted_s,
-        **best.times_s,
-        "peak_memory_bytes": best.peak_memory_bytes,
-        "lower_bound_s": found.lower_bound_s,
-    }
-    measured: dict[str, Any] | None = None
-    if seen is not None:
-        measured = {
-            "step_s": found.step_s(best),
-            "wall_median_s": seen.median_s,
-            "wall_min_s": seen.min_s,
-            "spread": seen.spread,
-            "rebuilt_s": seen.rebuilt_median_s,
-            "contention": seen.contention,
-            "rounds": len(seen.wall_s),
-        }
-        if seen.peak_memory_bytes:
-            measured["peak_memory_bytes"] = dict(seen.peak_memory_bytes)
-        if single is not None and single.measurement is not None:
-            measured["single_device_step_s"] = found.step_s(single)
-        if found.all_cores is not None and found.all_cores.ok:
-            measured["all_cores_min_s"] = found.all_cores.min_s
-    placement = replace(found.placement, predicted=predicted, measured=measured)
-    return replace(found, placement=placement)

@@ -17,6 +17,7 @@ from envs.reduction import CHEAPEST, Reduction
 from envs.replica_set import Batch, Replicas
 from envs.replicas import ReplicaStep, ReplicatedStep, slot_networks
 from graphs.extract import Extraction
+from placer.milliseconds import milliseconds
 from placer.outcome import Optimization, extraction_remarks
 from placer.parallel.launching import why_not_run
 
@@ -254,13 +255,13 @@ class ReplicaPlan:
         text = (
             f"{_replicas(best)}: {best.samples_per_s:.4g} samples/s{self._gain(best)}, a step of "
         )
-        text += f"{step.step_s * 1e3:.4g} ms"
+        text += f"{milliseconds(step.step_s)} ms"
         if self.wanted.accumulate > 1:
             text += f" in {self.wanted.accumulate} passes"
         if best.replicas > 1:
             text += (
-                f", {step.exposed_s * 1e3:.3g} ms of it communication that is not hidden "
-                f"({step.hidden_s * 1e3:.3g} ms are)"
+                f", {milliseconds(step.exposed_s)} ms of it communication that is not hidden "
+                f"({milliseconds(step.hidden_s)} ms are)"
             )
         others = (
             ("pure data parallelism", self.pure(replicas=True)),
@@ -284,12 +285,12 @@ class ReplicaPlan:
         if other.step is None:
             return f"{name.capitalize()} ({other.name}) is not possible: {other.why.rstrip('.')}."
         ratio = self.best.samples_per_s / other.samples_per_s
-        why = f"steps of {other.step.step_s * 1e3:.4g} ms for {other.samples} samples"
+        why = f"steps of {milliseconds(other.step.step_s)} ms for {other.samples} samples"
         why += self._gain(other)
         if other.replicas > 1:
             why += (
-                f", of which {other.step.exposed_s * 1e3:.3g} ms are communication that nothing "
-                "hides"
+                f", of which {milliseconds(other.step.exposed_s)} ms are communication that "
+                "nothing hides"
             )
         return f"That is {ratio:.2f}x {name} ({other.name}: {why})."
 

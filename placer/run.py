@@ -239,6 +239,8 @@ def _hear(args: argparse.Namespace, number: int, loss: float) -> None:
 
 
 def _print(run: Run, found: Trained) -> None:
+    from placer.milliseconds import milliseconds
+
     if run.args.json:
         content = {
             "steps": run.args.steps,
@@ -251,7 +253,7 @@ def _print(run: Run, found: Trained) -> None:
         print(json.dumps(content))
         return
     if found.step_s is not None:
-        print(f"median step: {found.step_s * 1e3:.6g} ms")
+        print(f"median step: {milliseconds(found.step_s)} ms")
     for name, value in found.report.items():
         print(f"{name}: {value:.6g}")
 

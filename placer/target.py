@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import difflib
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -48,6 +50,8 @@ def load_step(target: str, *, training: bool, weights: bool = True) -> Step:
     if target.endswith(exported.SUFFIX):
         return exported.load(Path(target), training=training)
     path, colon, name = target.rpartition(":")
+    if target.removesuffix(":").endswith(".py"):
+        raise TargetError(_without_function(Path(target.removesuffix(":"))))
     if not colon or not path or not name:
         raise TargetError(
             f"target {target!r} is neither path/to/model.py:function, nor hf:name of a model of "
@@ -130,9 +134,37 @@ def _function(module: ModuleType, name: str, path: str) -> Callable[[], object]:
         found: Callable[[], object] = functions[name]
         return found
     own = [k for k, v in functions.items() if getattr(v, "__module__", "") == module.__name__]
+    near = difflib.get_close_matches(name, own, n=1)
     raise TargetError(
         f"{path} has no function {name!r}; it defines {', '.join(own) if own else 'none'}"
+        + (f"; did you mean {near[0]}?" if near else "")
     )
+
+
+def _without_function(path: Path) -> str:
+    """What to say of a file without the name of a function in it; the file is not run."""
+    if not path.is_file():
+        return missing_file(path)
+    meant = [f"{path}:{name}" for name in _makers(path)]
+    told = f"did you mean {' or '.join(meant)}?" if meant else f"write {path}:NAME"
+    return f"target {path} says no function that makes the model; {told}"
+
+
+def _makers(path: Path) -> list[str]:
+    """Public functions of a file that can be called without arguments and return something."""
+    try:
+        found = ast.parse(path.read_bytes()).body
+    except (SyntaxError, ValueError):
+        return []
+    return [
+        node.name
+        for node in found
+        if isinstance(node, ast.FunctionDef)
+        and not node.name.startswith("_")
+        and len(node.args.posonlyargs + node.args.args) == len(node.args.defaults)
+        and None not in node.args.kw_defaults
+        and any(isinstance(part, ast.Return) and part.value for part in ast.walk(node))
+    ]
 
 
 def _step(made: object, target: str, training: bool) -> Step:

@@ -110,8 +110,41 @@ def test_talk_goes_to_stderr_and_quiet_stops_it(
     assert "Searching placements ..." in loud.err
     assert "placement: placement.json" in loud.err
     assert quiet.err == ""
-    assert quiet.out == loud.out
-    assert "Best: " in quiet.out
+
+
+@pytest.mark.parametrize(
+    ("more", "begins"),
+    [("", "Best: "), ("--pareto", "Rent "), ("--data-parallel 2", "")],
+)
+def test_the_quiet_get_the_last_line_and_no_table(
+    more: str, begins: str, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = Path("cluster.toml").read_text()
+    Path("cluster.toml").write_text(text.replace('kind = "x"', 'kind = "x"\nprice_per_hour = 2.0'))
+    run = [*OPTIMIZE, *more.split()]
+    capfd.readouterr()
+    assert main(run) == 0
+    loud = capfd.readouterr()
+    assert main([*run, "--quiet"]) == 0
+    quiet = capfd.readouterr()
+    assert quiet.err == ""
+    [line] = quiet.out.splitlines()
+    assert line.startswith(begins)
+    assert " ".join(loud.out.split()).endswith(line)
+
+
+def test_how_long_it_takes_is_told_before_and_after(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    capfd.readouterr()
+    assert main([*OPTIMIZE[:-1], "0.3s"]) == 0
+    told = capfd.readouterr().err.splitlines()
+    assert told[0] == "This takes about 0.3 s, the search."
+    assert re.search(r"; took [\d.]+ s: search 0\.\d+ s, the rest [\d.]+ s; seed 0$", told[-1])
+    assert main([*OPTIMIZE, "--json", "--quiet"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert found["measuring_s"] == 0
+    assert found["total_s"] >= found["search_s"] > 0
 
 
 def test_remarks_are_no_result(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -46,13 +46,41 @@ def does_not_fit():
     return nn.Linear(4, 4), torch.randn(2, 5)
 """
 
+NET = """
+raise RuntimeError("only read, not run")
+
+def tower(width):
+    return width
+
+def _hidden():
+    return 1
+
+def main():
+    print(build())
+
+def build(seed=0):
+    return tower(7), seed
+"""
+SEVERAL = """
+def base():
+    return 1
+
+def large():
+    return 2
+"""
+
 
 @pytest.mark.parametrize(
     ("target", "code", "words"),
     [
         ("{dir}/modle.py:build", 2, ["no file", "did you mean", "model.py"]),
-        ("{dir}/model.py:biuld", 2, ["no function 'biuld'", "build"]),
-        ("{dir}/model.py", 2, ["path/to/model.py:function"]),
+        ("{dir}/model.py:biuld", 2, ["no function 'biuld'", "did you mean build?"]),
+        ("model", 2, ["path/to/model.py:function"]),
+        ("{dir}/net.py", 2, ["says no function", "did you mean {dir}/net.py:build?"]),
+        ("{dir}/net.py:", 2, ["says no function", "did you mean {dir}/net.py:build?"]),
+        ("{dir}/several.py", 2, ["{dir}/several.py:base or {dir}/several.py:large?"]),
+        ("{dir}/script.py", 2, ["says no function", "{dir}/script.py:NAME"]),
+        ("{dir}/nte.py", 2, ["there is no file", "did you mean {dir}/net.py?"]),
         ("{dir}/model.py:nonsense", 2, ["must return (model, inputs)", "int"]),
         ("{dir}/model.py:broken", 2, ["no such data set"]),
         ("{dir}/model.py:leaves", 2, ["model.py:leaves called sys.exit(3)"]),
@@ -66,11 +94,13 @@ def test_bad_targets_get_a_sentence(
 ) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     (tmp_path / "script.py").write_text("import sys\nsys.exit()\n")
+    (tmp_path / "net.py").write_text(NET)
+    (tmp_path / "several.py").write_text(SEVERAL)
     arguments = ["optimize", target.format(dir=tmp_path), "--out", str(tmp_path / "p.json")]
     assert main([*arguments, "--devices", "core:0"]) == code
     told = capsys.readouterr().err
     for word in words:
-        assert word in told
+        assert word.format(dir=tmp_path) in told
     assert "Traceback" not in told
     assert not (tmp_path / "p.json").exists()
 
@@ -214,6 +244,57 @@ def test_options_of_models_are_refused_for_a_graph_file(
     told = capsys.readouterr().err
     assert f"extracted already: {options[0]} can only be given for models" in told
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("optimize m.py:f --raport r.html", "no option --raport; did you mean --report?"),
+        ("optimize m.py:f --raport=r.html", "no option --raport; did you mean --report?"),
+        ("optimize m.py:f --device core:0", "no option --device; did you mean --devices?"),
+        ("optimize --bugdet 5s", "no option --bugdet; did you mean --budget?"),  # nor a target
+        ("export p.json m.py:f --formt pipeline", "no option --formt; did you mean --format?"),
+        ("show p.json --as-poetry", "no option --as-poetry"),
+        ("show p.json embed -q", "unrecognized arguments: -q"),
+    ],
+)
+def test_a_mistyped_option_is_told_by_its_own_command(
+    words: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = words.partition(" ")[0]
+    with pytest.raises(SystemExit) as stopped:
+        main(words.split())
+    assert stopped.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"usage: placer {command} ")
+    last = message.splitlines()[-1]
+    assert last.startswith(f"placer {command}: error: ")
+    assert last.endswith(told)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("optimise m.py:f", "there is no command 'optimise'; did you mean optimize?"),
+        ("simulat g.json --cluster c.toml", "no command 'simulat'; did you mean simulate?"),
+        ("--vresion", "there is no option --vresion; did you mean --version?"),
+        ("wash", "there is no command 'wash': there are optimize, placers, "),
+    ],
+)
+def test_a_mistyped_command_is_told_with_the_one_that_is_meant(
+    words: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(words.split())
+    assert stopped.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith("usage: placer ")
+    assert told in message.splitlines()[-1]
+
+
+def test_what_stands_behind_two_dashes_is_no_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "--", "--raport"]) == 2
+    assert "there is no file --raport" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("seed", ["-1", "1.5", "many", str(2**32)])

@@ -56,6 +56,32 @@ def test_each_fault_has_its_advice(checkup: Checkup, words: list[str]) -> None:
         assert word in advice
 
 
+def test_the_verdict_is_one_sentence_with_its_thresholds() -> None:
+    assert HEALTHY.is_good
+    assert HEALTHY.verdict == (
+        "Good to measure: on every core wall / CPU time is at most 1.15 and the spread at most 20%."
+    )
+    loud, wide = replace(QUIET, core=1, contention=1.8), replace(QUIET, core=2, spread=0.4)
+    noisy = replace(HEALTHY, noise=(QUIET, loud, replace(loud, core=3, spread=0.5), wide))
+    assert not noisy.is_good
+    assert noisy.verdict == (
+        "Measurements will be noisy, because others use cores 1, 3 (wall / CPU time up to 1.80, "
+        "more than 1.15) and equal work scatters on core 2 (spread up to 40%, more than 20%): stop "
+        "what else runs, then try again."
+    )
+    throttled = replace(HEALTHY, quota_cores=1.5)
+    assert throttled.verdict == (
+        "Measurements will be noisy, because the container is throttled: raise its limit, then try "
+        "again."
+    )
+    for steady in (
+        replace(HEALTHY, free_bytes=1),
+        replace(HEALTHY, cache_writable=False),
+        replace(HEALTHY, noise=(replace(QUIET, spread=0.2, contention=1.15),)),
+    ):
+        assert steady.is_good
+
+
 def test_noise_leaves_the_process_where_it_was() -> None:
     before = os.sched_getaffinity(0)
     noise = noise_of(own_cores()[-1], bursts=20)
@@ -89,10 +115,16 @@ def test_the_doctor_answers_for_people_and_machines(capsys: pytest.CaptureFixtur
     assert main(["doctor", "--devices", name, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["versions"]["torch"]
+    assert found["thresholds"] == {"contention": 1.15, "spread": 0.2}
+    assert found["good"] == found["verdict"].startswith("Good to measure")
     assert [noise["core"] for noise in found["noise"]] == [own_cores()[0]]
     assert main(["doctor", "--devices", name]) == 0
     told = capsys.readouterr().out
     assert name in told
     assert "wall / CPU time" in told
+    last = " ".join(told.split())
+    assert "Good to measure: " in last or "Measurements will be noisy, because " in last
+    assert main(["doctor", "--devices", name, "--quiet"]) == 0
+    assert capsys.readouterr().out.startswith(("Good to measure: ", "Measurements will be noisy"))
     assert main(["doctor", "--devices", "core:9999"]) == 2
     assert "there is no device core:9999" in capsys.readouterr().err

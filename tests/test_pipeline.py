@@ -29,6 +29,7 @@ from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 from graphs.synthetic import draw
 from placer.outcome import Optimization, PlacementError, Row, choose, extraction_remarks
 from placer.pipeline import Options, optimize_graph
+from placer.record import candidates_to_list
 from placer.rigs import rounds_for
 from placer.running import worth_running
 from placer.search.budget import Budget
@@ -131,6 +132,23 @@ def outcome(rows: list[Row]) -> Optimization:
         search_s=0.0,
         stopped=False,
     )
+
+
+def test_candidates_are_told_to_machines_as_they_are() -> None:
+    fast, broken = row("HEFT", 1.0, [1.0, 1.5, 2.0]), row("single a", 2.0, [], single=True)
+    full = replace(row("ETF", np.inf, None), why="no room")
+    rows = [fast, broken, full, row("single b", 4.0, None, single=True)]
+    told = candidates_to_list(outcome(rows))
+    json.dumps(told, allow_nan=False)
+    heft, single, etf, other = told
+    assert [one["name"] for one in told if one["chosen"]] == ["HEFT"]
+    assert heft["measured"]["wall_median_s"] == 1.5
+    assert heft["measured"]["wall_min_s"] == 1.0
+    assert heft["measured"]["spread"] == pytest.approx(1 / 3)
+    assert (heft["predicted_step_s"], heft["speed_up"]) == (1.0, 4.0)
+    assert (single["measured"], single["why"]) == (None, "it died")
+    assert (etf["predicted_step_s"], etf["speed_up"], etf["why"]) == (None, None, "no room")
+    assert (other["measured"], other["speed_up"], other["why"]) == (None, 1.0, "")
 
 
 def test_a_single_device_that_failed_is_no_yardstick() -> None:
@@ -255,6 +273,17 @@ def test_a_model_is_placed_measured_and_runs_as_placed(tmp_path: Path) -> None:
     assert found.step_s(found.best) <= found.step_s(single)
     assert found.placement.measured is not None
     assert found.placement.measured["rounds"] > 7
+    clocks = ("wall_median_s", "wall_min_s", "rebuilt_s")
+    for whose in ("", "single_device_"):
+        assert all(found.placement.measured[f"{whose}{clock}"] > 0 for clock in clocks)
+    assert {key for key in found.placement.measured if key.startswith("all_cores")} == {
+        "all_cores_wall_median_s",
+        "all_cores_wall_min_s",
+    }
+    judged = "rebuilt_s" if found.placement.measured["clock"] == "cpu" else "wall_median_s"
+    for whose in ("", "single_device_"):
+        judged_s = found.placement.measured[f"{whose}{judged}"]
+        assert found.placement.measured[f"{whose}step_s"] == judged_s
     assert found.device_of("left.0") in ("core:0", "core:1")
     assert sum(found.devices_of("right").values()) > 3
 

@@ -275,7 +275,7 @@ def test_the_verdict_says_what_devices_gain_together_and_of_how_many_passes_a_st
     )
     assert " ms in 2 passes, " in found.verdict
     assert "It is pure data parallelism." in found.verdict
-    assert "(1 x 4: steps of 48 ms for 2 samples, 1x one device)" in found.verdict  # a chain
+    assert "(1 x 4: steps of 48.00 ms for 2 samples, 1x one device)" in found.verdict  # a chain
     alone = plan(layers(), nodes(1, 4, inside_bytes_per_s=1e13), Replication(replicas=1))
     assert "pure placement" not in alone.verdict.partition("It is pure placement.")[2]
 

@@ -124,7 +124,9 @@ def test_every_op_and_edge_is_shown_as_the_problem_has_it() -> None:
 
 def test_candidates_have_their_predictions_quartiles_and_the_chosen_one() -> None:
     found = found_in(random_problem(6))
-    runs = Measurement(wall_s=np.arange(1.0, 10.0), rebuilt_s=np.arange(1.0, 10.0))
+    names = found.problem.cluster.names
+    times = np.arange(1.0, 10.0)
+    runs = Measurement(wall_s=times, rebuilt_s=times, peak_memory_bytes={names[0]: 123})
     best = replace(found.best, measurement=runs)
     rows = tuple(best if row is found.best else row for row in found.rows)
     failed = Measurement(wall_s=np.zeros(0), rebuilt_s=np.zeros(0), failure="a worker died")
@@ -144,6 +146,8 @@ def test_candidates_have_their_predictions_quartiles_and_the_chosen_one() -> Non
     assert shown[rows[-1].name]["measured"] is None
     assert shown[rows[-1].name]["why"] == "a worker died"
     assert shown["not placed"]["measured"]["step_s"] == 5.0
+    assert shown[best.name]["measured_memory_bytes"] == [123, None, None]
+    assert shown[rows[-1].name]["measured_memory_bytes"] == [None] * 3
     assert (data["step_s"], data["judged"]) == (5.0, "measured")
     assert data["verdict"] == measured.verdict
 
@@ -184,8 +188,14 @@ def test_a_placement_that_does_not_fit_says_so_and_is_shown() -> None:
 
 def test_what_was_measured_when_a_placement_was_made_is_told_again() -> None:
     problem = random_problem(10)
-    measured = {"step_s": 0.5, "single_device_step_s": 1.0, "spread": 0.1, "rounds": 7}
-    measured["wall_median_s"] = 0.5
+    measured: dict[str, Any] = {
+        "step_s": 0.5,
+        "single_device_step_s": 1.0,
+        "spread": 0.1,
+        "rounds": 7,
+    }
+    measured |= {"wall_median_s": 0.5, "wall_min_s": 0.45, "single_device_wall_min_s": 0.9}
+    measured["peak_memory_bytes"] = {problem.cluster.names[0]: 7_000_000}
     data = report_data(reviewed(problem, replace(placed(problem), measured=measured)))
     assert data["verdict"].startswith("2.00x faster than the best single device, measured")
     assert (data["step_s"], data["speed_up"], data["judged"]) == (0.5, 2.0, "measured")
@@ -193,9 +203,17 @@ def test_what_was_measured_when_a_placement_was_made_is_told_again() -> None:
     assert (chosen["measured"]["low_s"], chosen["measured"]["high_s"]) == (0.475, 0.525)
     [single] = [row for row in data["candidates"] if row["name"] == data["best_single"]]
     assert single["measured"]["step_s"] == 1.0
+    assert (chosen["measured"]["min_s"], single["measured"]["min_s"]) == (0.45, 0.9)
+    of_best_and_single = {chosen["name"], data["best_single"]}
+    for row in data["candidates"]:  # others were not run, and are compared by what is predicted
+        is_known = row["name"] in of_best_and_single
+        assert row["speed_up_is"] == ("measured" if is_known else "predicted")
+    assert data["speed_up_is"] == "measured"
+    assert chosen["measured_memory_bytes"] == [7_000_000, None, None]
     rebuilt = reviewed(problem, replace(placed(problem), measured={**measured, "step_s": 0.4}))
     [chosen] = [row for row in report_data(rebuilt)["candidates"] if row["best"]]
     assert chosen["measured"]["low_s"] == chosen["measured"]["high_s"] == 0.4  # not its spread
+    assert chosen["measured"]["min_s"] is None  # nor the shortest by another clock
 
 
 def test_a_report_of_five_thousand_ops_stays_small() -> None:

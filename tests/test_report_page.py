@@ -17,6 +17,7 @@ from envs.measured import Measurement
 from envs.problem import Problem
 from graphs.graph import GraphArrays
 from graphs.sketches import inception
+from placer.milliseconds import milliseconds
 from placer.outcome import Optimization
 from placer.pipeline import Options, optimize_problem
 from placer.report.html import Source, next_commands, report_data, write_report
@@ -27,14 +28,17 @@ if TYPE_CHECKING:
 
 SECTIONS = ("won", "where", "when", "memory", "search", "next")
 NAMES = ("cuda:0", "cuda:1", "cpu")
+MEASURED_BYTES = {"cuda:0": 123_000_000, "cuda:1": 45_000_000}
 RUDE = "</script><img src=x onerror=alert(1)>:loss"
 
 
 def measured(found: Optimization) -> Optimization:
-    """The same with runs of the best and of one device that scatter a little."""
+    """The same with runs of the best and of one device that scatter a little, on GPUs."""
     scatter = np.linspace(0.95, 1.1, 9)
     rows = tuple(
-        replace(row, measurement=Measurement(wall_s=s, rebuilt_s=s))
+        replace(
+            row, measurement=Measurement(wall_s=s, rebuilt_s=s, peak_memory_bytes=MEASURED_BYTES)
+        )
         if row is found.best or row is found.single
         else row
         for row in found.rows
@@ -72,14 +76,16 @@ def browser() -> Iterator[Browser]:
 
 
 in_both_themes = pytest.mark.parametrize("page", ["light", "dark"], indirect=True)
+on_a_phone = pytest.mark.parametrize("page", [360], indirect=True)
 
 
 @pytest.fixture
 def page(request: pytest.FixtureRequest, browser: Browser, report: Path) -> Iterator[Page]:
     """The open report, without a network; fails at the end if anything complained."""
+    asked = getattr(request, "param", "light")
     context = browser.new_context(
-        viewport={"width": 1280, "height": 800},
-        color_scheme=getattr(request, "param", "light"),
+        viewport={"width": asked if isinstance(asked, int) else 1280, "height": 800},
+        color_scheme="dark" if asked == "dark" else "light",
         offline=True,
     )
     opened = context.new_page()
@@ -121,7 +127,7 @@ def test_every_section_is_drawn(page: Page) -> None:
         assert share > 0.04
 
 
-@in_both_themes
+@pytest.mark.parametrize("page", ["light", "dark", 360, 599], indirect=True)
 def test_nothing_is_wider_than_the_page_and_no_label_is_cut_or_covered(page: Page) -> None:
     for summary in page.locator("summary").all():
         summary.click()
@@ -151,6 +157,79 @@ def test_nothing_is_wider_than_the_page_and_no_label_is_cut_or_covered(page: Pag
         })"""
     )
     assert covered == []
+
+
+@on_a_phone
+def test_on_a_phone_text_is_as_large_and_charts_and_tables_scroll(page: Page) -> None:
+    page.get_by_text("The numbers").first.click()
+    page.locator("#won tbody tr").first.wait_for()
+    for where in ("#won .chart", "#won .scroll", "#when .scroll"):
+        inner, outer = page.evaluate(
+            f"(([at]) => [at.scrollWidth, at.clientWidth])([document.querySelector('{where}')])"
+        )
+        assert inner > outer
+    sizes = page.evaluate(
+        """[...document.querySelectorAll("svg text")].map((label) =>
+             label.getBoundingClientRect().height)"""
+    )
+    assert min(sizes) > 11
+    assert page.evaluate("timeToX(STEP) - timeToX(0)") > 200
+
+
+@pytest.mark.parametrize("page", ["light", 360], indirect=True)
+def test_the_graph_begins_as_fit_makes_it_and_fit_cuts_no_node_off(page: Page) -> None:
+    seen = "[graph.scale, graph.x, graph.y]"
+    begin = page.evaluate(seen)
+    page.get_by_role("button", name="Fit").first.click()
+    assert page.evaluate(seen) == begin
+    off = """graph.layout.nodes.filter((node) => {
+      const [{ x, y }, half] = [toScreen(node), (NODE.width / 2) * graph.scale];
+      return x - half < 0 || x + half > graph.view.width - MAP_WIDTH || y < 0;
+    }).length"""
+    assert page.evaluate(off) == 0
+    if page.evaluate("innerWidth") > 1000:
+        assert page.evaluate("graph.scale >= READABLE")
+    page.get_by_role("button", name="Open all").click()
+    page.get_by_role("button", name="Fit").first.click()
+    assert page.evaluate(off) == 0
+
+
+def test_labels_of_an_axis_by_powers_of_ten_do_not_overlap(page: Page) -> None:
+    for begin, end in ((1, 1e6), (1, 250), (1e-3, 90), (3, 21), (1, 123_456), (0.02, 0.5)):
+        for width in (260, 330, 560):
+            gaps = page.evaluate(
+                f"""(() => {{
+                  const drawn = svg("svg", {{ width: {width}, height: 246 }});
+                  document.body.append(drawn);
+                  axes(drawn, {width}, 246, {end}, 0, 1, {{ x: null, y: TIMES }}, {begin});
+                  const boxes = [...drawn.querySelectorAll("text")]
+                    .filter((label) => label.getAttribute("y") === String(246 - 12))
+                    .map((label) => label.getBoundingClientRect());
+                  drawn.remove();
+                  return boxes.slice(1).map((box, k) => box.left - boxes[k].right);
+                }})()"""
+            )
+            assert gaps
+            assert min(gaps) > 2
+
+
+def test_speed_ups_and_peaks_say_whether_they_are_measured(page: Page) -> None:
+    page.get_by_text("The numbers").first.click()
+    page.locator("#won tbody tr").first.wait_for()
+    told = page.locator("#won tbody tr").all_inner_texts()
+    assert sum("× measured" in row for row in told) == 2
+    assert sum("× predicted" in row for row in told) > 2
+    assert "peak on cuda:0, measured" in page.locator("#won thead").inner_text()
+    assert "single device, measured" in page.locator(".figures").inner_text()
+    assert page.locator("#won svg").get_by_text("(").count() > 2
+    captions = page.locator("#memory figcaption").all_inner_texts()
+    assert "123\u00a0MB measured" in captions[0]
+    assert "not measured" in captions[2]
+
+
+def test_times_are_told_as_in_the_terminal(page: Page) -> None:
+    for seconds in (0.0261, 0.35214, 0.00955, 0.0011234, 0.7):
+        assert page.evaluate(f"time({seconds})") == f"{milliseconds(seconds)}\u00a0ms"
 
 
 def test_a_click_on_a_node_shows_what_it_is(page: Page) -> None:

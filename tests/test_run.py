@@ -300,6 +300,9 @@ def test_bad_usage_is_told_before_anything_starts(
     assert "needs a --checkpoint" in alone([*given, "--checkpoint-every", "2"], capsys)
     assert "no sync 'bmfu'" in alone([*given, "--sync", "bmfu"], capsys)
     assert "takes no period" in alone([*given, "--sync", "fp16", "--period", "4"], capsys)
+    with pytest.raises(SystemExit):
+        run.main(["m.py:build", "--placment", "p.json"])
+    assert "no option --placment; did you mean --placement?" in capsys.readouterr().err
     kept = ["--checkpoint", str(tmp_path / "run.json")]
     assert "asgd cannot go on" in alone([*given, *kept, "--sync", "asgd"], capsys)
     assert "--timeout-s 0.0" in alone([*given, "--timeout-s", "0"], capsys)

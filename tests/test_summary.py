@@ -67,6 +67,19 @@ def test_flops_are_told_in_a_fitting_unit(flops: int, told: str) -> None:
     assert " ".join(line.split()) == f"FLOPs {told}"
 
 
+def test_headroom_says_for_how_many_devices_it_is() -> None:
+    shown = io.StringIO()
+    print_summary(GraphSummary.of(diamond()), Console(file=shown, width=200))
+    assert (
+        "Headroom is for any number of such devices; N of them win Nx at most." in shown.getvalue()
+    )
+    unknown = new_graph("one")
+    add_op(unknown, "a", cost_s={})
+    shown = io.StringIO()
+    print_summary(GraphSummary.of(unknown), Console(file=shown, width=200))
+    assert "any number" not in shown.getvalue()
+
+
 def test_dearest_ops_say_where_their_costs_come_from() -> None:
     graph = diamond()
     graph.graph["cost_source"] = {"x": "measured", "*": "guessed"}

@@ -64,9 +64,13 @@ def optimization(names: tuple[str, ...]) -> Optimization:
 
 
 def printed(width: int, names: tuple[str, ...]) -> str:
+    return printed_of(optimization(names), width)
+
+
+def printed_of(found: Optimization, width: int) -> str:
     out = io.StringIO()
     console = Console(file=out, width=width, markup=False, highlight=False)
-    print_optimization(optimization(names), console)
+    print_optimization(found, console)
     return out.getvalue()
 
 
@@ -95,8 +99,19 @@ def test_the_unplaced_step_is_a_row_and_wins_the_last_line_where_it_is_faster() 
     quick = np.full(7, 0.2)
     found = replace(found, all_cores=Measurement(wall_s=quick, rebuilt_s=quick))
     assert found.verdict.startswith("1.70x faster than core:0, measured.")
-    assert found.verdict.endswith("torch's threads on all cores, is 1.76x faster still.")
+    assert found.verdict.endswith(
+        "torch's threads on all cores, is 1.76x faster still by the shortest wall times (1.78x by "
+        "their medians)."
+    )
     assert "not placed" in printed(100, ("core:0", "core:1"))
+
+
+def test_what_was_given_is_explained_where_it_is_a_row() -> None:
+    found = optimization(("core:0", "core:1"))
+    told = "given: what --start-from names"
+    assert told not in printed_of(found, 400)
+    rows = (*found.rows, replace(found.rows[0], name="given"))
+    assert told in printed_of(replace(found, rows=rows), 400)
 
 
 def test_on_a_busy_machine_both_clocks_are_told_and_not_mixed() -> None:

@@ -57,7 +57,8 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--quiet",
         action="store_true",
-        help="print nothing but the result and errors: no progress, no remarks",
+        help="print nothing but the result and errors: no progress, no remarks; of a search the "
+        "last line, without its table",
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -12,12 +13,17 @@ SHELLS: Final = ("bash", "zsh", "fish")
 FILES: Final = ("target", "devices", "placement")
 """Arguments that may be files, besides those that always are."""
 
-EPILOG = """\
-to have it in every new shell:
-  bash   placer completion bash > ~/.local/share/bash-completion/completions/placer
-  zsh    placer completion zsh > "${fpath[1]}/_placer"
-  fish   placer completion fish > ~/.config/fish/completions/placer.fish
-"""
+PLACES: Final = {
+    "bash": "~/.local/share/bash-completion/completions/placer",
+    "zsh": '"${fpath[1]}/_placer"',
+    "fish": "~/.config/fish/completions/placer.fish",
+}
+"""Where each shell looks for it."""
+EPILOG = "to have it in every new shell, in a folder that is there:\n" + "".join(
+    f"  {shell:6} placer completion {shell} > {place}\n" for shell, place in PLACES.items()
+)
+_HEAD: Final = re.compile(r"# AUTOMATICALLY GENERATED.*\n(?:#.*\n)*")
+"""What shtab writes above a script; it names other places than this command does."""
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -65,7 +71,11 @@ def completion_script(shell: str) -> str:
             setattr(action, "complete", shtab.FILE)  # noqa: B010 - what shtab looks for
         elif (name := (*action.option_strings, action.dest)[0]) in choices:
             action.choices = choices[name]
-    return shtab.complete(parser, shell)
+    head = f"# Made by placer with shtab. {EPILOG.partition(':')[0].capitalize()}:\n"
+    head += f"#   placer completion {shell} > {PLACES[shell]}\n"
+    script: str = _HEAD.sub(lambda _: head, shtab.complete(parser, shell), count=1)
+    # With filenames bash goes on inside a folder, and quotes what has to be.
+    return script.replace("complete -o bashdefault -F", "complete -o bashdefault -o filenames -F")
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:

@@ -44,6 +44,8 @@ def run(args: argparse.Namespace) -> int:
         return fail(JOB_FAILED, error)
     if args.json:
         print(json.dumps(_to_dict(found), allow_nan=False))
+    elif args.quiet:
+        print(found.verdict)
     else:
         _print(found)
     return 0
@@ -73,7 +75,7 @@ def _print(found: Checkup) -> None:
             f"{noise.contention:.2f}",
         )
     console.print(table)
-    for sentence in found.advice or ["Nothing stands in the way of good measurements."]:
+    for sentence in (*found.advice, found.verdict):
         console.print(sentence)
 
 
@@ -81,6 +83,8 @@ def _to_dict(found: Checkup) -> dict[str, Any]:
     from dataclasses import asdict
 
     from envs.cluster import cluster_to_toml
+    from envs.measured import CONTENDED
+    from placer.outcome import NOISY
 
     return {
         "versions": dict(found.versions),
@@ -94,4 +98,7 @@ def _to_dict(found: Checkup) -> dict[str, Any]:
         "free_memory_bytes": found.free_bytes,
         "cache": {"folder": found.cache, "writable": found.cache_writable},
         "advice": found.advice,
+        "good": found.is_good,
+        "verdict": found.verdict,
+        "thresholds": {"contention": CONTENDED, "spread": NOISY},
     }

@@ -28,6 +28,7 @@ from placer.cli import (
 )
 from placer.cli.arguments import add_output
 from placer.cli.failures import JOB_FAILED, fail
+from placer.cli.parser import CommandParser
 
 COMMANDS = (
     optimize,
@@ -50,7 +51,7 @@ COMMANDS = (
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands; each sets ``run``, which takes the parsed arguments."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="placer",
         description="Finds which op of a PyTorch model should run on which device, by measured "
         "step time.",

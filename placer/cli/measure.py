@@ -94,18 +94,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(found: Score) -> None:
+    from placer.milliseconds import milliseconds
     from placer.report.table import human_bytes
 
     predicted, seen = found.predicted, found.measurement
-    told = f"{predicted.step_s * 1e3:.4g} ms" if predicted.feasible else f"none: {predicted.why}"
+    told = (
+        f"{milliseconds(predicted.step_s)} ms" if predicted.feasible else f"none: {predicted.why}"
+    )
     print(f"predicted step: {told}")
     if seen.ok:
-        wall = f"median of {len(seen.wall_s)}, shortest {seen.min_s * 1e3:.4g} ms, quartiles "
+        wall = f"median of {len(seen.wall_s)}, shortest {milliseconds(seen.min_s)} ms, quartiles "
         wall += f"{seen.spread:.0%} apart"
         if found.loaded:
-            wall = f"by the wall clock {seen.median_s * 1e3:.4g} ms, {wall}"
+            wall = f"by the wall clock {milliseconds(seen.median_s)} ms, {wall}"
             wall = f"rebuilt from CPU clocks, since the machine is loaded; {wall}"
-        print(f"measured step: {found.step_s * 1e3:.4g} ms ({wall})")
+        print(f"measured step: {milliseconds(found.step_s)} ms ({wall})")
     for name, size in seen.peak_memory_bytes.items():
         thought = human_bytes(predicted.peak_memory_bytes.get(name, 0))
         print(f"memory of {name}: {human_bytes(size)} at its peak, {thought} predicted")

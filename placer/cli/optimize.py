@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from placer.cli.arguments import extraction_to_dict
+from placer.cli.duration import foretold, taken
 from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs, why_not_written
 from placer.cli.optimize_arguments import add_arguments, cluster_of, options_of
 from placer.cli.replicas import check_replicas, command_of, plan_of, print_planned
@@ -61,6 +63,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 def run(args: argparse.Namespace) -> int:
     """Optimize, write the placement and the timeline, print the table."""
+    began = time.perf_counter()
     if args.cluster is None and (args.devices or "").endswith(".toml"):
         args.cluster, args.devices = Path(args.devices), None
     outputs = {"--out": args.out, "--timeline": args.timeline, "--report": args.report}
@@ -77,11 +80,12 @@ def run(args: argparse.Namespace) -> int:
     from graphs.selection import DemandError
     from placer.outcome import PlacementError, extraction_remarks
     from placer.report.console import stdout_console
-    from placer.report.table import print_optimization
+    from placer.report.table import best_line, print_optimization
     from placer.target import TargetError
 
     weighed: Tradeoff | None = None
     planned: ReplicaPlan | None = None
+    say(args, _foretold(args, cluster, options))
     try:
         with progress_of(args) as progress:
             if args.pareto:
@@ -92,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
                 planned = plan_of(
                     args, cluster, options, progress, lambda: _step(args, cluster, progress)
                 )
-                found = planned.found
+                found = replace(planned.found, search_s=planned.search_s)
             else:
                 found = _optimize(args, cluster, options, progress)
     except (TargetError, DemandError) as error:
@@ -100,15 +104,18 @@ def run(args: argparse.Namespace) -> int:
     except (ExtractionError, PlacementError, ValueError, OSError, RuntimeError) as error:
         return fail(JOB_FAILED, error)
     why = _write(found, args)
+    total_s = time.perf_counter() - began
     try:
         if weighed is not None:
             print_weighed(weighed, args)
         elif planned is not None:
             print_planned(planned, args)
         elif args.json:
-            print(json.dumps(_summary(found, args), allow_nan=False))
+            print(json.dumps(_summary(found, args, total_s), allow_nan=False))
+        elif args.quiet:
+            print(best_line(found))
         else:
-            print_optimization(found, stdout_console(), remarks=not args.quiet)
+            print_optimization(found, stdout_console())
     except KeyboardInterrupt:
         why = why or f"stopped while printing; the placement is in {args.out}"
     if why is not None:
@@ -116,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
     if found.extraction is not None and args.json:
         for remark in extraction_remarks(found.extraction):
             say(args, remark)
-    say(args, _talk(found, args))
+    say(args, _talk(found, args, total_s))
     if planned is not None and (command := command_of(planned, args)):
         say(args, f"train it: {command}")
     return 0
@@ -182,20 +189,35 @@ def _write(found: Optimization, args: argparse.Namespace) -> str | None:
     return None
 
 
-def _talk(found: Optimization, args: argparse.Namespace) -> str:
+def _foretold(args: argparse.Namespace, cluster: Cluster, options: Options) -> str:
+    from envs.discover import is_here
+    from placer.target import is_graph_file
+
+    places_once = not args.pareto and args.data_parallel is None
+    return foretold(
+        options.budget,
+        is_model=not is_graph_file(args.target),
+        is_run=places_once and options.measure and all(map(is_here, cluster.names)),
+    )
+
+
+def _talk(found: Optimization, args: argparse.Namespace, total_s: float) -> str:
     talk = [f"placement: {args.out}"]
     if args.timeline is not None:
         talk.append(f"timeline: {args.timeline} (opens in ui.perfetto.dev)")
     if args.report is not None:
         talk.append(f"report: {args.report}")
     talk += [f"op costs on {kind}: {source}" for kind, source in found.cost_source.items()]
-    talk.append(f"search: {found.search_s:.1f} s, seed {args.seed}")
+    talk.append(taken(total_s, search_s=found.search_s, measuring_s=found.measuring_s))
+    talk.append(f"seed {args.seed}")
     if found.stopped:
         talk.insert(0, "stopped early, this is the best so far")
     return "; ".join(talk)
 
 
-def _summary(found: Optimization, args: argparse.Namespace) -> dict[str, Any]:
+def _summary(found: Optimization, args: argparse.Namespace, total_s: float) -> dict[str, Any]:
+    from placer.record import candidates_to_list
+
     data = found.placement.to_dict()
     times = data["measured"] or data["predicted"]
     return {
@@ -211,8 +233,11 @@ def _summary(found: Optimization, args: argparse.Namespace) -> dict[str, Any]:
         "verdict": found.verdict,
         "cost_source": dict(found.cost_source),
         "search_s": found.search_s,
+        "measuring_s": found.measuring_s,
+        "total_s": total_s,
         "seed": args.seed,
         "stopped": found.stopped,
         **extraction_to_dict(found.extraction),
+        "candidates": candidates_to_list(found),
         "out": str(args.out),
     }

@@ -142,7 +142,10 @@ def print_planned(plan: ReplicaPlan, args: argparse.Namespace) -> None:
     from placer.report.replicas import plan_to_dict, print_plan
 
     if not args.json:
-        print_plan(plan, stdout_console(), remarks=not args.quiet)
+        if args.quiet:
+            print(plan.verdict)
+        else:
+            print_plan(plan, stdout_console())
         return
     data: dict[str, Any] = {
         **plan_to_dict(plan),

@@ -43,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
     from envs.simulator.critical import critical_path, critical_path_to_list
     from graphs.files import load_graph
     from graphs.graph import GraphArrays
+    from placer.milliseconds import milliseconds
     from placer.report.timeline import write_timeline
 
     try:
@@ -82,16 +83,16 @@ def run(args: argparse.Namespace) -> int:
         }
         print(json.dumps(answer))
     elif result.feasible:
-        print(f"step: {result.step_s * 1e3:.6g} ms")
+        print(f"step: {milliseconds(result.step_s)} ms")
         if result.period_s is not None:
             print(
                 f"{placement.micro_batches} micro-batches, "
-                f"{result.period_s * 1e3:.6g} ms for each further one"
+                f"{milliseconds(result.period_s)} ms for each further one"
             )
         elif result.why_no_period:
             print(f"time of a further micro-batch: unknown, {result.why_no_period}")
         if load_ns < INFEASIBLE_NS:
-            print(f"largest load: {load_ns / 1e6:.6g} ms")
+            print(f"largest load: {milliseconds(load_ns / 1e9)} ms")
     else:
         print(f"not feasible: {result.why}")
     if args.timeline is not None:

@@ -52,10 +52,13 @@ def check_pareto(args: argparse.Namespace, cluster: Cluster, options: Options) -
 def print_weighed(found: Tradeoff, args: argparse.Namespace) -> None:
     """The table, or JSON."""
     from placer.report.console import stdout_console
-    from placer.report.tradeoff import print_tradeoff, tradeoff_to_dict
+    from placer.report.tradeoff import print_tradeoff, rent_line, tradeoff_to_dict
 
     if not args.json:
-        print_tradeoff(found, stdout_console(), remarks=not args.quiet)
+        if args.quiet:
+            print(rent_line(found))
+        else:
+            print_tradeoff(found, stdout_console())
         return
     data: dict[str, Any] = {
         **tradeoff_to_dict(found),

@@ -7,6 +7,7 @@ import json
 
 from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs
 from placer.cli.talk import progress_of, say
+from placer.milliseconds import milliseconds
 
 
 def run_tuning(args: argparse.Namespace) -> int:
@@ -52,10 +53,11 @@ def run_tuning(args: argparse.Namespace) -> int:
         }
         print(json.dumps(told, allow_nan=False))
         return 0
-    best_ms, simulated_ms = 1e3 * found.best.step_s, 1e3 * found.simulated.step_s
+    best_ms = milliseconds(found.best.step_s)
+    simulated_ms = milliseconds(found.simulated.step_s)
     if found.best is found.simulated:
-        print(f"nothing measured is faster than what simulated reward chooses: {best_ms:.2f} ms")
+        print(f"nothing measured is faster than what simulated reward chooses: {best_ms} ms")
     else:
-        print(f"{best_ms:.2f} ms, where simulated reward chooses {simulated_ms:.2f} ms")
+        print(f"{best_ms} ms, where simulated reward chooses {simulated_ms} ms")
     say(args, f"policy: {files['weights']}; placement: {placement}")
     return 0

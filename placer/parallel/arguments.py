@@ -7,6 +7,7 @@ from pathlib import Path
 
 from graphs.precision import FULL
 from placer.cli.arguments import add_extractor, count, dtype, seed
+from placer.cli.parser import CommandParser
 from placer.parallel.options import WARMUP_STEPS
 from placer.parallel.registry import DEFAULT, METHODS
 
@@ -25,11 +26,12 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of the command."""
     width = max(len(method.name) for method in METHODS)
     methods = "\n".join(f"  {method.name:{width}}  {method.summary}" for method in METHODS)
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m placer.run",
         description="Trains replicas of a placed model, one for each rank that torchrun starts.",
         epilog=EPILOG.format(methods=methods),
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("target", help="path/to/model.py:function or hf:NAME")
     parser.add_argument("--placement", type=Path, required=True, metavar="FILE")

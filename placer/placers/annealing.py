@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from envs.problem import Problem
+from placer.milliseconds import milliseconds
 from placer.placers.placer import ALL, LATENCY, MAX_LOAD, Progress
 from placer.search.annealing import Annealing
 from placer.search.balancing import balance
@@ -67,4 +68,4 @@ class Annealed:
 def _tell(progress: Progress | None, meter: Meter, cost: int) -> None:
     meter.note("annealing", cost)
     if progress is not None:
-        progress(min(meter.share(), 1.0), f"annealing, {cost / 1e6:.3f} ms")
+        progress(min(meter.share(), 1.0), f"annealing, {milliseconds(cost / 1e9)} ms")

@@ -8,6 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from placer.milliseconds import milliseconds
 from placer.report.table import human_bytes
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ LEGEND: Final = (
 )
 
 
-def print_plan(plan: ReplicaPlan, console: Console, *, remarks: bool = True) -> None:
+def print_plan(plan: ReplicaPlan, console: Console) -> None:
     """The splits, the curve of the best of them, then the verdict."""
     graph = plan.problem.graph
     console.print(
@@ -46,7 +47,7 @@ def print_plan(plan: ReplicaPlan, console: Console, *, remarks: bool = True) -> 
     console.print(f"The best placement on 1 .. {plan.curve[-1].devices} devices:")
     console.print(curve)
     console.print(LEGEND, style="dim")
-    for remark in plan.remarks if remarks else ():
+    for remark in plan.remarks:
         console.print(remark)
     console.print(plan.verdict)
 
@@ -136,10 +137,10 @@ def _cells(split: Split) -> list[str]:
         return [split.name, *["-"] * 5, "no room", ""]
     return [
         split.name,
-        _ms(split.step.step_s),
+        milliseconds(split.step.step_s),
         f"{split.samples_per_s:.4g}",
-        _ms(split.step.exposed_s),
-        _ms(split.step.hidden_s),
+        milliseconds(split.step.exposed_s),
+        milliseconds(split.step.hidden_s),
         f"{split.efficiency:.1%}",
         human_bytes(max(split.found.best.peak_memory_bytes.values())),
         _of_largest(split.step),
@@ -151,11 +152,7 @@ def _point_cells(point: CurvePoint) -> list[str]:
         str(point.replicas),
         str(point.devices),
         f"{point.samples_per_s:.4g}",
-        _ms(point.exposed_s),
-        _ms(point.hidden_s),
+        milliseconds(point.exposed_s),
+        milliseconds(point.hidden_s),
         f"{point.efficiency:.1%}",
     ]
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.4g}"

@@ -9,6 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from placer.milliseconds import milliseconds
 from placer.report.table import human_bytes, human_flops
 
 if TYPE_CHECKING:
@@ -33,10 +34,14 @@ def print_summary(summary: GraphSummary, console: Console) -> None:
         table.add_row("optimizer state", human_bytes(summary.optimizer_bytes))
     table.add_row("saved for backward", human_bytes(summary.saved_bytes))
     for kind, work in summary.work.items():
-        table.add_row(f"total work on {_named(kind)}", f"{work.total_s * 1e3:,.4g} ms")
-        table.add_row(f"critical path on {_named(kind)}", f"{work.critical_path_s * 1e3:,.4g} ms")
+        table.add_row(f"total work on {_named(kind)}", f"{milliseconds(work.total_s)} ms")
+        table.add_row(
+            f"critical path on {_named(kind)}", f"{milliseconds(work.critical_path_s)} ms"
+        )
         table.add_row("total work / critical path (headroom)", f"{work.headroom:.2f}x")
     console.print(table)
+    if summary.work:
+        console.print("Headroom is for any number of such devices; N of them win Nx at most.")
     if summary.ops["backward"] and not summary.ops["optimizer"]:
         console.print("No optimizer is in the step: neither its time nor its state is counted.")
     for kind, work in summary.work.items():
@@ -63,7 +68,7 @@ def _dearest(kind: str, work: Work) -> Table:
     table.add_column("source", overflow="fold")
     for op in work.dearest:
         share = op.cost_s / work.total_s if work.total_s > 0 else 0.0
-        table.add_row(op.id, f"{op.cost_s * 1e3:.4g}", f"{share:.1%}", op.source or "not told")
+        table.add_row(op.id, milliseconds(op.cost_s), f"{share:.1%}", op.source or "not told")
     return table
 
 

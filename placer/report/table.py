@@ -13,6 +13,8 @@ from rich.table import Table
 
 from envs.placement import module_of
 from envs.torch_devices import is_core
+from placer.given import GIVEN
+from placer.milliseconds import milliseconds
 
 if TYPE_CHECKING:
     from envs.cluster import Cluster
@@ -26,7 +28,7 @@ MEASURED_COLUMNS: Final = ("measured\nms", "min\nms", "spread", "rebuilt\nms")
 UNPLACED: Final = "not placed"
 
 
-def print_optimization(found: Optimization, console: Console, *, remarks: bool = True) -> None:
+def print_optimization(found: Optimization, console: Console) -> None:
     """All candidates with predicted and measured step, speed-up and memory, then the verdict."""
     ran = any(row.measurement is not None for row in found.rows)
     console.print(_title(found))
@@ -51,9 +53,14 @@ def print_optimization(found: Optimization, console: Console, *, remarks: bool =
         table.add_row(UNPLACED, "-", *cells, "", "", style="dim")
     console.print(table)
     console.print(_legend(found, ran), style="dim")
-    for remark in found.remarks if remarks else ():
+    for remark in found.remarks:
         console.print(remark)
-    console.print(f"Best: {found.best.name}. {found.verdict}")
+    console.print(best_line(found))
+
+
+def best_line(found: Optimization) -> str:
+    """The chosen candidate and the verdict."""
+    return f"Best: {found.best.name}. {found.verdict}"
 
 
 def _legend(found: Optimization, ran: bool) -> str:
@@ -75,6 +82,8 @@ def _legend(found: Optimization, ran: bool) -> str:
         )
     elif ran:
         text += "; every device is waited for; rebuilt: the same"
+    if any(row.name == GIVEN for row in found.rows):
+        text += f"; {GIVEN}: what --start-from names"
     if found.all_cores is not None:
         text += f"; {UNPLACED}: one process with torch's threads on all cores"
     return text + "."
@@ -213,8 +222,4 @@ def _memory(row: Row) -> str:
 
 
 def _ms(seconds: float) -> str:
-    """Milliseconds with four significant digits or more."""
-    if not np.isfinite(seconds):
-        return "no room"
-    ms = seconds * 1e3
-    return f"{ms:.1f}" if ms >= 100 else f"{ms:.4g}"
+    return milliseconds(seconds) if np.isfinite(seconds) else "no room"

@@ -8,6 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from placer.milliseconds import milliseconds
 from placer.report.table import human_bytes
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ LEGEND = (
 )
 
 
-def print_tradeoff(found: Tradeoff, console: Console, *, remarks: bool = True) -> None:
+def print_tradeoff(found: Tradeoff, console: Console) -> None:
     """All offers with step, prices and memory, the best of them marked; then what to take."""
     graph = found.problem.graph
     searched = f"{found.searched} sub-clusters of {', '.join(found.problem.cluster.names)}"
@@ -38,8 +39,8 @@ def print_tradeoff(found: Tradeoff, console: Console, *, remarks: bool = True) -
     if unable:
         more = f" (and {len(unable) - 1} more sub-clusters)" if len(unable) > 1 else ""
         console.print(f"{_names(unable[0])}{more}: {unable[0].why}")
-    console.print(" ".join([LEGEND, *(found.remarks if remarks else ())]))
-    console.print(_verdict(found))
+    console.print(" ".join([LEGEND, *found.remarks]))
+    console.print(rent_line(found))
 
 
 def tradeoff_to_dict(found: Tradeoff) -> dict[str, Any]:
@@ -76,7 +77,7 @@ def _cells(offer: Offer) -> list[str]:
         return [_names(offer), "-", _money(offer.price_per_hour), "-", "cannot run"]
     return [
         _names(offer),
-        f"{offer.step_s * 1e3:.4g}",
+        milliseconds(offer.step_s),
         _money(offer.price_per_hour),
         _money(offer.price_per_million_steps),
         human_bytes(max(_peaks(offer).values())),
@@ -98,7 +99,8 @@ def _marks(found: Tradeoff, offer: Offer) -> list[str]:
     return [mark for mark, holds in is_best.items() if holds]
 
 
-def _verdict(found: Tradeoff) -> str:
+def rent_line(found: Tradeoff) -> str:
+    """What to take, in a sentence."""
     fastest, cheapest = found.fastest, found.cheapest
     if fastest is cheapest:
         return f"Rent {_names(fastest)}: it is the fastest, and the cheapest per step."

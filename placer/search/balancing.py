@@ -16,6 +16,7 @@ from envs.max_load import max_load_ns
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS
 from envs.sweep_plan import narrow_order
+from placer.milliseconds import milliseconds
 from placer.search.balance_run import Balancing, load_compiled_code
 from placer.search.budget import Budget, Meter
 from placer.search.candidate import Candidate
@@ -140,5 +141,7 @@ def _spend(
         best_ns = run.best_ns if best is None else min(run.best_ns, best.best_ns)
         meter.note(NAME, best_ns)
         if progress is not None:
-            known = "nothing fits" if best_ns == INFEASIBLE_NS else f"{best_ns / 1e6:.3f} ms"
+            known = (
+                "nothing fits" if best_ns == INFEASIBLE_NS else f"{milliseconds(best_ns / 1e9)} ms"
+            )
             progress(min(meter.share(), 1.0), f"annealing, {known}")

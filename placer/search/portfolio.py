@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from envs.bounds import lower_bound_ns
 from envs.problem import Problem
 from envs.toy_problem import toy_problem
+from placer.milliseconds import milliseconds
 from placer.search.annealing import Annealing
 from placer.search.budget import Budget, Meter
 from placer.search.candidate import Candidate, distinct, ranked
@@ -205,7 +206,7 @@ class _Search:
     def _told(self, cost: int) -> None:
         self._settle(cost)
         self.meter.note("annealing", cost)
-        self.report(self.meter.share(), f"annealing, {cost / 1e6:.3f} ms")
+        self.report(self.meter.share(), f"annealing, {milliseconds(cost / 1e9)} ms")
 
     def candidates(self) -> list[Candidate]:
         """All heuristics and of each kind of search its best plan that is new, best first."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from placer.milliseconds import milliseconds
 from placer.search.budget import Meter
 from placer.search.candidate import Candidate
 from placer.search.judge import OVERFULL_NS, Judge
@@ -50,7 +51,7 @@ class Tally:
         self.meter.note(self.name, self._best[0])
         if self.progress is not None:
             best = self._best[0]
-            shown = "nothing fits" if best >= OVERFULL_NS else f"{best / 1e6:.3f} ms"
+            shown = "nothing fits" if best >= OVERFULL_NS else f"{milliseconds(best / 1e9)} ms"
             self.progress(min(self.meter.share(), 1.0), f"{self.name}, {shown}")
         return cost
 

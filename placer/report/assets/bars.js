@@ -3,9 +3,16 @@
 const ROW = 40;
 const NAMES = 190;
 const VALUES = 210;
+const NARROWEST = 640; // the chart scrolls where the page is narrower
 const BEYOND = 5; // times the chosen step: longer bars are cut
 
 const stepOf = (row) => row.measured?.step_s ?? row.predicted_s;
+
+// In brackets where it is predicted although others were measured.
+const wasMeasured = data.candidates.some((row) => row.measured);
+const inBrackets = (row) => wasMeasured && row.speed_up_is === "predicted";
+const speedUp = (row) =>
+  inBrackets(row) ? `(${row.speed_up.toFixed(2)}×)` : `${row.speed_up.toFixed(2)}×`;
 
 // The chosen one, then what was measured, then what is only predicted.
 function sortedCandidates() {
@@ -24,14 +31,13 @@ function candidateBars(host) {
     .filter((s) => s != null && s <= limit);
   const most = Math.max(...shown, bound ?? 0) * 1.04 || 1;
   watch(host, () => {
-    const width = Math.max(host.clientWidth, 640);
+    const width = Math.max(host.clientWidth, NARROWEST);
     const chart = width - NAMES - VALUES;
     const x = (seconds) => NAMES + (Math.min(seconds, most) / most) * chart;
     const height = 58 + rows.length * ROW;
     const drawn = svg("svg", {
-      width: host.clientWidth,
+      width,
       height,
-      viewBox: `0 0 ${width} ${height}`,
       role: "img",
       "aria-label": `Steps of ${rows.length} candidates; the numbers are in the table below`,
     });
@@ -113,7 +119,7 @@ function drawMeasured(group, row, y, x, most) {
 function toldValues(row, y, width) {
   if (row.why && !row.measured) {
     const begin = row.predicted_s == null ? NAMES + 8 : width - VALUES + 14; // no bar in the way
-    const most = row.predicted_s == null ? 120 : 24;
+    const most = row.predicted_s == null ? Math.min(120, Math.floor((width - begin) / 7)) : 24;
     return [text(begin, y, shortened(row.why, most), "value less", "start", row.why)];
   }
   const both = row.measured && row.predicted_s != null;
@@ -132,7 +138,7 @@ function toldValues(row, y, width) {
     found.push(text(left, both ? y + 9 : y, `${time(row.measured.step_s)} measured`, "value"));
   if (!found.length) found.push(text(left, y, "unknown", "value"));
   if (row.speed_up != null)
-    found.push(text(width - 8, y, `${row.speed_up.toFixed(2)}×`, "value", "end"));
+    found.push(text(width - 8, y, speedUp(row), "value", "end"));
   return found;
 }
 

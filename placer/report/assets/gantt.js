@@ -2,7 +2,8 @@
 
 const { bars, transfers, critical, idle, tracks } = data.timeline;
 const STEP = data.timeline.step_ns;
-const GUTTER = 150;
+// For the names of rows.
+const gutter = () => Math.min(150, 0.3 * gantt.view.width);
 const AXIS = 26;
 const DEVICE_ROW = 34;
 const LINK_ROW = 20;

@@ -1,9 +1,9 @@
 // Draws the timeline.
 
 const timeToX = (ns) =>
-  GUTTER + ((ns - gantt.begin) / (gantt.end - gantt.begin)) * (gantt.view.width - GUTTER - 12);
+  gutter() + ((ns - gantt.begin) / (gantt.end - gantt.begin)) * (gantt.view.width - gutter() - 12);
 const xToTime = (x) =>
-  gantt.begin + ((x - GUTTER) / (gantt.view.width - GUTTER - 12)) * (gantt.end - gantt.begin);
+  gantt.begin + ((x - gutter()) / (gantt.view.width - gutter() - 12)) * (gantt.end - gantt.begin);
 
 function drawGantt(view, colours) {
   const { context, width, height } = view;
@@ -11,7 +11,7 @@ function drawGantt(view, colours) {
   context.fillRect(0, 0, width, height);
   context.save();
   context.beginPath();
-  context.rect(GUTTER, 0, width - GUTTER, height);
+  context.rect(gutter(), 0, width - gutter(), height);
   context.clip();
   drawTimeAxis(context, colours, height);
   for (const row of gantt.rows)
@@ -26,7 +26,7 @@ function drawTimeAxis(context, colours, height) {
   const { unit, tell } = inUnit(gantt.end / 1e9, TIMES);
   context.font = `12px ${FONT}`;
   context.textBaseline = "alphabetic";
-  for (const at of ticks(gantt.begin / 1e9, gantt.end / 1e9, 8)) {
+  for (const at of ticks(gantt.begin / 1e9, gantt.end / 1e9, Math.max(2, (gantt.view.width - gutter()) / 130))) {
     const x = timeToX(at * 1e9);
     context.fillStyle = colours.line;
     context.fillRect(x, AXIS - 6, 1, height - AXIS + 6);
@@ -38,9 +38,9 @@ function drawTimeAxis(context, colours, height) {
 }
 
 function drawItem(context, row, item, colours, width) {
-  const left = Math.max(timeToX(item.begin), GUTTER - 4);
+  const left = Math.max(timeToX(item.begin), gutter() - 4);
   const right = Math.min(timeToX(item.end), width + 4);
-  if (right <= GUTTER || left >= width) return;
+  if (right <= gutter() || left >= width) return;
   const wide = Math.max(right - left - (right - left > 3 ? 1 : 0), 0.7);
   if (item.kind === "idle") {
     const strokes = IDLE_STROKES[idle.why[item.at]];
@@ -98,9 +98,9 @@ function nameRow(context, row, colours) {
   context.textAlign = "left";
   context.font = `${row.device == null ? "11.5" : "600 13"}px ${FONT}`;
   context.fillStyle = row.device == null ? colours.soft : colours.ink;
-  const fits = row.device != null || context.measureText(row.title).width <= GUTTER - left - 8;
+  const fits = row.device != null || context.measureText(row.title).width <= gutter() - left - 8;
   context.fillText(
-    fitted(context, fits ? row.title : row.short, GUTTER - left - 8),
+    fitted(context, fits ? row.title : row.short, gutter() - left - 8),
     left,
     middle + 0.5,
   );

@@ -19,7 +19,7 @@ function zoomGantt(factor, around = (gantt.begin + gantt.end) / 2) {
 
 function itemAt(x, y) {
   const row = gantt.rows.find((one) => y >= one.top - 2 && y <= one.top + one.height + 4);
-  if (!row || x < GUTTER) return null;
+  if (!row || x < gutter()) return null;
   const [at, near] = [xToTime(x), (3 * (gantt.end - gantt.begin)) / gantt.view.width];
   const away = (item) => Math.max(item.begin - at, at - item.end, 0);
   const item = row.items
@@ -85,7 +85,7 @@ function listenToGantt(canvas) {
     held.moved = true;
     const length = gantt.end - gantt.begin;
     moveGantt(
-      held.begin - ((event.offsetX - held.x) / (gantt.view.width - GUTTER)) * length,
+      held.begin - ((event.offsetX - held.x) / (gantt.view.width - gutter())) * length,
       length,
     );
   });

@@ -12,7 +12,7 @@ const graph = {
 };
 const GRAPH_HEIGHT = 620;
 const MAP_WIDTH = 76;
-const READABLE = 0.56; // from this scale on nodes have labels
+const READABLE = 0.45; // from this scale on nodes have labels
 const SHORT_PHASES = ["", "bwd ", "opt "]; // forward, backward, optimizer
 const LISTED = 12;
 const CROWDED = 400; // edges: more of them are drawn fainter
@@ -76,6 +76,7 @@ function graphSection() {
   );
   const canvas = graph.view.canvas;
   rebuild();
+  closeUntilReadable();
   listenToPointer(canvas);
   canvas.addEventListener("keydown", graphKey);
   showDetails();
@@ -139,16 +140,28 @@ function extent() {
   };
 }
 
-// From its beginning, as wide as it is; where that would be too small to read, the middle of it.
+// All of it where labels stay readable, else all of its width, from its beginning.
 function fitGraph() {
   const { left, right, top, bottom } = extent();
   const width = (graph.view.canvas.parentElement.clientWidth || 800) - MAP_WIDTH - 16;
-  const whole = width / (right - left);
-  graph.scale = whole < READABLE ? 0.8 : Math.min(whole, 1);
+  const wide = Math.min(width / (right - left), 1);
+  const whole = Math.min(wide, GRAPH_HEIGHT / (bottom - top));
+  graph.scale = whole < READABLE ? wide : whole;
   graph.x = (left + right) / 2;
   const half = GRAPH_HEIGHT / graph.scale / 2;
   graph.y = Math.min((top + bottom) / 2, top + half);
   graph.view.redraw();
+}
+
+// Closes the innermost modules as long as the graph is too wide for labels.
+function closeUntilReadable() {
+  while (graph.scale < READABLE) {
+    const open = roots.flatMap(allGroups).filter((group) => group.open && group.depth);
+    if (!open.length) return;
+    const deepest = Math.max(...open.map((group) => group.depth));
+    for (const group of open) if (group.depth === deepest) group.open = false;
+    rebuild();
+  }
 }
 
 function openAll(open) {

@@ -1,5 +1,6 @@
 // Curves: memory of every device over the step, and how the search went.
 
+const DIGIT = 7.5; // at most so many pixels wide in the labels of an axis
 const MARGIN = { left: 58, right: 16, top: 26, bottom: 30 };
 
 // Axes of a chart from `low` to `high` in y and 0 to `end` in x, or, where `begin` is given, from
@@ -18,10 +19,16 @@ function axes(drawn, width, height, end, low, high, units, begin = 0) {
     drawn.append(svg("line", { class: "grid", x1: MARGIN.left, x2: right, y1: y(at), y2: y(at) }));
     drawn.append(text(MARGIN.left - 8, y(at) + 4, up.tell(at), "tick", "end"));
   }
+  let free = 0; // where the label before ends
   for (const at of begin ? powers(begin, end) : ticks(0, end, Math.max(2, width / 130))) {
-    const atEnd = x(at) > right - 34;
-    if (atEnd && !begin) continue; // the unit stands there
-    drawn.append(text(x(at), height - 12, across.tell(at), "tick", atEnd ? "end" : "middle"));
+    if (x(at) > right - 34 && !begin) continue; // the unit stands there
+    const told = across.tell(at);
+    const long = told.length * DIGIT;
+    const atEnd = x(at) + long / 2 > width;
+    const left = x(at) - (atEnd ? long : long / 2);
+    if (left < free) continue;
+    free = left + long + DIGIT;
+    drawn.append(text(x(at), height - 12, told, "tick", atEnd ? "end" : "middle"));
   }
   drawn.append(text(MARGIN.left - 8, 12, up.unit, "tick", "end"));
   return { x, y, right, bottom, across };

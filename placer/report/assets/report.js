@@ -26,9 +26,12 @@ function opening() {
         tileOf(time(data.step_s), `${OBJECTIVES[data.objective]}, ${data.judged}`),
         tileOf(
           data.speed_up == null ? "–" : `${data.speed_up.toFixed(2)}×`,
-          "as fast as the best single device",
+          `as fast as the best single device, ${data.speed_up_is}`,
         ),
-        tileOf(gap == null ? "–" : percent(gap), "above the lower bound"),
+        tileOf(
+          gap == null ? "–" : percent(Math.abs(gap)),
+          gap < 0 ? "below the lower bound, by costs of ops that ran slower" : "above the lower bound",
+        ),
         tileOf(`${used} of ${data.devices.length}`, "devices in use"),
       ),
       el(
@@ -47,9 +50,19 @@ function opening() {
   );
 }
 
+const EXPLAINED = {
+  given: "what --start-from names",
+  "not placed": "one process with torch's threads on all cores, by the wall clock",
+};
+
 function wonSection() {
-  const chart = el("div", { class: "chart" });
-  const measured = data.candidates.some((row) => row.measured);
+  const chart = el("div", {
+    class: "chart wide",
+    tabindex: "0",
+    role: "region",
+    "aria-label": "candidates as bars",
+  });
+  const measured = wasMeasured;
   const rows = sortedCandidates();
   section(
     "won",
@@ -80,8 +93,14 @@ function wonSection() {
           ]
         : []),
       el("span", { class: "device" }, el("span", { class: "key bound" }), "lower bound"),
+      ...(rows.some((row) => row.speed_up != null && inBrackets(row))
+        ? [el("span", {}, "(1.00×) a speed-up that is predicted, since it was not run")]
+        : []),
     ),
     chart,
+    ...Object.entries(EXPLAINED)
+      .filter(([name]) => rows.some((row) => row.name === name))
+      .map(([name, told]) => el("p", { class: "hint" }, `${name}: ${told}.`)),
     ...(data.remarks.length
       ? [el("ul", { class: "remarks" }, ...data.remarks.map((remark) => el("li", {}, remark)))]
       : []),
@@ -119,7 +138,10 @@ function candidateColumns(measured) {
     ["measured", of("step_s"), true],
     [
       "quartiles",
-      (row) => (row.measured ? `${time(row.measured.low_s)} – ${time(row.measured.high_s)}` : "–"),
+      (row) =>
+        row.measured?.low_s < row.measured?.high_s
+          ? `${time(row.measured.low_s)} – ${time(row.measured.high_s)}`
+          : "–",
       true,
     ],
     ["shortest", of("min_s"), true],
@@ -129,13 +151,26 @@ function candidateColumns(measured) {
     ["candidate", (row) => (row.best ? el("strong", {}, `${row.name}, chosen`) : row.name)],
     ["predicted", (row) => time(row.predicted_s), true],
     ...(measured ? runs : []),
-    ["speed-up", (row) => (row.speed_up == null ? "–" : `${row.speed_up.toFixed(2)}×`), true],
-    ...data.devices.map((device, d) => [
-      `peak on ${device.name}`,
-      (row) => (row.memory_bytes[d] == null ? "–" : bytes(row.memory_bytes[d])),
+    [
+      "speed-up",
+      (row) => (row.speed_up == null ? "–" : `${row.speed_up.toFixed(2)}× ${row.speed_up_is}`),
       true,
-    ]),
+    ],
+    ...data.devices.flatMap((device, d) => peakColumns(device, d)),
     ...(data.candidates.some((row) => row.why) ? [["why not", (row) => row.why]] : []),
+  ];
+}
+
+function peakColumns(device, d) {
+  const column = (title, key) => [
+    title,
+    (row) => (row[key][d] == null ? "–" : bytes(row[key][d])),
+    true,
+  ];
+  const counted = data.candidates.some((row) => row.measured_memory_bytes[d] != null);
+  return [
+    column(`peak on ${device.name}${counted ? ", predicted" : ""}`, "memory_bytes"),
+    ...(counted ? [column(`peak on ${device.name}, measured`, "measured_memory_bytes")] : []),
   ];
 }
 
@@ -145,6 +180,9 @@ function memorySection() {
     .map((curve, d) => [curve.peak_bytes / Math.max(curve.limit_bytes, 1), d])
     .sort((a, b) => b[0] - a[0])[0][1];
   const { peak_bytes, limit_bytes } = memory[fullest];
+  const counted = data.candidates.find((row) => row.best).measured_memory_bytes;
+  const ran = counted.some((peak) => peak != null);
+  const measuredPeak = (d) => (counted[d] == null ? "–" : bytes(counted[d]));
   const charts = data.devices.map((_, d) =>
     el(
       "figure",
@@ -156,7 +194,7 @@ function memorySection() {
         el(
           "span",
           { class: "soft" },
-          `peak ${bytes(memory[d].peak_bytes)} of ${bytes(memory[d].limit_bytes)}, ${share(memory[d].peak_bytes, memory[d].limit_bytes)}`,
+          `peak ${bytes(memory[d].peak_bytes)} of ${bytes(memory[d].limit_bytes)}, ${share(memory[d].peak_bytes, memory[d].limit_bytes)}${ran ? ` predicted; ${counted[d] == null ? "not" : bytes(counted[d])} measured` : ""}`,
         ),
       ),
       el("div", { class: "chart" }),
@@ -170,13 +208,21 @@ function memorySection() {
       {},
       `${deviceName(fullest)} comes closest to its limit: ${bytes(peak_bytes)} of ${bytes(limit_bytes)}, ${share(peak_bytes, limit_bytes)}. Parameters, gradients and optimizer state stay; activations and copies come and go.`,
     ),
+    ran
+      ? el(
+          "p",
+          { class: "hint" },
+          "The curves are simulated. Measured is what was held when it ran: on GPUs what tensors take, on cores what a worker's process grew by, with what libraries keep.",
+        )
+      : "",
     el("div", { class: "grid" }, ...charts),
     numbers(
       "The numbers",
       [
         ["device", (d) => deviceLabel(d)],
         ["kind", (d) => data.devices[d].kind],
-        ["peak", (d) => bytes(memory[d].peak_bytes), true],
+        [`peak${ran ? ", predicted" : ""}`, (d) => bytes(memory[d].peak_bytes), true],
+        ...(ran ? [["peak, measured", measuredPeak, true]] : []),
         ["limit", (d) => bytes(memory[d].limit_bytes), true],
         ["share", (d) => share(memory[d].peak_bytes, memory[d].limit_bytes), true],
         ["at the beginning", (d) => bytes(memory[d].bytes[0]), true],

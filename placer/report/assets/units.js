@@ -1,5 +1,11 @@
 // Numbers with their units, for people.
 
+// As placer/milliseconds.py has it: four digits, zeros at the end are kept.
+function fourDigits(value) {
+  const exponent = Number(value.toExponential(3).split("e")[1]);
+  return value.toFixed(Math.min(Math.max(3 - exponent, 0), 6));
+}
+
 function digits(value) {
   const size = Math.abs(value);
   const places = size >= 100 || value === 0 ? 0 : size >= 10 ? 1 : 2;
@@ -9,10 +15,10 @@ function digits(value) {
   });
 }
 
-function scaled(value, units) {
+function scaled(value, units, tell = digits) {
   const [unit, scale] =
     units.find(([, least]) => Math.abs(value) >= least * 0.9995) ?? units.at(-1);
-  return `${digits(value / scale)}\u00a0${unit}`;
+  return `${tell(value / scale)}\u00a0${unit}`;
 }
 
 const TIMES = [
@@ -21,7 +27,7 @@ const TIMES = [
   ["µs", 1e-6],
   ["ns", 1e-9],
 ];
-const time = (seconds) => (seconds == null ? "–" : seconds === 0 ? "0 s" : scaled(seconds, TIMES));
+const time = (seconds) => (seconds == null ? "–" : seconds === 0 ? "0 s" : scaled(seconds, TIMES, fourDigits));
 const nanoseconds = (ns) => time(ns / 1e9);
 const BYTES = [
   ["TB", 1e12],

@@ -5,10 +5,11 @@
     {"graph", "cluster", "objective", "verdict", "remarks": [str], "micro_batches",
      "made_by": {"placer", "seed", "budget", "version"}, "cost_source": {device kind: where from},
      "step_s": of the objective, "judged": "measured" | "predicted", "speed_up", "lower_bound_s",
-     "best_single": name of the candidate,
+     "speed_up_is": "measured" | "predicted", "best_single": name of the candidate,
      "devices": [{"name", "kind", "memory_bytes", "source"}],
-     "candidates": [{"name", "predicted_s", "measured", "speed_up", "memory_bytes": by device,
-                     "best", "why": it cannot run}],
+     "candidates": [{"name", "predicted_s", "measured", "speed_up", "speed_up_is", "best",
+                     "memory_bytes": predicted, by device, "measured_memory_bytes": by device,
+                     "why": it cannot run}],
      "ops": columns of N ops and E edges, see :mod:`placer.report.html.ops`,
      "timeline": the simulated step, see :mod:`placer.report.html.schedule`,
      "search": {"seconds", "lines": [{"name", "evaluations", "seconds", "cost_s"}]},
@@ -20,7 +21,7 @@ there are many, in seconds (``_s``) elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -58,6 +59,7 @@ def report_data(found: Optimization, commands: Sequence[Command] = ()) -> dict[s
         "step_s": _finite(judged_s if judged_s is not None else found.best.predicted_s),
         "judged": "predicted" if judged_s is None else "measured",
         "speed_up": _speed_up(found),
+        "speed_up_is": _speed_up_is(found, found.best),
         "lower_bound_s": _finite(found.lower_bound_s),
         "best_single": None if found.single is None else found.single.name,
         "devices": [
@@ -104,6 +106,15 @@ def _speed_up(found: Optimization) -> float | None:
     return _finite(found.speed_up) if ratio is None else ratio
 
 
+def _speed_up_is(found: Optimization, row: Row) -> str:
+    """Whether a speed-up is of measured steps or of predicted ones; the two are never mixed."""
+    single = found.single
+    if single is not None and single.measurement is not None and row.measurement is not None:
+        return "measured"
+    recorded = _recorded_speed_up(found) is not None and row in (found.best, single)
+    return "measured" if recorded else "predicted"
+
+
 def _judged_s(found: Optimization) -> float | None:
     """The measured step of the best, None if there is none."""
     if found.best.measurement is not None:
@@ -120,7 +131,9 @@ def _candidates(found: Optimization) -> list[dict[str, Any]]:
             "predicted_s": _finite(row.predicted_s),
             "measured": _measured(found, row),
             "speed_up": _speed_up(found) if row is found.best else _finite(found.speed_up_of(row)),
+            "speed_up_is": _speed_up_is(found, row),
             "memory_bytes": list(row.peak_memory_bytes.values()),
+            "measured_memory_bytes": _measured_memory(found, row),
             "best": row is found.best,
             "why": row.failure or ("" if np.isfinite(row.predicted_s) else row.why),
         }
@@ -133,7 +146,9 @@ def _candidates(found: Optimization) -> list[dict[str, Any]]:
                 "predicted_s": None,
                 "measured": _runs(found.all_cores, loaded=False),
                 "speed_up": None,
+                "speed_up_is": "measured",
                 "memory_bytes": [],
+                "measured_memory_bytes": [],
                 "best": False,
                 "why": found.all_cores.failure,
             }
@@ -145,14 +160,25 @@ def _measured(found: Optimization, row: Row) -> dict[str, Any] | None:
     if row.measurement is not None:
         return _runs(row.measurement, loaded=found.loaded)
     known = _recorded(found) or {}
+    of_wall = known.get("wall_median_s") == known.get("step_s")  # and so are spread and shortest
     if row is found.best and "step_s" in known:
-        step_s = float(known["step_s"])
-        of_wall = known.get("wall_median_s") == step_s  # then the spread is that of the step
         half = float(known.get("spread", 0.0)) / 2 if of_wall else 0.0
-        return _rounds(step_s, half, known.get("wall_min_s"), known.get("rounds"))
+        min_s = known.get("wall_min_s") if of_wall else None
+        return _rounds(float(known["step_s"]), half, min_s, known.get("rounds"))
     if row is found.single and "single_device_step_s" in known:
-        return _rounds(float(known["single_device_step_s"]))
+        min_s = known.get("single_device_wall_min_s") if of_wall else None
+        return _rounds(float(known["single_device_step_s"]), min_s=min_s)
     return None
+
+
+def _measured_memory(found: Optimization, row: Row) -> list[int | None]:
+    """Peaks by device, None where none was counted."""
+    peaks: Mapping[str, int] = {}
+    if row.measurement is not None:
+        peaks = row.measurement.peak_memory_bytes
+    elif row is found.best:
+        peaks = (_recorded(found) or {}).get("peak_memory_bytes", {})
+    return [peaks.get(name) for name in found.problem.cluster.names]
 
 
 def _rounds(

@@ -1,0 +1,25 @@
+"""How times are told: in milliseconds with four digits, in every table and sentence alike.
+
+The page of the report does the same in ``placer/report/assets/units.js``.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+DIGITS: Final = 4
+MOST_PLACES: Final = 6
+"""Of a millisecond: the simulator counts nanoseconds."""
+
+
+def milliseconds(seconds: float) -> str:
+    """A finite time in ms, without the unit; zeros at the end are kept, so that columns align.
+
+    >>> milliseconds(0.0261), milliseconds(0.35214), milliseconds(0.0)
+    ('26.10', '352.1', '0')
+    """
+    if seconds == 0:
+        return "0"
+    ms = seconds * 1e3
+    exponent = int(f"{ms:.{DIGITS - 1}e}".partition("e")[2])  # of what is left after rounding
+    return f"{ms:.{min(max(DIGITS - 1 - exponent, 0), MOST_PLACES)}f}"

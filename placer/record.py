@@ -1,0 +1,81 @@
+"""What was predicted and measured, by clocks, as placement files and ``--json`` keep it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from envs.measured import Measurement
+from placer.outcome import Optimization, Row
+
+
+def with_record(found: Optimization) -> Optimization:
+    """The same with the best row's times in the placement."""
+    best = found.best
+    predicted = {
+        "step_s": best.predicted_s,
+        **best.times_s,
+        "peak_memory_bytes": best.peak_memory_bytes,
+        "lower_bound_s": found.lower_bound_s,
+    }
+    placement = replace(found.placement, predicted=predicted, measured=_measured(found))
+    return replace(found, placement=placement)
+
+
+def candidates_to_list(found: Optimization) -> list[dict[str, Any]]:
+    """All candidates as plain data for JSON; None is what is not known."""
+    return [_candidate(found, row) for row in found.rows]
+
+
+def _measured(found: Optimization) -> dict[str, Any] | None:
+    """The runs of the best, of one device and of the unplaced step; None if nothing was run."""
+    seen, single, unplaced = found.best.measurement, found.single, found.all_cores
+    if seen is None:
+        return None
+    measured: dict[str, Any] = {
+        "step_s": found.step_s(found.best),
+        "clock": "cpu" if found.loaded else "wall",
+        **_clocks(seen),
+        "spread": seen.spread,
+        "contention": seen.contention,
+        "rounds": len(seen.wall_s),
+    }
+    if seen.peak_memory_bytes:
+        measured["peak_memory_bytes"] = dict(seen.peak_memory_bytes)
+    if single is not None and single.measurement is not None:
+        measured["single_device_step_s"] = found.step_s(single)
+        measured |= _clocks(single.measurement, "single_device_")
+    if unplaced is not None and unplaced.ok:
+        told = _clocks(unplaced, "all_cores_")
+        del told["all_cores_rebuilt_s"]  # torch's threads have no common CPU clock
+        measured |= told
+    return measured
+
+
+def _clocks(seen: Measurement, whose: str = "") -> dict[str, float]:
+    return {
+        f"{whose}wall_median_s": seen.median_s,
+        f"{whose}wall_min_s": seen.min_s,
+        f"{whose}rebuilt_s": seen.rebuilt_median_s,
+    }
+
+
+def _candidate(found: Optimization, row: Row) -> dict[str, Any]:
+    step_s, seen, ratio = row.times_s.get("step_s", row.predicted_s), None, found.speed_up_of(row)
+    if row.measurement is not None and row.measurement.ok:
+        seen = {
+            **_clocks(row.measurement),
+            "spread": row.measurement.spread,
+            "peak_memory_bytes": dict(row.measurement.peak_memory_bytes),
+        }
+    return {
+        "name": row.name,
+        "predicted_step_s": step_s if np.isfinite(row.predicted_s) else None,
+        "peak_memory_bytes": dict(row.peak_memory_bytes),
+        "measured": seen,
+        "speed_up": ratio if np.isfinite(ratio) else None,
+        "chosen": row is found.best,
+        "why": row.failure or row.why,
+    }
