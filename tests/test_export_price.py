@@ -21,6 +21,7 @@ from graphs.extract import Extraction, Step, extract
 from graphs.extract.call_graph import call_graph
 from graphs.graph import GraphArrays
 from placer.cli.main import main
+from placer.export.moved import told_moved
 from placer.export.placed_modules import PlacedModules
 from placer.export.price import coarsened, price_of
 
@@ -114,10 +115,10 @@ def test_what_is_moved_is_told_with_its_price_where_that_is_known() -> None:
     placement = alternating(extraction)
     price = price_of(problem_of(extraction), placement, extraction.step.model, {})
     whole = {"": "cuda:0"}
-    plain = PlacedModules.of(extraction, placement).moved(whole)
-    priced = PlacedModules.of(extraction, placement, price=price).moved(whole)
-    assert "are not where the placement has them" in plain
-    assert priced == f"{plain}; {price(whole)}"
+    (plain,) = told_moved(PlacedModules.of(extraction, placement), whole, "of a test")
+    priced = told_moved(PlacedModules.of(extraction, placement, price=price), whole, "of a test")
+    assert "are not where the placement has them: the model (cuda:1 -> cuda:0), since of" in plain
+    assert priced == [f"{plain}; {price(whole)}"]
 
 
 @pytest.mark.skipif(len(CORES) < 2, reason="two devices need two cores")

@@ -11,8 +11,9 @@ from typing import Any
 
 from placer.export.format import Exported
 from placer.export.layers import Stack, stacks
+from placer.export.moved import told_moved
 from placer.export.placed_modules import ExportError, PlacedModules
-from placer.export.stages import moved, stages, ties_across
+from placer.export.stages import WHOLE, moved, stages, ties_across
 
 
 def layer_counts(placed: PlacedModules) -> Exported:
@@ -36,9 +37,7 @@ def layer_counts(placed: PlacedModules) -> Exported:
         found = stages(placed)
     except ExportError as error:
         told = [f"counts are of layers alone: what is around them is placed otherwise ({error})"]
-        told += (
-            [text] if (text := placed.moved(dict(zip(stack.layers, devices, strict=True)))) else []
-        )
+        told += told_moved(placed, dict(zip(stack.layers, devices, strict=True)), WHOLE)
         return Exported(content=content, remarks=tuple(told))
     content["torchtitan"] = {"module_fqns_per_model_part": [list(part.modules) for part in found]}
     return Exported(content=content, remarks=(*moved(placed, found), *ties_across(placed, found)))

@@ -153,25 +153,16 @@ class PlacedModules:
             f"as in --as {example}"
         )
 
-    def moved(self, device_of: Mapping[str, str]) -> str:
-        """What it costs to give every module one device: the sentence, "" if it costs nothing.
+    def moved(self, device_of: Mapping[str, str]) -> tuple[PlacedOp, ...]:
+        """The ops that are not where they are placed once every module has one device.
 
         ``device_of`` is {module: device}; ops outside these modules run where their inputs are.
         """
-        moved = [
+        return tuple(
             op
             for op in self.ops
             if (unit := around(op.module, device_of)) is not None and device_of[unit] != op.device
-        ]
-        if not moved:
-            return ""
-        flops = sum(op.flops for op in self.ops)
-        share = sum(op.flops for op in moved) / flops if flops else 0.0
-        told = (
-            f"{len(moved)} of {len(self.ops)} forward ops, {share:.1%} of the FLOPs, are not where "
-            "the placement has them, since a module has one device"
         )
-        return told if self.price is None else f"{told}; {self.price(device_of)}"
 
     def units(self) -> list[str]:
         """The smallest modules that have a device of their own, in the order of the program.
@@ -179,7 +170,10 @@ class PlacedModules:
         A module with parameters or buffers of its own is not divided; one without any inside is no
         unit. Those that run no op come last.
         """
-        found = list(_units(self.model, ""))
+        return self.in_order(_units(self.model, ""))
+
+    def in_order(self, modules: Iterable[str]) -> list[str]:
+        """Modules by the first op inside them; those that run no op come last."""
         first: dict[str, int] = {}
         for place, op in enumerate(self.ops):
             first.setdefault(op.module, place)
@@ -189,7 +183,28 @@ class PlacedModules:
             inside = [place for module, place in first.items() if is_inside(module, unit)]
             return min(inside, default=last)
 
-        return sorted(found, key=place_of)
+        return sorted(modules, key=place_of)
+
+    def gates(self) -> frozenset[str]:
+        """Modules without parameters, or modules inside, that a step calls once.
+
+        No map has to name them. If one does, accelerate sends what they read to their device.
+        """
+        units = set(self.units())
+        path_of = canonical_paths(self.model)
+        modules = dict(self.model.named_modules())
+        calls: dict[str, set[str]] = {}
+        for call in self.extraction.forward.calls:
+            module = path_of.get(call.module, call.module)
+            calls.setdefault(module, set()).add(call.key.partition(":")[0])
+        return frozenset(
+            module
+            for module, own in calls.items()
+            if module in modules
+            and len(own) == 1
+            and around(module, units) is None
+            and not any(modules[module].children())
+        )
 
     def tied_units(self, units: Collection[str]) -> list[tuple[str, ...]]:
         """Units that share a parameter, which therefore have one device."""
