@@ -24,8 +24,9 @@ from graphs.extract.extraction import ties_of
 from graphs.graph import attributes_of
 from placer.export.device_flow import Conflict, first_conflict
 from placer.export.device_map import device_map
+from placer.export.faults import ExportError
 from placer.export.format import Exported
-from placer.export.placed_modules import ExportError, PlacedModules, around, parent
+from placer.export.placed_modules import PlacedModules, around, parent
 
 torch.set_num_threads(1)
 accelerate = pytest.importorskip("accelerate")

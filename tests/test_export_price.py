@@ -13,7 +13,12 @@ from tiny_models import Plain, squared
 from torch import Tensor, nn
 
 import placer
+from envs.calibrate import calibrated_before
 from envs.cluster import Cluster, Device, Link
+from envs.cost_cache import CostCache, Session
+from envs.discover import discover
+from envs.op_costs import conditions_of
+from envs.op_signature import op_signatures
 from envs.placement import Placement
 from envs.problem import Problem
 from graphs.costs import with_costs
@@ -179,7 +184,21 @@ def test_the_command_predicts_on_the_devices_of_the_placement(
     assert main(command) == 0
     plain = capsys.readouterr()
     assert "a step is predicted" not in plain.err
+    assert "give --predict, too" in plain.err
+    runs = f"torchrun --nproc-per-node=1 -m placer.run {model}:build --placement {given} --steps"
+    assert runs in plain.err
     assert main([*command, "--predict"]) == 0
     priced = capsys.readouterr()
     assert "; a step is predicted to take " in priced.err
     assert priced.out == plain.out
+    cached = calibrated_before(discover(",".join(cores)))
+    assert cached is not None
+    signatures = op_signatures(extraction.program)
+    calm = Session(
+        cost_s=dict.fromkeys(signatures, 1e-3), runs=1, spread=0.0, measured="2026-01-01"
+    )
+    CostCache().store(conditions_of(cached.devices[0]), calm)
+    assert main(command) == 0
+    known = capsys.readouterr()
+    assert "; a step is predicted to take " in known.err
+    assert "--predict" not in known.err

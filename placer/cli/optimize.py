@@ -75,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
         return fail(BAD_USAGE, error)
     from graphs.extract import ExtractionError
     from graphs.selection import DemandError
+    from placer.given import DeviceMap, GivenError
     from placer.outcome import PlacementError, extraction_remarks
     from placer.report.console import stdout_console
     from placer.report.table import print_optimization
@@ -95,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
                 found = planned.found
             else:
                 found = _optimize(args, cluster, options, progress)
-    except (TargetError, DemandError) as error:
+    except (TargetError, DemandError, GivenError) as error:
         return fail(BAD_USAGE, error)
     except (ExtractionError, PlacementError, ValueError, OSError, RuntimeError) as error:
         return fail(JOB_FAILED, error)
@@ -116,6 +117,9 @@ def run(args: argparse.Namespace) -> int:
     if found.extraction is not None and args.json:
         for remark in extraction_remarks(found.extraction):
             say(args, remark)
+    given = options.start_from if isinstance(options.start_from, DeviceMap) else None
+    if given and found.extraction and (remark := given.conflict(found.extraction)):
+        say(args, remark)
     say(args, _talk(found, args))
     if planned is not None and (command := command_of(planned, args)):
         say(args, f"train it: {command}")

@@ -7,9 +7,10 @@ all other ops run where their inputs are, and fail if these are on several devic
 from __future__ import annotations
 
 import sys
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from graphs.extract import Step
@@ -36,6 +37,18 @@ class Conflict:
     op: str
     is_followed: bool = True
 
+    def told(self, model: nn.Module) -> str:
+        """The op and the code it is in: ``cat in Model.forward of layers.0``."""
+        kind = type(model.get_submodule(self.module)).__name__
+        return f"{self.op} in {kind}.forward" + (f" of {self.module}" if self.module else "")
+
+    @property
+    def origins(self) -> str:
+        """Where what it reads comes from: ``left and right``."""
+        return " and ".join(
+            "the inputs of the model" if maker == FED else maker for maker in self.makers
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class _Value:
@@ -44,6 +57,11 @@ class _Value:
 
 
 ANYWHERE = _Value(None)
+
+
+def main_device_of(devices: Iterable[str]) -> str:
+    """The main device that accelerate takes by itself: an accelerator, if there is one."""
+    return min(devices, key=lambda name: (name == "cpu", len(name), name))
 
 
 def first_conflict(

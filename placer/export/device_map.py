@@ -7,16 +7,19 @@ dry run passes, see :mod:`placer.export.joining`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from torch import nn
 
+from placer.export.device_flow import main_device_of
+from placer.export.faults import ExportError, RenamingError
 from placer.export.format import Exported
 from placer.export.joining import Joined
 from placer.export.moved import told_moved
-from placer.export.placed_modules import ExportError, PlacedModules, is_inside
+from placer.export.placed_modules import PlacedModules, is_inside
+from placer.export.renaming import check_main_device
 
 HOST = "cpu"
+MOST_CALLS = 3
+"""How many calls a remark names."""
 WITHOUT_PARAMETERS = "what has no parameters runs where its inputs are"
 
 
@@ -24,12 +27,14 @@ def device_map(placed: PlacedModules) -> Exported:
     """A device map that runs, as near to the placement as one device for each module can be.
 
     Raises:
-        ExportError: devices are not torch's, or accelerate would offload what is to be trained.
+        RenamingError: devices are not torch's.
+        ExportError: accelerate would offload what is to be trained.
         ExtractionError: the model was not exported, so that no dry run can be made.
     """
-    if why := placed.why_no_torch():
-        raise ExportError(why)
-    main_device = placed.main_device or _first_fed({op.device for op in placed.ops})
+    if placed.no_torch:
+        raise RenamingError(placed.no_torch)
+    check_main_device(placed.main_device, {op.device for op in placed.ops})
+    main_device = placed.main_device or main_device_of({op.device for op in placed.ops})
     found = Joined(placed, main_device)
     found.until_it_runs()
     devices = found.devices()
@@ -42,7 +47,12 @@ def device_map(placed: PlacedModules) -> Exported:
     placed_on = {op.device for op in placed.ops}
     if len(used) == 1 and len(placed_on) > 1:
         remarks.append(f"one of {len(placed_on)} devices is left")
+    if len(used) == 1 and placed.main_device not in (None, *used):
+        remarks.append(
+            f"--main-device {placed.main_device} is not used: a model on one device is fed there"
+        )
     return Exported(
+        is_as_placed=not placed.moved(whole),
         content={module: as_written(device) for module, device in whole.items()},
         remarks=tuple(remarks),
     )
@@ -57,8 +67,10 @@ def _how_to_keep_it(found: Joined) -> list[str]:
     calls, apart = found.calls(), found.apart()
     if not calls or found.devices() == apart:
         return []
+    more = len(calls) - MOST_CALLS
+    shown = [*calls[:MOST_CALLS], *([f"{more} more"] if more > 0 else [])]
     told = (
-        f"a device_map can keep more apart where {' and '.join(calls)} "
+        f"a device_map can keep more apart where {' and '.join(shown)} "
         f"{'becomes' if len(calls) == 1 else 'become'} the forward of a small module of its own: "
         "accelerate moves what goes into modules, also into those without parameters"
     )
@@ -70,11 +82,6 @@ def as_written(device: str) -> int | str:
     """A device as device maps have it: 1 for ``cuda:1``, anything else by name."""
     kind, _, index = device.partition(":")
     return int(index) if kind == "cuda" and index.isdigit() else device
-
-
-def _first_fed(devices: Iterable[str]) -> str:
-    """The main device that accelerate takes by itself: an accelerator, if there is one."""
-    return min(devices, key=lambda name: (name == HOST, len(name), name))
 
 
 def _host_remark(placed: PlacedModules, main_device: str) -> str:

@@ -61,7 +61,7 @@ class Joined:
             elif self.placed.majority([unit]) == device:
                 found[unit] = "its ops are placed on several devices, and a module has one"
             elif link := next((link for link in self._links if unit in link[0]), None):
-                found[unit] = self._met(*link)
+                found[unit] = self._met(link[1])
             elif tie := next((tie for tie in ties if unit in tie), ()):
                 found[unit] = f"{' and '.join(tie)} share a parameter"
         return found
@@ -120,15 +120,11 @@ class Joined:
             (tuple(dict.fromkeys(map(now, makers))), cause) for makers, cause in self._links
         ]
 
-    def _met(self, makers: tuple[str, ...], conflict: Conflict) -> str:
-        names = ["the inputs of the model" if maker == FED else maker for maker in makers]
+    def _met(self, conflict: Conflict) -> str:
         return (
-            f"{self._told(conflict)} wants what {' and '.join(names)} give on one device, and "
+            f"{self._told(conflict)} wants what {conflict.origins} give on one device, and "
             "only the inputs of modules are moved"
         )
 
     def _told(self, conflict: Conflict) -> str:
-        """The op and the code it is in: ``cat in Model.forward``."""
-        kind = type(self.placed.model.get_submodule(conflict.module)).__name__
-        of = f" of {conflict.module}" if conflict.module else ""
-        return f"{conflict.op} in {kind}.forward{of}"
+        return conflict.told(self.placed.model)

@@ -6,10 +6,11 @@ llama.cpp names tensors its own way: those of a layer's experts are stacked, suc
 
 from __future__ import annotations
 
+from placer.export.faults import ExportError
 from placer.export.format import Exported
 from placer.export.layers import stacks
 from placer.export.moved import told_moved
-from placer.export.placed_modules import ExportError, PlacedModules, is_inside
+from placer.export.placed_modules import PlacedModules, is_inside
 
 EXPERTS = "experts"
 
@@ -36,7 +37,7 @@ def override_regex(placed: PlacedModules) -> Exported:
         {module: device_of[layer] for layer, modules in experts.items() for module in modules},
         "the experts of a layer are in one buffer",
     )
-    return Exported(content=",".join(patterns), remarks=tuple(told))
+    return Exported(is_as_placed=not told, content=",".join(patterns), remarks=tuple(told))
 
 
 def _experts(placed: PlacedModules) -> dict[int, list[str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import nn
@@ -15,12 +15,9 @@ from graphs.extract import Extraction, Step
 from graphs.extract.call_graph import call_graph
 from graphs.extract.extraction import ties_of
 from graphs.graph import PHASES, GraphArrays
+from placer.export.renaming import check_renamed, why_no_torch
 
 FORWARD = PHASES.index("forward")
-
-
-class ExportError(ValueError):
-    """A placement that a format cannot express; the message says what is in the way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +37,13 @@ class PlacedModules:
 
     ``main_device`` is where the user of the export feeds the model, None where the format decides.
     ``price`` tells what coarser placements cost, where that is known (:mod:`placer.export.price`).
+    ``no_torch`` is the sentence about devices that torch has not, "" if there are none.
     """
 
     extraction: Extraction
     ops: tuple[PlacedOp, ...]
     main_device: str | None = None
+    no_torch: str = ""
     price: Callable[[Mapping[str, str]], str] | None = None
 
     @classmethod
@@ -67,17 +66,11 @@ class PlacedModules:
             price: tells what coarser placements cost.
 
         Raises:
-            ExportError: ``renamed`` names a device that the placement has not, and leaves one that
-                it has: a slip. Where all have new names, it may say more than is needed.
+            RenamingError: ``renamed`` names devices that there are not.
             ValueError: the placement is of another graph.
         """
         names = dict(renamed or {})
-        unknown = [name for name in names if name not in placement.device_names]
-        if unknown and not set(placement.device_names) <= names.keys():
-            raise ExportError(
-                f"--as renames {unknown[0]}, but the placement has "
-                f"{', '.join(placement.device_names)}"
-            )
+        check_renamed(names, placement.device_names)
         graph = _graph_of(extraction, placement)
         devices = tuple(
             Device(name=name, kind=name, memory_bytes=0) for name in placement.device_names
@@ -95,7 +88,9 @@ class PlacedModules:
             for i, op_id in enumerate(graph.ids)
             if graph.phase[i] == FORWARD
         ]
-        return cls(extraction=extraction, ops=tuple(ops), main_device=main_device, price=price)
+        found = cls(extraction=extraction, ops=tuple(ops), main_device=main_device, price=price)
+        missing = why_no_torch({op.device for op in ops}, names, placement.device_names)
+        return replace(found, no_torch=missing)
 
     @property
     def step(self) -> Step:
@@ -141,17 +136,6 @@ class PlacedModules:
             module = parent(module)
             found = self.majority([module])
         return found or self.ops[0].device
-
-    def why_no_torch(self) -> str:
-        """The sentence about devices that torch has not, "" if there are none."""
-        cores = sorted({op.device for op in self.ops if is_core(op.device)})
-        if not cores:
-            return ""
-        example = ",".join(f"{name}=cuda:{i}" for i, name in enumerate(cores))
-        return (
-            f"{', '.join(cores)} are no devices of torch: say which devices to write instead, "
-            f"as in --as {example}"
-        )
 
     def moved(self, device_of: Mapping[str, str]) -> tuple[PlacedOp, ...]:
         """The ops that are not where they are placed once every module has one device.

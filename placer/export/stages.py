@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from placer.export.faults import ExportError
 from placer.export.layers import layer_of, stacks
 from placer.export.moved import told_moved
-from placer.export.placed_modules import ExportError, PlacedModules, around
+from placer.export.placed_modules import PlacedModules, around
 
 WHOLE: Final = "a module is in one stage as a whole"
 """Why ops are not where the placement has them."""
