@@ -214,7 +214,7 @@ def test_branches_that_meet_in_a_layer_lose_only_what_meets() -> None:
     }
     moved, advice = found.remarks
     assert "cat in Branches.forward of 1 wants what 1.left.2 and 1.right.2 give" in moved
-    assert "cat in Branches.forward of 0 and cat in Branches.forward of 1 become" in advice
+    assert "cat in Branches.forward of 0, cat in Branches.forward of 1 become" in advice
 
 
 def test_a_module_without_parameters_at_the_end_of_a_branch_is_all_that_meets() -> None:
@@ -231,6 +231,16 @@ def test_a_module_without_parameters_at_the_end_of_a_branch_is_all_that_meets() 
         "2": 0,
     }
     assert "1.right.3 (cuda:1 -> cuda:0)" in found.remarks[0]
+
+
+def test_what_is_added_layer_after_layer_joins_layers_and_one_reason_is_told_for_all() -> None:
+    extraction = extracted("gpt2")
+    graph = call_graph(extraction).graph
+    ends = ("attn.c_proj", "mlp.c_proj")  # what they give is added to what comes in
+    devices = [int(attributes_of(graph, node)["module"].endswith(ends)) for node in graph]
+    moved = device_map(PlacedModules.of(extraction, placement_of(graph, GPUS, devices))).remarks[0]
+    assert moved.count("add in GPT2Block.forward wants its inputs on one device") == 1
+    assert all(f"transformer.h.{layer} (" in moved for layer in (0, 1))
 
 
 def test_an_op_that_is_a_module_moves_nothing_else() -> None:

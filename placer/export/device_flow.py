@@ -38,9 +38,12 @@ class Conflict:
     is_followed: bool = True
 
     def told(self, model: nn.Module) -> str:
-        """The op and the code it is in: ``cat in Model.forward of layers.0``."""
-        kind = type(model.get_submodule(self.module)).__name__
-        return f"{self.op} in {kind}.forward" + (f" of {self.module}" if self.module else "")
+        """The op and the code it is in: ``cat in Layer.forward of layers.0``."""
+        return self.code(model) + (f" of {self.module}" if self.module else "")
+
+    def code(self, model: nn.Module) -> str:
+        """The same for all modules of the class: ``cat in Layer.forward``."""
+        return f"{self.op} in {type(model.get_submodule(self.module)).__name__}.forward"
 
     @property
     def origins(self) -> str:

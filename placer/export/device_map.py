@@ -70,7 +70,7 @@ def _how_to_keep_it(found: Joined) -> list[str]:
     more = len(calls) - MOST_CALLS
     shown = [*calls[:MOST_CALLS], *([f"{more} more"] if more > 0 else [])]
     told = (
-        f"a device_map can keep more apart where {' and '.join(shown)} "
+        f"a device_map can keep more apart where {', '.join(shown)} "
         f"{'becomes' if len(calls) == 1 else 'become'} the forward of a small module of its own: "
         "accelerate moves what goes into modules, also into those without parameters"
     )

@@ -46,7 +46,8 @@ class Joined:
 
     def calls(self) -> list[str]:
         """The ops outside of modules that joined some, as in ``cat in Model.forward``."""
-        return list(dict.fromkeys(self._told(conflict) for _, conflict in self._links))
+        apart = (conflict for makers, conflict in self._links if len(makers) > 1)
+        return list(dict.fromkeys(map(self._told, apart)))
 
     def reasons(self) -> dict[str, str]:
         """{unit: why it may not be where most of it is placed}, of units that are moved."""
@@ -54,10 +55,8 @@ class Joined:
         ties = self.placed.tied_units(self.units)
         for unit, device in self.devices().items():
             if unit in self._whole:
-                found[unit] = (
-                    f"{self._told(self._whole[unit])} wants its inputs on one device, and joins "
-                    "all that is in it"
-                )
+                code = self._whole[unit].code(self.placed.model)
+                found[unit] = f"{code} wants its inputs on one device, and joins all that is in it"
             elif self.placed.majority([unit]) == device:
                 found[unit] = "its ops are placed on several devices, and a module has one"
             elif link := next((link for link in self._links if unit in link[0]), None):
