@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -51,17 +52,34 @@ def calibrated(cluster: Cluster, *, again: bool = False) -> Cluster:
         OSError: there is too little memory, or too many processes or open files.
     """
     plain = present(cluster.names)
-    on_cores = is_core(cluster.names[0])
+    path = _file_of(plain)
+    known = None if again else cached(path, plain)
+    if known is None:
+        on_cores = is_core(cluster.names[0])
+        known = once_more(lambda: calibrate(plain)) if on_cores else measured_speeds(plain)
+        store(path, known)
+    return filled(cluster, known)
+
+
+def calibrated_before(cluster: Cluster) -> Cluster | None:
+    """The same with what is known from before, None if it would have to be measured.
+
+    Raises:
+        ValueError: a device is not here, or cores are mixed with devices of torch.
+    """
+    plain = present(cluster.names)
+    known = cached(_file_of(plain), plain)
+    return None if known is None else filled(cluster, known)
+
+
+def _file_of(plain: Cluster) -> Path:
+    """Where measured numbers of these devices are kept."""
+    on_cores = is_core(plain.names[0])
     about = list(plain.names)
     if not on_cores:
         about += [device.kind for device in plain.devices]
         about.append(torch.get_float32_matmul_precision())
-    path = cache_path("cores" if on_cores else "torch", about)
-    known = None if again else cached(path, plain)
-    if known is None:
-        known = once_more(lambda: calibrate(plain)) if on_cores else measured_speeds(plain)
-        store(path, known)
-    return filled(cluster, known)
+    return cache_path("cores" if on_cores else "torch", about)
 
 
 def calibrate(cluster: Cluster) -> Cluster:

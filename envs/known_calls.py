@@ -10,7 +10,7 @@ import datetime
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 import numpy as np
@@ -51,18 +51,9 @@ def call_costs(
         return module_costs(extraction, cluster, progress=progress)
     signatures = node_signatures(extraction, calls)
     cache = CostCache()
-    found: dict[str, OpCosts] = {}
-    missing: list[Device] = []
-    for device in {device.kind: device for device in reversed(cluster.devices)}.values():
-        known = {} if fresh else cache.known(_conditions(device), signatures)
-        if not all(signature in known for signature in signatures):
-            missing.append(device)
-            continue
-        launched_s = np.array([known[signature].cost_s for signature in signatures])
-        found[device.kind] = OpCosts(
-            cost_s=np.maximum(launched_s - device.launch_s, 0.0),
-            sources=[f"cached, measured {known[s].measured}, each call alone" for s in signatures],
-        )
+    devices = {device.kind: device for device in reversed(cluster.devices)}
+    found = {} if fresh else _known(signatures, devices.values(), cache)
+    missing = [device for kind, device in devices.items() if kind not in found]
     if not missing:
         return found
     of_missing = Cluster(name=cluster.name, devices=tuple(missing))
@@ -74,6 +65,38 @@ def call_costs(
         cache.store(_conditions(device), _session(signatures, launched_s.tolist(), today))
         sources = (f"measured {today}, each call alone",) * len(cost_s)
         found[device.kind] = OpCosts(cost_s=cost_s, sources=sources)
+    return found
+
+
+def known_call_costs(
+    extraction: Extraction, calls: CallGraph | ModuleMap, cluster: Cluster
+) -> dict[str, OpCosts] | None:
+    """The same, None if any call would have to be measured.
+
+    Raises:
+        ValueError: a device is not here.
+    """
+    if isinstance(calls, ModuleMap):
+        return None
+    devices = {device.kind: device for device in reversed(cluster.devices)}
+    found = _known(node_signatures(extraction, calls), devices.values(), CostCache())
+    return found if found.keys() == devices.keys() else None
+
+
+def _known(
+    signatures: Sequence[str], devices: Iterable[Device], cache: CostCache
+) -> dict[str, OpCosts]:
+    """Costs on those kinds of device for which the cache knows all calls."""
+    found: dict[str, OpCosts] = {}
+    for device in devices:
+        known = cache.known(_conditions(device), signatures)
+        if not all(signature in known for signature in signatures):
+            continue
+        launched_s = np.array([known[signature].cost_s for signature in signatures])
+        found[device.kind] = OpCosts(
+            cost_s=np.maximum(launched_s - device.launch_s, 0.0),
+            sources=[f"cached, measured {known[s].measured}, each call alone" for s in signatures],
+        )
     return found
 
 

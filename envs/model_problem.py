@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from envs.calibrate import calibrated
+from envs.calibrate import calibrated, calibrated_before
 from envs.call_memory import plannable
 from envs.cluster import Cluster
 from envs.discover import discover
-from envs.known_calls import call_costs
+from envs.known_calls import call_costs, known_call_costs
 from envs.measured import Measured
 from envs.measured_module import MeasuredModule
-from envs.op_costs import op_costs
+from envs.op_costs import OpCosts, known_op_costs, op_costs
 from envs.overlap import check_overlap
 from envs.problem import Problem
 from envs.torch_devices import is_core
@@ -70,15 +70,42 @@ class ModelProblem:
             WorkerError: an op cannot run on a device.
         """
         cluster = calibrated(cluster)
-        limits = {device.name: device.memory_bytes for device in cluster.devices}
         if is_core(cluster.names[0]):
-            calls, graph = None, extraction.graph
-            costs = op_costs(extraction, cluster)
-        else:
-            calls = placeable(extraction)
-            graph = calls.graph
-            costs = call_costs(extraction, calls, cluster)
-            cluster = plannable(cluster)
+            return cls._costed(extraction, None, cluster, op_costs(extraction, cluster))
+        calls = placeable(extraction)
+        costs = call_costs(extraction, calls, cluster)
+        return cls._costed(extraction, calls, cluster, costs)
+
+    @classmethod
+    def known(cls, extraction: Extraction, cluster: Cluster) -> ModelProblem | None:
+        """The same from what was measured before, None if anything would have to be measured.
+
+        Raises:
+            ExtractionError: devices of torch cannot run it.
+            ValueError: a device is not here.
+        """
+        before = calibrated_before(cluster)
+        if before is None:
+            return None
+        calls = None if is_core(cluster.names[0]) else placeable(extraction)
+        costs = (
+            known_op_costs(extraction, before)
+            if calls is None
+            else known_call_costs(extraction, calls, before)
+        )
+        return None if costs is None else cls._costed(extraction, calls, before, costs)
+
+    @classmethod
+    def _costed(
+        cls,
+        extraction: Extraction,
+        calls: CallGraph | ModuleMap | None,
+        cluster: Cluster,
+        costs: Mapping[str, OpCosts],
+    ) -> ModelProblem:
+        limits = {device.name: device.memory_bytes for device in cluster.devices}
+        graph = extraction.graph if calls is None else calls.graph
+        cluster = cluster if calls is None else plannable(cluster)
         costed = with_costs(
             graph,
             {kind: known.cost_s for kind, known in costs.items()},

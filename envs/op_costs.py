@@ -113,16 +113,37 @@ def _measured(
         return {kind: OpCosts(cost_s=costs_s[kind], sources=sources) for kind in devices}
     signatures = op_signatures(extraction.program)
     cache = CostCache()
-    found: dict[str, OpCosts] = {}
-    for kind, device in devices.items():
-        known = {} if fresh else cache.known(conditions_of(device), signatures)
-        if all(signature in known for signature in signatures):
-            found[kind] = _from_cache([known[signature] for signature in signatures])
+    found = {} if fresh else _known(signatures, devices, cache)
     missing = [device for kind, device in devices.items() if kind not in found]
     for kind, runs_s in profile_runs(extraction, missing, progress=progress).items():
         cache.store(conditions_of(devices[kind]), session_of(runs_s, signatures, today))
         sources = (f"measured {today}, in context",) * len(signatures)
         found[kind] = OpCosts(cost_s=np.median(runs_s, axis=0), sources=sources)
+    return found
+
+
+def known_op_costs(extraction: Extraction, cluster: Cluster) -> dict[str, OpCosts] | None:
+    """The same of cores that are here, None if any op would have to be measured.
+
+    Raises:
+        ValueError: a device is not here.
+    """
+    if extraction.own_program is None:
+        return None
+    devices = {device.kind: device for device in reversed(cluster.devices)}
+    found = _known(op_signatures(extraction.program), devices, CostCache())
+    return found if found.keys() == devices.keys() else None
+
+
+def _known(
+    signatures: Sequence[str], devices: Mapping[str, Device], cache: CostCache
+) -> dict[str, OpCosts]:
+    """Costs on those kinds of device for which the cache knows all ops."""
+    found: dict[str, OpCosts] = {}
+    for kind, device in devices.items():
+        known = cache.known(conditions_of(device), signatures)
+        if all(signature in known for signature in signatures):
+            found[kind] = _from_cache([known[signature] for signature in signatures])
     return found
 
 

@@ -13,12 +13,20 @@ from numpy.typing import NDArray
 from torch import nn
 
 from envs.cluster import Cluster
+from envs.discover import why_not_here
 from envs.placement import MadeBy, Placement
+from envs.torch_devices import is_core
+from graphs.extract import Extraction
 from graphs.graph import GraphArrays
 from graphs.strict_json import load_checked, table
+from placer.export.device_flow import first_conflict, main_device_of
 from placer.export.placed_modules import around, canonical_paths
 
 GIVEN: Final = "given"
+
+
+class GivenError(ValueError):
+    """What a user has does not fit what it is given for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +34,25 @@ class DeviceMap:
     """{module: device name}, where the modules inside it run that are not listed themselves."""
 
     devices: Mapping[str, str]
+
+    def conflict(self, extraction: Extraction) -> str:
+        """Why accelerate's dispatch_model could not run it, "" where a dry run finds nothing.
+
+        A model that was not exported has no dry run.
+        """
+        if extraction.own_forward is None or len(self.device_names) == 1:
+            return ""
+        model = extraction.step.model
+        path_of = canonical_paths(model)
+        device_of = {path_of.get(path, path): name for path, name in self.devices.items()}
+        fed = main_device_of(self.device_names)
+        found = first_conflict(extraction.own_forward, extraction.step, device_of, fed)
+        if found is None:
+            return ""
+        return (
+            "the device map is run op by op, which dispatch_model would not do: there "
+            f"{found.told(model)} fails, since what {found.origins} give is on several devices"
+        )
 
     @property
     def device_names(self) -> tuple[str, ...]:
@@ -39,12 +66,13 @@ class DeviceMap:
         must share a device run where the first of them does. Order is that of the program.
 
         Raises:
-            ValueError: it names modules that the model has not, leaves some with parameters out, or
+            GivenError: it names modules that the model has not, leaves some with parameters out, or
                 has devices that the cluster has not.
         """
         self._check(model)
         path_of = canonical_paths(model)
         known = {path_of.get(path, path): name for path, name in self.devices.items()}
+        self._check_devices(cluster)
         index = {name: cluster.index(name) for name in self.device_names}
         devices = np.full(len(graph), -1, np.int64)
         home: dict[int, int] = {}
@@ -57,6 +85,11 @@ class DeviceMap:
         rank[graph.topological] = np.arange(len(graph), 0, -1)
         return Placement.of(graph, cluster, devices, rank, MadeBy(placer=GIVEN))
 
+    def _check_devices(self, cluster: Cluster) -> None:
+        for path, name in self.devices.items():
+            if name not in cluster.names:
+                raise GivenError(f"the device map has {path!r} on {name}, {_meant(name, cluster)}")
+
     def _check(self, model: nn.Module) -> None:
         modules = dict(model.named_modules(remove_duplicate=False))
         tensors = model.state_dict().keys()
@@ -64,11 +97,11 @@ class DeviceMap:
             if path not in modules and path not in tensors:
                 near = difflib.get_close_matches(path, modules, n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise ValueError(
+                raise GivenError(
                     f"the device map names {path!r}, which {type(model).__name__} has not{hint}"
                 )
         if missing := [name for name in tensors if around(name, self.devices) is None]:
-            raise ValueError(
+            raise GivenError(
                 f"the device map leaves out {len(missing)} of {len(tensors)} parameters and "
                 f"buffers, such as {missing[0]!r}"
             )
@@ -85,6 +118,20 @@ def load_given(path: Path) -> Given:
         OSError: it cannot be read.
     """
     return load_checked(path, lambda data: _given(table(data, "")))
+
+
+def check_here(given: Given) -> None:
+    """Make sure that the devices of a device map are on this machine.
+
+    Raises:
+        ValueError: one is not; where it is a GPU's number, the message says what numbers mean.
+    """
+    for name in given.device_names if isinstance(given, DeviceMap) else ():
+        if why := why_not_here(name):
+            kind, _, index = name.partition(":")
+            number = f"{index} in a device map means {name}, and " if kind == "cuda" else ""
+            hint = '; on pinned cores name them in the map, such as "core:0"' if number else ""
+            raise ValueError(f"{number}{why}{hint}")
 
 
 def given_from(given: Placement | Mapping[str, int | str] | str | Path) -> Given:
@@ -105,13 +152,16 @@ def placement_of(
     """What is given as a placement of a graph's ops on a cluster's devices.
 
     Raises:
-        ValueError: it is of another graph or model, or has other devices; or it is a device map,
+        GivenError: it is of another graph or model, or has other devices; or it is a device map,
             and the graph is of no model.
     """
     if not isinstance(given, DeviceMap):
-        return given.aligned(graph, cluster)
+        try:
+            return given.aligned(graph, cluster)
+        except ValueError as error:
+            raise GivenError(str(error)) from error
     if model is None:
-        raise ValueError("a device map names modules, and a graph file has none: give a placement")
+        raise GivenError("a device map names modules, and a graph file has none: give a placement")
     placement = given.placed(model, graph, cluster)
     placement.check(graph, cluster)
     return placement
@@ -135,6 +185,18 @@ def _name(device: object, module: str) -> str:
             '"cpu" or "core:0"'
         )
     return "cuda:0" if device == "cuda" else device
+
+
+def _meant(name: str, cluster: Cluster) -> str:
+    """What to do about a device of a map that a cluster has not."""
+    kind, _, index = name.partition(":")
+    there = ", ".join(cluster.names)
+    if kind != "cuda" or not all(map(is_core, cluster.names)):
+        return f"but the devices are {there}"
+    return (
+        f"which is what {index} means in device maps, but the devices are {there}: name them in "
+        f'the map, such as "{cluster.names[min(int(index), len(cluster.names) - 1)]}" for {index}'
+    )
 
 
 def _inherited(graph: GraphArrays, devices: NDArray[np.int64], i: int) -> int:

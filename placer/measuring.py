@@ -18,7 +18,7 @@ from graphs.extract import Step, extract
 from graphs.extract.extraction import AUTO
 from graphs.extract.fake import check_has_memory
 from graphs.graph import GraphArrays
-from placer.given import Given, placement_of
+from placer.given import DeviceMap, Given, placement_of
 from placer.report.progress import Progress, Silent
 from placer.rigs import rig_for
 
@@ -31,6 +31,7 @@ class Score:
     predicted: StepResult
     measurement: Measurement
     cost_source: Mapping[str, str]  # {device kind: where its op costs are from}
+    conflict: str = ""  # why Hugging Face could not run it, of a device map that ran op by op
 
     @property
     def loaded(self) -> bool:
@@ -61,6 +62,7 @@ class Score:
             if seen.ok
             else None,
             "failure": seen.failure,
+            "remarks": [self.conflict] if self.conflict else [],
             "cost_source": dict(self.cost_source),
         }
 
@@ -88,8 +90,8 @@ def score(
 
     Raises:
         ExtractionError: the model cannot be extracted, or what was extracted cannot be run.
-        ValueError: the placement is of another model or has other devices, or copies cannot
-            overlap there.
+        GivenError: the placement is of another model or has other devices.
+        ValueError: copies cannot overlap there.
         WorkerError: the workers do not come up.
     """
     hear = progress or Silent()
@@ -117,4 +119,5 @@ def score(
         predicted=predicted,
         measurement=seen,
         cost_source=graph.graph["cost_source"],
+        conflict=given.conflict(extraction) if isinstance(given, DeviceMap) else "",
     )

@@ -14,15 +14,19 @@ import tiny_transformers
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from placed_at_random import cut_placement, random_placement
+from placed_at_random import cut_placement, placement_of, random_placement
 from torch import Tensor, nn
 from vdev import vdev
 
 from graphs.extract import Extraction, Step, extract
+from graphs.extract.call_graph import call_graph
 from graphs.extract.extraction import ties_of
+from graphs.graph import attributes_of
 from placer.export.device_flow import Conflict, first_conflict
 from placer.export.device_map import device_map
-from placer.export.placed_modules import ExportError, PlacedModules, around, parent
+from placer.export.faults import ExportError
+from placer.export.format import Exported
+from placer.export.placed_modules import PlacedModules, around, parent
 
 torch.set_num_threads(1)
 accelerate = pytest.importorskip("accelerate")
@@ -51,6 +55,35 @@ def meeting() -> Step:
     return Step.of(Meeting(), (torch.randn(3, 4), torch.randn(3, 2)), tiny_models.squared)
 
 
+class Concatenation(nn.Module):
+    """``cat`` as a module: what goes into modules is moved."""
+
+    def forward(self, *parts: Tensor) -> Tensor:
+        return torch.cat(parts, 1)
+
+
+class Branches(nn.Module):
+    """Two branches side by side, ended by modules without parameters or not, and ``cat``."""
+
+    def __init__(self, *, ends: bool = False, whole: bool = False) -> None:
+        super().__init__()
+        branch = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        self.left = branch.append(nn.Tanh()) if ends else branch
+        self.right = copy.deepcopy(self.left)
+        self.meet = Concatenation() if whole else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.left(x), self.right(x)
+        return torch.cat(parts, 1) if self.meet is None else self.meet(*parts)
+
+
+def branches(*, ends: bool = False, whole: bool = False) -> Step:
+    torch.manual_seed(0)
+    blocks = (Branches(ends=ends, whole=whole) for _ in "12")
+    model = nn.Sequential(*blocks, nn.Linear(4, 2))
+    return Step.of(model, (torch.randn(3, 4), torch.randn(3, 2)), tiny_models.squared)
+
+
 def transformer(name: str) -> Step:
     target = tiny_transformers.TARGETS[name] + tiny_transformers.WITHOUT_DROPOUT.get(name, "")
     return tiny_transformers.load(target)
@@ -58,6 +91,9 @@ def transformer(name: str) -> Step:
 
 STEPS: dict[str, Callable[[], Step]] = {
     "meeting": meeting,
+    "branches": branches,
+    "branches_with_ends": functools.partial(branches, ends=True),
+    "branches_as_modules": functools.partial(branches, whole=True),
     "attention": tiny_models.attention,
     "conv_net": tiny_models.conv_net,
     "norm_twice": tiny_models.norm_twice,
@@ -152,16 +188,103 @@ def test_only_what_meets_is_joined_and_its_price_is_told() -> None:
     found = device_map(PlacedModules.of(extraction, placement))
     # left.2 and right.2 have as many FLOPs on either device, and the first device wins.
     assert found.content == {"left": 0, "right.0": 1, "right.2": 0, "head": 1}
-    (told,) = found.remarks
+    told, advice = found.remarks
     # right.2: 3 x 8 x 4 of 3 x (4 x 8 + 8 x 4) x 2 + 3 x 4 x 2 multiplications.
     assert "23.5% of the FLOPs" in told
+    assert told.endswith(
+        "right.2 (cuda:1 -> cuda:0), since add in Meeting.forward wants what left.2 and right.2 "
+        "give on one device, and only the inputs of modules are moved"
+    )
+    assert "where add in Meeting.forward becomes the forward of a small module" in advice
+
+
+def rights_apart(name: str) -> Exported:
+    """The map of a placement with every right branch on the second GPU."""
+    extraction = extracted(name)
+    graph = call_graph(extraction).graph
+    devices = [int(".right" in attributes_of(graph, node)["module"]) for node in graph]
+    return device_map(PlacedModules.of(extraction, placement_of(graph, GPUS, devices)))
+
+
+def test_branches_that_meet_in_a_layer_lose_only_what_meets() -> None:
+    found = rights_apart("branches")
+    assert {path for path, device in found.content.items() if device == 1} == {
+        "0.right.0",
+        "1.right.0",
+    }
+    moved, advice = found.remarks
+    assert "cat in Branches.forward of 1 wants what 1.left.2 and 1.right.2 give" in moved
+    assert "cat in Branches.forward of 0, cat in Branches.forward of 1 become" in advice
+
+
+def test_a_module_without_parameters_at_the_end_of_a_branch_is_all_that_meets() -> None:
+    found = rights_apart("branches_with_ends")
+    assert found.content == {
+        "0.left": 0,
+        "0.right.0": 1,
+        "0.right.2": 1,
+        "0.right.3": 0,
+        "1.left": 0,
+        "1.right.0": 1,
+        "1.right.2": 1,
+        "1.right.3": 0,
+        "2": 0,
+    }
+    assert "1.right.3 (cuda:1 -> cuda:0)" in found.remarks[0]
+
+
+def test_what_is_added_layer_after_layer_joins_layers_and_one_reason_is_told_for_all() -> None:
+    extraction = extracted("gpt2")
+    graph = call_graph(extraction).graph
+    ends = ("attn.c_proj", "mlp.c_proj")  # what they give is added to what comes in
+    devices = [int(attributes_of(graph, node)["module"].endswith(ends)) for node in graph]
+    moved = device_map(PlacedModules.of(extraction, placement_of(graph, GPUS, devices))).remarks[0]
+    assert moved.count("add in GPT2Block.forward wants its inputs on one device") == 1
+    assert all(f"transformer.h.{layer} (" in moved for layer in (0, 1))
+
+
+def test_an_op_that_is_a_module_moves_nothing_else() -> None:
+    found = rights_apart("branches_as_modules")
+    assert {path for path, device in found.content.items() if device == 1} == {
+        "0.right",
+        "1.right",
+    }
+    assert found.content["0.meet"] == found.content["1.meet"] == 0
+    assert found.remarks == ()
+
+
+def test_a_module_that_is_called_twice_is_not_where_values_are_moved() -> None:
+    torch.manual_seed(0)
+    shared = nn.Tanh()
+    model = Meeting()
+    model.left.append(shared)
+    model.right.append(shared)
+    extraction = extract(replace(meeting(), model=model))
+    placed = PlacedModules.of(extraction, random_placement(extraction, GPUS, 0))
+    assert placed.gates() == {"left.1", "right.1"}
+
+
+@without_cuda
+def test_a_module_of_the_map_without_parameters_gets_what_it_reads() -> None:
+    step = branches(whole=True)
+    found = {"0.left": "cpu", "0.right": "vdev:0", "0.meet": "vdev:0", "1": "cpu", "2": "cpu"}
+    expected = trained(step, copy.deepcopy(step.model))
+    with vdev():
+        model = accelerate.dispatch_model(copy.deepcopy(step.model), found, main_device="cpu")
+        seen = trained(step, model)
+    torch.testing.assert_close(seen, expected, atol=1e-5, rtol=0)
+    del found["0.meet"]
+    with vdev(), pytest.raises(RuntimeError, match="all tensors must be on one device"):
+        accelerate.dispatch_model(copy.deepcopy(step.model), found, main_device="cpu")(
+            step.inputs[0]
+        )
 
 
 def test_the_dry_run_on_paper_finds_where_two_devices_meet() -> None:
     extraction = extracted("meeting")
     devices = {"left": "cuda:0", "right.0": "cuda:1", "right.2": "cuda:1", "head": "cuda:0"}
     found = first_conflict(extraction.forward, extraction.step, devices, "cuda:0")
-    assert found == Conflict("", ("left", "right.2"))
+    assert found == Conflict("", ("left", "right.2"), "add")
     devices["right.2"] = "cuda:0"
     assert first_conflict(extraction.forward, extraction.step, devices, "cuda:0") is None
 

@@ -27,11 +27,12 @@ from graphs.extract import Extraction, Step, extract
 from graphs.graph import attributes_of
 from placer.cli.main import main
 from placer.export import FORMATS, format_named
+from placer.export.faults import ExportError
 from placer.export.layer_counts import layer_counts
 from placer.export.layers import Stack, stacks
 from placer.export.override_regex import override_regex
 from placer.export.pipeline_split import pipeline_split
-from placer.export.placed_modules import ExportError, PlacedModules
+from placer.export.placed_modules import PlacedModules
 
 torch.set_num_threads(1)
 GPUS = ("cuda:0", "cuda:1")
@@ -265,11 +266,11 @@ def test_the_command_writes_what_the_formats_say(
 def test_the_command_says_what_is_in_the_way(
     target: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert export(target, "--format", "device-map") == 1
+    assert export(target, "--format", "device-map") == 2
     assert "--as core:0=cuda:0,core:1=cuda:1" in capsys.readouterr().err
     assert export(target, "--format", "override-regex") == 1
     assert "no layers with experts" in capsys.readouterr().err
-    assert export(target, "--format", "pipeline", "--as", "cuda:0=cuda:1") == 1
+    assert export(target, "--format", "pipeline", "--as", "cuda:0=cuda:1") == 2
     assert "the placement has core:0, core:1" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         export(target, "--format", "pipeline", "--as", "core:0")
@@ -288,8 +289,62 @@ def test_names_for_devices_that_the_placement_leaves_idle_do_no_harm(
     renamed = "core:0=cuda:0,core:1=cuda:1,core:2=cuda:2"
     assert export(target, "--format", "pipeline", "--as", renamed) == 0
     assert json.loads(capsys.readouterr().out)["stages"] == ["cuda:0", "cuda:1"]
-    assert export(target, "--format", "pipeline", "--as", "core:0=cuda:0,cor:1=cuda:1") == 1
+    assert export(target, "--format", "pipeline", "--as", "core:0=cuda:0,cor:1=cuda:1") == 2
     assert "--as renames cor:1, but the placement has core:0, core:1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (
+            "device-map --as core:0=cuda:3",
+            "core:1 is no device of torch.*=cuda:3,core:1=cuda:0",
+        ),
+        (
+            "device-map --as core:0=gpu0,core:1=cuda:0",
+            "core:0=gpu0 names no device of torch.*--as core:0=cuda:1,core:1=cuda:0",
+        ),
+        ("layer-counts --as core:0=meta", "core:0=meta names no device of torch"),
+        (
+            "device-map --as core:0=cuda:0,core:1=cuda:1 --main-device gpu",
+            "--main-device gpu is no device of torch: name one of cuda:0, cuda:1",
+        ),
+    ],
+)
+def test_devices_that_there_cannot_be_are_bad_usage_and_the_whole_option_is_told(
+    target: tuple[str, Path], arguments: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export(target, "--format", *arguments.split()) == 2
+    assert re.search(told, capsys.readouterr().err)
+
+
+def test_devices_may_stand_for_each_other(
+    target: tuple[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    swapped = ("--format", "layer-counts", "--as", "core:0=core:1,core:1=core:0")
+    assert export(target, *swapped) == 0
+    assert json.loads(capsys.readouterr().out)["stages"] == ["core:1", "core:0"]
+
+
+def test_a_main_device_that_is_not_used_is_told(
+    target: tuple[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = ("--as", "core:0=cuda:0,core:1=cuda:0", "--main-device", "cuda:1")
+    assert export(target, "--format", "device-map", *both) == 0
+    assert "--main-device cuda:1 is not used: a model on one device" in capsys.readouterr().err
+    assert export(target, "--format", "layer-counts", "--main-device", "cuda:1") == 0
+    assert "--main-device cuda:1 is not used: only device-map" in capsys.readouterr().err
+
+
+def test_a_device_map_is_no_placement_to_export(
+    target: tuple[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    target[1].write_text('{"": 0}')
+    assert export(target, "--format", "pipeline") == 2
+    assert "placement.json is a device_map already" in capsys.readouterr().err
+    target[1].write_text("[]")
+    assert export(target, "--format", "pipeline") == 2
+    assert "device_map already" not in capsys.readouterr().err
 
 
 def test_python_exports_what_the_command_does(target: tuple[str, Path]) -> None:

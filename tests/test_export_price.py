@@ -13,7 +13,12 @@ from tiny_models import Plain, squared
 from torch import Tensor, nn
 
 import placer
+from envs.calibrate import calibrated_before
 from envs.cluster import Cluster, Device, Link
+from envs.cost_cache import CostCache, Session
+from envs.discover import discover
+from envs.op_costs import conditions_of
+from envs.op_signature import op_signatures
 from envs.placement import Placement
 from envs.problem import Problem
 from graphs.costs import with_costs
@@ -21,6 +26,7 @@ from graphs.extract import Extraction, Step, extract
 from graphs.extract.call_graph import call_graph
 from graphs.graph import GraphArrays
 from placer.cli.main import main
+from placer.export.moved import told_moved
 from placer.export.placed_modules import PlacedModules
 from placer.export.price import coarsened, price_of
 
@@ -94,10 +100,10 @@ def test_the_price_is_the_step_of_the_exported_placement_over_that_of_the_placem
     placement = Placement.of(problem.graph, problem.cluster, np.array([0, 1, 0, 1]), np.zeros(4))
     price = price_of(problem, placement, extraction.step.model, {})
     told = price({"0": "cuda:0", "1": "cuda:1"})
-    assert told == "a step is predicted to take 5 ms, 28.6% less than the 7 ms as placed"
+    assert told == "a step is predicted to take 5.000 ms, 28.6% less than the 7.000 ms as placed"
     together = Placement.of(problem.graph, problem.cluster, np.zeros(4, np.int32), np.zeros(4))
     told = price_of(problem, together, extraction.step.model, {})({"1": "cuda:1"})
-    assert told == "a step is predicted to take 5 ms, 25.0% longer than the 4 ms as placed"
+    assert told == "a step is predicted to take 5.000 ms, 25.0% longer than the 4.000 ms as placed"
 
 
 def test_an_export_that_does_not_fit_is_told_so() -> None:
@@ -114,10 +120,10 @@ def test_what_is_moved_is_told_with_its_price_where_that_is_known() -> None:
     placement = alternating(extraction)
     price = price_of(problem_of(extraction), placement, extraction.step.model, {})
     whole = {"": "cuda:0"}
-    plain = PlacedModules.of(extraction, placement).moved(whole)
-    priced = PlacedModules.of(extraction, placement, price=price).moved(whole)
-    assert "are not where the placement has them" in plain
-    assert priced == f"{plain}; {price(whole)}"
+    (plain,) = told_moved(PlacedModules.of(extraction, placement), whole, "of a test")
+    priced = told_moved(PlacedModules.of(extraction, placement, price=price), whole, "of a test")
+    assert "are not where the placement has them: the model (cuda:1 -> cuda:0), since of" in plain
+    assert priced == [f"{plain}; {price(whole)}"]
 
 
 @pytest.mark.skipif(len(CORES) < 2, reason="two devices need two cores")
@@ -178,7 +184,21 @@ def test_the_command_predicts_on_the_devices_of_the_placement(
     assert main(command) == 0
     plain = capsys.readouterr()
     assert "a step is predicted" not in plain.err
+    assert "give --predict, too" in plain.err
+    runs = f"torchrun --nproc-per-node=1 -m placer.run {model}:build --placement {given} --steps"
+    assert runs in plain.err
     assert main([*command, "--predict"]) == 0
     priced = capsys.readouterr()
     assert "; a step is predicted to take " in priced.err
     assert priced.out == plain.out
+    cached = calibrated_before(discover(",".join(cores)))
+    assert cached is not None
+    signatures = op_signatures(extraction.program)
+    calm = Session(
+        cost_s=dict.fromkeys(signatures, 1e-3), runs=1, spread=0.0, measured="2026-01-01"
+    )
+    CostCache().store(conditions_of(cached.devices[0]), calm)
+    assert main(command) == 0
+    known = capsys.readouterr()
+    assert "; a step is predicted to take " in known.err
+    assert "--predict" not in known.err

@@ -11,7 +11,7 @@ import pytest
 import tiny_models
 import torch
 from placed_at_random import cluster_of, cut_placement
-from torch import nn
+from torch import Tensor, nn
 from vdev import vdev
 
 import placer
@@ -138,6 +138,35 @@ def test_a_map_of_another_model_is_refused() -> None:
             placement_of(DeviceMap(devices), step.model, graph, cluster_of(PAIR))
 
 
+class Doubled(nn.Module):
+    """A sum of two layers, which Hugging Face cannot run where they are on two devices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        both: Tensor = self.left(x) + self.right(x)
+        return both
+
+
+def doubled() -> Step:
+    return Step.of(Doubled(), (torch.randn(3, 4), torch.randn(3, 2)), tiny_models.squared)
+
+
+def test_what_dispatch_model_would_not_run_is_told_and_nothing_else() -> None:
+    extraction = extract(doubled())
+    told = DeviceMap({"left": "cuda:0", "right": "cuda:1"}).conflict(extraction)
+    assert told.endswith(
+        "which dispatch_model would not do: there add in Doubled.forward fails, since what left "
+        "and right give is on several devices"
+    )
+    assert DeviceMap({"": "cuda:1"}).conflict(extraction) == ""
+    chain = DeviceMap({"0": "cuda:0", "2": "cuda:1"})
+    assert chain.conflict(extract(layers())) == ""
+    assert chain.conflict(extract(layers(), "modules")) == ""
+
+
 # --- where a search starts from
 
 
@@ -186,7 +215,7 @@ def test_a_graph_file_has_no_modules_to_start_from(
     given = tmp_path / "map.json"
     given.write_text('{"0": "a"}')
     command = ["optimize", str(graph), "--cluster", str(cluster), "--start-from", str(given)]
-    assert main([*command, "--out", str(tmp_path / "out.json")]) == 1
+    assert main([*command, "--out", str(tmp_path / "out.json")]) == 2
     assert "a graph file has none: give a placement" in capsys.readouterr().err
     assert main([*command, "--out", str(given)]) == 2
     assert "--start-from are the same file" in capsys.readouterr().err
@@ -209,6 +238,10 @@ def test_a_map_over_two_devices_is_run_and_predicted() -> None:
     told = json.loads(json.dumps(found.to_dict(), allow_nan=False))
     assert told["measured"]["step_s"] == found.step_s
     assert told["predicted"]["step_s"] == found.predicted.step_s > 0
+    assert told["remarks"] == []
+    impossible = score(doubled(), DeviceMap({"left": "vdev:0", "right": "cpu"}), cluster)
+    assert impossible.measurement.ok
+    assert "dispatch_model would not do" in impossible.to_dict()["remarks"][0]
     tiny_models.assert_same(tiny_models.state_of(step), before)
 
 
@@ -260,13 +293,21 @@ def test_the_command_says_what_cannot_be_scored(
     assert main(command) == 2
     assert "given.json" in capsys.readouterr().err
     given.write_text('{"0": "cpu"}')
-    assert main(command) == 1
+    assert main(command) == 2
     assert "leaves out 2 of 4" in capsys.readouterr().err
     given.write_text('{"": "nowhere:0"}')
     assert main(command) == 2
     assert "nowhere:0" in capsys.readouterr().err
+    given.write_text('{"": 7}')
+    assert main(command) == 2
+    assert "7 in a device map means cuda:7, and there is no" in capsys.readouterr().err
+    assert main([*command, "--devices", "core:0"]) == 2
+    assert (
+        "the device map has '' on cuda:7, which is what 7 means in device maps, but the devices "
+        'are core:0: name them in the map, such as "core:0" for 7'
+    ) in capsys.readouterr().err
     extraction = extract(layers())
     many = cut_placement(extraction, ("cpu",), (), of_calls=True)
     replace(many, graph="0" * 64).save(given)
-    assert main(command) == 1
+    assert main(command) == 2
     assert "was made for graph 000000000000" in capsys.readouterr().err

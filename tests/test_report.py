@@ -11,24 +11,36 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_problems import random_problem
 from simulator_cases import fork, one_kind, problem_of, random_case
+from torch import Tensor, nn
 
-from envs.cluster import cluster_to_toml
+from envs.cluster import Cluster, Device, Link, cluster_to_toml
 from envs.measured import Measurement
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS, Simulated, Simulator
 from envs.simulator.critical import critical_path
+from graphs.costs import with_costs
+from graphs.extract import Step, extract
 from graphs.files import save_graph
-from graphs.graph import GraphArrays
+from graphs.graph import GraphArrays, attributes_of
 from graphs.sketches import transformer
 from placer.cli.main import build_parser, main
 from placer.outcome import Optimization
 from placer.pipeline import Options, optimize_problem
-from placer.report.html import Source, next_commands, page, report_data, reviewed
+from placer.report.html import (
+    Source,
+    as_gpus,
+    next_commands,
+    page,
+    report_data,
+    reviewed,
+    tried_exports,
+)
 from placer.report.html.page import embedded
 from placer.report.html.schedule import thinned, timeline_data
 from placer.search.budget import Budget
@@ -252,6 +264,45 @@ def test_every_command_that_is_named_can_be_given(
         assert program == "placer"
         args = build_parser().parse_args(words)
         assert Path("out/the placement.json") in vars(args).values()
+
+
+def test_exports_that_fail_are_not_offered_but_told_and_others_come_with_their_price() -> None:
+    class Towers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.head = nn.Linear(8, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.head(torch.cat([self.left(x), self.right(x)], 1))
+            return found
+
+    extraction = extract(Step.of(Towers(), (torch.ones(2, 4), torch.ones(2, 2)), nn.MSELoss()))
+    names = ("core:0", "core:1")
+    graph = extraction.graph
+    costed = with_costs(graph, {"x": np.full(len(graph), 1e-3)}, {"x": "made up"})
+    devices = tuple(Device(name=name, kind="x", memory_bytes=1 << 30) for name in names)
+    link = Link(between=names, latency_s=1e-6, bandwidth_bytes_per_s=float("inf"))
+    problem = Problem.of(
+        GraphArrays.from_graph(costed), Cluster(name="two", devices=devices, links=(link,))
+    )
+    on_second = ["right" in attributes_of(graph, op)["module"] for op in graph]
+    placement = Placement.of(
+        problem.graph, problem.cluster, np.array(on_second, np.int64), np.zeros(len(graph))
+    )
+    exports = tried_exports(extraction, placement, problem, as_gpus(names))
+    source = Source(
+        placement=Path("placement.json"), target="model.py:build", devices=names, exports=exports
+    )
+    commands = {command.what.split(":")[0]: command for command in next_commands(source)}
+    hugging_face = commands["Export for Hugging Face"]
+    assert "--as core:0=cuda:0,core:1=cuda:1" in hugging_face.command
+    assert "cat in Towers.forward wants what left and right give" in hugging_face.told
+    assert "a step is predicted to take" in hugging_face.told
+    pipeline = commands["Export for torch.distributed.pipelining"]
+    assert pipeline.command == ""
+    assert "head goes back to cuda:0" in pipeline.told
+    assert [bool(command.command) for command in commands.values()].count(False) == 2
 
 
 def test_a_report_comes_with_an_optimization_and_again_from_its_placement(

@@ -29,6 +29,7 @@ from graphs.extract.lineage import tag_calls
 from graphs.extract.own_backward import own_backward_refused
 from graphs.extract.program import Result, Source
 from graphs.extract.refusals import explained, quiet, wants_input_gradient, writes_input
+from graphs.extract.reserved import reserved_at_the_top
 from graphs.extract.step import (
     WRAPPED,
     ExtractionError,
@@ -237,8 +238,12 @@ def _joint_result(description: Any, leaves: list[Any]) -> Result:
 
 
 def _inference(step: Step) -> Traced:
-    program = torch.export.export(step.model, step.model_inputs, dict(step.keywords), strict=False)
-    tag_calls(program.graph_module, "")
+    # Inside of a wrapper submodules can be called anything.
+    prefix = WRAPPED if reserved_at_the_top(step.model) else ""
+    model = ModelAlone(step) if prefix else step.model
+    named = unwrapped if prefix else str
+    program = torch.export.export(model, step.model_inputs, dict(step.keywords), strict=False)
+    tag_calls(program.graph_module, prefix)
     exported = program.module(check_guards=False)
     assert isinstance(exported, fx.GraphModule)
     program = program.run_decompositions({})
@@ -253,9 +258,9 @@ def _inference(step: Step) -> Traced:
         target = spec.target or ""
         match spec.kind:
             case InputKind.PARAMETER:
-                sources[node] = Source(-1, "parameter", target)
+                sources[node] = Source(-1, "parameter", named(target))
             case InputKind.BUFFER:
-                sources[node] = Source(-1, "buffer", target)
+                sources[node] = Source(-1, "buffer", named(target))
             case InputKind.CONSTANT_TENSOR:
                 constant = program.constants[target]
                 assert isinstance(constant, torch.Tensor)
@@ -273,7 +278,7 @@ def _inference(step: Step) -> Traced:
         name = getattr(out.arg, "name", None)
         match out.kind:
             case OutputKind.BUFFER_MUTATION | OutputKind.PARAMETER_MUTATION:
-                results.append((nodes[name or ""], Result(-1, "state", out.target or "")))
+                results.append((nodes[name or ""], Result(-1, "state", named(out.target or ""))))
             case OutputKind.USER_OUTPUT if name in nodes:
                 results.append((nodes[name], Result(-1, "output", str(len(leaves)))))
                 leaves.append(Position(len(leaves)))
@@ -289,7 +294,7 @@ def _inference(step: Step) -> Traced:
         graph=graph,
         sources=sources,
         results=results,
-        prefix="",
+        prefix=prefix,
         training=False,
         outputs=tree_unflatten(leaves, tree),
         exported=exported,

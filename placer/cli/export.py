@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from graphs.precision import FULL
-from placer.cli.arguments import add_extractor, dtype
+from graphs.optimizer import NONE
+from placer.cli.arguments import add_extractor, add_step
 from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs, why_not_written
 from placer.cli.talk import say
 from placer.export import FORMATS
@@ -63,13 +64,11 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument(
         "--predict",
         action="store_true",
-        help="predict the step as exported against the step as placed, on the placement's devices; "
-        "op costs are measured unless they are known",
+        help="measure what it takes to predict the step as exported against the step as placed, on "
+        "the placement's devices; where that is known from before, both are told anyway",
     )
     parser.add_argument("--inference", action="store_true", help="a placement of inference")
-    parser.add_argument(
-        "--dtype", type=dtype, default=FULL, metavar="NAME", help="as given to placer optimize"
-    )
+    add_step(parser)
     add_extractor(parser)
     parser.set_defaults(run=run)
 
@@ -80,12 +79,14 @@ def run(args: argparse.Namespace) -> int:
         return fail(BAD_USAGE, why)
     from graphs.extract import ExtractionError
     from graphs.whole_file import write_whole
-    from placer.export.placed_modules import ExportError
+    from placer.export.faults import ExportError, RenamingError
     from placer.target import TargetError
 
+    if args.inference and args.optimizer != NONE:
+        return fail(BAD_USAGE, "inference has no gradients: give --inference or --optimizer")
     try:
         found = _exported(args)
-    except TargetError as error:
+    except (TargetError, RenamingError) as error:
         return fail(BAD_USAGE, error)
     except (ExtractionError, ExportError) as error:
         return fail(JOB_FAILED, error)
@@ -125,31 +126,82 @@ def renamings(text: str) -> dict[str, str]:
 def _exported(args: argparse.Namespace) -> Exported:
     from dataclasses import replace
 
-    from envs.placement import Placement
     from graphs.extract import extract
+    from graphs.optimizer import Optimizer
     from placer.export import format_named
     from placer.export.placed_modules import PlacedModules
+    from placer.export.renaming import check_renamed
     from placer.target import is_graph_file, load_step
 
-    placement = Placement.load(args.placement)
+    placement = _placement(args)
+    check_renamed(args.renamed, placement.device_names)
     if is_graph_file(args.target):
         raise ValueError("a graph file has no modules to name: give the model that it is of")
     step = load_step(args.target, training=not args.inference, weights=args.predict)
-    extraction = extract(replace(step, dtype=args.dtype), args.extractor)
+    step = replace(step, optimizer=Optimizer.of(args.optimizer), dtype=args.dtype)
+    extraction = extract(step, args.extractor)
+    price = _price(args, extraction, placement)
     placed = PlacedModules.of(
         extraction,
         placement,
         renamed=args.renamed,
         main_device=args.main_device,
-        price=_price(extraction, placement, args.renamed) if args.predict else None,
+        price=price,
     )
-    return format_named(args.format)(placed)
+    found = format_named(args.format)(placed)
+    return replace(found, remarks=(*found.remarks, *_remarks(args, found, placement, price)))
 
 
-def _price(extraction: Extraction, placement: Placement, renamed: dict[str, str]) -> Price:
+def _placement(args: argparse.Namespace) -> Placement:
+    from envs.placement import Placement
+    from placer.given import DeviceMap, load_given
+
+    try:
+        return Placement.load(args.placement)
+    except ValueError:
+        if isinstance(load_given(args.placement), DeviceMap):
+            raise ValueError(
+                f"{args.placement} is a device_map already: placer export takes the placement that "
+                "placer optimize wrote; placer measure and placer optimize --start-from take maps"
+            ) from None
+        raise
+
+
+def _price(args: argparse.Namespace, extraction: Extraction, placement: Placement) -> Price | None:
+    """What exports cost; None where that is not known, and not asked for."""
     from envs.discover import discover
     from envs.model_problem import ModelProblem
     from placer.export.price import price_of
 
-    known = ModelProblem.of_extraction(extraction, discover(",".join(placement.device_names)))
-    return price_of(known.problem, placement, extraction.step.model, renamed)
+    devices = ",".join(placement.device_names)
+    if args.predict:
+        known: ModelProblem | None = ModelProblem.of_extraction(extraction, discover(devices))
+    else:
+        try:
+            known = ModelProblem.known(extraction, discover(devices))
+        except ValueError:  # devices of elsewhere, a graph of modules, or no memory is told
+            known = None
+    if known is None:
+        return None
+    return price_of(known.problem, placement, extraction.step.model, args.renamed)
+
+
+def _remarks(
+    args: argparse.Namespace, found: Exported, placement: Placement, price: Price | None
+) -> list[str]:
+    """What to do about ops that are moved, and options that say nothing here."""
+    from envs.discover import is_here
+
+    told = []
+    if args.main_device is not None and args.format != "device-map":
+        told.append(f"--main-device {args.main_device} is not used: only device-map knows of it")
+    if found.is_as_placed:
+        return told
+    here = all(map(is_here, placement.device_names))
+    if price is None and here:
+        told.append("give --predict, too, to know how long a step takes with these ops moved")
+    if not args.inference:
+        words = ["torchrun", "--nproc-per-node=1", "-m", "placer.run", args.target]
+        words += ["--placement", str(args.placement), "--steps", "100"]
+        told.append(f"placer itself runs every op where it is placed: {shlex.join(words)}")
+    return told

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from placer.cli.arguments import add_devices, add_extractor, add_step, why_no_step
 from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail
-from placer.cli.talk import progress_of
+from placer.cli.talk import progress_of, say
 
 if TYPE_CHECKING:
     from placer.measuring import Score
@@ -53,13 +53,15 @@ def run(args: argparse.Namespace) -> int:
         return fail(BAD_USAGE, why)
     from envs.discover import discover
     from graphs.extract import ExtractionError
-    from placer.given import load_given
+    from placer.given import GivenError, check_here, load_given
     from placer.target import TargetError, is_graph_file
 
     try:
         if is_graph_file(args.target):
             raise ValueError("a graph file has no model to run: see placer simulate")
         given = load_given(args.placement)
+        if args.devices is None:
+            check_here(given)
         cluster = discover(args.devices or ",".join(given.device_names), args.memory)
     except (ValueError, OSError) as error:
         return fail(BAD_USAGE, error)
@@ -82,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
                 extractor=args.extractor,
                 progress=progress,
             )
-    except TargetError as error:
+    except (TargetError, GivenError) as error:
         return fail(BAD_USAGE, error)
     except (ExtractionError, ValueError, OSError, RuntimeError) as error:
         return fail(JOB_FAILED, error)
@@ -90,6 +92,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(found.to_dict(), allow_nan=False))
     else:
         _print(found)
+    if found.conflict:
+        say(args, found.conflict)
     return fail(JOB_FAILED, found.measurement.failure) if found.measurement.failure else 0
 
 

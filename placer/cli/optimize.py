@@ -78,7 +78,8 @@ def run(args: argparse.Namespace) -> int:
         return fail(BAD_USAGE, error)
     from graphs.extract import ExtractionError
     from graphs.selection import DemandError
-    from placer.outcome import PlacementError, extraction_remarks
+    from placer.given import GivenError
+    from placer.outcome import PlacementError
     from placer.report.console import stdout_console
     from placer.report.table import best_line, print_optimization
     from placer.target import TargetError
@@ -99,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
                 found = replace(planned.found, search_s=planned.search_s)
             else:
                 found = _optimize(args, cluster, options, progress)
-    except (TargetError, DemandError) as error:
+    except (TargetError, DemandError, GivenError) as error:
         return fail(BAD_USAGE, error)
     except (ExtractionError, PlacementError, ValueError, OSError, RuntimeError) as error:
         return fail(JOB_FAILED, error)
@@ -120,13 +121,30 @@ def run(args: argparse.Namespace) -> int:
         why = why or f"stopped while printing; the placement is in {args.out}"
     if why is not None:
         return fail(JOB_FAILED, why)
+    _tell(found, planned, args, options, total_s)
+    return 0
+
+
+def _tell(
+    found: Optimization,
+    planned: ReplicaPlan | None,
+    args: argparse.Namespace,
+    options: Options,
+    total_s: float,
+) -> None:
+    """Remarks, where the files are, how long it took, what to do next."""
+    from placer.given import DeviceMap
+    from placer.outcome import extraction_remarks
+
     if found.extraction is not None and args.json:
         for remark in extraction_remarks(found.extraction):
             say(args, remark)
+    given = options.start_from if isinstance(options.start_from, DeviceMap) else None
+    if given and found.extraction and (remark := given.conflict(found.extraction)):
+        say(args, remark)
     say(args, _talk(found, args, total_s))
     if planned is not None and (command := command_of(planned, args)):
         say(args, f"train it: {command}")
-    return 0
 
 
 def _file(args: argparse.Namespace) -> Path:

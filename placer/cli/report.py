@@ -13,6 +13,7 @@ from placer.cli.talk import progress_of, say
 
 if TYPE_CHECKING:
     from envs.placement import Placement
+    from graphs.extract import Extraction
     from placer.outcome import Optimization
     from placer.report.html import Source
     from placer.report.progress import Progress
@@ -88,8 +89,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         placement = Placement.load(args.placement)
         with progress_of(args) as progress:
-            found = _reviewed(placement, args, progress)
-            page = _page(found, _source(found, args, args.placement))
+            found, extraction = _reviewed(placement, args, progress)
+            page = _page(found, _source(found, args, args.placement, extraction))
     except (TargetError, ValueError, OSError) as error:
         return fail(BAD_USAGE, error)
     except (ExtractionError, RuntimeError) as error:
@@ -123,7 +124,8 @@ def _told(found: Optimization, out: Path) -> dict[str, Any]:
 
 def why_no_report(found: Optimization, args: argparse.Namespace) -> str | None:
     """Write what ``placer optimize --report`` asks for; why that failed, None if it did not."""
-    return _why_not_left(_page(found, _source(found, args, args.out)), args.report)
+    source = _source(found, args, args.out, found.extraction)
+    return _why_not_left(_page(found, source), args.report)
 
 
 def _page(found: Optimization, source: Source) -> str:
@@ -142,13 +144,20 @@ def _why_not_left(page: str, path: Path) -> str | None:
     return None
 
 
-def _source(found: Optimization, args: argparse.Namespace, placement: Path) -> Source:
-    from placer.report.html import Source
+def _source(
+    found: Optimization, args: argparse.Namespace, placement: Path, extraction: Extraction | None
+) -> Source:
+    from placer.report.html import Source, as_gpus, tried_exports
 
+    devices = found.problem.cluster.names
+    exports = {}
+    if extraction is not None:
+        exports = tried_exports(extraction, found.placement, found.problem, as_gpus(devices))
     return Source(
         placement=placement,
         target=args.target,
-        devices=found.problem.cluster.names,
+        devices=devices,
+        exports=exports,
         cluster=args.cluster,
         inference=args.inference,
         optimizer=args.optimizer,
@@ -174,7 +183,9 @@ def _search_words(placement: Placement, args: argparse.Namespace) -> list[str]:
     return words
 
 
-def _reviewed(placement: Placement, args: argparse.Namespace, progress: Progress) -> Optimization:
+def _reviewed(
+    placement: Placement, args: argparse.Namespace, progress: Progress
+) -> tuple[Optimization, Extraction | None]:
     """The placement and the heuristics, on a graph file or on a model whose costs are found out."""
     from dataclasses import replace
 
@@ -194,6 +205,7 @@ def _reviewed(placement: Placement, args: argparse.Namespace, progress: Progress
         if args.cluster is None:
             raise ValueError("a graph file has no devices of its own: give --cluster cluster.toml")
         graph, cluster = load_graph_target(args.target), load_cluster(args.cluster)
+        extraction = None
     else:
         named = args.devices or ",".join(placement.device_names)
         cluster = load_devices(args.cluster) if args.cluster else discover(named, args.memory)
@@ -204,7 +216,7 @@ def _reviewed(placement: Placement, args: argparse.Namespace, progress: Progress
         known = costed_step(
             step, cluster, Options(extractor=args.extractor, fresh=args.fresh), progress
         )
-        graph, cluster = known.graph, known.cluster
+        graph, cluster, extraction = known.graph, known.cluster, known.extraction
     problem = Problem.of(GraphArrays.from_graph(graph), cluster)
     fitting = placement.aligned(problem.graph, cluster)
-    return reviewed(problem, fitting, graph.graph["cost_source"])
+    return reviewed(problem, fitting, graph.graph["cost_source"]), extraction

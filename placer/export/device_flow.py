@@ -7,9 +7,10 @@ all other ops run where their inputs are, and fail if these are on several devic
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, replace
 
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from graphs.extract import Step
@@ -25,10 +26,31 @@ SELF_RETURNING = frozenset({"to", "contiguous", "dropout", "alias"})
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """An op of ``module`` that reads values of several devices, made by these modules."""
+    """An op of ``module`` that reads values of several devices, made by these modules.
+
+    ``is_followed`` is whether it is known where all is that the module's own ops read; a mask that
+    the model makes or sends itself is not followed.
+    """
 
     module: str
     makers: tuple[str, ...]
+    op: str
+    is_followed: bool = True
+
+    def told(self, model: nn.Module) -> str:
+        """The op and the code it is in: ``cat in Layer.forward of layers.0``."""
+        return self.code(model) + (f" of {self.module}" if self.module else "")
+
+    def code(self, model: nn.Module) -> str:
+        """The same for all modules of the class: ``cat in Layer.forward``."""
+        return f"{self.op} in {type(model.get_submodule(self.module)).__name__}.forward"
+
+    @property
+    def origins(self) -> str:
+        """Where what it reads comes from: ``left and right``."""
+        return " and ".join(
+            "the inputs of the model" if maker == FED else maker for maker in self.makers
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +62,17 @@ class _Value:
 ANYWHERE = _Value(None)
 
 
+def main_device_of(devices: Iterable[str]) -> str:
+    """The main device that accelerate takes by itself: an accelerator, if there is one."""
+    return min(devices, key=lambda name: (name == "cpu", len(name), name))
+
+
 def first_conflict(
-    program: ForwardProgram, step: Step, device_of: Mapping[str, str], main_device: str
+    program: ForwardProgram,
+    step: Step,
+    device_of: Mapping[str, str],
+    main_device: str,
+    gates: Container[str] = (),
 ) -> Conflict | None:
     """The first op that would find its inputs on several devices, None if all run.
 
@@ -50,7 +81,10 @@ def first_conflict(
         step: the step it is of.
         device_of: {module: device}, no module inside another.
         main_device: where the inputs are.
+        gates: modules that the map could name but need not; they count as makers of values.
     """
+    first: Conflict | None = None
+    unknown: set[str] = set()
     values: dict[int, _Value] = {}
     targets: set[int] = set()
     path_of = canonical_paths(step.model)
@@ -74,11 +108,19 @@ def first_conflict(
             same = values.get(call.reads[0], ANYWHERE)
             values |= dict.fromkeys(_made_by(call), same)
             continue
-        made = _made(call, path_of.get(call.module, call.module), values, device_of)
+        module = path_of.get(call.module, call.module)
+        made = _made(call, module, values, device_of)
+        if around(module, device_of) is None and any(
+            values.get(index, ANYWHERE).device is None for index in call.reads
+        ):
+            unknown.add(module)
         if isinstance(made, Conflict):
-            return made
+            first = first or made
+            made = _Value(main_device)
+        if module in gates and made.device is not None:
+            made = replace(made, maker=module)
         values |= dict.fromkeys(_made_by(call), made)
-    return None
+    return first and replace(first, is_followed=first.module not in unknown)
 
 
 def _made(
@@ -92,7 +134,8 @@ def _made(
         return ANYWHERE
     read = [value for index in call.reads if (value := values.get(index)) and value.device]
     if len({value.device for value in read}) > 1:
-        return Conflict(module, tuple(dict.fromkeys(value.maker for value in read)))
+        makers = tuple(dict.fromkeys(value.maker for value in read))
+        return Conflict(module, makers, call.op)
     return read[0] if read else ANYWHERE
 
 

@@ -11,9 +11,14 @@ from placer.export.placed_modules import PlacedModules
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """A placement in another runtime's terms, and what its user should know, a sentence each."""
+    """A placement in another runtime's terms, and what its user should know, a sentence each.
+
+    ``is_as_placed`` is whether every op that the runtime places is on the device that it has in the
+    placement.
+    """
 
     content: Any  # str, or what JSON can hold
+    is_as_placed: bool
     remarks: tuple[str, ...] = ()
 
     @property

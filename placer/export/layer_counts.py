@@ -9,10 +9,12 @@ from __future__ import annotations
 from itertools import groupby, pairwise
 from typing import Any
 
+from placer.export.faults import ExportError
 from placer.export.format import Exported
 from placer.export.layers import Stack, stacks
-from placer.export.placed_modules import ExportError, PlacedModules
-from placer.export.stages import moved, stages, ties_across
+from placer.export.moved import told_moved
+from placer.export.placed_modules import PlacedModules
+from placer.export.stages import WHOLE, moved, stages, ties_across
 
 
 def layer_counts(placed: PlacedModules) -> Exported:
@@ -36,12 +38,12 @@ def layer_counts(placed: PlacedModules) -> Exported:
         found = stages(placed)
     except ExportError as error:
         told = [f"counts are of layers alone: what is around them is placed otherwise ({error})"]
-        told += (
-            [text] if (text := placed.moved(dict(zip(stack.layers, devices, strict=True)))) else []
-        )
-        return Exported(content=content, remarks=tuple(told))
+        told += told_moved(placed, dict(zip(stack.layers, devices, strict=True)), WHOLE)
+        return Exported(is_as_placed=False, content=content, remarks=tuple(told))
     content["torchtitan"] = {"module_fqns_per_model_part": [list(part.modules) for part in found]}
-    return Exported(content=content, remarks=(*moved(placed, found), *ties_across(placed, found)))
+    told = moved(placed, found)
+    remarks = (*told, *ties_across(placed, found))
+    return Exported(is_as_placed=not told, content=content, remarks=remarks)
 
 
 def _only_stack(placed: PlacedModules) -> Stack:

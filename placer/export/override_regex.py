@@ -6,9 +6,11 @@ llama.cpp names tensors its own way: those of a layer's experts are stacked, suc
 
 from __future__ import annotations
 
+from placer.export.faults import ExportError
 from placer.export.format import Exported
 from placer.export.layers import stacks
-from placer.export.placed_modules import ExportError, PlacedModules, is_inside
+from placer.export.moved import told_moved
+from placer.export.placed_modules import PlacedModules, is_inside
 
 EXPERTS = "experts"
 
@@ -30,10 +32,12 @@ def override_regex(placed: PlacedModules) -> Exported:
         rf"blk\.({'|'.join(map(str, layers))})\.ffn_.*_exps\.={buffer}"
         for buffer, layers in sorted(layers_on.items())
     ]
-    told = placed.moved(
-        {module: device_of[layer] for layer, modules in experts.items() for module in modules}
+    told = told_moved(
+        placed,
+        {module: device_of[layer] for layer, modules in experts.items() for module in modules},
+        "the experts of a layer are in one buffer",
     )
-    return Exported(content=",".join(patterns), remarks=(told,) if told else ())
+    return Exported(is_as_placed=not told, content=",".join(patterns), remarks=tuple(told))
 
 
 def _experts(placed: PlacedModules) -> dict[int, list[str]]:

@@ -9,8 +9,10 @@
 
 from __future__ import annotations
 
+from graphs.extract.reserved import reserved_modules
+from placer.export.faults import ExportError, RenamingError
 from placer.export.format import Exported
-from placer.export.placed_modules import ExportError, PlacedModules, is_inside
+from placer.export.placed_modules import PlacedModules, is_inside
 from placer.export.stages import Stage, moved, stages, ties_across
 
 
@@ -18,18 +20,28 @@ def pipeline_split(placed: PlacedModules) -> Exported:
     """Devices by stage, and the modules that stages after the first begin with.
 
     Raises:
-        ExportError: the placement goes back to a device it has left, uses one device only, or a
-            stage would begin with a module that is called more than once.
+        RenamingError: devices are not torch's.
+        ExportError: the placement goes back to a device it has left, uses one device only, a
+            stage would begin with a module that is called more than once, or a module is called as
+            torch.export allows none to be.
     """
-    if why := placed.why_no_torch():
-        raise ExportError(why)
+    if placed.no_torch:
+        raise RenamingError(placed.no_torch)
+    if reserved := reserved_modules(placed.model):
+        last = reserved[0].rpartition(".")[2]
+        raise ExportError(
+            f"rename the submodule {reserved[0]!r}: torch.export, which pipelining cuts the model "
+            f"with, keeps the name {last!r} for itself"
+        )
     found, starts = pipeline_stages(placed)
+    told = moved(placed, found)
     return Exported(
+        is_as_placed=not told,
         content={
             "stages": [stage.device for stage in found],
             "split_points": dict.fromkeys(starts, "beginning"),
         },
-        remarks=(*moved(placed, found), *ties_across(placed, found)),
+        remarks=(*told, *ties_across(placed, found)),
     )
 
 

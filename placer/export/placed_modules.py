@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import nn
@@ -15,12 +15,9 @@ from graphs.extract import Extraction, Step
 from graphs.extract.call_graph import call_graph
 from graphs.extract.extraction import ties_of
 from graphs.graph import PHASES, GraphArrays
+from placer.export.renaming import check_renamed, why_no_torch
 
 FORWARD = PHASES.index("forward")
-
-
-class ExportError(ValueError):
-    """A placement that a format cannot express; the message says what is in the way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +37,13 @@ class PlacedModules:
 
     ``main_device`` is where the user of the export feeds the model, None where the format decides.
     ``price`` tells what coarser placements cost, where that is known (:mod:`placer.export.price`).
+    ``no_torch`` is the sentence about devices that torch has not, "" if there are none.
     """
 
     extraction: Extraction
     ops: tuple[PlacedOp, ...]
     main_device: str | None = None
+    no_torch: str = ""
     price: Callable[[Mapping[str, str]], str] | None = None
 
     @classmethod
@@ -67,17 +66,11 @@ class PlacedModules:
             price: tells what coarser placements cost.
 
         Raises:
-            ExportError: ``renamed`` names a device that the placement has not, and leaves one that
-                it has: a slip. Where all have new names, it may say more than is needed.
+            RenamingError: ``renamed`` names devices that there are not.
             ValueError: the placement is of another graph.
         """
         names = dict(renamed or {})
-        unknown = [name for name in names if name not in placement.device_names]
-        if unknown and not set(placement.device_names) <= names.keys():
-            raise ExportError(
-                f"--as renames {unknown[0]}, but the placement has "
-                f"{', '.join(placement.device_names)}"
-            )
+        check_renamed(names, placement.device_names)
         graph = _graph_of(extraction, placement)
         devices = tuple(
             Device(name=name, kind=name, memory_bytes=0) for name in placement.device_names
@@ -95,7 +88,9 @@ class PlacedModules:
             for i, op_id in enumerate(graph.ids)
             if graph.phase[i] == FORWARD
         ]
-        return cls(extraction=extraction, ops=tuple(ops), main_device=main_device, price=price)
+        found = cls(extraction=extraction, ops=tuple(ops), main_device=main_device, price=price)
+        missing = why_no_torch({op.device for op in ops}, names, placement.device_names)
+        return replace(found, no_torch=missing)
 
     @property
     def step(self) -> Step:
@@ -142,36 +137,16 @@ class PlacedModules:
             found = self.majority([module])
         return found or self.ops[0].device
 
-    def why_no_torch(self) -> str:
-        """The sentence about devices that torch has not, "" if there are none."""
-        cores = sorted({op.device for op in self.ops if is_core(op.device)})
-        if not cores:
-            return ""
-        example = ",".join(f"{name}=cuda:{i}" for i, name in enumerate(cores))
-        return (
-            f"{', '.join(cores)} are no devices of torch: say which devices to write instead, "
-            f"as in --as {example}"
-        )
-
-    def moved(self, device_of: Mapping[str, str]) -> str:
-        """What it costs to give every module one device: the sentence, "" if it costs nothing.
+    def moved(self, device_of: Mapping[str, str]) -> tuple[PlacedOp, ...]:
+        """The ops that are not where they are placed once every module has one device.
 
         ``device_of`` is {module: device}; ops outside these modules run where their inputs are.
         """
-        moved = [
+        return tuple(
             op
             for op in self.ops
             if (unit := around(op.module, device_of)) is not None and device_of[unit] != op.device
-        ]
-        if not moved:
-            return ""
-        flops = sum(op.flops for op in self.ops)
-        share = sum(op.flops for op in moved) / flops if flops else 0.0
-        told = (
-            f"{len(moved)} of {len(self.ops)} forward ops, {share:.1%} of the FLOPs, are not where "
-            "the placement has them, since a module has one device"
         )
-        return told if self.price is None else f"{told}; {self.price(device_of)}"
 
     def units(self) -> list[str]:
         """The smallest modules that have a device of their own, in the order of the program.
@@ -179,7 +154,10 @@ class PlacedModules:
         A module with parameters or buffers of its own is not divided; one without any inside is no
         unit. Those that run no op come last.
         """
-        found = list(_units(self.model, ""))
+        return self.in_order(_units(self.model, ""))
+
+    def in_order(self, modules: Iterable[str]) -> list[str]:
+        """Modules by the first op inside them; those that run no op come last."""
         first: dict[str, int] = {}
         for place, op in enumerate(self.ops):
             first.setdefault(op.module, place)
@@ -189,7 +167,28 @@ class PlacedModules:
             inside = [place for module, place in first.items() if is_inside(module, unit)]
             return min(inside, default=last)
 
-        return sorted(found, key=place_of)
+        return sorted(modules, key=place_of)
+
+    def gates(self) -> frozenset[str]:
+        """Modules without parameters, or modules inside, that a step calls once.
+
+        No map has to name them. If one does, accelerate sends what they read to their device.
+        """
+        units = set(self.units())
+        path_of = canonical_paths(self.model)
+        modules = dict(self.model.named_modules())
+        calls: dict[str, set[str]] = {}
+        for call in self.extraction.forward.calls:
+            module = path_of.get(call.module, call.module)
+            calls.setdefault(module, set()).add(call.key.partition(":")[0])
+        return frozenset(
+            module
+            for module, own in calls.items()
+            if module in modules
+            and len(own) == 1
+            and around(module, units) is None
+            and not any(modules[module].children())
+        )
 
     def tied_units(self, units: Collection[str]) -> list[tuple[str, ...]]:
         """Units that share a parameter, which therefore have one device."""

@@ -14,6 +14,7 @@ from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator import Simulated
 from placer.export.placed_modules import around, canonical_paths
+from placer.milliseconds import milliseconds
 
 Price: TypeAlias = Callable[[Mapping[str, str]], str]
 """What it costs to give modules one device each, {module: device}, as the end of a sentence."""
@@ -78,6 +79,6 @@ def _told(before: StepResult, after: StepResult) -> str:
     more = after.step_s / before.step_s - 1
     change = f"{abs(more):.1%} {'longer' if more >= 0 else 'less'}"
     return (
-        f"a step is predicted to take {after.step_s * 1e3:.4g} ms, {change} than the "
-        f"{before.step_s * 1e3:.4g} ms as placed"
+        f"a step is predicted to take {milliseconds(after.step_s)} ms, {change} than the "
+        f"{milliseconds(before.step_s)} ms as placed"
     )

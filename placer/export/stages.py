@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
+from placer.export.faults import ExportError
 from placer.export.layers import layer_of, stacks
-from placer.export.placed_modules import ExportError, PlacedModules, around
+from placer.export.moved import told_moved
+from placer.export.placed_modules import PlacedModules, around
+
+WHOLE: Final = "a module is in one stage as a whole"
+"""Why ops are not where the placement has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,5 +85,5 @@ def ties_across(placed: PlacedModules, found: Sequence[Stage]) -> list[str]:
 
 def moved(placed: PlacedModules, found: Sequence[Stage]) -> list[str]:
     """What it costs that modules have one device, as one sentence or none."""
-    told = placed.moved({unit: stage.device for stage in found for unit in stage.modules})
-    return [told] if told else []
+    device_of = {unit: stage.device for stage in found for unit in stage.modules}
+    return told_moved(placed, device_of, WHOLE)

@@ -299,17 +299,20 @@ function nextSection() {
     "next",
     "What to do next",
     ...(data.commands.length
-      ? data.commands.map(({ what, command }) =>
+      ? data.commands.map(({ what, command, told }) =>
           el(
             "div",
             { class: "command" },
             el("p", {}, what),
-            el(
-              "div",
-              {},
-              el("code", {}, command),
-              button("Copy", (event) => copy(command, event.target), `copy: ${what}`),
-            ),
+            command
+              ? el(
+                  "div",
+                  {},
+                  el("code", {}, command),
+                  button("Copy", (event) => copy(command, event.target), `copy: ${what}`),
+                )
+              : "",
+            told ? el("p", { class: "hint" }, told) : "",
           ),
         )
       : [el("p", {}, "Save the placement and see placer export --help.")]),

@@ -4,9 +4,21 @@
 scripts in ``placer/report/assets``.
 """
 
-from placer.report.html.commands import Command, Source, next_commands
+from placer.report.html.commands import Command, Source, as_gpus, next_commands
 from placer.report.html.data import report_data
+from placer.report.html.exports import Tried, tried_exports
 from placer.report.html.page import page, write_report
 from placer.report.html.review import reviewed
 
-__all__ = ["Command", "Source", "next_commands", "page", "report_data", "reviewed", "write_report"]
+__all__ = [
+    "Command",
+    "Source",
+    "Tried",
+    "as_gpus",
+    "next_commands",
+    "page",
+    "report_data",
+    "reviewed",
+    "tried_exports",
+    "write_report",
+]

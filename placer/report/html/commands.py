@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from envs.discover import is_here
-from envs.torch_devices import is_core
 from graphs.optimizer import NONE
 from graphs.precision import FULL
+from placer.export.renaming import is_of_torch
+from placer.report.html.exports import Tried
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command line, and what it is good for."""
+    """A command line, what it is good for, and what to know about it.
+
+    Where nothing can be done, there is no command, and ``told`` says why.
+    """
 
     what: str
     command: str
+    told: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +39,7 @@ class Source:
     dtype: str = FULL
     extractor: str = "auto"
     search: Sequence[str] = ()  # what else was asked for, as words of the command line
+    exports: Mapping[str, Tried] = field(default_factory=dict)  # {format: what became of it}
 
     @property
     def is_graph(self) -> bool:
@@ -85,11 +91,19 @@ def _of_graph(source: Source) -> list[Command]:
 
 
 def _of_model(source: Source) -> list[Command]:
+    here = source.cluster is None and all(map(is_here, source.devices))
+
     def export(what: str, form: str, name: str) -> Command:
+        tried = source.exports.get(form, Tried())
+        if tried.refused:
+            return Command(what, "", f"Not possible: {tried.refused}.")
         out = source.placement.with_name(name)
-        renamed = ["--as", _as_gpus(source.devices)] if any(map(is_core, source.devices)) else []
         words = ["placer", "export", str(source.placement), source.target, "--format", form]
-        return _command(what, [*words, *renamed, *source.options, "--out", str(out)])
+        if renamed := as_gpus(source.devices):
+            words += ["--as", ",".join(f"{name}={gpu}" for name, gpu in renamed.items())]
+        words += [*source.options, *source.update, *(["--predict"] if here else [])]
+        told = " ".join(f"{remark[:1].upper()}{remark[1:]}." for remark in tried.remarks)
+        return _command(what, [*words, "--out", str(out)], told)
 
     found = [
         export(
@@ -102,7 +116,8 @@ def _of_model(source: Source) -> list[Command]:
         ),
         export("Export layers per stage, for vLLM and torchtitan", "layer-counts", "layers.json"),
     ]
-    if source.cluster is None and all(map(is_here, source.devices)):
+    found.sort(key=lambda command: not command.command)
+    if here:
         words = ["placer", "measure", source.target, "--placement", str(source.placement)]
         words += [*_devices(source), *source.options, *source.update]
         found.insert(0, _command("Measure it again, on this machine", words))
@@ -113,10 +128,12 @@ def _devices(source: Source) -> list[str]:
     return ["--devices", ",".join(source.devices)]
 
 
-def _as_gpus(devices: Sequence[str]) -> str:
-    """Pinned cores stand for GPUs: no other runtime knows them."""
-    return ",".join(f"{name}=cuda:{d}" for d, name in enumerate(devices))
+def as_gpus(devices: Sequence[str]) -> dict[str, str]:
+    """What devices stand for that no other runtime knows: GPUs; nothing where it knows them all."""
+    if all(map(is_of_torch, devices)):
+        return {}
+    return {name: f"cuda:{d}" for d, name in enumerate(devices)}
 
 
-def _command(what: str, words: Sequence[str]) -> Command:
-    return Command(what, shlex.join(words))
+def _command(what: str, words: Sequence[str], told: str = "") -> Command:
+    return Command(what, shlex.join(words), told)

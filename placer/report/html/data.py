@@ -13,7 +13,7 @@
      "ops": columns of N ops and E edges, see :mod:`placer.report.html.ops`,
      "timeline": the simulated step, see :mod:`placer.report.html.schedule`,
      "search": {"seconds", "lines": [{"name", "evaluations", "seconds", "cost_s"}]},
-     "commands": [{"what", "command"}]}
+     "commands": [{"what", "command", "told"}]}
 
 Numbers that are not known are null. What begins or lasts is in whole nanoseconds (``_ns``) where
 there are many, in seconds (``_s``) elsewhere.

@@ -1,0 +1,129 @@
+"""Modules of a device map are joined until a dry run passes: joined ones have one device.
+
+Where an op of the model's own code, such as ``cat``, reads from two devices, those whose outputs
+meet there are joined. accelerate moves what goes into a module, so a module without parameters on
+the way (a gate, see :meth:`placer.export.placed_modules.PlacedModules.gates`) is enough: it gets a
+device of its own. What comes from outside of a layer of a stack, as on residual paths, would join
+all layers: there the layer, or the module in it around the op, becomes one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import networkx as nx
+
+from placer.export.device_flow import FED, Conflict, first_conflict
+from placer.export.layers import layer_of, stacks
+from placer.export.placed_modules import PlacedModules, is_inside
+
+
+class Joined:
+    """Units of a model that are joined step by step, and why."""
+
+    def __init__(self, placed: PlacedModules, main_device: str) -> None:
+        self.placed = placed
+        self.main_device = main_device
+        self.units = placed.units()
+        self._stacks = stacks(placed.model)
+        self._gates = placed.gates()
+        self._links: list[tuple[tuple[str, ...], Conflict]] = []
+        self._whole: dict[str, Conflict] = {}
+
+    def until_it_runs(self) -> None:
+        """Join what met on several devices, until nothing does."""
+        while (conflict := self._conflict()) is not None:
+            self._resolve(conflict)
+
+    def devices(self) -> dict[str, str]:
+        """{unit: device}; that of most work in all that are joined, or where the model is fed."""
+        links = [makers for makers, _ in self._links]
+        return self._devices_of([*links, *self.placed.tied_units(self.units)])
+
+    def apart(self) -> dict[str, str]:
+        """The same if no op outside of modules joined any."""
+        return self._devices_of(self.placed.tied_units(self.units))
+
+    def calls(self) -> list[str]:
+        """The ops outside of modules that joined some, as in ``cat in Model.forward``."""
+        apart = (conflict for makers, conflict in self._links if len(makers) > 1)
+        return list(dict.fromkeys(map(self._told, apart)))
+
+    def reasons(self) -> dict[str, str]:
+        """{unit: why it may not be where most of it is placed}, of units that are moved."""
+        found: dict[str, str] = {}
+        ties = self.placed.tied_units(self.units)
+        for unit, device in self.devices().items():
+            if unit in self._whole:
+                code = self._whole[unit].code(self.placed.model)
+                found[unit] = f"{code} wants its inputs on one device, and joins all that is in it"
+            elif self.placed.majority([unit]) == device:
+                found[unit] = "its ops are placed on several devices, and a module has one"
+            elif link := next((link for link in self._links if unit in link[0]), None):
+                found[unit] = self._met(link[1])
+            elif tie := next((tie for tie in ties if unit in tie), ()):
+                found[unit] = f"{' and '.join(tie)} share a parameter"
+        return found
+
+    def _devices_of(self, together: Collection[tuple[str, ...]]) -> dict[str, str]:
+        joined: nx.Graph[str] = nx.Graph()
+        joined.add_nodes_from(self.units)
+        for group in together:
+            nx.add_path(joined, group)
+        found: dict[str, str] = {}
+        for component in nx.connected_components(joined):
+            members = [unit for unit in self.units if unit in component]
+            device = self.placed.majority(members) or self.placed.home(members[0])
+            found |= dict.fromkeys(members, self.main_device if FED in component else device)
+        return {unit: found[unit] for unit in self.units}
+
+    def _conflict(self) -> Conflict | None:
+        """What the dry run of the map stumbles over."""
+        program = self.placed.extraction.forward
+        return first_conflict(
+            program, self.placed.step, self.devices(), self.main_device, self._gates
+        )
+
+    def _resolve(self, conflict: Conflict) -> None:
+        """Join what met on several devices."""
+        if conflict.module in self._gates:
+            self._name([conflict.module])
+            return
+        is_local = conflict.is_followed and all(
+            maker != FED and is_inside(maker, conflict.module) for maker in conflict.makers
+        )
+        if layer_of(conflict.module, self._stacks) is not None and not is_local:
+            self._unite(conflict)
+            return
+        before = self.devices()
+        self._name([maker for maker in conflict.makers if maker in self._gates])
+        self._links.append((conflict.makers, conflict))
+        if self.devices() == before:
+            self._unite(conflict)
+
+    def _name(self, gates: list[str]) -> None:
+        new = [gate for gate in gates if gate not in self.units]
+        self.units = self.placed.in_order([*self.units, *new])
+
+    def _unite(self, conflict: Conflict) -> None:
+        """One unit for a module and all that is in it."""
+        module = conflict.module
+        rest = [unit for unit in self.units if not is_inside(unit, module)]
+        self.units = self.placed.in_order([*rest, module])
+        self._whole[module] = conflict
+
+        def now(name: str) -> str:
+            return module if name != FED and is_inside(name, module) else name
+
+        self._links = [
+            (tuple(dict.fromkeys(map(now, makers))), cause) for makers, cause in self._links
+        ]
+
+    def _met(self, conflict: Conflict) -> str:
+        return (
+            f"{self._told(conflict)} wants what {conflict.origins} give on one device, and "
+            "only the inputs of modules are moved"
+        )
+
+    def _told(self, conflict: Conflict) -> str:
+        return conflict.told(self.placed.model)

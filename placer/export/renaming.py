@@ -1,0 +1,75 @@
+"""Names of devices in exports: ``--as core:0=cuda:0`` says what one of the placement stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from itertools import count
+
+import torch
+
+from placer.export.faults import RenamingError
+
+
+def check_renamed(renamed: Mapping[str, str], placed_on: Sequence[str]) -> None:
+    """Make sure that names are of the placement, and stand for devices that there can be.
+
+    Where all devices of the placement have new names, there may be more than are needed.
+
+    Raises:
+        RenamingError: they do not.
+    """
+    unknown = [name for name in renamed if name not in placed_on]
+    if unknown and not set(placed_on) <= renamed.keys():
+        raise RenamingError(
+            f"--as renames {unknown[0]}, but the placement has {', '.join(placed_on)}"
+        )
+    for name, target in renamed.items():
+        if not is_of_torch(target) and target not in placed_on:
+            raise RenamingError(
+                f"--as {name}={target} names no device of torch: {as_option(renamed, placed_on)}"
+            )
+
+
+def check_main_device(name: str | None, devices: Collection[str]) -> None:
+    """Make sure that a model can be fed on a device.
+
+    Raises:
+        RenamingError: torch has no such device.
+    """
+    if name is not None and not is_of_torch(name):
+        raise RenamingError(
+            f"--main-device {name} is no device of torch: name one of {', '.join(devices)}"
+        )
+
+
+def why_no_torch(
+    used: Collection[str], renamed: Mapping[str, str], placed_on: Sequence[str]
+) -> str:
+    """The sentence about devices in use that torch has not, "" if there are none.
+
+    Args:
+        used: the devices as they would be written.
+        renamed: {device of the placement: device to write}.
+        placed_on: all devices of the placement.
+    """
+    others = sorted(name for name in used if not is_of_torch(name))
+    if not others:
+        return ""
+    are = "is no device" if len(others) == 1 else "are no devices"
+    return f"{', '.join(others)} {are} of torch: {as_option(renamed, placed_on)}"
+
+
+def as_option(renamed: Mapping[str, str], placed_on: Sequence[str]) -> str:
+    """What to do: the whole option, with what it says rightly already."""
+    kept = {name: new for name in placed_on if is_of_torch(new := renamed.get(name, name))}
+    free = (gpu for i in count() if (gpu := f"cuda:{i}") not in kept.values())
+    pairs = [f"{name}={kept[name] if name in kept else next(free)}" for name in placed_on]
+    return f"say which devices to write instead, as in --as {','.join(pairs)}"
+
+
+def is_of_torch(name: str) -> bool:
+    """Whether torch knows devices of this name, on this machine or another, that can compute."""
+    try:
+        return torch.device(name).type != "meta"
+    except RuntimeError:
+        return False

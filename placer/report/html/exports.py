@@ -1,0 +1,48 @@
+"""Which exports of a placement work, tried on paper: a page offers no command that fails."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from envs.placement import Placement
+from envs.problem import Problem
+from graphs.extract import Extraction
+from placer.export import FORMATS, format_named
+from placer.export.placed_modules import PlacedModules
+from placer.export.price import price_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """What there is to know about an export, or why there is none."""
+
+    remarks: tuple[str, ...] = ()
+    refused: str = ""
+
+
+def tried_exports(
+    extraction: Extraction,
+    placement: Placement,
+    problem: Problem,
+    renamed: Mapping[str, str],
+) -> dict[str, Tried]:
+    """Every format, as ``placer export`` would write it.
+
+    Args:
+        extraction: what was placed.
+        placement: of its ops or calls.
+        problem: what was placed, as the simulator has it.
+        renamed: {device of the placement: device to export}.
+    """
+    found: dict[str, Tried] = {}
+    for name in FORMATS:
+        try:
+            price = None
+            if placement.graph == problem.graph.hash:
+                price = price_of(problem, placement, extraction.step.model, renamed)
+            placed = PlacedModules.of(extraction, placement, renamed=renamed, price=price)
+            found[name] = Tried(remarks=format_named(name)(placed).remarks)
+        except ValueError as error:  # of a placement or model that the runtime cannot have
+            found[name] = Tried(refused=str(error))
+    return found
