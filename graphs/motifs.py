@@ -1,7 +1,7 @@
-"""Graphs of a random motif repeated: cells one after the other, and recurrences over time.
+"""Graphs of a random motif repeated: cells one after the other, recurrences over time, sequences.
 
 Costs and sizes are those of the motif, with a little noise; they stand for any device kind
-(``"*"``). The weights of a recurrence cost nothing, and travel to where they are read.
+(``"*"``). Weights of what is unrolled over time cost nothing, and travel to where they are read.
 """
 
 from __future__ import annotations
@@ -93,6 +93,58 @@ def recurrence(
     return motif.finished()
 
 
+def sequence(
+    rng: np.random.Generator,
+    *,
+    layers: int = 2,
+    steps: int = 8,
+    stacks: int = 2,
+    heads: int = 2,
+    reuse: float = 30.0,
+    weights: Weights | None = None,
+) -> nx.DiGraph[str]:
+    """Stacks of layers unrolled over time, one after the other, and one total over all steps.
+
+    A stack begins with the last states of the one before. What comes out of the last one passes
+    heads, the first of which also reads all that came out of the stack before, joined.
+
+    Args:
+        rng: the source of randomness.
+        layers: ops per step, of each stack.
+        steps: how many.
+        stacks: recurrences, one after the other.
+        heads: ops that follow the top of the last stack at each step, one after the other.
+        reuse: size of the weights of a layer or head, in mean sizes of its output.
+        weights: costs and sizes of all other ops.
+
+    Raises:
+        ValueError: a size is below 1, or heads or reuse are negative.
+    """
+    if min(layers, steps, stacks, 1 + heads) < 1 or not reuse >= 0:
+        raise ValueError(
+            f"{stacks} stacks of {layers} layers, {steps} steps, {heads} heads, reuse {reuse}: "
+            "too small"
+        )
+    motif = _Motif(rng, "sequence", weights)
+    state: list[str] = []
+    before: list[str] = []
+    tops: list[str] = []
+    for stack in range(stacks):
+        before = tops
+        inputs: list[list[str]] = [[] for _ in range(steps)]
+        for i in range(layers):
+            path = f"stacks.{stack}.{i}"
+            tops = motif.repeat(path, inputs, reuse, state=state[i : i + 1])
+            inputs = [[top] for top in tops]
+            state[i : i + 1] = tops[-1:]
+    joined = [motif.add("joined", before, motif.draw(), kind="join")] if before else []
+    for head in range(heads):
+        tops = motif.repeat(f"heads.{head}", [[top, *joined] for top in tops], reuse)
+        joined = []
+    motif.add("total", [*tops, *joined], (0.0, 0.0), kind="sum")
+    return motif.finished()
+
+
 class _Motif:
     """Adds ops of drawn costs and sizes, with noise."""
 
@@ -130,6 +182,18 @@ class _Motif:
         for source in dict.fromkeys(inputs):
             add_edge(self.graph, source, op_id)
         return op_id
+
+    def repeat(
+        self, path: str, inputs: list[list[str]], reuse: float, state: list[str] | None = None
+    ) -> list[str]:
+        """An op for each step's inputs, all with the same weights; with a state, each its next."""
+        shape = self.draw()
+        shared = self.add(path, [], (0.0, reuse * shape[1]), kind=WEIGHT)
+        outputs: list[str] = []
+        for t, own in enumerate(inputs):
+            before = [] if state is None else outputs[-1:] or state
+            outputs.append(self.add(f"{path}@{t}", [*own, *before, shared], shape))
+        return outputs
 
     def finished(self) -> nx.DiGraph[str]:
         """The graph, with its backward pass where one is wanted."""

@@ -14,7 +14,7 @@ import networkx as nx
 import numpy as np
 
 from graphs import sketches
-from graphs.motifs import cells, recurrence
+from graphs.motifs import cells, recurrence, sequence
 from graphs.shapes import Weights, chain, fork_join, grid, layered
 
 __all__ = ["FAMILIES", "FEWEST_OPS", "Weights", "chain", "draw", "fork_join", "grid", "layered"]
@@ -105,6 +105,24 @@ def _draw_recurrence(rng: np.random.Generator, max_ops: int) -> nx.DiGraph[str]:
     return recurrence(rng, layers=layers, steps=steps, reuse=reuse, weights=weights)
 
 
+def _draw_sequence(rng: np.random.Generator, max_ops: int) -> nx.DiGraph[str]:
+    weights = _draw_weights(rng)
+    room = max_ops // 2 if weights.backward else max_ops
+    stacks, heads = int(rng.integers(1, 3)), int(rng.integers(0, 4))
+    layers = int(rng.integers(1, min(8, (room // 3 - heads - 1) // stacks) + 1))
+    # One op of each layer and head in every step, their weights, what joins them, the total.
+    steps = int(rng.integers(2, (room - 2) // (stacks * layers + heads)))
+    return sequence(
+        rng,
+        layers=layers,
+        steps=steps,
+        stacks=stacks,
+        heads=heads,
+        reuse=_log_uniform(rng, 1.0, 200.0),
+        weights=weights,
+    )
+
+
 def _draw_nmt(rng: np.random.Generator, max_ops: int) -> nx.DiGraph[str]:
     layers, steps = int(rng.integers(2, 6)), int(rng.integers(5, 25))
     batch = int(rng.integers(64, 257))
@@ -181,6 +199,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "grid": _draw_grid,
     "cells": _draw_cells,
     "recurrence": _draw_recurrence,
+    "sequence": _draw_sequence,
     "nmt": _draw_nmt,
     "moe": _draw_moe,
     "transformer": _draw_transformer,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from graphs.graph import GraphArrays
-from graphs.motifs import cells, recurrence
+from graphs.motifs import cells, recurrence, sequence
 from graphs.shapes import Weights
 from graphs.sketches import matrix_chain, sharded_feed_forward, sharded_layer
 
@@ -64,6 +64,31 @@ def test_weights_of_a_recurrence_are_as_large_as_asked_for() -> None:
         assert size / np.mean(outputs) == pytest.approx(10.0, rel=0.5)
 
 
+def test_a_second_stack_begins_where_the_first_ended_and_its_heads_read_all_of_it() -> None:
+    graph = sequence(rng(), layers=2, steps=3, stacks=2, heads=2)
+    assert len(graph) == 2 * 2 * (1 + 3) + 1 + 2 * (1 + 3) + 1
+    reads = {op_id: sorted(graph.pred[op_id]) for op_id in graph}
+    assert reads["joined:join"] == [f"stacks.0.1@{t}:op" for t in range(3)]
+    assert reads["stacks.1.0@0:op"] == ["stacks.0.0@2:op", "stacks.1.0:weight"]
+    assert reads["stacks.1.1@0:op"] == [
+        "stacks.0.1@2:op",
+        "stacks.1.0@0:op",
+        "stacks.1.1:weight",
+    ]
+    for t in range(3):
+        assert reads[f"heads.0@{t}:op"] == ["heads.0:weight", "joined:join", f"stacks.1.1@{t}:op"]
+        assert reads[f"heads.1@{t}:op"] == [f"heads.0@{t}:op", "heads.1:weight"]
+    assert reads["total:sum"] == [f"heads.1@{t}:op" for t in range(3)]
+
+
+@pytest.mark.parametrize("stacks", [1, 2, 3])
+@pytest.mark.parametrize("heads", [0, 1, 2])
+def test_everything_in_a_sequence_comes_to_its_total(stacks: int, heads: int) -> None:
+    graph = sequence(rng(), layers=2, steps=4, stacks=stacks, heads=heads)
+    assert [op_id for op_id in graph if not graph.succ[op_id]] == ["total:sum"]
+    assert len(sequence(rng(), weights=Weights(backward=True))) == 2 * len(sequence(rng()))
+
+
 def test_a_motif_has_its_mean_cost_and_its_ratio_of_sending_to_computing() -> None:
     weights = Weights(mean_cost_s=1e-3, ratio=0.5, bandwidth_bytes_per_s=1e9, spread=0.5)
     costs, sizes = [], []
@@ -88,6 +113,8 @@ def test_a_backward_pass_is_added_where_it_is_wanted() -> None:
         (lambda: cells(rng(), nodes=0), "6 cells of 0 nodes"),
         (lambda: recurrence(rng(), layers=0), "0 layers"),
         (lambda: recurrence(rng(), steps=0), "0 steps"),
+        (lambda: sequence(rng(), stacks=0), "0 stacks"),
+        (lambda: sequence(rng(), heads=-1), "-1 heads"),
         (lambda: recurrence(rng(), reuse=-1.0), "reuse -1.0"),
         (lambda: recurrence(rng(), reuse=float("nan")), "reuse nan"),
         (lambda: matrix_chain(shards=0), "0 x 0 tiles"),
