@@ -253,7 +253,7 @@ def _print(run: Run, found: Trained) -> None:
         print(json.dumps(content))
         return
     if found.step_s is not None:
-        print(f"median step: {milliseconds(found.step_s)} ms")
+        print(f"median step: {milliseconds(found.step_s)} ms by the wall clock")
     for name, value in found.report.items():
         print(f"{name}: {value:.6g}")
 

@@ -227,6 +227,47 @@ def test_speed_ups_and_peaks_say_whether_they_are_measured(page: Page) -> None:
     assert "not measured" in captions[2]
 
 
+def test_on_a_busy_machine_both_clocks_are_told_and_the_unplaced_step_has_no_bar(
+    browser: Browser, tmp_path: Path
+) -> None:
+    names = ("core:0", "core:1")
+    cluster = Cluster(
+        name="two",
+        devices=tuple(Device(name=name, kind="core", memory_bytes=10**10) for name in names),
+        links=(Link(between=names, latency_s=1e-6, bandwidth_bytes_per_s=1e9),),
+    )
+    problem = Problem.of(GraphArrays.from_graph(inception(blocks=2)), cluster)
+    found = measured(
+        optimize_problem(problem, Options(budget=Budget(evaluations=100), measure=False))
+    )
+    runs = {
+        row.name: replace(seen, wall_s=5 * seen.wall_s, peak_memory_bytes={})
+        for row in found.rows
+        if (seen := row.measurement) is not None
+    }
+    rows = tuple(replace(row, measurement=runs.get(row.name)) for row in found.rows)
+    unplaced = Measurement(wall_s=np.full(9, 1.372), rebuilt_s=np.full(9, 1.372))
+    best = rows[found.rows.index(found.best)]
+    assert best.measurement is not None
+    wall_ms = milliseconds(best.measurement.median_s)
+    rebuilt_ms = milliseconds(best.measurement.rebuilt_median_s)
+    path = tmp_path / "report.html"
+    write_report(report_data(replace(found, rows=rows, best=best, all_cores=unplaced)), path)
+    page = browser.new_page(viewport={"width": 1280, "height": 800})
+    page.goto(path.as_uri())
+    chart = page.locator("#won .chart")
+    bars = chart.locator("g.candidate").filter(has_text="not placed")
+    assert bars.locator("rect").count() == 0
+    assert (
+        bars.get_by_text(f"by the wall clock, to be compared with {wall_ms}\u00a0ms").count() == 1
+    )
+    assert chart.get_by_text(f"{rebuilt_ms}\u00a0ms rebuilt, {wall_ms}\u00a0ms wall").count() == 1
+    assert f"{wall_ms}\u00a0ms" in page.locator(".figures").inner_text()
+    assert "step, rebuilt from CPU clocks" in page.locator(".figures").inner_text()
+    assert "measured" not in page.locator("#won .legend").first.inner_text()
+    page.close()
+
+
 def test_times_are_told_as_in_the_terminal(page: Page) -> None:
     for seconds in (0.0261, 0.35214, 0.00955, 0.0011234, 0.7):
         assert page.evaluate(f"time({seconds})") == f"{milliseconds(seconds)}\u00a0ms"
