@@ -70,10 +70,13 @@ def run(args: argparse.Namespace) -> int:
     inputs = {"target": _file(args), "--cluster": args.cluster, "--start-from": args.start_from}
     if (why := why_not_outputs(outputs, inputs)) is not None:
         return fail(BAD_USAGE, why)
+    from placer.target import TargetError, check_target
+
     try:
         options, cluster = options_of(args), cluster_of(args)
         check_pareto(args, cluster, options)
         check_replicas(args)
+        check_target(args.target)
     except (ValueError, OSError) as error:
         return fail(BAD_USAGE, error)
     from graphs.extract import ExtractionError
@@ -82,7 +85,6 @@ def run(args: argparse.Namespace) -> int:
     from placer.outcome import PlacementError
     from placer.report.console import stdout_console
     from placer.report.table import best_line, print_optimization
-    from placer.target import TargetError
 
     weighed: Tradeoff | None = None
     planned: ReplicaPlan | None = None
