@@ -65,7 +65,7 @@ def _print(found: Checkup) -> None:
     console.print(f"free memory {human_bytes(found.free_bytes)}; {load}")
     print_cluster(found.cluster, console)
     table = Table(box=box.SIMPLE_HEAD)
-    for name in ("core", "equal work", "spread", "wall / CPU time"):
+    for name in ("core", "equal work, median", "quartiles apart", "wall / CPU time"):
         table.add_column(name, justify="right")
     for noise in found.noise:
         table.add_row(

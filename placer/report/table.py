@@ -19,7 +19,7 @@ from placer.milliseconds import milliseconds
 from placer.outcome import REBUILT
 
 if TYPE_CHECKING:
-    from envs.cluster import Cluster
+    from envs.cluster import Cluster, Link
     from envs.measured import Measurement
     from envs.placement import Placement
     from placer.outcome import Optimization, Row
@@ -27,6 +27,13 @@ if TYPE_CHECKING:
 UNITS: Final = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 FLOP_UNITS: Final = (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6), ("kFLOP", 1e3))
 MEASURED_COLUMNS: Final = ("wall\nms", "min\nms", "spread", "rebuilt\nms")
+QUEUES: Final = {
+    "none": "nothing",
+    "egress": "all of one sender",
+    "pair": "all of one sender to one receiver",
+    "bus": "all",
+}
+"""The transfers that wait for each other on a link, by what its file says."""
 UNPLACED: Final = "not placed"
 CHOSEN: Final = ">"
 
@@ -121,16 +128,22 @@ def print_cluster(cluster: Cluster, console: Console) -> None:
     if not cluster.links:
         return
     links = Table(box=box.SIMPLE_HEAD)
-    for column in ("link", "latency", "GB/s", "sharing"):
+    for column in ("link", "latency", "GB/s", "transfers that wait for each other"):
         links.add_column(column)
     for link in cluster.links:
         links.add_row(
             (" -> " if link.one_way else " - ").join(link.between),
             f"{link.latency_s * 1e6:.1f} us",
             f"{link.bandwidth_bytes_per_s / 1e9:.2f}",
-            link.sharing,
+            _queue(link),
         )
     console.print(links)
+
+
+def _queue(link: Link) -> str:
+    """Which transfers queue behind each other on a link, in words."""
+    both_ways = " and back" if link.sharing == "pair" and not link.full_duplex else ""
+    return f"{QUEUES[link.sharing]}{both_ways}"
 
 
 def print_placement(placement: Placement, console: Console) -> None:
@@ -212,7 +225,9 @@ def _origin(placement: Placement) -> str:
         parts.append(f"by {made.placer}, budget {made.budget}, seed {made.seed}")
     if placement.replicas is not None:
         each = len(placement.replicas.groups[0])
-        parts.append(f"the first of {len(placement.replicas)} replicas on {each} devices each")
+        count, on = len(placement.replicas), f"{each} device{'s'[: each > 1]}"
+        many = f"the first of {count} replicas on {on} each"
+        parts.append(many if count > 1 else f"one replica on {on}")
     return ", ".join(parts)
 
 
