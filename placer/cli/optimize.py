@@ -84,13 +84,15 @@ def run(args: argparse.Namespace) -> int:
     from placer.given import GivenError
     from placer.outcome import PlacementError
     from placer.report.console import stdout_console
+    from placer.report.progress import Timed
     from placer.report.table import best_line, print_optimization
 
     weighed: Tradeoff | None = None
     planned: ReplicaPlan | None = None
     say(args, _foretold(args, cluster, options))
     try:
-        with progress_of(args) as progress:
+        with progress_of(args) as shown:
+            progress = Timed(shown)
             if args.pareto:
                 weighed = _weighed(args, cluster, options, progress)
                 found = weighed.picked(args.pareto_pick or "fastest")
@@ -102,6 +104,7 @@ def run(args: argparse.Namespace) -> int:
                 found = replace(planned.found, search_s=planned.search_s)
             else:
                 found = _optimize(args, cluster, options, progress)
+        progress.complete()
     except (TargetError, DemandError, GivenError) as error:
         return fail(BAD_USAGE, error)
     except (ExtractionError, PlacementError, ValueError, OSError, RuntimeError) as error:
@@ -123,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
         why = why or f"stopped while printing; the placement is in {args.out}"
     if why is not None:
         return fail(JOB_FAILED, why)
-    _tell(found, planned, args, options, total_s)
+    _tell(found, planned, args, options, taken(total_s, progress.took_s))
     return 0
 
 
@@ -132,7 +135,7 @@ def _tell(
     planned: ReplicaPlan | None,
     args: argparse.Namespace,
     options: Options,
-    total_s: float,
+    took: str,
 ) -> None:
     """Remarks, where the files are, how long it took, what to do next."""
     from placer.given import DeviceMap
@@ -144,7 +147,7 @@ def _tell(
     given = options.start_from if isinstance(options.start_from, DeviceMap) else None
     if given and found.extraction and (remark := given.conflict(found.extraction)):
         say(args, remark)
-    say(args, _talk(found, args, total_s))
+    say(args, _talk(found, args, took))
     if planned is not None and (command := command_of(planned, args)):
         say(args, f"train it: {command}")
 
@@ -221,15 +224,14 @@ def _foretold(args: argparse.Namespace, cluster: Cluster, options: Options) -> s
     )
 
 
-def _talk(found: Optimization, args: argparse.Namespace, total_s: float) -> str:
+def _talk(found: Optimization, args: argparse.Namespace, took: str) -> str:
     talk = [f"placement: {args.out}"]
     if args.timeline is not None:
         talk.append(f"timeline: {args.timeline} (opens in ui.perfetto.dev)")
     if args.report is not None:
         talk.append(f"report: {args.report}")
     talk += [f"op costs on {kind}: {source}" for kind, source in found.cost_source.items()]
-    talk.append(taken(total_s, search_s=found.search_s, measuring_s=found.measuring_s))
-    talk.append(f"seed {args.seed}")
+    talk += [took, f"seed {args.seed}"]
     if found.stopped:
         talk.insert(0, "stopped early, this is the best so far")
     return "; ".join(talk)
