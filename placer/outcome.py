@@ -17,6 +17,7 @@ from graphs.extract.export import lstm_layers
 from graphs.extract.extraction import shown_lines
 from graphs.graph import PHASES
 from placer.milliseconds import milliseconds
+from placer.search.candidate import WHERE_ALLOWED
 from placer.search.trail import Trail
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class Row:
     @property
     def simplicity(self) -> int:
         """Lower is simpler: everything on one device, then fixed rules, then search."""
-        if self.is_single:
+        if self.is_single or self.name.endswith(WHERE_ALLOWED):
             return 0
         kinds = [i for i, name in enumerate(SIMPLEST_FIRST) if self.name.startswith(name)]
         return kinds[0] if kinds else len(SIMPLEST_FIRST)

@@ -17,6 +17,7 @@ from envs.torch_devices import is_core
 from placer.given import GIVEN
 from placer.milliseconds import milliseconds
 from placer.outcome import REBUILT
+from placer.search.candidate import WHERE_ALLOWED
 
 if TYPE_CHECKING:
     from envs.cluster import Cluster, Link
@@ -93,6 +94,8 @@ def _legend(found: Optimization, ran: bool) -> str:
         text += "; every device is waited for; rebuilt: the same as wall"
     if any(row.name == GIVEN for row in found.rows):
         text += f"; {GIVEN}: what --start-from names"
+    if any(row.name.endswith(WHERE_ALLOWED) for row in found.rows):
+        text += f";{WHERE_ALLOWED}: what pins or missing costs keep off that device is elsewhere"
     if found.all_cores is not None:
         text += f"; {UNPLACED}: one process with torch's threads on all cores, by the wall clock"
         if found.loaded and (seen := found.best.measurement) is not None:

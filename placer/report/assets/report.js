@@ -53,6 +53,7 @@ function opening() {
 
 const EXPLAINED = {
   given: "what --start-from names",
+  "where allowed": "what pins or missing costs keep off that device is elsewhere",
   "not placed": "one process with torch's threads on all cores, by the wall clock",
 };
 
@@ -100,7 +101,7 @@ function wonSection() {
     ),
     chart,
     ...Object.entries(EXPLAINED)
-      .filter(([name]) => rows.some((row) => row.name === name))
+      .filter(([name]) => rows.some((row) => row.name === name || row.name.endsWith(` ${name}`)))
       .map(([name, told]) => el("p", { class: "hint" }, `${name}: ${told}.`)),
     ...(data.remarks.length
       ? [el("ul", { class: "remarks" }, ...data.remarks.map((remark) => el("li", {}, remark)))]
