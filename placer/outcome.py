@@ -209,10 +209,10 @@ class Optimization:
             return ""
         # Threads of OpenMP have slow phases of their own, so the best steps decide.
         gain, by_median = unplaced.min_s / seen.min_s, unplaced.median_s / seen.median_s
-        what = "not placing it, with torch's threads on all cores"
+        what = "not placing the model, with torch's threads on all cores"
         if gain > 1 + SMALLEST_GAIN:
             return (
-                f"It is {gain:.2f}x faster than {what}, by the shortest wall times "
+                f"The placement is {gain:.2f}x faster than {what}, by the shortest wall times "
                 f"({by_median:.2f}x by their medians)."
             )
         if 1 / gain > 1 + SMALLEST_GAIN:
@@ -220,7 +220,7 @@ class Optimization:
                 f"{what.capitalize()}, is {1 / gain:.2f}x faster still by the shortest wall times "
                 f"({1 / by_median:.2f}x by their medians)."
             )
-        return f"It is as fast as {what}, by the shortest wall times."
+        return f"The placement is as fast as {what}, by the shortest wall times."
 
     def _why_no_single(self) -> str:
         """Why everything on one device is no candidate that can run: pins, costs or memory."""

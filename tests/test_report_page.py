@@ -268,6 +268,70 @@ def test_on_a_busy_machine_both_clocks_are_told_and_the_unplaced_step_has_no_bar
     page.close()
 
 
+@pytest.mark.parametrize(
+    "label", ["a.layer.0.attention · softmax_backward", "encoder.weight", "convolution_backward"]
+)
+def test_a_label_keeps_last_names_and_is_cut_in_the_middle(page: Page, label: str) -> None:
+    told = page.evaluate(
+        """label => {
+          const context = document.createElement("canvas").getContext("2d");
+          context.font = `11.5px ${FONT}`;
+          const whole = Math.ceil(context.measureText(label).width);
+          return [...Array(whole + 1).keys()].map((width) => {
+            const shown = fitted(context, label, width);
+            return [shown, context.measureText(shown).width <= width];
+          });
+        }""",
+        label,
+    )
+    assert all(fits for _, fits in told)
+    last = label.rpartition(" · ")[2].rpartition(".")[2]
+    shown = list(dict.fromkeys(text for text, _ in told))
+    assert (shown[0], shown[-1]) == ("", label)
+    for text in shown[1:-1]:
+        assert len(text) >= 5
+        begin, dots, end = text.partition("…")
+        if dots and not begin:  # whole names are left out, no parts of one
+            assert label.removesuffix(end)[-1] == "."
+        elif dots:
+            assert last.startswith(begin)
+            assert last.endswith(end)
+            assert 0 <= len(begin) - len(end) <= 1
+        else:
+            assert text == last
+
+
+def test_first_finds_far_above_the_others_do_not_flatten_the_search(page: Page) -> None:
+    heights, notes = [], []
+    for first_s in (0.02, 9.0):
+        page.evaluate(
+            """first => {
+              data.search.lines = [
+                {name: "policy", evaluations: [1, 9, 9], seconds: [0.1, 1, 1],
+                 cost_s: [first, 0.014, 0.014]},
+                {name: "evolution", evaluations: [2, 5, 7, 9], seconds: [0.2, 0.5, 1, 1],
+                 cost_s: [0.018, 0.012, 0.01, 0.01]},
+              ];
+              data.lower_bound_s = null;
+              const host = document.createElement("div");
+              host.id = "probe";
+              document.querySelector("#search").append(host);
+              searchChart(host, "evaluations", null, "evaluations");
+            }""",
+            first_s,
+        )
+        probe = page.locator("#probe")
+        probe.locator("svg").wait_for()
+        path = probe.locator("path.curve:not(.after-end)").nth(1).bounding_box()
+        assert path is not None
+        heights.append(path["height"])
+        notes.append(probe.get_by_text("stands at the edge: up to 9.000\u00a0s").count())
+        page.evaluate("document.querySelector('#probe').remove()")
+    assert notes == [0, 1]
+    assert heights[1] > 100
+    assert heights[1] >= heights[0]
+
+
 def test_times_are_told_as_in_the_terminal(page: Page) -> None:
     for seconds in (0.0261, 0.35214, 0.00955, 0.0011234, 0.7):
         assert page.evaluate(f"time({seconds})") == f"{milliseconds(seconds)}\u00a0ms"

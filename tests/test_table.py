@@ -98,7 +98,7 @@ def test_the_unplaced_step_is_a_row_and_wins_the_last_line_where_it_is_faster() 
     found = optimization(("core:0", "core:1"))
     quick = np.full(7, 0.2)
     found = replace(found, all_cores=Measurement(wall_s=quick, rebuilt_s=quick))
-    assert found.verdict.startswith("1.70x faster than core:0, measured. Not placing it, ")
+    assert found.verdict.startswith("1.70x faster than core:0, measured. Not placing the model, ")
     assert found.verdict.endswith(
         "torch's threads on all cores, is 1.76x faster still by the shortest wall times (1.78x by "
         "their medians)."
@@ -109,13 +109,14 @@ def test_the_unplaced_step_is_a_row_and_wins_the_last_line_where_it_is_faster() 
 def test_the_last_line_says_how_the_unplaced_step_does_where_it_is_slower_or_as_fast() -> None:
     found = optimization(("core:0", "core:1"))
     assert found.verdict == (
-        "1.70x faster than core:0, measured. It is 1.70x faster than not placing it, with torch's "
-        "threads on all cores, by the shortest wall times (1.70x by their medians)."
+        "1.70x faster than core:0, measured. The placement is 1.70x faster than not placing the "
+        "model, with torch's threads on all cores, by the shortest wall times (1.70x by their "
+        "medians)."
     )
     alike = replace(found, all_cores=found.best.measurement)
     assert alike.verdict.endswith(
-        "It is as fast as not placing it, with torch's threads on all cores, by the shortest wall "
-        "times."
+        "The placement is as fast as not placing the model, with torch's threads on all cores, by "
+        "the shortest wall times."
     )
     failed = replace(found.all_cores, failure="it died") if found.all_cores else None
     assert replace(found, all_cores=failed).verdict == "1.70x faster than core:0, measured."

@@ -44,19 +44,23 @@ function candidateBars(host) {
     const width = Math.max(host.clientWidth, NARROWEST);
     const chart = width - NAMES - values();
     const x = (seconds) => NAMES + (Math.min(seconds, most) / most) * chart;
-    const height = 58 + rows.length * ROW;
+    const apart = rows.filter(isApart).length; // they are the last
+    const axis = 58 + (rows.length - apart) * ROW;
+    const height = axis + apart * ROW;
     const drawn = svg("svg", {
       width,
       height,
       role: "img",
       "aria-label": `Steps of ${rows.length} candidates; the numbers are in the table below`,
     });
-    drawAxis(drawn, x, most, height);
-    rows.forEach((row, at) => drawCandidate(drawn, row, 40 + at * ROW, x, most, width));
+    drawAxis(drawn, x, most, axis);
+    rows.forEach((row, at) =>
+      drawCandidate(drawn, row, (isApart(row) ? 58 : 40) + at * ROW, x, most, width),
+    );
     if (bound) {
       const end = x(bound) > NAMES + chart / 2;
       drawn.append(
-        svg("line", { class: "bound", x1: x(bound), x2: x(bound), y1: 17, y2: height - 18 }),
+        svg("line", { class: "bound", x1: x(bound), x2: x(bound), y1: 17, y2: axis - 18 }),
         text(
           x(bound) + (end ? -6 : 6),
           14,
@@ -83,9 +87,9 @@ function drawCandidate(drawn, row, top, x, most, width) {
   if (row.best)
     group.append(svg("rect", { class: "mark", x: 0, y: top - 4, width, height: ROW, rx: 4 }));
   group.append(
-    text(10, top + 20, shortened(row.name, row.best ? 20 : 26), "name", "start", row.name),
+    text(10, top + (row.best ? 13 : 20), shortened(row.name, 25), "name", "start", row.name),
   );
-  if (row.best) group.append(text(NAMES - 12, top + 20, "chosen", "tag", "end"));
+  if (row.best) group.append(text(10, top + 29, "chosen", "tag"));
   if (isApart(row) && row.measured) {
     group.append(text(NAMES, top + 20, `${time(row.measured.wall_s)} ${comparedWith()}`, "value less"));
     drawn.append(group);
@@ -130,6 +134,10 @@ function drawMeasured(group, row, y, x, most) {
     }),
   );
 }
+
+// The wall time beside a rebuilt one, where both are known.
+const byWall = ({ wall_s }) =>
+  isRebuilt && wall_s != null ? `; ${time(wall_s)} by the wall clock` : "";
 
 // What the wall time of the unplaced step says: it has no other, and no bar, on a busy machine.
 const comparedWith = () =>

@@ -23,8 +23,7 @@ function opening() {
       el(
         "div",
         { class: "figures" },
-        tileOf(time(data.step_s), `${OBJECTIVES[data.objective]}, ${CLOCKS[data.judged]}`),
-        isRebuilt && data.wall_s != null ? tileOf(time(data.wall_s), "step, by the wall clock") : "",
+        tileOf(time(data.step_s), `${OBJECTIVES[data.objective]}, ${CLOCKS[data.judged]}${byWall(data)}`),
         tileOf(
           data.speed_up == null ? "–" : `${data.speed_up.toFixed(2)}×`,
           `as fast as the best single device, ${CLOCKS[data.speed_up_is]}`,
@@ -115,10 +114,7 @@ function wonSentence(rows) {
   const chosen = rows.find((row) => row.best);
   const single = rows.find((row) => row.name === data.best_single);
   const how = ({ measured }) =>
-    !measured
-      ? "predicted"
-      : CLOCKS[data.judged] +
-        (isRebuilt && measured.wall_s != null ? `; ${time(measured.wall_s)} by the wall clock` : "");
+    measured ? CLOCKS[data.judged] + byWall(measured) : "predicted";
   const long = (row) => `${time(stepOf(row))} (${how(row)})`;
   const told = [`The chosen placement, ${chosen.name}, takes ${long(chosen)}`];
   if (single && single !== chosen)
@@ -244,7 +240,7 @@ function searchSection() {
   const lines = data.search.lines;
   const made = data.made_by;
   const by = [
-    made.placer && `${made.placer} found the placement`,
+    made.placer && `The placement: ${made.placer}`,
     made.budget && `budget ${made.budget}`,
     made.seed != null && `seed ${made.seed}`,
     made.version && `placer ${made.version}`,
