@@ -14,6 +14,7 @@ from envs.measured import Measurement
 from envs.placement import MadeBy, Placement
 from envs.problem import Problem
 from graphs.graph import GraphArrays, add_op, new_graph
+from placer.bench.steps import Steps, step_table
 from placer.outcome import Optimization, Row, choose
 from placer.report.console import stdout_console
 from placer.report.html import report_data
@@ -164,6 +165,21 @@ def test_on_a_busy_machine_both_clocks_are_told_and_not_mixed() -> None:
     assert (data["judged"], data["wall_s"]) == ("rebuilt", seen["wall_s"])
     text = printed_of(replace(found, all_cores=quiet.all_cores), 800)
     assert "by the wall clock, to be compared with 1067 ms" in text
+
+
+def test_the_evidence_of_a_busy_machine_has_both_clocks() -> None:
+    quiet = optimization(("core:0", "core:1"))
+    table = step_table([Steps.of("m", quiet)], "two cores")
+    assert table.note == "really run on two cores, medians in ms by the wall clock"
+    assert table.rows[0][2:4] == ("603.4", "355.6")
+    rows = tuple(
+        replace(row, measurement=replace(seen, wall_s=3 * seen.wall_s))
+        for row in quiet.rows
+        if (seen := row.measurement) is not None
+    )
+    table = step_table([Steps.of("m", replace(quiet, rows=rows, best=rows[0]))], "two cores")
+    assert "what stands before it is rebuilt from CPU clocks" in table.note
+    assert table.rows[0][2:4] == ("603.4 (1810.1)", "355.6 (1066.9)")
 
 
 def test_what_a_placement_file_keeps_of_both_clocks_is_printed(
