@@ -102,6 +102,8 @@ def test_every_section_is_drawn_with_no_label_cut_or_covered(page: Page) -> None
         assert share > 0.04
     assert cut_labels(page) == []
     assert covered_labels(page) == []
+    longest = page.locator(".details")
+    assert longest.evaluate("(list) => list.scrollHeight <= list.clientHeight")
     inner, outer = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
     assert inner <= outer
 

@@ -17,6 +17,7 @@ const READABLE = 0.45; // from this scale on nodes have labels,
 const WHOLE = 0.8; // and from this one on most of them are whole
 const SHORT_PHASES = ["", "bwd ", "opt "]; // forward, backward, optimizer
 const LISTED = 12;
+const LONGEST = 8; // ops, as many as there is room for beside the graph
 const CROWDED = 400; // edges: more of them are drawn fainter
 
 function graphSection() {

@@ -57,7 +57,7 @@ function showDetails() {
 function dearest() {
   const sorted = [...ops.cost_ns.keys()]
     .sort((a, b) => ops.cost_ns[b] - ops.cost_ns[a])
-    .slice(0, LISTED);
+    .slice(0, LONGEST);
   const lines = sorted.map((i) =>
     el(
       "li",
