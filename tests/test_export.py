@@ -6,7 +6,7 @@ import copy
 import functools
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ from placer.export.layers import Stack, stacks
 from placer.export.override_regex import override_regex
 from placer.export.pipeline_split import pipeline_split
 from placer.export.placed_modules import PlacedModules
+from placer.export.stages import Stage
+from placer.export.torchtitan import titan_parts
 
 torch.set_num_threads(1)
 GPUS = ("cuda:0", "cuda:1")
@@ -164,9 +166,39 @@ def test_layers_are_counted_by_stage_and_every_module_is_in_one() -> None:
     assert found["stages"] == list(GPUS)
     assert found["vllm"] == {"VLLM_PP_LAYER_PARTITION": "1,1"}
     assert found["torchtitan"]["module_fqns_per_model_part"] == [
-        ["model.embed_tokens", "model.rotary_emb", "model.layers.0"],
-        ["model.layers.1", "model.norm", "lm_head"],
+        ["tok_embeddings", "layers.0", "rotary_emb"],
+        ["layers.1", "norm", "lm_head", "rotary_emb"],
     ]
+
+
+def test_names_for_torchtitan_are_children_of_the_model_or_layers_of_its_list() -> None:
+    two = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    model = nn.ModuleDict(
+        {
+            "blocks": nn.ModuleList(two),
+            "tower": nn.Sequential(*two),
+            "model": nn.ModuleDict({"layers": nn.ModuleList(two), "h": nn.ModuleList(two)}),
+        }
+    )
+
+    def parts(stack: str, first: Sequence[str], second: Sequence[str]) -> list[list[str]] | None:
+        both = [Stage("cuda:0", tuple(first)), Stage("cuda:1", tuple(second))]
+        return titan_parts(model, Stack(stack, (f"{stack}.0", f"{stack}.1")), both)
+
+    as_they_are = ["stem", "blocks.0"], ["blocks.1", "head"]
+    assert parts("blocks", *as_they_are) == list(as_they_are)
+    assert parts("blocks", ["stem.conv", "blocks.0"], ["blocks.1"]) is None
+    assert parts("tower", ["tower.0"], ["tower.1"]) is None
+    assert parts("model.h", ["model.wte", "model.h.0"], ["model.h.1", "lm_head"]) is None
+    of_hugging_face = parts("model.layers", ["model.embed_tokens", "model.layers.0"], ["lm_head"])
+    assert of_hugging_face == [["tok_embeddings", "layers.0"], ["lm_head"]]
+
+
+def test_where_torchtitan_has_no_names_it_is_told() -> None:
+    found = layer_counts(cut("gpt2", "transformer.h.1"))
+    assert found.content["counts"] == [1, 1]
+    assert "torchtitan" not in found.content
+    assert any("torchtitan has no names" in remark for remark in found.remarks)
 
 
 def test_counts_hold_although_what_is_around_the_layers_goes_back() -> None:

@@ -15,6 +15,7 @@ from placer.export.layers import Stack, stacks
 from placer.export.moved import told_moved
 from placer.export.placed_modules import PlacedModules
 from placer.export.stages import WHOLE, moved, stages, ties_across
+from placer.export.torchtitan import titan_parts
 
 
 def layer_counts(placed: PlacedModules) -> Exported:
@@ -40,10 +41,13 @@ def layer_counts(placed: PlacedModules) -> Exported:
         told = [f"counts are of layers alone: what is around them is placed otherwise ({error})"]
         told += told_moved(placed, dict(zip(stack.layers, devices, strict=True)), WHOLE)
         return Exported(is_as_placed=False, content=content, remarks=tuple(told))
-    content["torchtitan"] = {"module_fqns_per_model_part": [list(part.modules) for part in found]}
     told = moved(placed, found)
-    remarks = (*told, *ties_across(placed, found))
-    return Exported(is_as_placed=not told, content=content, remarks=remarks)
+    remarks = [*told, *ties_across(placed, found)]
+    if (parts := titan_parts(placed.model, stack, found)) is None:
+        remarks.append("torchtitan has no names for what is around the layers: counts alone")
+    else:
+        content["torchtitan"] = {"module_fqns_per_model_part": parts}
+    return Exported(is_as_placed=not told, content=content, remarks=tuple(remarks))
 
 
 def _only_stack(placed: PlacedModules) -> Stack:
