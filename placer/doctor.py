@@ -92,8 +92,8 @@ class Checkup:
         found = []
         if self.loud:
             told = (
-                f"The load is {self.load:.1f} on {self.cores} cores: as long as others use them, "
-                f"steps are judged by times {REBUILT}."
+                f"The load is {self.load:.1f} on {self.cores} core{'s'[: self.cores > 1]}: as long "
+                f"as others use them, steps are judged by times {REBUILT}."
             )
             quiet = [n for n in self.noise if n not in self.loud and n not in self.uneven]
             if len(quiet) > 1:  # one alone has nothing to place on

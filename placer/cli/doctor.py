@@ -61,7 +61,7 @@ def _print(found: Checkup) -> None:
     console = stdout_console()
     console.print(found.processor)
     console.print(", ".join(f"{name} {version}" for name, version in found.versions.items()))
-    load = f"load {found.load:.1f} on {found.cores} cores"
+    load = f"load {found.load:.1f} on {found.cores} core{'s'[: found.cores > 1]}"
     console.print(f"free memory {human_bytes(found.free_bytes)}; {load}")
     print_cluster(found.cluster, console)
     table = Table(box=box.SIMPLE_HEAD)

@@ -90,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
     weighed: Tradeoff | None = None
     planned: ReplicaPlan | None = None
     say(args, _foretold(args, cluster, options))
+    stages_s = {"Loading libraries": time.perf_counter() - began}
     try:
         with progress_of(args) as shown:
             progress = Timed(shown)
@@ -109,7 +110,9 @@ def run(args: argparse.Namespace) -> int:
         return fail(BAD_USAGE, error)
     except (ExtractionError, PlacementError, ValueError, OSError, RuntimeError) as error:
         return fail(JOB_FAILED, error)
+    searched = time.perf_counter()
     why = _write(found, args)
+    stages_s |= {**progress.took_s, "Writing files": time.perf_counter() - searched}
     total_s = time.perf_counter() - began
     try:
         if weighed is not None:
@@ -126,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
         why = why or f"stopped while printing; the placement is in {args.out}"
     if why is not None:
         return fail(JOB_FAILED, why)
-    _tell(found, planned, args, options, taken(total_s, progress.took_s))
+    _tell(found, planned, args, options, taken(total_s, stages_s))
     return 0
 
 
