@@ -3,7 +3,8 @@
 ``placement.json``::
 
     {"format": "placer-placement/1", "graph": hash, "cluster": name,
-     "devices": {op id: device name}, "priority": {op id: number},
+     "devices": {op id: device name}, "device_order": [device name] (optional),
+     "priority": {op id: number},
      "objective": "latency", "micro_batches": 1, "in_flight": 4 (optional),
      "predicted": {"step_s": ..., "peak_memory_bytes": {device: int}} or null,
      "measured": {"step_s": ..., ...} or null,
@@ -18,7 +19,7 @@ import json
 import math
 import reprlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -29,14 +30,14 @@ from numpy.typing import NDArray
 from envs.cluster import Cluster
 from envs.replica_set import Replicas
 from graphs.graph import GraphArrays
-from graphs.strict_json import fields, inside, load_checked, number, table, text
+from graphs.strict_json import array, fields, inside, load_checked, number, table, text
 from graphs.whole_file import write_whole
 
 FORMAT: Final = "placer-placement/1"
 OBJECTIVES: Final = ("latency", "throughput", "max-load")
 _KEYS: Final = frozenset(
     {"format", "graph", "cluster", "devices", "priority", "objective", "micro_batches"}
-    | {"in_flight", "predicted", "measured", "made_by", "replicas"}
+    | {"device_order", "in_flight", "predicted", "measured", "made_by", "replicas"}
 )
 _MAKER_KEYS: Final = frozenset({"placer", "seed", "budget", "version"})
 
@@ -257,6 +258,7 @@ class Placement:
             "devices": {
                 op_id: self.device_names[d] for op_id, d in zip(self.ops, self.devices, strict=True)
             },
+            "device_order": list(self.device_names),
             "priority": dict(zip(self.ops, self.priority, strict=True)),
             "objective": self.objective,
             "micro_batches": self.micro_batches,
@@ -271,8 +273,8 @@ class Placement:
     def from_dict(cls, data: Mapping[str, Any], device_names: tuple[str, ...] = ()) -> Placement:
         """A placement from the content of a placement file.
 
-        ``device_names`` gives the order of devices (a cluster's); without it they are in order of
-        first use.
+        ``device_names`` gives the order of devices (a cluster's). Without it those in use are in
+        the order that the file gives, or else of first use.
 
         Raises:
             ValueError: unknown or missing keys, or values of a wrong type or out of range.
@@ -284,7 +286,8 @@ class Placement:
             op_id: text(name, f"devices[{op_id!r}]")
             for op_id, name in table(top["devices"], "devices").items()
         }
-        known = device_names or tuple(dict.fromkeys(devices.values()))
+        own = _in_order(dict.fromkeys(devices.values()), top)
+        known = device_names or own
         index = {name: d for d, name in enumerate(known)}
         for op_id, name in devices.items():
             if name not in index:
@@ -346,6 +349,17 @@ def _is_of_optimizer(op_id: str) -> bool:
 
 def _optional(data: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:
     return None if data.get(key) is None else table(data[key], key)
+
+
+def _in_order(used: Collection[str], top: Mapping[str, Any]) -> tuple[str, ...]:
+    """The devices in use, in the order of the file if it has one."""
+    order = array(top.get("device_order", list(used)), "device_order")
+    named = [text(name, f"device_order[{i}]") for i, name in enumerate(order)]
+    if repeated := [name for name in named if named.count(name) > 1]:
+        raise ValueError(f"device_order names {repeated[0]!r} twice")
+    if missing := [name for name in used if name not in named]:
+        raise ValueError(f"device_order lacks {missing[0]!r}, which devices has")
+    return tuple(name for name in named if name in used)
 
 
 def _check_value(value: object, where: str, *, quantity: bool) -> None:

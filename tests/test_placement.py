@@ -93,6 +93,14 @@ def test_devices_are_in_order_of_first_use_where_no_order_is_given() -> None:
     assert read.priority == (0.0, 0.0, 0.0)
 
 
+def test_devices_in_use_keep_the_order_of_the_cluster_in_a_file(tmp_path: Path) -> None:
+    placement = place(GRAPH, cluster_of("b", "idle", "a"), [2, 0, 2, 0, 2])
+    placement.save(tmp_path / "placement.json")
+    read = Placement.load(tmp_path / "placement.json")
+    assert read.device_names == ("b", "a")
+    assert read.devices == (1, 0, 1, 0, 1)
+
+
 def test_arrays_are_those_it_was_made_of() -> None:
     devices, priority = place(GRAPH, CLUSTER, [0, 1, 1, 0, 1]).arrays()
     assert devices.tolist() == [0, 1, 1, 0, 1]
@@ -249,6 +257,9 @@ def test_placement_without_meaning_cannot_be_made(changes: dict[str, Any], messa
             {"predicted": {"peak_memory_bytes": {"x": "1 GB"}}},
             r"predicted\.peak_memory_bytes\.x is '1 GB', not a number",
         ),
+        ({"device_order": "ab"}, "device_order is 'ab', not a list"),
+        ({"device_order": ["x", "x"]}, "device_order names 'x' twice"),
+        ({"device_order": []}, "device_order lacks "),
         ({"made_by": {"author": "x"}}, r"unknown key made_by\.author"),
         ({"made_by": {"seed": "x"}}, r"made_by\.seed is 'x', not a whole number"),
         ({"made_by": {"placer": 3}}, r"made_by\.placer is 3, not a string"),
