@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -188,13 +189,16 @@ def test_only_what_meets_is_joined_and_its_price_is_told() -> None:
     found = device_map(PlacedModules.of(extraction, placement))
     # left.2 and right.2 have as many FLOPs on either device, and the first device wins.
     assert found.content == {"left": 0, "right.0": 1, "right.2": 0, "head": 1}
-    told, advice = found.remarks
+    told, backward, advice = found.remarks
     # right.2: 3 x 8 x 4 of 3 x (4 x 8 + 8 x 4) x 2 + 3 x 4 x 2 multiplications.
     assert "23.5% of the FLOPs" in told
     assert told.endswith(
         "right.2 (cuda:1 -> cuda:0), since add in Meeting.forward wants what left.2 and right.2 "
-        "give on one device, and only the inputs of modules are moved"
+        "give on one device, and only the inputs of modules are moved; the code of the model "
+        "(cuda:1 -> cuda:0), since what is outside of the modules of the map runs where its inputs "
+        "are"
     )
+    assert re.fullmatch(r"\d of \d+ backward ops .*: right\.2 \(1\)(, the code .*)?", backward)
     assert "where add in Meeting.forward becomes the forward of a small module" in advice
 
 
@@ -212,7 +216,7 @@ def test_branches_that_meet_in_a_layer_lose_only_what_meets() -> None:
         "0.right.0",
         "1.right.0",
     }
-    moved, advice = found.remarks
+    moved, _, advice = found.remarks
     assert "cat in Branches.forward of 1 wants what 1.left.2 and 1.right.2 give" in moved
     assert "cat in Branches.forward of 0, cat in Branches.forward of 1 become" in advice
 

@@ -301,7 +301,7 @@ def test_exports_that_fail_are_not_offered_but_told_and_others_come_with_their_p
     assert "a step is predicted to take" in hugging_face.told
     pipeline = commands["Export for torch.distributed.pipelining"]
     assert pipeline.command == ""
-    assert "head goes back to cuda:0" in pipeline.told
+    assert "and then head is on cuda:0 again" in pipeline.told
     assert [bool(command.command) for command in commands.values()].count(False) == 2
 
 

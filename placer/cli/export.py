@@ -183,7 +183,7 @@ def _price(args: argparse.Namespace, extraction: Extraction, placement: Placemen
             known = None
     if known is None:
         return None
-    return price_of(known.problem, placement, extraction.step.model, args.renamed)
+    return price_of(known.problem, placement, extraction, args.renamed)
 
 
 def _remarks(

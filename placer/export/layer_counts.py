@@ -14,7 +14,7 @@ from placer.export.format import Exported
 from placer.export.layers import Stack, stacks
 from placer.export.moved import told_moved
 from placer.export.placed_modules import PlacedModules
-from placer.export.stages import WHOLE, moved, stages, ties_across
+from placer.export.stages import WHOLE, cost_of, moved, stages, ties_across
 
 
 def layer_counts(placed: PlacedModules) -> Exported:
@@ -38,11 +38,14 @@ def layer_counts(placed: PlacedModules) -> Exported:
         found = stages(placed)
     except ExportError as error:
         told = [f"counts are of layers alone: what is around them is placed otherwise ({error})"]
-        told += told_moved(placed, dict(zip(stack.layers, devices, strict=True)), WHOLE)
+        runs_on = placed.by_module(dict(zip(stack.layers, devices, strict=True)))
+        told += told_moved(placed, runs_on, stack.layers, WHOLE)
+        told += [] if placed.price is None else placed.price.told(runs_on)
         return Exported(is_as_placed=False, content=content, remarks=tuple(told))
     content["torchtitan"] = {"module_fqns_per_model_part": [list(part.modules) for part in found]}
     told = moved(placed, found)
-    remarks = (*told, *ties_across(placed, found))
+    costs = cost_of(placed, found, moved=bool(told))
+    remarks = (*told, *costs, *ties_across(placed, found))
     return Exported(is_as_placed=not told, content=content, remarks=remarks)
 
 
