@@ -6,6 +6,7 @@ import copy
 import functools
 import json
 import re
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ import placer
 from envs.placement import Placement
 from graphs.extract import Extraction, Step, extract
 from graphs.graph import attributes_of
+from graphs.optimizer import Optimizer
 from placer.cli.main import main
 from placer.export import FORMATS, format_named
 from placer.export.faults import ExportError
@@ -33,6 +35,7 @@ from placer.export.layers import Stack, stacks
 from placer.export.override_regex import override_regex
 from placer.export.pipeline_split import pipeline_split
 from placer.export.placed_modules import PlacedModules
+from placer.parallel.arguments import build_parser as build_run_parser
 
 torch.set_num_threads(1)
 GPUS = ("cuda:0", "cuda:1")
@@ -281,6 +284,46 @@ def test_the_command_says_what_is_in_the_way(
     replace(other, graph="0" * 64).save(target[1])
     assert export(target, "--format", "layer-counts") == 2
     assert "was made for graph 000000000000" in capsys.readouterr().err
+
+
+def test_what_differs_from_the_step_that_was_placed_is_told_where_it_is_known(
+    target: tuple[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export(target, "--format", "layer-counts", "--inference") == 2
+    assert "it is of a training step, and this is inference: leave --inference out." in (
+        capsys.readouterr().err
+    )
+    assert export(target, "--format", "layer-counts", "--dtype", "bf16") == 2
+    assert "its inputs, --dtype, --extractor or the torch version differ" in capsys.readouterr().err
+    assert export(target, "--format", "layer-counts", "--optimizer", "sgd") == 2
+    assert "search with this optimizer, or leave --optimizer out" in capsys.readouterr().err
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in "123"))
+    step = Step.of(model, torch.ones(2, 4), training=False)
+    placement_of(extract(step).graph, ("core:0",), [0] * 6).save(target[1])
+    assert export(target, "--format", "layer-counts") == 2
+    assert "it is of inference, and this is a training step: give --inference." in (
+        capsys.readouterr().err
+    )
+
+
+def test_the_command_that_runs_what_was_placed_has_all_that_it_was_placed_with(
+    target: tuple[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in "123"))
+    step = Step.of(model, (torch.ones(2, 4), torch.ones(2, 4)), nn.MSELoss(), dtype="bf16")
+    extraction = extract(replace(step, optimizer=Optimizer.of("adam")), "export")
+    placement = cut_placement(extraction, ("core:0", "core:1"), ("1",), of_calls=False)
+    placement.save(target[1])
+    given = ["--dtype", "bf16", "--extractor", "export", "--optimizer", "adam"]
+    assert export(target, "--format", "layer-counts", *given) == 0
+    told = capsys.readouterr().err
+    command = shlex.split(told.partition("runs every op where it is placed: ")[2].splitlines()[0])
+    args = build_run_parser().parse_args(command[command.index("placer.run") + 1 :])
+    assert (args.dtype, args.extractor, args.optimizer) == ("bf16", "export", "adam")
+    assert (args.target, args.placement) == target
+    replace(placement, micro_batches=4).save(target[1])
+    assert export(target, "--format", "layer-counts", *given) == 0
+    assert "placer.run" not in capsys.readouterr().err, "it runs no micro-batches"
 
 
 def test_names_for_devices_that_the_placement_leaves_idle_do_no_harm(

@@ -196,6 +196,44 @@ def test_the_price_of_what_was_optimized_heeds_the_demands_of_its_user() -> None
     assert f"impossible: op '0:sin' is on {cores[0]}, but may only run on {cores[1]}" in told
 
 
+MODEL = """
+import torch
+from torch import nn
+
+def build():
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4))
+    return model, (torch.ones(2, 4), torch.ones(2, 4)), nn.MSELoss()
+"""
+
+
+def built() -> Extraction:
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4))
+    return extract(Step.of(model, (torch.ones(2, 4), torch.ones(2, 4)), nn.MSELoss()))
+
+
+def test_the_command_holds_exports_to_the_memory_that_it_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLACER_CACHE", str(tmp_path / "cache"))
+    core = f"core:{CORES[0]}"
+    model, given = tmp_path / "model.py", tmp_path / "placement.json"
+    model.write_text(MODEL)
+    extraction = built()
+    placement_of(extraction.graph, (core,), [0] * len(extraction.graph)).save(given)
+    command = ["export", str(given), f"{model}:build", "--format", "device-map"]
+    command += ["--as", f"{core}=cuda:0", "--memory"]
+    assert main([*command, f"{core}=300B"]) == 0
+    assert "give --predict, too, to know whether it fits" in capsys.readouterr().err
+    assert main([*command, f"{core}=300B", "--predict"]) == 0
+    told = capsys.readouterr()
+    assert f"no step is predicted, since as placed {core} needs " in told.err
+    assert "but has 300 B" in told.err
+    assert main([*command, f"{core}=1MB"]) == 0
+    assert capsys.readouterr().err == ""
+    assert main([*command, "core:99=1MB"]) == 2
+    assert "memory of core:99 is limited, but the devices are" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(len(CORES) < 2, reason="two devices need two cores")
 def test_the_command_predicts_on_the_devices_of_the_placement(
@@ -203,14 +241,8 @@ def test_the_command_predicts_on_the_devices_of_the_placement(
 ) -> None:
     cores = tuple(f"core:{core}" for core in CORES[:2])
     model = tmp_path / "model.py"
-    model.write_text(
-        "import torch\nfrom torch import nn\n\n"
-        "def build():\n"
-        "    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4))\n"
-        "    return model, (torch.ones(2, 4), torch.ones(2, 4)), nn.MSELoss()\n"
-    )
-    built = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4))
-    extraction = extract(Step.of(built, (torch.ones(2, 4), torch.ones(2, 4)), nn.MSELoss()))
+    model.write_text(MODEL)
+    extraction = built()
     devices = [int(op.startswith("0.1")) for op in extraction.graph]
     given = tmp_path / "placement.json"
     placement_of(extraction.graph, cores, devices).save(given)

@@ -101,6 +101,25 @@ def test_devices_in_use_keep_the_order_of_the_cluster_in_a_file(tmp_path: Path) 
     assert read.devices == (1, 0, 1, 0, 1)
 
 
+def test_where_a_module_is_is_told_by_device_and_phase() -> None:
+    ops = ["a.0:mm", "a.0:backward/mm", "a.1@2:mm", ":add", "a.1:optimizer/sgd"]
+    placement = Placement(
+        graph="",
+        cluster="",
+        ops=tuple(ops),
+        device_names=("x", "y"),
+        devices=(1, 0, 0, 1, 0),
+        priority=(0.0,) * 5,
+    )
+    assert placement.device_of("a") == "y"
+    assert placement.phases_of("a") == {
+        "x": {"forward": 1, "backward": 1, "optimizer": 1},
+        "y": {"forward": 1},
+    }
+    assert placement.phases_of("(model)") == {"y": {"forward": 1}}
+    assert placement.device_of("(model)") == "y"
+
+
 def test_arrays_are_those_it_was_made_of() -> None:
     devices, priority = place(GRAPH, CLUSTER, [0, 1, 1, 0, 1]).arrays()
     assert devices.tolist() == [0, 1, 1, 0, 1]

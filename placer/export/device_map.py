@@ -61,7 +61,8 @@ def device_map(placed: PlacedModules) -> Exported:
     if placed.price is not None and not is_offloaded:  # weights are sent in every step
         remarks += placed.price.told(seen.devices, moved=not is_as_placed)
     remarks += _how_to_keep_it(found, seen.devices)
-    remarks += held_together(placed, runs_on, whole)
+    if placed.price is None or placed.price.is_lost(seen.devices):
+        remarks += held_together(placed, runs_on, whole)
     if HOST in used and len(used) > 1:
         remarks.append(_host_remark(placed, main_device))
     placed_on = {op.device for op in placed.ops}

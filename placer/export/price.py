@@ -64,6 +64,11 @@ class Price:
         best = int(np.argmin(steps))
         return self.problem.cluster.names[best], steps[best]
 
+    def is_lost(self, runs_on: Mapping[str, str]) -> bool:
+        """Whether an export costs anything, to people."""
+        before, after = self.as_placed, self.step(runs_on)
+        return after.step_s > before.step_s * (1 + SMALLEST_CHANGE)
+
     def is_won_back(self, runs_on: Mapping[str, str], otherwise: Mapping[str, str]) -> bool:
         """Whether an export would win most of what it loses if calls ran otherwise."""
         before, after, then = self.as_placed, self.step(runs_on), self.step(otherwise)
