@@ -326,6 +326,18 @@ def test_the_command_that_runs_what_was_placed_has_all_that_it_was_placed_with(
     assert "placer.run" not in capsys.readouterr().err, "it runs no micro-batches"
 
 
+def test_devices_are_named_in_the_order_of_the_cluster_whatever_runs_first(
+    target: tuple[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    placement = Placement.load(target[1])
+    swapped = replace(placement, devices=tuple(1 - d for d in placement.devices))
+    swapped.save(target[1])
+    assert export(target, "--format", "device-map") == 2
+    assert "--as core:0=cuda:0,core:1=cuda:1" in capsys.readouterr().err
+    assert main(["show", str(target[1]), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["devices"] == ["core:0", "core:1"]
+
+
 def test_names_for_devices_that_the_placement_leaves_idle_do_no_harm(
     target: tuple[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

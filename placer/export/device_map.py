@@ -60,9 +60,11 @@ def device_map(placed: PlacedModules) -> Exported:
     is_offloaded = HOST in used and main_device != HOST and len(used) > 1
     if placed.price is not None and not is_offloaded:  # weights are sent in every step
         remarks += placed.price.told(seen.devices, moved=not is_as_placed)
-    remarks += _how_to_keep_it(found, seen.devices)
-    if placed.price is None or placed.price.is_lost(seen.devices):
-        remarks += held_together(placed, runs_on, whole)
+    remedy = _how_to_keep_it(found, seen.devices)
+    remarks += remedy
+    left = found.runs_apart() if remedy else seen.devices
+    if placed.price is None or placed.price.is_lost(left):
+        remarks += held_together(placed, runs_on, found.units)
     if HOST in used and len(used) > 1:
         remarks.append(_host_remark(placed, main_device))
     placed_on = {op.device for op in placed.ops}

@@ -75,8 +75,9 @@ def held_together(
     counts: dict[str, int] = {}
     for module, ops in _by_module(placed, apart, units, ()).items():
         branch = layer_of(module, found) or _branch(module)
-        if branch:
+        if not _is_code(placed, module, units):  # of which only parts could be held
             counts[branch] = counts.get(branch, 0) + len(ops)
+    counts.pop("", None)
     if not counts:
         return []
     most = sorted(counts, key=lambda module: -counts[module])
@@ -91,9 +92,8 @@ def held_together(
 
 def _branch(module: str) -> str:
     """A module, or the Sequential that it is a member of: ``audio`` of ``audio.0``."""
-    while module.rpartition(".")[2].isdigit():
-        module = module.rpartition(".")[0]
-    return module
+    outer, _, name = module.rpartition(".")
+    return _branch(outer) if outer and name.isdigit() else module
 
 
 def _by_module(
@@ -113,9 +113,14 @@ def _by_module(
 
 def _name(placed: PlacedModules, module: str, units: Collection[str]) -> str:
     """How a module is called, or the code of one of which only parts are units."""
-    if around(module, units) is None and any(placed.model.get_submodule(module).children()):
+    if _is_code(placed, module, units):
         return f"the code of {module}" if module else "the code of the model"
     return module or "the model"
+
+
+def _is_code(placed: PlacedModules, module: str, units: Collection[str]) -> bool:
+    """Whether a module is none of the units, nor in one, but has some inside."""
+    return around(module, units) is None and any(placed.model.get_submodule(module).children())
 
 
 def _named(
