@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from placed_at_random import placement_of
+from placed_at_random import placement_of, random_placement
 from test_export_price import NAMES, problem_of
 from tiny_models import Plain, squared
 from torch import Tensor, nn
@@ -91,6 +91,19 @@ class Recorded(TorchFunctionMode):
         return result
 
 
+def dispatched(extraction: Extraction, devices: dict[str, str]) -> dict[str, str]:
+    """{call: device} of a run by accelerate: calls of one function are in the same order there."""
+    step, recorded, found = extraction.step, Recorded(), dict[str, str]()
+    with vdev():
+        model = accelerate.dispatch_model(copy.deepcopy(step.model), devices, main_device="cpu")
+        with torch.no_grad(), recorded:
+            model(*step.inputs)
+    for op in {call.op for call in extraction.forward.calls}:
+        keys = [call.key for call in extraction.forward.calls if call.op == op]
+        found |= zip(keys, recorded.devices[op], strict=True)
+    return found
+
+
 @without_cuda
 def test_calls_run_where_accelerate_runs_them_and_what_it_cannot_run_is_found() -> None:
     extraction = outer()
@@ -100,21 +113,36 @@ def test_calls_run_where_accelerate_runs_them_and_what_it_cannot_run_is_found() 
         if len(set(devices.values())) == 1:
             continue
         found = flow(extraction.forward, step, devices, "cpu")
-        recorded = Recorded()
-        with vdev():
-            model = accelerate.dispatch_model(copy.deepcopy(step.model), devices, main_device="cpu")
-            with torch.no_grad(), recorded:
-                if found.conflict is not None:
-                    failed += 1
-                    with pytest.raises(RuntimeError, match="all tensors must be on one device"):
-                        model(*step.inputs)
-                    continue
-                model(*step.inputs)
-        ran += 1
-        for op in {call.op for call in extraction.forward.calls}:
-            expected = [found.devices[c.key] for c in extraction.forward.calls if c.op == op]
-            assert recorded.devices[op] == expected, (seed, op)
+        if found.conflict is None:
+            assert dispatched(extraction, devices) == found.devices, seed
+            ran += 1
+        else:
+            with pytest.raises(RuntimeError, match="all tensors must be on one device"):
+                dispatched(extraction, devices)
+            failed += 1
     assert min(ran, failed) >= 3
+
+
+@without_cuda
+@pytest.mark.parametrize("by", ["op", "module"])
+def test_an_export_tells_how_many_ops_accelerate_runs_elsewhere_than_placed(by: str) -> None:
+    extraction, ran, told = outer(), 0, 0
+    for seed in range(12):
+        placement = random_placement(extraction, ("cpu", "vdev:0"), seed, by=by)
+        placed = PlacedModules.of(extraction, placement, main_device="cpu")
+        found = device_map(placed)
+        if len(set(found.content.values())) == 1:
+            continue
+        seen = dispatched(extraction, found.content)
+        moved = sum(seen[op.call] != op.device for op in placed.ops)
+        remarks = [text for text in found.remarks if "forward ops" in text]
+        assert [text.startswith(f"{moved} of {len(placed.ops)} ") for text in remarks] == [
+            True for _ in range(moved > 0)
+        ]
+        assert found.is_as_placed == (moved == 0)
+        ran += 1
+        told += moved > 0
+    assert min(ran, told) >= 3
 
 
 def chain(*, training: bool = False) -> Extraction:

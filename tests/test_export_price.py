@@ -122,6 +122,8 @@ def test_the_price_is_the_step_of_the_exported_placement_over_that_of_the_placem
         "as exported a step is predicted to take 5.000 ms, 28.6% less than the 7.000 ms as placed: "
         "0.80x as fast as cuda:0 alone (as placed 0.57x), which is not worth it"
     )
+    (told,) = price.told(halves, single_step=False)
+    assert told.endswith("28.6% less than the 7.000 ms as placed")
     price = price_of(problem, placed_on(problem, 0, 0, 0, 0), extraction, {})
     (told,) = price.told(calls_on(extraction, {"": "cuda:1"}))
     assert told.endswith("1.00x as fast as cuda:0 alone (as placed 1.00x)")
@@ -228,7 +230,7 @@ def test_the_command_holds_exports_to_the_memory_that_it_is_given(
     told = capsys.readouterr()
     assert f"no step is predicted, since as placed {core} needs " in told.err
     assert "but has 300 B" in told.err
-    assert main([*command, f"{core}=1MB"]) == 0
+    assert main([*command, f"{core}=1MB", "--predict"]) == 0
     assert capsys.readouterr().err == ""
     assert main([*command, "core:99=1MB"]) == 2
     assert "memory of core:99 is limited, but the devices are" in capsys.readouterr().err

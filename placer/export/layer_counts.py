@@ -40,7 +40,7 @@ def layer_counts(placed: PlacedModules) -> Exported:
         told = [f"counts are of layers alone: what is around them is placed otherwise ({error})"]
         runs_on = placed.by_module(dict(zip(stack.layers, devices, strict=True)))
         told += told_moved(placed, runs_on, stack.layers, WHOLE)
-        told += [] if placed.price is None else placed.price.told(runs_on)
+        told += [] if placed.price is None else placed.price.told(runs_on, single_step=False)
         return Exported(is_as_placed=False, content=content, remarks=tuple(told))
     content["torchtitan"] = {"module_fqns_per_model_part": [list(part.modules) for part in found]}
     told = moved(placed, found)

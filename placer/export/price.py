@@ -78,10 +78,16 @@ class Price:
         is_much = lost_s > SMALLEST_CHANGE * before.step_s
         return is_much and after.step_s - then.step_s > lost_s / 2
 
-    def told(self, runs_on: Mapping[str, str], *, moved: bool = True) -> list[str]:
+    def told(
+        self, runs_on: Mapping[str, str], *, moved: bool = True, single_step: bool = True
+    ) -> list[str]:
         """What an export costs, as one sentence; none if it costs nothing, or next to it.
 
-        ``moved`` is whether something is not where the placement has it, so that there is a price.
+        Args:
+            runs_on: {call: device of the export}.
+            moved: something is not where the placement has it, so that there is a price.
+            single_step: it is to make single steps fast, which one device has to be beaten at;
+                not so where many micro-batches are under way at once.
         """
         before, after = self.as_placed, self.step(runs_on)
         if not before.feasible:
@@ -92,7 +98,7 @@ class Price:
         name, alone_s = self.alone
         more = after.step_s / before.step_s - 1
         gain = alone_s / after.step_s
-        is_weighed = self.placed.objective != "max-load"  # which is not about a single step
+        is_weighed = single_step and self.placed.objective != "max-load"
         several = len(set(runs_on.values())) > 1
         is_worth_it = not (is_weighed and several) or gain >= 1 + SMALLEST_GAIN
         if not moved and more < SMALLEST_CHANGE and is_worth_it:

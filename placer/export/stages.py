@@ -109,4 +109,6 @@ def moved(placed: PlacedModules, found: Sequence[Stage]) -> list[str]:
 
 def cost_of(placed: PlacedModules, found: Sequence[Stage], *, moved: bool) -> list[str]:
     """The predicted step where that is known, if it differs from the placement's; or none."""
-    return [] if placed.price is None else placed.price.told(runs_on(placed, found), moved=moved)
+    if placed.price is None:
+        return []
+    return placed.price.told(runs_on(placed, found), moved=moved, single_step=False)
