@@ -186,8 +186,8 @@ def export_placement(
         extraction = placement.extraction
     elif example_inputs is None:
         raise ValueError(
-            "a placement from a file, or on devices that are not here, does not hold the model's "
-            "inputs: example_inputs are needed (and loss), as for optimize"
+            "a placement from a file does not hold the model's inputs: example_inputs are needed "
+            "(and loss), as for optimize"
         )
     else:
         step = Step.of(model, example_inputs, loss, training=training, dtype=dtype)

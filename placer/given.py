@@ -201,7 +201,7 @@ def _meant(name: str, cluster: Cluster) -> str:
     """What to do about a device of a map that a cluster has not."""
     kind, _, index = name.partition(":")
     there = ", ".join(cluster.names)
-    if kind != "cuda" or not all(map(is_core, cluster.names)):
+    if kind != "cuda" or not index.isdecimal() or not all(map(is_core, cluster.names)):
         return f"but the devices are {there}"
     return (
         f"which is what {index} means in device maps, but the devices are {there}: name them in "

@@ -226,7 +226,7 @@ class Optimization:
             )
         if self.extraction is not None:
             found += extraction_remarks(self.extraction)
-        if self.stopped and self.extraction is not None and self.best.measurement is None:
+        if self.stopped and self.measuring_s > 0 and self.best.measurement is None:
             found.append("Nothing was measured: it was stopped before the first complete round.")
         judged = [self.best] if self.single in (None, self.best) else [self.best, self.single]
         for row in judged:

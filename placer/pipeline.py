@@ -121,7 +121,7 @@ def optimize_step(
             options,
             interrupt,
             hear,
-            known.extraction if all_here else None,
+            known.extraction,
             known.rig if runs else None,
             outset=_Outset(coarse=grouped(known.graph, options), given=known.given),
         )

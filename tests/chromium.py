@@ -1,4 +1,4 @@
-"""A real browser for tests of pages, where there is one."""
+"""A real browser for tests of pages, where there is one, and what is asked of every page."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import base64
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -36,6 +37,56 @@ def chromium() -> Iterator[Browser]:
         browser = playwright.chromium.launch(executable_path=found, args=list(QUIET))
         yield browser
         browser.close()
+
+
+@contextmanager
+def opened(
+    browser: Browser, report: Path, *, width: int = 1280, dark: bool = False
+) -> Iterator[Page]:
+    """A report without a network, drawn; fails at the end if anything complained."""
+    context = browser.new_context(
+        viewport={"width": width, "height": 800},
+        color_scheme="dark" if dark else "light",
+        offline=True,
+    )
+    page = context.new_page()
+    complaints: list[str] = []
+    page.on("console", lambda message: complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("dialog", lambda dialog: complaints.append(dialog.message))
+    page.on("request", lambda asked: complaints.append(asked.url))
+    page.goto(report.as_uri())
+    page.wait_for_function("graph.view.width > 0 && gantt.view.width > 0")
+    yield page
+    context.close()
+    assert [told for told in complaints if told != report.as_uri()] == []
+
+
+def cut_labels(page: Page) -> list[str]:
+    """Labels of charts that are not all within their chart."""
+    cut: list[str] = page.evaluate(
+        """[...document.querySelectorAll("svg text")].filter((label) => {
+          const [own, all] = [label, label.ownerSVGElement].map((e) => e.getBoundingClientRect());
+          return own.left < all.left - 1 || own.right > all.right + 1 || own.top < all.top - 1 ||
+            own.bottom > all.bottom + 1;
+        }).map((label) => label.textContent)"""
+    )
+    return cut
+
+
+def covered_labels(page: Page) -> list[str]:
+    """Labels of charts that are over each other."""
+    covered: list[str] = page.evaluate(
+        """[...document.querySelectorAll("svg")].flatMap((svg) => {
+          const labels = [...svg.querySelectorAll("text")];
+          const boxes = labels.map((label) => label.getBoundingClientRect());
+          return labels.flatMap((label, i) => boxes.slice(0, i).flatMap((box, j) =>
+            box.left < boxes[i].right - 1 && boxes[i].left < box.right - 1 &&
+            box.top < boxes[i].bottom - 3 && boxes[i].top < box.bottom - 3
+              ? [`${labels[j].textContent} | ${label.textContent}`] : []));
+        })"""
+    )
+    return covered
 
 
 def ink_of(page: Page, png: bytes) -> tuple[int, float]:

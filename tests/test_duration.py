@@ -10,7 +10,14 @@ from placer.search.budget import Budget
 
 @pytest.mark.parametrize(
     ("seconds", "told"),
-    [(0.3, "0.3 s"), (9.96, "9.96 s"), (59.44, "59.4 s"), (89.0, "89 s"), (300.0, "5 min")],
+    [
+        (0.3, "0.3 s"),
+        (9.96, "9.96 s"),
+        (59.44, "59.4 s"),
+        (89.0, "89 s"),
+        (300.0, "5 min"),
+        (86400.0, "24 h"),
+    ],
 )
 def test_a_duration_has_a_unit_that_fits(seconds: float, told: str) -> None:
     assert duration(seconds) == told

@@ -7,7 +7,7 @@ import functools
 import json
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 import placer
 from envs.placement import Placement
 from graphs.extract import Extraction, Step, extract
+from graphs.extract.call_graph import call_graph
 from graphs.graph import attributes_of
 from graphs.optimizer import Optimizer
 from placer.cli.main import main
@@ -35,6 +36,8 @@ from placer.export.layers import Stack, stacks
 from placer.export.override_regex import override_regex
 from placer.export.pipeline_split import pipeline_split
 from placer.export.placed_modules import PlacedModules
+from placer.export.stages import Stage
+from placer.export.torchtitan import titan_parts
 from placer.parallel.arguments import build_parser as build_run_parser
 
 torch.set_num_threads(1)
@@ -167,9 +170,39 @@ def test_layers_are_counted_by_stage_and_every_module_is_in_one() -> None:
     assert found["stages"] == list(GPUS)
     assert found["vllm"] == {"VLLM_PP_LAYER_PARTITION": "1,1"}
     assert found["torchtitan"]["module_fqns_per_model_part"] == [
-        ["model.embed_tokens", "model.rotary_emb", "model.layers.0"],
-        ["model.layers.1", "model.norm", "lm_head"],
+        ["tok_embeddings", "layers.0", "rotary_emb"],
+        ["layers.1", "norm", "lm_head", "rotary_emb"],
     ]
+
+
+def test_names_for_torchtitan_are_children_of_the_model_or_layers_of_its_list() -> None:
+    two = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    model = nn.ModuleDict(
+        {
+            "blocks": nn.ModuleList(two),
+            "tower": nn.Sequential(*two),
+            "model": nn.ModuleDict({"layers": nn.ModuleList(two), "h": nn.ModuleList(two)}),
+        }
+    )
+
+    def parts(stack: str, first: Sequence[str], second: Sequence[str]) -> list[list[str]] | None:
+        both = [Stage("cuda:0", tuple(first)), Stage("cuda:1", tuple(second))]
+        return titan_parts(model, Stack(stack, (f"{stack}.0", f"{stack}.1")), both)
+
+    as_they_are = ["stem", "blocks.0"], ["blocks.1", "head"]
+    assert parts("blocks", *as_they_are) == list(as_they_are)
+    assert parts("blocks", ["stem.conv", "blocks.0"], ["blocks.1"]) is None
+    assert parts("tower", ["tower.0"], ["tower.1"]) is None
+    assert parts("model.h", ["model.wte", "model.h.0"], ["model.h.1", "lm_head"]) is None
+    of_hugging_face = parts("model.layers", ["model.embed_tokens", "model.layers.0"], ["lm_head"])
+    assert of_hugging_face == [["tok_embeddings", "layers.0"], ["lm_head"]]
+
+
+def test_where_torchtitan_has_no_names_it_is_told() -> None:
+    found = layer_counts(cut("gpt2", "transformer.h.1"))
+    assert found.content["counts"] == [1, 1]
+    assert "torchtitan" not in found.content
+    assert any("torchtitan has no names" in remark for remark in found.remarks)
 
 
 def test_counts_hold_although_what_is_around_the_layers_goes_back() -> None:
@@ -416,6 +449,18 @@ def test_python_exports_what_the_command_does(target: tuple[str, Path]) -> None:
     assert advice.startswith("for training, place with --keep-together 0, which holds")
     with pytest.raises(ValueError, match="example_inputs are needed"):
         placer.export_placement(model, target[1], "pipeline")
+
+
+def test_a_loss_that_is_a_module_and_placed_elsewhere_is_named() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in "12"))
+    extraction = extract(Step.of(model, (torch.ones(2, 4), torch.ones(2, 4)), nn.MSELoss()))
+    graph = call_graph(extraction).graph
+    modules = [attributes_of(graph, node)["module"] for node in graph]
+    devices = [int(module.startswith("1")) for module in modules]
+    placed = PlacedModules.of(extraction, placement_of(graph, GPUS, devices))
+    moved = pipeline_split(placed).remarks[0]
+    assert "1 of 5 forward ops" in moved
+    assert "loss (cuda:0 -> cuda:1), since what is between modules runs in the stage" in moved
 
 
 def test_every_format_is_found_by_its_name() -> None:

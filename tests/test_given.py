@@ -307,6 +307,9 @@ def test_the_command_says_what_cannot_be_scored(
         "the device map has '' on cuda:7, which is what 7 means in device maps, but the devices "
         'are core:0: name them in the map, such as "core:0" for 7'
     ) in capsys.readouterr().err
+    given.write_text('{"": "cuda:x"}')
+    assert main([*command, "--devices", "core:0"]) == 2
+    assert "'' on cuda:x, but the devices are core:0" in capsys.readouterr().err
     extraction = extract(layers())
     many = cut_placement(extraction, ("cpu",), (), of_calls=True)
     replace(many, graph="0" * 64).save(given)

@@ -332,6 +332,58 @@ def test_a_report_comes_with_an_optimization_and_again_from_its_placement(
         assert main(words[1:]) == 0
 
 
+ELSEWHERE = """
+format = "placer-cluster/1"
+[[device]]
+name = "n1:g0"
+kind = "gpu"
+memory_bytes = 1_000_000_000
+peak_flop_per_s = 1e9
+bandwidth_bytes_per_s = 1e9
+[[device]]
+name = "n1:g1"
+kind = "gpu"
+memory_bytes = 1_000_000_000
+peak_flop_per_s = 1e9
+bandwidth_bytes_per_s = 1e9
+[[link]]
+between = ["n1:g0", "n1:g1"]
+latency_s = 1e-9
+bandwidth_bytes_per_s = 1e12
+"""
+CROSSED = """
+import torch
+from torch import nn
+
+class Crossed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(64, 64), nn.Linear(64, 64)
+    def forward(self, x):
+        return self.left(x) + self.right(x)
+
+def build():
+    return Crossed(), (torch.ones(256, 64), torch.ones(256, 64)), nn.MSELoss()
+"""
+
+
+def test_reports_of_clusters_elsewhere_try_their_exports_too(tmp_path: Path) -> None:
+    model, cluster, out, first, second = (
+        tmp_path / name for name in ("m.py", "c.toml", "p.json", "1.html", "2.html")
+    )
+    model.write_text(CROSSED)
+    cluster.write_text(ELSEWHERE)
+    arguments = [f"{model}:build", "--cluster", str(cluster)]
+    made = ["--budget", "200e", "--out", str(out), "--report", str(first)]
+    assert main(["optimize", *arguments, *made]) == 0
+    assert len(set(json.loads(out.read_text())["devices"].values())) == 2
+    assert main(["report", str(out), *arguments, "--out", str(second)]) == 0
+    one, two = (data_of(path)["commands"] for path in (first, second))
+    assert one == two
+    [hugging_face] = [command for command in one if "Hugging Face" in command["what"]]
+    assert "a step is predicted to take" in hugging_face["told"]
+
+
 def data_of(path: Path) -> dict[str, Any]:
     text = path.read_text().partition('id="data">')[2].partition("</script>")[0]
     found: dict[str, Any] = json.loads(text)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import networkx as nx
 import numpy as np
 import pytest
-from chromium import chromium, ink_of
+from chromium import chromium, covered_labels, cut_labels, ink_of, opened
 
 from envs.cluster import Cluster, Device, Link
 from envs.measured import Measurement
@@ -81,24 +81,10 @@ on_a_phone = pytest.mark.parametrize("page", [360], indirect=True)
 
 @pytest.fixture
 def page(request: pytest.FixtureRequest, browser: Browser, report: Path) -> Iterator[Page]:
-    """The open report, without a network; fails at the end if anything complained."""
     asked = getattr(request, "param", "light")
-    context = browser.new_context(
-        viewport={"width": asked if isinstance(asked, int) else 1280, "height": 800},
-        color_scheme="dark" if asked == "dark" else "light",
-        offline=True,
-    )
-    opened = context.new_page()
-    complaints: list[str] = []
-    opened.on("console", lambda message: complaints.append(message.text))
-    opened.on("pageerror", lambda error: complaints.append(str(error)))
-    opened.on("dialog", lambda dialog: complaints.append(dialog.message))
-    opened.on("request", lambda asked: complaints.append(asked.url))
-    opened.goto(report.as_uri())
-    opened.wait_for_function("graph.view.width > 0 && gantt.view.width > 0")
-    yield opened
-    context.close()
-    assert [told for told in complaints if told != report.as_uri()] == []
+    width = asked if isinstance(asked, int) else 1280
+    with opened(browser, report, width=width, dark=asked == "dark") as found:
+        yield found
 
 
 def where(page: Page, node: str) -> dict[str, float]:
@@ -131,32 +117,15 @@ def test_every_section_is_drawn(page: Page) -> None:
 def test_nothing_is_wider_than_the_page_and_no_label_is_cut_or_covered(page: Page) -> None:
     for summary in page.locator("summary").all():
         summary.click()
-    for opened in page.locator("details").all():
-        opened.locator("tr").first.wait_for()
+    for shown in page.locator("details").all():
+        shown.locator("tr").first.wait_for()
     sizes = page.evaluate(
         "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
     )
     assert sizes[0] <= sizes[1]
     assert page.locator("#won svg").get_by_text("cpu needs").count() > 0
-    cut = page.evaluate(
-        """[...document.querySelectorAll("svg text")].filter((label) => {
-          const [own, all] = [label, label.ownerSVGElement].map((e) => e.getBoundingClientRect());
-          return own.left < all.left - 1 || own.right > all.right + 1 || own.top < all.top - 1 ||
-            own.bottom > all.bottom + 1;
-        }).map((label) => label.textContent)"""
-    )
-    assert cut == []
-    covered = page.evaluate(
-        """[...document.querySelectorAll("svg")].flatMap((svg) => {
-          const labels = [...svg.querySelectorAll("text")];
-          const boxes = labels.map((label) => label.getBoundingClientRect());
-          return labels.flatMap((label, i) => boxes.slice(0, i).flatMap((box, j) =>
-            box.left < boxes[i].right - 1 && boxes[i].left < box.right - 1 &&
-            box.top < boxes[i].bottom - 3 && boxes[i].top < box.bottom - 3
-              ? [`${labels[j].textContent} | ${label.textContent}`] : []));
-        })"""
-    )
-    assert covered == []
+    assert cut_labels(page) == []
+    assert covered_labels(page) == []
 
 
 @on_a_phone

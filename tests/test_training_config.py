@@ -81,7 +81,7 @@ def test_the_configurations_that_ship_are_read() -> None:
 def test_what_never_saw_a_reference_model_is_trained_on_made_up_graphs_alone() -> None:
     config = load_config(next(path for path in CONFIGS if path.stem == "synthetic-only"))
     seen = {family for stage in config.stage for family in stage.families}
-    assert seen <= {"fork-join", "grid", "cells", "recurrence"}
+    assert seen <= {"fork-join", "grid", "cells", "recurrence", "sequence"}
 
 
 def test_differences_say_every_path_that_changed() -> None:

@@ -16,29 +16,11 @@ from typing import TypeAlias
 
 import pytest
 from built_wheel import ROOT
+from docs_pages import DOCS, Block, blocks, commands
 
 from placer.report.html.page import SCRIPTS
 
 Run: TypeAlias = Callable[..., str]
-MODEL = """
-import torch
-from torch import nn
-from torch.nn import functional as F
-
-
-class Branches(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.left, self.right, self.head = nn.Linear(64, 256), nn.Linear(64, 256), nn.Linear(256, 8)
-
-    def forward(self, x):
-        return self.head(F.relu(self.left(x)) + F.relu(self.right(x)))
-
-
-def build():
-    torch.manual_seed(0)
-    return Branches(), (torch.randn(32, 64), torch.randint(8, (32,))), F.cross_entropy
-"""
 FROM_PYTHON = """
 import pathlib, placer
 from model import build
@@ -111,22 +93,33 @@ def installed(wheel: Path, tmp_path: Path) -> Run:
     return run
 
 
+def steps_of_the_quickstart() -> list[Block]:
+    """What a new user does, from the model to the training; the rest of the page is reference."""
+    page = DOCS / "quickstart.md"
+    end = page.read_text().splitlines().index("## What next")
+    return [block for block in blocks(page) if block.line < end]
+
+
 @pytest.mark.slow
 def test_the_quickstart_runs_with_nothing_but_the_wheel(installed: Run, tmp_path: Path) -> None:
     folder = tmp_path / "elsewhere"
-    (folder / "model.py").write_text(MODEL)
-    devices = ["--devices", "core:0,core:1"]
-
-    options = [*devices, "--budget", "2s", "--report", "report.html", "--json"]
-    found = json.loads(installed("placer", "optimize", "model.py:build", *options))
-    assert found["measured"]["step_s"] > 0
-    used = sorted(set(json.loads((folder / "placement.json").read_text())["devices"].values()))
-    assert set(used) <= {"core:0", "core:1"}
+    done: list[str] = []
+    for block in steps_of_the_quickstart():
+        if block.file:
+            (folder / block.file).write_text(block.text)
+        elif block.language == "python":
+            losses = installed("python", "-c", block.text).split()
+            assert float(losses[-1]) < float(losses[0])
+        for command in commands(block):
+            if not command.is_setup:
+                installed(*command.words)
+                done.append(command.words[1])
+    assert done == ["optimize", "show", "show"]
     page = (folder / "report.html").read_text()
     assert "<html" in page
-    assert found["best"] in page
     assert "<script src=" not in page
 
+    used = sorted(set(json.loads((folder / "placement.json").read_text())["devices"].values()))
     renamed = ",".join(f"{name}={name.replace('core', 'cuda')}" for name in used)
     options = ["--format", "device-map", "--as", renamed]
     told = installed("placer", "export", "placement.json", "model.py:build", *options)

@@ -14,12 +14,14 @@ RUNNING_S: Final = 15.0
 
 
 def duration(seconds: float) -> str:
-    """Seconds, or minutes from a minute and a half on.
+    """Seconds, minutes from a minute and a half on, hours from as many minutes.
 
-    >>> duration(20.0)
-    '20 s'
+    >>> duration(20.0), duration(600.0), duration(86400.0)
+    ('20 s', '10 min', '24 h')
     """
-    return f"{seconds / 60:.3g} min" if seconds >= 90 else f"{seconds:.3g} s"
+    if seconds < 90:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60:.3g} min" if seconds < 5400 else f"{seconds / 3600:.4g} h"
 
 
 def foretold(budget: Budget, *, is_model: bool, is_run: bool) -> str:

@@ -15,6 +15,7 @@ from placer.export.layers import Stack, stacks
 from placer.export.moved import told_moved
 from placer.export.placed_modules import PlacedModules
 from placer.export.stages import WHOLE, cost_of, moved, stages, ties_across
+from placer.export.torchtitan import titan_parts
 
 
 def layer_counts(placed: PlacedModules) -> Exported:
@@ -42,11 +43,14 @@ def layer_counts(placed: PlacedModules) -> Exported:
         told += told_moved(placed, runs_on, stack.layers, WHOLE)
         told += [] if placed.price is None else placed.price.told(runs_on, single_step=False)
         return Exported(is_as_placed=False, content=content, remarks=tuple(told))
-    content["torchtitan"] = {"module_fqns_per_model_part": [list(part.modules) for part in found]}
     told = moved(placed, found)
     costs = cost_of(placed, found, moved=bool(told))
-    remarks = (*told, *costs, *ties_across(placed, found))
-    return Exported(is_as_placed=not told, content=content, remarks=remarks)
+    remarks = [*told, *costs, *ties_across(placed, found)]
+    if (parts := titan_parts(placed.model, stack, found)) is None:
+        remarks.append("torchtitan has no names for what is around the layers: counts alone")
+    else:
+        content["torchtitan"] = {"module_fqns_per_model_part": parts}
+    return Exported(is_as_placed=not told, content=content, remarks=tuple(remarks))
 
 
 def _only_stack(placed: PlacedModules) -> Stack:

@@ -120,7 +120,8 @@ def _name(placed: PlacedModules, module: str, units: Collection[str]) -> str:
 
 def _is_code(placed: PlacedModules, module: str, units: Collection[str]) -> bool:
     """Whether a module is none of the units, nor in one, but has some inside."""
-    return around(module, units) is None and any(placed.model.get_submodule(module).children())
+    known = dict(placed.model.named_modules()).get(module)  # None of the loss
+    return around(module, units) is None and known is not None and any(known.children())
 
 
 def _named(

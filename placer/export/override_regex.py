@@ -2,6 +2,7 @@
 
 llama.cpp names tensors its own way: those of a layer's experts are stacked, such as
 ``blk.3.ffn_up_exps.weight``. The text is the argument: ``PATTERN=BUFFER``, separated by commas.
+Which tensors are weights of experts is what llama.cpp's own ``--cpu-moe`` takes for them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from placer.export.moved import told_moved
 from placer.export.placed_modules import PlacedModules, is_inside
 
 EXPERTS = "experts"
+WEIGHTS = r"ffn_(up|down|gate|gate_up)_(ch|)exps\."
 
 
 def override_regex(placed: PlacedModules) -> Exported:
@@ -29,7 +31,7 @@ def override_regex(placed: PlacedModules) -> Exported:
     for layer, device in sorted(device_of.items()):
         layers_on.setdefault(_buffer(device), []).append(layer)
     patterns = [
-        rf"blk\.({'|'.join(map(str, layers))})\.ffn_.*_exps\.={buffer}"
+        rf"blk\.({'|'.join(map(str, layers))})\.{WEIGHTS}={buffer}"
         for buffer, layers in sorted(layers_on.items())
     ]
     home = {module: device_of[layer] for layer, modules in experts.items() for module in modules}

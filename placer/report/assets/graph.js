@@ -6,15 +6,18 @@ const graph = {
   x: 0,
   y: 0,
   scale: 1,
+  fits: true,
   view: null,
   details: null,
   found: null,
 };
 const GRAPH_HEIGHT = 620;
 const MAP_WIDTH = 76;
-const READABLE = 0.45; // from this scale on nodes have labels
+const READABLE = 0.45; // from this scale on nodes have labels,
+const WHOLE = 0.8; // and from this one on most of them are whole
 const SHORT_PHASES = ["", "bwd ", "opt "]; // forward, backward, optimizer
 const LISTED = 12;
+const LONGEST = 8; // ops, as many as there is room for beside the graph
 const CROWDED = 400; // edges: more of them are drawn fainter
 
 function graphSection() {
@@ -50,7 +53,7 @@ function graphSection() {
     el(
       "p",
       {},
-      `${plural(N, "op")} of ${plural(ops.modules.filter(Boolean).length, "module")}, from top to bottom by what reads what. Colours and numbers are devices; a module on several is split by their time. Edges between devices are dashed; +2 is a closed module of 2 ops, bwd its backward, opt its update.`,
+      `${plural(N, "op")} of ${plural(ops.modules.filter(Boolean).length, "module")}, from top to bottom by what reads what. Colours and numbers are devices; a module on several is split by their time. Edges between devices are dashed; +2 is a closed module of 2 ops, ×4 are 4 like ops of one module, bwd its backward, opt its update.`,
     ),
     devicesLegend(),
     tools,
@@ -119,12 +122,12 @@ function rebuild(keep) {
     graph.x += place.x - after.x; // what was opened or closed stays where it was
     graph.y += place.y - after.y;
     graph.view.redraw();
-  } else fitGraph();
+  } else beginGraph();
 }
 
 // The node that an op, or the first op of a module, is shown in.
 function nodeFor(key) {
-  return graph.layout?.nodeOf[key instanceof Group ? key.ops[0] : key] ?? null;
+  return graph.layout?.nodeOf[typeof key === "number" ? key : key.ops[0]] ?? null;
 }
 
 function extent() {
@@ -140,22 +143,35 @@ function extent() {
   };
 }
 
-// All of it where labels stay readable, else all of its width, from its beginning.
+const viewWidth = () => (graph.view.canvas.parentElement.clientWidth || 800) - MAP_WIDTH - 16;
+
+// All of it where labels stay whole, else all of its width, from its beginning.
 function fitGraph() {
   const { left, right, top, bottom } = extent();
-  const width = (graph.view.canvas.parentElement.clientWidth || 800) - MAP_WIDTH - 16;
-  const wide = Math.min(width / (right - left), 1);
+  const wide = Math.min(viewWidth() / (right - left), 1);
   const whole = Math.min(wide, GRAPH_HEIGHT / (bottom - top));
-  graph.scale = whole < READABLE ? wide : whole;
+  graph.scale = whole < WHOLE ? wide : whole;
   graph.x = (left + right) / 2;
   const half = GRAPH_HEIGHT / graph.scale / 2;
   graph.y = Math.min((top + bottom) / 2, top + half);
   graph.view.redraw();
 }
 
+// As it fits, or where that is too small for labels the first layer, or what of it there is room for.
+function beginGraph() {
+  fitGraph();
+  graph.fits = graph.scale >= READABLE;
+  if (graph.fits) return;
+  graph.scale = WHOLE;
+  const first = graph.layout.layers[0];
+  const [begin, end] = [first[0].x - NODE.width / 2, first.at(-1).x + NODE.width / 2];
+  graph.x = Math.min((begin + end) / 2, begin + viewWidth() / WHOLE / 2);
+  graph.y = extent().top + GRAPH_HEIGHT / WHOLE / 2;
+}
+
 // Closes the innermost modules as long as the graph is too wide for labels.
 function closeUntilReadable() {
-  while (graph.scale < READABLE) {
+  while (!graph.fits) {
     const open = roots.flatMap(allGroups).filter((group) => group.open && group.depth);
     if (!open.length) return;
     const deepest = Math.max(...open.map((group) => group.depth));
@@ -166,6 +182,8 @@ function closeUntilReadable() {
 
 function openAll(open) {
   for (const group of roots.flatMap(allGroups)) group.open = open || group.depth === 0;
+  opened.clear();
+  if (open) for (let i = 0; i < N; i++) opened.add(likenessOf(i));
   graph.selected = null;
   rebuild();
   showDetails();
@@ -190,6 +208,7 @@ function reveal(key, focus) {
   const group = key instanceof Group ? key.parent : groupOf[key];
   for (let outer = group; outer; outer = outer.parent) outer.open = true;
   if (key instanceof Group) key.open = false;
+  else opened.add(likenessOf(key));
   rebuild(key);
   graph.scale = Math.max(graph.scale, 0.9);
   select(nodeFor(key), true);

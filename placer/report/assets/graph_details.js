@@ -57,7 +57,7 @@ function showDetails() {
 function dearest() {
   const sorted = [...ops.cost_ns.keys()]
     .sort((a, b) => ops.cost_ns[b] - ops.cost_ns[a])
-    .slice(0, LISTED);
+    .slice(0, LONGEST);
   const lines = sorted.map((i) =>
     el(
       "li",
@@ -105,7 +105,7 @@ function opDetails(i) {
       ["parameters", bytes(ops.parameter_bytes[i])],
       ["memory it keeps", bytes(ops.resident_bytes[i])],
     ]),
-    ...around(groupOf[i]),
+    ...around(outerOf(nodeFor(i))),
     ...neighbours("Reads", edgesInto[i], ops.source),
     ...neighbours("Is read by", edgesFrom[i], ops.target),
   ];
@@ -133,8 +133,10 @@ function groupDetails(node) {
       ["parameters", bytes(sum(ops.parameter_bytes))],
       ["memory it keeps", bytes(sum(ops.resident_bytes))],
     ]),
-    button("Open this module", () => toggle(node.key, true)),
-    ...around(node.key.parent),
+    button(node.key instanceof Alike ? "Open these ops" : "Open this module", () =>
+      toggle(node.key, true),
+    ),
+    ...around(outerOf(node)),
   ];
 }
 

@@ -92,7 +92,10 @@ function labelNode(context, node, left, top, tag, w, h, colours) {
   context.textAlign = "left";
   context.fillStyle = colours.ink;
   context.font = `${node.isGroup ? 500 : 400} ${size}px ${FONT}`;
-  const right = node.isGroup ? `${SHORT_PHASES[node.key.phase]}+${count(node.ops.length)}` : "";
+  const sign = node.key instanceof Alike ? "×" : "+";
+  const right = node.isGroup
+    ? `${SHORT_PHASES[node.key.phase]}${sign}${count(node.ops.length)}`
+    : "";
   const space = right ? context.measureText(right).width + 8 : 0;
   context.fillText(
     fitted(context, node.label, w - tag - 14 - space),

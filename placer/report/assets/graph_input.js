@@ -74,7 +74,7 @@ function goOnMap(event) {
 
 function openOrClose(node) {
   if (node.isGroup) toggle(node.key, true);
-  else if (groupOf[node.key].depth) toggle(groupOf[node.key], false);
+  else closeAround(node);
 }
 
 const ARROWS = { ArrowUp: [0, -1], ArrowDown: [0, 1], ArrowLeft: [-1, 0], ArrowRight: [1, 0] };
@@ -94,7 +94,7 @@ function graphKey(event) {
 }
 
 function closeAround(node) {
-  const group = node.isGroup ? node.key.parent : groupOf[node.key];
+  const group = outerOf(node);
   if (group?.depth) toggle(group, false);
 }
 

@@ -1,64 +1,4 @@
-// The graph by modules: what is shown of it, and where. Ops of a closed module are one node.
-
-const ops = data.ops;
-const N = ops.id.length;
-const FIRST_NODES = 80; // at most so many nodes when the page opens,
-const FIRST_OPS = 6; // and of modules that hold more ops than that themselves none is open
-
-// Modules, one tree for each phase: forward and backward of a module are two nodes.
-class Group {
-  constructor(parent, name, phase, path) {
-    Object.assign(this, {
-      parent,
-      name,
-      phase,
-      path,
-      groups: new Map(),
-      own: [],
-      ops: [],
-      open: false,
-    });
-    this.depth = parent ? parent.depth + 1 : 0;
-  }
-}
-
-const roots = ops.phases.map((phase, p) => new Group(null, phase, p, ""));
-const groupOf = new Array(N);
-
-function plantGroups() {
-  for (let i = 0; i < N; i++) {
-    let group = roots[ops.phase[i]];
-    group.ops.push(i);
-    const path = ops.modules[ops.module[i]];
-    for (const name of path ? path.split(".") : []) {
-      if (!group.groups.has(name))
-        group.groups.set(
-          name,
-          new Group(group, name, group.phase, group.path ? `${group.path}.${name}` : name),
-        );
-      group = group.groups.get(name);
-      group.ops.push(i);
-    }
-    group.own.push(i);
-    groupOf[i] = group;
-  }
-}
-
-const allGroups = (group) => [group, ...[...group.groups.values()].flatMap(allGroups)];
-
-// Opens modules from the top, one level after the other, as long as there is room for all of it.
-function openSome() {
-  let level = roots.filter((root) => root.ops.length);
-  let shown = level.length;
-  while (level.length) {
-    const opened = level.filter((group) => !group.depth || group.own.length <= FIRST_OPS);
-    const inside = opened.reduce((sum, group) => sum + group.groups.size + group.own.length, 0);
-    shown += inside - opened.length;
-    if (opened.some((group) => group.depth) && shown > FIRST_NODES) return;
-    for (const group of opened) group.open = true;
-    level = opened.flatMap((group) => [...group.groups.values()]);
-  }
-}
+// Where the nodes of the graph are: layers by what reads what, and places within them.
 
 // How many edges are on the longest path from a source to every op.
 function depths(successors) {
@@ -86,30 +26,35 @@ ops.source.forEach((u, e) => {
   edgesInto[ops.target[e]].push(e);
 });
 const depthOf = depths(successorsOf);
-
-// What stands for an op: itself, or the outermost closed module that it is in.
-function shownAs(i) {
-  let closed = null;
-  for (let group = groupOf[i]; group; group = group.parent) if (!group.open) closed = group;
-  return closed ?? i;
-}
+const isTied = (i) => edgesInto[i].length + edgesFrom[i].length > 0;
 
 const NODE = { width: 222, height: 28, gapX: 16, gapY: 24 };
 
 // Nodes with their places, and the edges between them.
 function arrange() {
+  const alike = new Map(layered(shown(shownAs)).flatMap(alikeIn));
+  const folded = (i) => (opened.has(likenessOf(i)) ? null : alike.get(i));
+  const found = shown((i) => folded(i) ?? shownAs(i));
+  for (const node of found.nodes) if (!node.isGroup) node.alike = alike.get(node.key);
+  const layers = layered(found);
+  order(layers);
+  return { ...found, layers };
+}
+
+// The nodes that stand for ops, and the edges that theirs make.
+function shown(keyOf) {
   const nodes = new Map();
   const nodeOf = new Array(N);
   for (let i = 0; i < N; i++) {
-    const key = shownAs(i);
+    const key = keyOf(i);
     if (!nodes.has(key)) nodes.set(key, { key, ops: [], into: [], from: [], layer: 0, x: 0, y: 0 });
     nodeOf[i] = nodes.get(key);
     nodeOf[i].ops.push(i);
   }
   const list = [...nodes.values()];
+  list.forEach((node, number) => Object.assign(node, { number }));
   for (const node of list) describe(node);
   const edges = new Map();
-  list.forEach((node, number) => (node.number = number));
   ops.source.forEach((u, e) => {
     const [a, b] = [nodeOf[u], nodeOf[ops.target[e]]];
     if (a === b) return;
@@ -124,35 +69,30 @@ function arrange() {
     edge.bytes += ops.bytes[e];
     edge.crosses ||= ops.device[u] !== ops.device[ops.target[e]];
   });
-  const layers = layered(list);
-  order(layers);
-  return { nodes: list, edges: [...edges.values()], layers, nodeOf };
+  return { nodes: list, edges: [...edges.values()], nodeOf };
 }
 
 function describe(node) {
   const cost = new Map();
-  node.rank = 0;
   node.cost_ns = 0;
   for (const i of node.ops) {
     cost.set(ops.device[i], (cost.get(ops.device[i]) ?? 0) + ops.cost_ns[i] + 1e-6);
-    node.rank += depthOf[i] / node.ops.length;
     node.cost_ns += ops.cost_ns[i];
   }
+  const tied = node.ops.filter(isTied);
+  node.rank = tied.reduce((sum, i) => sum + depthOf[i], 0) / Math.max(tied.length, 1);
   node.devices = [...cost].sort((a, b) => a[0] - b[0]);
-  node.isGroup = node.key instanceof Group;
+  node.isGroup = typeof node.key !== "number";
   node.label = node.isGroup ? groupLabel(node.key) : opLabel(node.key);
 }
 
-const groupLabel = (group) => group.path || group.name;
-
-function opLabel(i) {
-  const module = ops.modules[ops.module[i]];
-  return module ? `${module} · ${ops.kinds[ops.kind[i]]}` : ops.kinds[ops.kind[i]];
-}
-
-// A closed module may read what it feeds; edges against the order of mean depths do not count.
-function layered(list) {
-  const sorted = [...list].sort((a, b) => a.rank - b.rank || a.number - b.number);
+// Longest paths from what reads nothing. A closed module may read what it feeds: within such a
+// cycle, and only there, edges against the order of mean depths do not count.
+function layered({ nodes: list, nodeOf }) {
+  numberComponents(list);
+  const sorted = list.toSorted(
+    (a, b) => b.component - a.component || a.rank - b.rank || a.number - b.number,
+  );
   sorted.forEach((node, at) => (node.at = at));
   for (const node of sorted)
     for (const { a } of node.into)
@@ -162,9 +102,48 @@ function layered(list) {
     const readers = node.from.filter(({ b }) => b.at > node.at).map(({ b }) => b.layer);
     if (readers.length) node.layer = Math.max(0, Math.min(...readers) - 1);
   }
+  for (const node of list) // and what is not read either, by others of its module
+    if (!node.into.length && !node.from.length) node.layer = nodeOf[companion(node)]?.layer ?? 0;
   const layers = [];
-  for (const node of sorted) (layers[node.layer] ??= []).push(node);
+  for (const node of list) (layers[node.layer] ??= []).push(node);
   return layers.filter(Boolean);
+}
+
+// An op that reads or is read, of the innermost module around a node that has one.
+function companion(node) {
+  for (let group = outerOf(node); group; group = group.parent) {
+    const found = group.ops.find(isTied);
+    if (found !== undefined) return found;
+  }
+}
+
+// Tarjan (1972): nodes that reach each other get one number, lower than that of what they read.
+function numberComponents(list) {
+  const waiting = []; // visited, of no component yet
+  let visits = 0;
+  let components = 0;
+  for (const start of list) {
+    const path = start.visit == null ? [start] : [];
+    while (path.length) {
+      const node = path.at(-1);
+      if (node.visit == null) {
+        node.visit = node.least = visits++;
+        node.seen = 0;
+        waiting.push(node);
+      }
+      const next = node.from[node.seen++]?.b;
+      if (next) {
+        if (next.visit == null) path.push(next);
+        else if (next.component == null) node.least = Math.min(node.least, next.visit);
+        continue;
+      }
+      path.pop();
+      if (path.length) path.at(-1).least = Math.min(path.at(-1).least, node.least);
+      if (node.least < node.visit) continue;
+      for (const member of waiting.splice(waiting.lastIndexOf(node))) member.component = components;
+      components++;
+    }
+  }
 }
 
 // Sugiyama, Tagawa and Toda (1981): layers are sorted by the mean place of neighbours, up and down.
@@ -222,6 +201,3 @@ function centre(run, pitch) {
   const half = (run.nodes.length * pitch) / 2;
   return { begin: middle - half, end: middle + half };
 }
-
-plantGroups();
-openSome();

@@ -17,6 +17,7 @@ SCRIPTS: Final = (
     "surface.js",
     "bars.js",
     "lines.js",
+    "modules.js",
     "layers.js",
     "graph.js",
     "graph_drawing.js",
