@@ -197,6 +197,11 @@ def test_what_a_map_has_on_the_cpu_beside_an_accelerator_is_computed_there() -> 
     assert found.content == {"first": 0, "second": "cpu"}
     assert not found.is_as_placed
     assert "second (cpu -> cuda:0)" in found.remarks[0]
+    on_gpus = placement_of(call_graph(extraction).graph, NAMES, [0, 0, 0, 1])
+    renamed = {"cuda:1": "cpu"}
+    price = price_of(problem_of(extraction), on_gpus, extraction, renamed)
+    priced = device_map(PlacedModules.of(extraction, on_gpus, renamed=renamed, price=price))
+    assert priced.remarks[1].startswith("no step is predicted: offloaded weights are sent")
 
 
 def test_the_code_around_nested_modules_of_a_map_is_followed() -> None:

@@ -58,7 +58,9 @@ def device_map(placed: PlacedModules) -> Exported:
     )
     is_as_placed = not remarks
     is_offloaded = HOST in used and main_device != HOST and len(used) > 1
-    if placed.price is not None and not is_offloaded:  # weights are sent in every step
+    if placed.price is not None and is_offloaded:
+        remarks.append("no step is predicted: offloaded weights are sent in every one")
+    elif placed.price is not None:
         remarks += placed.price.told(seen.devices, moved=not is_as_placed)
     remedy = _how_to_keep_it(found, seen.devices)
     remarks += remedy

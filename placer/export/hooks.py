@@ -36,9 +36,8 @@ class Hooks:
             for path, device in device_of.items()
         }
         sends_to = dict(runs_on)
-        for path, module in model.named_modules():
-            outer = _outermost(path, runs_on)
-            if outer is not None and path not in runs_on and module.state_dict():
+        for path in _with_state(model) - runs_on.keys():
+            if (outer := _outermost(path, runs_on)) is not None:
                 sends_to[path] = runs_on[outer]
         sends_to[""] = main_device
         return cls(runs_on, sends_to)
@@ -50,6 +49,16 @@ class Hooks:
                 return self.sends_to[module]
             module = parent(module)
         return None
+
+
+def _with_state(model: nn.Module) -> set[str]:
+    """The modules that have an entry in the state dict, in them or further inside."""
+    found: set[str] = set()
+    for name in model.state_dict():
+        path = name
+        while path and (path := parent(path)) not in found:
+            found.add(path)
+    return found
 
 
 def _outermost(path: str, modules: Mapping[str, str]) -> str | None:
