@@ -393,14 +393,12 @@ def _optional(data: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:
 
 
 def _in_order(used: Collection[str], top: Mapping[str, Any]) -> tuple[str, ...]:
-    """The devices in use, in the order of the file if it has one."""
-    order = array(top.get("device_order", list(used)), "device_order")
+    """The devices in use, in the order of the file; those that it does not name come last."""
+    order = array(top.get("device_order", []), "device_order")
     named = [text(name, f"device_order[{i}]") for i, name in enumerate(order)]
     if repeated := [name for name in named if named.count(name) > 1]:
         raise ValueError(f"device_order names {repeated[0]!r} twice")
-    if missing := [name for name in used if name not in named]:
-        raise ValueError(f"device_order lacks {missing[0]!r}, which devices has")
-    return tuple(name for name in named if name in used)
+    return tuple(name for name in dict.fromkeys([*named, *used]) if name in used)
 
 
 def _check_value(value: object, where: str, *, quantity: bool) -> None:
