@@ -299,6 +299,16 @@ def test_the_command_writes_what_the_formats_say(
     assert json.loads(capsys.readouterr().out)["counts"] == [1, 2]
 
 
+def test_the_command_tells_of_devices_that_become_one(
+    target: tuple[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    joined = "core:0 and core:1 are both written as cuda:0"
+    assert export(target, "--format", "layer-counts", "--as", "core:0=cuda:0,core:1=cuda:0") == 0
+    assert joined in capsys.readouterr().err
+    assert export(target, "--format", "layer-counts", "--as", "core:0=cuda:0,core:1=cuda:1") == 0
+    assert "written as" not in capsys.readouterr().err
+
+
 def test_the_command_says_what_is_in_the_way(
     target: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

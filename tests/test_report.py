@@ -150,6 +150,7 @@ def test_candidates_have_their_predictions_quartiles_and_the_chosen_one() -> Non
     assert [row["name"] for row in data["candidates"] if row["best"]] == [best.name]
     assert shown[best.name]["measured"] == {
         "step_s": 5.0,
+        "wall_s": 5.0,
         "low_s": 3.0,
         "high_s": 7.0,
         "min_s": 1.0,

@@ -198,8 +198,9 @@ def _remarks(
 ) -> list[str]:
     """What to do about ops that are moved, and options that say nothing here."""
     from envs.discover import is_here
+    from placer.export.renaming import told_joined
 
-    told = []
+    told = told_joined(args.renamed, placement.device_names)
     if args.main_device is not None and args.format != "device-map":
         told.append(f"--main-device {args.main_device} is not used: only device-map knows of it")
     here = all(map(is_here, placement.device_names))
