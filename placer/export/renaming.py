@@ -55,7 +55,7 @@ def check_main_device(name: str | None, devices: Collection[str]) -> None:
     """
     if name is not None and not is_of_torch(name):
         raise RenamingError(
-            f"--main-device {name} is no device of torch: name one of {', '.join(devices)}"
+            f"--main-device {name} is no device of torch: name one of {', '.join(sorted(devices))}"
         )
 
 

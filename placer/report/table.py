@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from envs.placement import module_of
+from envs.placement import ROOT, module_of
 from envs.torch_devices import is_core
 from placer.given import GIVEN
 from placer.milliseconds import milliseconds
@@ -188,6 +188,15 @@ def placement_to_dict(placement: Placement) -> dict[str, Any]:
     }
 
 
+def told_devices(placement: Placement, module: str) -> str:
+    """Where the ops of a module are, as in "core:1 (7 forward ops), core:0 (7 backward ops)"."""
+    told = []
+    for name, counts in placement.phases_of(module).items():
+        ops = ", ".join(f"{count} {phase}" for phase, count in counts.items())
+        told.append(f"{name} ({ops} op{'s'[: sum(counts.values()) > 1]})")
+    return ", ".join(told)
+
+
 def human_bytes(size: float) -> str:
     """Bytes with a decimal unit, as in "21.4 GB"."""
     for unit, scale in UNITS:
@@ -216,7 +225,7 @@ def _ops_by_module(placement: Placement) -> dict[str, Counter[str]]:
     """{top module: {device: ops}}."""
     counts: dict[str, Counter[str]] = {}
     for op_id, d in zip(placement.ops, placement.devices, strict=True):
-        top = module_of(op_id).partition(".")[0] or "(model)"
+        top = module_of(op_id).partition(".")[0] or ROOT
         counts.setdefault(top, Counter())[placement.device_names[d]] += 1
     return counts
 
