@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -14,6 +14,7 @@ import pytest
 import tiny_models
 import torch
 from extracted_steps import DOUBLE, STEPS, made
+from hooked import placed_at, two_linear
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import Plain, forward
@@ -184,16 +185,6 @@ def test_what_depends_on_the_data_is_trained_on_any_data(
 
 
 # --- tensors that meet
-
-
-def placed_at(step: Step, devices: Mapping[str, torch.device | str]) -> tuple[Step, HookedModule]:
-    return step, HookedModule(extract(copy.deepcopy(step), "modules"), devices)
-
-
-def two_linear(function: Any, **modules: nn.Module) -> Step:
-    torch.manual_seed(0)
-    model = Plain(function, first=nn.Linear(4, 4), second=nn.Linear(4, 4), **modules)
-    return Step.of(model, (torch.randn(3, 4), torch.randn(3, 4)), tiny_models.squared)
 
 
 class Doubled(nn.Module):
