@@ -11,7 +11,6 @@ stream of one device, and a step may begin on one, end on another, and use the h
 
 from __future__ import annotations
 
-import copy
 import gc
 import itertools
 import time
@@ -22,6 +21,7 @@ from typing import Final
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map
 
 from envs import torch_devices
 from envs.backend import StepResult
@@ -41,6 +41,7 @@ from envs.watchdog import ended_after
 from graphs.extract import Extraction
 from graphs.extract.call_graph import CallGraph
 from graphs.extract.module_map import ModuleMap
+from graphs.extract.step_copy import step_copy
 
 TURN_S: Final = 0.2
 UNLIMITED: Final = np.iinfo(np.int64).max
@@ -98,7 +99,7 @@ class MeasuredModule:
         self.reference: Measurement | None = None
         self._devices = [torch_device(name) for name in problem.cluster.names]
         self._simulator = Simulator(problem)
-        step = copy.deepcopy(extraction.step)
+        step = step_copy(extraction.step)
         self._extraction = replace(extraction, step=step)
         self._on_host = {name: t.detach().to(CPU) for name, t in step.named_state().items()}
         put_back(step, self._on_host)
@@ -199,12 +200,12 @@ class MeasuredModule:
         try:
             with ended_after(self.turn_timeout_s, self._hung()):
                 return self._steps(placement)
-        except (RuntimeError, ValueError, MemoryError) as error:
+        except Exception as error:  # noqa: BLE001  # whatever the model's own code raises
             turns.overfull = is_out_of_memory(error)
             if turns.overfull:
                 turns.failure = self._no_room(placement, error)
             else:
-                turns.failure = f"torch cannot run it: {str(error).splitlines()[0]}"
+                turns.failure = f"torch cannot run it: {_in_a_line(error)}"
         return None
 
     def _steps(self, placement: Placement) -> float:
@@ -220,10 +221,12 @@ class MeasuredModule:
 
     def _step(self, module: PlacedModule | HookedModule) -> float:
         step = self._extraction.step
+        # A model may put something into the lists that it is given.
+        inputs, keywords = tree_map(lambda leaf: leaf, (step.step_inputs, dict(step.keywords)))
         self._wait()
         start = time.perf_counter()
         module.zero_grad(set_to_none=True)
-        module.step(*step.step_inputs, **step.keywords)
+        module.step(*inputs, **keywords)
         self._wait()
         return time.perf_counter() - start
 
@@ -291,8 +294,7 @@ class MeasuredModule:
             f"{size / 1e9:.2f} GB on {name}"
             for name, size in zip(self.problem.cluster.names, peaks, strict=True)
         )
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return f"{said} (predicted: {thought})"
+        return f"{_in_a_line(error)} (predicted: {thought})"
 
     def _result(self, placement: Placement, seen: Measurement) -> StepResult:
         if not seen.ok:
@@ -304,6 +306,14 @@ class MeasuredModule:
             peak_memory_bytes={**simulated, **seen.peak_memory_bytes},
             parts=noise(seen),
         )
+
+
+def _in_a_line(error: BaseException) -> str:
+    """What an error says; its type, too, where that is no plain one of torch."""
+    name, said = type(error).__name__, str(error).partition("\n")[0]
+    if isinstance(error, RuntimeError | ValueError) and said:
+        return said
+    return f"{name}: {said}" if said else name
 
 
 def launch_order(problem: Problem, schedule: Schedule) -> list[int]:

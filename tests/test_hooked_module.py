@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -14,6 +14,7 @@ import pytest
 import tiny_models
 import torch
 from extracted_steps import DOUBLE, STEPS, made
+from hooked import placed_at, two_linear
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import Plain, forward
@@ -85,6 +86,18 @@ def test_training_on_two_devices_is_that_of_the_model(
     assert placed.state_dict().keys() == by_modules(name).step.model.state_dict().keys()
     if len(set(devices.values())) > 1:
         assert TRANSFERS
+
+
+@pytest.mark.parametrize(("seed", "bias"), [(0, True), (1, False)])
+def test_recurrent_layers_with_gates_are_trained_on_two_devices(
+    seed: int, bias: bool, device: torch.device
+) -> None:
+    step = tiny_models.gru(bias=bias)
+    extraction = extract(copy.deepcopy(step), "modules")
+    placed = HookedModule(extraction, at_random(extraction, ["cpu", device], seed))
+    TRANSFERS.clear()
+    assert_trains_alike(step, placed)
+    assert TRANSFERS
 
 
 @pytest.mark.parametrize("name", sorted(tiny_models.INFERENCE))
@@ -184,16 +197,6 @@ def test_what_depends_on_the_data_is_trained_on_any_data(
 
 
 # --- tensors that meet
-
-
-def placed_at(step: Step, devices: Mapping[str, torch.device | str]) -> tuple[Step, HookedModule]:
-    return step, HookedModule(extract(copy.deepcopy(step), "modules"), devices)
-
-
-def two_linear(function: Any, **modules: nn.Module) -> Step:
-    torch.manual_seed(0)
-    model = Plain(function, first=nn.Linear(4, 4), second=nn.Linear(4, 4), **modules)
-    return Step.of(model, (torch.randn(3, 4), torch.randn(3, 4)), tiny_models.squared)
 
 
 class Doubled(nn.Module):

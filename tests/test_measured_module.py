@@ -15,9 +15,10 @@ import pytest
 import tiny_models
 import torch
 from torch import Tensor, nn
-from two_devices import linked, pair
+from two_devices import MEMORY, linked, pair
 from vdev import TRANSFERS
 
+import placer
 from envs import torch_devices
 from envs.call_costs import profile_calls
 from envs.cluster import Link
@@ -33,6 +34,7 @@ from envs.watchdog import STUCK
 from graphs.costs import with_costs
 from graphs.extract import Step, extract
 from graphs.extract.call_graph import call_graph
+from graphs.extract.module_map import module_map
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 
 torch.set_num_threads(1)
@@ -114,6 +116,26 @@ def test_a_placement_that_runs_out_of_memory_fails_and_the_others_go_on(
         assert one.feasible
         assert one.parts.keys() == {"median_s", "min_s", "spread", "rebuilt_s", "contention"}
         assert one.peak_memory_bytes.keys() == {"vdev:0", "cpu"}
+
+
+@pytest.mark.parametrize("error", [IndexError("7 is not there"), TypeError(), AssertionError("no")])
+def test_whatever_a_placement_raises_is_its_failure_and_the_others_go_on(
+    small: Small, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    _, _, placements = small
+    forward = PlacedModule.forward
+
+    def failing(module: PlacedModule, *inputs: object, **keywords: object) -> object:
+        if all(p.device.type == "vdev" for p in module.parameters()):
+            raise error
+        return forward(module, *inputs, **keywords)
+
+    monkeypatch.setattr(PlacedModule, "forward", failing)
+    with opened(small, rounds=1, warm_up=0) as backend:
+        failed, *others = backend.measure(placements)
+    assert f"{type(error).__name__}: {error}".removesuffix(": ") in failed.failure
+    assert not failed.overfull
+    assert all(one.ok for one in others)
 
 
 def test_a_host_without_memory_is_told_like_a_device(
@@ -263,6 +285,7 @@ from envs.problem import Problem
 from graphs.costs import with_costs
 from graphs.extract import extract
 from graphs.extract.call_graph import call_graph
+from graphs.extract.module_map import module_map
 from graphs.graph import GraphArrays
 
 extraction = extract(tiny_models.tied_weights())
@@ -321,6 +344,60 @@ def test_ops_of_the_cpu_are_launched_after_what_runs_beside_them() -> None:
     priority[order] = -np.arange(4.0)
     again = Simulator(problem).run(devices, priority)
     assert again.start_ns.tolist() == schedule.start_ns.tolist()
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("extractor", ["auto", "modules"])
+def test_a_model_that_keeps_computed_tensors_is_measured(extractor: str) -> None:
+    normed = torch.nn.utils.weight_norm(nn.Linear(6, 6))
+    step = Step.of(
+        nn.Sequential(normed, nn.ReLU(), nn.Linear(6, 3)),
+        (torch.randn(5, 6), torch.randn(5, 3)),
+        nn.MSELoss(),
+    )
+    found = placer.optimize(
+        step.model,
+        step.inputs,
+        loss=step.loss,
+        extractor=extractor,
+        devices="vdev:0,cpu",
+        memory=MEMORY,
+        pin={"0": "vdev:0", "2": "cpu"},
+        budget="5e",
+        policy=None,
+        progress=False,
+    )
+    assert found.best.measurement is not None
+    assert found.best.measurement.ok
+    assert not normed.weight.is_leaf
+    with placer.apply(step.model, found) as placed:
+        assert placed.get_submodule("0").weight_v.device.type == "vdev"
+
+
+class Growing(nn.Module):
+    """Appends to the list that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, found: list[Tensor]) -> Tensor:
+        found.append(self.linear(sum(found)))
+        return found[-1]
+
+
+def test_every_step_of_a_turn_begins_with_the_same_lists() -> None:
+    step = Step.of(Growing(), ([torch.randn(3, 4)], torch.randn(3, 4)), nn.MSELoss())
+    extraction = extract(step, "modules")
+    modules = module_map(extraction)
+    ones = dict.fromkeys((device.kind for device in pair().devices), np.ones(len(modules.graph)))
+    graph = with_costs(modules.graph, ones, dict.fromkeys(ones, "made"))
+    problem = Problem.of(GraphArrays.from_graph(graph), linked())
+    none = np.zeros(problem.op_count)
+    placement = Placement.of(problem.graph, problem.cluster, none.astype(int), none)
+    with MeasuredModule(extraction, modules, problem, rounds=2) as backend:
+        assert backend.measure([placement])[0].ok
+        assert len(backend._extraction.step.inputs[0]) == 1
 
 
 @pytest.mark.gpu

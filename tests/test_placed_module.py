@@ -63,6 +63,18 @@ def test_training_on_two_devices_is_that_of_the_model(
     assert TRANSFERS
 
 
+@pytest.mark.parametrize(("seed", "bias"), [(0, True), (1, False)])
+def test_recurrent_layers_with_gates_are_trained_on_two_devices(
+    seed: int, bias: bool, device: torch.device
+) -> None:
+    step = tiny_models.gru(bias=bias)
+    extraction = extract(copy.deepcopy(step))
+    placed = PlacedModule(extraction, random_devices(extraction, ["cpu", device], seed))
+    TRANSFERS.clear()
+    assert_trains_alike(step, placed)
+    assert TRANSFERS
+
+
 @pytest.mark.parametrize("name", INFERENCE)
 @pytest.mark.parametrize("seed", range(3))
 def test_inference_on_two_devices_is_that_of_the_model(

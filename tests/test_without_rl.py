@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from two_devices import MEMORY
 
 CORES = sorted(os.sched_getaffinity(0))
 BLOCKED = """
@@ -35,7 +37,7 @@ from model import build
 
 model, inputs, loss = build()
 found = placer.optimize(
-    model, inputs, loss=loss, devices={devices!r}, budget="20e", progress=False
+    model, inputs, loss=loss, budget="20e", progress=False, **{options!r}
 )
 assert any(row.measurement is not None and row.measurement.ok for row in found.rows)
 with placer.apply(model, found) as placed:
@@ -45,25 +47,49 @@ found.save("placement.json")
 FROM_THE_COMMAND_LINE = """
 from placer.cli.main import main
 
-assert main(["measure", "model.py:build", "--placement", "placement.json"]) == 0
+assert main(["measure", "model.py:build", "--placement", "placement.json", *{given!r}]) == 0
 assert main(["show", "placement.json"]) == 0
 """
+WITH_A_SECOND_DEVICE = """
+from vdev import vdev
+
+VDEV = vdev()
+VDEV.__enter__()
+"""
+
+
+def done_without(code: str, folder: Path) -> str:
+    """What the code prints where nothing of reinforcement learning can be imported."""
+    (folder / "model.py").write_text(MODEL)
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKED + code],
+        capture_output=True,
+        check=False,
+        cwd=folder,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(len(CORES) < 2, reason="two devices need two cores")
 def test_placements_are_found_run_and_measured_without(tmp_path: Path) -> None:
-    (tmp_path / "model.py").write_text(MODEL)
-    devices = f"core:{CORES[0]},core:{CORES[1]}"
-    code = BLOCKED + FROM_PYTHON.format(devices=devices) + FROM_THE_COMMAND_LINE
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        check=False,
-        cwd=tmp_path,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    assert "measured step: " in done.stdout
-    assert "memory of core:" in done.stdout
+    options = {"devices": f"core:{CORES[0]},core:{CORES[1]}"}
+    code = FROM_PYTHON.format(options=options) + FROM_THE_COMMAND_LINE.format(given=[])
+    printed = done_without(code, tmp_path)
+    assert "measured step: " in printed
+    assert "memory of core:" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="vdev would take CUDA's place")
+def test_devices_of_torch_are_measured_without(tmp_path: Path) -> None:
+    options = {"devices": "vdev:0,cpu", "memory": MEMORY, "pin": {"0": "vdev:0", "2": "cpu"}}
+    given = ["--memory", ",".join(f"{name}={size}" for name, size in MEMORY.items())]
+    code = FROM_PYTHON.format(options=options) + FROM_THE_COMMAND_LINE.format(given=given)
+    printed = done_without(WITH_A_SECOND_DEVICE + code, tmp_path)
+    assert "measured step: " in printed
+    assert "vdev:0" in printed

@@ -115,6 +115,25 @@ def lstm() -> Step:
     return Step.of(model, (torch.randn(3, 2, 4), torch.randn(3, 2, 3)), squared)
 
 
+def gru(*, bias: bool = True) -> Step:
+    """Two recurrent layers, the second of which runs both ways from a state that the model has."""
+    torch.manual_seed(14)
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        first, last = m.first(x)
+        both, _ = m.both(first, m.start(last).unflatten(-1, (2, 3)).transpose(1, 2).flatten(0, 1))
+        out: Tensor = m.head(both)
+        return out
+
+    layers = {
+        "first": nn.GRU(4, 3, bias=bias),
+        "both": nn.GRU(3, 3, bidirectional=True, bias=bias),
+        "start": nn.Linear(3, 6),
+        "head": nn.Linear(6, 2),
+    }
+    return Step.of(Plain(forward, **layers), (torch.randn(5, 2, 4), torch.randn(5, 2, 2)), squared)
+
+
 def attention() -> Step:
     """A transformer layer, whose projection is cut into query, key and value."""
     torch.manual_seed(5)

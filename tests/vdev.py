@@ -171,6 +171,35 @@ def _lstm_cell_backward(
     return whole, inner * f, whole.sum(0) if has_bias else None
 
 
+def _gru_cell(
+    inputs: Tensor,
+    hidden: Tensor,
+    before: Tensor,
+    input_bias: Tensor | None = None,
+    hidden_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What accelerators have as one kernel: new hidden state, and what backward needs."""
+    inputs = inputs if input_bias is None else inputs + input_bias
+    hidden = hidden if hidden_bias is None else hidden + hidden_bias
+    (ir, iz, i_new), (hr, hz, h_new) = inputs.chunk(3, 1), hidden.chunk(3, 1)
+    r, z = (ir + hr).sigmoid(), (iz + hz).sigmoid()
+    new = (i_new + r * h_new).tanh()
+    return new + z * (before - new), torch.cat([r, z, new, before, h_new], 1)
+
+
+def _gru_cell_backward(
+    to_hidden: Tensor, kept: Tensor, has_bias: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    r, z, new, before, h_new = kept.chunk(5, 1)
+    to_new = to_hidden * (1 - z) * (1 - new * new)
+    to_r = to_new * h_new * r * (1 - r)
+    to_z = to_hidden * (before - new) * z * (1 - z)
+    to_inputs = torch.cat([to_r, to_z, to_new], 1)
+    to_gates = torch.cat([to_r, to_z, to_new * r], 1)
+    biases = (to_inputs.sum(0), to_gates.sum(0)) if has_bias else (None, None)
+    return to_inputs, to_gates, to_hidden * z, *biases
+
+
 def _histc(counted: Tensor, *limits: Any, **named: Any) -> Tensor:
     """What accelerators count integers with, too."""
     return torch.histc(counted.float(), *limits, **named).to(counted.dtype)
@@ -178,6 +207,8 @@ def _histc(counted: Tensor, *limits: Any, **named: Any) -> Tensor:
 
 ON_CPU: dict[Any, Any] = {
     torch.ops.aten.histc.default: _histc,
+    torch.ops.aten._thnn_fused_gru_cell.default: _gru_cell,
+    torch.ops.aten._thnn_fused_gru_cell_backward.default: _gru_cell_backward,
     torch.ops.aten._thnn_fused_lstm_cell.default: _lstm_cell,
     torch.ops.aten._thnn_fused_lstm_cell_backward_impl.default: _lstm_cell_backward,
 }

@@ -9,6 +9,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from envs.executor.copies import Copies
+
 APART: Final = frozenset(
     {
         *("__get__", "__set__", "to", "copy_", "set_", "backward", "grad"),
@@ -16,13 +18,15 @@ APART: Final = frozenset(
     }
 )
 """What takes tensors of several devices as it is, or is a view of its first one."""
+UNCOUNTED: Final = frozenset({"batch_norm", "instance_norm", "native_batch_norm"})
+"""What writes running statistics, of which autograd does not know."""
 
 
 class Meeting(TorchFunctionMode):
     """Sends what an operation gets from several devices to the one where the code is running.
 
-    What is written in place stays, and the others come to it. Tensors whose device is the same are
-    left where they are.
+    What is written in place stays, and the others come to it; what an operation writes besides is
+    written back. Tensors whose device is the same are left where they are.
     """
 
     def __init__(self, running_on: Callable[[], torch.device]) -> None:
@@ -41,7 +45,11 @@ class Meeting(TorchFunctionMode):
         if len(devices) > 1:
             written = _written(name, args, kwargs)
             device = self._running_on() if written is None else written.device
-            args, kwargs = sent((args, kwargs), device)
+            copies = Copies(device)
+            args, kwargs = tree_map_only(torch.Tensor, copies.of, (args, kwargs))
+            found = func(*args, **kwargs)
+            copies.write_back(uncounted=name in UNCOUNTED)
+            return tree_map_only(torch.Tensor, copies.given_back, found)
         return func(*args, **kwargs)
 
 

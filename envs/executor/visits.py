@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
+from envs.executor.containers import replaced
+from envs.executor.copies import Copies
 from envs.executor.meeting import Meeting
 
 
@@ -27,26 +28,27 @@ class Seat:
     gathers: bool
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Visit:
-    """A call of a module, and what was sent for it."""
+    """A call of a module, what was sent for it, and the lists and dicts that it was given."""
 
     seat: Seat
-    sent: dict[int, _Sent] = field(default_factory=dict)  # by id of the original
+    copies: Copies
+    given: list[Any] = field(default_factory=list)
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Sent:
-    original: torch.Tensor
-    copy: torch.Tensor
-    version: int
+    def give_back(self) -> None:
+        """Let lists and dicts have the tensors again that they had before."""
+        for container in self.given:
+            replaced(container, self.copies.given_back, [])
 
 
 class Visits:
     """Sends tensors along with the calls of modules, in every thread that makes some.
 
     What a module writes in place into a tensor that was sent to it is written back, and where it
-    returns that tensor its caller gets the original.
+    returns that tensor its caller gets the original. Lists and dicts that it is given are those of
+    its caller, who finds in them what it puts there; for the time of the call their tensors are
+    the ones that were sent.
 
     Args:
         seats: of all modules; may change between steps.
@@ -96,42 +98,36 @@ class Visits:
             self._threads.meeting.__enter__()
         elif not seat.gathers:
             seat = Seat(stack[-1].seat.device, gathers=False)
-        stack.append(_Visit(seat))
+        stack.append(_Visit(seat, Copies(seat.device)))
         return stack[-1]
 
     def _leave(self) -> _Visit:
         stack = self._stack()
         if len(stack) == 1:
             self._threads.meeting.__exit__(None, None, None)
-        return stack.pop()
+        visit = stack.pop()
+        visit.give_back()
+        return visit
 
     def _before(self, module: nn.Module, args: Any, keywords: Any) -> Any:
         visit = self._enter(self.seats[module])
         if not visit.seat.gathers:
             return None
-        device = visit.seat.device
-
-        def gathered(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.device == device:
-                return tensor
-            if id(tensor) not in visit.sent:
-                copy = tensor.to(device)
-                visit.sent[id(tensor)] = _Sent(tensor, copy, copy._version)
-            return visit.sent[id(tensor)].copy
-
-        return tree_map_only(torch.Tensor, gathered, (args, keywords))
+        send = visit.copies.of
+        named = {name: replaced(value, send, visit.given) for name, value in keywords.items()}
+        return replaced(args, send, visit.given), named
 
     def _after(self, module: nn.Module, args: Any, keywords: Any, outputs: Any) -> Any:
         visit, stack = self._leave(), self._stack()
-        for sent in visit.sent.values():
-            if sent.copy._version != sent.version:
-                sent.original.copy_(sent.copy)
+        visit.copies.write_back()
         if not stack or not stack[-1].seat.gathers:
             return outputs
         device = stack[-1].seat.device
-        original = {id(sent.copy): sent.original for sent in visit.sent.values()}
 
         def handed_on(tensor: torch.Tensor) -> torch.Tensor:
-            return original.get(id(tensor), tensor).to(device)
+            given = visit.copies.original(tensor)
+            return tensor.to(device) if given is None else given
 
-        return tree_map_only(torch.Tensor, handed_on, outputs)
+        for container in visit.given:
+            replaced(container, handed_on, [])
+        return replaced(outputs, handed_on)

@@ -1,0 +1,27 @@
+"""Small training steps whose modules are placed by hooks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import tiny_models
+import torch
+from tiny_models import Plain
+from torch import nn
+
+from envs.executor.hooked_module import HookedModule
+from graphs.extract import Step, extract
+
+
+def placed_at(step: Step, devices: Mapping[str, torch.device | str]) -> tuple[Step, HookedModule]:
+    """The step, and a copy of it with its modules on these devices."""
+    return step, HookedModule(extract(copy.deepcopy(step), "modules"), devices)
+
+
+def two_linear(function: Any, **modules: nn.Module) -> Step:
+    """What ``function`` computes with two linear layers, and other modules."""
+    torch.manual_seed(0)
+    model = Plain(function, first=nn.Linear(4, 4), second=nn.Linear(4, 4), **modules)
+    return Step.of(model, (torch.randn(3, 4), torch.randn(3, 4)), tiny_models.squared)
