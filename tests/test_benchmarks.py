@@ -6,19 +6,24 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks import __main__ as everything
-from benchmarks import max_load, placement, scaling
+from benchmarks import max_load, offload, placement, scaling, torch_models
 from benchmarks.heapq_simulator import HeapqSimulator
 from benchmarks.search import at_budget
 from envs.cluster import Cluster, Device, Link
 from envs.problem import Problem
 from envs.simulator import Simulator
+from graphs.extract import Step
 from graphs.graph import GraphArrays
 from graphs.synthetic import layered
 from placer.bench import instances
@@ -26,6 +31,7 @@ from placer.policies import load
 from placer.policies.pool import Exercise
 from placer.search.budget import Budget
 
+without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="vdev would take its place")
 ROOT = Path(__file__).parents[1]
 
 
@@ -52,6 +58,9 @@ def test_everything_that_needs_a_gpu_is_measured_without_a_failure(tmp_path: Pat
     assert not failures(found)
     parts = found["parts"]
     assert parts["calibration"]["links"]
+    for model in ("mixture of experts", "language model"):
+        inference = parts[f"{model}: inference, 50% of the weights"]
+        assert inference["accelerate"]["median_s"] > 0
     for share in ("75%", "50%", "30%"):
         rows = parts[f"recommendation: {share}"]["rows"]
         assert rows[0]["name"] == "first layers that fit"
@@ -63,6 +72,31 @@ def test_everything_that_needs_a_gpu_is_measured_without_a_failure(tmp_path: Pat
         assert rows[0]["transfers"] > 0
         assert all(row["overlapping_over_in_line"] > 0 for row in rows)
         assert names.index(f"{model}: overlap") < names.index("mixture of experts: overhead")
+
+
+@without_cuda
+def test_copies_of_the_fake_device_of_benchmarks_take_their_time() -> None:
+    host = torch.ones(1 << 20)
+    with torch_models.two_devices():
+        start = time.perf_counter()
+        there = host.to("vdev:0")
+        there.to("cpu")
+        least_s = 2 * host.nbytes / torch_models.FAKE_LINK_BYTES_PER_S
+        assert time.perf_counter() - start >= least_s
+
+
+@without_cuda
+@pytest.mark.parametrize("make", [torch_models.language, torch_models.experts])
+def test_accelerate_runs_its_own_map_of_the_fake_device_and_the_host(
+    make: Callable[..., Step],
+) -> None:
+    pytest.importorskip("accelerate")
+    step = replace(make(small=True), training=False)
+    state_bytes = sum(t.nbytes for t in {id(t): t for t in step.named_state().values()}.values())
+    with torch_models.two_devices() as cluster:
+        found = offload.accelerated(step, cluster, state_bytes // 2)
+    assert set(found["device_map"].values()) == set(cluster.names)
+    assert len(found["repeats_s"]) == offload.REPEATS
 
 
 def test_a_part_that_fails_is_written_down_and_the_next_one_runs(tmp_path: Path) -> None:
