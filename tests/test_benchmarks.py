@@ -19,6 +19,7 @@ import torch
 from benchmarks import __main__ as everything
 from benchmarks import max_load, offload, placement, scaling, torch_models
 from benchmarks.heapq_simulator import HeapqSimulator
+from benchmarks.record import Record
 from benchmarks.search import at_budget
 from envs.cluster import Cluster, Device, Link
 from envs.problem import Problem
@@ -100,8 +101,6 @@ def test_accelerate_runs_its_own_map_of_the_fake_device_and_the_host(
 
 
 def test_a_part_that_fails_is_written_down_and_the_next_one_runs(tmp_path: Path) -> None:
-    from benchmarks.record import Record
-
     def broken(found: dict[str, Any]) -> None:
         found["before"] = 1
         raise RuntimeError("it broke")
@@ -117,6 +116,35 @@ def test_a_part_that_fails_is_written_down_and_the_next_one_runs(tmp_path: Path)
     assert parts["first"]["before"] == 1
     assert parts["second"]["rate"] is None
     assert record.data["parts"]["third"] == {"skipped": "the limit of 0 s was reached"}
+
+
+def test_a_part_that_takes_longer_than_is_left_is_not_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 0.0
+    monkeypatch.setattr("benchmarks.record.time.perf_counter", lambda: now_s)
+
+    def lasting(seconds: float) -> Callable[[dict[str, Any]], None]:
+        def work(found: dict[str, Any]) -> None:
+            nonlocal now_s
+            now_s += seconds
+            found["done"] = True
+
+        return work
+
+    record = Record(None, limit_s=100.0)
+    record.part("one: profile", lasting(40.0))
+    record.part("two: 50%", lasting(30.0))
+    record.part("three: profile", lasting(20.0))  # 30 s are left: enough for no second of 40
+    record.part("four: 50%", lasting(30.0))
+    record.part("five: overhead", lasting(0.0))
+    parts = record.data["parts"]
+    assert parts["three: profile"] == {
+        "skipped": "such a part took 40 s, and 30 s of the limit of 100 s were left"
+    }
+    assert parts["four: 50%"]["done"]
+    assert parts["five: overhead"] == {"skipped": "the limit of 100 s was reached"}
+    assert record.left_s == 0
 
 
 @pytest.mark.parametrize("seed", range(5))
