@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as everything
-from benchmarks import max_load, offload, placement, scaling, torch_models
+from benchmarks import max_load, offload, placed_module, placement, scaling, torch_models
 from benchmarks.heapq_simulator import HeapqSimulator
 from benchmarks.record import Record
 from benchmarks.search import at_budget
@@ -232,6 +233,27 @@ def test_the_benchmark_of_loads_tells_what_is_proven(capsys: pytest.CaptureFixtu
     told = capsys.readouterr().out
     assert "sweep: optimal" in told
     assert told.endswith("1 of 1 within 2% of what is proven\n")
+
+
+def test_the_overhead_of_placed_modules_is_recorded_with_all_pairs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, out = tmp_path / "model.py", tmp_path / "found.json"
+    model.write_text(
+        "import torch\n"
+        "def build():\n"
+        "    return torch.nn.Linear(4, 2), (torch.ones(3, 4), torch.ones(3, 2)), "
+        "torch.nn.MSELoss()\n"
+    )
+    placed_module.main([f"{model}:build"], out)
+    [(name, found)] = json.loads(out.read_text())["parts"].items()
+    assert name == "model.py:build"
+    pairs = list(zip(found["eager"]["repeats_s"], found["placed"]["repeats_s"], strict=True))
+    assert len(pairs) == placed_module.ROUNDS
+    ratio = statistics.median(placed_s / eager_s for eager_s, placed_s in pairs)
+    assert found["placed_over_eager"] == ratio > 0
+    assert len(found["placing_again"]["repeats_s"]) == placed_module.ROUNDS
+    assert capsys.readouterr().out.splitlines()[1].split()[:2] == [name, str(found["calls"])]
 
 
 def test_all_benchmarks_are_run_though_one_fails_and_what_they_print_is_kept(
