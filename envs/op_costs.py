@@ -117,7 +117,7 @@ def _measured(
     missing = [device for kind, device in devices.items() if kind not in found]
     for kind, runs_s in profile_runs(extraction, missing, progress=progress).items():
         cache.store(conditions_of(devices[kind]), session_of(runs_s, signatures, today))
-        sources = (f"measured {today}, in context",) * len(signatures)
+        sources = (f"measured {today} in runs of the whole step",) * len(signatures)
         found[kind] = OpCosts(cost_s=np.median(runs_s, axis=0), sources=sources)
     return found
 
@@ -173,5 +173,5 @@ def session_of(runs_s: NDArray[np.float64], signatures: Sequence[str], day: str)
 def _from_cache(costs: Sequence[KnownCost]) -> OpCosts:
     return OpCosts(
         cost_s=np.array([cost.cost_s for cost in costs]),
-        sources=[f"cached, measured {cost.measured}, in context" for cost in costs],
+        sources=[f"cached, measured {cost.measured} in runs of the whole step" for cost in costs],
     )

@@ -3,7 +3,8 @@
 ``placement.json``::
 
     {"format": "placer-placement/1", "graph": hash, "cluster": name,
-     "devices": {op id: device name}, "priority": {op id: number},
+     "devices": {op id: device name}, "device_order": [device name] (optional),
+     "priority": {op id: number},
      "objective": "latency", "micro_batches": 1, "in_flight": 4 (optional),
      "predicted": {"step_s": ..., "peak_memory_bytes": {device: int}} or null,
      "measured": {"step_s": ..., ...} or null,
@@ -18,7 +19,7 @@ import json
 import math
 import reprlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -28,15 +29,17 @@ from numpy.typing import NDArray
 
 from envs.cluster import Cluster
 from envs.replica_set import Replicas
-from graphs.graph import GraphArrays
-from graphs.strict_json import fields, inside, load_checked, number, table, text
+from graphs.graph import PHASES, GraphArrays
+from graphs.strict_json import array, fields, inside, load_checked, number, table, text
 from graphs.whole_file import write_whole
 
 FORMAT: Final = "placer-placement/1"
+ROOT: Final = "(model)"
+"""Stands for the model among its modules: ops of its own code, which are in none of them."""
 OBJECTIVES: Final = ("latency", "throughput", "max-load")
 _KEYS: Final = frozenset(
     {"format", "graph", "cluster", "devices", "priority", "objective", "micro_batches"}
-    | {"in_flight", "predicted", "measured", "made_by", "replicas"}
+    | {"device_order", "in_flight", "predicted", "measured", "made_by", "replicas"}
 )
 _MAKER_KEYS: Final = frozenset({"placer", "seed", "budget", "version"})
 
@@ -130,6 +133,8 @@ class Placement:
     def device_of(self, name: str) -> str:
         """The device of an op; of a module: where its first op runs, the home of its parameters.
 
+        ``"(model)"`` stands for the ops that are in no module.
+
         Raises:
             KeyError: there is neither such an op nor such a module.
         """
@@ -146,10 +151,26 @@ class Placement:
         inside = Counter(self.device_names[self.devices[i]] for i in self._inside(module))
         return dict(inside.most_common())
 
+    def phases_of(self, module: str) -> dict[str, dict[str, int]]:
+        """{device: {phase: how many ops of a module}}, devices of most ops first.
+
+        Raises:
+            KeyError: there is no such module.
+        """
+        counts: dict[str, Counter[str]] = {name: Counter() for name in self.devices_of(module)}
+        for i in self._inside(module):
+            counts[self.device_names[self.devices[i]]][phase_of(self.ops[i])] += 1
+        return {
+            name: {phase: own[phase] for phase in PHASES if own[phase]}
+            for name, own in counts.items()
+        }
+
     def _inside(self, module: str) -> list[int]:
         paths = [module_of(op_id) for op_id in self.ops]
         inside = [
-            i for i, path in enumerate(paths) if path == module or path.startswith(module + ".")
+            i
+            for i, path in enumerate(paths)
+            if path == module or path.startswith(module + ".") or (module == ROOT and not path)
         ]
         if not inside:
             near = difflib.get_close_matches(module, {*paths, *self.ops}, n=1)
@@ -216,11 +237,15 @@ class Placement:
             raise ValueError(
                 f"this placement lacks {len(missing)} of the {len(graph)} ops of {graph.name!r}, "
                 f"such as {missing[0]!r}"
-                + ("; search with this optimizer" if _is_of_optimizer(missing[0]) else "")
+                + (
+                    "; search with this optimizer, or leave --optimizer out"
+                    if phase_of(missing[0]) == "optimizer"
+                    else ""
+                )
             )
         known = set(graph.ids)
         surplus = [
-            op_id for op_id in self.ops if op_id not in known and not _is_of_optimizer(op_id)
+            op_id for op_id in self.ops if op_id not in known and phase_of(op_id) != "optimizer"
         ]
         if surplus:
             raise ValueError(
@@ -242,10 +267,25 @@ class Placement:
         return aligned
 
     def _of_another(self, graph: GraphArrays) -> ValueError:
+        was_training = any(phase_of(op_id) == "backward" for op_id in self.ops)
+        is_training = PHASES.index("backward") in graph.phase
+        if was_training and not is_training:
+            why = "it is of a training step, and this is inference: leave --inference out"
+        elif is_training and not was_training:
+            why = "it is of inference, and this is a training step: give --inference"
+        elif set(self.ops) == set(graph.ids):
+            why = (
+                "the ops are the same, but their sizes or edges are not: its inputs have other "
+                "shapes, the model has other sizes, or --dtype differs. Run placer optimize again"
+            )
+        else:
+            why = (
+                "the model, its inputs, --dtype, --extractor or the torch version differ. Give "
+                "what it was made with, or run placer optimize again"
+            )
         return ValueError(
             f"this placement was made for graph {self.graph[:12]}, not for {graph.name!r} "
-            f"({graph.hash[:12]}): the model, its inputs, its dtype or the torch version differ. "
-            "Run placer optimize again."
+            f"({graph.hash[:12]}): {why}."
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -257,6 +297,7 @@ class Placement:
             "devices": {
                 op_id: self.device_names[d] for op_id, d in zip(self.ops, self.devices, strict=True)
             },
+            "device_order": list(self.device_names),
             "priority": dict(zip(self.ops, self.priority, strict=True)),
             "objective": self.objective,
             "micro_batches": self.micro_batches,
@@ -271,8 +312,8 @@ class Placement:
     def from_dict(cls, data: Mapping[str, Any], device_names: tuple[str, ...] = ()) -> Placement:
         """A placement from the content of a placement file.
 
-        ``device_names`` gives the order of devices (a cluster's); without it they are in order of
-        first use.
+        ``device_names`` gives the order of devices (a cluster's). Without it those in use are in
+        the order that the file gives, or else of first use.
 
         Raises:
             ValueError: unknown or missing keys, or values of a wrong type or out of range.
@@ -284,7 +325,8 @@ class Placement:
             op_id: text(name, f"devices[{op_id!r}]")
             for op_id, name in table(top["devices"], "devices").items()
         }
-        known = device_names or tuple(dict.fromkeys(devices.values()))
+        own = _in_order(dict.fromkeys(devices.values()), top)
+        known = device_names or own
         index = {name: d for d, name in enumerate(known)}
         for op_id, name in devices.items():
             if not name:
@@ -342,12 +384,23 @@ def module_of(op_id: str) -> str:
     return path.partition("@")[0] if colon else ""
 
 
-def _is_of_optimizer(op_id: str) -> bool:
-    return op_id.rpartition(":")[2].startswith("optimizer/")
+def phase_of(op_id: str) -> str:
+    """The phase in an op's id, one of :data:`graphs.graph.PHASES`."""
+    phase, slash, _ = op_id.rpartition(":")[2].partition("/")
+    return phase if slash and phase in PHASES else "forward"
 
 
 def _optional(data: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:
     return None if data.get(key) is None else table(data[key], key)
+
+
+def _in_order(used: Collection[str], top: Mapping[str, Any]) -> tuple[str, ...]:
+    """The devices in use, in the order of the file; those that it does not name come last."""
+    order = array(top.get("device_order", []), "device_order")
+    named = [text(name, f"device_order[{i}]") for i, name in enumerate(order)]
+    if repeated := [name for name in named if named.count(name) > 1]:
+        raise ValueError(f"device_order names {repeated[0]!r} twice")
+    return tuple(name for name in dict.fromkeys([*named, *used]) if name in used)
 
 
 def _check_value(value: object, where: str, *, quantity: bool) -> None:

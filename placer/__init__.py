@@ -67,3 +67,8 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    """The public names, though they are imported when they are first used."""
+    return sorted(__all__)

@@ -195,7 +195,7 @@ def export_placement(
     found = _map_of(placement)
     price = None
     if isinstance(placement, Optimization) and found.graph == placement.problem.graph.hash:
-        price = price_of(placement.problem, found, extraction.step.model, renamed or {})
+        price = price_of(placement.problem, found, extraction, renamed or {})
     return write(
         PlacedModules.of(extraction, found, renamed=renamed, main_device=main_device, price=price)
     )

@@ -18,7 +18,7 @@ from envs.discover import available_memory_bytes, cores_of, own_cores
 from envs.measured import CONTENDED
 from envs.quiet import Noise, governors, noise_of, quota_cores
 from envs.torch_devices import is_core
-from placer.outcome import NOISY
+from placer.outcome import NOISY, REBUILT
 
 TOLD: Final = ("torch", "numba", "numpy", "networkx", "gymnasium", "stable-baselines3")
 LEAST_FREE_BYTES: Final = 1_000_000_000
@@ -88,26 +88,23 @@ class Checkup:
 
     @property
     def advice(self) -> list[str]:
-        """What would make measurements better, each a sentence; empty if nothing would."""
+        """What the verdict does not say and a user can act on, each in a sentence or two."""
         found = []
         if self.loud:
-            worst = max(self.loud, key=lambda noise: noise.contention)
-            found.append(
-                f"Others use core {worst.core}: equal work takes {worst.contention:.2f} times its "
-                f"CPU time there (load {self.load:.1f} on {self.cores} cores). Stop what else "
-                "runs, or name quieter cores with --devices."
+            told = (
+                f"The load is {self.load:.1f} on {self.cores} core{'s'[: self.cores > 1]}: as long "
+                f"as others use them, steps are judged by times {REBUILT}."
             )
+            quiet = [n for n in self.noise if n not in self.loud and n not in self.uneven]
+            if len(quiet) > 1:  # one alone has nothing to place on
+                told += f" Quieter are {_cores(quiet)}: name them with --devices."
+            found.append(told)
         if self.uneven:
-            worst = max(self.uneven, key=lambda noise: noise.spread)
-            found.append(
-                f"Equal work on core {worst.core} scatters by {worst.spread:.0%} between the "
-                "quartiles: small gains will count as ties."
-            )
+            found.append(f"As work scatters on {_cores(self.uneven)}, small gains count as ties.")
         if self.is_throttled:
             found.append(
                 f"The container may use {self.quota_cores:g} cores' worth of time on {self.cores} "
-                "cores: placements over all of them are throttled. Raise its limit, or place on "
-                "fewer cores."
+                "cores: with the limit as it is, place on fewer cores."
             )
         if self.governors - {"performance"}:
             found.append(

@@ -22,9 +22,12 @@ from graphs.extract.program import VIEW
 from graphs.graph import GraphArrays
 from graphs.strict_json import load_checked, table
 from placer.export.device_flow import first_conflict, main_device_of
+from placer.export.hooks import Hooks
 from placer.export.placed_modules import around, canonical_paths, parent
 
 GIVEN: Final = "given"
+MOST_NAMED: Final = 3
+"""How many modules a sentence names."""
 
 
 class GivenError(ValueError):
@@ -51,17 +54,24 @@ class DeviceMap:
             return told
         if extraction.own_forward is None or len(self.device_names) == 1:
             return ""
-        model = extraction.step.model
+        step, model = extraction.step, extraction.step.model
         path_of = canonical_paths(model)
         device_of = self._dispatched(path_of)
         fed = main_device_of(self.device_names)
-        found = first_conflict(extraction.own_forward, extraction.step, device_of, fed)
-        if found is None:
+        told = "the device map is run op by op, which dispatch_model would not do: "
+        if found := first_conflict(extraction.own_forward, step, device_of, fed):
+            return told + (
+                f"there {found.told(model)} fails, since what {found.origins} give is on several "
+                "devices"
+            )
+        computed = Hooks.of(model, device_of, fed).runs_on
+        others = [path for path, name in device_of.items() if computed[path] != name]
+        if not others:
             return ""
-        return (
-            "the device map is run op by op, which dispatch_model would not do: there "
-            f"{found.told(model)} fails, since what {found.origins} give is on several devices"
-        )
+        shown = [path or "the rest of the model" for path in others[:MOST_NAMED]]
+        if len(others) > MOST_NAMED:
+            shown.append(f"{len(others) - MOST_NAMED} more")
+        return f"{told}there {', '.join(shown)} would be computed on {fed}, the main device"
 
     @property
     def device_names(self) -> tuple[str, ...]:

@@ -18,8 +18,8 @@ from envs.simulator import INFEASIBLE_NS, Simulated
 from placer.placers.placer import MAX_LOAD, Placer, Progress
 from placer.placers.rule import sorted_for
 from placer.search.budget import Budget
-from placer.search.candidate import Candidate
-from placer.search.heuristics import ETF_NAME, SINGLE, heuristics
+from placer.search.candidate import SINGLE, Candidate
+from placer.search.heuristics import ETF_NAME, heuristics
 from placer.search.judge import Judge
 
 BALANCING: Final = 0.3

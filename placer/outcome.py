@@ -17,6 +17,7 @@ from graphs.extract.export import lstm_layers
 from graphs.extract.extraction import shown_lines
 from graphs.graph import PHASES
 from placer.milliseconds import milliseconds
+from placer.search.candidate import WHERE_ALLOWED
 from placer.search.trail import Trail
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ NOISY: Final = 0.2
 PREDICTION_ERROR: Final = 0.15
 UNPREDICTED_BYTES: Final = 64 << 20
 """What libraries and kernels may take, whatever the model."""
+REBUILT: Final = "rebuilt from CPU clocks"
+"""What is said of every time that is no wall time, wherever it is told."""
 SMALLEST_GAIN: Final = 0.01
 """Steps that differ by less are as fast as each other, to people."""
 SIMPLEST_FIRST: Final = (
@@ -84,7 +87,7 @@ class Row:
     @property
     def simplicity(self) -> int:
         """Lower is simpler: everything on one device, then fixed rules, then search."""
-        if self.is_single:
+        if self.is_single or self.name.endswith(WHERE_ALLOWED):
             return 0
         kinds = [i for i, name in enumerate(SIMPLEST_FIRST) if self.name.startswith(name)]
         return kinds[0] if kinds else len(SIMPLEST_FIRST)
@@ -160,8 +163,19 @@ class Optimization:
         return self.speed_up_of(self.best)
 
     @property
+    def clock(self) -> str:
+        """How the step of the best is known: "measured", "rebuilt from CPU clocks", "predicted"."""
+        if self.best.measurement is None:
+            return "predicted"
+        return REBUILT if self.loaded else "measured"
+
+    @property
     def verdict(self) -> str:
-        """One sentence for people: how much was won, or why there was nothing to win."""
+        """For people: how much was won, or why nothing was, and how the unplaced step does."""
+        return f"{self._gain} {self._against_unplaced}".rstrip()
+
+    @property
+    def _gain(self) -> str:
         single = self.single
         if single is None:
             failed = [row for row in self.rows if row.is_single and row.failure]
@@ -180,21 +194,33 @@ class Optimization:
                 f"noise (the lower bound leaves {gap:.0%})."
             )
         both = self.best.measurement is not None and single.measurement is not None
-        seen, unplaced = self.best.measurement, self.all_cores
-        how = "measured" if both else "predicted"
+        seen = self.best.measurement
+        how = self.clock if both else "predicted"
         if self.loaded and seen is not None and single.measurement is not None:
             by_wall = single.measurement.median_s / seen.median_s
-            how += f" by CPU clocks ({by_wall:.2f}x by the wall clock of a busy machine)"
-        text = f"{self.speed_up:.2f}x faster than {single.name.removeprefix('single ')}, {how}."
-        if seen is not None and unplaced is not None and unplaced.ok:
-            # Threads of OpenMP have slow phases of their own, so the best steps decide.
-            gain, by_median = seen.min_s / unplaced.min_s, seen.median_s / unplaced.median_s
-            if gain > 1 + SMALLEST_GAIN:
-                text += (
-                    f" Not placing it, with torch's threads on all cores, is {gain:.2f}x faster "
-                    f"still by the shortest wall times ({by_median:.2f}x by their medians)."
-                )
-        return text
+            how += f" ({by_wall:.2f}x by the wall clock of a busy machine)"
+        return f"{self.speed_up:.2f}x faster than {single.name.removeprefix('single ')}, {how}."
+
+    @property
+    def _against_unplaced(self) -> str:
+        """Which is faster, the best or the unplaced step; the latter has but the wall clock."""
+        seen, unplaced = self.best.measurement, self.all_cores
+        if seen is None or unplaced is None or not (seen.ok and unplaced.ok):
+            return ""
+        # Threads of OpenMP have slow phases of their own, so the best steps decide.
+        gain, by_median = unplaced.min_s / seen.min_s, unplaced.median_s / seen.median_s
+        what = "not placing the model, with torch's threads on all cores"
+        if gain > 1 + SMALLEST_GAIN:
+            return (
+                f"The placement is {gain:.2f}x faster than {what}, by the shortest wall times "
+                f"({by_median:.2f}x by their medians)."
+            )
+        if 1 / gain > 1 + SMALLEST_GAIN:
+            return (
+                f"{what.capitalize()}, is {1 / gain:.2f}x faster still by the shortest wall times "
+                f"({1 / by_median:.2f}x by their medians)."
+            )
+        return f"The placement is as fast as {what}, by the shortest wall times."
 
     def _why_no_single(self) -> str:
         """Why everything on one device is no candidate that can run: pins, costs or memory."""
@@ -241,8 +267,9 @@ class Optimization:
             error = self.best.predicted_s / step_s
             if abs(error - 1) > PREDICTION_ERROR:
                 found.append(
-                    f"The prediction for {self.best.name} is {error:.2f} of what was measured: the "
-                    "search was guided by a rough model."
+                    f"The prediction for {self.best.name} is {error:.2f} of what was measured"
+                    f"{f' ({REBUILT})' if self.loaded else ''}: the search was guided by a rough "
+                    "model."
                 )
             for name, size in self.best.measurement.peak_memory_bytes.items():
                 thought = self.best.peak_memory_bytes.get(name, 0)

@@ -331,7 +331,7 @@ def _row(simulated: Simulated, candidate: Candidate, options: Options, rig: Rig 
     order = run_order(problem, schedule.start_ns) if rig is None else rig.order(problem, schedule)
     priority[order] = np.arange(problem.op_count, 0, -1)
     made_by = MadeBy(
-        placer=candidate.name,
+        placer=candidate.title,
         seed=options.seed,
         budget=str(options.budget),
         version=placer.__version__,
@@ -344,7 +344,7 @@ def _row(simulated: Simulated, candidate: Candidate, options: Options, rig: Rig 
     )
     prediction = objective.predict(simulated, placement)
     return Row(
-        name=candidate.name,
+        name=candidate.title,
         placement=placement,
         predicted_s=prediction.value_s,
         peak_memory_bytes=dict(prediction.peak_memory_bytes),

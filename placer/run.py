@@ -204,8 +204,10 @@ def _course(run: Run) -> Course:
 
 def _tell(run: Run, ranks: int) -> None:
     width = len(run.own.device_names)
-    told = [f"{ranks} replica{'s'[: ranks > 1]} on {width} device{'s'[: width > 1]} each"]
-    told += [f"sync {run.manner.sync}", f"seed {run.args.seed}"]
+    told = [f"{ranks} replica{'s'[: ranks > 1]} on {width} device{'s'[: width > 1]}"]
+    if ranks > 1:
+        told[0] += f" each, kept one model by --sync {run.manner.sync}"
+    told.append(f"seed {run.args.seed}")
     if run.manner.accumulate > 1:
         told.append(f"{run.manner.accumulate} passes a step")
     print(", ".join(told), file=sys.stderr)
@@ -253,7 +255,7 @@ def _print(run: Run, found: Trained) -> None:
         print(json.dumps(content))
         return
     if found.step_s is not None:
-        print(f"median step: {milliseconds(found.step_s)} ms")
+        print(f"median step: {milliseconds(found.step_s)} ms by the wall clock")
     for name, value in found.report.items():
         print(f"{name}: {value:.6g}")
 

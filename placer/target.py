@@ -20,7 +20,14 @@ from placer.missing_file import missing_file, why_not_read
 from placer.sources import exported, huggingface, onnx
 from placer.sources.fault import TargetError
 
-__all__ = ["TargetError", "is_graph_file", "load_function", "load_graph_target", "load_step"]
+__all__ = [
+    "TargetError",
+    "check_target",
+    "is_graph_file",
+    "load_function",
+    "load_graph_target",
+    "load_step",
+]
 
 
 def load_step(target: str, *, training: bool, weights: bool = True) -> Step:
@@ -49,15 +56,8 @@ def load_step(target: str, *, training: bool, weights: bool = True) -> Step:
         return onnx.load(target, training=training)
     if target.endswith(exported.SUFFIX):
         return exported.load(Path(target), training=training)
-    path, colon, name = target.rpartition(":")
-    if target.removesuffix(":").endswith(".py"):
-        raise TargetError(_without_function(Path(target.removesuffix(":"))))
-    if not colon or not path or not name:
-        raise TargetError(
-            f"target {target!r} is neither path/to/model.py:function, nor hf:name of a model of "
-            "transformers, nor an exported program (.pt2, .onnx), nor a graph file (.json)"
-        )
-    function = _function(_module(Path(path)), name, path)
+    path, name = _function_named(target)
+    function = _function(_module(path), name, str(path))
     try:
         made = function()
     except SystemExit as leaving:
@@ -65,6 +65,24 @@ def load_step(target: str, *, training: bool, weights: bool = True) -> Step:
     except Exception as error:
         raise TargetError(f"{target} failed: {type(error).__name__}: {error}") from error
     return _step(made, target, training)
+
+
+def check_target(target: str) -> None:
+    """Make sure that a target is of a known form and its file is there; nothing is read.
+
+    Raises:
+        TargetError: it is not.
+    """
+    if target.startswith(huggingface.PREFIX):
+        return
+    if onnx.is_onnx(target):
+        path = Path(target.partition("?")[0])
+    elif target.endswith(exported.SUFFIX) or is_graph_file(target):
+        path = Path(target)
+    else:
+        path, _ = _function_named(target)
+    if not path.exists():
+        raise TargetError(missing_file(path))
 
 
 def load_function(reference: str) -> Callable[..., object]:
@@ -96,6 +114,19 @@ def load_graph_target(target: str) -> nx.DiGraph[str]:
         raise TargetError(why_not_read(error)) from error
     except ValueError as error:
         raise TargetError(str(error)) from error
+
+
+def _function_named(target: str) -> tuple[Path, str]:
+    """File and name of the function that a target names."""
+    path, colon, name = target.rpartition(":")
+    if target.removesuffix(":").endswith(".py"):
+        raise TargetError(_without_function(Path(target.removesuffix(":"))))
+    if not colon or not path or not name:
+        raise TargetError(
+            f"target {target!r} is neither path/to/model.py:function, nor hf:name of a model of "
+            "transformers, nor an exported program (.pt2, .onnx), nor a graph file (.json)"
+        )
+    return Path(path), name
 
 
 def _module(path: Path) -> ModuleType:

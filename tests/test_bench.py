@@ -114,6 +114,13 @@ def test_a_file_in_a_folder_is_named_after_day_and_machine(tmp_path: Path) -> No
     assert json.loads(path.read_text())["gap"] is None
 
 
+def test_help_names_the_marks(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"between its lines {BEGIN} and {END}" in told
+
+
 def test_a_page_that_cannot_take_tables_is_told_before_anything_is_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

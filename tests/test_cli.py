@@ -72,6 +72,14 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
     assert command in capsys.readouterr().out
 
 
+def test_the_package_lists_its_public_names_before_they_are_used() -> None:
+    code = (
+        "import placer, sys; print(dir(placer) == sorted(placer.__all__), 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "False"]
+
+
 def test_unknown_commands_are_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["optimise"])

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from envs.placement import module_of
 from placer.cli.main import build_parser, main
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*\b(3[0-7]|38|4[0-7]|48|9[0-7])[;m]")
@@ -140,7 +141,8 @@ def test_how_long_it_takes_is_told_before_and_after(
     assert main([*OPTIMIZE[:-1], "0.3s"]) == 0
     told = capfd.readouterr().err.splitlines()
     assert told[0] == "This takes about 0.3 s, the search."
-    assert re.search(r"; took [\d.]+ s: search 0\.\d+ s, the rest [\d.]+ s; seed 0$", told[-1])
+    parts = r"; took [\d.]+ s: .*searching placements 0\.\d+ s, .*the rest [\d.]+ s; seed 0$"
+    assert re.search(parts, told[-1])
     assert main([*OPTIMIZE, "--json", "--quiet"]) == 0
     found = json.loads(capfd.readouterr().out)
     assert found["measuring_s"] == 0
@@ -184,7 +186,20 @@ def test_the_json_of_a_placement_is_what_the_table_says(
     assert counted == {name: [*devices.values()].count(name) for name in set(devices.values())}
     op_id, device = next(iter(devices.items()))
     assert main(["show", "placement.json", op_id, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"name": op_id, "device": device}
+    told = json.loads(capsys.readouterr().out)
+    assert (told["name"], told["device"], list(told["devices"])) == (op_id, device, [device])
+    module = next(name for name in map(module_of, devices) if name)
+    assert main(["show", "placement.json", module, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert sum(count for own in told["devices"].values() for count in own.values()) == sum(
+        module_of(op) == module or module_of(op).startswith(f"{module}.") for op in devices
+    )
+    assert main(["show", "placement.json", module]) == 0
+    line = capsys.readouterr().out
+    assert line.startswith(f"{module}: ")
+    assert all(
+        f"{name} ({next(iter(own.values()))} " in line for name, own in told["devices"].items()
+    )
 
 
 def test_rates_that_are_not_finite_are_null(tmp_path: Path) -> None:

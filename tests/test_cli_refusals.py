@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tiny_cluster import CLUSTER
 
-from placer.cli.main import main
+from placer.cli.main import COMMANDS, main
 
 MODEL = """
 import torch
@@ -265,11 +265,10 @@ def test_a_mistyped_option_is_told_by_its_own_command(
     with pytest.raises(SystemExit) as stopped:
         main(words.split())
     assert stopped.value.code == 2
-    message = capsys.readouterr().err
-    assert message.startswith(f"usage: placer {command} ")
-    last = message.splitlines()[-1]
-    assert last.startswith(f"placer {command}: error: ")
-    assert last.endswith(told)
+    what, where = capsys.readouterr().err.splitlines()
+    assert what.startswith(f"placer {command}: error: ")
+    assert what.endswith(told)
+    assert where == f"see placer {command} --help"
 
 
 @pytest.mark.parametrize(
@@ -279,6 +278,9 @@ def test_a_mistyped_option_is_told_by_its_own_command(
         ("simulat g.json --cluster c.toml", "no command 'simulat'; did you mean simulate?"),
         ("--vresion", "there is no option --vresion; did you mean --version?"),
         ("wash", "there is no command 'wash': there are optimize, placers, "),
+        ("--budget 5s optimize m.py:f", "stands behind the command: placer optimize --budget"),
+        ("--placement=p.json m.py:f", "stands behind the command: placer measure --placement"),
+        ("--quiet", "stands behind the command: placer optimize --quiet"),
     ],
 )
 def test_a_mistyped_command_is_told_with_the_one_that_is_meant(
@@ -287,9 +289,31 @@ def test_a_mistyped_command_is_told_with_the_one_that_is_meant(
     with pytest.raises(SystemExit) as stopped:
         main(words.split())
     assert stopped.value.code == 2
-    message = capsys.readouterr().err
-    assert message.startswith("usage: placer ")
-    assert told in message.splitlines()[-1]
+    what, where = capsys.readouterr().err.splitlines()
+    assert told in what
+    assert where == "see placer --help"
+
+
+def test_without_a_command_all_of_them_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([])
+    assert stopped.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("usage: placer ")
+    for command in COMMANDS:
+        assert f"    {command.__name__.rpartition('.')[2].replace('_', '-')}" in printed.err
+
+
+@pytest.mark.parametrize("before", [["--json"], ["--quiet", "--json"]])
+def test_options_of_every_command_may_stand_before_it(
+    before: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*before, "placers"]) == 0
+    first = capsys.readouterr().out
+    assert main(["placers", *before]) == 0
+    assert first == capsys.readouterr().out
+    assert json.loads(first)
 
 
 def test_what_stands_behind_two_dashes_is_no_option(capsys: pytest.CaptureFixture[str]) -> None:
@@ -328,6 +352,9 @@ def test_a_file_that_is_missing_is_told_with_its_neighbour(
             f"there is no file grph.json{meant}",
         ),
         (["optimize", "grph.json", "--cluster", cluster.name], f"no file grph.json{meant}"),
+        (["optimize", "none.py:build"], "there is no file none.py"),
+        (["optimize", "none.onnx?batch=2", "--inference"], "there is no file none.onnx"),
+        (["optimize", "none.pt2", "--inference"], "there is no file none.pt2"),
         (
             ["optimize", graph.name, "--cluster", "clutser.toml"],
             "no file clutser.toml; did you mean cluster.toml?",
@@ -337,6 +364,7 @@ def test_a_file_that_is_missing_is_told_with_its_neighbour(
         message = capsys.readouterr().err
         assert told in message
         assert "Errno" not in message
+        assert "This takes" not in message  # it takes nothing
 
 
 @pytest.mark.parametrize(

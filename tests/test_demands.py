@@ -18,6 +18,7 @@ from graphs.graph import add_edge, add_op, graph_hash, new_graph
 from graphs.selection import DemandError
 from placer.demands import demanded
 from placer.pipeline import Options, optimize_graph, optimize_step
+from placer.report.html.review import reviewed
 from placer.report.progress import Silent
 from placer.search.budget import Budget
 
@@ -88,6 +89,21 @@ class Stages(Silent):
     def stage(self, title: str) -> None:
         """A new stage."""
         self.titles.append(title)
+
+
+def test_only_what_is_on_one_device_is_called_single() -> None:
+    quick = Budget(evaluations=50)
+    parted = optimize_graph(two_branches(), PAIR, Options(budget=quick, pins={"left": "b"}))
+    names = {row.name for row in parted.rows}
+    assert "a where allowed" in names
+    assert "single b" in names
+    assert "single a" not in names
+    both = Options(budget=quick, pins={"left": "b", "right": "a"})
+    pinned = optimize_graph(two_branches(), PAIR, both)
+    assert pinned.best.name == "a where allowed"
+    assert pinned.placement.made_by.placer == "a where allowed"
+    shown = reviewed(pinned.problem, pinned.placement)
+    assert [row.name for row in shown.rows].count("a where allowed") == 1
 
 
 def test_a_verdict_tells_pins_from_memory() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -188,13 +189,16 @@ def test_only_what_meets_is_joined_and_its_price_is_told() -> None:
     found = device_map(PlacedModules.of(extraction, placement))
     # left.2 and right.2 have as many FLOPs on either device, and the first device wins.
     assert found.content == {"left": 0, "right.0": 1, "right.2": 0, "head": 1}
-    told, advice = found.remarks
+    told, backward, advice = found.remarks
     # right.2: 3 x 8 x 4 of 3 x (4 x 8 + 8 x 4) x 2 + 3 x 4 x 2 multiplications.
     assert "23.5% of the FLOPs" in told
     assert told.endswith(
         "right.2 (cuda:1 -> cuda:0), since add in Meeting.forward wants what left.2 and right.2 "
-        "give on one device, and only the inputs of modules are moved"
+        "give on one device, and only the inputs of modules are moved; the code of the model "
+        "(cuda:1 -> cuda:0), since what is outside of the modules of the map runs where its inputs "
+        "are"
     )
+    assert re.fullmatch(r"\d of \d+ backward ops .*: right\.2 \(1\)(, the code .*)?", backward)
     assert "where add in Meeting.forward becomes the forward of a small module" in advice
 
 
@@ -212,7 +216,7 @@ def test_branches_that_meet_in_a_layer_lose_only_what_meets() -> None:
         "0.right.0",
         "1.right.0",
     }
-    moved, advice = found.remarks
+    moved, _, advice = found.remarks
     assert "cat in Branches.forward of 1 wants what 1.left.2 and 1.right.2 give" in moved
     assert "cat in Branches.forward of 0, cat in Branches.forward of 1 become" in advice
 
@@ -251,6 +255,33 @@ def test_an_op_that_is_a_module_moves_nothing_else() -> None:
     }
     assert found.content["0.meet"] == found.content["1.meet"] == 0
     assert found.remarks == ()
+
+
+def test_no_change_of_the_model_is_advised_where_no_work_is_moved() -> None:
+    torch.manual_seed(0)
+    tables = {"left": nn.Embedding(5, 4), "right": nn.Embedding(5, 4)}
+    model = tiny_models.Plain(lambda m, x: m.head(m.left(x) + m.right(x)), **tables)
+    model.head = nn.Linear(4, 2)
+    extraction = extract(Step.of(model, torch.arange(3), training=False))
+    graph = call_graph(extraction).graph
+    devices = [int("right" in op) for op in graph]
+    found = device_map(PlacedModules.of(extraction, placement_of(graph, GPUS, devices)))
+    (moved,) = found.remarks[:1]
+    assert "1 of 4 forward ops, 0.0% of the FLOPs" in moved
+    assert "add in Plain.forward wants what left and right give on one device" in moved
+    assert not any("a device_map can keep more apart" in remark for remark in found.remarks)
+
+
+def test_keeping_modules_together_is_advised_where_their_backward_is_apart() -> None:
+    extraction = extracted("branches")
+    graph = extraction.graph
+    apart = [int(attributes_of(graph, op)["phase"] == "backward") for op in graph]
+    found = device_map(PlacedModules.of(extraction, placement_of(graph, GPUS, apart)))
+    (advice,) = (remark for remark in found.remarks if "--keep-together" in remark)
+    named = re.findall(r"--keep-together (\S+)", advice)
+    assert set(named) <= {"0.left", "0.right", "1.left", "1.right", "2"}
+    assert "and so on for 2 more modules" in advice
+    assert not any("--keep-together" in remark for remark in rights_apart("branches").remarks)
 
 
 def test_a_module_that_is_called_twice_is_not_where_values_are_moved() -> None:

@@ -41,9 +41,12 @@ def test_a_quiet_machine_needs_no_advice() -> None:
     [
         (
             replace(HEALTHY, noise=(QUIET, replace(QUIET, core=1, contention=1.8)), load=2.5),
-            ["Others use core 1", "1.80 times", "load 2.5 on 2 cores"],
+            ["load is 2.5 on 2 cores", "judged by times rebuilt from CPU clocks."],
         ),
-        (replace(HEALTHY, noise=(replace(QUIET, spread=0.4),)), ["core 0 scatters by 40%"]),
+        (
+            replace(HEALTHY, noise=(replace(QUIET, spread=0.4),)),
+            ["on core 0, small gains"],
+        ),
         (replace(HEALTHY, quota_cores=1.5), ["1.5 cores' worth of time on 2 cores"]),
         (replace(HEALTHY, governors=frozenset({"powersave"})), ["set by powersave"]),
         (replace(HEALTHY, free_bytes=3 * 10**8), ["Only 0.3 GB of memory"]),
@@ -54,6 +57,14 @@ def test_each_fault_has_its_advice(checkup: Checkup, words: list[str]) -> None:
     [advice] = checkup.advice
     for word in words:
         assert word in advice
+
+
+def test_quieter_cores_are_advised_only_where_there_are_enough_to_place_on() -> None:
+    loud = replace(QUIET, core=1, contention=1.8)
+    [alone] = replace(HEALTHY, noise=(QUIET, loud)).advice
+    assert "--devices" not in alone
+    [others] = replace(HEALTHY, noise=(QUIET, loud, replace(QUIET, core=2))).advice
+    assert others.endswith("Quieter are cores 0, 2: name them with --devices.")
 
 
 def test_the_verdict_is_one_sentence_with_its_thresholds() -> None:

@@ -6,6 +6,7 @@ import copy
 import functools
 import json
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,9 @@ from torch.utils._pytree import tree_leaves
 import placer
 from envs.placement import Placement
 from graphs.extract import Extraction, Step, extract
+from graphs.extract.call_graph import call_graph
 from graphs.graph import attributes_of
+from graphs.optimizer import Optimizer
 from placer.cli.main import main
 from placer.export import FORMATS, format_named
 from placer.export.faults import ExportError
@@ -35,6 +38,7 @@ from placer.export.pipeline_split import pipeline_split
 from placer.export.placed_modules import PlacedModules
 from placer.export.stages import Stage
 from placer.export.torchtitan import titan_parts
+from placer.parallel.arguments import build_parser as build_run_parser
 
 torch.set_num_threads(1)
 GPUS = ("cuda:0", "cuda:1")
@@ -118,7 +122,7 @@ def test_torch_cuts_the_model_where_the_placement_does(
 def test_a_placement_that_goes_back_is_no_pipeline_and_the_module_is_named() -> None:
     placed = cut("conv_net", "1", "7", names=("cuda:0", "cuda:1", "cuda:2"))
     back = [replace(op, device=op.device.replace("2", "0")) for op in placed.ops]
-    with pytest.raises(ExportError, match="7 goes back to cuda:0, which was left after 0 for"):
+    with pytest.raises(ExportError, match="cuda:0 runs 0, then cuda:1 runs 1, and then 7 is"):
         pipeline_split(replace(placed, ops=tuple(back)))
 
 
@@ -207,7 +211,7 @@ def test_counts_hold_although_what_is_around_the_layers_goes_back() -> None:
     found = layer_counts(replace(placed, ops=tuple(back)))
     assert found.content["counts"] == [1, 1]
     assert "torchtitan" not in found.content
-    assert "model.norm goes back to cuda:0" in found.remarks[0]
+    assert "and then model.norm is on cuda:0 again" in found.remarks[0]
 
 
 def test_models_without_one_stack_have_no_counts() -> None:
@@ -295,6 +299,16 @@ def test_the_command_writes_what_the_formats_say(
     assert json.loads(capsys.readouterr().out)["counts"] == [1, 2]
 
 
+def test_the_command_tells_of_devices_that_become_one(
+    target: tuple[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    joined = "core:0 and core:1 are both written as cuda:0"
+    assert export(target, "--format", "layer-counts", "--as", "core:0=cuda:0,core:1=cuda:0") == 0
+    assert joined in capsys.readouterr().err
+    assert export(target, "--format", "layer-counts", "--as", "core:0=cuda:0,core:1=cuda:1") == 0
+    assert "written as" not in capsys.readouterr().err
+
+
 def test_the_command_says_what_is_in_the_way(
     target: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -313,6 +327,58 @@ def test_the_command_says_what_is_in_the_way(
     replace(other, graph="0" * 64).save(target[1])
     assert export(target, "--format", "layer-counts") == 2
     assert "was made for graph 000000000000" in capsys.readouterr().err
+
+
+def test_what_differs_from_the_step_that_was_placed_is_told_where_it_is_known(
+    target: tuple[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export(target, "--format", "layer-counts", "--inference") == 2
+    assert "it is of a training step, and this is inference: leave --inference out." in (
+        capsys.readouterr().err
+    )
+    assert export(target, "--format", "layer-counts", "--dtype", "bf16") == 2
+    assert "its inputs, --dtype, --extractor or the torch version differ" in capsys.readouterr().err
+    assert export(target, "--format", "layer-counts", "--optimizer", "sgd") == 2
+    assert "search with this optimizer, or leave --optimizer out" in capsys.readouterr().err
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in "123"))
+    step = Step.of(model, torch.ones(2, 4), training=False)
+    placement_of(extract(step).graph, ("core:0",), [0] * 6).save(target[1])
+    assert export(target, "--format", "layer-counts") == 2
+    assert "it is of inference, and this is a training step: give --inference." in (
+        capsys.readouterr().err
+    )
+
+
+def test_the_command_that_runs_what_was_placed_has_all_that_it_was_placed_with(
+    target: tuple[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in "123"))
+    step = Step.of(model, (torch.ones(2, 4), torch.ones(2, 4)), nn.MSELoss(), dtype="bf16")
+    extraction = extract(replace(step, optimizer=Optimizer.of("adam")), "export")
+    placement = cut_placement(extraction, ("core:0", "core:1"), ("1",), of_calls=False)
+    placement.save(target[1])
+    given = ["--dtype", "bf16", "--extractor", "export", "--optimizer", "adam"]
+    assert export(target, "--format", "layer-counts", *given) == 0
+    told = capsys.readouterr().err
+    command = shlex.split(told.partition("runs every op where it is placed: ")[2].splitlines()[0])
+    args = build_run_parser().parse_args(command[command.index("placer.run") + 1 :])
+    assert (args.dtype, args.extractor, args.optimizer) == ("bf16", "export", "adam")
+    assert (args.target, args.placement) == target
+    replace(placement, micro_batches=4).save(target[1])
+    assert export(target, "--format", "layer-counts", *given) == 0
+    assert "placer.run" not in capsys.readouterr().err, "it runs no micro-batches"
+
+
+def test_devices_are_named_in_the_order_of_the_cluster_whatever_runs_first(
+    target: tuple[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    placement = Placement.load(target[1])
+    swapped = replace(placement, devices=tuple(1 - d for d in placement.devices))
+    swapped.save(target[1])
+    assert export(target, "--format", "device-map") == 2
+    assert "--as core:0=cuda:0,core:1=cuda:1" in capsys.readouterr().err
+    assert main(["show", str(target[1]), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["devices"] == ["core:0", "core:1"]
 
 
 def test_names_for_devices_that_the_placement_leaves_idle_do_no_harm(
@@ -386,9 +452,25 @@ def test_python_exports_what_the_command_does(target: tuple[str, Path]) -> None:
     found = placer.export_placement(
         model, target[1], "device-map", inputs, loss=nn.MSELoss(), renamed=renamed
     )
-    assert (found.content, found.remarks) == ({"0": 0, "1": 1, "2": 1}, ())
+    assert found.content == {"0": 0, "1": 1, "2": 1}
+    backward, advice = found.remarks  # it is cut in the forward pass, what follows is on core:1
+    assert backward.startswith("3 of 12 backward ops are not where the placement has them")
+    assert backward.endswith("the backward of a module runs where its forward does: 0 (3)")
+    assert advice.startswith("for training, place with --keep-together 0, which holds")
     with pytest.raises(ValueError, match="example_inputs are needed"):
         placer.export_placement(model, target[1], "pipeline")
+
+
+def test_a_loss_that_is_a_module_and_placed_elsewhere_is_named() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in "12"))
+    extraction = extract(Step.of(model, (torch.ones(2, 4), torch.ones(2, 4)), nn.MSELoss()))
+    graph = call_graph(extraction).graph
+    modules = [attributes_of(graph, node)["module"] for node in graph]
+    devices = [int(module.startswith("1")) for module in modules]
+    placed = PlacedModules.of(extraction, placement_of(graph, GPUS, devices))
+    moved = pipeline_split(placed).remarks[0]
+    assert "1 of 5 forward ops" in moved
+    assert "loss (cuda:0 -> cuda:1), since what is between modules runs in the stage" in moved
 
 
 def test_every_format_is_found_by_its_name() -> None:

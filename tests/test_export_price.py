@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from graphs.extract import Extraction, Step, extract
 from graphs.extract.call_graph import call_graph
 from graphs.graph import GraphArrays
 from placer.cli.main import main
+from placer.export.call_keys import call_keys
 from placer.export.moved import told_moved
 from placer.export.placed_modules import PlacedModules
 from placer.export.price import coarsened, price_of
@@ -63,16 +65,22 @@ def alternating(extraction: Extraction) -> Placement:
     return placement_of(graph, NAMES, [i % 2 for i in range(len(graph))])
 
 
-def test_ops_go_where_their_module_is_and_others_stay() -> None:
+def calls_on(extraction: Extraction, device_of: dict[str, str]) -> dict[str, str]:
+    """{call: device} where every module has one."""
+    placed = PlacedModules.of(extraction, alternating(extraction))
+    return placed.by_module(device_of)
+
+
+def test_ops_go_where_their_call_is_and_others_stay() -> None:
     extraction = block()
     problem = problem_of(extraction)
     placed = alternating(extraction).aligned(problem.graph, problem.cluster)
-    model = extraction.step.model
+    calls = calls_on(extraction, {"0": "gpu one", "1": "gpu two"})
     found = coarsened(
         problem,
         placed,
-        model,
-        {"0": "gpu one", "1": "gpu two"},
+        call_keys(extraction, problem.graph),
+        calls,
         {"cuda:0": "gpu one", "cuda:1": "gpu two"},
     )
     for module, before, after in zip(
@@ -86,44 +94,73 @@ def test_ops_go_where_their_module_is_and_others_stay() -> None:
     assert (np.diff(ranks) < 0).all(), "runtimes run a model in its own order"
 
 
+def test_ops_of_a_graph_of_ops_and_of_one_of_calls_have_the_same_calls() -> None:
+    extraction = block()
+    of_ops = call_keys(extraction, GraphArrays.from_graph(extraction.graph))
+    of_calls = call_keys(extraction, GraphArrays.from_graph(call_graph(extraction).graph))
+    assert of_ops == extraction.call_of
+    assert set(of_calls) == set(of_ops) == {call.key for call in extraction.forward.placed_calls}
+
+
+def four_calls() -> Extraction:
+    """A chain, of which N calls take N ms on one device; every change of device takes one more."""
+    layers = (nn.Sequential(nn.Tanh(), nn.Linear(4, 4)) for _ in "12")
+    return extract(Step.of(nn.Sequential(*layers), torch.ones(2, 4), training=False))
+
+
+def placed_on(problem: Problem, *devices: int) -> Placement:
+    return Placement.of(problem.graph, problem.cluster, np.array(devices), np.zeros(len(devices)))
+
+
 def test_the_price_is_the_step_of_the_exported_placement_over_that_of_the_placement() -> None:
-    """A chain of N calls takes N ms on one device; every change of device takes one more."""
-    extraction = extract(
-        Step.of(
-            nn.Sequential(*(nn.Sequential(nn.Tanh(), nn.Linear(4, 4)) for _ in "12")),
-            torch.ones(2, 4),
-            training=False,
-        )
-    )
+    extraction = four_calls()
     problem = problem_of(extraction)
-    assert problem.op_count == 4
-    placement = Placement.of(problem.graph, problem.cluster, np.array([0, 1, 0, 1]), np.zeros(4))
-    price = price_of(problem, placement, extraction.step.model, {})
-    told = price({"0": "cuda:0", "1": "cuda:1"})
-    assert told == "a step is predicted to take 5.000 ms, 28.6% less than the 7.000 ms as placed"
-    together = Placement.of(problem.graph, problem.cluster, np.zeros(4, np.int32), np.zeros(4))
-    told = price_of(problem, together, extraction.step.model, {})({"1": "cuda:1"})
-    assert told == "a step is predicted to take 5.000 ms, 25.0% longer than the 4.000 ms as placed"
+    halves = calls_on(extraction, {"0": "cuda:0", "1": "cuda:1"})
+    price = price_of(problem, placed_on(problem, 0, 1, 0, 1), extraction, {})
+    (told,) = price.told(halves)
+    assert told == (
+        "as exported a step is predicted to take 5.000 ms, 28.6% less than the 7.000 ms as placed: "
+        "0.80x as fast as cuda:0 alone (as placed 0.57x), which is not worth it"
+    )
+    (told,) = price.told(halves, single_step=False)
+    assert told.endswith("28.6% less than the 7.000 ms as placed")
+    price = price_of(problem, placed_on(problem, 0, 0, 0, 0), extraction, {})
+    (told,) = price.told(calls_on(extraction, {"": "cuda:1"}))
+    assert told.endswith("1.00x as fast as cuda:0 alone (as placed 1.00x)")
+    (told,) = price.told(halves, moved=False)
+    assert "25.0% longer than the 4.000 ms as placed" in told
+    assert price.told(calls_on(extraction, {"": "cuda:1"}), moved=False) == []
 
 
-def test_an_export_that_does_not_fit_is_told_so() -> None:
+def test_what_wins_back_most_of_a_loss_is_known() -> None:
+    extraction = four_calls()
+    problem = problem_of(extraction)
+    price = price_of(problem, placed_on(problem, 0, 0, 0, 0), extraction, {})
+    first, *_, last = problem.graph.ids
+    two = {first: "cuda:1", last: "cuda:1"}  # changes of device
+    assert price.is_won_back(two, {})
+    assert not price.is_won_back(two, {first: "cuda:1"}), "half is not most"
+    assert not price.is_won_back({}, {})
+
+
+def test_an_export_that_does_not_fit_is_told_so_although_nothing_is_moved() -> None:
     extraction = block()
     problem = problem_of(extraction, memory_bytes=400)  # one layer with its gradients is 160 bytes
     placement = cut_placement(extraction, NAMES, ("1",), of_calls=True)
-    price = price_of(problem, placement, extraction.step.model, {})
-    told = price({"": "cuda:0"})
-    assert told.startswith("a step is predicted to be impossible: cuda:0 needs ")
+    price = price_of(problem, placement, extraction, {})
+    (told,) = price.told(calls_on(extraction, {"": "cuda:0"}), moved=False)
+    assert told.startswith("as exported a step is predicted to be impossible: cuda:0 needs ")
 
 
-def test_what_is_moved_is_told_with_its_price_where_that_is_known() -> None:
+def test_what_is_moved_is_told_of_both_passes_by_module() -> None:
     extraction = block()
-    placement = alternating(extraction)
-    price = price_of(problem_of(extraction), placement, extraction.step.model, {})
+    placed = PlacedModules.of(extraction, alternating(extraction))
     whole = {"": "cuda:0"}
-    (plain,) = told_moved(PlacedModules.of(extraction, placement), whole, "of a test")
-    priced = told_moved(PlacedModules.of(extraction, placement, price=price), whole, "of a test")
-    assert "are not where the placement has them: the model (cuda:1 -> cuda:0), since of" in plain
-    assert priced == [f"{plain}; {price(whole)}"]
+    forward, backward = told_moved(placed, placed.by_module(whole), whole, "of a test")
+    assert forward.endswith(
+        "are not where the placement has them: the model (cuda:1 -> cuda:0), since of a test"
+    )
+    assert re.fullmatch(r"(\d+) of \d+ backward ops .*: the model \(\1\)", backward)
 
 
 @pytest.mark.skipif(len(CORES) < 2, reason="two devices need two cores")
@@ -157,8 +194,46 @@ def test_the_price_of_what_was_optimized_heeds_the_demands_of_its_user() -> None
     renamed = dict(zip(cores, NAMES, strict=True))
     exported = placer.export_placement(step.model, found, "device-map", renamed=renamed)
     assert exported.content == {"0": 0, "1": 1}
-    (told,) = exported.remarks
+    *_, told = (remark for remark in exported.remarks if "predicted" in remark)
     assert f"impossible: op '0:sin' is on {cores[0]}, but may only run on {cores[1]}" in told
+
+
+MODEL = """
+import torch
+from torch import nn
+
+def build():
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4))
+    return model, (torch.ones(2, 4), torch.ones(2, 4)), nn.MSELoss()
+"""
+
+
+def built() -> Extraction:
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4))
+    return extract(Step.of(model, (torch.ones(2, 4), torch.ones(2, 4)), nn.MSELoss()))
+
+
+def test_the_command_holds_exports_to_the_memory_that_it_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLACER_CACHE", str(tmp_path / "cache"))
+    core = f"core:{CORES[0]}"
+    model, given = tmp_path / "model.py", tmp_path / "placement.json"
+    model.write_text(MODEL)
+    extraction = built()
+    placement_of(extraction.graph, (core,), [0] * len(extraction.graph)).save(given)
+    command = ["export", str(given), f"{model}:build", "--format", "device-map"]
+    command += ["--as", f"{core}=cuda:0", "--memory"]
+    assert main([*command, f"{core}=300B"]) == 0
+    assert "give --predict, too, to know whether it fits" in capsys.readouterr().err
+    assert main([*command, f"{core}=300B", "--predict"]) == 0
+    told = capsys.readouterr()
+    assert f"no step is predicted, since as placed {core} needs " in told.err
+    assert "but has 300 B" in told.err
+    assert main([*command, f"{core}=1MB", "--predict"]) == 0
+    assert capsys.readouterr().err == ""
+    assert main([*command, "core:99=1MB"]) == 2
+    assert "memory of core:99 is limited, but the devices are" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -168,14 +243,8 @@ def test_the_command_predicts_on_the_devices_of_the_placement(
 ) -> None:
     cores = tuple(f"core:{core}" for core in CORES[:2])
     model = tmp_path / "model.py"
-    model.write_text(
-        "import torch\nfrom torch import nn\n\n"
-        "def build():\n"
-        "    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4))\n"
-        "    return model, (torch.ones(2, 4), torch.ones(2, 4)), nn.MSELoss()\n"
-    )
-    built = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4))
-    extraction = extract(Step.of(built, (torch.ones(2, 4), torch.ones(2, 4)), nn.MSELoss()))
+    model.write_text(MODEL)
+    extraction = built()
     devices = [int(op.startswith("0.1")) for op in extraction.graph]
     given = tmp_path / "placement.json"
     placement_of(extraction.graph, cores, devices).save(given)
@@ -189,7 +258,7 @@ def test_the_command_predicts_on_the_devices_of_the_placement(
     assert runs in plain.err
     assert main([*command, "--predict"]) == 0
     priced = capsys.readouterr()
-    assert "; a step is predicted to take " in priced.err
+    assert "as exported a step is predicted to take " in priced.err
     assert priced.out == plain.out
     cached = calibrated_before(discover(",".join(cores)))
     assert cached is not None
@@ -200,5 +269,5 @@ def test_the_command_predicts_on_the_devices_of_the_placement(
     CostCache().store(conditions_of(cached.devices[0]), calm)
     assert main(command) == 0
     known = capsys.readouterr()
-    assert "; a step is predicted to take " in known.err
+    assert "as exported a step is predicted to take " in known.err
     assert "--predict" not in known.err

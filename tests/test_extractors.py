@@ -23,7 +23,7 @@ from saved_tensors import saved_bytes
 from tiny_models import Plain, assert_same, eager, forward, squared, tied_gradients
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from envs.cluster import Cluster, Device
@@ -259,21 +259,61 @@ def test_a_placed_model_refuses_a_recording_that_depends_on_data() -> None:
     assert "torch.where" in str(refused.value)
 
 
-def test_a_buffer_that_is_assigned_is_updated() -> None:
-    class Average(nn.Module):
-        mean: Tensor
+class Average(nn.Module):
+    """A running mean that is assigned; and two buffers that change places."""
+
+    mean: Tensor
+    odd: Tensor
+    even: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("odd", torch.ones(8))
+        self.register_buffer("even", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        self.odd, self.even = self.even, self.odd
+        out: Tensor = self.linear(x - self.mean + self.odd)
+        return out
+
+
+@EITHER_MODE
+@pytest.mark.parametrize("extractor", ["export", "dispatch"])
+@pytest.mark.parametrize("nested", [False, True], ids=["its own", "of a submodule"])
+def test_a_buffer_that_is_assigned_is_updated(nested: bool, extractor: str, training: bool) -> None:
+    model = nn.Sequential(Average(), nn.Linear(8, 8)) if nested else Average()
+    buffers = dict(model.named_buffers())
+    extraction = extract(Step.of(model, (X, X), squared, training=training), extractor)
+    assert {name: id(own) for name, own in model.named_buffers()} == {
+        name: id(own) for name, own in buffers.items()
+    }
+    written = {result.name for result in extraction.program.results if result.role == "state"}
+    assert written == set(buffers)
+    assert_runs_as_eager(extraction)
+    assert "forward" not in vars(model)
+
+
+def test_a_buffer_that_grows_is_refused() -> None:
+    class Growing(nn.Module):
+        seen: Tensor
 
         def __init__(self) -> None:
             super().__init__()
             self.linear = nn.Linear(8, 8)
-            self.register_buffer("mean", torch.zeros(8))
+            self.register_buffer("seen", torch.zeros(1, 8))
 
         def forward(self, x: Tensor) -> Tensor:
-            self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
-            out: Tensor = self.linear(x - self.mean).pow(2).sum()
+            self.seen = torch.cat([self.seen, x])
+            out: Tensor = self.linear(x).sum()
             return out
 
-    assert_runs_as_eager(extract(Step.of(Average(), X), "dispatch"))
+    step = Step.of(nn.Sequential(Growing()), X)
+    for extractor in ("export", "dispatch"):
+        with pytest.raises(ExtractionError, match=r"0\.seen the shape .* state that grows"):
+            extract(step, extractor)
 
 
 def test_a_tensor_that_is_no_buffer_is_not_written_but_refused() -> None:
@@ -294,6 +334,29 @@ def test_a_tensor_that_is_no_buffer_is_not_written_but_refused() -> None:
     assert line_of(Counting.forward, 1) in str(refused.value)
     extract(Step.of(model, X), "modules")
     assert model.calls == 0
+
+
+@pytest.mark.parametrize("held", [lambda tensor: tensor, lambda tensor: {"last": [tensor]}])
+def test_a_tensor_that_is_no_buffer_is_not_replaced_but_refused(held: Callable[..., Any]) -> None:
+    class Averaging(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.mean = held(torch.zeros(8))
+            self.seen: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen = x  # what nobody reads can be kept
+            (mean,) = tree_leaves(self.mean)
+            self.mean = held(0.9 * mean + 0.1 * x.mean(0))
+            out: Tensor = self.linear(x - mean).sum()
+            return out
+
+    model = nn.Sequential(Averaging())
+    with pytest.raises(ExtractionError, match=r"assigns 0\.mean, .* one with register_buffer"):
+        extract(Step.of(model, X), "dispatch")
+    assert torch.equal(tree_leaves(model[0].mean)[0], torch.zeros(8))
+    assert model[0].seen is None
 
 
 @pytest.mark.parametrize("extractor", ["dispatch", "modules"])

@@ -154,7 +154,9 @@ def test_ops_that_were_measured_on_different_days_say_so(
     stored(cache, extraction, {1: "2026-02-02"})
     found = op_costs(extraction, discover(CORE))["core"]
     days = ["2026-01-01", "2026-02-02", "2026-01-01"]
-    assert list(found.sources) == [f"cached, measured {day}, in context" for day in days]
+    assert list(found.sources) == [
+        f"cached, measured {day} in runs of the whole step" for day in days
+    ]
     assert found.cost_s.tolist() == [1.0, 1.0, 1.0]
     assert profiled == [[]]
 

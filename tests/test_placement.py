@@ -93,6 +93,36 @@ def test_devices_are_in_order_of_first_use_where_no_order_is_given() -> None:
     assert read.priority == (0.0, 0.0, 0.0)
 
 
+def test_devices_in_use_keep_the_order_of_the_cluster_in_a_file(tmp_path: Path) -> None:
+    placement = place(GRAPH, cluster_of("b", "idle", "a"), [2, 0, 2, 0, 2])
+    placement.save(tmp_path / "placement.json")
+    read = Placement.load(tmp_path / "placement.json")
+    assert read.device_names == ("b", "a")
+    assert read.devices == (1, 0, 1, 0, 1)
+    edited = json.loads((tmp_path / "placement.json").read_text())
+    edited["devices"] |= {GRAPH.ids[0]: "c"}
+    assert Placement.from_dict(edited).device_names == ("b", "a", "c")
+
+
+def test_where_a_module_is_is_told_by_device_and_phase() -> None:
+    ops = ["a.0:mm", "a.0:backward/mm", "a.1@2:mm", ":add", "a.1:optimizer/sgd"]
+    placement = Placement(
+        graph="",
+        cluster="",
+        ops=tuple(ops),
+        device_names=("x", "y"),
+        devices=(1, 0, 0, 1, 0),
+        priority=(0.0,) * 5,
+    )
+    assert placement.device_of("a") == "y"
+    assert placement.phases_of("a") == {
+        "x": {"forward": 1, "backward": 1, "optimizer": 1},
+        "y": {"forward": 1},
+    }
+    assert placement.phases_of("(model)") == {"y": {"forward": 1}}
+    assert placement.device_of("(model)") == "y"
+
+
 def test_arrays_are_those_it_was_made_of() -> None:
     devices, priority = place(GRAPH, CLUSTER, [0, 1, 1, 0, 1]).arrays()
     assert devices.tolist() == [0, 1, 1, 0, 1]
@@ -250,6 +280,8 @@ def test_placement_without_meaning_cannot_be_made(changes: dict[str, Any], messa
             {"predicted": {"peak_memory_bytes": {"x": "1 GB"}}},
             r"predicted\.peak_memory_bytes\.x is '1 GB', not a number",
         ),
+        ({"device_order": "ab"}, "device_order is 'ab', not a list"),
+        ({"device_order": ["x", "x"]}, "device_order names 'x' twice"),
         ({"made_by": {"author": "x"}}, r"unknown key made_by\.author"),
         ({"made_by": {"seed": "x"}}, r"made_by\.seed is 'x', not a whole number"),
         ({"made_by": {"placer": 3}}, r"made_by\.placer is 3, not a string"),

@@ -224,7 +224,8 @@ def test_placers_are_listed_without_loading_any(capsys: pytest.CaptureFixture[st
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     lines = out.stdout.splitlines()
     assert lines[-1] == "[]"
-    assert [line.split()[0] for line in lines[: len(NAMES)]] == NAMES
+    assert lines[0].split() == ["placer", "what", "it", "does", "what", "it", "needs"]
+    assert [line.split()[0] for line in lines[1 : 1 + len(NAMES)]] == NAMES
     assert main(["placers", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     assert [entry["name"] for entry in listed] == NAMES

@@ -494,6 +494,8 @@ def test_the_command_prints_the_plan_and_writes_the_placement(
     assert main(command) == 0
     shown = shown_of(capsys)
     assert "replicas x devices" in shown
+    assert f"> {best['replicas']} x {best['devices_each']} " in shown
+    assert shown.count("> ") == 2  # and in the legend
     assert data["verdict"] in shown
 
 

@@ -150,6 +150,7 @@ def test_candidates_have_their_predictions_quartiles_and_the_chosen_one() -> Non
     assert [row["name"] for row in data["candidates"] if row["best"]] == [best.name]
     assert shown[best.name]["measured"] == {
         "step_s": 5.0,
+        "wall_s": 5.0,
         "low_s": 3.0,
         "high_s": 7.0,
         "min_s": 1.0,
@@ -255,6 +256,7 @@ def test_every_command_that_is_named_can_be_given(
         devices=devices,
         cluster=cluster if target != "graph.json" else Path("cluster.toml"),
         inference=target != "graph.json",
+        memory={} if cluster or target == "graph.json" else {devices[0]: 1 << 30},
         search=["--pin", "embed=core:0"],
     )
     commands = [command.command for command in next_commands(source)]
@@ -264,6 +266,8 @@ def test_every_command_that_is_named_can_be_given(
         assert program == "placer"
         args = build_parser().parse_args(words)
         assert Path("out/the placement.json") in vars(args).values()
+        if words[0] in ("optimize", "measure"):
+            assert args.memory == source.memory
 
 
 def test_exports_that_fail_are_not_offered_but_told_and_others_come_with_their_price() -> None:
@@ -301,7 +305,9 @@ def test_exports_that_fail_are_not_offered_but_told_and_others_come_with_their_p
     assert "a step is predicted to take" in hugging_face.told
     pipeline = commands["Export for torch.distributed.pipelining"]
     assert pipeline.command == ""
-    assert "head goes back to cuda:0" in pipeline.told
+    assert "and then head is on cuda:0 again" in pipeline.told
+    for command in (hugging_face, pipeline):
+        assert command.told.endswith("Here core:0 is called cuda:0, core:1 is called cuda:1.")
     assert [bool(command.command) for command in commands.values()].count(False) == 2
 
 

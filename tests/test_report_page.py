@@ -196,6 +196,111 @@ def test_speed_ups_and_peaks_say_whether_they_are_measured(page: Page) -> None:
     assert "not measured" in captions[2]
 
 
+def test_on_a_busy_machine_both_clocks_are_told_and_the_unplaced_step_has_no_bar(
+    browser: Browser, tmp_path: Path
+) -> None:
+    names = ("core:0", "core:1")
+    cluster = Cluster(
+        name="two",
+        devices=tuple(Device(name=name, kind="core", memory_bytes=10**10) for name in names),
+        links=(Link(between=names, latency_s=1e-6, bandwidth_bytes_per_s=1e9),),
+    )
+    problem = Problem.of(GraphArrays.from_graph(inception(blocks=2)), cluster)
+    found = measured(
+        optimize_problem(problem, Options(budget=Budget(evaluations=100), measure=False))
+    )
+    runs = {
+        row.name: replace(seen, wall_s=5 * seen.wall_s, peak_memory_bytes={})
+        for row in found.rows
+        if (seen := row.measurement) is not None
+    }
+    rows = tuple(replace(row, measurement=runs.get(row.name)) for row in found.rows)
+    unplaced = Measurement(wall_s=np.full(9, 1.372), rebuilt_s=np.full(9, 1.372))
+    best = rows[found.rows.index(found.best)]
+    assert best.measurement is not None
+    wall_ms = milliseconds(best.measurement.median_s)
+    rebuilt_ms = milliseconds(best.measurement.rebuilt_median_s)
+    path = tmp_path / "report.html"
+    write_report(report_data(replace(found, rows=rows, best=best, all_cores=unplaced)), path)
+    page = browser.new_page(viewport={"width": 1280, "height": 800})
+    page.goto(path.as_uri())
+    chart = page.locator("#won .chart")
+    bars = chart.locator("g.candidate").filter(has_text="not placed")
+    assert bars.locator("rect").count() == 0
+    assert (
+        bars.get_by_text(f"by the wall clock, to be compared with {wall_ms}\u00a0ms").count() == 1
+    )
+    assert chart.get_by_text(f"{rebuilt_ms}\u00a0ms rebuilt, {wall_ms}\u00a0ms wall").count() == 1
+    assert f"{wall_ms}\u00a0ms" in page.locator(".figures").inner_text()
+    assert "step, rebuilt from CPU clocks" in page.locator(".figures").inner_text()
+    assert "measured" not in page.locator("#won .legend").first.inner_text()
+    page.close()
+
+
+@pytest.mark.parametrize(
+    "label", ["a.layer.0.attention · softmax_backward", "encoder.weight", "convolution_backward"]
+)
+def test_a_label_keeps_last_names_and_is_cut_in_the_middle(page: Page, label: str) -> None:
+    told = page.evaluate(
+        """label => {
+          const context = document.createElement("canvas").getContext("2d");
+          context.font = `11.5px ${FONT}`;
+          const whole = Math.ceil(context.measureText(label).width);
+          return [...Array(whole + 1).keys()].map((width) => {
+            const shown = fitted(context, label, width);
+            return [shown, context.measureText(shown).width <= width];
+          });
+        }""",
+        label,
+    )
+    assert all(fits for _, fits in told)
+    last = label.rpartition(" · ")[2].rpartition(".")[2]
+    shown = list(dict.fromkeys(text for text, _ in told))
+    assert (shown[0], shown[-1]) == ("", label)
+    for text in shown[1:-1]:
+        assert len(text) >= 5
+        begin, dots, end = text.partition("…")
+        if dots and not begin:  # whole names are left out, no parts of one
+            assert label.removesuffix(end)[-1] == "."
+        elif dots:
+            assert last.startswith(begin)
+            assert last.endswith(end)
+            assert 0 <= len(begin) - len(end) <= 1
+        else:
+            assert text == last
+
+
+def test_first_finds_far_above_the_others_do_not_flatten_the_search(page: Page) -> None:
+    heights, notes = [], []
+    for first_s in (0.02, 9.0):
+        page.evaluate(
+            """first => {
+              data.search.lines = [
+                {name: "policy", evaluations: [1, 9, 9], seconds: [0.1, 1, 1],
+                 cost_s: [first, 0.014, 0.014]},
+                {name: "evolution", evaluations: [2, 5, 7, 9], seconds: [0.2, 0.5, 1, 1],
+                 cost_s: [0.018, 0.012, 0.01, 0.01]},
+              ];
+              data.lower_bound_s = null;
+              const host = document.createElement("div");
+              host.id = "probe";
+              document.querySelector("#search").append(host);
+              searchChart(host, "evaluations", null, "evaluations");
+            }""",
+            first_s,
+        )
+        probe = page.locator("#probe")
+        probe.locator("svg").wait_for()
+        path = probe.locator("path.curve:not(.after-end)").nth(1).bounding_box()
+        assert path is not None
+        heights.append(path["height"])
+        notes.append(probe.get_by_text("stands at the edge: up to 9.000\u00a0s").count())
+        page.evaluate("document.querySelector('#probe').remove()")
+    assert notes == [0, 1]
+    assert heights[1] > 100
+    assert heights[1] >= heights[0]
+
+
 def test_times_are_told_as_in_the_terminal(page: Page) -> None:
     for seconds in (0.0261, 0.35214, 0.00955, 0.0011234, 0.7):
         assert page.evaluate(f"time({seconds})") == f"{milliseconds(seconds)}\u00a0ms"

@@ -93,7 +93,7 @@ def test_replicas_train_as_one_process_and_say_what_they_do(tmp_path: Path) -> N
     given = arguments(target, placement, 5, data=f"{target}:batch")
     (code, out, err), (_, other, _) = on_ranks(2, rank, given, joined=False)
     assert code == 0
-    assert err.startswith("2 replicas on 1 device each, sync allreduce, seed 0")
+    assert err.startswith("2 replicas on 1 device each, kept one model by --sync allreduce, seed 0")
     told = [float(line.split()[-1]) for line in out.splitlines() if line.startswith("step")]
     expected = losses_in_one_process(f"{target}:build", f"{target}:batch", 5, 2, 0.1)
     np.testing.assert_allclose(told, expected, rtol=1e-5)
@@ -151,7 +151,7 @@ def test_a_plan_runs_as_it_was_planned(batch: Batch, tmp_path: Path) -> None:
     given = arguments(target, path, 4, data=f"{target}:batch")
     (code, out, err), _ = on_ranks(2, rank, given, joined=False)
     assert code == 0, err
-    assert "sync allreduce, seed 0, 2 passes a step" in err
+    assert "--sync allreduce, seed 0, 2 passes a step" in err
     assert err.count("the plan counts on ring") == 1
     told = [float(line.split()[-1]) for line in out.splitlines() if line.startswith("step")]
     cut = 4 if batch == "global" else 1

@@ -14,6 +14,7 @@ from envs.measured import Measurement
 from envs.placement import MadeBy, Placement
 from envs.problem import Problem
 from graphs.graph import GraphArrays, add_op, new_graph
+from placer.bench.steps import Steps, step_table
 from placer.outcome import Optimization, Row, choose
 from placer.report.console import stdout_console
 from placer.report.html import report_data
@@ -78,7 +79,7 @@ def printed_of(found: Optimization, width: int) -> str:
 def test_no_number_is_cut_on_eighty_columns(count: int) -> None:
     text = printed(80, tuple(f"core:{i}" for i in range(count)))
     assert "\u2026" not in text
-    for word in ("predicted", "measured", "spread", "rebuilt", "speed-up", "352.1", "597.4"):
+    for word in ("predicted", "wall", "spread", "rebuilt", "speed-up", "352.1", "597.4"):
         assert word in text
     assert text.count("194") >= 3 * count
 
@@ -98,7 +99,7 @@ def test_the_unplaced_step_is_a_row_and_wins_the_last_line_where_it_is_faster() 
     found = optimization(("core:0", "core:1"))
     quick = np.full(7, 0.2)
     found = replace(found, all_cores=Measurement(wall_s=quick, rebuilt_s=quick))
-    assert found.verdict.startswith("1.70x faster than core:0, measured.")
+    assert found.verdict.startswith("1.70x faster than core:0, measured. Not placing the model, ")
     assert found.verdict.endswith(
         "torch's threads on all cores, is 1.76x faster still by the shortest wall times (1.78x by "
         "their medians)."
@@ -106,12 +107,42 @@ def test_the_unplaced_step_is_a_row_and_wins_the_last_line_where_it_is_faster() 
     assert "not placed" in printed(100, ("core:0", "core:1"))
 
 
+def test_the_last_line_says_how_the_unplaced_step_does_where_it_is_slower_or_as_fast() -> None:
+    found = optimization(("core:0", "core:1"))
+    assert found.verdict == (
+        "1.70x faster than core:0, measured. The placement is 1.70x faster than not placing the "
+        "model, with torch's threads on all cores, by the shortest wall times (1.70x by their "
+        "medians)."
+    )
+    alike = replace(found, all_cores=found.best.measurement)
+    assert alike.verdict.endswith(
+        "The placement is as fast as not placing the model, with torch's threads on all cores, by "
+        "the shortest wall times."
+    )
+    failed = replace(found.all_cores, failure="it died") if found.all_cores else None
+    assert replace(found, all_cores=failed).verdict == "1.70x faster than core:0, measured."
+
+
+def test_the_chosen_row_is_marked_and_why_it_is_chosen_is_told() -> None:
+    found = optimization(("core:0", "core:1"))
+    [marked] = [line for line in printed_of(found, 900).splitlines() if "> ann" in line]
+    assert "352.1" in marked
+    assert "> chosen, the fastest; " in printed_of(found, 900)
+    ahead = replace(found.rows[0], name="ETF")
+    runs = ahead.measurement
+    assert runs is not None
+    ahead = replace(ahead, measurement=replace(runs, wall_s=runs.wall_s * 0.999))
+    text = printed_of(replace(found, rows=(ahead, *found.rows)), 900)
+    assert "> chosen: noise hides which of the fastest is ahead" in text
+    assert "  ETF" in text
+
+
 def test_what_was_given_is_explained_where_it_is_a_row() -> None:
     found = optimization(("core:0", "core:1"))
     told = "given: what --start-from names"
-    assert told not in printed_of(found, 400)
+    assert told not in printed_of(found, 900)
     rows = (*found.rows, replace(found.rows[0], name="given"))
-    assert told in printed_of(replace(found, rows=rows), 400)
+    assert told in printed_of(replace(found, rows=rows), 900)
 
 
 def test_on_a_busy_machine_both_clocks_are_told_and_not_mixed() -> None:
@@ -122,10 +153,44 @@ def test_on_a_busy_machine_both_clocks_are_told_and_not_mixed() -> None:
         if (seen := row.measurement) is not None
     )
     found = replace(quiet, rows=rows, best=rows[0], all_cores=None)
-    told = "1.70x faster than core:0, measured by CPU clocks (1.13x by the wall clock of a busy"
+    told = "1.70x faster than core:0, rebuilt from CPU clocks (1.13x by the wall clock of a busy"
     assert found.verdict.startswith(told)
     assert any("rebuilt from CPU clocks" in remark for remark in found.remarks)
     assert not any("rebuilt from" in remark for remark in quiet.remarks)
     [best] = [row for row in report_data(found)["candidates"] if row["best"]]
     seen = best["measured"]
     assert seen["min_s"] <= seen["low_s"] <= seen["step_s"] <= seen["high_s"]
+    assert seen["wall_s"] == pytest.approx(3 * seen["step_s"])
+    data = report_data(found)
+    assert (data["judged"], data["wall_s"]) == ("rebuilt", seen["wall_s"])
+    text = printed_of(replace(found, all_cores=quiet.all_cores), 800)
+    assert "by the wall clock, to be compared with 1067 ms" in text
+
+
+def test_the_evidence_of_a_busy_machine_has_both_clocks() -> None:
+    quiet = optimization(("core:0", "core:1"))
+    table = step_table([Steps.of("m", quiet)], "two cores")
+    assert table.note == "really run on two cores, medians in ms by the wall clock"
+    assert table.rows[0][2:4] == ("603.4", "355.6")
+    rows = tuple(
+        replace(row, measurement=replace(seen, wall_s=3 * seen.wall_s))
+        for row in quiet.rows
+        if (seen := row.measurement) is not None
+    )
+    table = step_table([Steps.of("m", replace(quiet, rows=rows, best=rows[0]))], "two cores")
+    assert "what stands before it is rebuilt from CPU clocks" in table.note
+    assert table.rows[0][2:4] == ("603.4 (1810.1)", "355.6 (1066.9)")
+
+
+def test_what_a_placement_file_keeps_of_both_clocks_is_printed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    placement = optimization(("core:0", "core:1")).placement
+    seen = {"step_s": 0.05857, "clock": "cpu", "wall_median_s": 0.3199}
+    print_placement(replace(placement, measured=seen), stdout_console())
+    assert (
+        "measured step: 58.57 ms (rebuilt from CPU clocks; by the wall clock 319.9 ms)"
+        in capsys.readouterr().out
+    )
+    print_placement(replace(placement, measured={**seen, "clock": "wall"}), stdout_console())
+    assert "measured step: 58.57 ms\n" in capsys.readouterr().out

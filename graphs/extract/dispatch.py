@@ -24,6 +24,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from graphs.extract.assigned import PlainTensors, check_same_form
 from graphs.extract.autocast import autocast
 from graphs.extract.export import (
     Position,
@@ -136,6 +137,7 @@ class _Recording:
         mode = get_proxy_mode()
         assert mode is not None
         recorder = Recorder(self.step, mode.tracer.graph)
+        kept = PlainTensors(self.step)
         with (
             substituted(self.step, lambda t: by_id.get(id(t), t)),
             recorder.calls.followed(),
@@ -147,6 +149,7 @@ class _Recording:
                 with autocast(self.step.dtype):
                     returned = self.step.model(*inputs, **keywords)
                 found = self._outputs(returned)
+            kept.check(recorder.read)
             found += self._new_state(wrapped)
         return [t.from_functional() if isinstance(t, FunctionalTensor) else t for t in found]
 
@@ -204,11 +207,7 @@ class _Recording:
             if source.role not in ("parameter", "buffer"):
                 continue
             new = now.get(source.name, own)
-            if new.shape != own.shape or new.dtype != own.dtype:
-                raise ExtractionError(
-                    f"the step gives {source.name} the shape {tuple(new.shape)}, it had "
-                    f"{tuple(own.shape)}; state that grows cannot be placed"
-                )
+            check_same_form(source.name, own, new)
             if written or new is not own:
                 self.results.append(Result(-1, "state", source.name))
                 found.append(new)

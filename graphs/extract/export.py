@@ -16,6 +16,7 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from graphs.extract.assigned import written_when_assigned
 from graphs.extract.autocast import (
     autocast,
     cast_once,
@@ -114,7 +115,11 @@ def _mixed_inference(step: Step) -> Traced:
 def _described(wrapper: nn.Module, step: Step) -> Traced:
     """The graph that AOTAutograd makes of a wrapper; descriptions tell what goes in and out."""
     arguments = step.step_inputs, dict(step.keywords)
-    with autocast(step.dtype), own_backward_refused(step, functions=True, saving=True):
+    with (
+        autocast(step.dtype),
+        own_backward_refused(step, functions=True, saving=True),
+        written_when_assigned(wrapper, unwrapped),
+    ):
         program = torch.export.export(wrapper, *arguments, strict=False)
     module = program.module(check_guards=False)
     assert isinstance(module, fx.GraphModule)
@@ -238,11 +243,13 @@ def _joint_result(description: Any, leaves: list[Any]) -> Result:
 
 
 def _inference(step: Step) -> Traced:
-    # Inside of a wrapper submodules can be called anything.
-    prefix = WRAPPED if reserved_at_the_top(step.model) else ""
+    # Inside of a wrapper submodules can be called anything, and buffers be assigned in any order.
+    is_wrapped = bool(reserved_at_the_top(step.model) or step.model._buffers)
+    prefix = WRAPPED if is_wrapped else ""
     model = ModelAlone(step) if prefix else step.model
     named = unwrapped if prefix else str
-    program = torch.export.export(model, step.model_inputs, dict(step.keywords), strict=False)
+    with written_when_assigned(model, named):
+        program = torch.export.export(model, step.model_inputs, dict(step.keywords), strict=False)
     tag_calls(program.graph_module, prefix)
     exported = program.module(check_guards=False)
     assert isinstance(exported, fx.GraphModule)

@@ -54,11 +54,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         self.graph = graph
         self.calls = _Frames(step)
         self.backward = False
+        self.read: set[int] = set()  # ids of tensors that are not the step's own
         self.between = False  # two autograd nodes: the engine itself adds up gradients
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self._check_written(func, args, kwargs)
+        self.read.update(id(t) for t in tree_leaves((args, kwargs)) if _is_plain(t))
         last = next(iter(reversed(self.graph.nodes)))
         result = func(*args, **kwargs)
         meta = self._meta(func)
@@ -117,14 +119,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
             *((a, kwargs[a.name]) for a in arguments if a.name in kwargs),
         ]:
             written = argument.alias_info is not None and argument.alias_info.is_write
-            if written and any(
-                isinstance(t, torch.Tensor) and not isinstance(t, FunctionalTensor)
-                for t in tree_leaves(given)
-            ):
+            if written and any(_is_plain(t) for t in tree_leaves(given)):
                 raise ExtractionError(
                     f"the model writes into a tensor that is neither a parameter nor a buffer "
                     f"({running_line()}); make it one with register_buffer"
                 )
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, FunctionalTensor)
 
 
 def _stack_of(call: ModuleCall) -> dict[str, tuple[str, str]]:

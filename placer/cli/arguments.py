@@ -101,6 +101,16 @@ def dtype(text: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def run_options(args: argparse.Namespace) -> list[str]:
+    """What ``placer.run`` has to be told of the step that was placed, besides its model."""
+    given = (
+        ("--optimizer", args.optimizer, NONE),
+        ("--dtype", args.dtype, FULL),
+        ("--extractor", args.extractor, "auto"),
+    )
+    return [text for name, value, default in given if value != default for text in (name, value)]
+
+
 def why_no_step(args: argparse.Namespace, *, is_graph: bool) -> str | None:
     """Why the options that are about running a step do not fit the others, None if they do."""
     if args.inference and args.optimizer != NONE:
@@ -179,13 +189,18 @@ def add_devices(parser: argparse._ActionsContainer, default: str) -> None:
         help="cuda:0,cpu (cpu: all cores together), core:0,core:1 (pinned cores), core:0-3 (a core "
         f"set), or auto; the default is {default}",
     )
+    add_memory(parser, "; enforced on cuda:N, checked on cores, predicted for cpu")
+
+
+def add_memory(parser: argparse._ActionsContainer, more: str = "") -> None:
+    """Add ``--memory``."""
     parser.add_argument(
         "--memory",
         type=memory,
         default={},
         metavar="SIZES",
-        help="what may be used of devices, as in cuda:0=8GiB,cpu=64GiB (default: what is free); "
-        "enforced on cuda:N, checked on cores, predicted for cpu",
+        help="what may be used of devices, as in cuda:0=8GiB,cpu=64GiB (default: what is free)"
+        + more,
     )
 
 

@@ -26,13 +26,18 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument("--quick", action="store_true", help="less of everything: two minutes")
     add_devices(parser, "auto")
     parser.add_argument(
-        "--out", type=Path, metavar="PATH", help="write all figures as JSON: a file, or a folder"
+        "--out",
+        type=Path,
+        metavar="PATH",
+        help="write all figures as JSON: a file, or a folder, where it is named by day and machine "
+        "(default: the tables are printed, and nothing is kept)",
     )
     parser.add_argument(
         "--markdown",
         type=Path,
         metavar="FILE",
-        help="write the tables into a Markdown file, between the marks that it has for them",
+        help="write the tables into a Markdown file, between its lines <!-- placer bench: begin "
+        "--> and <!-- placer bench: end -->; a new file gets them",
     )
     parser.set_defaults(run=run)
 

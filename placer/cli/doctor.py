@@ -61,11 +61,11 @@ def _print(found: Checkup) -> None:
     console = stdout_console()
     console.print(found.processor)
     console.print(", ".join(f"{name} {version}" for name, version in found.versions.items()))
-    load = f"load {found.load:.1f} on {found.cores} cores"
+    load = f"load {found.load:.1f} on {found.cores} core{'s'[: found.cores > 1]}"
     console.print(f"free memory {human_bytes(found.free_bytes)}; {load}")
     print_cluster(found.cluster, console)
     table = Table(box=box.SIMPLE_HEAD)
-    for name in ("core", "equal work", "spread", "wall / CPU time"):
+    for name in ("core", "equal work, median", "quartiles apart", "wall / CPU time"):
         table.add_column(name, justify="right")
     for noise in found.noise:
         table.add_row(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -11,6 +12,8 @@ PREPARING_S: Final = 20.0
 """Calibrating two cores takes 14 s, the ops of a small model 3 s; all of it is kept afterwards."""
 RUNNING_S: Final = 15.0
 """Eight candidates and 1.5 s for each, see :func:`placer.rigs.rounds_for`, and workers to start."""
+SMALLEST: Final = 0.02
+"""Of all the time; stages that took less are not told one by one."""
 
 
 def duration(seconds: float) -> str:
@@ -37,19 +40,22 @@ def foretold(budget: Budget, *, is_model: bool, is_run: bool) -> str:
     rest = [before, after] if is_run else [before]
     total = duration(known + PREPARING_S + (RUNNING_S if is_run else 0.0))
     told = (
-        f"{total} in all: search {duration(known)}; "
+        f"{total} in all on a quiet machine: search {duration(known)}; "
         if known
-        else f"{total} and the search, {budget}: "
+        else f"{total} on a quiet machine and the search, {budget}: "
     )
     return f"This takes about {told}{'; '.join(rest)}."
 
 
-def taken(total_s: float, *, search_s: float, measuring_s: float = 0.0) -> str:
-    """How long it took, and what for."""
-    parts = {
-        "search": search_s,
-        "running the best": measuring_s,
-        "the rest": max(total_s - search_s - measuring_s, 0.0),
-    }
-    told = [f"{what} {duration(part_s)}" for what, part_s in parts.items() if part_s]
-    return f"took {duration(total_s)}: {', '.join(told)}"
+def taken(total_s: float, stages_s: Mapping[str, float]) -> str:
+    """How long it took, and what for: {title of a stage: seconds}, the short ones together."""
+    long_s = {what: part_s for what, part_s in stages_s.items() if part_s >= SMALLEST * total_s}
+    parts = [f"{_named(what)} {duration(part_s)}" for what, part_s in long_s.items()]
+    rest_s = max(total_s - sum(long_s.values()), 0.0)
+    return f"took {duration(total_s)}: {', '.join([*parts, f'the rest {duration(rest_s)}'])}"
+
+
+def _named(stage: str) -> str:
+    """A title inside a sentence, without what it says in brackets."""
+    title = stage.partition(" (")[0]
+    return title[:1].lower() + title[1:]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphs.optimizer import NONE
-from placer.cli.arguments import add_extractor, add_step
+from placer.cli.arguments import add_extractor, add_memory, add_step, run_options
 from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs, why_not_written
 from placer.cli.talk import say
 from placer.export import FORMATS
@@ -67,6 +67,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help="measure what it takes to predict the step as exported against the step as placed, on "
         "the placement's devices; where that is known from before, both are told anyway",
     )
+    add_memory(parser, "; an export that would not fit is told")
     parser.add_argument("--inference", action="store_true", help="a placement of inference")
     add_step(parser)
     add_extractor(parser)
@@ -168,22 +169,28 @@ def _placement(args: argparse.Namespace) -> Placement:
 
 
 def _price(args: argparse.Namespace, extraction: Extraction, placement: Placement) -> Price | None:
-    """What exports cost; None where that is not known, and not asked for."""
+    """What exports cost; None where that is not known, and not asked for.
+
+    Raises:
+        ValueError: the devices are not here, or have not the memory, and that matters.
+    """
     from envs.discover import discover
     from envs.model_problem import ModelProblem
     from placer.export.price import price_of
 
-    devices = ",".join(placement.device_names)
-    if args.predict:
-        known: ModelProblem | None = ModelProblem.of_extraction(extraction, discover(devices))
-    else:
-        try:
-            known = ModelProblem.known(extraction, discover(devices))
-        except ValueError:  # devices of elsewhere, a graph of modules, or no memory is told
-            known = None
+    try:
+        cluster = discover(",".join(placement.device_names), args.memory)
+        if args.predict:
+            known: ModelProblem | None = ModelProblem.of_extraction(extraction, cluster)
+        else:
+            known = ModelProblem.known(extraction, cluster)
+    except ValueError:  # devices of elsewhere, a graph of modules, or no memory is told
+        if args.predict or args.memory:
+            raise
+        return None
     if known is None:
         return None
-    return price_of(known.problem, placement, extraction.step.model, args.renamed)
+    return price_of(known.problem, placement, extraction, args.renamed)
 
 
 def _remarks(
@@ -191,17 +198,18 @@ def _remarks(
 ) -> list[str]:
     """What to do about ops that are moved, and options that say nothing here."""
     from envs.discover import is_here
+    from placer.export.renaming import told_joined
 
-    told = []
+    told = told_joined(args.renamed, placement.device_names)
     if args.main_device is not None and args.format != "device-map":
         told.append(f"--main-device {args.main_device} is not used: only device-map knows of it")
-    if found.is_as_placed:
-        return told
     here = all(map(is_here, placement.device_names))
-    if price is None and here:
+    if price is None and args.memory:
+        told.append("give --predict, too, to know whether it fits into this memory")
+    elif price is None and here and not found.is_as_placed:
         told.append("give --predict, too, to know how long a step takes with these ops moved")
-    if not args.inference:
+    if not found.is_as_placed and not args.inference and placement.micro_batches == 1:
         words = ["torchrun", "--nproc-per-node=1", "-m", "placer.run", args.target]
-        words += ["--placement", str(args.placement), "--steps", "100"]
+        words += ["--placement", str(args.placement), "--steps", "100", *run_options(args)]
         told.append(f"placer itself runs every op where it is placed: {shlex.join(words)}")
     return told

@@ -70,10 +70,13 @@ def run(args: argparse.Namespace) -> int:
     inputs = {"target": _file(args), "--cluster": args.cluster, "--start-from": args.start_from}
     if (why := why_not_outputs(outputs, inputs)) is not None:
         return fail(BAD_USAGE, why)
+    from placer.target import TargetError, check_target
+
     try:
         options, cluster = options_of(args), cluster_of(args)
         check_pareto(args, cluster, options)
         check_replicas(args)
+        check_target(args.target)
     except (ValueError, OSError) as error:
         return fail(BAD_USAGE, error)
     from graphs.extract import ExtractionError
@@ -81,14 +84,16 @@ def run(args: argparse.Namespace) -> int:
     from placer.given import GivenError
     from placer.outcome import PlacementError
     from placer.report.console import stdout_console
+    from placer.report.progress import Timed
     from placer.report.table import best_line, print_optimization
-    from placer.target import TargetError
 
     weighed: Tradeoff | None = None
     planned: ReplicaPlan | None = None
     say(args, _foretold(args, cluster, options))
+    stages_s = {"Loading libraries": time.perf_counter() - began}
     try:
-        with progress_of(args) as progress:
+        with progress_of(args) as shown:
+            progress = Timed(shown)
             if args.pareto:
                 weighed = _weighed(args, cluster, options, progress)
                 found = weighed.picked(args.pareto_pick or "fastest")
@@ -100,11 +105,14 @@ def run(args: argparse.Namespace) -> int:
                 found = replace(planned.found, search_s=planned.search_s)
             else:
                 found = _optimize(args, cluster, options, progress)
+        progress.complete()
     except (TargetError, DemandError, GivenError) as error:
         return fail(BAD_USAGE, error)
     except (ExtractionError, PlacementError, ValueError, OSError, RuntimeError) as error:
         return fail(JOB_FAILED, error)
+    searched = time.perf_counter()
     why = _write(found, args)
+    stages_s |= {**progress.took_s, "Writing files": time.perf_counter() - searched}
     total_s = time.perf_counter() - began
     try:
         if weighed is not None:
@@ -121,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
         why = why or f"stopped while printing; the placement is in {args.out}"
     if why is not None:
         return fail(JOB_FAILED, why)
-    _tell(found, planned, args, options, total_s)
+    _tell(found, planned, args, options, taken(total_s, stages_s))
     return 0
 
 
@@ -130,7 +138,7 @@ def _tell(
     planned: ReplicaPlan | None,
     args: argparse.Namespace,
     options: Options,
-    total_s: float,
+    took: str,
 ) -> None:
     """Remarks, where the files are, how long it took, what to do next."""
     from placer.given import DeviceMap
@@ -142,7 +150,7 @@ def _tell(
     given = options.start_from if isinstance(options.start_from, DeviceMap) else None
     if given and found.extraction and (remark := given.conflict(found.extraction)):
         say(args, remark)
-    say(args, _talk(found, args, total_s))
+    say(args, _talk(found, args, took))
     if planned is not None and (command := command_of(planned, args)):
         say(args, f"train it: {command}")
 
@@ -219,15 +227,14 @@ def _foretold(args: argparse.Namespace, cluster: Cluster, options: Options) -> s
     )
 
 
-def _talk(found: Optimization, args: argparse.Namespace, total_s: float) -> str:
+def _talk(found: Optimization, args: argparse.Namespace, took: str) -> str:
     talk = [f"placement: {args.out}"]
     if args.timeline is not None:
         talk.append(f"timeline: {args.timeline} (opens in ui.perfetto.dev)")
     if args.report is not None:
         talk.append(f"report: {args.report}")
     talk += [f"op costs on {kind}: {source}" for kind, source in found.cost_source.items()]
-    talk.append(taken(total_s, search_s=found.search_s, measuring_s=found.measuring_s))
-    talk.append(f"seed {args.seed}")
+    talk += [took, f"seed {args.seed}"]
     if found.stopped:
         talk.insert(0, "stopped early, this is the best so far")
     return "; ".join(talk)

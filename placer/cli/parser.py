@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
-from typing import Any
+from typing import Any, NoReturn
+
+from placer.cli.failures import BAD_USAGE
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -20,23 +22,54 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse, and exit with code 2 where a word is no command and no option."""
         words = sys.argv[1:] if args is None else list(args)
-        commands = self._commands()
-        # What stands behind the name of a command is for the parser of the command.
-        own = list(takewhile(lambda word: word.startswith("-"), words)) if commands else words
-        self._check_options(own)
-        if commands and len(own) < len(words) and words[len(own)] not in commands:
-            self.error(_no_command(words[len(own)], commands))
+        if commands := self._commands():
+            words = self._led_by_command(words, commands)
+        else:
+            self._check_options(words)
         found, unknown = super().parse_known_args(words, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return found, unknown
 
-    def _commands(self) -> list[str]:
-        """The names of its commands; a parser of a command has none."""
+    def error(self, message: str) -> NoReturn:
+        """Exit with what is wrong, in a line, and where help is; the usage may be long."""
+        self.exit(BAD_USAGE, f"{self.prog}: error: {message}\nsee {self.prog} --help\n")
+
+    def _commands(self) -> Mapping[str, argparse.ArgumentParser]:
+        """Its commands by name; a parser of a command has none."""
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
-                return list(action.choices)
-        return []
+                return action.choices
+        return {}
+
+    def _led_by_command(
+        self, words: Sequence[str], commands: Mapping[str, argparse.ArgumentParser]
+    ) -> list[str]:
+        """The words, where options of every command that stand before its name go behind it."""
+        begin = list(takewhile(lambda word: word.startswith("-"), words))
+        rest = words[len(begin) :]
+        every = set.intersection(*(set(one._option_string_actions) for one in commands.values()))
+        every -= set(self._option_string_actions)
+        passed = [word for word in begin if word in every and rest]
+        own = [word for word in begin if word not in passed]
+        for word in own:
+            self._check_place(word.partition("=")[0], rest, commands)
+        self._check_options(own)
+        if rest and rest[0] not in commands:
+            self.error(_no_command(rest[0], list(commands)))
+        if not words:
+            self.print_help(sys.stderr)
+            self.exit(BAD_USAGE)
+        return [*own, *rest[:1], *passed, *rest[1:]]
+
+    def _check_place(
+        self, name: str, rest: Sequence[str], commands: Mapping[str, argparse.ArgumentParser]
+    ) -> None:
+        """Exit where an option of a command stands before its name."""
+        able = [key for key, one in commands.items() if name in one._option_string_actions]
+        if able and name not in self._option_string_actions:
+            meant = next((word for word in rest if word in able), able[0])
+            self.error(f"{name} stands behind the command: placer {meant} {name}")
 
     def _check_options(self, words: Sequence[str]) -> None:
         for word in takewhile(lambda word: word != "--", words):

@@ -13,7 +13,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print name, summary and needs of each placer; none of them is loaded."""
+    """Print name, summary and needs of each placer under a head; none of them is loaded."""
     from placer.placers import listings
 
     rows = [(listing.name, listing.summary, listing.needs) for listing in listings()]
@@ -21,6 +21,7 @@ def run(args: argparse.Namespace) -> int:
         keys = ("name", "summary", "needs")
         print(json.dumps([dict(zip(keys, row, strict=True)) for row in rows]))
         return 0
+    rows = [("placer", "what it does", "what it needs"), *rows]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     for name, summary, needs in rows:
         print(f"{name:{widths[0]}}  {summary:{widths[1]}}  {needs}".rstrip())

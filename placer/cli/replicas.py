@@ -7,9 +7,7 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from graphs.optimizer import NONE
-from graphs.precision import FULL
-from placer.cli.arguments import count, extraction_to_dict
+from placer.cli.arguments import count, extraction_to_dict, run_options
 
 if TYPE_CHECKING:
     from envs.cluster import Cluster
@@ -165,12 +163,7 @@ def command_of(plan: ReplicaPlan, args: argparse.Namespace) -> str:
     extraction = plan.extraction
     if extraction is None or not extraction.step.training or why_not_run(plan.replicas):
         return ""
-    given = (
-        ("--optimizer", args.optimizer, NONE),
-        ("--dtype", args.dtype, FULL),
-        ("--extractor", args.extractor, AUTO),
-    )
-    options = [text for name, value, default in given if value != default for text in (name, value)]
+    options = run_options(args)
     return launch_command(plan.replicas, args.target, args.out, *options)
 
 

@@ -159,6 +159,7 @@ def _source(
         devices=devices,
         exports=exports,
         cluster=args.cluster,
+        memory=args.memory,
         inference=args.inference,
         optimizer=args.optimizer,
         dtype=args.dtype,

@@ -5,15 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from placer.cli.failures import BAD_USAGE, fail
+
+if TYPE_CHECKING:
+    from envs.placement import Placement
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
     parser = commands.add_parser("show", help="show a placement file")
     parser.add_argument("placement", type=Path)
-    parser.add_argument("name", nargs="?", help="an op or a module: print its device")
+    parser.add_argument(
+        "name", nargs="?", help="an op or a module, (model) for what is in none: print where it is"
+    )
     parser.set_defaults(run=run)
 
 
@@ -26,9 +32,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         placement = Placement.load(args.placement)
         if args.name is not None:
-            device = placement.device_of(args.name)
-            told = {"name": args.name, "device": device}
-            print(json.dumps(told) if args.json else device)
+            print(_told(placement, args.name, as_json=args.json))
             return 0
     except KeyError as error:
         return fail(BAD_USAGE, error.args[0])
@@ -39,3 +43,19 @@ def run(args: argparse.Namespace) -> int:
     else:
         print_placement(placement, stdout_console())
     return 0
+
+
+def _told(placement: Placement, name: str, *, as_json: bool) -> str:
+    """Where an op or a module is; ``device`` is that of a module's parameters.
+
+    Raises:
+        KeyError: there is neither such an op nor such a module.
+    """
+    from envs.placement import phase_of
+    from placer.report.table import told_devices
+
+    device, is_op = placement.device_of(name), name in placement.ops
+    if as_json:
+        devices = {device: {phase_of(name): 1}} if is_op else placement.phases_of(name)
+        return json.dumps({"name": name, "device": device, "devices": devices})
+    return device if is_op else f"{name}: {told_devices(placement, name)}"

@@ -7,19 +7,24 @@ dry run passes, see :mod:`placer.export.joining`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import nn
 
-from placer.export.device_flow import main_device_of
+from placer.export.device_flow import flow, main_device_of
 from placer.export.faults import ExportError, RenamingError
 from placer.export.format import Exported
+from placer.export.hooks import HOST
 from placer.export.joining import Joined
-from placer.export.moved import told_moved
+from placer.export.moved import held_together, told_moved
 from placer.export.placed_modules import PlacedModules, is_inside
 from placer.export.renaming import check_main_device
+from placer.milliseconds import milliseconds
 
-HOST = "cpu"
 MOST_CALLS = 3
 """How many calls a remark names."""
+LEAST_SHARE = 0.0005
+"""Of the FLOPs: what rounds to 0.0% is not worth a change of the model."""
 WITHOUT_PARAMETERS = "what has no parameters runs where its inputs are"
 
 
@@ -39,9 +44,29 @@ def device_map(placed: PlacedModules) -> Exported:
     found.until_it_runs()
     devices = found.devices()
     whole = _merged(placed.model, devices)
-    remarks = told_moved(placed, whole, WITHOUT_PARAMETERS, found.reasons())
-    remarks += _how_to_keep_it(found)
     used = set(devices.values())
+    fed = main_device if len(used) > 1 else next(iter(used))
+    seen = flow(placed.extraction.forward, placed.step, whole, fed)
+    runs_on = {call: name for call, name in seen.devices.items() if call not in seen.of_loss}
+    remarks = told_moved(
+        placed,
+        runs_on,
+        whole,
+        WITHOUT_PARAMETERS,
+        found.reasons(),
+        outside="what is outside of the modules of the map runs where its inputs are",
+    )
+    is_as_placed = not remarks
+    is_offloaded = HOST in used and main_device != HOST and len(used) > 1
+    if placed.price is not None and is_offloaded:
+        remarks.append("no step is predicted: offloaded weights are sent in every one")
+    elif placed.price is not None:
+        remarks += placed.price.told(seen.devices, moved=not is_as_placed)
+    remedy = _how_to_keep_it(found, seen.devices)
+    remarks += remedy
+    left = found.runs_apart() if remedy else seen.devices
+    if placed.price is None or placed.price.is_lost(left):
+        remarks += held_together(placed, runs_on, found.units)
     if HOST in used and len(used) > 1:
         remarks.append(_host_remark(placed, main_device))
     placed_on = {op.device for op in placed.ops}
@@ -52,20 +77,29 @@ def device_map(placed: PlacedModules) -> Exported:
             f"--main-device {placed.main_device} is not used: a model on one device is fed there"
         )
     return Exported(
-        is_as_placed=not placed.moved(whole),
+        is_as_placed=is_as_placed,
         content={module: as_written(device) for module, device in whole.items()},
         remarks=tuple(remarks),
     )
 
 
-def _how_to_keep_it(found: Joined) -> list[str]:
+def _how_to_keep_it(found: Joined, runs_on: Mapping[str, str]) -> list[str]:
     """What to change in the model so that less is moved, as one sentence or none.
 
     accelerate moves what goes into a module, so an op that is one need not have its inputs on one
-    device.
+    device. That is told where it wins back most of what is lost.
     """
-    calls, apart = found.calls(), found.apart()
-    if not calls or found.devices() == apart:
+    calls = found.calls()
+    if not calls or found.devices() == found.apart():
+        return []
+    apart, price = found.runs_apart(), found.placed.price
+    if price is None:
+        kept = {op.call: op.flops for op in found.placed.moved(runs_on)}
+        for op in found.placed.moved(apart):
+            kept.pop(op.call, None)
+        if sum(kept.values()) < LEAST_SHARE * sum(op.flops for op in found.placed.ops):
+            return []
+    elif not price.is_won_back(runs_on, apart):
         return []
     more = len(calls) - MOST_CALLS
     shown = [*calls[:MOST_CALLS], *([f"{more} more"] if more > 0 else [])]
@@ -74,8 +108,9 @@ def _how_to_keep_it(found: Joined) -> list[str]:
         f"{'becomes' if len(calls) == 1 else 'become'} the forward of a small module of its own: "
         "accelerate moves what goes into modules, also into those without parameters"
     )
-    price = found.placed.price
-    return [told if price is None else f"{told}. Apart, {price(apart)}"]
+    if price is None:
+        return [told]
+    return [f"{told}; a step is then predicted to take {milliseconds(price.step(apart).step_s)} ms"]
 
 
 def as_written(device: str) -> int | str:

@@ -9,11 +9,12 @@ all layers: there the layer, or the module in it around the op, becomes one.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 
 import networkx as nx
 
-from placer.export.device_flow import FED, Conflict, first_conflict
+from placer.export.device_flow import FED, Conflict, Flow, flow
 from placer.export.layers import layer_of, stacks
 from placer.export.placed_modules import PlacedModules, is_inside
 
@@ -43,6 +44,20 @@ class Joined:
     def apart(self) -> dict[str, str]:
         """The same if no op outside of modules joined any."""
         return self._devices_of(self.placed.tied_units(self.units))
+
+    def runs_apart(self) -> dict[str, str]:
+        """{call: device} with these modules, and calls that would fail as modules of their own.
+
+        Such a module is where the placement has the call.
+        """
+        home = {op.call: op.device for op in self.placed.ops}
+        as_modules: dict[str, str] = {}
+        while True:
+            seen = self._flow(self.apart(), as_modules)
+            new = seen.failing - as_modules.keys()
+            if not new:
+                return dict(seen.devices)
+            as_modules |= {call: home.get(call, self.main_device) for call in new}
 
     def calls(self) -> list[str]:
         """The ops outside of modules that joined some, as in ``cat in Model.forward``."""
@@ -78,11 +93,15 @@ class Joined:
         return {unit: found[unit] for unit in self.units}
 
     def _conflict(self) -> Conflict | None:
-        """What the dry run of the map stumbles over."""
-        program = self.placed.extraction.forward
-        return first_conflict(
-            program, self.placed.step, self.devices(), self.main_device, self._gates
-        )
+        """What the dry run of the map stumbles over; accelerate hooks nothing on one device."""
+        devices = self.devices()
+        return self._flow(devices).conflict if len(set(devices.values())) > 1 else None
+
+    def _flow(
+        self, devices: Mapping[str, str], as_modules: Mapping[str, str] = MappingProxyType({})
+    ) -> Flow:
+        program, step = self.placed.extraction.forward, self.placed.step
+        return flow(program, step, devices, self.main_device, self._gates, as_modules)
 
     def _resolve(self, conflict: Conflict) -> None:
         """Join what met on several devices."""

@@ -14,7 +14,7 @@ from placer.export.format import Exported
 from placer.export.layers import Stack, stacks
 from placer.export.moved import told_moved
 from placer.export.placed_modules import PlacedModules
-from placer.export.stages import WHOLE, moved, stages, ties_across
+from placer.export.stages import WHOLE, cost_of, moved, stages, ties_across
 from placer.export.torchtitan import titan_parts
 
 
@@ -39,10 +39,13 @@ def layer_counts(placed: PlacedModules) -> Exported:
         found = stages(placed)
     except ExportError as error:
         told = [f"counts are of layers alone: what is around them is placed otherwise ({error})"]
-        told += told_moved(placed, dict(zip(stack.layers, devices, strict=True)), WHOLE)
+        runs_on = placed.by_module(dict(zip(stack.layers, devices, strict=True)))
+        told += told_moved(placed, runs_on, stack.layers, WHOLE)
+        told += [] if placed.price is None else placed.price.told(runs_on, single_step=False)
         return Exported(is_as_placed=False, content=content, remarks=tuple(told))
     told = moved(placed, found)
-    remarks = [*told, *ties_across(placed, found)]
+    costs = cost_of(placed, found, moved=bool(told))
+    remarks = [*told, *costs, *ties_across(placed, found)]
     if (parts := titan_parts(placed.model, stack, found)) is None:
         remarks.append("torchtitan has no names for what is around the layers: counts alone")
     else:

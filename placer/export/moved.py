@@ -1,72 +1,147 @@
-"""Which modules an export moves away from where the placement has them, and why."""
+"""Which ops an export moves away from where the placement has them, of which modules and why."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
+from placer.export.layers import layer_of, stacks
 from placer.export.placed_modules import PlacedModules, PlacedOp, around
 
 MOST_NAMED: Final = 6
 """How many modules a sentence names; the others are counted."""
+MOST_TOGETHER: Final = 3
+"""How many modules an advice names."""
 
 NO_REASONS: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 def told_moved(
     placed: PlacedModules,
-    device_of: Mapping[str, str],
+    runs_on: Mapping[str, str],
+    units: Collection[str],
     otherwise: str,
     why: Mapping[str, str] = NO_REASONS,
+    outside: str = "",
 ) -> list[str]:
-    """What it costs to give every module one device, as one sentence or none.
+    """Which ops do not run where they are placed, forward and backward, a sentence each or none.
 
     Args:
         placed: the modules as they are placed.
-        device_of: {module: device} of the export; ops outside these modules are not counted.
+        runs_on: {call: device} of the export; ops of other calls are not counted.
+        units: the modules that have one device each.
         otherwise: the reason of modules that have none of their own.
         why: {module: its reason}, for modules as small as can be or as the export has them.
+        outside: the reason of ops outside the units.
     """
-    ops = placed.moved(device_of)
-    if not ops:
+    ops, backward = placed.moved(runs_on), placed.moved_backward(runs_on)
+    told = []
+    if ops:
+        flops = sum(op.flops for op in placed.ops)
+        share = sum(op.flops for op in ops) / flops if flops else 0.0
+        named = _named(placed, ops, runs_on, units, lambda m: why.get(m, otherwise), outside, why)
+        told.append(
+            f"{len(ops)} of {len(placed.ops)} forward ops, {share:.1%} of the FLOPs, are not where "
+            f"the placement has them: {named}"
+        )
+    if backward:
+        counts = {
+            module: len(own) for module, own in _by_module(placed, backward, units, ()).items()
+        }
+        most = sorted(counts, key=lambda module: -counts[module])
+        named = ", ".join(f"{_name(placed, m, units)} ({counts[m]})" for m in most[:MOST_NAMED])
+        if len(most) > MOST_NAMED:
+            named += f", and {len(most) - MOST_NAMED} more modules"
+        told.append(
+            f"{len(backward)} of {len(placed.backward)} backward ops are not where the placement "
+            f"has them, since the backward of a module runs where its forward does: {named}"
+        )
+    return told
+
+
+def held_together(
+    placed: PlacedModules, runs_on: Mapping[str, str], units: Collection[str]
+) -> list[str]:
+    """How to place so that no backward op is moved, as one sentence or none.
+
+    It helps where the placement has backward ops of a module apart from its forward ops.
+    """
+    home = {op.call: op.device for op in placed.ops}
+    apart = [
+        op for op in placed.moved_backward(runs_on) if home.get(op.call, op.device) != op.device
+    ]
+    found = stacks(placed.model)
+    counts: dict[str, int] = {}
+    for module, ops in _by_module(placed, apart, units, ()).items():
+        branch = layer_of(module, found) or _branch(module)
+        if not _is_code(placed, module, units):  # of which only parts could be held
+            counts[branch] = counts.get(branch, 0) + len(ops)
+    counts.pop("", None)
+    if not counts:
         return []
-    flops = sum(op.flops for op in placed.ops)
-    share = sum(op.flops for op in ops) / flops if flops else 0.0
+    most = sorted(counts, key=lambda module: -counts[module])
+    options = " ".join(f"--keep-together {module}" for module in most[:MOST_TOGETHER])
+    if len(most) > MOST_TOGETHER:
+        options += f" and so on for {len(most) - MOST_TOGETHER} more modules"
     told = (
-        f"{len(ops)} of {len(placed.ops)} forward ops, {share:.1%} of the FLOPs, are not where the "
-        f"placement has them: {_named(_by_module(ops, device_of, why), device_of, otherwise, why)}"
+        f"for training, place with {options}, which holds the backward ops of a module where its "
     )
-    return [told if placed.price is None else f"{told}; {placed.price(device_of)}"]
+    return [f"{told}forward ops are; for inference, place with --inference"]
+
+
+def _branch(module: str) -> str:
+    """A module, or the Sequential that it is a member of: ``audio`` of ``audio.0``."""
+    outer, _, name = module.rpartition(".")
+    return _branch(outer) if outer and name.isdigit() else module
 
 
 def _by_module(
-    ops: Sequence[PlacedOp], device_of: Mapping[str, str], why: Mapping[str, str]
+    placed: PlacedModules, ops: Sequence[PlacedOp], *modules: Collection[str]
 ) -> dict[str, list[PlacedOp]]:
-    """{module: its ops that are moved}, those of most work first."""
+    """{module: its ops}, those of most work first; ops outside the modules by whose code it is.
+
+    Of several sets of modules the last that has an op counts.
+    """
     found: dict[str, list[PlacedOp]] = {}
     for op in ops:
-        module = around(op.module, why)
-        module = around(op.module, device_of) if module is None else module
-        assert module is not None
+        around_it = (around(op.module, own) for own in reversed(modules))
+        module = next((unit for unit in around_it if unit is not None), op.module)
         found.setdefault(module, []).append(op)
     return dict(sorted(found.items(), key=lambda item: -sum(op.flops for op in item[1])))
 
 
+def _name(placed: PlacedModules, module: str, units: Collection[str]) -> str:
+    """How a module is called, or the code of one of which only parts are units."""
+    if _is_code(placed, module, units):
+        return f"the code of {module}" if module else "the code of the model"
+    return module or "the model"
+
+
+def _is_code(placed: PlacedModules, module: str, units: Collection[str]) -> bool:
+    """Whether a module is none of the units, nor in one, but has some inside."""
+    known = dict(placed.model.named_modules()).get(module)  # None of the loss
+    return around(module, units) is None and known is not None and any(known.children())
+
+
 def _named(
-    found: Mapping[str, Sequence[PlacedOp]],
-    device_of: Mapping[str, str],
-    otherwise: str,
-    why: Mapping[str, str],
+    placed: PlacedModules,
+    ops: Sequence[PlacedOp],
+    runs_on: Mapping[str, str],
+    units: Collection[str],
+    reason_of: Callable[[str], str],
+    outside: str,
+    why: Collection[str],
 ) -> str:
     """The modules with their devices, those of one reason together."""
+    found = _by_module(placed, ops, units, why)
     of_reason: dict[str, list[str]] = {}
-    for module, ops in list(found.items())[:MOST_NAMED]:
-        unit = around(module, device_of)
-        assert unit is not None
-        devices = ", ".join(sorted({op.device for op in ops}))
-        name = f"{module or 'the model'} ({devices} -> {device_of[unit]})"
-        of_reason.setdefault(why.get(module, otherwise), []).append(name)
+    for module, own in list(found.items())[:MOST_NAMED]:
+        before = ", ".join(sorted({op.device for op in own}))
+        after = ", ".join(sorted({runs_on[op.call] for op in own}))
+        reason = reason_of(module) if around(module, units) is not None else outside
+        name = f"{_name(placed, module, units)} ({before} -> {after})"
+        of_reason.setdefault(reason, []).append(name)
     told = [f"{', '.join(names)}, since {reason}" for reason, names in of_reason.items()]
     if len(found) > MOST_NAMED:
         told.append(f"and {len(found) - MOST_NAMED} more modules")

@@ -35,12 +35,13 @@ def override_regex(placed: PlacedModules) -> Exported:
         rf"blk\.({'|'.join(map(str, layers))})\.{WEIGHTS}={buffer}"
         for buffer, layers in sorted(layers_on.items())
     ]
-    told = told_moved(
-        placed,
-        {module: device_of[layer] for layer, modules in experts.items() for module in modules},
-        "the experts of a layer are in one buffer",
-    )
-    return Exported(is_as_placed=not told, content=",".join(patterns), remarks=tuple(told))
+    home = {module: device_of[layer] for layer, modules in experts.items() for module in modules}
+    runs_on = placed.by_module(home)
+    told = told_moved(placed, runs_on, home, "the experts of a layer are in one buffer")
+    is_as_placed = not told
+    if placed.price is not None:
+        told += placed.price.told(runs_on, moved=not is_as_placed)
+    return Exported(is_as_placed=is_as_placed, content=",".join(patterns), remarks=tuple(told))
 
 
 def _experts(placed: PlacedModules) -> dict[int, list[str]]:

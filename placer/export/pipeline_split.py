@@ -13,7 +13,7 @@ from graphs.extract.reserved import reserved_modules
 from placer.export.faults import ExportError, RenamingError
 from placer.export.format import Exported
 from placer.export.placed_modules import PlacedModules, is_inside
-from placer.export.stages import Stage, moved, stages, ties_across
+from placer.export.stages import Stage, cost_of, moved, stages, ties_across
 
 
 def pipeline_split(placed: PlacedModules) -> Exported:
@@ -35,13 +35,14 @@ def pipeline_split(placed: PlacedModules) -> Exported:
         )
     found, starts = pipeline_stages(placed)
     told = moved(placed, found)
+    costs = cost_of(placed, found, moved=bool(told))
     return Exported(
         is_as_placed=not told,
         content={
             "stages": [stage.device for stage in found],
             "split_points": dict.fromkeys(starts, "beginning"),
         },
-        remarks=(*told, *ties_across(placed, found)),
+        remarks=(*told, *costs, *ties_across(placed, found)),
     )
 
 

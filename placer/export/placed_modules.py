@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -15,15 +16,20 @@ from graphs.extract import Extraction, Step
 from graphs.extract.call_graph import call_graph
 from graphs.extract.extraction import ties_of
 from graphs.graph import PHASES, GraphArrays
+from placer.export.call_keys import call_keys
 from placer.export.renaming import check_renamed, why_no_torch
 
-FORWARD = PHASES.index("forward")
+if TYPE_CHECKING:
+    from placer.export.price import Price
+
+FORWARD, BACKWARD = PHASES.index("forward"), PHASES.index("backward")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedOp:
-    """One op of the forward pass, and the device it is placed on."""
+    """One op of a forward or backward pass, and the device it is placed on."""
 
+    call: str  # key of the call of the forward pass that it is of
     module: str
     is_repeated: bool  # in a second or later call of its module
     device: str
@@ -35,6 +41,7 @@ class PlacedOp:
 class PlacedModules:
     """The forward ops of a placed step in the order of the program, and the model they are of.
 
+    ``backward`` are the backward ops; wherever modules are placed they run where their calls do.
     ``main_device`` is where the user of the export feeds the model, None where the format decides.
     ``price`` tells what coarser placements cost, where that is known (:mod:`placer.export.price`).
     ``no_torch`` is the sentence about devices that torch has not, "" if there are none.
@@ -42,9 +49,10 @@ class PlacedModules:
 
     extraction: Extraction
     ops: tuple[PlacedOp, ...]
+    backward: tuple[PlacedOp, ...] = ()
     main_device: str | None = None
     no_torch: str = ""
-    price: Callable[[Mapping[str, str]], str] | None = None
+    price: Price | None = None
 
     @classmethod
     def of(
@@ -54,7 +62,7 @@ class PlacedModules:
         *,
         renamed: Mapping[str, str] | None = None,
         main_device: str | None = None,
-        price: Callable[[Mapping[str, str]], str] | None = None,
+        price: Price | None = None,
     ) -> PlacedModules:
         """What a placement means for the modules of the model it was made for.
 
@@ -77,18 +85,28 @@ class PlacedModules:
         )
         fitting = placement.aligned(graph, Cluster(name=placement.cluster, devices=devices))
         path_of = canonical_paths(extraction.step.model)
-        ops = [
-            PlacedOp(
+        calls = call_keys(extraction, graph)
+        of_phase: dict[int, list[PlacedOp]] = {FORWARD: [], BACKWARD: []}
+        for i, op_id in enumerate(graph.ids):
+            if graph.phase[i] not in of_phase:
+                continue
+            own = PlacedOp(
+                call=calls[i],
                 module=path_of.get(graph.modules[i], graph.modules[i]),
                 is_repeated="@" in op_id.partition(":")[0],
                 device=names.get(device := fitting.device_names[fitting.devices[i]], device),
                 flops=int(graph.flops[i]),
                 moved_bytes=int(graph.moved_bytes[i]),
             )
-            for i, op_id in enumerate(graph.ids)
-            if graph.phase[i] == FORWARD
-        ]
-        found = cls(extraction=extraction, ops=tuple(ops), main_device=main_device, price=price)
+            of_phase[graph.phase[i]].append(own)
+        ops = of_phase[FORWARD]
+        found = cls(
+            extraction=extraction,
+            ops=tuple(ops),
+            backward=tuple(of_phase[BACKWARD]),
+            main_device=main_device,
+            price=price,
+        )
         missing = why_no_torch({op.device for op in ops}, names, placement.device_names)
         return replace(found, no_torch=missing)
 
@@ -137,16 +155,24 @@ class PlacedModules:
             found = self.majority([module])
         return found or self.ops[0].device
 
-    def moved(self, device_of: Mapping[str, str]) -> tuple[PlacedOp, ...]:
-        """The ops that are not where they are placed once every module has one device.
+    def moved(self, runs_on: Mapping[str, str]) -> tuple[PlacedOp, ...]:
+        """The forward ops that are not where they are placed if calls run there: {call: device}.
 
-        ``device_of`` is {module: device}; ops outside these modules run where their inputs are.
+        Ops of other calls count as not moved.
         """
-        return tuple(
-            op
+        return _elsewhere(self.ops, runs_on)
+
+    def moved_backward(self, runs_on: Mapping[str, str]) -> tuple[PlacedOp, ...]:
+        """The same of the backward ops."""
+        return _elsewhere(self.backward, runs_on)
+
+    def by_module(self, device_of: Mapping[str, str]) -> dict[str, str]:
+        """{call: device} where every module has one device, {module: device}; no other calls."""
+        return {
+            op.call: device_of[unit]
             for op in self.ops
-            if (unit := around(op.module, device_of)) is not None and device_of[unit] != op.device
-        )
+            if (unit := around(op.module, device_of)) is not None
+        }
 
     def units(self) -> list[str]:
         """The smallest modules that have a device of their own, in the order of the program.
@@ -222,6 +248,10 @@ def canonical_paths(model: nn.Module) -> dict[str, str]:
 def is_inside(module: str, outer: str) -> bool:
     """Whether a module is another one or in it."""
     return not outer or module == outer or module.startswith(outer + ".")
+
+
+def _elsewhere(ops: Iterable[PlacedOp], runs_on: Mapping[str, str]) -> tuple[PlacedOp, ...]:
+    return tuple(op for op in ops if runs_on.get(op.call, op.device) != op.device)
 
 
 def _graph_of(extraction: Extraction, placement: Placement) -> GraphArrays:

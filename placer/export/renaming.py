@@ -30,6 +30,23 @@ def check_renamed(renamed: Mapping[str, str], placed_on: Sequence[str]) -> None:
             )
 
 
+def told_joined(renamed: Mapping[str, str], placed_on: Sequence[str]) -> list[str]:
+    """A sentence for every device that is written for several of the placement.
+
+    >>> told_joined({"core:0": "cuda:0", "core:1": "cuda:0"}, ["core:0", "core:1"])
+    ['core:0 and core:1 are both written as cuda:0: one device runs what was placed on 2']
+    """
+    written: dict[str, list[str]] = {}
+    for name in placed_on:
+        written.setdefault(renamed.get(name, name), []).append(name)
+    return [
+        f"{' and '.join(names)} are {'both' if len(names) == 2 else 'all'} written as {new}: one "
+        f"device runs what was placed on {len(names)}"
+        for new, names in written.items()
+        if len(names) > 1
+    ]
+
+
 def check_main_device(name: str | None, devices: Collection[str]) -> None:
     """Make sure that a model can be fed on a device.
 
@@ -38,7 +55,7 @@ def check_main_device(name: str | None, devices: Collection[str]) -> None:
     """
     if name is not None and not is_of_torch(name):
         raise RenamingError(
-            f"--main-device {name} is no device of torch: name one of {', '.join(devices)}"
+            f"--main-device {name} is no device of torch: name one of {', '.join(sorted(devices))}"
         )
 
 

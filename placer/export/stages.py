@@ -8,11 +8,12 @@ from typing import Final
 
 from placer.export.faults import ExportError
 from placer.export.layers import layer_of, stacks
-from placer.export.moved import told_moved
+from placer.export.moved import held_together, told_moved
 from placer.export.placed_modules import PlacedModules, around
 
 WHOLE: Final = "a module is in one stage as a whole"
 """Why ops are not where the placement has them."""
+BETWEEN: Final = "what is between modules runs in the stage that is reached"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +46,9 @@ def stages(placed: PlacedModules) -> list[Stage]:
             runs[-1] = Stage(runs[-1].device, (*runs[-1].modules, unit))
         else:
             raise ExportError(
-                f"the placement is no pipeline: {unit} goes back to {device}, which was left after "
-                f"{before.modules[-1]} for {runs[-1].device}"
+                f"the placement is no pipeline, which has one stage for each device: {device} runs "
+                f"{before.modules[-1]}, then {runs[-1].device} runs {runs[-1].modules[0]}, and "
+                f"then {unit} is on {device} again"
             )
     _check_forward(placed, {unit: i for i, run in enumerate(runs) for unit in run.modules})
     return runs
@@ -83,7 +85,30 @@ def ties_across(placed: PlacedModules, found: Sequence[Stage]) -> list[str]:
     ]
 
 
+def runs_on(placed: PlacedModules, found: Sequence[Stage]) -> dict[str, str]:
+    """{call: device of its stage}; what is outside of all modules is in the stage before the next.
+
+    The loss is in the last stage.
+    """
+    stage_of = {unit: i for i, stage in enumerate(found) for unit in stage.modules}
+    reached, devices = 0, {}
+    for op in placed.ops:
+        unit = around(op.module, stage_of)
+        reached = reached if unit is None else max(reached, stage_of[unit])
+        devices[op.call] = found[reached].device
+    return devices
+
+
 def moved(placed: PlacedModules, found: Sequence[Stage]) -> list[str]:
-    """What it costs that modules have one device, as one sentence or none."""
-    device_of = {unit: stage.device for stage in found for unit in stage.modules}
-    return told_moved(placed, device_of, WHOLE)
+    """What it costs that modules have one device, a sentence each, and how to place instead."""
+    units = [unit for stage in found for unit in stage.modules]
+    devices = runs_on(placed, found)
+    told = told_moved(placed, devices, units, WHOLE, outside=BETWEEN)
+    return told + held_together(placed, devices, units)
+
+
+def cost_of(placed: PlacedModules, found: Sequence[Stage], *, moved: bool) -> list[str]:
+    """The predicted step where that is known, if it differs from the placement's; or none."""
+    if placed.price is None:
+        return []
+    return placed.price.told(runs_on(placed, found), moved=moved, single_step=False)

@@ -36,7 +36,7 @@ class Listing:
         if self.distribution:
             return f"from {self.distribution}"
         if self.takes_policy:
-            return "uses --policy"
+            return "a policy: --policy"
         if not self.module:
             return ""
         return self.module if self.is_installed else f"{self.module}, not installed: {BENCH}"

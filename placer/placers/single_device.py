@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from placer.placers.rule import Plan, Rule
-from placer.search.heuristics import SINGLE
+from placer.search.candidate import SINGLE
 from placer.search.judge import Judge
 from placer.search.trivial import single_device
 

@@ -17,8 +17,8 @@ from graphs.graph import ANY_KIND, GraphArrays
 from graphs.synthetic import FAMILIES, draw
 from placer.policies.reference import draw_reference
 from placer.policies.summary import summarise
-from placer.search.candidate import Candidate
-from placer.search.heuristics import ETF_NAME, HEFT_NAME, SINGLE, heuristics
+from placer.search.candidate import SINGLE, Candidate
+from placer.search.heuristics import ETF_NAME, HEFT_NAME, heuristics
 from placer.search.judge import Judge
 
 FASTEST: Final = "fast"

@@ -8,8 +8,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from placer.search.candidate import Candidate
-from placer.search.heuristics import ETF_NAME, HEFT_NAME, SINGLE
+from placer.search.candidate import SINGLE, Candidate
+from placer.search.heuristics import ETF_NAME, HEFT_NAME
 from placer.search.judge import Judge
 
 FEATURES: Final = (

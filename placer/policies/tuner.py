@@ -25,8 +25,7 @@ from placer.policies.training.records import plain
 from placer.policies.tuned import Tuned, Tuning
 from placer.report.progress import Progress
 from placer.rigs import Rig
-from placer.search.candidate import Candidate
-from placer.search.heuristics import SINGLE
+from placer.search.candidate import SINGLE, Candidate
 from placer.search.judge import OVERFULL_NS, Judge
 from placer.search.portfolio import search
 

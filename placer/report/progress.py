@@ -60,6 +60,32 @@ class Silent:
         """Ignored."""
 
 
+class Timed:
+    """Hands on what it hears, and keeps how long every stage took, in order: {title: seconds}."""
+
+    def __init__(self, shown: Progress) -> None:
+        self.took_s: dict[str, float] = {}
+        self._shown = shown
+        self._title, self._began = "", 0.0
+
+    def stage(self, title: str) -> None:
+        """The stage before is complete."""
+        self.complete()
+        self._title, self._began = title, time.perf_counter()
+        self._shown.stage(title)
+
+    def advance(self, share: float, text: str = "") -> None:
+        """Only handed on."""
+        self._shown.advance(share, text)
+
+    def complete(self) -> None:
+        """The last stage is over."""
+        if self._title:
+            spent_s = time.perf_counter() - self._began
+            self.took_s[self._title] = self.took_s.get(self._title, 0.0) + spent_s
+        self._title = ""
+
+
 class PlainLines:
     """A line on stderr when a stage begins, one when it ends, and now and then one between."""
 

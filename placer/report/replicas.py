@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from placer.milliseconds import milliseconds
-from placer.report.table import human_bytes
+from placer.report.table import CHOSEN, human_bytes
 
 if TYPE_CHECKING:
     from envs.collectives import AllReduce
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 COLUMNS: Final = ("samples/s", "exposed\nms", "hidden\nms", "efficiency")
 LEGEND: Final = (
-    "Exposed: communication that makes the step longer; hidden: behind the rest of the step; "
+    f"{CHOSEN} chosen, the most samples/s. Exposed: communication that makes the step longer; "
+    "hidden: behind the rest of the step; "
     "efficiency: over as many times the samples/s of one replica; reduction: of the largest bucket."
 )
 
@@ -36,7 +37,10 @@ def print_plan(plan: ReplicaPlan, console: Console) -> None:
     table.add_column("memory", justify="right", no_wrap=True)
     table.add_column("reduction", overflow="fold")
     for split in plan.shown:
-        table.add_row(*_cells(split), style="bold green" if split is plan.best else "")
+        is_best = split is plan.best
+        name, *cells = _cells(split)
+        marked = f"{CHOSEN if is_best else ' '} {name}"
+        table.add_row(marked, *cells, style="bold green" if is_best else "")
     console.print(table)
     for split in plan.shown:
         if split.step is None:

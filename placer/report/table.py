@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
@@ -11,21 +12,31 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from envs.placement import module_of
+from envs.placement import ROOT, module_of
 from envs.torch_devices import is_core
 from placer.given import GIVEN
 from placer.milliseconds import milliseconds
+from placer.outcome import REBUILT
+from placer.search.candidate import WHERE_ALLOWED
 
 if TYPE_CHECKING:
-    from envs.cluster import Cluster
+    from envs.cluster import Cluster, Link
     from envs.measured import Measurement
     from envs.placement import Placement
     from placer.outcome import Optimization, Row
 
 UNITS: Final = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 FLOP_UNITS: Final = (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6), ("kFLOP", 1e3))
-MEASURED_COLUMNS: Final = ("measured\nms", "min\nms", "spread", "rebuilt\nms")
+MEASURED_COLUMNS: Final = ("wall\nms", "min\nms", "spread", "rebuilt\nms")
+QUEUES: Final = {
+    "none": "nothing",
+    "egress": "all of one sender",
+    "pair": "all of one sender to one receiver",
+    "bus": "all",
+}
+"""The transfers that wait for each other on a link, by what its file says."""
 UNPLACED: Final = "not placed"
+CHOSEN: Final = ">"
 
 
 def print_optimization(found: Optimization, console: Console) -> None:
@@ -40,7 +51,7 @@ def print_optimization(found: Optimization, console: Console) -> None:
     for row in found.rows:
         measured = _measured_cells(row.measurement, row.failure) if ran else []
         table.add_row(
-            row.name,
+            f"{CHOSEN if row is found.best else ' '} {row.name}",
             _ms(row.predicted_s),
             *measured,
             _speed_up(found, row),
@@ -50,7 +61,7 @@ def print_optimization(found: Optimization, console: Console) -> None:
     if found.all_cores is not None:
         *cells, _ = _measured_cells(found.all_cores, found.all_cores.failure)
         cells.append("-")  # its threads are not timed one by one
-        table.add_row(UNPLACED, "-", *cells, "", "", style="dim")
+        table.add_row(f"  {UNPLACED}", "-", *cells, "", "", style="dim")
     console.print(table)
     console.print(_legend(found, ran), style="dim")
     for remark in found.remarks:
@@ -65,28 +76,40 @@ def best_line(found: Optimization) -> str:
 
 def _legend(found: Optimization, ran: bool) -> str:
     """What the columns mean, as far as they do not say it."""
-    text = "Speed-up over the best single device; simulated peak memory of " + " / ".join(
-        found.problem.cluster.names
-    )
+    text = f"{CHOSEN} {_why_chosen(found)}; speed-up over the best single device"
+    text += "; simulated peak memory of " + " / ".join(found.problem.cluster.names)
     if found.placement.objective != "latency":
         text += f"; predicted and speed-up are of the objective, {found.placement.objective}"
     if ran:
         text += (
-            "; measured: median; spread: between the quartiles; in brackets: predicted, it was not "
-            "run"
+            "; wall, min: median and shortest by the wall clock; spread: between the quartiles, as "
+            "a share of the median; in brackets: predicted, it was not run"
         )
     if ran and is_core(found.problem.cluster.names[0]):
         text += (
-            "; gradients stay with the workers; rebuilt: from CPU clocks, without what others did "
-            "to this machine"
+            f"; rebuilt: {REBUILT.removeprefix('rebuilt ')}, without what others did to this "
+            "machine; no time counts the way of gradients back from the workers"
         )
     elif ran:
-        text += "; every device is waited for; rebuilt: the same"
+        text += "; every device is waited for; rebuilt: the same as wall"
     if any(row.name == GIVEN for row in found.rows):
         text += f"; {GIVEN}: what --start-from names"
+    if any(row.name.endswith(WHERE_ALLOWED) for row in found.rows):
+        text += f";{WHERE_ALLOWED}: what pins or missing costs keep off that device is elsewhere"
     if found.all_cores is not None:
-        text += f"; {UNPLACED}: one process with torch's threads on all cores"
+        text += f"; {UNPLACED}: one process with torch's threads on all cores, by the wall clock"
+        if found.loaded and (seen := found.best.measurement) is not None:
+            text += f", to be compared with {_ms(seen.median_s)} ms"
     return text + "."
+
+
+def _why_chosen(found: Optimization) -> str:
+    """What the mark means, and why it is not at a faster candidate."""
+    best = found.best
+    others = (row for row in found.rows if row.measurement is not None and row.can_run)
+    if best.measurement is None or all(found.step_s(best) <= found.step_s(row) for row in others):
+        return "chosen, the fastest"
+    return "chosen: noise hides which of the fastest is ahead, and of these it is the simplest"
 
 
 def print_cluster(cluster: Cluster, console: Console) -> None:
@@ -108,16 +131,22 @@ def print_cluster(cluster: Cluster, console: Console) -> None:
     if not cluster.links:
         return
     links = Table(box=box.SIMPLE_HEAD)
-    for column in ("link", "latency", "GB/s", "sharing"):
+    for column in ("link", "latency", "GB/s", "transfers that wait for each other"):
         links.add_column(column)
     for link in cluster.links:
         links.add_row(
             (" -> " if link.one_way else " - ").join(link.between),
             f"{link.latency_s * 1e6:.1f} us",
             f"{link.bandwidth_bytes_per_s / 1e9:.2f}",
-            link.sharing,
+            _queue(link),
         )
     console.print(links)
+
+
+def _queue(link: Link) -> str:
+    """Which transfers queue behind each other on a link, in words."""
+    both_ways = " and back" if link.sharing == "pair" and not link.full_duplex else ""
+    return f"{QUEUES[link.sharing]}{both_ways}"
 
 
 def print_placement(placement: Placement, console: Console) -> None:
@@ -130,10 +159,18 @@ def print_placement(placement: Placement, console: Console) -> None:
     for module, count in _ops_by_module(placement).items():
         table.add_row(module, *(str(count[name] or "") for name in placement.device_names))
     console.print(table)
-    for key in ("predicted", "measured"):
-        known = getattr(placement, key)
-        if known and "step_s" in known:
-            console.print(f"{key} step: {_ms(known['step_s'])} ms")
+    predicted, measured = placement.predicted or {}, placement.measured or {}
+    if "step_s" in predicted:
+        console.print(f"predicted step: {_ms(predicted['step_s'])} ms")
+    if "step_s" in measured:
+        console.print(f"measured step: {_ms(measured['step_s'])} ms{_by_clock(measured)}")
+
+
+def _by_clock(measured: Mapping[str, Any]) -> str:
+    """By which clock, where it was not the wall clock, and what that one showed."""
+    if measured.get("clock") != "cpu":
+        return ""
+    return f" ({REBUILT}; by the wall clock {_ms(measured['wall_median_s'])} ms)"
 
 
 def placement_to_dict(placement: Placement) -> dict[str, Any]:
@@ -149,6 +186,15 @@ def placement_to_dict(placement: Placement) -> dict[str, Any]:
         "measured": None if placement.measured is None else dict(placement.measured),
         "replicas": None if placement.replicas is None else placement.replicas.to_dict(),
     }
+
+
+def told_devices(placement: Placement, module: str) -> str:
+    """Where the ops of a module are, as in "core:1 (7 forward ops), core:0 (7 backward ops)"."""
+    told = []
+    for name, counts in placement.phases_of(module).items():
+        ops = ", ".join(f"{count} {phase}" for phase, count in counts.items())
+        told.append(f"{name} ({ops} op{'s'[: sum(counts.values()) > 1]})")
+    return ", ".join(told)
 
 
 def human_bytes(size: float) -> str:
@@ -179,7 +225,7 @@ def _ops_by_module(placement: Placement) -> dict[str, Counter[str]]:
     """{top module: {device: ops}}."""
     counts: dict[str, Counter[str]] = {}
     for op_id, d in zip(placement.ops, placement.devices, strict=True):
-        top = module_of(op_id).partition(".")[0] or "(model)"
+        top = module_of(op_id).partition(".")[0] or ROOT
         counts.setdefault(top, Counter())[placement.device_names[d]] += 1
     return counts
 
@@ -191,7 +237,9 @@ def _origin(placement: Placement) -> str:
         parts.append(f"by {made.placer}, budget {made.budget}, seed {made.seed}")
     if placement.replicas is not None:
         each = len(placement.replicas.groups[0])
-        parts.append(f"the first of {len(placement.replicas)} replicas on {each} devices each")
+        count, on = len(placement.replicas), f"{each} device{'s'[: each > 1]}"
+        many = f"the first of {count} replicas on {on} each"
+        parts.append(many if count > 1 else f"one replica on {on}")
     return ", ".join(parts)
 
 

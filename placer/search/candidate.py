@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
+
+SINGLE: Final = "single "
+"""How the names of single-device candidates begin."""
+WHERE_ALLOWED: Final = " where allowed"
+"""How they end, to people, where some ops may not run on the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -20,6 +26,13 @@ class Candidate:
     devices: NDArray[np.int32]  # (N,)
     priority: NDArray[np.float64]  # (N,)
     step_ns: int
+
+    @property
+    def title(self) -> str:
+        """The name for people, who call single only what is on one device."""
+        if not self.name.startswith(SINGLE) or len(np.unique(self.devices)) == 1:
+            return self.name
+        return self.name.removeprefix(SINGLE) + WHERE_ALLOWED
 
 
 def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:

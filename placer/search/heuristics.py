@@ -15,8 +15,6 @@ from placer.search.trivial import trivial_plans
 HEFT_NAME: Final = "HEFT"
 ETF_NAME: Final = "ETF"
 FIRST_LAYERS: Final = "first layers"
-SINGLE: Final = "single "
-"""How the names of single-device candidates begin."""
 
 
 def heuristics(judge: Judge) -> list[Candidate]:

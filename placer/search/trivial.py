@@ -11,12 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.problem import Problem
+from placer.search.candidate import SINGLE
 
 
 def trivial_plans(problem: Problem) -> Iterator[tuple[str, NDArray[np.int32]]]:
     """Names and devices (N,): every single device, then the layer split and round robin."""
     for d, name in enumerate(problem.cluster.names):
-        yield f"single {name}", single_device(problem, d)
+        yield f"{SINGLE}{name}", single_device(problem, d)
     if problem.device_count > 1:
         yield "layer split", layer_split(problem)
         yield "round robin", round_robin(problem)

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from placer.policies.network import ACTION_SCALE, Policy
 from placer.policies.pool import Exercise
+from placer.search.candidate import SINGLE
 from placer.search.decoder import HEFT, WEIGHT_COUNT
-from placer.search.heuristics import ETF_NAME, HEFT_NAME, SINGLE
+from placer.search.heuristics import ETF_NAME, HEFT_NAME
 
 MEANING: Final = "geometric mean of step / best of {single device, HEFT, ETF}, simulated"
 DECODES: Final = 16

@@ -3,8 +3,11 @@
 const ROW = 40;
 const NAMES = 190;
 const VALUES = 210;
+const TWO_CLOCKS = 70; // more of it where rebuilt times have the wall times beside them
 const NARROWEST = 640; // the chart scrolls where the page is narrower
 const BEYOND = 5; // times the chosen step: longer bars are cut
+
+const UNPLACED = "not placed";
 
 const stepOf = (row) => row.measured?.step_s ?? row.predicted_s;
 
@@ -14,10 +17,16 @@ const inBrackets = (row) => wasMeasured && row.speed_up_is === "predicted";
 const speedUp = (row) =>
   inBrackets(row) ? `(${row.speed_up.toFixed(2)}×)` : `${row.speed_up.toFixed(2)}×`;
 
+// Rebuilt times count on a busy machine; what has none is not drawn to their scale.
+const isRebuilt = data.judged === "rebuilt";
+const isApart = (row) => isRebuilt && row.name === UNPLACED;
+const CLOCKS = { measured: "measured", rebuilt: "rebuilt from CPU clocks", predicted: "predicted" };
+const values = () => VALUES + (isRebuilt ? TWO_CLOCKS : 0);
+
 // The chosen one, then what was measured, then what is only predicted.
 function sortedCandidates() {
   const known = (row) => stepOf(row) ?? Infinity;
-  const rank = (row) => (row.best ? 0 : row.measured ? 1 : 2);
+  const rank = (row) => (row.best ? 0 : isApart(row) ? 3 : row.measured ? 1 : 2);
   return [...data.candidates].sort((a, b) => rank(a) - rank(b) || known(a) - known(b));
 }
 
@@ -27,26 +36,31 @@ function candidateBars(host) {
   const best = rows.find((row) => row.best);
   const limit = BEYOND * (stepOf(best) ?? bound ?? 1);
   const shown = rows
+    .filter((row) => !isApart(row))
     .flatMap((row) => [row.predicted_s, row.measured?.high_s])
     .filter((s) => s != null && s <= limit);
   const most = Math.max(...shown, bound ?? 0) * 1.04 || 1;
   watch(host, () => {
     const width = Math.max(host.clientWidth, NARROWEST);
-    const chart = width - NAMES - VALUES;
+    const chart = width - NAMES - values();
     const x = (seconds) => NAMES + (Math.min(seconds, most) / most) * chart;
-    const height = 58 + rows.length * ROW;
+    const apart = rows.filter(isApart).length; // they are the last
+    const axis = 58 + (rows.length - apart) * ROW;
+    const height = axis + apart * ROW;
     const drawn = svg("svg", {
       width,
       height,
       role: "img",
       "aria-label": `Steps of ${rows.length} candidates; the numbers are in the table below`,
     });
-    drawAxis(drawn, x, most, height);
-    rows.forEach((row, at) => drawCandidate(drawn, row, 40 + at * ROW, x, most, width));
+    drawAxis(drawn, x, most, axis);
+    rows.forEach((row, at) =>
+      drawCandidate(drawn, row, (isApart(row) ? 58 : 40) + at * ROW, x, most, width),
+    );
     if (bound) {
       const end = x(bound) > NAMES + chart / 2;
       drawn.append(
-        svg("line", { class: "bound", x1: x(bound), x2: x(bound), y1: 17, y2: height - 18 }),
+        svg("line", { class: "bound", x1: x(bound), x2: x(bound), y1: 17, y2: axis - 18 }),
         text(
           x(bound) + (end ? -6 : 6),
           14,
@@ -73,9 +87,14 @@ function drawCandidate(drawn, row, top, x, most, width) {
   if (row.best)
     group.append(svg("rect", { class: "mark", x: 0, y: top - 4, width, height: ROW, rx: 4 }));
   group.append(
-    text(10, top + 20, shortened(row.name, row.best ? 20 : 26), "name", "start", row.name),
+    text(10, top + (row.best ? 13 : 20), shortened(row.name, 25), "name", "start", row.name),
   );
-  if (row.best) group.append(text(NAMES - 12, top + 20, "chosen", "tag", "end"));
+  if (row.best) group.append(text(10, top + 29, "chosen", "tag"));
+  if (isApart(row) && row.measured) {
+    group.append(text(NAMES, top + 20, `${time(row.measured.wall_s)} ${comparedWith()}`, "value less"));
+    drawn.append(group);
+    return;
+  }
   const thick = row.measured ? 11 : 14;
   if (row.predicted_s != null) {
     const y = row.measured ? top + 3 : top + 9;
@@ -116,14 +135,27 @@ function drawMeasured(group, row, y, x, most) {
   );
 }
 
+// The wall time beside a rebuilt one, where both are known.
+const byWall = ({ wall_s }) =>
+  isRebuilt && wall_s != null ? `; ${time(wall_s)} by the wall clock` : "";
+
+// What the wall time of the unplaced step says: it has no other, and no bar, on a busy machine.
+const comparedWith = () =>
+  `by the wall clock${data.wall_s == null ? "" : `, to be compared with ${time(data.wall_s)}`}`;
+
+function clocksOf({ step_s, wall_s }) {
+  if (!isRebuilt) return `${time(step_s)} measured`;
+  return `${time(step_s)} rebuilt${wall_s == null ? "" : `, ${time(wall_s)} wall`}`;
+}
+
 function toldValues(row, y, width) {
   if (row.why && !row.measured) {
-    const begin = row.predicted_s == null ? NAMES + 8 : width - VALUES + 14; // no bar in the way
+    const begin = row.predicted_s == null ? NAMES + 8 : width - values() + 14; // no bar in the way
     const most = row.predicted_s == null ? Math.min(120, Math.floor((width - begin) / 7)) : 24;
     return [text(begin, y, shortened(row.why, most), "value less", "start", row.why)];
   }
   const both = row.measured && row.predicted_s != null;
-  const left = width - VALUES + 14;
+  const left = width - values() + 14;
   const found = [];
   if (row.predicted_s != null)
     found.push(
@@ -135,7 +167,7 @@ function toldValues(row, y, width) {
       ),
     );
   if (row.measured)
-    found.push(text(left, both ? y + 9 : y, `${time(row.measured.step_s)} measured`, "value"));
+    found.push(text(left, both ? y + 9 : y, clocksOf(row.measured), "value"));
   if (!found.length) found.push(text(left, y, "unknown", "value"));
   if (row.speed_up != null)
     found.push(text(width - 8, y, speedUp(row), "value", "end"));

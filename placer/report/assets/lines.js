@@ -106,6 +106,7 @@ function memoryChart(host, device) {
 }
 
 const SEARCH_HEIGHT = 262;
+const FLAT = 3; // times the span of the best finds: a first find beyond that would flatten them
 const DASHES = ["", "7 3", "2 3", "9 3 2 3", "4 2"];
 
 function searchChart(host, along, units, title) {
@@ -113,9 +114,13 @@ function searchChart(host, along, units, title) {
   const least_along = units ? 1e-3 : 1;
   const end = Math.max(10 * least_along, ...lines.map((line) => line[along].at(-1)));
   const begin = Math.max(least_along, Math.min(...lines.map((line) => line[along][0])));
-  const costs = lines.flatMap((line) => line.cost_s);
-  const least = Math.min(...costs);
-  const span = Math.max(...costs) - least || least * 0.1;
+  const costs = [...new Set(lines.flatMap((line) => line.cost_s))].sort((a, b) => a - b);
+  const [least, most] = [costs[0], costs.at(-1)];
+  const good = costs[Math.floor(0.9 * (costs.length - 1))];
+  const isCut = good > least && most - least > FLAT * (good - least);
+  const top = isCut ? good : most;
+  const span = top - least || least * 0.1;
+  const edge = top + 0.1 * span;
   const bound = data.lower_bound_s;
   const shows = bound != null && bound > least - 2 * span; // near enough not to flatten the lines
   const low = Math.max(0, (shows ? Math.min(bound, least) : least) - 0.08 * span);
@@ -133,17 +138,27 @@ function searchChart(host, along, units, title) {
       SEARCH_HEIGHT - 16,
       end,
       low,
-      Math.max(...costs) + 0.1 * span,
+      edge,
       { x: units, y: TIMES },
       begin,
     );
+    if (isCut)
+      drawn.append(
+        text(
+          right,
+          MARGIN.top - 9,
+          `what is above ${time(top)} stands at the edge: up to ${time(most)}`,
+          "tick",
+          "end",
+        ),
+      );
     if (shows)
       drawn.append(
         svg("line", { class: "bound", x1: MARGIN.left, x2: right, y1: y(bound), y2: y(bound) }),
         text(MARGIN.left + 6, y(bound) - 5, `lower bound ${time(bound)}`, "bound-name"),
       );
     lines.forEach((line, number) => {
-      const points = line.cost_s.map((cost, k) => [line[along][k], cost]);
+      const points = line.cost_s.map((cost, k) => [line[along][k], Math.min(cost, edge)]);
       drawn.append(
         svg("path", {
           class: "curve after-end",

@@ -23,10 +23,10 @@ function opening() {
       el(
         "div",
         { class: "figures" },
-        tileOf(time(data.step_s), `${OBJECTIVES[data.objective]}, ${data.judged}`),
+        tileOf(time(data.step_s), `${OBJECTIVES[data.objective]}, ${CLOCKS[data.judged]}${byWall(data)}`),
         tileOf(
           data.speed_up == null ? "–" : `${data.speed_up.toFixed(2)}×`,
-          `as fast as the best single device, ${data.speed_up_is}`,
+          `as fast as the best single device, ${CLOCKS[data.speed_up_is]}`,
         ),
         tileOf(
           gap == null ? "–" : percent(Math.abs(gap)),
@@ -52,6 +52,7 @@ function opening() {
 
 const EXPLAINED = {
   given: "what --start-from names",
+  "where allowed": "what pins or missing costs keep off that device is elsewhere",
   "not placed": "one process with torch's threads on all cores, by the wall clock",
 };
 
@@ -88,7 +89,7 @@ function wonSection() {
               "span",
               { class: "device" },
               el("span", { class: "key measured" }),
-              "measured, median; the whisker spans the quartiles",
+              `${CLOCKS[isRebuilt ? "rebuilt" : "measured"]}, median; the whisker spans the quartiles`,
             ),
           ]
         : []),
@@ -99,7 +100,7 @@ function wonSection() {
     ),
     chart,
     ...Object.entries(EXPLAINED)
-      .filter(([name]) => rows.some((row) => row.name === name))
+      .filter(([name]) => rows.some((row) => row.name === name || row.name.endsWith(` ${name}`)))
       .map(([name, told]) => el("p", { class: "hint" }, `${name}: ${told}.`)),
     ...(data.remarks.length
       ? [el("ul", { class: "remarks" }, ...data.remarks.map((remark) => el("li", {}, remark)))]
@@ -112,7 +113,9 @@ function wonSection() {
 function wonSentence(rows) {
   const chosen = rows.find((row) => row.best);
   const single = rows.find((row) => row.name === data.best_single);
-  const long = (row) => `${time(stepOf(row))} (${row.measured ? "measured" : "predicted"})`;
+  const how = ({ measured }) =>
+    measured ? CLOCKS[data.judged] + byWall(measured) : "predicted";
+  const long = (row) => `${time(stepOf(row))} (${how(row)})`;
   const told = [`The chosen placement, ${chosen.name}, takes ${long(chosen)}`];
   if (single && single !== chosen)
     told.push(`the best single device, ${single.name.replace(/^single /, "")}, ${long(single)}`);
@@ -127,24 +130,24 @@ function wonSentence(rows) {
       row.speed_up != null,
   );
   const tied = faster.length
-    ? ` ${faster.map((row) => row.name).join(" and ")} measured no faster than noise: of equals the simplest is chosen.`
+    ? ` ${faster.map((row) => row.name).join(" and ")} ${faster.length > 1 ? "are" : "is"} ahead by no more than noise, and of equals the simplest is chosen.`
     : "";
   return `${told.join("; ")}.${tied}`;
 }
 
 function candidateColumns(measured) {
   const of = (key) => (row) => (row.measured?.[key] == null ? "–" : time(row.measured[key]));
+  const judged = (key) => (row) => (isApart(row) ? "–" : of(key)(row)); // by the clock that counts
+  const quartiles = (row) =>
+    !isApart(row) && row.measured?.low_s < row.measured?.high_s
+      ? `${time(row.measured.low_s)} – ${time(row.measured.high_s)}`
+      : "–";
+  const clock = isRebuilt ? ", rebuilt" : "";
   const runs = [
-    ["measured", of("step_s"), true],
-    [
-      "quartiles",
-      (row) =>
-        row.measured?.low_s < row.measured?.high_s
-          ? `${time(row.measured.low_s)} – ${time(row.measured.high_s)}`
-          : "–",
-      true,
-    ],
-    ["shortest", of("min_s"), true],
+    [CLOCKS[isRebuilt ? "rebuilt" : "measured"], judged("step_s"), true],
+    ...(isRebuilt ? [["by the wall clock", of("wall_s"), true]] : []),
+    [`quartiles${clock}`, quartiles, true],
+    [`shortest${clock}`, judged("min_s"), true],
     ["runs", (row) => (row.measured?.rounds == null ? "–" : count(row.measured.rounds)), true],
   ];
   return [
@@ -237,7 +240,7 @@ function searchSection() {
   const lines = data.search.lines;
   const made = data.made_by;
   const by = [
-    made.placer && `${made.placer} found the placement`,
+    made.placer && `The placement: ${made.placer}`,
     made.budget && `budget ${made.budget}`,
     made.seed != null && `seed ${made.seed}`,
     made.version && `placer ${made.version}`,

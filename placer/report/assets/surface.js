@@ -38,25 +38,26 @@ function watch(host, draw) {
 
 const FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif";
 
-// As much of a text as fits: without the modules in front first, its end kept in any case.
-function fitted(context, text, width) {
+const SHORTEST = 5; // a label with less than so many characters tells nothing
+
+// As much of a label as fits: the last modules and what the op does, then that alone, cut in its middle.
+function fitted(context, label, width) {
   const fits = (part) => context.measureText(part).width <= width;
-  if (fits(text)) return text;
-  const [path, kind] = text.includes(" · ") ? text.split(" · ") : [text, ""];
+  if (fits(label)) return label;
+  const [path, kind] = label.includes(" · ") ? label.split(" · ") : [label, ""];
   const parts = path.split(".");
   for (let from = 1; from < parts.length; from++) {
     const rest = `…${parts.slice(from).join(".")}${kind && ` · ${kind}`}`;
-    if (fits(rest) && rest.length > 3) return rest;
+    if (fits(rest)) return rest.length < SHORTEST ? "" : rest;
   }
-  if (kind) return fitted(context, kind, width);
-  let low = 0;
-  let high = text.length;
-  while (low < high) {
-    const middle = (low + high + 1) >> 1;
-    if (fits(`…${text.slice(text.length - middle)}`)) low = middle;
-    else high = middle - 1;
+  const last = kind || parts.at(-1);
+  for (let kept = last.length; kept >= SHORTEST - 1; kept--) {
+    const begin = Math.ceil(kept / 2);
+    const cut =
+      kept === last.length ? last : `${last.slice(0, begin)}…${last.slice(begin - kept)}`;
+    if (fits(cut)) return cut;
   }
-  return low ? `…${text.slice(text.length - low)}` : "";
+  return "";
 }
 
 // A name of an op or module that may be broken between its parts.

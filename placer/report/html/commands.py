@@ -34,6 +34,7 @@ class Source:
     target: str
     devices: Sequence[str]  # by name
     cluster: Path | None = None
+    memory: Mapping[str, int] = field(default_factory=dict)  # {device: bytes}, what was allowed
     inference: bool = False
     optimizer: str = NONE
     dtype: str = FULL
@@ -59,6 +60,12 @@ class Source:
     def update(self) -> list[str]:
         """What updates the parameters, where something does."""
         return ["--optimizer", self.optimizer] if self.optimizer != NONE else []
+
+    @property
+    def limits(self) -> list[str]:
+        """What may be used of the devices, where that was said."""
+        told = ",".join(f"{name}={size}" for name, size in self.memory.items())
+        return ["--memory", told] if told else []
 
 
 def next_commands(source: Source) -> list[Command]:
@@ -95,14 +102,19 @@ def _of_model(source: Source) -> list[Command]:
 
     def export(what: str, form: str, name: str) -> Command:
         tried = source.exports.get(form, Tried())
+        renamed = as_gpus(source.devices)
+        called = ", ".join(f"{name} is called {gpu}" for name, gpu in renamed.items())
+        called = f" Here {called}." if called else ""
         if tried.refused:
-            return Command(what, "", f"Not possible: {tried.refused}.")
+            return Command(what, "", f"Not possible: {tried.refused}.{called}")
         out = source.placement.with_name(name)
         words = ["placer", "export", str(source.placement), source.target, "--format", form]
-        if renamed := as_gpus(source.devices):
+        if renamed:
             words += ["--as", ",".join(f"{name}={gpu}" for name, gpu in renamed.items())]
-        words += [*source.options, *source.update, *(["--predict"] if here else [])]
+        words += [*source.options, *source.update]
+        words += ["--predict", *source.limits] if here else []
         told = " ".join(f"{remark[:1].upper()}{remark[1:]}." for remark in tried.remarks)
+        told += called if told else ""
         return _command(what, [*words, "--out", str(out)], told)
 
     found = [
@@ -125,7 +137,7 @@ def _of_model(source: Source) -> list[Command]:
 
 
 def _devices(source: Source) -> list[str]:
-    return ["--devices", ",".join(source.devices)]
+    return ["--devices", ",".join(source.devices), *source.limits]
 
 
 def as_gpus(devices: Sequence[str]) -> dict[str, str]:

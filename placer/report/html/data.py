@@ -4,8 +4,9 @@
 
     {"graph", "cluster", "objective", "verdict", "remarks": [str], "micro_batches",
      "made_by": {"placer", "seed", "budget", "version"}, "cost_source": {device kind: where from},
-     "step_s": of the objective, "judged": "measured" | "predicted", "speed_up", "lower_bound_s",
-     "speed_up_is": "measured" | "predicted", "best_single": name of the candidate,
+     "step_s": of the objective, "judged": "measured" | "rebuilt" | "predicted",
+     "wall_s": the measured step by the wall clock, "speed_up", "lower_bound_s",
+     "speed_up_is": "measured" | "rebuilt" | "predicted", "best_single": name of the candidate,
      "devices": [{"name", "kind", "memory_bytes", "source"}],
      "candidates": [{"name", "predicted_s", "measured", "speed_up", "speed_up_is", "best",
                      "memory_bytes": predicted, by device, "measured_memory_bytes": by device,
@@ -29,7 +30,7 @@ import numpy as np
 
 from envs.measured import Measurement
 from envs.simulator import Simulated
-from placer.outcome import Optimization, Row
+from placer.outcome import REBUILT, Optimization, Row
 from placer.report.html.commands import Command
 from placer.report.html.ops import ops_data
 from placer.report.html.schedule import timeline_data
@@ -46,7 +47,7 @@ def report_data(found: Optimization, commands: Sequence[Command] = ()) -> dict[s
     """
     problem, placement = found.problem, found.placement
     simulated = Simulated(problem)
-    judged_s = _judged_s(found)
+    judged_s, wall_s = _judged_s(found), _wall_s(found)
     return {
         "graph": problem.graph.name,
         "cluster": problem.cluster.name,
@@ -57,7 +58,8 @@ def report_data(found: Optimization, commands: Sequence[Command] = ()) -> dict[s
         "made_by": asdict(placement.made_by),
         "cost_source": dict(found.cost_source),
         "step_s": _finite(judged_s if judged_s is not None else found.best.predicted_s),
-        "judged": "predicted" if judged_s is None else "measured",
+        "judged": "predicted" if judged_s is None else _how(found),
+        "wall_s": wall_s,
         "speed_up": _speed_up(found),
         "speed_up_is": _speed_up_is(found, found.best),
         "lower_bound_s": _finite(found.lower_bound_s),
@@ -84,7 +86,8 @@ def _verdict(found: Optimization) -> str:
         return f"It does not fit. {found.best.why}"
     ratio = _recorded_speed_up(found)
     if ratio is not None and not found.best.is_single:
-        return f"{ratio:.2f}x faster than the best single device, measured when it was made."
+        how = REBUILT if _how(found) == "rebuilt" else "measured"
+        return f"{ratio:.2f}x faster than the best single device, {how} when it was made."
     return found.verdict
 
 
@@ -92,6 +95,16 @@ def _recorded(found: Optimization) -> dict[str, Any] | None:
     """What the placement says was measured, where the runs themselves are not at hand."""
     measured = found.placement.measured
     return dict(measured) if measured and found.best.measurement is None else None
+
+
+def _how(found: Optimization) -> str:
+    """The clock that counts: "measured" is the wall clock, "rebuilt" those of the CPUs."""
+    known = _recorded(found)
+    if known is None:
+        return "rebuilt" if found.loaded else "measured"
+    step_s = known.get("step_s")
+    of_wall = known.get("wall_median_s", step_s) == step_s
+    return "measured" if of_wall else "rebuilt"
 
 
 def _recorded_speed_up(found: Optimization) -> float | None:
@@ -107,12 +120,12 @@ def _speed_up(found: Optimization) -> float | None:
 
 
 def _speed_up_is(found: Optimization, row: Row) -> str:
-    """Whether a speed-up is of measured steps or of predicted ones; the two are never mixed."""
+    """Of which times a speed-up is: measured, rebuilt or predicted ones, which are never mixed."""
     single = found.single
     if single is not None and single.measurement is not None and row.measurement is not None:
-        return "measured"
+        return _how(found)
     recorded = _recorded_speed_up(found) is not None and row in (found.best, single)
-    return "measured" if recorded else "predicted"
+    return _how(found) if recorded else "predicted"
 
 
 def _judged_s(found: Optimization) -> float | None:
@@ -121,6 +134,13 @@ def _judged_s(found: Optimization) -> float | None:
         return found.step_s(found.best)
     known = _recorded(found)
     return None if known is None else known.get("step_s")
+
+
+def _wall_s(found: Optimization) -> float | None:
+    """The step of the best by the wall clock, None if it is not known."""
+    if found.best.measurement is not None:
+        return _finite(found.best.measurement.median_s)
+    return (_recorded(found) or {}).get("wall_median_s")
 
 
 def _candidates(found: Optimization) -> list[dict[str, Any]]:
@@ -160,14 +180,16 @@ def _measured(found: Optimization, row: Row) -> dict[str, Any] | None:
     if row.measurement is not None:
         return _runs(row.measurement, loaded=found.loaded)
     known = _recorded(found) or {}
-    of_wall = known.get("wall_median_s") == known.get("step_s")  # and so are spread and shortest
+    of_wall = _how(found) == "measured"  # and so are spread and shortest
     if row is found.best and "step_s" in known:
         half = float(known.get("spread", 0.0)) / 2 if of_wall else 0.0
         min_s = known.get("wall_min_s") if of_wall else None
-        return _rounds(float(known["step_s"]), half, min_s, known.get("rounds"))
+        wall_s = known.get("wall_median_s")
+        return _rounds(float(known["step_s"]), wall_s, half, min_s, known.get("rounds"))
     if row is found.single and "single_device_step_s" in known:
         min_s = known.get("single_device_wall_min_s") if of_wall else None
-        return _rounds(float(known["single_device_step_s"]), min_s=min_s)
+        wall_s = known.get("single_device_wall_median_s")
+        return _rounds(float(known["single_device_step_s"]), wall_s, min_s=min_s)
     return None
 
 
@@ -182,11 +204,16 @@ def _measured_memory(found: Optimization, row: Row) -> list[int | None]:
 
 
 def _rounds(
-    step_s: float, half: float = 0.0, min_s: float | None = None, rounds: int | None = None
+    step_s: float,
+    wall_s: float | None,
+    half: float = 0.0,
+    min_s: float | None = None,
+    rounds: int | None = None,
 ) -> dict[str, Any]:
     """What a placement file keeps of its runs, ``half`` of the distance of the quartiles."""
     return {
         "step_s": step_s,
+        "wall_s": wall_s,
         "low_s": step_s * (1 - half),
         "high_s": step_s * (1 + half),
         "min_s": min_s,
@@ -202,6 +229,7 @@ def _runs(seen: Measurement, *, loaded: bool) -> dict[str, Any] | None:
     low_s, high_s = np.percentile(times_s, [25, 75]).tolist()
     return {
         "step_s": seen.step_s(contended=loaded),
+        "wall_s": seen.median_s,
         "low_s": low_s,
         "high_s": high_s,
         "min_s": float(times_s.min()),

@@ -40,7 +40,7 @@ def tried_exports(
         try:
             price = None
             if placement.graph == problem.graph.hash:
-                price = price_of(problem, placement, extraction.step.model, renamed)
+                price = price_of(problem, placement, extraction, renamed)
             placed = PlacedModules.of(extraction, placement, renamed=renamed, price=price)
             found[name] = Tried(remarks=format_named(name)(placed).remarks)
         except ValueError as error:  # of a placement or model that the runtime cannot have

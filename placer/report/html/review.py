@@ -36,14 +36,14 @@ def reviewed(
     best = _row(objective, simulated, placement.made_by.placer or UNNAMED, placement)
     rows = [best]
     for plan in heuristics(Judge(problem)):
-        if plan.name == best.name:  # it is this one
+        if best.name in (plan.name, plan.title):  # it is this one
             continue
         made = Placement.of(
             problem.graph,
             problem.cluster,
             plan.devices,
             plan.priority,
-            MadeBy(placer=plan.name),
+            MadeBy(placer=plan.title),
         )
         other = replace(
             made,
@@ -51,7 +51,7 @@ def reviewed(
             micro_batches=placement.micro_batches,
             in_flight=placement.in_flight,
         )
-        rows.append(_row(objective, simulated, plan.name, other))
+        rows.append(_row(objective, simulated, plan.title, other))
     return Optimization(
         placement=placement,
         problem=problem,

@@ -1,0 +1,220 @@
+"""The dry run of device maps, against accelerate's own run of them over two devices."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+from placed_at_random import placement_of, random_placement
+from test_export_price import NAMES, problem_of
+from tiny_models import Plain, squared
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from vdev import vdev
+
+from graphs.extract import Extraction, Step, extract
+from graphs.extract.call_graph import call_graph
+from placer.export.device_flow import flow
+from placer.export.device_map import device_map
+from placer.export.placed_modules import PlacedModules
+from placer.export.price import price_of
+from placer.given import DeviceMap
+
+torch.set_num_threads(1)
+accelerate = pytest.importorskip("accelerate")
+without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="vdev would take its place")
+
+
+class Inner(nn.Module):
+    """Two layers with a function of the module's own between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.relu = nn.Linear(4, 4), nn.Linear(4, 4), nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(torch.cos(self.relu(self.first(x))))
+        return out
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = Inner(), nn.Sequential(Inner(), nn.Tanh())
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = torch.cat([self.left(torch.exp(x)), self.right(x)], 1)
+        out: Tensor = self.head(torch.sin(both))
+        return out
+
+
+@functools.cache
+def outer() -> Extraction:
+    torch.manual_seed(0)
+    return extract(Step.of(Outer(), torch.randn(3, 4), training=False))
+
+
+def random_map(model: nn.Module, seed: int) -> dict[str, str]:
+    """Modules on either device, some inside others that are on the CPU: vdev cannot send again."""
+    randomly, found = random.Random(seed), dict[str, str]()
+
+    def walk(module: nn.Module, path: str) -> None:
+        children = list(module.named_children())
+        if not children or randomly.random() < 0.3:
+            found[path] = randomly.choice(["cpu", "vdev:0"])
+            if found[path] != "cpu":
+                return
+        for name, child in children:
+            walk(child, f"{path}.{name}" if path else name)
+
+    walk(model, "")
+    return found
+
+
+class Recorded(TorchFunctionMode):
+    """On which device every function of torch computes, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.devices: defaultdict[str, list[str]] = defaultdict(list)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.devices[func.__name__.strip("_")].append(str(result.device))
+        return result
+
+
+def dispatched(extraction: Extraction, devices: dict[str, str]) -> dict[str, str]:
+    """{call: device} of a run by accelerate: calls of one function are in the same order there."""
+    step, recorded, found = extraction.step, Recorded(), dict[str, str]()
+    with vdev():
+        model = accelerate.dispatch_model(copy.deepcopy(step.model), devices, main_device="cpu")
+        with torch.no_grad(), recorded:
+            model(*step.inputs)
+    for op in {call.op for call in extraction.forward.calls}:
+        keys = [call.key for call in extraction.forward.calls if call.op == op]
+        found |= zip(keys, recorded.devices[op], strict=True)
+    return found
+
+
+@without_cuda
+def test_calls_run_where_accelerate_runs_them_and_what_it_cannot_run_is_found() -> None:
+    extraction = outer()
+    step, ran, failed = extraction.step, 0, 0
+    for seed in range(30):
+        devices = random_map(step.model, seed)
+        if len(set(devices.values())) == 1:
+            continue
+        found = flow(extraction.forward, step, devices, "cpu")
+        if found.conflict is None:
+            assert dispatched(extraction, devices) == found.devices, seed
+            ran += 1
+        else:
+            with pytest.raises(RuntimeError, match="all tensors must be on one device"):
+                dispatched(extraction, devices)
+            failed += 1
+    assert min(ran, failed) >= 3
+
+
+@without_cuda
+@pytest.mark.parametrize("by", ["op", "module"])
+def test_an_export_tells_how_many_ops_accelerate_runs_elsewhere_than_placed(by: str) -> None:
+    extraction, ran, told = outer(), 0, 0
+    for seed in range(12):
+        placement = random_placement(extraction, ("cpu", "vdev:0"), seed, by=by)
+        placed = PlacedModules.of(extraction, placement, main_device="cpu")
+        found = device_map(placed)
+        if len(set(found.content.values())) == 1:
+            continue
+        seen = dispatched(extraction, found.content)
+        moved = sum(seen[op.call] != op.device for op in placed.ops)
+        remarks = [text for text in found.remarks if "forward ops" in text]
+        assert [text.startswith(f"{moved} of {len(placed.ops)} ") for text in remarks] == [
+            True for _ in range(moved > 0)
+        ]
+        assert found.is_as_placed == (moved == 0)
+        ran += 1
+        told += moved > 0
+    assert min(ran, told) >= 3
+
+
+def chain(*, training: bool = False) -> Extraction:
+    """A layer, two functions in the code of the model, a layer."""
+    torch.manual_seed(0)
+    layers = {"first": nn.Linear(4, 4), "second": nn.Linear(4, 4)}
+    model = Plain(lambda m, x: m.second(torch.exp(torch.sin(m.first(x)))), **layers)
+    inputs = (torch.ones(2, 4), torch.ones(2, 4)) if training else torch.ones(2, 4)
+    return extract(Step.of(model, inputs, squared if training else None, training=training))
+
+
+def test_functions_outside_of_modules_are_told_with_where_they_would_run_and_priced_there() -> None:
+    extraction = chain()
+    problem = problem_of(extraction)
+    placement = placement_of(call_graph(extraction).graph, NAMES, [0, 1, 0, 1])
+    price = price_of(problem, placement, extraction, {})
+    found = device_map(PlacedModules.of(extraction, placement, price=price))
+    assert found.content == {"first": 0, "second": 1}
+    assert not found.is_as_placed
+    moved, priced = found.remarks
+    assert moved.startswith("1 of 4 forward ops")
+    assert moved.endswith(
+        "the code of the model (cuda:1 -> cuda:0), since what is outside of the modules of the map "
+        "runs where its inputs are"
+    )
+    # Four ops of 1 ms; three changes of device become one.
+    assert priced.startswith(
+        "as exported a step is predicted to take 5.000 ms, 28.6% less than the 7.000 ms as placed"
+    )
+
+
+def test_a_loss_is_computed_where_the_output_is_returned_but_is_no_part_of_the_map() -> None:
+    extraction = chain(training=True)
+    graph = call_graph(extraction).graph
+    problem = problem_of(extraction)
+    on_second = [int("sub" in op or "pow" in op or "mean" in op) for op in graph]
+    placement = placement_of(graph, NAMES, on_second)
+    price = price_of(problem, placement, extraction, {})
+    found = device_map(PlacedModules.of(extraction, placement, price=price))
+    assert found.content == {"": 0}
+    assert found.is_as_placed
+    assert set(flow(extraction.forward, extraction.step, {"": "cuda:0"}, "cuda:0").of_loss) == {
+        op for op, device in zip(graph, on_second, strict=True) if device and "backward" not in op
+    }
+    assert price.step({"second:linear": "cuda:0"}).step_s == price.as_placed.step_s
+
+
+def test_what_a_map_has_on_the_cpu_beside_an_accelerator_is_computed_there() -> None:
+    extraction = chain()
+    placement = placement_of(call_graph(extraction).graph, ("cuda:0", "cpu"), [0, 0, 0, 1])
+    found = device_map(PlacedModules.of(extraction, placement))
+    assert found.content == {"first": 0, "second": "cpu"}
+    assert not found.is_as_placed
+    assert "second (cpu -> cuda:0)" in found.remarks[0]
+    on_gpus = placement_of(call_graph(extraction).graph, NAMES, [0, 0, 0, 1])
+    renamed = {"cuda:1": "cpu"}
+    price = price_of(problem_of(extraction), on_gpus, extraction, renamed)
+    priced = device_map(PlacedModules.of(extraction, on_gpus, renamed=renamed, price=price))
+    assert priced.remarks[1].startswith("no step is predicted: offloaded weights are sent")
+
+
+def test_the_code_around_nested_modules_of_a_map_is_followed() -> None:
+    model = Plain(lambda m, x: m.left(x) + m.right(x), left=nn.Linear(4, 4), right=nn.Linear(4, 4))
+    extraction = extract(Step.of(model, torch.ones(2, 4), training=False))
+    told = DeviceMap({"": "cuda:0", "right": "cuda:1"}).conflict(extraction)
+    assert told.endswith(
+        "there add in Plain.forward fails, since what the rest of the model and right give is on "
+        "several devices"
+    )
+    told = DeviceMap({"": "cuda:1", "right": "cuda:0"}).conflict(extraction)
+    assert told.endswith("there the rest of the model would be computed on cuda:0, the main device")
+    told = DeviceMap({"left": "cuda:0", "right": "cpu"}).conflict(extraction)
+    assert told.endswith("there right would be computed on cuda:0, the main device")
+    assert DeviceMap({"": "cuda:0", "right": "cuda:0"}).conflict(extraction) == ""
+    assert DeviceMap({"": "cuda:0", "second": "cuda:1"}).conflict(chain()) == ""
