@@ -275,7 +275,7 @@ def one_model(record: Record, cluster: Cluster, name: str, bench: Workbench) -> 
 
 
 def main() -> None:
-    options = arguments("Everything of torch devices that can be measured.", 475)
+    options = arguments("Everything of torch devices that can be measured.", 460)
     record = Record(options.out, options.limit)
     small = options.small or not own_accelerators()
     benches: dict[str, Workbench] = {}

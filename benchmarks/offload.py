@@ -7,6 +7,10 @@ takes on it. Measured: everything on either device, without a limit; then, in tu
 the first layers that fit on the accelerator with the rest on the CPU, and the best placements that
 a search found. For inference also accelerate's ``device_map="auto"``, which keeps weights that do
 not fit on the host and sends them in every step, next to a search's best for inference.
+
+Without a GPU all of it runs on small models, the CPU and a fake device with slow copies, so that
+the code is tried; its times say nothing of GPUs. There accelerate does not send the weights on the
+host: it computes with them where they are.
 """
 
 from __future__ import annotations
@@ -42,6 +46,8 @@ RUN = 2
 REPEATS = 7
 ACCELERATE_SHARES = (0.9, 0.7, 0.5, 0.3)
 """Shares of the limit that accelerate may fill with weights: the largest that runs counts."""
+FAKE_SHARES = (1.9,)
+"""The same of a fake device: accelerate keeps room for a layer, which is most of a small model."""
 
 
 def found_by_search(problem: Problem, seed: int = 0) -> list[Candidate]:
@@ -114,28 +120,45 @@ def inference(record: Record, cluster: Cluster, name: str, step: Step) -> None:
 
 def accelerated(step: Step, cluster: Cluster, limit_bytes: int) -> dict[str, Any]:
     """Inference by accelerate's ``device_map="auto"`` with the same limit."""
-    if not own_accelerators():
-        return {"skipped": "accelerate offloads from CUDA devices; there is none"}
-    from accelerate import dispatch_model, infer_auto_device_map
+    from accelerate import dispatch_model
 
     device = torch_device(cluster.names[0])
     model = copy.deepcopy(step.model).eval()
-    blocks = {type(m).__name__ for n, m in model.named_modules() if re.search(r"\.\d+$", n)}
-    for share in ACCELERATE_SHARES:
-        device_map = infer_auto_device_map(
-            model,
-            max_memory={0: int(share * limit_bytes), "cpu": cluster.devices[-1].memory_bytes},
-            no_split_module_classes=sorted(blocks),
-        )
+    is_real = bool(own_accelerators())
+    main_device = 0 if is_real else "cpu"  # hooks cannot send what is on a fake device
+    shares = ACCELERATE_SHARES if is_real else FAKE_SHARES
+    for share in shares:
+        device_map = auto_map(model, cluster, int(share * limit_bytes))
         try:
             with torch_devices.limited({device: limit_bytes}), torch.no_grad():
-                placed = dispatch_model(copy.deepcopy(model), device_map, main_device=0)
+                placed = dispatch_model(copy.deepcopy(model), device_map, main_device=main_device)
                 seconds = list(repeated(placed, step, device))
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             continue
         return {"share": share, "device_map": device_map, **quartiles(seconds)}
-    return {"failure": f"out of memory with {min(ACCELERATE_SHARES):.0%} of it for weights, too"}
+    return {"failure": f"out of memory with {min(shares):.0%} of it for weights, too"}
+
+
+def auto_map(model: torch.nn.Module, cluster: Cluster, weights_bytes: int) -> dict[str, int | str]:
+    """The map that accelerate makes with so many bytes for weights on the first device.
+
+    It does not know a fake one: there it is asked to fill the host and to send the rest to a disk.
+    """
+    from accelerate import infer_auto_device_map
+
+    first, host = cluster.devices
+    is_real = bool(own_accelerators())
+    blocks = {type(m).__name__ for n, m in model.named_modules() if re.search(r"\.\d+$", n)}
+    found = infer_auto_device_map(
+        model,
+        max_memory={0: weights_bytes, "cpu": host.memory_bytes}
+        if is_real
+        else {"cpu": weights_bytes},
+        no_split_module_classes=sorted(blocks),
+    )
+    names = {} if is_real else {"cpu": first.name, "disk": host.name}
+    return {module: names.get(device, device) for module, device in found.items()}
 
 
 def repeated(model: torch.nn.Module, step: Step, device: torch.device) -> Iterator[float]:

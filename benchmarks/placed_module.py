@@ -1,22 +1,28 @@
 """What running a model as a placed module costs, in multiples of running it as it is.
 
-    python -m benchmarks.placed_module
+    python -m benchmarks.placed_module [--out FILE]
 
-All calls on one device: the GPU if there is one, else the CPU. The step is forward and backward;
-placing again is timed with the weights where they are, after a random placement on the devices.
+All calls on one device: the GPU if there is one, else the CPU. The step is forward and backward, of
+the model and of the placed one in turn; with ``--out`` all these pairs go to a JSON file. Placing
+again is timed with the weights where they are, after a random placement on the devices.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
+import math
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from benchmarks.record import Record, quartiles
 from envs.executor.placed_module import PlacedModule
 from graphs.extract import Extraction, Step, extract
 from placer.target import load_step
@@ -31,14 +37,17 @@ TARGETS = (
 ROUNDS = 9
 
 
-def main() -> None:
+def main(targets: Sequence[str] = TARGETS, out: Path | None = None) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    record = Record(out, math.inf)
     print(f"{'training step on ' + device.type:40}{'calls':>7}{'placed':>10}{'placing again':>16}")
-    for target in TARGETS:
-        line(target.rpartition("/")[2], extract(load_step(target, training=True)), device)
+    for target in targets:
+        name = target.rpartition("/")[2]
+        record.part(name, partial(line, name, target, device))
 
 
-def line(name: str, extraction: Extraction, device: torch.device) -> None:
+def line(name: str, target: str, device: torch.device, found: dict[str, Any]) -> None:
+    extraction = extract(load_step(target, training=True))
     calls = [call.key for call in extraction.forward.placed_calls]
     plain = moved(copy.deepcopy(extraction.step), device)
     on_one = dict.fromkeys(calls, device)
@@ -50,10 +59,14 @@ def line(name: str, extraction: Extraction, device: torch.device) -> None:
         eager_s.append(seconds(lambda: backward(loss_of(plain))))
         placed_s.append(seconds(lambda: backward(placed(*inputs, **keywords))))
     ratio = statistics.median(p / e for p, e in zip(placed_s, eager_s, strict=True))
+    found.update(device=str(device), calls=len(calls), placed_over_eager=ratio)
+    found.update(eager=quartiles(eager_s), placed=quartiles(placed_s))
     apart = anywhere(extraction, device)
     placed.place(apart)
-    again_s = statistics.median(seconds(lambda: placed.place(apart)) for _ in range(ROUNDS))
-    print(f"{name[:39]:40}{len(calls):7}{ratio:9.2f}x{again_s * 1e3:13.0f} ms", flush=True)
+    again_s = [seconds(lambda: placed.place(apart)) for _ in range(ROUNDS)]
+    found["placing_again"] = quartiles(again_s)
+    again_ms = statistics.median(again_s) * 1e3
+    print(f"{name[:39]:40}{len(calls):7}{ratio:9.2f}x{again_ms:13.0f} ms", flush=True)
 
 
 def anywhere(extraction: Extraction, device: torch.device) -> dict[str, torch.device]:
@@ -103,4 +116,6 @@ def synchronize() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where the results go (JSON)")
+    main(out=parser.parse_args().out)

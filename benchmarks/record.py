@@ -1,4 +1,7 @@
-"""Results of a benchmark in one JSON file, part by part: one that fails loses no other."""
+"""Results of a benchmark in one JSON file, part by part: one that fails loses no other.
+
+A part has a name such as "translation: profile", of which the end says what kind it is.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,7 @@ class Record:
         self.limit_s = limit_s
         self.began = time.perf_counter()
         self.data: dict[str, Any] = {"environment": environment(), "parts": {}}
+        self.longest_s: dict[str, float] = {}  # by kind of part
 
     @property
     def left_s(self) -> float:
@@ -32,12 +36,16 @@ class Record:
         return self.limit_s - (time.perf_counter() - self.began)
 
     def part(self, name: str, work: Callable[[dict[str, Any]], None]) -> None:
-        """Do one part, which fills the dict it is given; a failure is told and written down."""
+        """Do one part, which fills the dict it is given; a failure is told and written down.
+
+        It is left out if the longest so far of its kind took longer than what is left.
+        """
         found: dict[str, Any] = {}
         self.data["parts"][name] = found
-        if self.left_s <= 0:
-            found["skipped"] = f"the limit of {self.limit_s:.0f} s was reached"
-            self.say(f"{name}: {found['skipped']}")
+        kind = name.rpartition(": ")[2]
+        if why := self._why_not(kind):
+            found["skipped"] = why
+            self.say(f"{name}: {why}")
             return
         self.say(f"{name} ...")
         start = time.perf_counter()
@@ -48,7 +56,20 @@ class Record:
             found["traceback"] = traceback.format_exc()[-4000:]
             self.say(f"{name} failed: {found['failure']}")
         found["part_s"] = time.perf_counter() - start
+        self.longest_s[kind] = max(self.longest_s.get(kind, 0.0), found["part_s"])
         self.save()
+
+    def _why_not(self, kind: str) -> str:
+        """Why there is no time for a part of a kind, "" if there is."""
+        left_s, longest_s = self.left_s, self.longest_s.get(kind, 0.0)
+        if left_s <= 0:
+            return f"the limit of {self.limit_s:.0f} s was reached"
+        if longest_s > left_s:
+            return (
+                f"such a part took {longest_s:.0f} s, and {left_s:.0f} s of the limit of "
+                f"{self.limit_s:.0f} s were left"
+            )
+        return ""
 
     def save(self) -> None:
         """Write the file."""

@@ -20,17 +20,23 @@ from graphs.models import Dlrm, DlrmConfig, Moe, MoeConfig, Nmt, NmtConfig
 from placer.sources import huggingface
 
 FAKE_MEMORY = {"vdev:0": 8 << 30}
+FAKE_LINK_BYTES_PER_S = 1e9
+"""Slower than copies within the host, so that where things are makes a difference."""
 
 
 @contextlib.contextmanager
 def two_devices() -> Iterator[Cluster]:
-    """The first CUDA device and the host; without one, a fake device of the tests and the host."""
+    """The first CUDA device and the host; without one, a fake device of the tests and the host.
+
+    The fake one computes on the CPU, too, and copies from and to it are slowed down. Beside it is
+    ``cpu``, no pinned core: what is benchmarked runs placements on devices of torch.
+    """
     if own_accelerators():
         yield discover("cuda:0,cpu")
         return
     sys.path.append(str(Path(__file__).parents[1] / "tests"))
     fake = importlib.import_module("vdev")
-    with fake.vdev():
+    with fake.vdev(FAKE_LINK_BYTES_PER_S):
         yield discover("vdev:0,cpu", FAKE_MEMORY)
 
 

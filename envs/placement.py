@@ -329,6 +329,8 @@ class Placement:
         known = device_names or own
         index = {name: d for d, name in enumerate(known)}
         for op_id, name in devices.items():
+            if not name:
+                raise ValueError(f"devices[{op_id!r}] is '', not the name of a device")
             if name not in index:
                 raise ValueError(
                     f"devices[{op_id!r}] is {name!r}; the cluster has {', '.join(known)}"

@@ -99,7 +99,7 @@ def score(
     hear.stage("Extracting the graph")
     extraction = extract(step, extractor)
     rig = rig_for(extraction, cluster, overlap=overlap)
-    placement = placement_of(given, step.model, GraphArrays.from_graph(rig.graph), cluster)
+    placement = placement_of(given, extraction, GraphArrays.from_graph(rig.graph), cluster)
     hear.stage("Calibrating devices")
     cluster = calibrated(cluster, again=fresh)
     hear.stage("Measuring op costs")

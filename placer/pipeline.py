@@ -9,7 +9,6 @@ from typing import Final
 
 import networkx as nx
 import numpy as np
-from torch import nn
 
 import placer
 from envs.bounds import why_apart, why_too_large
@@ -143,7 +142,7 @@ def costed_step(step: Step, cluster: Cluster, options: Options, hear: Progress) 
     extraction = extract(step, options.extractor)
     rig = rig_for(extraction, cluster, overlap=options.overlap)
     graph = demanded(rig.graph, cluster, options.keep_together, options.pins)
-    given = _given(options, step.model, graph, cluster)
+    given = _given(options, extraction, graph, cluster)
     if all(map(is_here, cluster.names)) and not cluster.links:
         hear.stage("Calibrating devices")
         cluster = calibrated(cluster, again=options.fresh)
@@ -198,11 +197,11 @@ def optimize_problem(
 
 
 def _given(
-    options: Options, model: nn.Module | None, graph: nx.DiGraph[str], cluster: Cluster
+    options: Options, extraction: Extraction | None, graph: nx.DiGraph[str], cluster: Cluster
 ) -> Placement | None:
     if options.start_from is None:
         return None
-    return placement_of(options.start_from, model, GraphArrays.from_graph(graph), cluster)
+    return placement_of(options.start_from, extraction, GraphArrays.from_graph(graph), cluster)
 
 
 def _decided(

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks import __main__ as everything
-from benchmarks import max_load, placement, scaling
+from benchmarks import max_load, offload, placed_module, placement, scaling, torch_models
 from benchmarks.heapq_simulator import HeapqSimulator
+from benchmarks.record import Record
 from benchmarks.search import at_budget
 from envs.cluster import Cluster, Device, Link
 from envs.problem import Problem
 from envs.simulator import Simulator
+from graphs.extract import Step
 from graphs.graph import GraphArrays
 from graphs.synthetic import layered
 from placer.bench import instances
@@ -26,6 +33,7 @@ from placer.policies import load
 from placer.policies.pool import Exercise
 from placer.search.budget import Budget
 
+without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="vdev would take its place")
 ROOT = Path(__file__).parents[1]
 
 
@@ -52,6 +60,9 @@ def test_everything_that_needs_a_gpu_is_measured_without_a_failure(tmp_path: Pat
     assert not failures(found)
     parts = found["parts"]
     assert parts["calibration"]["links"]
+    for model in ("mixture of experts", "language model"):
+        inference = parts[f"{model}: inference, 50% of the weights"]
+        assert inference["accelerate"]["median_s"] > 0
     for share in ("75%", "50%", "30%"):
         rows = parts[f"recommendation: {share}"]["rows"]
         assert rows[0]["name"] == "first layers that fit"
@@ -65,9 +76,32 @@ def test_everything_that_needs_a_gpu_is_measured_without_a_failure(tmp_path: Pat
         assert names.index(f"{model}: overlap") < names.index("mixture of experts: overhead")
 
 
-def test_a_part_that_fails_is_written_down_and_the_next_one_runs(tmp_path: Path) -> None:
-    from benchmarks.record import Record
+@without_cuda
+def test_copies_of_the_fake_device_of_benchmarks_take_their_time() -> None:
+    host = torch.ones(1 << 20)
+    with torch_models.two_devices():
+        start = time.perf_counter()
+        there = host.to("vdev:0")
+        there.to("cpu")
+        least_s = 2 * host.nbytes / torch_models.FAKE_LINK_BYTES_PER_S
+        assert time.perf_counter() - start >= least_s
 
+
+@without_cuda
+@pytest.mark.parametrize("make", [torch_models.language, torch_models.experts])
+def test_accelerate_runs_its_own_map_of_the_fake_device_and_the_host(
+    make: Callable[..., Step],
+) -> None:
+    pytest.importorskip("accelerate")
+    step = replace(make(small=True), training=False)
+    state_bytes = sum(t.nbytes for t in {id(t): t for t in step.named_state().values()}.values())
+    with torch_models.two_devices() as cluster:
+        found = offload.accelerated(step, cluster, state_bytes // 2)
+    assert set(found["device_map"].values()) == set(cluster.names)
+    assert len(found["repeats_s"]) == offload.REPEATS
+
+
+def test_a_part_that_fails_is_written_down_and_the_next_one_runs(tmp_path: Path) -> None:
     def broken(found: dict[str, Any]) -> None:
         found["before"] = 1
         raise RuntimeError("it broke")
@@ -83,6 +117,35 @@ def test_a_part_that_fails_is_written_down_and_the_next_one_runs(tmp_path: Path)
     assert parts["first"]["before"] == 1
     assert parts["second"]["rate"] is None
     assert record.data["parts"]["third"] == {"skipped": "the limit of 0 s was reached"}
+
+
+def test_a_part_that_takes_longer_than_is_left_is_not_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 0.0
+    monkeypatch.setattr("benchmarks.record.time.perf_counter", lambda: now_s)
+
+    def lasting(seconds: float) -> Callable[[dict[str, Any]], None]:
+        def work(found: dict[str, Any]) -> None:
+            nonlocal now_s
+            now_s += seconds
+            found["done"] = True
+
+        return work
+
+    record = Record(None, limit_s=100.0)
+    record.part("one: profile", lasting(40.0))
+    record.part("two: 50%", lasting(30.0))
+    record.part("three: profile", lasting(20.0))  # 30 s are left: enough for no second of 40
+    record.part("four: 50%", lasting(30.0))
+    record.part("five: overhead", lasting(0.0))
+    parts = record.data["parts"]
+    assert parts["three: profile"] == {
+        "skipped": "such a part took 40 s, and 30 s of the limit of 100 s were left"
+    }
+    assert parts["four: 50%"]["done"]
+    assert parts["five: overhead"] == {"skipped": "the limit of 100 s was reached"}
+    assert record.left_s == 0
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -170,6 +233,27 @@ def test_the_benchmark_of_loads_tells_what_is_proven(capsys: pytest.CaptureFixtu
     told = capsys.readouterr().out
     assert "sweep: optimal" in told
     assert told.endswith("1 of 1 within 2% of what is proven\n")
+
+
+def test_the_overhead_of_placed_modules_is_recorded_with_all_pairs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, out = tmp_path / "model.py", tmp_path / "found.json"
+    model.write_text(
+        "import torch\n"
+        "def build():\n"
+        "    return torch.nn.Linear(4, 2), (torch.ones(3, 4), torch.ones(3, 2)), "
+        "torch.nn.MSELoss()\n"
+    )
+    placed_module.main([f"{model}:build"], out)
+    [(name, found)] = json.loads(out.read_text())["parts"].items()
+    assert name == "model.py:build"
+    pairs = list(zip(found["eager"]["repeats_s"], found["placed"]["repeats_s"], strict=True))
+    assert len(pairs) == placed_module.ROUNDS
+    ratio = statistics.median(placed_s / eager_s for eager_s, placed_s in pairs)
+    assert found["placed_over_eager"] == ratio > 0
+    assert len(found["placing_again"]["repeats_s"]) == placed_module.ROUNDS
+    assert capsys.readouterr().out.splitlines()[1].split()[:2] == [name, str(found["calls"])]
 
 
 def test_all_benchmarks_are_run_though_one_fails_and_what_they_print_is_kept(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,8 @@ import placer
 from envs import measured_module, torch_speeds
 from envs.discover import discover
 from envs.placement import Placement
-from graphs.extract import Step, extract
+from graphs.extract import Extraction, Step, extract
+from graphs.extract.call_graph import call_graph
 from graphs.graph import PHASES, GraphArrays
 from placer.cli.main import main
 from placer.export.device_map import device_map
@@ -66,9 +68,9 @@ def second_device() -> Iterator[None]:
 
 
 def test_ops_run_where_the_map_has_their_module_and_others_where_their_inputs_are() -> None:
-    step = layers()
-    graph = GraphArrays.from_graph(extract(step).graph)
-    found = DeviceMap({"0": "a", "2": "b"}).placed(step.model, graph, cluster_of(PAIR))
+    extraction = extract(layers())
+    graph = GraphArrays.from_graph(extraction.graph)
+    found = DeviceMap({"0": "a", "2": "b"}).placed(extraction, graph, cluster_of(PAIR))
     for op_id, module, phase in zip(graph.ids, graph.modules, graph.phase, strict=True):
         expected = {"0": "a", "2": "b"}.get(module)
         if expected is None and PHASES[phase] == "forward":
@@ -78,9 +80,9 @@ def test_ops_run_where_the_map_has_their_module_and_others_where_their_inputs_ar
 
 
 def test_the_innermost_module_of_a_map_counts() -> None:
-    step = tiny_models.tied_weights()
-    graph = GraphArrays.from_graph(extract(step).graph)
-    found = DeviceMap({"": "a", "middle": "b"}).placed(step.model, graph, cluster_of(PAIR))
+    extraction = extract(tiny_models.tied_weights())
+    graph = GraphArrays.from_graph(extraction.graph)
+    found = DeviceMap({"": "a", "middle": "b"}).placed(extraction, graph, cluster_of(PAIR))
     assert set(found.devices_of("middle")) == {"b"}
     assert set(found.devices_of("embedding")) == {"a"}
     found.check(graph, cluster_of(PAIR))
@@ -93,7 +95,7 @@ def test_a_map_that_was_exported_is_the_placement_again() -> None:
     again = DeviceMap({module: f"cuda:{number}" for module, number in content.items()})
     assert again.device_names == ("cuda:0", "cuda:1")
     graph = GraphArrays.from_graph(extraction.graph)
-    found = again.placed(extraction.step.model, graph, cluster_of(again.device_names))
+    found = again.placed(extraction, graph, cluster_of(again.device_names))
     assert set(found.devices_of("0")) == {"cuda:0"}
     assert set(found.devices_of("2")) == {"cuda:1"}
 
@@ -126,8 +128,8 @@ def test_what_is_no_map_is_refused(tmp_path: Path, content: str, told: str) -> N
 
 
 def test_a_map_of_another_model_is_refused() -> None:
-    step = layers()
-    graph = GraphArrays.from_graph(extract(step).graph)
+    extraction = extract(layers())
+    graph = GraphArrays.from_graph(extraction.graph)
     cases = {
         "names '3', which Sequential has not": {"0": "a", "2": "a", "3": "b"},
         r"leaves out 2 of 4 parameters and buffers, such as '2\.weight'": {"0": "a", "1": "b"},
@@ -135,7 +137,7 @@ def test_a_map_of_another_model_is_refused() -> None:
     }
     for told, devices in cases.items():
         with pytest.raises(ValueError, match=told):
-            placement_of(DeviceMap(devices), step.model, graph, cluster_of(PAIR))
+            placement_of(DeviceMap(devices), extraction, graph, cluster_of(PAIR))
 
 
 class Doubled(nn.Module):
@@ -165,6 +167,127 @@ def test_what_dispatch_model_would_not_run_is_told_and_nothing_else() -> None:
     chain = DeviceMap({"0": "cuda:0", "2": "cuda:1"})
     assert chain.conflict(extract(layers())) == ""
     assert chain.conflict(extract(layers(), "modules")) == ""
+
+
+class Scaled(nn.Module):
+    """A layer whose input is scaled by a parameter and shifted by a buffer of the module's own."""
+
+    shift: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.layer = nn.Parameter(torch.ones(4)), nn.Linear(4, 4)
+        self.register_buffer("shift", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(torch.relu(x * self.scale) + self.shift)
+        return out
+
+
+class Around(nn.Module):
+    """The same inside of a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.inner = nn.Linear(4, 4), Scaled()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(self.head(x))
+        return out
+
+
+def scaled(model: nn.Module) -> Extraction:
+    return extract(Step.of(model, torch.randn(3, 4), training=False))
+
+
+@pytest.mark.parametrize("of_calls", [False, True])
+def test_what_reads_a_tensor_of_a_map_runs_where_the_map_has_it(of_calls: bool) -> None:
+    extraction = scaled(Around())
+    graph = GraphArrays.from_graph(call_graph(extraction).graph if of_calls else extraction.graph)
+    tensors = {"inner.scale": "a", "inner.shift": "b"}
+    found = DeviceMap({"head": "b", "inner.layer": "a"} | tensors).placed(
+        extraction, graph, cluster_of(PAIR)
+    )
+    assert set(found.devices_of("head")) == {"b"}
+    assert found.device_of("inner:mul") == "a"
+    assert found.device_of("inner:relu") == "a"
+    assert found.device_of("inner:add") == "b"
+    assert set(found.devices_of("inner.layer")) == {"a"}
+    apart = {"head": "b", "inner.layer.weight": "a", "inner.layer.bias": "a"}
+    found = DeviceMap(apart | dict.fromkeys(tensors, "b")).placed(
+        extraction, graph, cluster_of(PAIR)
+    )
+    assert found.device_of("inner:add") == "b"
+    assert set(found.devices_of("inner.layer")) == {"a"}
+
+
+def test_a_module_of_a_map_counts_for_the_tensors_in_it_as_for_dispatch_model() -> None:
+    extraction = scaled(Around())
+    graph = GraphArrays.from_graph(extraction.graph)
+    for module in ("inner", ""):
+        given = DeviceMap({"head": "b", module: "a", "inner.scale": "b"})
+        assert given.placed(extraction, graph, cluster_of(PAIR)).device_of("inner:mul") == "a"
+        assert given.conflict(extraction) == (
+            "the device map has inner.scale on b, which neither dispatch_model nor this run "
+            f"heeds: {module or 'the whole model'} around it is on a"
+        )
+
+
+def test_entries_of_tensors_that_dispatch_model_would_not_run_are_told() -> None:
+    told = DeviceMap({"scale": "cuda:1", "shift": "cuda:0", "layer": "cuda:0"}).conflict(
+        scaled(Scaled())
+    )
+    assert told.endswith(
+        "there scale, which is in no module of the map, is sent to cuda:0, the main device"
+    )
+    inner = DeviceMap(
+        {
+            "head": "cuda:0",
+            "inner.layer": "cuda:0",
+            "inner.scale": "cuda:1",
+            "inner.shift": "cuda:0",
+        }
+    )
+    assert inner.conflict(scaled(Around())).endswith(
+        "there mul in Scaled.forward of inner fails, since what head and inner.scale give is on "
+        "several devices"
+    )
+    fine = DeviceMap({"scale": "cuda:0", "shift": "cuda:0", "layer": "cuda:1"})
+    assert fine.conflict(scaled(Scaled())) == ""
+
+
+@pytest.mark.usefixtures("second_device")
+def test_dispatch_model_treats_entries_of_tensors_as_is_told() -> None:
+    accelerate = pytest.importorskip("accelerate")
+
+    def devices(model: nn.Module, content: dict[str, str]) -> dict[str, str]:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The following device_map keys do not match")
+            accelerate.dispatch_model(model, content, main_device="cpu")
+        return {name: str(tensor.device) for name, tensor in model.state_dict().items()}
+
+    content = {"scale": "vdev:0", "shift": "cpu", "layer": "vdev:0"}
+    assert devices(Scaled(), content)["scale"] == "cpu"
+    for module in ("inner", ""):
+        found = devices(Around(), {"head": "vdev:0", module: "cpu", "inner.scale": "vdev:0"})
+        assert found["inner.scale"] == "cpu"
+    loaded = Around()
+    loaded.inner.scale = nn.Parameter(torch.ones(4, device="vdev:0"))
+    content = {"head": "cpu", "inner.layer": "cpu", "inner.scale": "vdev:0", "inner.shift": "cpu"}
+    assert devices(loaded, content)["inner.scale"] == "vdev:0"
+    with pytest.raises(RuntimeError, match="all tensors must be on one device"):
+        loaded(torch.randn(3, 4))
+
+
+def test_of_a_graph_of_modules_it_is_not_known_what_reads_a_tensor() -> None:
+    extraction = extract(Step.of(Scaled(), torch.randn(3, 4), training=False), "modules")
+    graph = GraphArrays.from_graph(extraction.graph)
+    with pytest.raises(ValueError, match="names 'scale', but in a graph of modules"):
+        DeviceMap({"scale": "a", "shift": "a", "layer": "b"}).placed(
+            extraction, graph, cluster_of(PAIR)
+        )
+    whole = {"": "a", "layer": "b", "scale": "a"}
+    DeviceMap(whole).placed(extraction, graph, cluster_of(PAIR))
 
 
 # --- where a search starts from

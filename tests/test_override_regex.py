@@ -5,10 +5,16 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 from gguf.constants import MODEL_ARCH, MODEL_ARCH_NAMES, MODEL_TENSORS, TENSOR_NAMES
+from placed_at_random import cut_placement
 from test_export import experts_on
+from torch import Tensor, nn
 
-from placer.export.override_regex import override_regex
+from graphs.extract import Step, extract
+from placer.export.faults import ExportError
+from placer.export.override_regex import WEIGHTS, override_regex
+from placer.export.placed_modules import PlacedModules
 
 WITH_EXPERTS = [
     arch
@@ -36,6 +42,39 @@ def test_experts_of_every_architecture_are_matched_and_nothing_else(
             is_expert = kind.endswith("exps") and kind not in NO_WEIGHTS_OF_EXPERTS
             found = [buffer for pattern, buffer in rules if re.search(pattern, name)]
             assert found == ([["CPU"], ["CUDA1"]][layer] if is_expert and layer < 2 else [])
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum((expert(x) for expert in self.experts), torch.zeros(()))
+
+
+class EncoderAndDecoder(nn.Module):
+    def __init__(self, *, first: type[nn.Module]) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(*(first() for _ in range(2)))
+        self.decoder = nn.Sequential(*(Layer() for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.decoder(self.encoder(x))
+        return out
+
+
+def test_layers_of_two_stacks_have_one_number_so_that_one_alone_may_have_experts() -> None:
+    def placed(first: type[nn.Module]) -> PlacedModules:
+        model = EncoderAndDecoder(first=first)
+        extraction = extract(Step.of(model, torch.randn(3, 2), training=False))
+        placement = cut_placement(extraction, ("cpu", "cuda:0"), ("decoder",), of_calls=True)
+        return PlacedModules.of(extraction, placement)
+
+    with pytest.raises(ExportError, match="experts in 2 lists of layers, encoder, decoder, but"):
+        override_regex(placed(Layer))
+    content = override_regex(placed(nn.Tanh)).content
+    assert content == rf"blk\.(0|1|2)\.{WEIGHTS}=CUDA0"
 
 
 def test_there_are_architectures_with_experts() -> None:

@@ -58,7 +58,7 @@ GRAPH = chain()
 
 @st.composite
 def placements(draw: st.DrawFn) -> Placement:
-    names = draw(st.lists(st.text(max_size=5), unique=True, min_size=1, max_size=3))
+    names = draw(st.lists(st.text(min_size=1, max_size=5), unique=True, min_size=1, max_size=3))
     ops = draw(st.lists(st.text(max_size=5), unique=True, min_size=1, max_size=5))
     return Placement(
         graph=draw(st.text(max_size=5)),
@@ -262,6 +262,7 @@ def test_placement_without_meaning_cannot_be_made(changes: dict[str, Any], messa
         ({"devices": None}, "devices is None, not an object"),
         ({"devices": {"a": 0}}, r"devices\['a'\] is 0, not a string"),
         ({"devices": {}}, "at least one op"),
+        ({"devices": {"a": "x", "b": ""}}, r"devices\['b'\] is '', not the name of a device"),
         ({"devices": {"a": "z"}}, r"devices\['a'\] is 'z'; the cluster has x, y"),
         ({"priority": {"c": 1}}, r"priority\['c'\]: devices has no such op"),
         ({"priority": {"a": True}}, r"priority\['a'\] is True, not a number"),

@@ -7,8 +7,11 @@ though it casts a parameter anew for every reader.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,6 +24,21 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 CPU = torch.device("cpu")
 TRANSFERS: list[tuple[torch.device, torch.device, int]] = []
 """What was sent: from where, to where, bytes."""
+
+
+@dataclass
+class _Link:
+    """All copies from and to vdev; with a limit of its speed they take at least that time."""
+
+    bytes_per_s: float = math.inf
+
+    def sends(self, source: torch.device, to: torch.device, size_bytes: int) -> None:
+        TRANSFERS.append((source, to, size_bytes))
+        if self.bytes_per_s < math.inf:
+            time.sleep(size_bytes / self.bytes_per_s)
+
+
+LINK = _Link()
 
 
 class _Module:
@@ -93,8 +111,8 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves
 
 
 @contextmanager
-def vdev() -> Iterator[torch.device]:
-    """The device, while the context lasts.
+def vdev(link_bytes_per_s: float = math.inf) -> Iterator[torch.device]:
+    """The device, while the context lasts, with copies that are no faster than this.
 
     Raises:
         RuntimeError: there is a CUDA device, which could not be used any more.
@@ -102,8 +120,12 @@ def vdev() -> Iterator[torch.device]:
     if torch.cuda.is_available():
         raise RuntimeError("torch knows one accelerator: with vdev, CUDA would fail")
     TRANSFERS.clear()
-    with _Mode():  # type: ignore[no-untyped-call]
-        yield torch.device("vdev", 0)
+    LINK.bytes_per_s = link_bytes_per_s
+    try:
+        with _Mode():  # type: ignore[no-untyped-call]
+            yield torch.device("vdev", 0)
+    finally:
+        LINK.bytes_per_s = math.inf
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -111,7 +133,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if func is aten.copy_.default:
         to, given = args[0], args[1]
         if to.device != given.device:
-            TRANSFERS.append((given.device, to.device, given.nbytes))
+            LINK.sends(given.device, to.device, given.nbytes)
         _elements(to).copy_(_elements(given))
         return to
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -122,7 +144,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     wanted = None if asked is None else torch.device(asked)
     copies = func is aten._to_copy.default
     if copies and wanted is not None and wanted != args[0].device:
-        TRANSFERS.append((args[0].device, wanted, args[0].nbytes))
+        LINK.sends(args[0].device, wanted, args[0].nbytes)
     device = wanted or (args[0].device if copies else next(iter(devices), CPU))
     on_cpu = {**kwargs, "device": CPU} if wanted is not None else kwargs
     out = ON_CPU.get(func, func)(*tree_map(_elements, args), **tree_map(_elements, on_cpu))

@@ -21,7 +21,8 @@ def override_regex(placed: PlacedModules) -> Exported:
     """One pattern per device that has experts; all other tensors are left to llama.cpp.
 
     Raises:
-        ExportError: there are no experts, or a device is neither a GPU nor the CPU.
+        ExportError: there are no experts, or in two lists of layers, or a device is neither a GPU
+            nor the CPU.
     """
     experts = _experts(placed)
     device_of: dict[int, str] = {}
@@ -50,18 +51,25 @@ def _experts(placed: PlacedModules) -> dict[int, list[str]]:
         for path, _ in placed.model.named_modules()
         if path.rpartition(".")[2] == EXPERTS and EXPERTS not in path.split(".")[:-1]
     ]
-    found: dict[int, list[str]] = {}
+    found: dict[str, dict[int, list[str]]] = {}
     for stack in stacks(placed.model):
         for number, layer in enumerate(stack.layers):
             inside = [path for path in lists if is_inside(path, layer)]
             if inside:
-                found[number] = inside
+                found.setdefault(stack.path, {})[number] = inside
+    name = type(placed.model).__name__
     if not found:
         raise ExportError(
-            f"{type(placed.model).__name__} has no layers with experts (modules called {EXPERTS}): "
-            "overrides are for mixtures of experts"
+            f"{name} has no layers with experts (modules called {EXPERTS}): overrides are for "
+            "mixtures of experts"
         )
-    return found
+    if len(found) > 1:
+        raise ExportError(
+            f"{name} has experts in {len(found)} lists of layers, {', '.join(found)}, but "
+            "overrides name layers by number alone; --format device-map names modules instead"
+        )
+    [only] = found.values()
+    return only
 
 
 def _buffer(device: str) -> str:
