@@ -10,7 +10,7 @@ import numpy as np
 
 from envs.bounds import lower_bound_ns, pace_ns
 from envs.load_bound import quick_load_bound_ns
-from envs.max_load import max_load_ns, why_overloaded
+from envs.max_load import max_load_ns, used_bytes, why_overloaded
 from envs.micro_batches import Pipeline
 from envs.placement import OBJECTIVES, Placement
 from envs.problem import Problem
@@ -35,6 +35,7 @@ class Prediction:
     times_s: Mapping[str, float]  # "step_s" and what else is known
     peak_memory_bytes: Mapping[str, int]
     why: str = ""
+    missing_bytes: int = 0  # memory that all devices together have too little
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,9 +136,10 @@ class Objective:
         times_s = {name: ns / 1e9 for name, ns in known.items() if ns < INFEASIBLE_NS}
         if result.period_s is not None:
             times_s["period_s"] = result.period_s
-        feasible, why = result.feasible, result.why
+        feasible, why, needed = result.feasible, result.why, schedule.peak_bytes
         if self.name == "max-load":
             feasible, why = load_ns < INFEASIBLE_NS, why_overloaded(problem, devices)
+            needed = used_bytes(problem, devices)
         if self.name == "throughput" and feasible:
             why = result.why_no_period
         key = {"latency": "step_s", "throughput": "period_s", "max-load": "max_load_s"}[self.name]
@@ -146,6 +148,7 @@ class Objective:
             times_s=times_s,
             peak_memory_bytes=result.peak_memory_bytes,
             why=why,
+            missing_bytes=int(np.maximum(needed - problem.memory_bytes, 0).sum()),
         )
 
     def lower_bound_s(self, problem: Problem) -> float:

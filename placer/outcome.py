@@ -66,6 +66,7 @@ class Row:
     predicted_s: float  # inf where it is not feasible
     peak_memory_bytes: dict[str, int]
     why: str = ""  # it is not feasible
+    missing_bytes: int = 0  # memory that its devices together have too little
     measurement: Measurement | None = None
     times_s: Mapping[str, float] = field(default_factory=dict)  # predicted, besides the objective
 
@@ -332,7 +333,7 @@ def choose(rows: Sequence[Row]) -> Row:
     if not seen:
         feasible = [row for row in rows if np.isfinite(row.predicted_s)]
         if not feasible:
-            raise PlacementError(f"The model fits nowhere: {rows[0].why}")
+            raise PlacementError(_why_none(rows))
         return min(feasible, key=lambda row: (row.predicted_s, row.simplicity))
     ran = [(row, m) for row in seen if (m := row.measurement) is not None and m.ok]
     if not ran:
@@ -355,3 +356,18 @@ def choose(rows: Sequence[Row]) -> Row:
     if not equal:
         return single[0] if single is not None else fastest
     return min(equal, key=lambda pair: (pair[0].simplicity, order(pair)))[0]
+
+
+def _why_none(rows: Sequence[Row]) -> str:
+    """That nothing was found that can run, which is no proof that nothing can."""
+    short = [row for row in rows if row.missing_bytes]
+    if not short:
+        return (
+            f"No placement that was found within the budget can run. {rows[0].name}: {rows[0].why}"
+        )
+    nearest = min(short, key=lambda row: row.missing_bytes)
+    return (
+        "No placement that was found within the budget keeps to memory. "
+        f"{nearest.name} misses by least: {nearest.why} A longer --budget or --placer "
+        "portfolio may find one that fits."
+    )

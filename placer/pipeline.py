@@ -107,7 +107,7 @@ def optimize_step(
         DemandError: an option names ops or devices that are not there, or contradicts another.
         ValueError: a device is neither here nor described, cores are mixed with devices of torch,
             what to start from is of another model or cluster, or copies cannot overlap there.
-        PlacementError: the model fits nowhere, or nothing could be run.
+        PlacementError: no placement was found that fits, or nothing could be run.
         KeyboardInterrupt: stopped before there was any placement.
     """
     hear = progress or Silent()
@@ -166,7 +166,7 @@ def optimize_graph(
         DemandError: an option names ops or devices that are not there, or contradicts another.
         ValueError: an op has no cost on any device of the cluster, or what to start from is no
             placement of the graph.
-        PlacementError: the graph fits nowhere.
+        PlacementError: no placement was found that fits.
         KeyboardInterrupt: stopped before there was any placement.
     """
     hear = progress or Silent()
@@ -189,7 +189,7 @@ def optimize_problem(
     """Place a problem, by groups of its ops if there are; nothing is run.
 
     Raises:
-        PlacementError: the graph fits nowhere.
+        PlacementError: no placement was found that fits.
         KeyboardInterrupt: stopped before there was any placement.
     """
     with Interrupt() as interrupt:
@@ -350,5 +350,6 @@ def _row(simulated: Simulated, candidate: Candidate, options: Options, rig: Rig 
         predicted_s=prediction.value_s,
         peak_memory_bytes=dict(prediction.peak_memory_bytes),
         why=prediction.why,
+        missing_bytes=prediction.missing_bytes,
         times_s=prediction.times_s,
     )
