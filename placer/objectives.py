@@ -15,7 +15,7 @@ from envs.micro_batches import Pipeline
 from envs.placement import OBJECTIVES, Placement
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS, Simulated
-from placer.placers.placer import MAX_LOAD, Placer, Progress
+from placer.placers.placer import LATENCY, MAX_LOAD, Placer, Progress
 from placer.placers.rule import sorted_for
 from placer.search.budget import Budget
 from placer.search.candidate import SINGLE, Candidate
@@ -110,7 +110,12 @@ class Objective:
         found = self._with_heuristics(whole, found)
         count = problem.op_count
         return [
-            replace(plan, devices=plan.devices[:count], priority=plan.priority[:count])
+            replace(
+                plan,
+                devices=plan.devices[:count],
+                priority=plan.priority[:count],
+                bound_ns=plan.bound_ns if self.name == LATENCY else None,  # it is that of a step
+            )
             for plan in [*found, *balanced]
         ]
 
