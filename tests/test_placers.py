@@ -165,6 +165,30 @@ def test_a_check_leaves_the_clock_and_the_judges_as_they_were() -> None:
     assert before == (Judge.costs, time.perf_counter)
 
 
+@pytest.mark.parametrize("name", ["cross-entropy", "evolution", "sequence-to-sequence"])
+def test_libraries_and_compiled_code_are_loaded_before_the_budget_begins(name: str) -> None:
+    code = f"""
+import sys
+from placer.placers import placer_named, sampling
+from placer.placers.problems import contract_problems
+from placer.search.budget import Budget
+from placer.search.portfolio import load_compiled_code
+
+def loaded():
+    return {{name for name in sys.modules if name.startswith(("torch.", "numba.", "scipy."))}}
+
+def meter(*given, meter=sampling.Meter):
+    global before
+    before = loaded() if load_compiled_code.cache_info().currsize else None
+    return meter(*given)
+sampling.Meter = meter
+placer_named({name!r}).place(contract_problems()[0], Budget(evaluations=20), 0)
+print(sorted(loaded() - before))
+"""
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == "[]"
+
+
 def test_a_wrong_name_is_answered_with_what_there_is() -> None:
     with pytest.raises(ValueError, match=r"no placer 'anealing': there are portfolio, .*exact"):
         placer_named("anealing")
