@@ -30,6 +30,7 @@ from placer.placers import contract, listings, placer_named, registry
 from placer.placers.annealing import Annealed
 from placer.placers.contract import CHECKS, Make
 from placer.placers.placer import LATENCY, STEPS
+from placer.placers.problems import contract_problems
 from placer.placers.round_robin import Turns
 from placer.placers.rule import Plan, Rule
 from placer.placers.sampling import Sampling
@@ -49,6 +50,15 @@ Files = Callable[..., tuple[Path, Path]]
 @pytest.mark.parametrize("name", NAMES)
 def test_every_placer_keeps_the_contract(name: str, check: Callable[[Make], None]) -> None:
     check(lambda: placer_named(name, POLICY))
+
+
+@pytest.mark.parametrize("name", ["portfolio", "annealing"])
+def test_a_search_keeps_to_memory_where_it_is_short(name: str) -> None:
+    [problem] = [p for p in contract_problems() if p.graph.name == "short of memory"]
+    single = placer_named("single-device").place(problem, Budget(evaluations=1), 0)
+    assert single[0].step_ns == INFEASIBLE_NS
+    found = placer_named(name, POLICY).place(problem, Budget(evaluations=400), 0)
+    assert found[0].step_ns < INFEASIBLE_NS
 
 
 class Anywhere(Rule):
