@@ -134,8 +134,16 @@ def why_overloaded(problem: Problem, devices: NDArray[np.int32]) -> str:
         ValueError: as for :func:`max_load_ns`.
     """
     row = device_row(problem, devices)
-    used_bytes = _counted(problem, row).used_bytes
-    return why_blocked(problem, row) or why_full(problem, row, used_bytes)
+    return why_blocked(problem, row) or why_full(problem, row, used_bytes(problem, row))
+
+
+def used_bytes(problem: Problem, devices: NDArray[np.int32]) -> Longs:
+    """Memory (D,) that counts against that of each device under this objective, for (N,).
+
+    Raises:
+        ValueError: as for :func:`max_load_ns`.
+    """
+    return _counted(problem, device_row(problem, devices)).used_bytes
 
 
 def _counted(problem: Problem, devices: Ints) -> Loads:

@@ -110,7 +110,7 @@ def optimize(
         ValueError: a device, budget, policy, placer, optimizer, dtype or extractor does not exist,
             the placer lacks something, asks no policy or refuses the graph, ``pin`` or
             ``keep_together`` matches nothing, or there are fewer devices than replicas.
-        PlacementError: the model fits nowhere, or no candidate could be run.
+        PlacementError: no placement was found that fits, or no candidate could be run.
         KeyboardInterrupt: stopped before there was any placement.
     """
     proposer = _proposer(policy, placer)
@@ -199,7 +199,7 @@ def weigh_devices(
         ExtractionError: as for :func:`optimize`.
         ValueError: as for :func:`optimize`; or no device has a price, or the devices make more
             than 64 different sub-clusters.
-        PlacementError: the model fits nowhere.
+        PlacementError: no placement was found that fits.
         KeyboardInterrupt: stopped before there was any placement.
     """
     proposer = _proposer(policy, placer)

@@ -10,12 +10,12 @@ import numpy as np
 
 from envs.bounds import lower_bound_ns, pace_ns
 from envs.load_bound import quick_load_bound_ns
-from envs.max_load import max_load_ns, why_overloaded
+from envs.max_load import max_load_ns, used_bytes, why_overloaded
 from envs.micro_batches import Pipeline
 from envs.placement import OBJECTIVES, Placement
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS, Simulated
-from placer.placers.placer import MAX_LOAD, Placer, Progress
+from placer.placers.placer import LATENCY, MAX_LOAD, Placer, Progress
 from placer.placers.rule import sorted_for
 from placer.search.budget import Budget
 from placer.search.candidate import SINGLE, Candidate
@@ -35,6 +35,7 @@ class Prediction:
     times_s: Mapping[str, float]  # "step_s" and what else is known
     peak_memory_bytes: Mapping[str, int]
     why: str = ""
+    missing_bytes: int = 0  # memory that all devices together have too little
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +110,12 @@ class Objective:
         found = self._with_heuristics(whole, found)
         count = problem.op_count
         return [
-            replace(plan, devices=plan.devices[:count], priority=plan.priority[:count])
+            replace(
+                plan,
+                devices=plan.devices[:count],
+                priority=plan.priority[:count],
+                bound_ns=plan.bound_ns if self.name == LATENCY else None,  # it is that of a step
+            )
             for plan in [*found, *balanced]
         ]
 
@@ -135,9 +141,10 @@ class Objective:
         times_s = {name: ns / 1e9 for name, ns in known.items() if ns < INFEASIBLE_NS}
         if result.period_s is not None:
             times_s["period_s"] = result.period_s
-        feasible, why = result.feasible, result.why
+        feasible, why, needed = result.feasible, result.why, schedule.peak_bytes
         if self.name == "max-load":
             feasible, why = load_ns < INFEASIBLE_NS, why_overloaded(problem, devices)
+            needed = used_bytes(problem, devices)
         if self.name == "throughput" and feasible:
             why = result.why_no_period
         key = {"latency": "step_s", "throughput": "period_s", "max-load": "max_load_s"}[self.name]
@@ -146,6 +153,7 @@ class Objective:
             times_s=times_s,
             peak_memory_bytes=result.peak_memory_bytes,
             why=why,
+            missing_bytes=int(np.maximum(needed - problem.memory_bytes, 0).sum()),
         )
 
     def lower_bound_s(self, problem: Problem) -> float:

@@ -66,8 +66,10 @@ class Row:
     predicted_s: float  # inf where it is not feasible
     peak_memory_bytes: dict[str, int]
     why: str = ""  # it is not feasible
+    missing_bytes: int = 0  # memory that its devices together have too little
     measurement: Measurement | None = None
     times_s: Mapping[str, float] = field(default_factory=dict)  # predicted, besides the objective
+    bound_s: float | None = None  # proven of all placements by who found it; inf: none can run
 
     @property
     def is_single(self) -> bool:
@@ -98,8 +100,10 @@ class Optimization:
     """The result of the main job: a placement map that knows how it came about.
 
     ``rows`` are all candidates, ``best`` the chosen one; ``placement`` is its placement with
-    predicted and measured times filled in. ``all_cores`` is the unplaced step in one process with
-    torch's own threads on all the cores: what its user would do without placing anything.
+    predicted and measured times filled in. ``lower_bound_s`` is what no placement can beat by the
+    simulator's model, and ``solved`` whether a solver had a part in it. ``all_cores`` is the
+    unplaced step in one process with torch's own threads on all the cores: what its user would do
+    without placing anything.
     """
 
     placement: Placement
@@ -115,6 +119,7 @@ class Optimization:
     trail: Trail = field(default_factory=Trail)  # how the search went
     trouble: str = ""  # why nothing could be run, although it should have been
     measuring_s: float = 0.0  # that running the best for real took
+    solved: bool = False
     replication: ReplicaPlan | None = None  # what it was chosen from, where replicas were asked for
 
     def device_of(self, name: str) -> str:
@@ -171,8 +176,8 @@ class Optimization:
 
     @property
     def verdict(self) -> str:
-        """For people: how much was won, or why nothing was, and how the unplaced step does."""
-        return f"{self._gain} {self._against_unplaced}".rstrip()
+        """For people: how much was won or why nothing was, how the unplaced step does, proofs."""
+        return " ".join(filter(None, (self._gain, self._against_unplaced, self._proof)))
 
     @property
     def _gain(self) -> str:
@@ -221,6 +226,21 @@ class Optimization:
                 f"({1 / by_median:.2f}x by their medians)."
             )
         return f"The placement is as fast as {what}, by the shortest wall times."
+
+    @property
+    def _proof(self) -> str:
+        """What a solver proved of the shortest predicted step; "" if none was asked."""
+        if not self.solved:
+            return ""
+        shortest = min(self.rows, key=lambda row: row.predicted_s)
+        told = f"{shortest.name}, {milliseconds(shortest.predicted_s)} ms"
+        gap = 1 - self.lower_bound_s / shortest.predicted_s
+        if gap <= 0:
+            return f"Proven optimal: no placement has a shorter predicted step than {told}."
+        return (
+            f"Not proven optimal: the solver stopped with a gap of {gap:.1%} between {told}, and "
+            f"the lower bound of {milliseconds(self.lower_bound_s)} ms."
+        )
 
     def _why_no_single(self) -> str:
         """Why everything on one device is no candidate that can run: pins, costs or memory."""
@@ -332,7 +352,7 @@ def choose(rows: Sequence[Row]) -> Row:
     if not seen:
         feasible = [row for row in rows if np.isfinite(row.predicted_s)]
         if not feasible:
-            raise PlacementError(f"The model fits nowhere: {rows[0].why}")
+            raise PlacementError(_why_none(rows))
         return min(feasible, key=lambda row: (row.predicted_s, row.simplicity))
     ran = [(row, m) for row in seen if (m := row.measurement) is not None and m.ok]
     if not ran:
@@ -355,3 +375,23 @@ def choose(rows: Sequence[Row]) -> Row:
     if not equal:
         return single[0] if single is not None else fastest
     return min(equal, key=lambda pair: (pair[0].simplicity, order(pair)))[0]
+
+
+def _why_none(rows: Sequence[Row]) -> str:
+    """That nothing was found that can run; that nothing can only where a solver proved it."""
+    if any(row.bound_s == np.inf for row in rows):
+        return (
+            "The model fits nowhere: the solver proved that no placement keeps to memory and "
+            "links, even without activations. Add a device, or one with more memory."
+        )
+    short = [row for row in rows if row.missing_bytes]
+    if not short:
+        return (
+            f"No placement that was found within the budget can run. {rows[0].name}: {rows[0].why}"
+        )
+    nearest = min(short, key=lambda row: row.missing_bytes)
+    return (
+        "No placement that was found within the budget keeps to memory. "
+        f"{nearest.name} misses by least: {nearest.why} A longer --budget or --placer "
+        "portfolio may find one that fits."
+    )

@@ -20,7 +20,7 @@ from envs.measured import run_order
 from envs.op_costs import check_cluster
 from envs.placement import MadeBy, Placement
 from envs.problem import Problem
-from envs.simulator import Simulated
+from envs.simulator import INFEASIBLE_NS, Simulated
 from graphs.coarsen import Coarsened, coarsen
 from graphs.extract import Extraction, Step, extract
 from graphs.extract.extraction import AUTO
@@ -106,7 +106,7 @@ def optimize_step(
         DemandError: an option names ops or devices that are not there, or contradicts another.
         ValueError: a device is neither here nor described, cores are mixed with devices of torch,
             what to start from is of another model or cluster, or copies cannot overlap there.
-        PlacementError: the model fits nowhere, or nothing could be run.
+        PlacementError: no placement was found that fits, or nothing could be run.
         KeyboardInterrupt: stopped before there was any placement.
     """
     hear = progress or Silent()
@@ -165,7 +165,7 @@ def optimize_graph(
         DemandError: an option names ops or devices that are not there, or contradicts another.
         ValueError: an op has no cost on any device of the cluster, or what to start from is no
             placement of the graph.
-        PlacementError: the graph fits nowhere.
+        PlacementError: no placement was found that fits.
         KeyboardInterrupt: stopped before there was any placement.
     """
     hear = progress or Silent()
@@ -188,7 +188,7 @@ def optimize_problem(
     """Place a problem, by groups of its ops if there are; nothing is run.
 
     Raises:
-        PlacementError: the graph fits nowhere.
+        PlacementError: no placement was found that fits.
         KeyboardInterrupt: stopped before there was any placement.
     """
     with Interrupt() as interrupt:
@@ -227,12 +227,14 @@ def _decided(
     load_compiled_code()
     rows: list[Row] = []
     runs, trouble, trail = Runs(), "", Trail()
+    bounds_s: list[float] = []
     began = ended = ran = time.perf_counter()
     try:
         with interrupt.polled(), recorded() as trail:
             hear.stage("Searching placements")
             rows = _searched(problem, options, interrupt, hear, rig, outset)
             ended = ran = time.perf_counter()
+            bounds_s = [row.bound_s for row in rows if row.bound_s is not None]
         if rig is not None and options.measure and not interrupt.requested:
             hear.stage("Running the best for real")
             runs = run_best(rows, rig, problem, hear)
@@ -264,7 +266,8 @@ def _decided(
                 problem=problem,
                 rows=tuple(rows),
                 best=best,
-                lower_bound_s=options.objective.lower_bound_s(problem),
+                lower_bound_s=max(options.objective.lower_bound_s(problem), *bounds_s, 0.0),
+                solved=bool(bounds_s),
                 search_s=ended - began,
                 measuring_s=ran - ended,
                 stopped=interrupt.requested or runs.interrupted,
@@ -318,9 +321,9 @@ def _by_op(problem: Problem) -> list[Candidate]:
 
 
 def _expanded(plan: Candidate, coarse: Coarsened) -> Candidate:
-    """A plan for groups as one for their ops."""
+    """A plan for groups as one for their ops, of which nothing is proven."""
     devices, priority = coarse.expand(plan.devices, plan.priority)
-    return replace(plan, devices=devices, priority=priority)
+    return replace(plan, devices=devices, priority=priority, bound_ns=None)
 
 
 def _row(simulated: Simulated, candidate: Candidate, options: Options, rig: Rig | None) -> Row:
@@ -349,5 +352,14 @@ def _row(simulated: Simulated, candidate: Candidate, options: Options, rig: Rig 
         predicted_s=prediction.value_s,
         peak_memory_bytes=dict(prediction.peak_memory_bytes),
         why=prediction.why,
+        missing_bytes=prediction.missing_bytes,
+        bound_s=_seconds(candidate.bound_ns),
         times_s=prediction.times_s,
     )
+
+
+def _seconds(bound_ns: int | None) -> float | None:
+    """A bound in seconds, inf where nothing can run."""
+    if bound_ns is None:
+        return None
+    return bound_ns / 1e9 if bound_ns < INFEASIBLE_NS else np.inf

@@ -42,7 +42,7 @@ def weigh_step(
     Raises:
         ExtractionError: the model cannot be exported, or is on the meta device.
         ValueError: as for :func:`weigh_graph`, or a device is neither here nor described.
-        PlacementError: the model fits nowhere.
+        PlacementError: no placement was found that fits.
         KeyboardInterrupt: stopped before there was any placement.
     """
     check_options(cluster, options)
@@ -61,7 +61,7 @@ def weigh_graph(
         DemandError: an option names ops or devices that are not there, or contradicts another.
         ValueError: no device has a price, there are too many sub-clusters, an option is for one
             cluster alone, or an op has no cost on any device.
-        PlacementError: the graph fits nowhere.
+        PlacementError: no placement was found that fits.
         KeyboardInterrupt: stopped before there was any placement.
     """
     check_options(cluster, options)

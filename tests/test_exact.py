@@ -1,22 +1,30 @@
 from __future__ import annotations
 
+import json
 from itertools import permutations, product
+from pathlib import Path
 
 import numpy as np
 import pytest
 from random_problems import keeps_groups, keeps_limits, random_problem
 
-from envs.cluster import Sharing
+from envs.bounds import why_too_large
+from envs.cluster import Sharing, cluster_to_toml
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS
 
 pytest.importorskip("ortools")
 
+from graphs.files import save_graph
+from graphs.synthetic import layered
+from placer.cli.main import main
+from placer.outcome import PlacementError
+from placer.pipeline import Options, optimize_problem
 from placer.placers import placer_named
 from placer.search.budget import Budget
 from placer.search.candidate import Candidate
 from placer.search.exact import LARGEST
-from placer.search.judge import Judge
+from placer.search.judge import OVERFULL_NS, Judge
 
 
 def best_of_all(problem: Problem) -> int:
@@ -80,3 +88,79 @@ def test_a_graph_with_too_many_ops_is_refused_in_a_sentence() -> None:
         ValueError, match=r"has 81 ops; exact search takes at most 80: .*--groups 80"
     ):
         placer_named("exact").place(problem, Budget(evaluations=10), 0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("share", [0.75, 1.1, 10.0])
+def test_no_plan_of_a_tiny_graph_is_below_the_bound_with_activations_or_without(
+    seed: int, share: float
+) -> None:
+    resident = int(random_problem(seed, ops=5).graph.resident_bytes.sum())
+    problem = random_problem(seed, ops=5, devices=2, memory_bytes=int(share * resident))
+    [found] = placer_named("exact").place(problem, Budget(evaluations=300), 0)
+    best_ns = best_of_all(problem)
+    assert found.bound_ns is not None
+    assert found.bound_ns <= best_ns if best_ns < OVERFULL_NS else found.bound_ns > 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("sharing", ["egress", "bus"])
+def test_the_bound_of_a_solver_that_was_stopped_holds(seed: int, sharing: Sharing) -> None:
+    problem = random_problem(seed, ops=18, devices=3, unequal=True, sharing=sharing)
+    [found] = placer_named("exact").place(problem, Budget(evaluations=60), 0)
+    annealed = placer_named("annealing").place(problem, Budget(evaluations=8000), seed)
+    assert found.bound_ns is not None
+    assert found.bound_ns <= annealed[0].step_ns
+
+
+def test_that_parameters_fit_nowhere_is_proven() -> None:
+    problem = random_problem(0, ops=9, devices=2)
+    size = np.sort(problem.graph.resident_bytes)
+    room = int(size.sum()) // 2 + 1  # for all together, but no half is exactly as large as this
+    tight = random_problem(0, ops=9, devices=2, memory_bytes=room)
+    assert not why_too_large(tight)
+    options = Options(placer=placer_named("exact"), budget=Budget(evaluations=3000))
+    with pytest.raises(PlacementError, match="fits nowhere: the solver proved"):
+        optimize_problem(tight, options)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> list[str]:
+    """A command that places twelve ops on two devices."""
+    graph, cluster = tmp_path / "graph.json", tmp_path / "cluster.toml"
+    save_graph(layered(np.random.default_rng(0), ops=12, width=4), graph)
+    problem = random_problem(0, ops=2, devices=2)
+    cluster.write_text(cluster_to_toml(problem.cluster))
+    out = str(tmp_path / "placement.json")
+    return ["optimize", str(graph), "--cluster", str(cluster), "--placer", "exact", "--out", out]
+
+
+def test_the_command_says_that_a_placement_is_proven_optimal(
+    small: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*small, "--budget", "3000e", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert "Proven optimal: no placement has a shorter predicted step than" in found["verdict"]
+    assert found["lower_bound_s"] == min(row["predicted_step_s"] for row in found["candidates"])
+    assert main([*small, "--budget", "3000e"]) == 0
+    assert "Proven optimal" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_command_says_how_far_the_solver_was_from_a_proof(
+    small: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*small, "--budget", "3e", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    gap = 1 - found["lower_bound_s"] / min(row["predicted_step_s"] for row in found["candidates"])
+    assert f"Not proven optimal: the solver stopped with a gap of {gap:.1%}" in found["verdict"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--objective", "throughput", "--micro-batches", "2"], ["--groups", "4"]],
+)
+def test_what_is_not_proven_of_the_objective_or_of_single_ops_is_not_said_to_be(
+    options: list[str], small: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*small, "--budget", "3000e", "--json", *options]) == 0
+    assert "roven" not in json.loads(capsys.readouterr().out)["verdict"]

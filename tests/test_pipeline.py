@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
+from random_problems import random_problem
 from torch import nn
 
 import placer
@@ -27,8 +28,11 @@ from graphs.coarsen import coarsen
 from graphs.extract import extract
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 from graphs.synthetic import draw
+from placer.objectives import Objective
 from placer.outcome import Optimization, PlacementError, Row, choose, extraction_remarks
-from placer.pipeline import Options, optimize_graph
+from placer.pipeline import Options, optimize_graph, optimize_problem
+from placer.placers import placer_named
+from placer.policies import load
 from placer.record import candidates_to_list
 from placer.rigs import rounds_for
 from placer.running import worth_running
@@ -196,8 +200,43 @@ def test_failed_candidates_do_not_win_and_do_not_stop_the_rest() -> None:
 
 def test_without_measurements_the_prediction_decides_and_memory_is_a_reason() -> None:
     assert choose([row("ETF", 1.0, None), row("single a", 2.0, None)]).name == "ETF"
-    with pytest.raises(PlacementError, match="fits nowhere: a needs 2 B but has 1 B"):
+    with pytest.raises(PlacementError, match="ETF: a needs 2 B but has 1 B"):
         choose([row("ETF", np.inf, None)])
+
+
+@pytest.mark.parametrize("objective", [Objective(), Objective(name="max-load")])
+def test_what_was_not_found_to_fit_is_not_said_to_fit_nowhere(objective: Objective) -> None:
+    resident = int(random_problem(0, ops=24).graph.resident_bytes.sum())
+    share = 0.45 if objective.name == "latency" else 0.36
+    problem = random_problem(0, ops=24, devices=3, memory_bytes=int(share * resident))
+    options = Options(placer=placer_named("heft"), objective=objective)
+    if objective.name == "max-load":
+        options = replace(options, placer=placer_named("layer-split"))
+    with pytest.raises(PlacementError) as refused:
+        optimize_problem(problem, options)
+    told = str(refused.value)
+    assert told.startswith("No placement that was found within the budget keeps to memory. ")
+    assert "nowhere" not in told
+    assert told.endswith("A longer --budget or --placer portfolio may find one that fits.")
+
+
+def test_the_plan_that_misses_memory_by_least_is_named() -> None:
+    rows = [
+        replace(row(name, np.inf, None), missing_bytes=missing, why=f"a lacks {missing} B.")
+        for name, missing in (("cut", 0), ("single a", 30), ("HEFT", 10), ("ETF", 20))
+    ]
+    with pytest.raises(PlacementError, match=r"HEFT misses by least: a lacks 10 B\. A longer"):
+        choose(rows)
+
+
+def test_a_longer_search_finds_what_a_short_one_did_not() -> None:
+    resident = int(random_problem(1, ops=24).graph.resident_bytes.sum())
+    problem = random_problem(1, ops=24, devices=3, memory_bytes=int(0.45 * resident))
+    options = Options(policy=load("generalist"), budget=Budget(evaluations=20))
+    with pytest.raises(PlacementError, match="No placement that was found"):
+        optimize_problem(problem, options)
+    found = optimize_problem(problem, replace(options, budget=Budget(evaluations=2000)))
+    assert np.isfinite(found.best.predicted_s)
 
 
 def test_the_best_single_device_and_the_best_few_others_are_run() -> None:

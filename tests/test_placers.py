@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -29,6 +30,7 @@ from placer.placers import contract, listings, placer_named, registry
 from placer.placers.annealing import Annealed
 from placer.placers.contract import CHECKS, Make
 from placer.placers.placer import LATENCY, STEPS
+from placer.placers.problems import contract_problems
 from placer.placers.round_robin import Turns
 from placer.placers.rule import Plan, Rule
 from placer.placers.sampling import Sampling
@@ -48,6 +50,15 @@ Files = Callable[..., tuple[Path, Path]]
 @pytest.mark.parametrize("name", NAMES)
 def test_every_placer_keeps_the_contract(name: str, check: Callable[[Make], None]) -> None:
     check(lambda: placer_named(name, POLICY))
+
+
+@pytest.mark.parametrize("name", ["portfolio", "annealing"])
+def test_a_search_keeps_to_memory_where_it_is_short(name: str) -> None:
+    [problem] = [p for p in contract_problems() if p.graph.name == "short of memory"]
+    single = placer_named("single-device").place(problem, Budget(evaluations=1), 0)
+    assert single[0].step_ns == INFEASIBLE_NS
+    found = placer_named(name, POLICY).place(problem, Budget(evaluations=400), 0)
+    assert found[0].step_ns < INFEASIBLE_NS
 
 
 class Anywhere(Rule):
@@ -164,6 +175,30 @@ def test_a_check_leaves_the_clock_and_the_judges_as_they_were() -> None:
     assert before == (Judge.costs, time.perf_counter)
 
 
+@pytest.mark.parametrize("name", ["cross-entropy", "evolution", "sequence-to-sequence"])
+def test_libraries_and_compiled_code_are_loaded_before_the_budget_begins(name: str) -> None:
+    code = f"""
+import sys
+from placer.placers import placer_named, sampling
+from placer.placers.problems import contract_problems
+from placer.search.budget import Budget
+from placer.search.portfolio import load_compiled_code
+
+def loaded():
+    return {{name for name in sys.modules if name.startswith(("torch.", "numba.", "scipy."))}}
+
+def meter(*given, meter=sampling.Meter):
+    global before
+    before = loaded() if load_compiled_code.cache_info().currsize else None
+    return meter(*given)
+sampling.Meter = meter
+placer_named({name!r}).place(contract_problems()[0], Budget(evaluations=20), 0)
+print(sorted(loaded() - before))
+"""
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == "[]"
+
+
 def test_a_wrong_name_is_answered_with_what_there_is() -> None:
     with pytest.raises(ValueError, match=r"no placer 'anealing': there are portfolio, .*exact"):
         placer_named("anealing")
@@ -214,6 +249,92 @@ def test_a_plug_in_that_cannot_be_loaded_says_why(monkeypatch: pytest.MonkeyPatc
         placer_named("mine")
     with pytest.raises(ValueError, match=r"'other' of a plug-in cannot be loaded: .*Nobody"):
         placer_named("other")
+
+
+class Demanding(Turns):
+    """Is not made without arguments."""
+
+    def __init__(self, patience: int) -> None:
+        """Keep it."""
+        self.patience = patience
+
+
+class Listless:
+    """Names no objectives."""
+
+    objectives: ClassVar[str] = LATENCY
+
+
+class Idle:
+    """Places nothing."""
+
+    objectives: ClassVar[tuple[str, ...]] = STEPS
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ("test_placers:np", "test_placers:np is no class of placers, which has objectives"),
+        ("test_placers:Listless", "test_placers:Listless is no class of placers"),
+        ("test_placers", "no attribute"),
+        ("test_placers:Sampling", "TypeError: .*abstract"),
+        ("test_placers:Demanding", "TypeError: .*patience"),
+        ("test_placers:Idle", "test_placers:Idle has no method place"),
+    ],
+)
+def test_a_plug_in_that_is_no_placer_is_refused(
+    value: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugged(monkeypatch, mine=value)
+    with pytest.raises(ValueError, match=f"'mine' of a plug-in cannot be loaded: .*{why}"):
+        placer_named("mine")
+
+
+def installed(folder: Path, **values: str) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """A package with placers, and what runs commands where it is installed."""
+    code = "from placer.placers.round_robin import Turns as Mine\n\ndef broken(): pass\n"
+    (folder / "my_placer.py").write_text(code)
+    metadata = folder / "my_package-0.1.dist-info"
+    metadata.mkdir()
+    text = "Metadata-Version: 2.1\nName: my-package\nVersion: 0.1\nSummary: Placers of mine\n"
+    (metadata / "METADATA").write_text(text)
+    points = "".join(f"{name} = {value}\n" for name, value in values.items())
+    (metadata / "entry_points.txt").write_text(f"[{registry.GROUP}]\n{points}")
+    path = os.pathsep.join([str(folder), *sys.path])
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "placer.cli.main", *arguments]
+        environment = {**os.environ, "PYTHONPATH": path}
+        return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+    return run
+
+
+def test_an_installed_package_is_listed_with_its_name_and_summary(tmp_path: Path) -> None:
+    run = installed(tmp_path, mine="my_placer:Mine")
+    *_, listed = json.loads(run("placers", "--json").stdout)
+    assert (listed["name"], listed["summary"]) == ("mine", "Placers of mine")
+    shown = run("placers").stdout.splitlines()[-1]
+    assert " ".join(shown.split()) == "mine Placers of mine from my-package"
+
+
+def test_an_installed_package_is_used_or_its_fault_told_in_a_line(
+    files: Files, tmp_path: Path
+) -> None:
+    (tmp_path / "no_licence.py").write_text("raise RuntimeError('no licence')\n")
+    run = installed(tmp_path, mine="my_placer:Mine", broken="no_licence:Mine", f="my_placer:broken")
+    graph, cluster = files()
+    arguments = ["optimize", str(graph), "--cluster", str(cluster), "--budget", "20e"]
+    arguments += ["--out", str(tmp_path / "p.json"), "--placer"]
+    assert run(*arguments, "mine").returncode == 0
+    for name, why in (
+        ("broken", "RuntimeError: no licence"),
+        ("f", "my_placer:broken is no class of placers, which has objectives"),
+    ):
+        refused = run(*arguments, name)
+        assert refused.returncode == 2
+        fault = f"placer: placer '{name}' of my-package cannot be loaded: {why}"
+        assert refused.stderr.splitlines() == [fault]
 
 
 def test_placers_are_listed_without_loading_any(capsys: pytest.CaptureFixture[str]) -> None:

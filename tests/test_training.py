@@ -206,6 +206,34 @@ def test_a_pool_drawn_with_the_defaults_is_what_it_was() -> None:
         assert (ours.summary == theirs.summary).all()
 
 
+def test_the_log_is_on_the_disk_before_the_checkpoint_that_counts_its_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, synced, fsync = tmp_path / "tiny.csv", [], os.fsync
+    log.touch()
+    with log.open() as reader, monkeypatch.context() as patched:
+
+        def noted(file: int) -> None:
+            fsync(file)
+            synced.append("log" if os.path.sameopenfile(file, reader.fileno()) else "checkpoint")
+
+        patched.setattr(os, "fsync", noted)
+        train(tmp_path / "tiny", TINY)
+    rollouts = len(curve(tmp_path / "tiny"))
+    assert synced[: 2 * rollouts] == ["log", "checkpoint"] * rollouts
+
+
+def test_curves_of_a_training_before_are_gone_when_it_begins_anew(tmp_path: Path) -> None:
+    old = tmp_path / "tiny.tensorboard" / "seed-7" / "events.out.tfevents.1"
+    old.parent.mkdir(parents=True)
+    old.write_bytes(b"old")
+    own = tmp_path / "tiny.tensorboard" / "notes.txt"
+    own.write_text("what I think of it")
+    train(tmp_path / "tiny", TINY, fresh=True)
+    assert not old.parent.exists()
+    assert own.exists()
+
+
 def test_tensorboard_has_the_curve_where_it_is_installed(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     train(tmp_path / "tiny", TINY)

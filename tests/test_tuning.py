@@ -77,6 +77,16 @@ def test_a_fitted_simulator_costs_relative_to_the_known_plan() -> None:
     assert costs[0] == pytest.approx(7 * heft, rel=1e-6)
 
 
+def test_what_no_plan_fits_is_not_said_to_fit_nowhere() -> None:
+    resident = int(random_problem(1, ops=24).graph.resident_bytes.sum())
+    problem = random_problem(1, ops=24, devices=3, memory_bytes=int(0.45 * resident))
+    tuning = Tuning(budget=Budget(evaluations=20))
+    rig: Any = None  # nothing is run
+    tuner = Tuner(problem, rig, load("generalist"), "mine", tuning, Silent())
+    with pytest.raises(ValueError, match=r"no plan that was found keeps .* than --budget 20e, or"):
+        tuner.tuned()
+
+
 class Machine:
     """A backend whose steps take what a simulator of other factors says, with noise."""
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import ClassVar
 
 from envs.problem import Problem
+from envs.simulator import INFEASIBLE_NS
 from placer.placers.placer import LATENCY, STEPS, Progress
 from placer.search.budget import Budget, Meter
 from placer.search.candidate import Candidate, ranked
@@ -16,7 +18,7 @@ from placer.search.tally import Tally
 
 
 class Exact:
-    """CP-SAT from the best heuristic; its last progress says whether the plan is proven the best.
+    """CP-SAT from the best heuristic; its plan tells the bound that the solver proved.
 
     An evaluation of a budget is worth a millisecond of the solver's deterministic time. Needs
     ortools.
@@ -47,7 +49,9 @@ class Exact:
             )
         judge = Judge(problem)
         tally = Tally(judge, Meter(budget, should_stop), "exact", progress)
-        proven = exact(tally, seed, ranked(heuristics(judge))[0])
+        bound_ns = exact(tally, seed, ranked(heuristics(judge))[0])
+        best = replace(tally.best(), bound_ns=bound_ns)
         if progress is not None:
+            proven = best.step_ns <= bound_ns < INFEASIBLE_NS
             progress(1.0, "exact, proven to be the best" if proven else "exact, not proven")
-        return [tally.best()]
+        return [best]

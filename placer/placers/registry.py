@@ -121,7 +121,7 @@ def placer_named(
             f"placer {name!r} serves the objective {' and '.join(make.objectives)}, not "
             f"{objective}; {DEFAULT!r} serves all"
         )
-    return cast("Placer", make(policy) if listing.takes_policy else make())
+    return cast("Placer", make(policy) if listing.takes_policy else _made(listing, make))
 
 
 def asks_policy(name: str, *, objective: str = "latency") -> bool:
@@ -143,21 +143,42 @@ def _listed(name: str) -> Listing:
 
 
 def _loaded(listing: Listing) -> Any:
-    """Its class."""
+    """Its class, or what else makes it and tells its objectives."""
     module, _, factory = listing.home.partition(":")
     try:
-        return getattr(import_module(module), factory)
+        make = getattr(import_module(module), factory)
     except ModuleNotFoundError as error:
         if listing.module and error.name and error.name.partition(".")[0] == listing.module:
             raise ValueError(f"placer {listing.name!r} needs {listing.module}: {BENCH}") from error
-        raise _broken(listing, error) from error
-    except (ImportError, AttributeError) as error:
-        raise _broken(listing, error) from error
+        raise _broken(listing, str(error)) from error
+    except Exception as error:  # whatever the code of a plug-in raises
+        raise _broken(listing, _told(error)) from error
+    if not callable(make) or not isinstance(getattr(make, "objectives", None), tuple | list):
+        raise _broken(listing, f"{listing.home} is no class of placers, which has objectives")
+    return make
 
 
-def _broken(listing: Listing, error: Exception) -> ValueError:
+def _made(listing: Listing, make: Any) -> Any:
+    """The placer itself."""
+    try:
+        made = make()
+    except Exception as error:  # whatever the code of a plug-in raises
+        raise _broken(listing, _told(error)) from error
+    if not callable(getattr(made, "place", None)):
+        raise _broken(listing, f"{listing.home} has no method place")
+    return made
+
+
+def _told(error: Exception) -> str:
+    """What it says, with its kind where that alone says little."""
+    if isinstance(error, ImportError | AttributeError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
+
+
+def _broken(listing: Listing, why: str) -> ValueError:
     origin = f" of {listing.distribution}" if listing.distribution else ""
-    return ValueError(f"placer {listing.name!r}{origin} cannot be loaded: {error}")
+    return ValueError(f"placer {listing.name!r}{origin} cannot be loaded: {why}")
 
 
 def _plugin(point: EntryPoint) -> Listing:

@@ -11,6 +11,7 @@ from placer.placers.placer import LATENCY, STEPS, Progress
 from placer.search.budget import Budget, Meter
 from placer.search.candidate import Candidate
 from placer.search.judge import Judge
+from placer.search.portfolio import load_compiled_code
 from placer.search.tally import Tally
 
 
@@ -24,6 +25,10 @@ class Sampling(ABC):
     def sample(self, tally: Tally, seed: int) -> None:
         """Have plans judged until the tally is over."""
 
+    def prepare(self) -> None:
+        """Load what sampling runs, so that it is not at the cost of the budget."""
+        load_compiled_code()
+
     def place(
         self,
         problem: Problem,
@@ -35,6 +40,7 @@ class Sampling(ABC):
         should_stop: Callable[[], bool] | None = None,
     ) -> list[Candidate]:
         """The best plan; see :class:`placer.placers.placer.Placer`."""
+        self.prepare()
         judge = Judge(problem)
         tally = Tally(judge, Meter(budget, should_stop), self.name, progress)
         self.sample(tally, seed)

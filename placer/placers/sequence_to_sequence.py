@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from placer.placers.sampling import Sampling
-from placer.policies.sequence import learn
+from placer.policies.sequence import learn, load_libraries
 from placer.search.tally import Tally
 
 
@@ -13,6 +13,11 @@ class SequenceToSequence(Sampling):
     """Learns one problem from scratch by REINFORCE; see :mod:`placer.policies.sequence`."""
 
     name: ClassVar[str] = "sequence-to-sequence"
+
+    def prepare(self) -> None:
+        """Load compiled code, and what torch imports when it learns for the first time."""
+        super().prepare()
+        load_libraries()
 
     def sample(self, tally: Tally, seed: int) -> None:
         """Place, learn from the steps, place again."""

@@ -13,6 +13,7 @@ for 64 and 90 for 128: each takes a pass over all groups, and one number rewards
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Final
 
 import numpy as np
@@ -20,10 +21,12 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from envs.toy_problem import toy_problem
 from graphs.quotient import edge_sources
 from placer.policies.threads import one_thread
+from placer.search.budget import Budget, Meter
 from placer.search.grouping import Grouping, at_most
-from placer.search.judge import OVERFULL_NS
+from placer.search.judge import OVERFULL_NS, Judge
 from placer.search.tally import Tally
 
 MOST_GROUPS: Final = 128
@@ -123,6 +126,13 @@ def learn(tally: Tally, seed: int) -> None:
         (-(advantage * logs).mean()).backward()
         nn.utils.clip_grad_norm_(network.parameters(), CLIP)
         optimizer.step()
+
+
+@cache
+def load_libraries() -> None:
+    """Learn a toy problem once: Adam imports torch's compiler, which takes seconds."""
+    meter = Meter(Budget(evaluations=SAMPLES), trail=None)
+    learn(Tally(Judge(toy_problem()), meter, "toy"), 0)
 
 
 def reward(costs: NDArray[np.int64], unit_ns: float) -> NDArray[np.float64]:

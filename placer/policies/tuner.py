@@ -69,7 +69,10 @@ class Tuner:
         )
         simulated = found[0]
         if simulated.step_ns >= OVERFULL_NS:
-            raise ValueError("the model fits nowhere: no plan keeps to the memory of the devices")
+            raise ValueError(
+                "no plan that was found keeps to the memory of the devices: search longer than "
+                f"--budget {self.tuning.budget}, or add a device"
+            )
         step_s = simulated.step_ns / 1e9
         with closing(self.rig.backend(self.problem, 10.0 * step_s, step_s)) as backend:
             measuring = Measuring(judge=self.judge, rig=self.rig, backend=backend, known=simulated)

@@ -19,13 +19,16 @@ WHERE_ALLOWED: Final = " where allowed"
 class Candidate:
     """A device and a priority for each of N ops; of ready ops the highest priority runs first.
 
-    ``step_ns`` is the simulated step, INFEASIBLE_NS where the plan breaks a limit.
+    ``step_ns`` is the simulated step, INFEASIBLE_NS where the plan breaks a limit. ``bound_ns`` is
+    what its finder proved that no plan of the same problem beats: INFEASIBLE_NS if none can run,
+    None if it proved nothing.
     """
 
     name: str
     devices: NDArray[np.int32]  # (N,)
     priority: NDArray[np.float64]  # (N,)
     step_ns: int
+    bound_ns: int | None = None
 
     @property
     def title(self) -> str:

@@ -9,8 +9,8 @@ that carry one transfer at a time. Where it differs it allows more, so that its 
 * memory is that of parameters, gradients, optimizer state and what is held, without activations.
 
 Every plan that the solver finds is therefore judged by the simulator, with ops by their start and
-by bottom level, and the step that is reported is that of the simulator. Where it equals the
-solver's bound it is the best.
+by bottom level, and the step that is reported is that of the simulator. The solver's bound holds
+for every plan that the simulator can run, whatever its order; a step that equals it is the best.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from ortools.sat.python import cp_model
 
 from envs.problem import NO_QUEUE, Problem
+from envs.simulator import INFEASIBLE_NS
 from graphs.quotient import edge_sources
 from placer.search.candidate import Candidate
 from placer.search.grouping import units
@@ -36,14 +37,16 @@ LOOK_S: Final = 0.05
 ROUNDS: Final = 4
 
 
-def exact(tally: Tally, seed: int, start: Candidate) -> bool:
-    """Solve until the tally is over; whether its best is proven to be.
+def exact(tally: Tally, seed: int, start: Candidate) -> int:
+    """Solve until the tally is over; nanoseconds that no plan beats.
+
+    They are 0 where nothing was proven, ``INFEASIBLE_NS`` where no plan can run.
 
     Where the simulator takes longer than the solver said, it is solved again with other random
     numbers: solutions that are equal to the model are not to the simulator. Whoever calls
     it sees to it that there are at most :data:`LARGEST` ops.
     """
-    problem = tally.judge.problem
+    problem, bound_ns = tally.judge.problem, 0
     tally.judged(start.devices, start.priority)
     for number in range(ROUNDS):
         if tally.over():
@@ -55,10 +58,11 @@ def exact(tally: Tally, seed: int, start: Candidate) -> bool:
         with _Watch(tally, solver):
             status = solver.solve(model.model, _Replay(model, tally))
         if status == cp_model.INFEASIBLE:
+            return INFEASIBLE_NS
+        bound_ns = max(bound_ns, round(solver.best_objective_bound))
+        if tally.best().step_ns <= bound_ns:
             break
-        if tally.best().step_ns <= round(solver.best_objective_bound):
-            return True
-    return False
+    return bound_ns
 
 
 def _solver(tally: Tally, seed: int) -> cp_model.CpSolver:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -50,6 +52,9 @@ class Log:
         if not keep_bytes:
             self._write(COLUMNS)
         self._folder = path.with_name(f"{path.name}.tensorboard")
+        if not keep_bytes:
+            for old in self._folder.glob("seed-*"):
+                shutil.rmtree(old)
         self._board: Any = None
         self._board_seed: object = None
 
@@ -68,9 +73,9 @@ class Log:
         if self._board is not None:
             self._board.close()
 
-    @property
-    def bytes(self) -> int:
-        """How long it is."""
+    def kept_bytes(self) -> int:
+        """How long it is, all of it on the disk, for a checkpoint to count on."""
+        os.fsync(self._file.fileno())
         return self._file.tell()
 
     def tell(self, row: Mapping[str, float]) -> None:

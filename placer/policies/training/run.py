@@ -54,7 +54,7 @@ def train(
         out: where to, without ending; its last part is the policy's name.
         config: what to train on and how; by default all families, five seeds, 350,000 decodes.
         progress: called with the done share, 0 .. 1, and what is going on.
-        fresh: begin anew, whatever checkpoint there is.
+        fresh: begin anew, whatever checkpoint there is; curves of TensorBoard, too.
 
     Returns:
         The card that was written.
@@ -165,7 +165,7 @@ class _Run:
             learner=learner.save(),
             rollouts=rollouts,
             spent_s=spent_s,
-            log_bytes=self.log.bytes,
+            log_bytes=self.log.kept_bytes(),
         ).write(self.path)
 
     def _row(self, seed: int, learner: Learner, spent_s: float) -> dict[str, Any]:

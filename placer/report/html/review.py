@@ -72,5 +72,6 @@ def _row(objective: Objective, simulated: Simulated, name: str, placement: Place
         predicted_s=prediction.value_s,
         peak_memory_bytes=dict(prediction.peak_memory_bytes),
         why=prediction.why,
+        missing_bytes=prediction.missing_bytes,
         times_s=prediction.times_s,
     )
