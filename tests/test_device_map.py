@@ -272,18 +272,6 @@ def test_no_change_of_the_model_is_advised_where_no_work_is_moved() -> None:
     assert not any("a device_map can keep more apart" in remark for remark in found.remarks)
 
 
-def test_keeping_modules_together_is_advised_where_their_backward_is_apart() -> None:
-    extraction = extracted("branches")
-    graph = extraction.graph
-    apart = [int(attributes_of(graph, op)["phase"] == "backward") for op in graph]
-    found = device_map(PlacedModules.of(extraction, placement_of(graph, GPUS, apart)))
-    (advice,) = (remark for remark in found.remarks if "--keep-together" in remark)
-    named = re.findall(r"--keep-together (\S+)", advice)
-    assert set(named) <= {"0.left", "0.right", "1.left", "1.right", "2"}
-    assert "and so on for 2 more modules" in advice
-    assert not any("--keep-together" in remark for remark in rights_apart("branches").remarks)
-
-
 def test_a_module_that_is_called_twice_is_not_where_values_are_moved() -> None:
     torch.manual_seed(0)
     shared = nn.Tanh()

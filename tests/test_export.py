@@ -149,6 +149,25 @@ def test_a_shared_embedding_stays_where_it_is_reached_and_that_is_told() -> None
     assert found.remarks[-1].startswith("transformer.wte and lm_head share a parameter")
 
 
+def test_backward_ops_are_told_of_the_modules_that_take_them_along() -> None:
+    layer = functools.partial(tiny_models.Plain, lambda m, x: m.norm(x + m.first(x)))
+    layers = (layer(first=nn.Linear(4, 4), norm=nn.LayerNorm(4)) for _ in "12")
+    model = nn.Sequential(*layers)
+    extraction = extract(Step.of(model, (torch.ones(2, 4), torch.ones(2, 4)), nn.MSELoss()))
+    by_layer = [
+        int(not attributes_of(extraction.graph, op)["module"].startswith("0"))
+        for op in extraction.graph
+    ]
+    assert call_of(extraction, "1.norm:backward/add.gradient").startswith("0.norm:")
+    placed = PlacedModules.of(extraction, placement_of(extraction.graph, GPUS, by_layer))
+    (told, *_) = (remark for remark in pipeline_split(placed).remarks if "backward" in remark)
+    assert told.endswith("the backward of a module runs where its forward does: 0 (1)")
+
+
+def call_of(extraction: Extraction, op: str) -> str:
+    return extraction.call_of[list(extraction.graph).index(op)]
+
+
 # --- layers
 
 
@@ -453,10 +472,9 @@ def test_python_exports_what_the_command_does(target: tuple[str, Path]) -> None:
         model, target[1], "device-map", inputs, loss=nn.MSELoss(), renamed=renamed
     )
     assert found.content == {"0": 0, "1": 1, "2": 1}
-    backward, advice = found.remarks  # it is cut in the forward pass, what follows is on core:1
+    (backward,) = found.remarks  # it is cut in the forward pass, what follows is on core:1
     assert backward.startswith("3 of 12 backward ops are not where the placement has them")
     assert backward.endswith("the backward of a module runs where its forward does: 0 (3)")
-    assert advice.startswith("for training, place with --keep-together 0, which holds")
     with pytest.raises(ValueError, match="example_inputs are needed"):
         placer.export_placement(model, target[1], "pipeline")
 

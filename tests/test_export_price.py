@@ -25,12 +25,14 @@ from envs.problem import Problem
 from graphs.costs import with_costs
 from graphs.extract import Extraction, Step, extract
 from graphs.extract.call_graph import call_graph
-from graphs.graph import GraphArrays
+from graphs.graph import GraphArrays, attributes_of
 from placer.cli.main import main
 from placer.export.call_keys import call_keys
+from placer.export.device_map import device_map
 from placer.export.moved import told_moved
 from placer.export.placed_modules import PlacedModules
 from placer.export.price import coarsened, price_of
+from placer.milliseconds import milliseconds
 
 torch.set_num_threads(1)
 
@@ -50,9 +52,11 @@ def block() -> Extraction:
     return extract(Step.of(model, (torch.ones(2, 4), torch.ones(2, 4)), squared))
 
 
-def problem_of(extraction: Extraction, memory_bytes: int = 1 << 30) -> Problem:
-    """A millisecond for every call on either device, and one for every transfer."""
-    graph = call_graph(extraction).graph
+def problem_of(
+    extraction: Extraction, memory_bytes: int = 1 << 30, *, of_calls: bool = True
+) -> Problem:
+    """A millisecond for every call or op on either device, and one for every transfer."""
+    graph = call_graph(extraction).graph if of_calls else extraction.graph
     costed = with_costs(graph, {"x": np.full(len(graph), MILLISECOND)}, {"x": "made up"})
     devices = tuple(Device(name=n, kind="x", memory_bytes=memory_bytes) for n in NAMES)
     link = Link(between=NAMES, latency_s=MILLISECOND, bandwidth_bytes_per_s=float("inf"))
@@ -161,6 +165,43 @@ def test_what_is_moved_is_told_of_both_passes_by_module() -> None:
         "are not where the placement has them: the model (cuda:1 -> cuda:0), since of a test"
     )
     assert re.fullmatch(r"(\d+) of \d+ backward ops .*: the model \(\1\)", backward)
+
+
+def two_branches() -> Extraction:
+    """Two branches that meet in a module."""
+    branches = {
+        name: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        for name in ("left", "right")
+    }
+    meet = Plain(lambda m, *parts: torch.add(*parts))
+    model = Plain(lambda m, x: m.meet(m.left(x), m.right(x)), **branches, meet=meet)
+    return extract(Step.of(model, (torch.ones(2, 4), torch.ones(2, 4)), squared))
+
+
+@pytest.mark.parametrize(
+    ("apart", "advised"), [("right", ["right"]), ("", [])], ids=["a-branch", "everything"]
+)
+def test_modules_are_to_be_held_together_only_where_that_is_predicted_to_win(
+    apart: str, advised: list[str]
+) -> None:
+    extraction = two_branches()
+    nodes = [attributes_of(extraction.graph, op) for op in extraction.graph]
+    devices = [
+        int(node["phase"] == "backward" and node["module"].startswith(apart)) for node in nodes
+    ]
+    placement = placement_of(extraction.graph, NAMES, devices)
+    price = price_of(problem_of(extraction, of_calls=False), placement, extraction, {})
+    found = device_map(PlacedModules.of(extraction, placement, price=price))
+    assert found.content == {"": 0}
+    advice = [remark for remark in found.remarks if "--keep-together" in remark]
+    assert re.findall(r"--keep-together (\w+)", "".join(advice)) == advised
+    if advice:
+        held = price.step(calls_on(extraction, {"left": "cuda:0", "right": "cuda:1"}))
+        assert f"is then predicted to take {milliseconds(held.step_s)} ms" in advice[0]
+    assert not any(
+        "--keep-together" in remark
+        for remark in device_map(PlacedModules.of(extraction, placement)).remarks
+    )
 
 
 @pytest.mark.skipif(len(CORES) < 2, reason="two devices need two cores")

@@ -11,12 +11,13 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from placer.export.device_flow import flow, main_device_of
+from placer.export.device_flow import Flow, flow, main_device_of
 from placer.export.faults import ExportError, RenamingError
 from placer.export.format import Exported
+from placer.export.held import held_together
 from placer.export.hooks import HOST
 from placer.export.joining import Joined
-from placer.export.moved import held_together, told_moved
+from placer.export.moved import told_moved
 from placer.export.placed_modules import PlacedModules, is_inside
 from placer.export.renaming import check_main_device
 from placer.milliseconds import milliseconds
@@ -42,11 +43,9 @@ def device_map(placed: PlacedModules) -> Exported:
     main_device = placed.main_device or main_device_of({op.device for op in placed.ops})
     found = Joined(placed, main_device)
     found.until_it_runs()
-    devices = found.devices()
-    whole = _merged(placed.model, devices)
-    used = set(devices.values())
-    fed = main_device if len(used) > 1 else next(iter(used))
-    seen = flow(placed.extraction.forward, placed.step, whole, fed)
+    whole = _merged(placed.model, found.devices())
+    used = set(whole.values())
+    seen = _run(placed, whole, main_device)
     runs_on = {call: name for call, name in seen.devices.items() if call not in seen.of_loss}
     remarks = told_moved(
         placed,
@@ -65,8 +64,10 @@ def device_map(placed: PlacedModules) -> Exported:
     remedy = _how_to_keep_it(found, seen.devices)
     remarks += remedy
     left = found.runs_apart() if remedy else seen.devices
-    if placed.price is None or placed.price.is_lost(left):
-        remarks += held_together(placed, runs_on, found.units)
+    if placed.price is not None and not is_offloaded and placed.price.is_lost(left):
+        remarks += held_together(
+            placed, seen.devices, found.units, lambda held: _held_run(held, main_device)
+        )
     if HOST in used and len(used) > 1:
         remarks.append(_host_remark(placed, main_device))
     placed_on = {op.device for op in placed.ops}
@@ -81,6 +82,20 @@ def device_map(placed: PlacedModules) -> Exported:
         content={module: as_written(device) for module, device in whole.items()},
         remarks=tuple(remarks),
     )
+
+
+def _run(placed: PlacedModules, whole: Mapping[str, str], main_device: str) -> Flow:
+    """Where calls run with a map; a model on one device is fed there."""
+    used = set(whole.values())
+    fed = main_device if len(used) > 1 else next(iter(used))
+    return flow(placed.extraction.forward, placed.step, whole, fed)
+
+
+def _held_run(held: PlacedModules, main_device: str) -> Mapping[str, str]:
+    """{call: device} of the map of modules that are held together."""
+    found = Joined(held, main_device)
+    found.until_it_runs()
+    return _run(held, found.devices(), main_device).devices
 
 
 def _how_to_keep_it(found: Joined, runs_on: Mapping[str, str]) -> list[str]:

@@ -69,6 +69,13 @@ class Price:
         before, after = self.as_placed, self.step(runs_on)
         return after.step_s > before.step_s * (1 + SMALLEST_CHANGE)
 
+    def is_faster(self, runs_on: Mapping[str, str], otherwise: Mapping[str, str]) -> bool:
+        """Whether an export is faster than another, to people, or fits where that does not."""
+        found, other = self.step(runs_on), self.step(otherwise)
+        if not (found.feasible and other.feasible):
+            return found.feasible and not other.feasible
+        return found.step_s < other.step_s * (1 - SMALLEST_CHANGE)
+
     def is_won_back(self, runs_on: Mapping[str, str], otherwise: Mapping[str, str]) -> bool:
         """Whether an export would win most of what it loses if calls ran otherwise."""
         before, after, then = self.as_placed, self.step(runs_on), self.step(otherwise)
