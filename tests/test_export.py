@@ -233,6 +233,13 @@ def test_counts_hold_although_what_is_around_the_layers_goes_back() -> None:
     assert "and then model.norm is on cuda:0 again" in found.remarks[0]
 
 
+def test_layers_on_one_device_are_nothing_to_split() -> None:
+    with pytest.raises(ExportError, match="all modules are on cuda:0: there is nothing to split"):
+        layer_counts(cut("llama", names=("cuda:0",)))
+    with pytest.raises(ExportError, match=r"all layers of model\.layers are on cuda:0: there is"):
+        layer_counts(cut("llama", "model.norm"))
+
+
 def test_models_without_one_stack_have_no_counts() -> None:
     with pytest.raises(ExportError, match=r"2 lists of layers, encoder\.block, decoder\.block"):
         layer_counts(cut("t5", "decoder.block.0"))
@@ -322,9 +329,9 @@ def test_the_command_tells_of_devices_that_become_one(
     target: tuple[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     joined = "core:0 and core:1 are both written as cuda:0"
-    assert export(target, "--format", "layer-counts", "--as", "core:0=cuda:0,core:1=cuda:0") == 0
+    assert export(target, "--format", "device-map", "--as", "core:0=cuda:0,core:1=cuda:0") == 0
     assert joined in capsys.readouterr().err
-    assert export(target, "--format", "layer-counts", "--as", "core:0=cuda:0,core:1=cuda:1") == 0
+    assert export(target, "--format", "device-map", "--as", "core:0=cuda:0,core:1=cuda:1") == 0
     assert "written as" not in capsys.readouterr().err
 
 

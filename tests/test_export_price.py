@@ -29,6 +29,7 @@ from graphs.graph import GraphArrays, attributes_of
 from placer.cli.main import main
 from placer.export.call_keys import call_keys
 from placer.export.device_map import device_map
+from placer.export.layer_counts import layer_counts
 from placer.export.moved import told_moved
 from placer.export.placed_modules import PlacedModules
 from placer.export.price import coarsened, price_of
@@ -202,6 +203,21 @@ def test_modules_are_to_be_held_together_only_where_that_is_predicted_to_win(
         "--keep-together" in remark
         for remark in device_map(PlacedModules.of(extraction, placement)).remarks
     )
+
+
+def test_no_step_is_predicted_where_only_the_layers_are_followed() -> None:
+    layers = nn.ModuleList(nn.Linear(4, 4) for _ in "12")
+    model = Plain(lambda m, x: m.norm(m.layers[1](m.layers[0](x))), layers=layers)
+    model.norm = nn.LayerNorm(4)
+    extraction = extract(Step.of(model, torch.ones(2, 4), training=False))
+    problem = problem_of(extraction)
+    price = price_of(problem, placed_on(problem, 0, 1, 0), extraction, {})
+    placed = PlacedModules.of(extraction, price.placed, price=price)
+    found = layer_counts(placed)
+    assert found.content["counts"] == [1, 1]
+    around, *_, told = found.remarks
+    assert "and then norm is on cuda:0 again" in around
+    assert told.startswith("no step is predicted")
 
 
 @pytest.mark.skipif(len(CORES) < 2, reason="two devices need two cores")
