@@ -194,6 +194,8 @@ def test_modules_are_to_be_held_together_only_where_that_is_predicted_to_win(
     price = price_of(problem_of(extraction, of_calls=False), placement, extraction, {})
     found = device_map(PlacedModules.of(extraction, placement, price=price))
     assert found.content == {"": 0}
+    assert "the whole model is on cuda:0: one of 2 devices is left" in found.remarks
+    assert any(re.search("1.00x as fast as .* not worth it", told) for told in found.remarks)
     advice = [remark for remark in found.remarks if "--keep-together" in remark]
     assert re.findall(r"--keep-together (\w+)", "".join(advice)) == advised
     if advice:

@@ -26,6 +26,7 @@ MOST_CALLS = 3
 """How many calls a remark names."""
 LEAST_SHARE = 0.0005
 """Of the FLOPs: what rounds to 0.0% is not worth a change of the model."""
+MERGED = "a module of the map has one device"
 WITHOUT_PARAMETERS = "what has no parameters runs where its inputs are"
 
 
@@ -52,7 +53,7 @@ def device_map(placed: PlacedModules) -> Exported:
         runs_on,
         whole,
         WITHOUT_PARAMETERS,
-        found.reasons(),
+        dict.fromkeys(whole.keys() - set(found.units), MERGED) | found.reasons(),
         outside="what is outside of the modules of the map runs where its inputs are",
     )
     is_as_placed = not remarks
@@ -70,9 +71,10 @@ def device_map(placed: PlacedModules) -> Exported:
         )
     if HOST in used and len(used) > 1:
         remarks.append(_host_remark(placed, main_device))
-    placed_on = {op.device for op in placed.ops}
+    placed_on = {op.device for op in (*placed.ops, *placed.backward)}
     if len(used) == 1 and len(placed_on) > 1:
-        remarks.append(f"one of {len(placed_on)} devices is left")
+        left_on = next(iter(used))
+        remarks.append(f"the whole model is on {left_on}: one of {len(placed_on)} devices is left")
     if len(used) == 1 and placed.main_device not in (None, *used):
         remarks.append(
             f"--main-device {placed.main_device} is not used: a model on one device is fed there"

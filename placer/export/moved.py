@@ -82,9 +82,11 @@ def by_module(
     return dict(sorted(found.items(), key=lambda item: -sum(op.flops for op in item[1])))
 
 
-def _name(placed: PlacedModules, module: str, units: Collection[str]) -> str:
-    """How a module is called, or the code of one of which only parts are units."""
-    if is_code(placed, module, units):
+def _name(
+    placed: PlacedModules, module: str, units: Collection[str], ops: Sequence[PlacedOp] = ()
+) -> str:
+    """How a module is called, or the code of one if only that is meant, or only parts are units."""
+    if is_code(placed, module, units) or _is_around(placed, module, ops):
         return f"the code of {module}" if module else "the code of the model"
     return module or "the model"
 
@@ -93,6 +95,14 @@ def is_code(placed: PlacedModules, module: str, units: Collection[str]) -> bool:
     """Whether a module is none of the units, nor in one, but has some inside."""
     known = dict(placed.model.named_modules()).get(module)  # None of the loss
     return around(module, units) is None and known is not None and any(known.children())
+
+
+def _is_around(placed: PlacedModules, module: str, ops: Sequence[PlacedOp]) -> bool:
+    """Whether ops are of a module's own forward, whose parameters are all of modules inside."""
+    known = dict(placed.model.named_modules()).get(module)
+    if known is None or not ops or list(known.parameters(recurse=False)):
+        return False
+    return bool(list(known.parameters())) and all(op.module == module for op in ops)
 
 
 def _named(
@@ -111,7 +121,7 @@ def _named(
         before = ", ".join(sorted({op.device for op in own}))
         after = ", ".join(sorted({runs_on[op.call] for op in own}))
         reason = reason_of(module) if around(module, units) is not None else outside
-        name = f"{_name(placed, module, units)} ({before} -> {after})"
+        name = f"{_name(placed, module, units, own)} ({before} -> {after})"
         of_reason.setdefault(reason, []).append(name)
     told = [f"{', '.join(names)}, since {reason}" for reason, names in of_reason.items()]
     if len(found) > MOST_NAMED:

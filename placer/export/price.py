@@ -106,7 +106,7 @@ class Price:
         more = after.step_s / before.step_s - 1
         gain = alone_s / after.step_s
         is_weighed = single_step and self.placed.objective != "max-load"
-        several = len(set(runs_on.values())) > 1
+        several = len(set(runs_on.values())) > 1 or len(set(self.placed.devices)) > 1
         is_worth_it = not (is_weighed and several) or gain >= 1 + SMALLEST_GAIN
         if not moved and more < SMALLEST_CHANGE and is_worth_it:
             return []
