@@ -222,6 +222,21 @@ def test_no_step_is_predicted_where_only_the_layers_are_followed() -> None:
     assert told.startswith("no step is predicted")
 
 
+def test_joined_modules_are_where_the_step_is_predicted_to_be_fastest() -> None:
+    left = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    right = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8))
+    model = Plain(lambda m, x: m.head(torch.cat([m.left(x), m.right(x)], 1)), left=left)
+    model.right, model.head = right, nn.Sequential(nn.Linear(12, 2), nn.Tanh())
+    extraction = extract(Step.of(model, torch.ones(2, 4), training=False))
+    graph = call_graph(extraction).graph
+    placement = placement_of(graph, NAMES, [int(op.startswith("right")) for op in graph])
+    price = price_of(problem_of(extraction), placement, extraction, {})
+    by_work = device_map(PlacedModules.of(extraction, placement)).content
+    assert by_work == {"left.0": 0, "left.2": 1, "right": 1, "head": 0}
+    found = device_map(PlacedModules.of(extraction, placement, price=price)).content
+    assert found == {"left": 0, "right.0": 1, "right.2": 0, "head": 0}
+
+
 @pytest.mark.skipif(len(CORES) < 2, reason="two devices need two cores")
 def test_the_price_of_what_was_optimized_heeds_the_demands_of_its_user() -> None:
     cores = tuple(f"core:{core}" for core in CORES[:2])

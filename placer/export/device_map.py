@@ -44,9 +44,13 @@ def device_map(placed: PlacedModules) -> Exported:
     main_device = placed.main_device or main_device_of({op.device for op in placed.ops})
     found = Joined(placed, main_device)
     found.until_it_runs()
+    seen = _run(placed, found.devices(), main_device)
+    may_offload = main_device != HOST and HOST in {op.device for op in placed.ops}
+    if placed.price is not None and not may_offload and placed.moved(seen.devices):
+        found.choose(placed.price, lambda devices: _run(placed, devices, main_device))
+        seen = _run(placed, found.devices(), main_device)
     whole = _merged(placed.model, found.devices())
     used = set(whole.values())
-    seen = _run(placed, whole, main_device)
     runs_on = {call: name for call, name in seen.devices.items() if call not in seen.of_loss}
     remarks = told_moved(
         placed,
@@ -86,8 +90,9 @@ def device_map(placed: PlacedModules) -> Exported:
     )
 
 
-def _run(placed: PlacedModules, whole: Mapping[str, str], main_device: str) -> Flow:
+def _run(placed: PlacedModules, devices: Mapping[str, str], main_device: str) -> Flow:
     """Where calls run with a map; a model on one device is fed there."""
+    whole = _merged(placed.model, devices)
     used = set(whole.values())
     fed = main_device if len(used) > 1 else next(iter(used))
     return flow(placed.extraction.forward, placed.step, whole, fed)
@@ -161,7 +166,7 @@ def _host_remark(placed: PlacedModules, main_device: str) -> str:
     )
 
 
-def _merged(model: nn.Module, devices: dict[str, str]) -> dict[str, str]:
+def _merged(model: nn.Module, devices: Mapping[str, str]) -> dict[str, str]:
     """The same map with fewer entries: a module for all that is in it, if it is ever called.
 
     A ModuleList is not: nothing would be sent to its device.

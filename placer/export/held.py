@@ -10,6 +10,7 @@ from placer.export.faults import ExportError
 from placer.export.layers import layer_of, stacks
 from placer.export.moved import by_module, is_code, with_their_calls
 from placer.export.placed_modules import PlacedModules, PlacedOp, around
+from placer.export.price import is_faster
 from placer.milliseconds import milliseconds
 
 MOST_TOGETHER: Final = 6
@@ -41,10 +42,11 @@ def held_together(
         then = export(holding(placed, modules))
     except ExportError:
         return []
-    if not placed.price.is_faster(then, runs_on):
+    held = placed.price.step(then)
+    if not is_faster(held, placed.price.step(runs_on)):
         return []
     options = " ".join(f"--keep-together {module}" for module in modules)
-    step_ms = milliseconds(placed.price.step(then).step_s)
+    step_ms = milliseconds(held.step_s)
     told = f"for training, place with {options}, which holds the backward ops of a module where its"
     told += f" forward ops are: as exported a step is then predicted to take {step_ms} ms"
     return [f"{told}; for inference, place with --inference"]

@@ -69,13 +69,6 @@ class Price:
         before, after = self.as_placed, self.step(runs_on)
         return after.step_s > before.step_s * (1 + SMALLEST_CHANGE)
 
-    def is_faster(self, runs_on: Mapping[str, str], otherwise: Mapping[str, str]) -> bool:
-        """Whether an export is faster than another, to people, or fits where that does not."""
-        found, other = self.step(runs_on), self.step(otherwise)
-        if not (found.feasible and other.feasible):
-            return found.feasible and not other.feasible
-        return found.step_s < other.step_s * (1 - SMALLEST_CHANGE)
-
     def is_won_back(self, runs_on: Mapping[str, str], otherwise: Mapping[str, str]) -> bool:
         """Whether an export would win most of what it loses if calls ran otherwise."""
         before, after, then = self.as_placed, self.step(runs_on), self.step(otherwise)
@@ -121,6 +114,13 @@ class Price:
             return [f"{told}; no device has room for it alone"]
         told += f": {gain:.2f}x as fast as {name} alone (as placed {alone_s / before.step_s:.2f}x)"
         return [told if is_worth_it else f"{told}, which is not worth it"]
+
+
+def is_faster(found: StepResult, other: StepResult) -> bool:
+    """Whether a step is faster than another, to people, or fits where that does not."""
+    if not (found.feasible and other.feasible):
+        return found.feasible and not other.feasible
+    return found.step_s < other.step_s * (1 - SMALLEST_CHANGE)
 
 
 def price_of(
