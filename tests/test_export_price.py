@@ -137,6 +137,20 @@ def test_the_price_is_the_step_of_the_exported_placement_over_that_of_the_placem
     assert price.told(calls_on(extraction, {"": "cuda:1"}), moved=False) == []
 
 
+def test_a_price_for_devices_of_another_kind_says_whose_costs_it_has() -> None:
+    extraction = four_calls()
+    problem = problem_of(extraction)
+    stand_for = {"cuda:0": "cpu", "cuda:1": "xpu:0"}
+    price = price_of(problem, placed_on(problem, 0, 1, 0, 1), extraction, stand_for)
+    halves = calls_on(extraction, {"0": "cpu", "1": "xpu:0"})
+    step, costs = price.told(halves)
+    assert "predicted to take 5.000 ms" in step
+    assert costs == "predicted with the costs of cuda:0, cuda:1, not of what they stand for"
+    swapped = {"cuda:0": "cuda:1", "cuda:1": "cuda:0"}
+    price = price_of(problem, placed_on(problem, 0, 1, 0, 1), extraction, swapped)
+    assert len(price.told(calls_on(extraction, {"0": "cuda:1", "1": "cuda:0"}))) == 1
+
+
 def test_what_wins_back_most_of_a_loss_is_known() -> None:
     extraction = four_calls()
     problem = problem_of(extraction)
