@@ -247,6 +247,21 @@ def test_what_is_added_layer_after_layer_joins_layers_and_one_reason_is_told_for
     assert all(f"transformer.h.{layer} (" in moved for layer in (0, 1))
 
 
+def test_code_of_a_module_of_the_map_is_told_as_such() -> None:
+    torch.manual_seed(0)
+    two = {"first": nn.Linear(4, 4), "last": nn.Linear(4, 4)}
+    text = tiny_models.Plain(lambda m, x: torch.tanh(m.last(torch.tanh(m.first(x)))), **two)
+    model = tiny_models.Plain(lambda m, x: m.head(m.text(x)), text=text, head=nn.Linear(4, 4))
+    extraction = extract(Step.of(model, torch.ones(2, 4), training=False))
+    graph = call_graph(extraction).graph
+    devices = [int(op.startswith("text.")) for op in graph]
+    found = device_map(PlacedModules.of(extraction, placement_of(graph, GPUS, devices)))
+    assert found.content == {"text": 1, "head": 0}
+    assert found.remarks[0].endswith(
+        "the code of text (cuda:0 -> cuda:1), since a module of the map has one device"
+    )
+
+
 def test_an_op_that_is_a_module_moves_nothing_else() -> None:
     found = rights_apart("branches_as_modules")
     assert {path for path, device in found.content.items() if device == 1} == {
@@ -270,18 +285,6 @@ def test_no_change_of_the_model_is_advised_where_no_work_is_moved() -> None:
     assert "1 of 4 forward ops, 0.0% of the FLOPs" in moved
     assert "add in Plain.forward wants what left and right give on one device" in moved
     assert not any("a device_map can keep more apart" in remark for remark in found.remarks)
-
-
-def test_keeping_modules_together_is_advised_where_their_backward_is_apart() -> None:
-    extraction = extracted("branches")
-    graph = extraction.graph
-    apart = [int(attributes_of(graph, op)["phase"] == "backward") for op in graph]
-    found = device_map(PlacedModules.of(extraction, placement_of(graph, GPUS, apart)))
-    (advice,) = (remark for remark in found.remarks if "--keep-together" in remark)
-    named = re.findall(r"--keep-together (\S+)", advice)
-    assert set(named) <= {"0.left", "0.right", "1.left", "1.right", "2"}
-    assert "and so on for 2 more modules" in advice
-    assert not any("--keep-together" in remark for remark in rights_apart("branches").remarks)
 
 
 def test_a_module_that_is_called_twice_is_not_where_values_are_moved() -> None:

@@ -149,6 +149,25 @@ def test_a_shared_embedding_stays_where_it_is_reached_and_that_is_told() -> None
     assert found.remarks[-1].startswith("transformer.wte and lm_head share a parameter")
 
 
+def test_backward_ops_are_told_of_the_modules_that_take_them_along() -> None:
+    layer = functools.partial(tiny_models.Plain, lambda m, x: m.norm(x + m.first(x)))
+    layers = (layer(first=nn.Linear(4, 4), norm=nn.LayerNorm(4)) for _ in "12")
+    model = nn.Sequential(*layers)
+    extraction = extract(Step.of(model, (torch.ones(2, 4), torch.ones(2, 4)), nn.MSELoss()))
+    by_layer = [
+        int(not attributes_of(extraction.graph, op)["module"].startswith("0"))
+        for op in extraction.graph
+    ]
+    assert call_of(extraction, "1.norm:backward/add.gradient").startswith("0.norm:")
+    placed = PlacedModules.of(extraction, placement_of(extraction.graph, GPUS, by_layer))
+    (told, *_) = (remark for remark in pipeline_split(placed).remarks if "backward" in remark)
+    assert told.endswith("the backward of a module runs where its forward does: 0 (1)")
+
+
+def call_of(extraction: Extraction, op: str) -> str:
+    return extraction.call_of[list(extraction.graph).index(op)]
+
+
 # --- layers
 
 
@@ -212,6 +231,13 @@ def test_counts_hold_although_what_is_around_the_layers_goes_back() -> None:
     assert found.content["counts"] == [1, 1]
     assert "torchtitan" not in found.content
     assert "and then model.norm is on cuda:0 again" in found.remarks[0]
+
+
+def test_layers_on_one_device_are_nothing_to_split() -> None:
+    with pytest.raises(ExportError, match="all modules are on cuda:0: there is nothing to split"):
+        layer_counts(cut("llama", names=("cuda:0",)))
+    with pytest.raises(ExportError, match=r"all layers of model\.layers are on cuda:0: there is"):
+        layer_counts(cut("llama", "model.norm"))
 
 
 def test_models_without_one_stack_have_no_counts() -> None:
@@ -303,9 +329,9 @@ def test_the_command_tells_of_devices_that_become_one(
     target: tuple[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     joined = "core:0 and core:1 are both written as cuda:0"
-    assert export(target, "--format", "layer-counts", "--as", "core:0=cuda:0,core:1=cuda:0") == 0
+    assert export(target, "--format", "device-map", "--as", "core:0=cuda:0,core:1=cuda:0") == 0
     assert joined in capsys.readouterr().err
-    assert export(target, "--format", "layer-counts", "--as", "core:0=cuda:0,core:1=cuda:1") == 0
+    assert export(target, "--format", "device-map", "--as", "core:0=cuda:0,core:1=cuda:1") == 0
     assert "written as" not in capsys.readouterr().err
 
 
@@ -453,10 +479,9 @@ def test_python_exports_what_the_command_does(target: tuple[str, Path]) -> None:
         model, target[1], "device-map", inputs, loss=nn.MSELoss(), renamed=renamed
     )
     assert found.content == {"0": 0, "1": 1, "2": 1}
-    backward, advice = found.remarks  # it is cut in the forward pass, what follows is on core:1
+    (backward,) = found.remarks  # it is cut in the forward pass, what follows is on core:1
     assert backward.startswith("3 of 12 backward ops are not where the placement has them")
     assert backward.endswith("the backward of a module runs where its forward does: 0 (3)")
-    assert advice.startswith("for training, place with --keep-together 0, which holds")
     with pytest.raises(ValueError, match="example_inputs are needed"):
         placer.export_placement(model, target[1], "pipeline")
 

@@ -25,12 +25,15 @@ from envs.problem import Problem
 from graphs.costs import with_costs
 from graphs.extract import Extraction, Step, extract
 from graphs.extract.call_graph import call_graph
-from graphs.graph import GraphArrays
+from graphs.graph import GraphArrays, attributes_of
 from placer.cli.main import main
 from placer.export.call_keys import call_keys
+from placer.export.device_map import device_map
+from placer.export.layer_counts import layer_counts
 from placer.export.moved import told_moved
 from placer.export.placed_modules import PlacedModules
 from placer.export.price import coarsened, price_of
+from placer.milliseconds import milliseconds
 
 torch.set_num_threads(1)
 
@@ -50,9 +53,11 @@ def block() -> Extraction:
     return extract(Step.of(model, (torch.ones(2, 4), torch.ones(2, 4)), squared))
 
 
-def problem_of(extraction: Extraction, memory_bytes: int = 1 << 30) -> Problem:
-    """A millisecond for every call on either device, and one for every transfer."""
-    graph = call_graph(extraction).graph
+def problem_of(
+    extraction: Extraction, memory_bytes: int = 1 << 30, *, of_calls: bool = True
+) -> Problem:
+    """A millisecond for every call or op on either device, and one for every transfer."""
+    graph = call_graph(extraction).graph if of_calls else extraction.graph
     costed = with_costs(graph, {"x": np.full(len(graph), MILLISECOND)}, {"x": "made up"})
     devices = tuple(Device(name=n, kind="x", memory_bytes=memory_bytes) for n in NAMES)
     link = Link(between=NAMES, latency_s=MILLISECOND, bandwidth_bytes_per_s=float("inf"))
@@ -132,6 +137,20 @@ def test_the_price_is_the_step_of_the_exported_placement_over_that_of_the_placem
     assert price.told(calls_on(extraction, {"": "cuda:1"}), moved=False) == []
 
 
+def test_a_price_for_devices_of_another_kind_says_whose_costs_it_has() -> None:
+    extraction = four_calls()
+    problem = problem_of(extraction)
+    stand_for = {"cuda:0": "cpu", "cuda:1": "xpu:0"}
+    price = price_of(problem, placed_on(problem, 0, 1, 0, 1), extraction, stand_for)
+    halves = calls_on(extraction, {"0": "cpu", "1": "xpu:0"})
+    step, costs = price.told(halves)
+    assert "predicted to take 5.000 ms" in step
+    assert costs == "predicted with the costs of cuda:0, cuda:1, not of what they stand for"
+    swapped = {"cuda:0": "cuda:1", "cuda:1": "cuda:0"}
+    price = price_of(problem, placed_on(problem, 0, 1, 0, 1), extraction, swapped)
+    assert len(price.told(calls_on(extraction, {"0": "cuda:1", "1": "cuda:0"}))) == 1
+
+
 def test_what_wins_back_most_of_a_loss_is_known() -> None:
     extraction = four_calls()
     problem = problem_of(extraction)
@@ -161,6 +180,75 @@ def test_what_is_moved_is_told_of_both_passes_by_module() -> None:
         "are not where the placement has them: the model (cuda:1 -> cuda:0), since of a test"
     )
     assert re.fullmatch(r"(\d+) of \d+ backward ops .*: the model \(\1\)", backward)
+
+
+def two_branches() -> Extraction:
+    """Two branches that meet in a module."""
+    branches = {
+        name: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        for name in ("left", "right")
+    }
+    meet = Plain(lambda m, *parts: torch.add(*parts))
+    model = Plain(lambda m, x: m.meet(m.left(x), m.right(x)), **branches, meet=meet)
+    return extract(Step.of(model, (torch.ones(2, 4), torch.ones(2, 4)), squared))
+
+
+@pytest.mark.parametrize(
+    ("apart", "advised"), [("right", ["right"]), ("", [])], ids=["a-branch", "everything"]
+)
+def test_modules_are_to_be_held_together_only_where_that_is_predicted_to_win(
+    apart: str, advised: list[str]
+) -> None:
+    extraction = two_branches()
+    nodes = [attributes_of(extraction.graph, op) for op in extraction.graph]
+    devices = [
+        int(node["phase"] == "backward" and node["module"].startswith(apart)) for node in nodes
+    ]
+    placement = placement_of(extraction.graph, NAMES, devices)
+    price = price_of(problem_of(extraction, of_calls=False), placement, extraction, {})
+    found = device_map(PlacedModules.of(extraction, placement, price=price))
+    assert found.content == {"": 0}
+    assert "the whole model is on cuda:0: one of 2 devices is left" in found.remarks
+    assert any(re.search("1.00x as fast as .* not worth it", told) for told in found.remarks)
+    advice = [remark for remark in found.remarks if "--keep-together" in remark]
+    assert re.findall(r"--keep-together (\w+)", "".join(advice)) == advised
+    if advice:
+        held = price.step(calls_on(extraction, {"left": "cuda:0", "right": "cuda:1"}))
+        assert f"is then predicted to take {milliseconds(held.step_s)} ms" in advice[0]
+    assert not any(
+        "--keep-together" in remark
+        for remark in device_map(PlacedModules.of(extraction, placement)).remarks
+    )
+
+
+def test_no_step_is_predicted_where_only_the_layers_are_followed() -> None:
+    layers = nn.ModuleList(nn.Linear(4, 4) for _ in "12")
+    model = Plain(lambda m, x: m.norm(m.layers[1](m.layers[0](x))), layers=layers)
+    model.norm = nn.LayerNorm(4)
+    extraction = extract(Step.of(model, torch.ones(2, 4), training=False))
+    problem = problem_of(extraction)
+    price = price_of(problem, placed_on(problem, 0, 1, 0), extraction, {})
+    placed = PlacedModules.of(extraction, price.placed, price=price)
+    found = layer_counts(placed)
+    assert found.content["counts"] == [1, 1]
+    around, *_, told = found.remarks
+    assert "and then norm is on cuda:0 again" in around
+    assert told.startswith("no step is predicted")
+
+
+def test_joined_modules_are_where_the_step_is_predicted_to_be_fastest() -> None:
+    left = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    right = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8))
+    model = Plain(lambda m, x: m.head(torch.cat([m.left(x), m.right(x)], 1)), left=left)
+    model.right, model.head = right, nn.Sequential(nn.Linear(12, 2), nn.Tanh())
+    extraction = extract(Step.of(model, torch.ones(2, 4), training=False))
+    graph = call_graph(extraction).graph
+    placement = placement_of(graph, NAMES, [int(op.startswith("right")) for op in graph])
+    price = price_of(problem_of(extraction), placement, extraction, {})
+    by_work = device_map(PlacedModules.of(extraction, placement)).content
+    assert by_work == {"left.0": 0, "left.2": 1, "right": 1, "head": 0}
+    found = device_map(PlacedModules.of(extraction, placement, price=price)).content
+    assert found == {"left": 0, "right.0": 1, "right.2": 0, "head": 0}
 
 
 @pytest.mark.skipif(len(CORES) < 2, reason="two devices need two cores")

@@ -11,12 +11,13 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from placer.export.device_flow import flow, main_device_of
+from placer.export.device_flow import Flow, flow, main_device_of
 from placer.export.faults import ExportError, RenamingError
 from placer.export.format import Exported
+from placer.export.held import held_together
 from placer.export.hooks import HOST
 from placer.export.joining import Joined
-from placer.export.moved import held_together, told_moved
+from placer.export.moved import told_moved
 from placer.export.placed_modules import PlacedModules, is_inside
 from placer.export.renaming import check_main_device
 from placer.milliseconds import milliseconds
@@ -25,6 +26,7 @@ MOST_CALLS = 3
 """How many calls a remark names."""
 LEAST_SHARE = 0.0005
 """Of the FLOPs: what rounds to 0.0% is not worth a change of the model."""
+MERGED = "a module of the map has one device"
 WITHOUT_PARAMETERS = "what has no parameters runs where its inputs are"
 
 
@@ -42,18 +44,20 @@ def device_map(placed: PlacedModules) -> Exported:
     main_device = placed.main_device or main_device_of({op.device for op in placed.ops})
     found = Joined(placed, main_device)
     found.until_it_runs()
-    devices = found.devices()
-    whole = _merged(placed.model, devices)
-    used = set(devices.values())
-    fed = main_device if len(used) > 1 else next(iter(used))
-    seen = flow(placed.extraction.forward, placed.step, whole, fed)
+    seen = _run(placed, found.devices(), main_device)
+    may_offload = main_device != HOST and HOST in {op.device for op in placed.ops}
+    if placed.price is not None and not may_offload and placed.moved(seen.devices):
+        found.choose(placed.price, lambda devices: _run(placed, devices, main_device))
+        seen = _run(placed, found.devices(), main_device)
+    whole = _merged(placed.model, found.devices())
+    used = set(whole.values())
     runs_on = {call: name for call, name in seen.devices.items() if call not in seen.of_loss}
     remarks = told_moved(
         placed,
         runs_on,
         whole,
         WITHOUT_PARAMETERS,
-        found.reasons(),
+        dict.fromkeys(whole.keys() - set(found.units), MERGED) | found.reasons(),
         outside="what is outside of the modules of the map runs where its inputs are",
     )
     is_as_placed = not remarks
@@ -65,13 +69,16 @@ def device_map(placed: PlacedModules) -> Exported:
     remedy = _how_to_keep_it(found, seen.devices)
     remarks += remedy
     left = found.runs_apart() if remedy else seen.devices
-    if placed.price is None or placed.price.is_lost(left):
-        remarks += held_together(placed, runs_on, found.units)
+    if placed.price is not None and not is_offloaded and placed.price.is_lost(left):
+        remarks += held_together(
+            placed, seen.devices, found.units, lambda held: _held_run(held, main_device)
+        )
     if HOST in used and len(used) > 1:
         remarks.append(_host_remark(placed, main_device))
-    placed_on = {op.device for op in placed.ops}
+    placed_on = {op.device for op in (*placed.ops, *placed.backward)}
     if len(used) == 1 and len(placed_on) > 1:
-        remarks.append(f"one of {len(placed_on)} devices is left")
+        left_on = next(iter(used))
+        remarks.append(f"the whole model is on {left_on}: one of {len(placed_on)} devices is left")
     if len(used) == 1 and placed.main_device not in (None, *used):
         remarks.append(
             f"--main-device {placed.main_device} is not used: a model on one device is fed there"
@@ -81,6 +88,21 @@ def device_map(placed: PlacedModules) -> Exported:
         content={module: as_written(device) for module, device in whole.items()},
         remarks=tuple(remarks),
     )
+
+
+def _run(placed: PlacedModules, devices: Mapping[str, str], main_device: str) -> Flow:
+    """Where calls run with a map; a model on one device is fed there."""
+    whole = _merged(placed.model, devices)
+    used = set(whole.values())
+    fed = main_device if len(used) > 1 else next(iter(used))
+    return flow(placed.extraction.forward, placed.step, whole, fed)
+
+
+def _held_run(held: PlacedModules, main_device: str) -> Mapping[str, str]:
+    """{call: device} of the map of modules that are held together."""
+    found = Joined(held, main_device)
+    found.until_it_runs()
+    return _run(held, found.devices(), main_device).devices
 
 
 def _how_to_keep_it(found: Joined, runs_on: Mapping[str, str]) -> list[str]:
@@ -144,7 +166,7 @@ def _host_remark(placed: PlacedModules, main_device: str) -> str:
     )
 
 
-def _merged(model: nn.Module, devices: dict[str, str]) -> dict[str, str]:
+def _merged(model: nn.Module, devices: Mapping[str, str]) -> dict[str, str]:
     """The same map with fewer entries: a module for all that is in it, if it is ever called.
 
     A ModuleList is not: nothing would be sent to its device.

@@ -9,14 +9,20 @@ all layers: there the layer, or the module in it around the op, becomes one.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from itertools import islice
 from types import MappingProxyType
+from typing import Final
 
 import networkx as nx
 
 from placer.export.device_flow import FED, Conflict, Flow, flow
 from placer.export.layers import layer_of, stacks
-from placer.export.placed_modules import PlacedModules, is_inside
+from placer.export.placed_modules import PlacedModules, around, is_inside
+from placer.export.price import Price, is_faster
+
+MOST_TRIED: Final = 16
+"""How many other devices are tried for joined modules: each is a dry run and a prediction."""
 
 
 class Joined:
@@ -30,16 +36,46 @@ class Joined:
         self._gates = placed.gates()
         self._links: list[tuple[tuple[str, ...], Conflict]] = []
         self._whole: dict[str, Conflict] = {}
+        self._chosen: dict[str, str] = {}
 
     def until_it_runs(self) -> None:
         """Join what met on several devices, until nothing does."""
         while (conflict := self._conflict()) is not None:
             self._resolve(conflict)
 
+    def choose(self, price: Price, run: Callable[[Mapping[str, str]], Flow]) -> None:
+        """Give joined modules another device where a step is predicted to be faster so.
+
+        One group after the other, those of most work first, as long as the map runs.
+
+        Args:
+            price: predicts the step.
+            run: the dry run of a map, {unit: device}.
+        """
+        best = price.step(run(self.devices()).devices)
+        homes = sorted({op.device for op in self.placed.ops})
+        others = (
+            (group, home)
+            for group in self._joined()
+            for home in homes
+            if home != self.devices()[group[0]]
+        )
+        for group, device in islice(others, MOST_TRIED):
+            before = self._chosen
+            self._chosen = before | dict.fromkeys(group, device)
+            seen = run(self.devices())
+            step = price.step(seen.devices)
+            if seen.conflict is None and is_faster(step, best):
+                best = step
+            else:
+                self._chosen = before
+
     def devices(self) -> dict[str, str]:
-        """{unit: device}; that of most work in all that are joined, or where the model is fed."""
-        links = [makers for makers, _ in self._links]
-        return self._devices_of([*links, *self.placed.tied_units(self.units)])
+        """{unit: device}; that of most work in all that are joined, or where the model is fed.
+
+        Where another was chosen, it is that.
+        """
+        return self._devices_of(self._together()) | self._chosen
 
     def apart(self) -> dict[str, str]:
         """The same if no op outside of modules joined any."""
@@ -80,16 +116,40 @@ class Joined:
                 found[unit] = f"{' and '.join(tie)} share a parameter"
         return found
 
-    def _devices_of(self, together: Collection[tuple[str, ...]]) -> dict[str, str]:
+    def _together(self) -> list[tuple[str, ...]]:
+        links = [makers for makers, _ in self._links]
+        return [*links, *self.placed.tied_units(self.units)]
+
+    def _joined(self) -> list[list[str]]:
+        """Units that share a device, or are joined from several; those of most work first."""
+        groups = [
+            members
+            for members in self._groups(self._together())
+            if FED not in members and (len(members) > 1 or members[0] in self._whole)
+        ]
+        flops = dict.fromkeys(self.units, 0)
+        for op in self.placed.ops:
+            if (unit := around(op.module, flops)) is not None:
+                flops[unit] += op.flops
+        return sorted(groups, key=lambda members: -sum(flops[unit] for unit in members))
+
+    def _groups(self, together: Collection[tuple[str, ...]]) -> list[list[str]]:
+        """The units that share a device, in order; FED is one of those that are fed."""
         joined: nx.Graph[str] = nx.Graph()
         joined.add_nodes_from(self.units)
         for group in together:
             nx.add_path(joined, group)
+        return [
+            [unit for unit in (*self.units, FED) if unit in component]
+            for component in nx.connected_components(joined)
+        ]
+
+    def _devices_of(self, together: Collection[tuple[str, ...]]) -> dict[str, str]:
         found: dict[str, str] = {}
-        for component in nx.connected_components(joined):
-            members = [unit for unit in self.units if unit in component]
-            device = self.placed.majority(members) or self.placed.home(members[0])
-            found |= dict.fromkeys(members, self.main_device if FED in component else device)
+        for members in self._groups(together):
+            units = [unit for unit in members if unit != FED]
+            device = self.placed.majority(units) or self.placed.home(members[0])
+            found |= dict.fromkeys(units, self.main_device if FED in members else device)
         return {unit: found[unit] for unit in self.units}
 
     def _conflict(self) -> Conflict | None:

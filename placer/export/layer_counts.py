@@ -22,11 +22,16 @@ def layer_counts(placed: PlacedModules) -> Exported:
     """How many layers of the model's one stack each device runs, in the order of the stages.
 
     Raises:
-        ExportError: there is not one stack of layers, or the placement goes back to a device.
+        ExportError: there is not one stack of layers, it is all on one device, or the placement
+            goes back to a device.
     """
     stack = _only_stack(placed)
     devices = [placed.home(layer) for layer in stack.layers]
     runs = [(device, len(list(run))) for device, run in groupby(devices)]
+    if len(runs) == 1:
+        others = {placed.home(unit) for unit in placed.units()} - {devices[0]}
+        what = f"layers of {stack.path or 'the model'}" if others else "modules"
+        raise ExportError(f"all {what} are on {devices[0]}: there is nothing to split")
     _check_once(stack, devices)
     counts = [count for _, count in runs]
     content: dict[str, Any] = {
@@ -41,7 +46,8 @@ def layer_counts(placed: PlacedModules) -> Exported:
         told = [f"counts are of layers alone: what is around them is placed otherwise ({error})"]
         runs_on = placed.by_module(dict(zip(stack.layers, devices, strict=True)))
         told += told_moved(placed, runs_on, stack.layers, WHOLE)
-        told += [] if placed.price is None else placed.price.told(runs_on, single_step=False)
+        if placed.price is not None:
+            told.append("no step is predicted: where what is around the layers runs is not known")
         return Exported(is_as_placed=False, content=content, remarks=tuple(told))
     told = moved(placed, found)
     costs = cost_of(placed, found, moved=bool(told))

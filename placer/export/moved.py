@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
-from placer.export.layers import layer_of, stacks
 from placer.export.placed_modules import PlacedModules, PlacedOp, around
 
 MOST_NAMED: Final = 6
 """How many modules a sentence names; the others are counted."""
-MOST_TOGETHER: Final = 3
-"""How many modules an advice names."""
 
 NO_REASONS: Final[Mapping[str, str]] = MappingProxyType({})
 
@@ -35,7 +33,7 @@ def told_moved(
         why: {module: its reason}, for modules as small as can be or as the export has them.
         outside: the reason of ops outside the units.
     """
-    ops, backward = placed.moved(runs_on), placed.moved_backward(runs_on)
+    ops, backward = placed.moved(runs_on), with_their_calls(placed, placed.moved_backward(runs_on))
     told = []
     if ops:
         flops = sum(op.flops for op in placed.ops)
@@ -47,7 +45,7 @@ def told_moved(
         )
     if backward:
         counts = {
-            module: len(own) for module, own in _by_module(placed, backward, units, ()).items()
+            module: len(own) for module, own in by_module(placed, backward, units, ()).items()
         }
         most = sorted(counts, key=lambda module: -counts[module])
         named = ", ".join(f"{_name(placed, m, units)} ({counts[m]})" for m in most[:MOST_NAMED])
@@ -60,43 +58,16 @@ def told_moved(
     return told
 
 
-def held_together(
-    placed: PlacedModules, runs_on: Mapping[str, str], units: Collection[str]
-) -> list[str]:
-    """How to place so that no backward op is moved, as one sentence or none.
+def with_their_calls(placed: PlacedModules, ops: Sequence[PlacedOp]) -> list[PlacedOp]:
+    """Backward ops in the modules of their calls, as other runtimes run them.
 
-    It helps where the placement has backward ops of a module apart from its forward ops.
+    An op that adds up gradients may be of a module that only reads what the call gives.
     """
-    home = {op.call: op.device for op in placed.ops}
-    apart = [
-        op for op in placed.moved_backward(runs_on) if home.get(op.call, op.device) != op.device
-    ]
-    found = stacks(placed.model)
-    counts: dict[str, int] = {}
-    for module, ops in _by_module(placed, apart, units, ()).items():
-        branch = layer_of(module, found) or _branch(module)
-        if not _is_code(placed, module, units):  # of which only parts could be held
-            counts[branch] = counts.get(branch, 0) + len(ops)
-    counts.pop("", None)
-    if not counts:
-        return []
-    most = sorted(counts, key=lambda module: -counts[module])
-    options = " ".join(f"--keep-together {module}" for module in most[:MOST_TOGETHER])
-    if len(most) > MOST_TOGETHER:
-        options += f" and so on for {len(most) - MOST_TOGETHER} more modules"
-    told = (
-        f"for training, place with {options}, which holds the backward ops of a module where its "
-    )
-    return [f"{told}forward ops are; for inference, place with --inference"]
+    module_of = {op.call: op.module for op in placed.ops}
+    return [replace(op, module=module_of.get(op.call, op.module)) for op in ops]
 
 
-def _branch(module: str) -> str:
-    """A module, or the Sequential that it is a member of: ``audio`` of ``audio.0``."""
-    outer, _, name = module.rpartition(".")
-    return _branch(outer) if outer and name.isdigit() else module
-
-
-def _by_module(
+def by_module(
     placed: PlacedModules, ops: Sequence[PlacedOp], *modules: Collection[str]
 ) -> dict[str, list[PlacedOp]]:
     """{module: its ops}, those of most work first; ops outside the modules by whose code it is.
@@ -111,17 +82,27 @@ def _by_module(
     return dict(sorted(found.items(), key=lambda item: -sum(op.flops for op in item[1])))
 
 
-def _name(placed: PlacedModules, module: str, units: Collection[str]) -> str:
-    """How a module is called, or the code of one of which only parts are units."""
-    if _is_code(placed, module, units):
+def _name(
+    placed: PlacedModules, module: str, units: Collection[str], ops: Sequence[PlacedOp] = ()
+) -> str:
+    """How a module is called, or the code of one if only that is meant, or only parts are units."""
+    if is_code(placed, module, units) or _is_around(placed, module, ops):
         return f"the code of {module}" if module else "the code of the model"
     return module or "the model"
 
 
-def _is_code(placed: PlacedModules, module: str, units: Collection[str]) -> bool:
+def is_code(placed: PlacedModules, module: str, units: Collection[str]) -> bool:
     """Whether a module is none of the units, nor in one, but has some inside."""
     known = dict(placed.model.named_modules()).get(module)  # None of the loss
     return around(module, units) is None and known is not None and any(known.children())
+
+
+def _is_around(placed: PlacedModules, module: str, ops: Sequence[PlacedOp]) -> bool:
+    """Whether ops are of a module's own forward, whose parameters are all of modules inside."""
+    known = dict(placed.model.named_modules()).get(module)
+    if known is None or not ops or list(known.parameters(recurse=False)):
+        return False
+    return bool(list(known.parameters())) and all(op.module == module for op in ops)
 
 
 def _named(
@@ -134,13 +115,13 @@ def _named(
     why: Collection[str],
 ) -> str:
     """The modules with their devices, those of one reason together."""
-    found = _by_module(placed, ops, units, why)
+    found = by_module(placed, ops, units, why)
     of_reason: dict[str, list[str]] = {}
     for module, own in list(found.items())[:MOST_NAMED]:
         before = ", ".join(sorted({op.device for op in own}))
         after = ", ".join(sorted({runs_on[op.call] for op in own}))
         reason = reason_of(module) if around(module, units) is not None else outside
-        name = f"{_name(placed, module, units)} ({before} -> {after})"
+        name = f"{_name(placed, module, units, own)} ({before} -> {after})"
         of_reason.setdefault(reason, []).append(name)
     told = [f"{', '.join(names)}, since {reason}" for reason, names in of_reason.items()]
     if len(found) > MOST_NAMED:

@@ -16,6 +16,7 @@ from envs.problem import Problem
 from envs.simulator import Simulated
 from graphs.extract import Extraction
 from placer.export.call_keys import call_keys
+from placer.export.renaming import told_costs_of_others
 from placer.milliseconds import milliseconds
 
 SMALLEST_CHANGE: Final = 0.01
@@ -81,7 +82,7 @@ class Price:
     def told(
         self, runs_on: Mapping[str, str], *, moved: bool = True, single_step: bool = True
     ) -> list[str]:
-        """What an export costs, as one sentence; none if it costs nothing, or next to it.
+        """What an export costs, in one sentence, and of what; none if it costs next to nothing.
 
         Args:
             runs_on: {call: device of the export}.
@@ -99,7 +100,7 @@ class Price:
         more = after.step_s / before.step_s - 1
         gain = alone_s / after.step_s
         is_weighed = single_step and self.placed.objective != "max-load"
-        several = len(set(runs_on.values())) > 1
+        several = len(set(runs_on.values())) > 1 or len(set(self.placed.devices)) > 1
         is_worth_it = not (is_weighed and several) or gain >= 1 + SMALLEST_GAIN
         if not moved and more < SMALLEST_CHANGE and is_worth_it:
             return []
@@ -108,12 +109,20 @@ class Price:
             f"{abs(more):.1%} {'longer' if more >= 0 else 'less'} than the "
             f"{milliseconds(before.step_s)} ms as placed"
         )
-        if not is_weighed:
-            return [told]
-        if np.isinf(alone_s):
-            return [f"{told}; no device has room for it alone"]
-        told += f": {gain:.2f}x as fast as {name} alone (as placed {alone_s / before.step_s:.2f}x)"
-        return [told if is_worth_it else f"{told}, which is not worth it"]
+        if is_weighed and np.isinf(alone_s):
+            told += "; no device has room for it alone"
+        elif is_weighed:
+            then = f"as placed {alone_s / before.step_s:.2f}x"
+            told += f": {gain:.2f}x as fast as {name} alone ({then})"
+            told += "" if is_worth_it else ", which is not worth it"
+        return [told, *told_costs_of_others(self.renamed, self.problem.cluster.names)]
+
+
+def is_faster(found: StepResult, other: StepResult) -> bool:
+    """Whether a step is faster than another, to people, or fits where that does not."""
+    if not (found.feasible and other.feasible):
+        return found.feasible and not other.feasible
+    return found.step_s < other.step_s * (1 - SMALLEST_CHANGE)
 
 
 def price_of(

@@ -47,6 +47,19 @@ def told_joined(renamed: Mapping[str, str], placed_on: Sequence[str]) -> list[st
     ]
 
 
+def told_costs_of_others(renamed: Mapping[str, str], placed_on: Sequence[str]) -> list[str]:
+    """Of which devices predictions are, if some are written as devices of another kind; or none.
+
+    >>> told_costs_of_others({"core:0": "cuda:0"}, ["core:0", "core:1"])
+    ['predicted with the costs of core:0, not of what it stands for']
+    """
+    others = [name for name in placed_on if _kind(renamed.get(name, name)) != _kind(name)]
+    if not others:
+        return []
+    what = "what it stands for" if len(others) == 1 else "what they stand for"
+    return [f"predicted with the costs of {', '.join(others)}, not of {what}"]
+
+
 def check_main_device(name: str | None, devices: Collection[str]) -> None:
     """Make sure that a model can be fed on a device.
 
@@ -90,3 +103,7 @@ def is_of_torch(name: str) -> bool:
         return torch.device(name).type != "meta"
     except RuntimeError:
         return False
+
+
+def _kind(name: str) -> str:
+    return name.partition(":")[0]

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from placer.export.faults import ExportError
+from placer.export.held import held_together
 from placer.export.layers import layer_of, stacks
-from placer.export.moved import held_together, told_moved
+from placer.export.moved import told_moved
 from placer.export.placed_modules import PlacedModules, around
 
 WHOLE: Final = "a module is in one stage as a whole"
@@ -104,7 +105,7 @@ def moved(placed: PlacedModules, found: Sequence[Stage]) -> list[str]:
     units = [unit for stage in found for unit in stage.modules]
     devices = runs_on(placed, found)
     told = told_moved(placed, devices, units, WHOLE, outside=BETWEEN)
-    return told + held_together(placed, devices, units)
+    return told + held_together(placed, devices, units, lambda held: runs_on(held, stages(held)))
 
 
 def cost_of(placed: PlacedModules, found: Sequence[Stage], *, moved: bool) -> list[str]:
