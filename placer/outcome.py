@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from envs.calibrate import why_doubtful
 from envs.measured import CONTENDED, Measurement, contended, tied
 from envs.placement import Placement
 from envs.problem import Problem
@@ -266,6 +267,8 @@ class Optimization:
         found += [f"{row.name} failed: {row.failure}" for row in self.rows if row.failure]
         if self.loaded:
             found.append(self._how_busy)
+        if doubt := why_doubtful(self.problem.cluster):
+            found.append(doubt)
         if self.extraction is not None:
             found += extraction_remarks(self.extraction)
         if self.stopped and self.measuring_s > 0 and self.best.measurement is None:

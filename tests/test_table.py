@@ -188,6 +188,16 @@ def test_a_busy_machine_judges_no_unplaced_step_and_says_how_busy_it_was() -> No
     assert "34 x rebuilt ones, where up to 1.15 x is quiet" in told
 
 
+def test_links_that_were_measured_on_a_busy_machine_are_told() -> None:
+    found = optimization(("core:0", "core:1"))
+    assert not any("links" in remark for remark in found.remarks)
+    first, second = found.problem.cluster.devices
+    cluster = replace(found.problem.cluster, devices=(first, replace(second, contention=28.4)))
+    problem = Problem.of(found.problem.graph, cluster)
+    [told] = [remark for remark in replace(found, problem=problem).remarks if "links" in remark]
+    assert "wall over CPU time of core:1 28.4 x" in told
+
+
 def test_the_evidence_of_a_busy_machine_has_both_clocks() -> None:
     quiet = optimization(("core:0", "core:1"))
     table = step_table([Steps.of("m", quiet)], "two cores")
