@@ -31,6 +31,7 @@ from graphs.graph import GraphArrays, attributes_of
 from graphs.sketches import transformer
 from placer.cli.main import build_parser, main
 from placer.outcome import Optimization
+from placer.parallel.arguments import build_parser as run_parser
 from placer.pipeline import Options, optimize_problem
 from placer.report.html import (
     Source,
@@ -300,6 +301,9 @@ def test_exports_that_fail_are_not_offered_but_told_and_others_come_with_their_p
     )
     commands = {command.what.split(":")[0]: command for command in next_commands(source)}
     hugging_face = commands["Export for Hugging Face"]
+    assert hugging_face.what.endswith("accelerate's dispatch_model(device_map=...)")
+    published = next_commands(replace(source, target="hf:gpt2"))
+    assert any(command.what.endswith("from_pretrained(device_map=...)") for command in published)
     assert "--as core:0=cuda:0,core:1=cuda:1" in hugging_face.command
     assert "cat in Towers.forward wants what left and right give" in hugging_face.told
     assert "a step is predicted to take" in hugging_face.told
@@ -383,6 +387,23 @@ def test_reports_of_clusters_elsewhere_try_their_exports_too(tmp_path: Path) -> 
     assert one == two
     [hugging_face] = [command for command in one if "Hugging Face" in command["what"]]
     assert "a step is predicted to take" in hugging_face["told"]
+    assert not any("placer.run" in command["command"] for command in one)  # no torch knows n1:g0
+
+
+def test_the_page_says_how_to_train_with_the_placement(tmp_path: Path) -> None:
+    model, cluster, out, page = (tmp_path / name for name in ("m.py", "c.toml", "p.json", "1.html"))
+    model.write_text(CROSSED)
+    cluster.write_text(ELSEWHERE.replace("n1:g", "cuda:"))
+    arguments = [f"{model}:build", "--cluster", str(cluster), "--out", str(out)]
+    arguments += ["--budget", "50e", "--report", str(page)]
+    assert main(["optimize", *arguments, "--optimizer", "adam"]) == 0
+    first, *_ = data_of(page)["commands"]
+    words = shlex.split(first["command"])
+    assert words[:4] == ["torchrun", "--nproc-per-node=1", "-m", "placer.run"]
+    told = run_parser().parse_args(words[4:])
+    assert (told.target, told.placement, told.optimizer) == (f"{model}:build", out, "adam")
+    assert main(["optimize", *arguments, "--inference"]) == 0
+    assert not any("placer.run" in command["command"] for command in data_of(page)["commands"])
 
 
 def data_of(path: Path) -> dict[str, Any]:
