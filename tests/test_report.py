@@ -226,8 +226,32 @@ def test_what_was_measured_when_a_placement_was_made_is_told_again() -> None:
     assert chosen["measured_memory_bytes"] == [7_000_000, None, None]
     rebuilt = reviewed(problem, replace(placed(problem), measured={**measured, "step_s": 0.4}))
     [chosen] = [row for row in report_data(rebuilt)["candidates"] if row["best"]]
-    assert chosen["measured"]["low_s"] == chosen["measured"]["high_s"] == 0.4  # not its spread
+    assert chosen["measured"]["low_s"] is chosen["measured"]["high_s"] is None  # not its spread
     assert chosen["measured"]["min_s"] is None  # nor the shortest by another clock
+
+
+def test_quartiles_that_a_file_does_not_keep_are_not_drawn_and_its_two_clocks_are_told() -> None:
+    problem = random_problem(10)
+    measured: dict[str, Any] = {
+        "step_s": 0.5,
+        "wall_median_s": 2.0,
+        "spread": 0.1,
+        "single_device_step_s": 1.0,
+        "single_device_wall_median_s": 2.5,
+    }
+    found = report_data(reviewed(problem, replace(placed(problem), measured=measured)))
+    assert found["verdict"] == (
+        "2.00x faster than the best single device, rebuilt from CPU clocks when it was made "
+        "(1.25x by the wall clock of a busy machine)."
+    )
+    of_wall = replace(placed(problem), measured={**measured, "step_s": 2.0})
+    for data, known in ((found, 0), (report_data(reviewed(problem, of_wall)), 1)):
+        seen = [row["measured"] for row in data["candidates"] if row["measured"] is not None]
+        assert len(seen) == 2
+        assert sum(runs["low_s"] is not None for runs in seen) == known
+    del measured["single_device_wall_median_s"]
+    found = report_data(reviewed(problem, replace(placed(problem), measured=measured)))
+    assert found["verdict"].endswith("rebuilt from CPU clocks when it was made.")
 
 
 def test_a_report_of_five_thousand_ops_stays_small() -> None:
