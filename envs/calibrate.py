@@ -17,13 +17,13 @@ from typing import Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from envs.calibration_cache import cache_path, cached, filled, store
 from envs.cluster import Cluster, Device, Link
 from envs.discover import present
 from envs.executor.lists import device_lists
 from envs.executor.pool import StepRun, WorkerPool
+from envs.measured import CONTENDED
 from envs.profiling import once_more
 from envs.torch_devices import is_core
 from envs.torch_speeds import measured_speeds
@@ -38,13 +38,16 @@ MATRIX: Final = 768
 REPEATS: Final = 7
 HAND_OFF_REPEATS: Final = 25
 SHORTEST_HOP_S: Final = 1e-6
+KEPT_IF: Final = "quiet"
+"""Told to the cache: files from before this was asked of measurements do not count."""
 
 
 def calibrated(cluster: Cluster, *, again: bool = False) -> Cluster:
     """The cluster, with measured numbers where it lacks them: links and speeds of devices.
 
     Whatever the given cluster does say stays as it is. What was measured is kept in a file, see
-    envs/calibration_cache.py. With ``again`` it is measured anew.
+    envs/calibration_cache.py, unless others used the cores meanwhile, see :func:`why_doubtful`.
+    With ``again`` it is measured anew.
 
     Raises:
         ValueError: a device is not here, or cores are mixed with devices of torch.
@@ -57,7 +60,8 @@ def calibrated(cluster: Cluster, *, again: bool = False) -> Cluster:
     if known is None:
         on_cores = is_core(cluster.names[0])
         known = once_more(lambda: calibrate(plain)) if on_cores else measured_speeds(plain)
-        store(path, known)
+        if not why_doubtful(known):
+            store(path, known)
     return filled(cluster, known)
 
 
@@ -72,11 +76,30 @@ def calibrated_before(cluster: Cluster) -> Cluster | None:
     return None if known is None else filled(cluster, known)
 
 
+def why_doubtful(cluster: Cluster) -> str:
+    """That others used devices while their speeds were measured, and what to do; "" if none did."""
+    told = ", ".join(
+        f"{device.name} {device.contention:.3g} x"
+        for device in cluster.devices
+        if device.contention > CONTENDED
+    )
+    if not told:
+        return ""
+    return (
+        "Speeds of devices and links were measured while others used the cores (wall over CPU time "
+        f"of {told}, where up to {CONTENDED} x is quiet): links may look much slower than they "
+        "are. They are not kept, and are measured again next time; run again when `placer doctor` "
+        "says good."
+    )
+
+
 def _file_of(plain: Cluster) -> Path:
     """Where measured numbers of these devices are kept."""
     on_cores = is_core(plain.names[0])
     about = list(plain.names)
-    if not on_cores:
+    if on_cores:
+        about.append(KEPT_IF)
+    else:
         about += [device.kind for device in plain.devices]
         about.append(torch.get_float32_matmul_precision())
     return cache_path("cores" if on_cores else "torch", about)
@@ -91,14 +114,17 @@ def calibrate(cluster: Cluster) -> Cluster:
         WorkerError: the workers do not come up.
     """
     rates: dict[str, _Rates] = {}
+    contention: dict[str, float] = {}
     hand_offs: dict[tuple[str, str], tuple[float, float]] = {}
     pairs: list[tuple[Device, Device | None]] = [*_pairs(cluster.devices)]
     for a, b in pairs or [(cluster.devices[0], None)]:
         if b is None or (a.kind, b.kind) not in hand_offs:
             with WorkerPool(_PROGRAM, [a] if b is None else [a, b]) as pool:
                 rates[a.kind] = _device_rates(pool, 0)
+                contention[a.name] = rates[a.kind].contention
                 if b is not None:
                     rates[b.kind] = _device_rates(pool, 1)
+                    contention[b.name] = rates[b.kind].contention
                     slower = min(rates[a.kind].bytes_per_s, rates[b.kind].bytes_per_s)
                     hand_offs[a.kind, b.kind] = _hand_off(pool, slower)
     source = f"measured {datetime.date.today().isoformat()}, torch {torch.__version__}"
@@ -108,6 +134,7 @@ def calibrate(cluster: Cluster) -> Cluster:
             peak_flop_per_s=rates[device.kind].flop_per_s,
             bandwidth_bytes_per_s=rates[device.kind].bytes_per_s,
             source=source,
+            contention=told if (told := contention.get(device.name, 0.0)) > CONTENDED else 0.0,
         )
         for device in cluster.devices
     )
@@ -127,6 +154,7 @@ def calibrate(cluster: Cluster) -> Cluster:
 class _Rates:
     flop_per_s: float
     bytes_per_s: float
+    contention: float  # wall over CPU time
 
 
 def _pairs(devices: Sequence[Device]) -> list[tuple[Device, Device]]:
@@ -134,10 +162,19 @@ def _pairs(devices: Sequence[Device]) -> list[tuple[Device, Device]]:
 
 
 def _device_rates(pool: WorkerPool, device: int) -> _Rates:
-    """Matrix products for arithmetic, an addition that no cache holds for memory traffic."""
-    multiply_s = float(np.median(_op_times(pool, _MULTIPLY, device)))
-    add_s = float(np.median(_op_times(pool, _ADD, device)))
-    return _Rates(2 * MATRIX**3 / multiply_s, 2 * STREAM_BYTES / add_s)
+    """Matrix products for arithmetic, an addition that no cache holds for memory traffic.
+
+    On several cores ops are timed by the wall clock, which tells nothing of contention.
+    """
+    multiply, add = (
+        _runs(pool, chain, [device] * len(chain), REPEATS) for chain in (_MULTIPLY, _ADD)
+    )
+    cpu_s = sum(float(run.cpu_s[device].sum()) for run in (*multiply, *add))
+    return _Rates(
+        flop_per_s=2 * MATRIX**3 / _op_s(multiply, device),
+        bytes_per_s=2 * STREAM_BYTES / _op_s(add, device),
+        contention=sum(run.wall_s for run in (*multiply, *add)) / cpu_s,
+    )
 
 
 def _hand_off(pool: WorkerPool, memory_bytes_per_s: float) -> tuple[float, float]:
@@ -171,11 +208,9 @@ def hop_rates(small_s: float, large_s: float, memory_bytes_per_s: float) -> tupl
     )
 
 
-def _op_times(pool: WorkerPool, chain: range, device: int) -> NDArray[np.float64]:
-    """Median CPU seconds of every op of a chain, (ops,)."""
-    runs = _runs(pool, chain, [device] * len(chain), REPEATS)
-    times: NDArray[np.float64] = np.median(np.stack([run.cpu_s[device] for run in runs]), axis=0)
-    return times
+def _op_s(runs: Sequence[StepRun], device: int) -> float:
+    """CPU seconds of an op: the median over a chain of those over its runs."""
+    return float(np.median(np.median(np.stack([run.cpu_s[device] for run in runs]), axis=0)))
 
 
 def _wall_s(pool: WorkerPool, chain: range, placed: Sequence[int]) -> float:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -52,7 +53,8 @@ def filled(cluster: Cluster, measured: Cluster) -> Cluster:
 
 
 def _filled(device: Device, measured: Device) -> Device:
-    lacking = {
+    contention = max(device.contention, measured.contention)
+    lacking: dict[str, Any] = {
         name: getattr(measured, name)
         for name in ("peak_flop_per_s", "bandwidth_bytes_per_s")
         if math.isnan(getattr(device, name))
@@ -62,4 +64,4 @@ def _filled(device: Device, measured: Device) -> Device:
     if not lacking:
         return device
     source = "; ".join(text for text in (device.source, measured.source) if text)
-    return replace(device, source=source, **lacking)
+    return replace(device, source=source, contention=contention, **lacking)

@@ -10,6 +10,7 @@
     kind = "core"              # bandwidth_bytes_per_s and source as in Device
     memory_bytes = 8_000_000_000
     price_per_hour = 0.05      # in any currency; only for placer optimize --pareto
+    contention = 3.1           # only where it was calibrated while others used it
 
     [[link]]
     between = ["core:0", "core:1"]     # every ordered pair among them, or
@@ -56,7 +57,7 @@ LinkOrder: TypeAlias = Literal["fifo", "priority"]
 SHARINGS: Final[tuple[Sharing, ...]] = ("none", "egress", "pair", "bus")
 LINK_ORDERS: Final[tuple[LinkOrder, ...]] = ("fifo", "priority")
 FORMAT: Final = "placer-cluster/1"
-RARE: Final = frozenset({"ports", "ingress", "price_per_hour"})
+RARE: Final = frozenset({"ports", "ingress", "price_per_hour", "contention"})
 """Keys that are only written where they are used: other readers of the format may not know them."""
 LARGEST_FILE_BYTES: Final = 10**6
 """Six thousand devices, far more than anything here is made for."""
@@ -75,6 +76,7 @@ class Device:
     bandwidth_bytes_per_s: float = math.nan
     source: str = ""  # where the numbers come from: a data sheet, or "measured <date>"
     price_per_hour: float = 0.0  # of renting it, in any currency, the same for all; 0: not given
+    contention: float = 0.0  # wall over CPU time of its calibration, where others used it
 
     def __post_init__(self) -> None:
         if not self.name or not self.kind:
@@ -89,6 +91,10 @@ class Device:
         for name in ("peak_flop_per_s", "bandwidth_bytes_per_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"device {self.name!r}: {name} must be above 0")
+        if not (math.isfinite(self.contention) and self.contention >= 0):
+            raise ValueError(
+                f"device {self.name!r}: contention is {self.contention}, not a ratio of times >= 0"
+            )
         if not (math.isfinite(self.price_per_hour) and self.price_per_hour >= 0):
             raise ValueError(
                 f"device {self.name!r}: price_per_hour is {self.price_per_hour}, not a price >= 0"

@@ -13,6 +13,7 @@ import torch
 
 import placer
 from envs.cache_folder import cache_folder, processor
+from envs.calibrate import why_doubtful
 from envs.cluster import Cluster
 from envs.discover import available_memory_bytes, cores_of, own_cores
 from envs.measured import CONTENDED
@@ -89,7 +90,7 @@ class Checkup:
     @property
     def advice(self) -> list[str]:
         """What the verdict does not say and a user can act on, each in a sentence or two."""
-        found = []
+        found = [doubt] if (doubt := why_doubtful(self.cluster)) else []
         if self.loud:
             told = (
                 f"The load is {self.load:.1f} on {self.cores} core{'s'[: self.cores > 1]}: as long "

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from envs.measured import Measurement, contended, tied
+from envs.calibrate import why_doubtful
+from envs.measured import CONTENDED, Measurement, contended, tied
 from envs.placement import Placement
 from envs.problem import Problem
 from graphs.extract import Extraction
@@ -215,6 +216,8 @@ class Optimization:
         # Threads of OpenMP have slow phases of their own, so the best steps decide.
         gain, by_median = unplaced.min_s / seen.min_s, unplaced.median_s / seen.median_s
         what = "not placing the model, with torch's threads on all cores"
+        if self.loaded:  # wall times of a busy machine tell nothing, and the threads have no other
+            return f"Whether {what}, is faster cannot be judged now: run again when it is quiet."
         if gain > 1 + SMALLEST_GAIN:
             return (
                 f"The placement is {gain:.2f}x faster than {what}, by the shortest wall times "
@@ -258,6 +261,23 @@ class Optimization:
         return "No single device has costs for all ops."
 
     @property
+    def _how_busy(self) -> str:
+        """How much of the time others had the cores, as far as known which, and what to do."""
+        ran = [(row, m) for row in self.rows if (m := row.measurement) is not None and m.ok]
+        times = float(np.median([seen.contention for _, seen in ran]))
+        names = self.problem.cluster.names
+        cores = ", ".join(
+            f"{seen.contention:.3g} x on {names[row.placement.devices[0]]}"
+            for row, seen in ran
+            if row.is_single
+        )
+        return (
+            f"This machine was busy while candidates ran: wall times are {times:.3g} x rebuilt ones"
+            f"{f' ({cores} alone)' if cores else ''}, where up to {CONTENDED} x is quiet. They are "
+            f"judged by times {REBUILT}; run again with --fresh when `placer doctor` says good."
+        )
+
+    @property
     def remarks(self) -> list[str]:
         """What a reader of the numbers should know, each a sentence."""
         found = [f"Nothing was measured: {self.trouble}"] if self.trouble else []
@@ -266,10 +286,9 @@ class Optimization:
             found.append("No optimizer is in the step: neither its time nor its state is counted.")
         found += [f"{row.name} failed: {row.failure}" for row in self.rows if row.failure]
         if self.loaded:
-            found.append(
-                "This machine was busy while candidates ran (wall time above 1.15 x rebuilt): they "
-                "are judged by times rebuilt from CPU clocks."
-            )
+            found.append(self._how_busy)
+        if doubt := why_doubtful(self.problem.cluster):
+            found.append(doubt)
         if self.extraction is not None:
             found += extraction_remarks(self.extraction)
         if self.stopped and self.measuring_s > 0 and self.best.measurement is None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +15,8 @@ import tiny_models
 import torch
 
 from envs import calibrate
-from envs.calibrate import calibrated, hop_rates
-from envs.cluster import Cluster, Device, Link
+from envs.calibrate import calibrated, hop_rates, why_doubtful
+from envs.cluster import Cluster, Device, Link, cluster_to_toml, load_cluster
 from envs.discover import discover
 from envs.executor.pool import StepRun, WorkerPool
 from envs.profiling import profile_ops
@@ -82,6 +84,22 @@ def test_speeds_of_devices_and_links_are_measured() -> None:
     assert 1e6 < link.bandwidth_bytes_per_s <= slower * (1 + 1e-9)
 
 
+def test_another_process_on_a_core_is_seen_while_it_is_calibrated(tmp_path: Path) -> None:
+    core = CORES[0]
+    code = f"import os; os.sched_setaffinity(0, {{{core}}})\nprint(flush=True)\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        try:
+            found = calibrate.calibrate(discover(f"core:{core}"))
+        finally:
+            other.kill()
+    assert found.devices[0].contention > 1.15
+    assert f"core:{core} " in why_doubtful(found)
+    (tmp_path / "cluster.toml").write_text(cluster_to_toml(found))
+    assert load_cluster(tmp_path / "cluster.toml") == found
+
+
 def test_a_single_device_has_no_link() -> None:
     found = calibrate.calibrate(discover(f"core:{CORES[0]}"))
     assert found.links == ()
@@ -133,6 +151,29 @@ def test_it_is_measured_again_when_asked(measured: list[Cluster]) -> None:
     again = calibrated(made_up("core:0", "core:1"), again=True)
     assert again.devices[0].peak_flop_per_s == first.devices[0].peak_flop_per_s + 1
     assert calibrated(made_up("core:0", "core:1")) == again
+    assert len(measured) == 2
+
+
+@pytest.mark.usefixtures("cache")
+def test_speeds_of_a_busy_machine_are_told_and_measured_again(
+    cache: Path, measured: list[Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quiet = calibrate.calibrate
+
+    def busy(cluster: Cluster) -> Cluster:
+        first, second = quiet(cluster).devices
+        links = (replace(OWN_LINK, between=cluster.names),)
+        return replace(cluster, devices=(first, replace(second, contention=28.4)), links=links)
+
+    monkeypatch.setattr(calibrate, "calibrate", busy)
+    found = calibrated(made_up("core:0", "core:1"))
+    assert "core:1 28.4 x" in why_doubtful(found)
+    assert "core:0" not in why_doubtful(found)
+    assert not cache.exists()
+    monkeypatch.setattr(calibrate, "calibrate", quiet)
+    found = calibrated(made_up("core:0", "core:1"))
+    assert why_doubtful(found) == ""
+    assert calibrated(made_up("core:0", "core:1")) == found
     assert len(measured) == 2
 
 

@@ -30,6 +30,11 @@ HEALTHY = Checkup(
     cache_writable=True,
 )
 
+MEASURED_BUSY = replace(
+    HEALTHY.cluster,
+    devices=(HEALTHY.cluster.devices[0], replace(HEALTHY.cluster.devices[1], contention=3.1)),
+)
+
 
 def test_a_quiet_machine_needs_no_advice() -> None:
     assert HEALTHY.advice == []
@@ -46,6 +51,10 @@ def test_a_quiet_machine_needs_no_advice() -> None:
         (
             replace(HEALTHY, noise=(replace(QUIET, spread=0.4),)),
             ["on core 0, small gains"],
+        ),
+        (
+            replace(HEALTHY, cluster=MEASURED_BUSY),
+            ["measured while others used the cores", "d1 3.1 x", "measured again next time"],
         ),
         (replace(HEALTHY, quota_cores=1.5), ["1.5 cores' worth of time on 2 cores"]),
         (replace(HEALTHY, governors=frozenset({"powersave"})), ["set by powersave"]),

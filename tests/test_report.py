@@ -31,6 +31,7 @@ from graphs.graph import GraphArrays, attributes_of
 from graphs.sketches import transformer
 from placer.cli.main import build_parser, main
 from placer.outcome import Optimization
+from placer.parallel.arguments import build_parser as run_parser
 from placer.pipeline import Options, optimize_problem
 from placer.report.html import (
     Source,
@@ -225,8 +226,32 @@ def test_what_was_measured_when_a_placement_was_made_is_told_again() -> None:
     assert chosen["measured_memory_bytes"] == [7_000_000, None, None]
     rebuilt = reviewed(problem, replace(placed(problem), measured={**measured, "step_s": 0.4}))
     [chosen] = [row for row in report_data(rebuilt)["candidates"] if row["best"]]
-    assert chosen["measured"]["low_s"] == chosen["measured"]["high_s"] == 0.4  # not its spread
+    assert chosen["measured"]["low_s"] is chosen["measured"]["high_s"] is None  # not its spread
     assert chosen["measured"]["min_s"] is None  # nor the shortest by another clock
+
+
+def test_quartiles_that_a_file_does_not_keep_are_not_drawn_and_its_two_clocks_are_told() -> None:
+    problem = random_problem(10)
+    measured: dict[str, Any] = {
+        "step_s": 0.5,
+        "wall_median_s": 2.0,
+        "spread": 0.1,
+        "single_device_step_s": 1.0,
+        "single_device_wall_median_s": 2.5,
+    }
+    found = report_data(reviewed(problem, replace(placed(problem), measured=measured)))
+    assert found["verdict"] == (
+        "2.00x faster than the best single device, rebuilt from CPU clocks when it was made "
+        "(1.25x by the wall clock of a busy machine)."
+    )
+    of_wall = replace(placed(problem), measured={**measured, "step_s": 2.0})
+    for data, known in ((found, 0), (report_data(reviewed(problem, of_wall)), 1)):
+        seen = [row["measured"] for row in data["candidates"] if row["measured"] is not None]
+        assert len(seen) == 2
+        assert sum(runs["low_s"] is not None for runs in seen) == known
+    del measured["single_device_wall_median_s"]
+    found = report_data(reviewed(problem, replace(placed(problem), measured=measured)))
+    assert found["verdict"].endswith("rebuilt from CPU clocks when it was made.")
 
 
 def test_a_report_of_five_thousand_ops_stays_small() -> None:
@@ -300,6 +325,9 @@ def test_exports_that_fail_are_not_offered_but_told_and_others_come_with_their_p
     )
     commands = {command.what.split(":")[0]: command for command in next_commands(source)}
     hugging_face = commands["Export for Hugging Face"]
+    assert hugging_face.what.endswith("accelerate's dispatch_model(device_map=...)")
+    published = next_commands(replace(source, target="hf:gpt2"))
+    assert any(command.what.endswith("from_pretrained(device_map=...)") for command in published)
     assert "--as core:0=cuda:0,core:1=cuda:1" in hugging_face.command
     assert "cat in Towers.forward wants what left and right give" in hugging_face.told
     assert "a step is predicted to take" in hugging_face.told
@@ -383,6 +411,23 @@ def test_reports_of_clusters_elsewhere_try_their_exports_too(tmp_path: Path) -> 
     assert one == two
     [hugging_face] = [command for command in one if "Hugging Face" in command["what"]]
     assert "a step is predicted to take" in hugging_face["told"]
+    assert not any("placer.run" in command["command"] for command in one)  # no torch knows n1:g0
+
+
+def test_the_page_says_how_to_train_with_the_placement(tmp_path: Path) -> None:
+    model, cluster, out, page = (tmp_path / name for name in ("m.py", "c.toml", "p.json", "1.html"))
+    model.write_text(CROSSED)
+    cluster.write_text(ELSEWHERE.replace("n1:g", "cuda:"))
+    arguments = [f"{model}:build", "--cluster", str(cluster), "--out", str(out)]
+    arguments += ["--budget", "50e", "--report", str(page)]
+    assert main(["optimize", *arguments, "--optimizer", "adam"]) == 0
+    first, *_ = data_of(page)["commands"]
+    words = shlex.split(first["command"])
+    assert words[:4] == ["torchrun", "--nproc-per-node=1", "-m", "placer.run"]
+    told = run_parser().parse_args(words[4:])
+    assert (told.target, told.placement, told.optimizer) == (f"{model}:build", out, "adam")
+    assert main(["optimize", *arguments, "--inference"]) == 0
+    assert not any("placer.run" in command["command"] for command in data_of(page)["commands"])
 
 
 def data_of(path: Path) -> dict[str, Any]:

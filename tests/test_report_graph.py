@@ -176,6 +176,24 @@ def test_labels_can_be_read_when_the_page_opens_however_wide_the_graph_is(page: 
     assert texts_over_each_other(page) == []
 
 
+def long_names() -> nx.DiGraph[str]:
+    """A short chain of ops with the long names that small models have."""
+    ops = ("native_layer_norm_backward", "convolution", "addmm")
+    return graph_of([f"classifier.features.{k}:{op}" for k in range(2) for op in ops])
+
+
+@pytest.mark.parametrize("page", [long_names()], indirect=True)
+def test_where_there_is_room_every_label_is_whole_and_none_is_twice(page: Page) -> None:
+    press(page, "Open all")
+    labels: list[str] = page.evaluate("graph.layout.nodes.map((node) => node.label)")
+    assert len(set(labels)) == 6
+    assert set(labels) <= {drawn["text"] for drawn in drawn_texts(page)}
+    assert texts_over_each_other(page) == []
+    assert set(labels_in_view(page)) == set(labels)
+    press(page, "Fit")
+    assert nodes_over_each_other(page) == []
+
+
 @pytest.mark.parametrize("page", [unlike()], indirect=True)
 def test_fit_shows_all_of_the_width_at_any_scale(page: Page) -> None:
     assert len(labels_in_view(page)) < page.evaluate(COUNT)

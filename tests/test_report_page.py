@@ -11,16 +11,18 @@ import networkx as nx
 import numpy as np
 import pytest
 from chromium import chromium, covered_labels, cut_labels, ink_of, opened
+from random_problems import random_problem
 
 from envs.cluster import Cluster, Device, Link
 from envs.measured import Measurement
+from envs.placement import Placement
 from envs.problem import Problem
 from graphs.graph import GraphArrays
 from graphs.sketches import inception
 from placer.milliseconds import milliseconds
 from placer.outcome import Optimization
 from placer.pipeline import Options, optimize_problem
-from placer.report.html import Source, next_commands, report_data, write_report
+from placer.report.html import Source, next_commands, report_data, reviewed, write_report
 from placer.search.budget import Budget
 
 if TYPE_CHECKING:
@@ -227,6 +229,7 @@ def test_on_a_busy_machine_both_clocks_are_told_and_the_unplaced_step_has_no_bar
     chart = page.locator("#won .chart")
     bars = chart.locator("g.candidate").filter(has_text="not placed")
     assert bars.locator("rect").count() == 0
+    assert chart.locator(".whisker").count() >= 1
     assert (
         bars.get_by_text(f"by the wall clock, to be compared with {wall_ms}\u00a0ms").count() == 1
     )
@@ -235,6 +238,21 @@ def test_on_a_busy_machine_both_clocks_are_told_and_the_unplaced_step_has_no_bar
     assert "step, rebuilt from CPU clocks" in page.locator(".figures").inner_text()
     assert "measured" not in page.locator("#won .legend").first.inner_text()
     page.close()
+
+
+def test_no_whisker_is_drawn_where_a_file_keeps_no_quartiles(
+    browser: Browser, tmp_path: Path
+) -> None:
+    problem = random_problem(10)
+    devices = np.zeros(problem.op_count, np.int32)
+    placement = Placement.of(problem.graph, problem.cluster, devices, np.zeros(problem.op_count))
+    runs = {"step_s": 0.5, "wall_median_s": 2.0, "spread": 0.1, "single_device_step_s": 1.0}
+    path = tmp_path / "report.html"
+    write_report(report_data(reviewed(problem, replace(placement, measured=runs))), path)
+    with opened(browser, path) as page:
+        chart = page.locator("#won .chart")
+        assert chart.locator("rect.measured").count() >= 1
+        assert chart.locator(".whisker").count() == 0
 
 
 @pytest.mark.parametrize(

@@ -167,6 +167,37 @@ def test_on_a_busy_machine_both_clocks_are_told_and_not_mixed() -> None:
     assert "by the wall clock, to be compared with 1067 ms" in text
 
 
+def test_a_busy_machine_judges_no_unplaced_step_and_says_how_busy_it_was() -> None:
+    quiet = optimization(("core:0", "core:1"))
+    rows = tuple(
+        replace(row, measurement=replace(seen, wall_s=seen.rebuilt_s * slower))
+        for row, slower in zip(quiet.rows, (34.0, 2.0, 1.0), strict=True)
+        if (seen := row.measurement) is not None
+    )
+    found = replace(quiet, rows=rows, best=rows[0])
+    assert found.all_cores is not None
+    assert found.verdict.endswith(
+        "Whether not placing the model, with torch's threads on all cores, is faster cannot be "
+        "judged now: run again when it is quiet."
+    )
+    assert "shortest wall" not in found.verdict
+    [told] = [remark for remark in found.remarks if "was busy" in remark]
+    assert "wall times are 18 x rebuilt ones (2 x on core:0 alone), where up to 1.15 x is" in told
+    assert told.endswith("run again with --fresh when `placer doctor` says good.")
+    [told] = [r for r in replace(found, rows=rows[:1]).remarks if "was busy" in r]
+    assert "34 x rebuilt ones, where up to 1.15 x is quiet" in told
+
+
+def test_links_that_were_measured_on_a_busy_machine_are_told() -> None:
+    found = optimization(("core:0", "core:1"))
+    assert not any("links" in remark for remark in found.remarks)
+    first, second = found.problem.cluster.devices
+    cluster = replace(found.problem.cluster, devices=(first, replace(second, contention=28.4)))
+    problem = Problem.of(found.problem.graph, cluster)
+    [told] = [remark for remark in replace(found, problem=problem).remarks if "links" in remark]
+    assert "wall over CPU time of core:1 28.4 x" in told
+
+
 def test_the_evidence_of_a_busy_machine_has_both_clocks() -> None:
     quiet = optimization(("core:0", "core:1"))
     table = step_table([Steps.of("m", quiet)], "two cores")

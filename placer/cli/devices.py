@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from placer.cli.arguments import add_devices
 from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs, why_not_written
-from placer.cli.talk import progress_of
+from placer.cli.talk import progress_of, say
 
 if TYPE_CHECKING:
     from envs.cluster import Cluster
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     """Discover, calibrate, print."""
     if (why := why_not_outputs({"--out": args.out}, {})) is not None:
         return fail(BAD_USAGE, why)
-    from envs.calibrate import calibrated
+    from envs.calibrate import calibrated, why_doubtful
     from envs.cluster import cluster_to_toml
     from envs.discover import discover
     from envs.executor.pool import WorkerError
@@ -55,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(cluster_to_dict(cluster), allow_nan=False))
     else:
         print_cluster(cluster, stdout_console())
+    if doubt := why_doubtful(cluster):
+        say(args, doubt)
     if args.out is not None:
         try:
             write_whole(args.out, cluster_to_toml(cluster))

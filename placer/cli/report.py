@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from placer.cli.arguments import add_devices, add_extractor, add_step, why_no_step
+from placer.cli.arguments import add_devices, add_extractor, add_step, run_options, why_no_step
 from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs, why_not_written
 from placer.cli.talk import progress_of, say
 
@@ -164,8 +164,27 @@ def _source(
         optimizer=args.optimizer,
         dtype=args.dtype,
         extractor=args.extractor,
+        launch=_launch(found.placement, args, placement, extraction),
         search=_search_words(found.placement, args),
     )
+
+
+def _launch(
+    placement: Placement, args: argparse.Namespace, path: Path, extraction: Extraction | None
+) -> str:
+    """What trains it with placer itself, "" where nothing does."""
+    from envs.replica_set import Replicas
+    from envs.torch_devices import is_core
+    from placer.export.renaming import is_of_torch
+    from placer.parallel.launching import launch_command, why_not_run
+
+    if extraction is None or not extraction.step.training or placement.micro_batches > 1:
+        return ""
+    known = all(is_core(name) or is_of_torch(name) for name in placement.device_names)
+    if placement.replicas is None and not known:
+        return ""
+    plan = placement.replicas or Replicas(groups=(placement.device_names,))
+    return "" if why_not_run(plan) else launch_command(plan, args.target, path, *run_options(args))
 
 
 def _search_words(placement: Placement, args: argparse.Namespace) -> list[str]:

@@ -37,7 +37,7 @@ function candidateBars(host) {
   const limit = BEYOND * (stepOf(best) ?? bound ?? 1);
   const shown = rows
     .filter((row) => !isApart(row))
-    .flatMap((row) => [row.predicted_s, row.measured?.high_s])
+    .flatMap((row) => [row.predicted_s, row.measured?.high_s ?? row.measured?.step_s])
     .filter((s) => s != null && s <= limit);
   const most = Math.max(...shown, bound ?? 0) * 1.04 || 1;
   watch(host, () => {
@@ -126,6 +126,7 @@ function drawMeasured(group, row, y, x, most) {
     group.append(text(x(most) - 4, y + 9, "»", "beyond", "end"));
     return;
   }
+  if (low_s == null) return; // a placement file keeps few quartiles
   const middle = y + 5.5;
   group.append(
     svg("path", {

@@ -14,6 +14,7 @@ const graph = {
 const GRAPH_HEIGHT = 620;
 const MAP_WIDTH = 76;
 const READABLE = 0.45; // from this scale on nodes have labels,
+const BESIDE = { left: 20, right: 60 }; // the graph, on the right for edges that bow
 const WHOLE = 0.8; // and from this one on most of them are whole
 const SHORT_PHASES = ["", "bwd ", "opt "]; // forward, backward, optimizer
 const LISTED = 12;
@@ -133,8 +134,8 @@ function nodeFor(key) {
 function extent() {
   const nodes = graph.layout.nodes;
   const xs = nodes.map((node) => node.x);
-  const least = xs.reduce((a, b) => Math.min(a, b), 0) - NODE.width / 2 - 20;
-  const most = xs.reduce((a, b) => Math.max(a, b), 0) + NODE.width / 2 + 60;
+  const least = xs.reduce((a, b) => Math.min(a, b), 0) - NODE.width / 2 - BESIDE.left;
+  const most = xs.reduce((a, b) => Math.max(a, b), 0) + NODE.width / 2 + BESIDE.right;
   return {
     left: least,
     right: most,

@@ -1,5 +1,10 @@
 // Draws the graph: edges, nodes split by devices, and all of it in small on the right.
 
+const SIZE = 12; // of labels, in px
+const SMALLEST = 0.9; // of that size
+const TAG = 26; // the field with the device
+const PADDING = 14; // left and right of a label
+
 const toScreen = (node) => ({
   x: (node.x - graph.x) * graph.scale + (graph.view.width - MAP_WIDTH) / 2,
   y: (node.y - graph.y) * graph.scale + GRAPH_HEIGHT / 2,
@@ -53,7 +58,7 @@ function drawNode(context, node, colours, width) {
   const [w, h] = [NODE.width * graph.scale, NODE.height * graph.scale];
   if (x + w < 0 || x - w > width || y + h < 0 || y - h > GRAPH_HEIGHT) return;
   const readable = graph.scale >= READABLE;
-  const tag = readable ? Math.min(26 * graph.scale, w) : w;
+  const tag = readable ? Math.min(TAG * graph.scale, w) : w;
   const [left, top] = [x - w / 2, y - h / 2];
   context.fillStyle = colours.paper;
   context.fillRect(left, top, w, h);
@@ -80,8 +85,25 @@ function splitByDevice(context, node, left, top, width, height) {
   }
 }
 
+// How many ops a closed module or like ops are, and of which phase.
+function opsTold(node) {
+  if (!node.isGroup) return "";
+  const sign = node.key instanceof Alike ? "×" : "+";
+  return `${SHORT_PHASES[node.key.phase]}${sign}${count(node.ops.length)}`;
+}
+
+const spaceFor = (context, right) => (right ? context.measureText(right).width + 8 : 0);
+
+// What a node needs for all of its label, also where the graph is drawn a little smaller.
+function wholeWidth(node) {
+  const { context } = graph.view;
+  context.font = `${node.isGroup ? 500 : 400} ${SIZE}px ${FONT}`;
+  const label = context.measureText(node.label).width + spaceFor(context, opsTold(node));
+  return Math.ceil(TAG + (PADDING + SMALLEST * label) / WHOLE);
+}
+
 function labelNode(context, node, left, top, tag, w, h, colours) {
-  const size = 12 * Math.min(Math.max(graph.scale, 0.9), 1.4);
+  const size = SIZE * Math.min(Math.max(graph.scale, SMALLEST), 1.4);
   context.textBaseline = "middle";
   context.textAlign = "center";
   context.font = `600 ${size}px ${FONT}`;
@@ -92,13 +114,9 @@ function labelNode(context, node, left, top, tag, w, h, colours) {
   context.textAlign = "left";
   context.fillStyle = colours.ink;
   context.font = `${node.isGroup ? 500 : 400} ${size}px ${FONT}`;
-  const sign = node.key instanceof Alike ? "×" : "+";
-  const right = node.isGroup
-    ? `${SHORT_PHASES[node.key.phase]}${sign}${count(node.ops.length)}`
-    : "";
-  const space = right ? context.measureText(right).width + 8 : 0;
+  const right = opsTold(node);
   context.fillText(
-    fitted(context, node.label, w - tag - 14 - space),
+    fitted(context, node.label, w - tag - PADDING - spaceFor(context, right)),
     left + tag + 7,
     top + h / 2 + 0.5,
   );

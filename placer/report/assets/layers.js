@@ -28,7 +28,9 @@ ops.source.forEach((u, e) => {
 const depthOf = depths(successorsOf);
 const isTied = (i) => edgesInto[i].length + edgesFrom[i].length > 0;
 
-const NODE = { width: 222, height: 28, gapX: 16, gapY: 24 };
+const NARROW = 222;
+const BROAD = 440;
+const NODE = { width: NARROW, height: 28, gapX: 16, gapY: 24 };
 
 // Nodes with their places, and the edges between them.
 function arrange() {
@@ -37,8 +39,23 @@ function arrange() {
   const found = shown((i) => folded(i) ?? shownAs(i));
   for (const node of found.nodes) if (!node.isGroup) node.alike = alike.get(node.key);
   const layers = layered(found);
+  NODE.width = NARROW;
   order(layers);
+  widen(found.nodes);
   return { ...found, layers };
+}
+
+// Makes nodes as wide as their labels, where all of the width is still seen; places go by pitches.
+function widen(list) {
+  const before = NODE.width + NODE.gapX;
+  const xs = list.map((node) => node.x);
+  const least = xs.reduce((a, b) => Math.min(a, b), 0);
+  const pitches = (xs.reduce((a, b) => Math.max(a, b), 0) - least) / before;
+  const space = viewWidth() - BESIDE.left - BESIDE.right;
+  const room = (space - pitches * NODE.gapX) / (pitches + 1);
+  const wanted = list.reduce((most, node) => Math.max(most, wholeWidth(node)), NARROW);
+  NODE.width = Math.max(Math.min(wanted, room, BROAD), NARROW);
+  for (const node of list) node.x *= (NODE.width + NODE.gapX) / before;
 }
 
 // The nodes that stand for ops, and the edges that theirs make.

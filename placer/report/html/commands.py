@@ -12,6 +12,7 @@ from graphs.optimizer import NONE
 from graphs.precision import FULL
 from placer.export.renaming import is_of_torch
 from placer.report.html.exports import Tried
+from placer.sources.huggingface import PREFIX
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class Source:
     optimizer: str = NONE
     dtype: str = FULL
     extractor: str = "auto"
+    launch: str = ""  # the command that trains it with placer itself, where one does
     search: Sequence[str] = ()  # what else was asked for, as words of the command line
     exports: Mapping[str, Tried] = field(default_factory=dict)  # {format: what became of it}
 
@@ -119,7 +121,9 @@ def _of_model(source: Source) -> list[Command]:
 
     found = [
         export(
-            "Export for Hugging Face: from_pretrained(device_map=...)",
+            "Export for Hugging Face: from_pretrained(device_map=...)"
+            if source.target.startswith(PREFIX)
+            else "Export for Hugging Face: accelerate's dispatch_model(device_map=...)",
             "device-map",
             "device_map.json",
         ),
@@ -133,6 +137,8 @@ def _of_model(source: Source) -> list[Command]:
         words = ["placer", "measure", source.target, "--placement", str(source.placement)]
         words += [*_devices(source), *source.options, *source.update]
         found.insert(0, _command("Measure it again, on this machine", words))
+    if source.launch:
+        found.insert(0, Command("Train with it, every op where it is placed", source.launch))
     return found
 
 
