@@ -441,6 +441,7 @@ if __name__ == "__main__":
     assert gone_within(2, ids)
 
 
+@pytest.mark.slow
 def test_pools_leave_no_descriptor_and_no_process_behind() -> None:
     extraction = extract(tiny_models.structured_output())
     gc.collect()

@@ -301,6 +301,7 @@ def built() -> Extraction:
     return extract(Step.of(model, (torch.ones(2, 4), torch.ones(2, 4)), nn.MSELoss()))
 
 
+@pytest.mark.slow
 def test_the_command_holds_exports_to_the_memory_that_it_is_given(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -199,6 +199,7 @@ def wide_problem(memory_bytes: int) -> tuple[Extraction, Problem]:
     return extraction, priced(extraction, memory_bytes)
 
 
+@pytest.mark.slow
 @needs_two_cores
 def test_the_memory_that_workers_held_is_near_the_prediction() -> None:
     extraction, problem = wide_problem(1 << 30)

@@ -300,6 +300,7 @@ def test_groups_of_ops_are_placed_as_one_and_simulated_op_by_op() -> None:
     assert found.best.predicted_s <= found.single.predicted_s
 
 
+@pytest.mark.slow
 @two_cores
 def test_a_model_is_placed_measured_and_runs_as_placed(tmp_path: Path) -> None:
     torch.set_num_threads(1)
@@ -385,6 +386,7 @@ def test_ctrl_c_ends_the_search_and_keeps_the_best_so_far(
     assert written["measured"] is None
 
 
+@pytest.mark.slow
 @two_cores
 def test_ctrl_c_while_measuring_keeps_the_best_so_far(tmp_path: Path) -> None:
     out = tmp_path / "placement.json"

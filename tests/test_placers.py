@@ -318,6 +318,7 @@ def test_an_installed_package_is_listed_with_its_name_and_summary(tmp_path: Path
     assert " ".join(shown.split()) == "mine Placers of mine from my-package"
 
 
+@pytest.mark.slow
 def test_an_installed_package_is_used_or_its_fault_told_in_a_line(
     files: Files, tmp_path: Path
 ) -> None:
