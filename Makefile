@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 OUT := out
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-gpu check format bench bench-gpu clean
+.PHONY: help setup demo test test-all test-gpu fuzz faults check format bench bench-gpu clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,6 +32,16 @@ test-all: $(READY)  ## run the slow tests too
 
 test-gpu: $(READY)  ## run the tests that need a CUDA device; without one they are skipped
 	$(BIN)/python -m pytest -q -m gpu
+
+MINUTES ?= 5
+COUNT ?= 500
+
+fuzz: $(READY)  ## mutated files and random examples, a new seed each time (MINUTES=5, FILES=10000, SEED=1)
+	$(BIN)/python -m tests.campaigns.fuzz --minutes $(MINUTES) $(if $(FILES),--files $(FILES)) \
+		$(if $(SEED),--seed $(SEED))
+
+faults: $(READY)  ## kill, stop and starve jobs: is anything lost or left? (COUNT=500 SEED=0)
+	$(BIN)/python -m tests.campaigns.faults --count $(COUNT) --seed $(or $(SEED),0)
 
 check: $(READY)  ## lint, format, types, floors
 	$(BIN)/ruff check .

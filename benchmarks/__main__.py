@@ -29,12 +29,14 @@ from benchmarks import (
     search,
     simulator,
     slow_network,
+    startup,
     sync_methods,
     sync_quality,
 )
 from benchmarks.record import Record
 
 ALL = {
+    "startup": startup,
     "extraction": extraction,
     "coarsen": coarsen,
     "profiling": profiling,

@@ -36,8 +36,9 @@ from envs.torch_devices import own_accelerators, torch_device
 from graphs.extract import Step
 from placer.search.budget import Budget
 from placer.search.candidate import Candidate, distinct
+from placer.search.compiling import load_compiled_code
 from placer.search.filling import first_layers
-from placer.search.portfolio import load_compiled_code, search
+from placer.search.portfolio import search
 
 SHARES = (0.75, 0.5, 0.3)
 SEARCH_S = 2.0

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 import placer
-from envs.measured import Measurement
+from envs.measurement import Measurement
 from graphs.extract import Step
 from graphs.extract.step import LossModule
 from placer.outcome import Optimization, Row

@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 from envs.cluster import Device
-from envs.executor.processes import MALLOC
+from envs.executor.fork_server import MALLOC
 from envs.op_costs import session_of
 from envs.op_signature import op_signatures
 from envs.profiling import Profiler

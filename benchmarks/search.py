@@ -39,8 +39,8 @@ from placer.policies.pool import Exercise
 from placer.policies.training.scores import scores
 from placer.search.budget import Budget
 from placer.search.candidate import Candidate, ranked
+from placer.search.compiling import load_compiled_code
 from placer.search.judge import Judge
-from placer.search.portfolio import load_compiled_code
 
 POLICIES = ("synthetic-only", "generalist")
 SHORT_S = (0.1, 1.0)

@@ -13,8 +13,8 @@ from benchmarks.record import quartiles
 from envs.calibrate import calibrated
 from envs.call_memory import plannable
 from envs.cluster import Cluster
-from envs.measured import Measurement
 from envs.measured_module import MeasuredModule, launch_order
+from envs.measurement import Measurement
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS, Simulator

@@ -15,6 +15,8 @@ from graphs.graph import PHASES
 ROUNDS: Final = 200
 WEIGHT: Final = 1 << 16
 """Of every device on average, when weights are made whole numbers."""
+MOST_WEIGHT: Final = 1 << 24
+"""Of all devices together."""
 LARGEST_REACH: Final = 4096
 """Graphs of more ops go without the bound over ancestors, which takes N * N bytes."""
 
@@ -198,8 +200,8 @@ def _shares(
         step = 1.0 / (k + 1) ** 0.5
         weight = weight * np.exp(step * (load / max(load.max(), 1.0) - 1))
         weight = weight / weight.sum()
-    whole = np.rint(best_weight * count * WEIGHT).astype(np.int64)
-    # Costs are below 2**39 and weights below 2**16 D, so products stay in 63 bits for D < 256.
+    # Costs are below 2**39: products stay within 63 bits.
+    whole = np.rint(best_weight * min(count * WEIGHT, MOST_WEIGHT)).astype(np.int64)
     never = np.iinfo(np.int64).max
     shares = np.where(allowed, cost_ns * whole, never).min(axis=1)
     return np.asarray(shares, np.int64), int(whole.sum())

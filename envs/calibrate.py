@@ -23,9 +23,9 @@ from envs.cluster import Cluster, Device, Link
 from envs.discover import present
 from envs.executor.lists import device_lists
 from envs.executor.pool import StepRun, WorkerPool
-from envs.measured import CONTENDED
+from envs.host_names import is_core
+from envs.measurement import CONTENDED, why_doubtful
 from envs.profiling import once_more
-from envs.torch_devices import is_core
 from envs.torch_speeds import measured_speeds
 from graphs.extract.program import Call, Ref, Source, StepProgram, Value
 
@@ -74,23 +74,6 @@ def calibrated_before(cluster: Cluster) -> Cluster | None:
     plain = present(cluster.names)
     known = cached(_file_of(plain), plain)
     return None if known is None else filled(cluster, known)
-
-
-def why_doubtful(cluster: Cluster) -> str:
-    """That others used devices while their speeds were measured, and what to do; "" if none did."""
-    told = ", ".join(
-        f"{device.name} {device.contention:.3g} x"
-        for device in cluster.devices
-        if device.contention > CONTENDED
-    )
-    if not told:
-        return ""
-    return (
-        "Speeds of devices and links were measured while others used the cores (wall over CPU time "
-        f"of {told}, where up to {CONTENDED} x is quiet): links may look much slower than they "
-        "are. They are not kept, and are measured again next time; run again when `placer doctor` "
-        "says good."
-    )
 
 
 def _file_of(plain: Cluster) -> Path:

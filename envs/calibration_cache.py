@@ -39,7 +39,7 @@ def cached(path: Path, cluster: Cluster) -> Cluster | None:
 def store(path: Path, cluster: Cluster) -> None:
     """Keep a cluster, whole or not at all; a cache that cannot be written is no reason to fail."""
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_whole(path, cluster_to_toml(cluster))
 
 

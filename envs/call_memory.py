@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Final
 
 from envs.cluster import Cluster, Device
-from envs.torch_devices import is_core
+from envs.host_names import is_core
 
 FRAGMENTED_SHARE: Final = 0.08
 """Part of a device's memory that lies in gaps between tensors; a guess, 5 to 15 % are usual."""

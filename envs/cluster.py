@@ -44,13 +44,14 @@ from __future__ import annotations
 import difflib
 import json
 import math
-import tomllib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
-from graphs.whole_file import read_limited
+from graphs.printable import check_printable
+from graphs.strict_json import load_toml, within
 
 Sharing: TypeAlias = Literal["none", "egress", "pair", "bus"]
 LinkOrder: TypeAlias = Literal["fifo", "priority"]
@@ -59,9 +60,22 @@ LINK_ORDERS: Final[tuple[LinkOrder, ...]] = ("fifo", "priority")
 FORMAT: Final = "placer-cluster/1"
 RARE: Final = frozenset({"ports", "ingress", "price_per_hour", "contention"})
 """Keys that are only written where they are used: other readers of the format may not know them."""
-LARGEST_FILE_BYTES: Final = 10**6
-"""Six thousand devices, far more than anything here is made for."""
 LARGEST_INT: Final = 2**63 - 1  # as TOML asks every reader to hold
+LONGEST_S: Final = 500.0
+"""An op, launch or latency that takes longer is refused: steps stay below 550 s."""
+MOST_DEVICES: Final = 1024
+"""What is kept of every pair of devices, and looked at for each edge, grows with their square."""
+_RATE: Final = (1e-9, math.inf)  # so slow that any output takes a finite time
+RANGES: Final[Mapping[str, tuple[float, float]]] = {
+    "memory_bytes": (0, LARGEST_INT),
+    "launch_s": (0, LONGEST_S),
+    "latency_s": (0, LONGEST_S),
+    "peak_flop_per_s": _RATE,
+    "bandwidth_bytes_per_s": _RATE,
+    "price_per_hour": (0, 1e9),
+    "contention": (0, 1e9),
+}
+"""What the numbers of devices and links may be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,23 +95,16 @@ class Device:
     def __post_init__(self) -> None:
         if not self.name or not self.kind:
             raise ValueError(f"device {self.name!r} of kind {self.kind!r}: neither may be empty")
-        if not 0 <= self.memory_bytes <= LARGEST_INT or self.memory_bytes != int(self.memory_bytes):
-            raise ValueError(
-                f"device {self.name!r}: memory_bytes is {self.memory_bytes}, not a whole number "
-                "from 0 to 2**63 - 1"
-            )
-        if not (math.isfinite(self.launch_s) and self.launch_s >= 0):
-            raise ValueError(f"device {self.name!r}: launch_s is {self.launch_s}, not a time >= 0")
+        check_printable(self.name, "the name of a device")
+        check_printable([self.kind, self.source], f"device {self.name}: kind and source")
+        for name in ("memory_bytes", "launch_s", "price_per_hour", "contention"):
+            _check_range(self, name, f"device {self.name!r}")
         for name in ("peak_flop_per_s", "bandwidth_bytes_per_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"device {self.name!r}: {name} must be above 0")
-        if not (math.isfinite(self.contention) and self.contention >= 0):
+            if not math.isnan(getattr(self, name)):  # not known
+                _check_range(self, name, f"device {self.name!r}")
+        if self.memory_bytes != int(self.memory_bytes):
             raise ValueError(
-                f"device {self.name!r}: contention is {self.contention}, not a ratio of times >= 0"
-            )
-        if not (math.isfinite(self.price_per_hour) and self.price_per_hour >= 0):
-            raise ValueError(
-                f"device {self.name!r}: price_per_hour is {self.price_per_hour}, not a price >= 0"
+                f"device {self.name!r}: memory_bytes is {self.memory_bytes}, not a whole number"
             )
 
 
@@ -133,12 +140,8 @@ class Link:
             raise ValueError(f"{where}: name at least two different devices")
         if self.one_way and len(self.between) > 2:
             raise ValueError(f"{where}: a one-way link leads from one device to one other")
-        if not (math.isfinite(self.latency_s) and self.latency_s >= 0):
-            raise ValueError(f"{where}: latency_s is {self.latency_s}, not a time >= 0")
-        if not self.bandwidth_bytes_per_s > 0:
-            raise ValueError(
-                f"{where}: bandwidth_bytes_per_s is {self.bandwidth_bytes_per_s}, not above 0"
-            )
+        _check_range(self, "latency_s", where)
+        _check_range(self, "bandwidth_bytes_per_s", where)
         _one_of(self.sharing, SHARINGS, f"{where}: sharing")
         _one_of(self.order, LINK_ORDERS, f"{where}: order")
         self._check_ports(where)
@@ -149,15 +152,15 @@ class Link:
             )
 
     def _check_ports(self, where: str) -> None:
-        named = [name for port in self.ports for name in port]
-        for name in named:
-            if name not in self.between:
+        joined = set(self.between)
+        for name, count in Counter(name for port in self.ports for name in port).items():
+            if name not in joined:
                 raise ValueError(f"{where}: ports names {name!r}, which is not in between")
-            if named.count(name) > 1:
+            if count > 1:
                 raise ValueError(f"{where}: ports names {name!r} more than once")
         if not all(self.ports):
             raise ValueError(f"{where}: a list in ports is empty")
-        if len({self.port_of(name) for name in self.between}) == 1:
+        if any(len(port) == len(self.between) for port in self.ports):
             raise ValueError(f"{where}: all devices share one port, so it joins none of them")
 
     def port_of(self, name: str) -> str:
@@ -185,13 +188,18 @@ class Cluster:
     def __post_init__(self) -> None:
         if not self.devices:
             raise ValueError(f"cluster {self.name!r} has no devices")
-        names = self.names
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
+        check_printable(self.name, "the name of a cluster")
+        if len(self) > MOST_DEVICES:
+            raise ValueError(
+                f"cluster {self.name!r} has {len(self)} devices, the simulator takes at most "
+                f"{MOST_DEVICES}: list fewer of them, such as those of one replica"
+            )
+        counts = Counter(names := self.names)
+        if twice := sorted(name for name in counts if counts[name] > 1):
             raise ValueError(f"cluster {self.name!r} names {', '.join(twice)} more than once")
         for link in self.links:
             for name in link.between:
-                if name not in names:
+                if name not in counts:
                     raise ValueError(
                         f"cluster {self.name!r}: a link names device {name!r}; "
                         f"there are {', '.join(names)}"
@@ -241,13 +249,7 @@ def load_cluster(path: Path) -> Cluster:
             out of range; the message starts with the file and the path of the key.
         OSError: it cannot be read.
     """
-    try:
-        content = read_limited(path, LARGEST_FILE_BYTES).decode()
-        return cluster_from_dict(tomllib.loads(content))
-    except RecursionError:
-        raise ValueError(f"{path}: nested too deeply for a cluster file") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+    return load_toml(path, cluster_from_dict)
 
 
 def cluster_from_dict(data: Mapping[str, Any]) -> Cluster:
@@ -365,6 +367,10 @@ def _array(value: object, where: str) -> Sequence[object]:
     if not isinstance(value, list):
         raise ValueError(f"{where} is not an array of tables: write [[{where}]]")
     return value
+
+
+def _check_range(values: Device | Link, name: str, where: str) -> None:
+    within(getattr(values, name), *RANGES[name], f"{where}: {name}")
 
 
 def _one_of(value: str, choices: Sequence[str], where: str) -> None:

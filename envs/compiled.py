@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Callable
+from functools import cache
 from hashlib import sha256
-from typing import Any, ParamSpec, TypeVar, cast
+from pathlib import Path
+from typing import Any, Final, ParamSpec, TypeVar, cast
 
 import numba
 import numpy as np
+from numba.core.caching import FunctionCache
 from numba.core.dispatcher import Dispatcher
 from numba.cpython.unsafe import numbers
+
+from envs import compiled_parts, compiled_tables
+from envs.compiled_parts import PartCompiler
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -22,68 +30,170 @@ index = cast("Callable[[int], int]", np.uint32)
 """Makes a number an index that is never negative. In a hot loop it saves the question whether to
 count from the end; that question was a sixth of the simulator's time."""
 
+int64 = cast("Callable[[int], int]", np.int64)
+"""Makes a number one of 64 bits: functions that get constants, or numbers of several sizes, are
+compiled for each of them."""
+
+
+_not_kept: Final[set[str]] = set()
+"""Functions whose machine code no folder can keep."""
+
+
+def loading_stage() -> str:
+    """Return what to call the stage that loads compiled code, with why it may take long."""
+    if not _not_kept:
+        return "Loading compiled code (the first time it is compiled, 10 s)"
+    return (
+        "Compiling code (10 s, in every run: neither the installation nor ~/.cache can be written; "
+        "set NUMBA_CACHE_DIR to a folder that can)"
+    )
+
 
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Compile a function for plain numbers, arrays and named tuples of them, at its first call.
+    """Compile a function for plain numbers, arrays and tables of them, at its first call.
 
-    Machine code is cached on disk, and running it releases the interpreter lock. Other argument
-    types, even 0 for 0.0 or a read-only array for a writable one, compile again; so does a change
-    of the function's file, or of a compiled function or number that its file imports.
+    Tables are named tuples, see :mod:`envs.compiled_tables`. Machine code is cached on disk, and
+    running it releases the interpreter lock; of several processes that need it, one compiles and
+    the others wait. Other argument types, even 0 for 0.0 or a read-only array for a writable one,
+    compile again; so does a change of the function's file, or of a compiled function or number that
+    its file imports.
     """
-    return _njit(function)
+    return _compiled(function)
 
 
 def compiled_borrowing(function: Callable[P, R]) -> Callable[P, R]:
     """Like :func:`compiled`, for functions that make no arrays and only work on those they get.
 
     Arrays are not counted as in use while the function runs: its caller holds them anyway.
-    Counting costs more than the work itself where small functions pass named tuples of many arrays.
     """
-    return _njit(function, _nrt=False)
+    return _compiled(function, _nrt=False)
 
 
 def compiled_inline(function: Callable[P, R]) -> Callable[P, R]:
     """Like :func:`compiled_borrowing`, and always merged into the compiled functions that call it.
 
-    For the small parts of a hot loop: a call would hand over a named tuple array by array.
+    Nothing else can call it, and it has no machine code of its own.
     """
-    return _njit(function, _nrt=False, forceinline=True)
-
-
-def _njit(function: Callable[P, R], **options: Any) -> Callable[P, R]:
-    try:
-        dispatcher = numba.njit(cache=True, nogil=True, **options)(function)
-    except RuntimeError:  # no folder to write the cache to
-        dispatcher = numba.njit(nogil=True, **options)(function)
-    else:
-        _watch_what_it_uses(dispatcher, function)
+    dispatcher = numba.njit(
+        nogil=True,
+        _nrt=False,
+        forceinline=True,
+        no_cpython_wrapper=True,
+        no_cfunc_wrapper=True,
+        pipeline_class=PartCompiler,
+    )(function)
+    if isinstance(dispatcher, Dispatcher):  # not with NUMBA_DISABLE_JIT
+        _STAMPS[dispatcher] = _stamp(function)
+        _keep_from_python(dispatcher)
     return cast("Callable[P, R]", dispatcher)
 
 
-def _watch_what_it_uses(dispatcher: Any, function: Callable[..., Any]) -> None:
-    """Make cached code stale when a compiled function or a number that it imports has changed.
+def is_cached(function: object) -> bool:
+    """Whether there is machine code of a function on disk, or none can be kept there."""
+    found = getattr(function, "_cache", None)
+    return not isinstance(found, _SharedCache) or found.has_code()
 
-    By itself numba looks at the function's own file only, and would go on running the old code of
-    all others. There is no public way to tell it; a test notices should this one close.
-    """
-    if not isinstance(dispatcher, Dispatcher):  # NUMBA_DISABLE_JIT
-        return
+
+def _keep_from_python(dispatcher: Any) -> None:
+    """Let Python's calls end in an error: there is nothing at the address that they would go to."""
+
+    def add_overload(result: Any) -> None:
+        dispatcher.overloads[tuple(result.signature.args)] = result
+
+    def refuse(*_: object, **__: object) -> None:
+        raise TypeError(f"{dispatcher.py_func.__name__} can only be called by compiled functions")
+
+    dispatcher.add_overload, dispatcher._compile_for_args = add_overload, refuse
+
+
+def _compiled(function: Callable[P, R], **options: Any) -> Callable[P, R]:
+    dispatcher = numba.njit(nogil=True, no_cfunc_wrapper=True, **options)(function)
+    if isinstance(dispatcher, Dispatcher):  # not with NUMBA_DISABLE_JIT
+        _STAMPS[dispatcher] = _stamp(function)
+        try:
+            dispatcher._cache = _SharedCache(function, _STAMPS[dispatcher])
+        except RuntimeError:  # no folder to write the cache to
+            _not_kept.add(function.__qualname__)
+    return cast("Callable[P, R]", dispatcher)
+
+
+_OWN_FILES: Final = (__file__, compiled_parts.__file__, compiled_tables.__file__)
+_STAMPS: Final[dict[Dispatcher, str]] = {}
+"""What code is kept by: it differs if the function has changed, or what it uses."""
+
+
+def _stamp(function: Callable[..., Any]) -> str:
     used = sorted(
-        f"{name} = {_stamp(value)}"
+        f"{name} = {_STAMPS.get(value, value)}"
         for name, value in function.__globals__.items()
         if isinstance(value, int | float | Dispatcher)
     )
-    index = _cache_index(dispatcher)
-    index._source_stamp = sha256(repr((index._source_stamp, used)).encode()).hexdigest()
+    content = _content(function.__code__.co_filename)
+    return sha256(repr((content, *map(_content, _OWN_FILES), used)).encode()).hexdigest()
 
 
-def _stamp(value: object) -> object:
-    if not isinstance(value, Dispatcher):
-        return value
-    index = _cache_index(value)
-    return index and index._source_stamp
+@cache
+def _content(path: str) -> str:
+    try:
+        return sha256(Path(path).read_bytes()).hexdigest()
+    except OSError:  # it was typed in
+        return ""
 
 
-def _cache_index(dispatcher: Any) -> Any:
-    """None where nothing is cached."""
-    return getattr(dispatcher._cache, "_cache_file", None)
+class _SharedCache(FunctionCache):  # type: ignore[misc]
+    """Machine code on disk, of which several processes need not compile the same.
+
+    Who finds none there locks the function until it has compiled it. A function waits only for
+    those that it calls, so processes never wait for each other in a circle.
+    """
+
+    def __init__(self, function: Callable[..., Any], stamp: str) -> None:
+        super().__init__(function)
+        # There is no public way to say what code depends on; a test notices should this one close.
+        self._cache_file._source_stamp = stamp
+        self._lock: int | None = None
+
+    def has_code(self) -> bool:
+        """Whether there is any, of whatever argument types."""
+        return bool(self._cache_file._load_index())
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """What was compiled for a signature; None locks the function, to be compiled."""
+        found = super().load_overload(sig, target_context)
+        if found is None and self._locked():
+            found = super().load_overload(sig, target_context)  # another process was faster
+            if found is not None:
+                self._unlock()
+        return found
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Keep what was compiled."""
+        try:
+            super().save_overload(sig, data)
+        finally:
+            self._unlock()
+
+    def _locked(self) -> bool:
+        """Lock the function; False where files cannot be locked."""
+        if self._lock is None:
+            try:
+                self._impl.locator.ensure_cache_path()
+                path = f"{self._cache_file._index_path}.lock"
+                lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
+            except OSError:
+                return False
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            except OSError:
+                os.close(lock)
+                return False
+            except BaseException:
+                os.close(lock)
+                raise
+            self._lock = lock
+        return True
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None

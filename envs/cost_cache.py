@@ -22,24 +22,26 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import sqlite3
 import statistics
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
+from zlib import crc32
 
-from envs.cache_folder import cache_folder
+from envs.cache_folder import CacheWarning, cache_folder
+from envs.cluster import LONGEST_S
+from graphs.printable import check_printable, escaped
 
-FILE: Final = "op-costs-1.sqlite"  # the number goes up with the tables and with what a time means
 APPLICATION: Final = 0x706C6163  # "plac", in SQLite's field for the application of a file
 SESSIONS_KEPT: Final = 5
 SESSIONS_IF_NOISY: Final = 3
 CALM_SPREAD: Final = 0.1
 WAIT_S: Final = 10.0  # for other processes that write
-LONGEST_S: Final = 500.0  # above it no op can be placed, see envs/problem.py
 CHUNK: Final = 500  # signatures asked for at once
 DAMAGED: Final = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 COMPANIONS: Final = ("-journal", "-wal", "-shm")
@@ -60,7 +62,17 @@ TABLES: Final = (
         PRIMARY KEY (signature, session)
     ) WITHOUT ROWID""",
 )
+MEANING: Final = 1  # goes up when a time means something else
+EVERY_FILE: Final = "op-costs-*.sqlite*"
 Result = TypeVar("Result")
+
+
+def file_name(tables: Sequence[str]) -> str:
+    """Return the name of a cache with these tables: versions with others have their own files."""
+    return f"op-costs-{MEANING}-{crc32(''.join(tables).encode()):08x}.sqlite"
+
+
+FILE: Final = file_name(TABLES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +128,7 @@ class CostCache:
         rows = self._tried(lambda: self._read(conditions, asked))
         sessions: defaultdict[str, list[tuple[float, str, float]]] = defaultdict(list)
         for signature, cost_s, measured, spread in rows or ():
-            if _is_cost(cost_s):
+            if _is_cost(cost_s) and _is_session(measured, spread):
                 sessions[signature].append((cost_s, measured, spread))
         found = {signature: _agreed(own) for signature, own in sessions.items()}
         return {signature: cost for signature, cost in found.items() if cost is not None}
@@ -134,7 +146,7 @@ class CostCache:
             ValueError: the file is damaged or no cache of op costs.
             OSError: it cannot be read.
         """
-        if not self.path.exists():
+        if self._is_empty():
             return []
         query = (
             "SELECT kind, hardware, torch, count(DISTINCT signature), count(DISTINCT id), "
@@ -142,15 +154,17 @@ class CostCache:
             "GROUP BY kind, hardware, torch ORDER BY kind, hardware, torch"
         )
         with self._told(), self._opened() as file:
+            rows = file.execute(query).fetchall()
+            check_printable([list(row) for row in rows], "the cache of op costs")
             return [
                 Holding(
-                    conditions=Conditions(kind=kind, hardware=hardware, torch=torch),
+                    conditions=Conditions(kind=str(kind), hardware=str(hardware), torch=str(torch)),
                     signatures=signatures,
                     sessions=sessions,
-                    first=first,
-                    last=last,
+                    first=str(first),
+                    last=str(last),
                 )
-                for kind, hardware, torch, signatures, sessions, first, last in file.execute(query)
+                for kind, hardware, torch, signatures, sessions, first, last in rows
             ]
 
     def clear(self, kind: str) -> None:
@@ -167,16 +181,32 @@ class CostCache:
                 file.execute("DELETE FROM session WHERE kind = ?", [kind])
 
     def files(self) -> list[Path]:
-        """The files that it is made of now, one that was set aside among them."""
+        """The files that it is made of now, with those set aside and those of other versions."""
         parts = (self.path, _aside(self.path))
         names = [Path(f"{part}{suffix}") for part in parts for suffix in ("", *COMPANIONS)]
-        return [name for name in names if name.exists()]
+        names += sorted(set(self.path.parent.glob(EVERY_FILE)).difference(names))
+        return [name for name in names if os.path.lexists(name)]
+
+    def _is_empty(self) -> bool:
+        """Whether nothing was ever kept; what is left of a full disk has no tables, either.
+
+        Raises:
+            OSError: it is a link to what is not there.
+        """
+        if self.path.exists():
+            return self.path.stat().st_size == 0
+        if self.path.is_symlink():
+            raise OSError(
+                f"{self.path} is a link to {self.path.readlink()}, which is not there: remove the "
+                "link, or make the folder that it leads to"
+            )
+        return True
 
     def _read(
         self, conditions: Conditions, signatures: list[str]
     ) -> list[tuple[str, float, str, float]]:
         rows: list[tuple[str, float, str, float]] = []
-        if not self.path.exists():
+        if self._is_empty():
             return rows
         with self._opened() as file:
             for at in range(0, len(signatures), CHUNK):
@@ -191,7 +221,7 @@ class CostCache:
         return rows
 
     def _write(self, conditions: Conditions, session: Session, costs: Mapping[str, float]) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         where = [conditions.kind, conditions.hardware, conditions.torch]
         about = [session.measured, session.runs, session.spread]
         with self._opened(write=True) as file:
@@ -219,6 +249,7 @@ class CostCache:
         address = f"{self.path.absolute().as_uri()}?mode={'rwc' if write else 'rw'}"
         file = sqlite3.connect(address, uri=True, timeout=WAIT_S, isolation_level=None)
         with contextlib.closing(file):
+            file.execute("PRAGMA trusted_schema = OFF")  # the file may be another user's
             file.execute("BEGIN IMMEDIATE" if write else "BEGIN")
             _check(file)
             yield file
@@ -248,8 +279,9 @@ class CostCache:
                 with contextlib.suppress(FileNotFoundError):
                     Path(f"{self.path}{suffix}").replace(f"{_aside(self.path)}{suffix}")
             warnings.warn(
-                f"{self.path} is no readable cache of op costs ({error}): it is now "
+                f"{self.path} is no readable cache of op costs ({escaped(str(error))}): it is now "
                 f"{_aside(self.path).name} beside it, and costs are measured anew",
+                CacheWarning,
                 stacklevel=2,
             )
 
@@ -263,7 +295,11 @@ class CostCache:
                     f"{self.path} is no readable cache of op costs ({error}); "
                     "placer cache --clear removes it"
                 ) from error
-            raise OSError(None, str(error), str(self.path)) from error
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
+                raise OSError(
+                    f"{self.path} is locked by another process, for {WAIT_S:g} s already: try again"
+                ) from error
+            raise OSError(f"{self.path}: {error}") from error
 
 
 class _ForeignError(sqlite3.DatabaseError):
@@ -294,6 +330,10 @@ def _is_damage(error: sqlite3.Error) -> bool:
 
 def _is_cost(cost_s: object) -> bool:
     return isinstance(cost_s, float) and 0.0 < cost_s < LONGEST_S
+
+
+def _is_session(measured: object, spread: object) -> bool:
+    return isinstance(measured, str) and isinstance(spread, float) and spread >= 0.0
 
 
 def _agreed(sessions: list[tuple[float, str, float]]) -> KnownCost | None:

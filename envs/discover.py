@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from envs import torch_devices
 from envs.cluster import Cluster, Device
+from envs.host_names import is_core
 
 MOST_CORES: Final = 8
 """How many cores "auto" takes at most; more can be named."""
@@ -34,6 +34,8 @@ def discover(names: str = "auto", memory: Mapping[str, int] | None = None) -> Cl
             are mixed with devices of torch; or a limit exceeds the free memory.
     """
     if names.strip() == "auto":
+        from envs import torch_devices
+
         cuda = torch_devices.own_accelerators()
         cores = [f"core:{core}" for core in own_cores()[:MOST_CORES]]
         chosen = [*cuda, "cpu"] if cuda else cores
@@ -46,7 +48,7 @@ def discover(names: str = "auto", memory: Mapping[str, int] | None = None) -> Cl
     for name in limits:
         if name not in chosen:
             raise ValueError(f"memory of {name} is limited, but the devices are {_list(chosen)}")
-    on_cores = torch_devices.is_core(chosen[0])
+    on_cores = is_core(chosen[0])
     make = _core_device if on_cores else _torch_device
     shares = len(chosen) if on_cores else 1
     devices = tuple(make(name, limits.get(name), shares) for name in chosen)
@@ -71,13 +73,15 @@ def check_devices(names: Sequence[str]) -> None:
         ValueError: a name is of no known form, names something twice or that is not there, or
             cores are mixed with devices of torch.
     """
-    cores = [name for name in names if torch_devices.is_core(name)]
-    others = [name for name in names if not torch_devices.is_core(name)]
+    cores = [name for name in names if is_core(name)]
+    others = [name for name in names if not is_core(name)]
     if not others:
         check_cores(names)
         return
+    from envs.torch_devices import torch_device
+
     for name in others:
-        torch_devices.torch_device(name)
+        torch_device(name)
     if cores:
         raise ValueError(
             f"{_list(cores)} and {_list(others)} cannot share a placement: pinned cores are run by "
@@ -95,6 +99,8 @@ def _core_device(name: str, limit: int | None, shares: int) -> Device:
 
 
 def _torch_device(name: str, limit: int | None, _: int) -> Device:
+    from envs import torch_devices
+
     device = torch_devices.torch_device(name)
     host = device.type == "cpu"
     free = available_memory_bytes() if host else torch_devices.free_bytes(device)
@@ -205,8 +211,10 @@ def device_kind(name: str) -> str:
     Raises:
         ValueError: there is no such device.
     """
-    if torch_devices.is_core(name):
+    if is_core(name):
         return kind_of(len(cores_of(name)))
+    from envs import torch_devices  # cores can be named without torch
+
     return torch_devices.kind_of(torch_devices.torch_device(name))
 
 

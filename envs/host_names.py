@@ -1,4 +1,4 @@
-"""Names of devices in clusters of several hosts: ``n1:g0``, ``n1:cuda:0``, ``n1:core:0-3``."""
+"""Names of devices, also in clusters of several hosts: ``core:0-3``, ``n1:g0``, ``n1:cuda:0``."""
 
 from __future__ import annotations
 
@@ -29,3 +29,8 @@ def split_name(name: str) -> tuple[str, str]:
 def hosts_of(names: Iterable[str]) -> tuple[str, ...]:
     """The hosts of some devices, in order, each once."""
     return tuple(dict.fromkeys(split_name(name)[0] for name in names))
+
+
+def is_core(name: str) -> bool:
+    """Whether a device is a set of pinned cores, run by workers and not by torch alone."""
+    return name.partition(":")[0] == "core"

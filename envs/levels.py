@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.compiled import compiled
+from envs.compiled import compiled_borrowing
 
 
-@compiled
 def levels(
     topological: NDArray[np.int32],
     predecessor_start: NDArray[np.int32],
@@ -21,9 +20,23 @@ def levels(
     Returns:
         Longest path from a source up to each op, without it, and from each op to the end, with it.
     """
+    head, tail = np.zeros(len(cost)), cost.copy()
+    _fill_levels(topological, predecessor_start, predecessors, edge, cost, head, tail)
+    return head, tail
+
+
+@compiled_borrowing
+def _fill_levels(
+    topological: NDArray[np.int32],
+    predecessor_start: NDArray[np.int32],
+    predecessors: NDArray[np.int32],
+    edge: NDArray[np.float64],
+    cost: NDArray[np.float64],
+    head: NDArray[np.float64],
+    tail: NDArray[np.float64],
+) -> None:
+    """Find ``head`` (N,), given as 0, and ``tail`` (N,), given as ``cost``: see :func:`levels`."""
     count = len(cost)
-    head = np.zeros(count)
-    tail = cost.copy()
     for position in range(count):
         v = topological[position]
         for e in range(predecessor_start[v], predecessor_start[v + 1]):
@@ -34,4 +47,3 @@ def levels(
         for e in range(predecessor_start[v], predecessor_start[v + 1]):
             u = predecessors[e]
             tail[u] = max(tail[u], cost[u] + edge[e] + tail[v])
-    return head, tail

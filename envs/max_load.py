@@ -21,9 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.compiled import compiled_borrowing, compiled_inline
+from envs.compiled_tables import by_pointer
+from envs.nanoseconds import nanoseconds, transfer_ns
 from envs.problem import Problem
 from envs.rows import device_row, device_rows
-from envs.simulator.arrays import HORIZON_NS, INFEASIBLE_NS
+from envs.simulator.arrays import INFEASIBLE_NS
 from envs.simulator.reasons import why_blocked, why_full
 
 HOST_KIND: Final = "cpu"
@@ -34,6 +36,7 @@ Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
 
 
+@by_pointer
 class LoadArrays(NamedTuple):
     """What counting loads reads; N ops, E edges, D devices."""
 
@@ -50,6 +53,7 @@ class LoadArrays(NamedTuple):
     memory_bytes: Longs  # (D,)
 
 
+@by_pointer
 class Loads(NamedTuple):
     """Loads of one placement, and scratch space; exact under adding and removing ops."""
 
@@ -99,7 +103,7 @@ def least_send_ns(problem: Problem) -> Longs:
     for i, (first, end) in enumerate(pairwise(graph.successor_start.tolist())):
         if first < end and len(latency_s):
             seconds = latency_s + graph.edge_bytes[first:end].min() / bandwidth
-            least[i] = np.rint(min(float(seconds.min()) * 1e9, float(HORIZON_NS)))
+            least[i] = nanoseconds(float(seconds.min()))
     return least
 
 
@@ -149,7 +153,7 @@ def used_bytes(problem: Problem, devices: NDArray[np.int32]) -> Longs:
 def _counted(problem: Problem, devices: Ints) -> Loads:
     arrays = load_arrays(problem)
     loads = loads_for(arrays)
-    count_all(arrays, loads, devices)
+    _largest_loads(arrays, loads, devices[None], np.empty(1, np.int64))
     return loads
 
 
@@ -160,7 +164,7 @@ def _largest_loads(arrays: LoadArrays, loads: Loads, devices: Ints, answer: Long
         answer[b] = largest_load(loads) if fits else INFEASIBLE_NS
 
 
-@compiled_borrowing
+@compiled_inline
 def count_all(arrays: LoadArrays, loads: Loads, devices: Ints) -> bool:
     """Loads of a whole placement (N,); False where it is not feasible."""
     loads.cut[0] = 0
@@ -202,13 +206,12 @@ def count_op(arrays: LoadArrays, loads: Loads, devices: Ints, i: int, sign: int)
         if d == home or loads.largest[d] < 0:
             continue
         if arrays.connected[home, d]:
-            seconds = (
-                arrays.latency_s[home, d] + loads.largest[d] / arrays.bandwidth_bytes_per_s[home, d]
+            sent_ns = transfer_ns(
+                arrays.latency_s[home, d], loads.largest[d], arrays.bandwidth_bytes_per_s[home, d]
             )
-            transfer_ns = int(np.rint(min(seconds * 1e9, float(HORIZON_NS))))
-            longest = max(longest, transfer_ns)
+            longest = max(longest, sent_ns)
             if arrays.pays[d]:
-                loads.load_ns[d] += sign * transfer_ns
+                loads.load_ns[d] += sign * sent_ns
         else:
             loads.cut[0] += sign
         loads.largest[d] = -1

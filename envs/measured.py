@@ -15,111 +15,28 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from envs.backend import StepResult
 from envs.executor.lists import Instruction, device_lists
-from envs.executor.pool import StepRun, WorkerError, WorkerMemoryError, WorkerPool
+from envs.executor.pool import StepRun, WorkerPool
 from envs.executor.rebuilt import rebuilt_s
 from envs.executor.state import load_example
+from envs.executor.worker_error import WorkerError, WorkerMemoryError
+from envs.measurement import Measurement, contended, infeasible, misfit, noise
 from envs.placement import Placement
 from envs.problem import Problem
+from envs.profiling import once_more
 from envs.reference import Reference
 from envs.simulator import Simulator
+from envs.simulator.schedule import run_order
 from graphs.extract import Extraction
 
-CONTENDED: Final = 1.15
 SHORT_STEP_S: Final = 0.02
-SMALLEST_DIFFERENCE: Final = 0.005
-"""Two placements closer than this are a tie, however often they were run."""
 UNCOUNTED_BYTES: Final = 4 << 20
 """Resident memory of a worker that is not held against a placement: what Python itself takes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measurement:
-    """Repeated runs of one placement. Arrays are in order of the rounds.
-
-    ``peak_memory_bytes`` tells of the devices that count it, by name: of accelerators what tensors
-    take, of workers what was resident beyond their start (see
-    :meth:`envs.executor.pool.WorkerPool.peak_memory_bytes`). ``overfull`` says that it failed
-    because memory did not suffice.
-    """
-
-    wall_s: NDArray[np.float64]
-    rebuilt_s: NDArray[np.float64]
-    failure: str = ""
-    peak_memory_bytes: Mapping[str, int] = field(default_factory=dict)
-    overfull: bool = False
-
-    @property
-    def counts(self) -> bool:
-        """Whether it was run, well or not: False where the measuring was stopped before."""
-        return bool(self.failure) or len(self.wall_s) > 0
-
-    @property
-    def ok(self) -> bool:
-        """Whether it ran without failure."""
-        return not self.failure and len(self.wall_s) > 0
-
-    @property
-    def median_s(self) -> float:
-        """Median wall time of a step."""
-        return float(np.median(self.wall_s)) if self.ok else np.inf
-
-    @property
-    def min_s(self) -> float:
-        """Shortest wall time."""
-        return float(self.wall_s.min()) if self.ok else np.inf
-
-    @property
-    def spread(self) -> float:
-        """Distance of the quartiles, relative to the median."""
-        if not self.ok:
-            return np.nan
-        low, high = np.percentile(self.wall_s, [25, 75])
-        return float(high - low) / self.median_s
-
-    @property
-    def rebuilt_median_s(self) -> float:
-        """Median of the step times rebuilt from CPU clocks."""
-        return float(np.median(self.rebuilt_s)) if self.ok else np.inf
-
-    @property
-    def contention(self) -> float:
-        """Wall time over rebuilt time."""
-        return self.median_s / self.rebuilt_median_s if self.ok else np.nan
-
-    def step_s(self, *, contended: bool = False) -> float:
-        """The time to judge by: wall, or rebuilt where the machine is loaded."""
-        return self.rebuilt_median_s if contended else self.median_s
-
-
-def contended(measurements: Sequence[Measurement]) -> bool:
-    """Whether the machine was loaded during these measurements."""
-    seen = [m.contention for m in measurements if m.ok]
-    return bool(seen) and float(np.median(seen)) > CONTENDED
-
-
-def tied(a: Measurement, b: Measurement, *, loaded: bool = False) -> bool:
-    """Whether noise hides which of two placements, run in the same rounds, is faster.
-
-    The rounds are paired: with r the logarithms of the time ratios, they differ when
-    ``|median(r)|`` exceeds both the smallest difference and two standard errors of the median,
-    1.253 * 1.4826 * MAD(r) / sqrt(rounds).
-    """
-    if not (a.ok and b.ok):
-        return a.ok == b.ok
-    if len(a.wall_s) == 1:
-        return True  # a single round shows no noise
-    ratio = np.log(a.rebuilt_s / b.rebuilt_s) if loaded else np.log(a.wall_s / b.wall_s)
-    middle = float(np.median(ratio))
-    error = 1.253 * 1.4826 * float(np.median(np.abs(ratio - middle))) / np.sqrt(len(ratio))
-    return bool(abs(middle) <= max(SMALLEST_DIFFERENCE, 2 * error))
 
 
 class _NoWorkersError(Exception):
@@ -341,11 +258,13 @@ class Measured:
         )
 
     def _new_pool(self) -> WorkerPool:
-        pool = WorkerPool(
-            self.extraction.program,
-            self.problem.cluster.devices,
-            step_timeout_s=self.step_timeout_s,
-            op_names=self.problem.graph.ids,
+        pool = once_more(
+            lambda: WorkerPool(
+                self.extraction.program,
+                self.problem.cluster.devices,
+                step_timeout_s=self.step_timeout_s,
+                op_names=self.problem.graph.ids,
+            )
         )
         try:
             load_example(pool.arena, self.extraction.step)
@@ -364,40 +283,3 @@ class Measured:
             peak_memory_bytes={**simulated, **seen.peak_memory_bytes},
             parts=noise(seen),
         )
-
-
-def misfit(problem: Problem, placement: Placement) -> str:
-    """Why a placement cannot be run for a problem, "" if it can."""
-    try:
-        placement.check(problem.graph, problem.cluster)
-    except ValueError as error:
-        return str(error)
-    if placement.micro_batches != 1:
-        return f"whole steps are run, not {placement.micro_batches} micro-batches"
-    return ""
-
-
-def infeasible(seen: Measurement) -> StepResult:
-    """The result of a placement that was not run, or failed; with what memory it had taken."""
-    why = seen.failure or "the measuring was stopped before it was run"
-    peaks = dict(seen.peak_memory_bytes)
-    return StepResult(step_s=np.inf, peak_memory_bytes=peaks, feasible=False, why=why)
-
-
-def noise(seen: Measurement) -> dict[str, float]:
-    """Parts of a result that tell how sure its step is."""
-    return {
-        "median_s": seen.median_s,
-        "min_s": seen.min_s,
-        "spread": seen.spread,
-        "rebuilt_s": seen.rebuilt_median_s,
-        "contention": seen.contention,
-    }
-
-
-def run_order(problem: Problem, start_ns: NDArray[np.int64]) -> list[int]:
-    """All ops by simulated start; at one instant sources before their readers."""
-    rank = np.empty(problem.op_count, np.int64)
-    rank[problem.graph.topological] = np.arange(problem.op_count)
-    order: list[int] = np.lexsort((rank, start_ns)).tolist()
-    return order

@@ -28,13 +28,13 @@ from envs.backend import StepResult
 from envs.executor.homes import put_back
 from envs.executor.hooked_module import HookedModule
 from envs.executor.placed_module import PlacedModule
-from envs.measured import Measurement, infeasible, misfit, noise, run_order
+from envs.measurement import Measurement, infeasible, misfit, noise
 from envs.overlap import check_overlap
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator import Simulator
 from envs.simulator.reasons import why_full
-from envs.simulator.schedule import Schedule
+from envs.simulator.schedule import Schedule, run_order
 from envs.torch_devices import CPU, is_out_of_memory, torch_device
 from envs.turns import Turns
 from envs.watchdog import ended_after

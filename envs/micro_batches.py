@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.levels import levels
+from envs.placement import check_micro_batches
 from envs.problem import Problem, held_bytes_of
 from graphs.frozen import frozen
 from graphs.graph import PHASES, GraphArrays, csr
@@ -61,13 +62,11 @@ class Pipeline:
         """Copy a problem; by default at most one micro-batch per device is in flight.
 
         Raises:
-            ValueError: a count is below 1 or too large, or the optimizer feeds the forward or
+            ValueError: a count is out of range, or the optimizer feeds the forward or
                 backward pass.
         """
+        check_micro_batches(micro_batches, in_flight)
         limit = base.device_count if in_flight is None else in_flight
-        for name, count in (("micro_batches", micro_batches), ("in_flight", limit)):
-            if count < 1:
-                raise ValueError(f"{name} is {count}, below 1")
         size = micro_batches * max(base.op_count, base.graph.edge_count)
         if size >= LARGEST:
             raise ValueError(

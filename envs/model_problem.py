@@ -9,13 +9,13 @@ from envs.calibrate import calibrated, calibrated_before
 from envs.call_memory import plannable
 from envs.cluster import Cluster
 from envs.discover import discover
+from envs.host_names import is_core
 from envs.known_calls import call_costs, known_call_costs
 from envs.measured import Measured
 from envs.measured_module import MeasuredModule
 from envs.op_costs import OpCosts, known_op_costs, op_costs
 from envs.overlap import check_overlap
 from envs.problem import Problem
-from envs.torch_devices import is_core
 from graphs.costs import with_costs
 from graphs.extract import Extraction, Step, extract
 from graphs.extract.call_graph import CallGraph

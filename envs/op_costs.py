@@ -20,11 +20,11 @@ from envs.cache_folder import host, processor
 from envs.cluster import Cluster, Device, load_cluster
 from envs.cost_cache import Conditions, CostCache, KnownCost, Session
 from envs.discover import check_cores, check_devices, cores_of, is_here, kind_of
+from envs.host_names import is_core
 from envs.module_costs import profile_modules
 from envs.op_signature import op_signatures
 from envs.profiling import profile_runs
 from envs.roofline import SOURCE, check_rates, roofline_costs
-from envs.torch_devices import is_core
 from graphs.extract import Extraction
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from envs.torch_devices import is_core
+from envs.host_names import is_core
 from graphs.extract.call_graph import CallGraph
 from graphs.extract.module_map import ModuleMap
 

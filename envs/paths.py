@@ -7,9 +7,9 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.compiled import compiled
+from envs.compiled import compiled_borrowing
+from envs.nanoseconds import transfer_ns
 from envs.problem import Problem
-from envs.simulator.arrays import HORIZON_NS
 
 Longs = NDArray[np.int64]
 UNREACHABLE_NS: Final = 1 << 60
@@ -30,7 +30,9 @@ class Paths(NamedTuple):
 def paths(problem: Problem) -> Paths:
     """The paths of a problem, in time E * D * D."""
     graph = problem.graph
-    head, tail = _longest(
+    shape = (problem.op_count, problem.device_count)
+    head, tail = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    _fill_longest(
         graph.topological.copy(),
         graph.predecessor_start.copy(),
         graph.predecessors.copy(),
@@ -39,12 +41,15 @@ def paths(problem: Problem) -> Paths:
         problem.latency_s.copy(),
         problem.bandwidth_bytes_per_s.copy(),
         problem.connected.copy(),
+        np.zeros((problem.device_count, problem.device_count), np.int64),
+        head,
+        tail,
     )
     return Paths(head_ns=head, tail_ns=tail)
 
 
-@compiled
-def _longest(
+@compiled_borrowing
+def _fill_longest(
     topological: NDArray[np.int32],
     predecessor_start: NDArray[np.int32],
     predecessors: NDArray[np.int32],
@@ -53,11 +58,12 @@ def _longest(
     latency_s: NDArray[np.float64],
     bandwidth_bytes_per_s: NDArray[np.float64],
     connected: NDArray[np.bool_],
-) -> tuple[Longs, Longs]:
+    moved: Longs,
+    head: Longs,
+    tail: Longs,
+) -> None:
+    """Find ``head`` and ``tail`` (N, D), given as 0; ``moved`` (D, D) is scratch space."""
     count, devices = cost_ns.shape
-    head = np.zeros((count, devices), np.int64)
-    tail = np.zeros((count, devices), np.int64)
-    moved = np.zeros((devices, devices), np.int64)
     for step in range(2 * count):
         forward = step < count
         v = topological[step] if forward else topological[2 * count - 1 - step]
@@ -68,8 +74,9 @@ def _longest(
                     if s == d:
                         moved[s, d] = 0
                     elif connected[s, d]:
-                        seconds = latency_s[s, d] + edge_bytes[e] / bandwidth_bytes_per_s[s, d]
-                        moved[s, d] = int(np.rint(min(seconds * 1e9, float(HORIZON_NS))))
+                        moved[s, d] = transfer_ns(
+                            latency_s[s, d], edge_bytes[e], bandwidth_bytes_per_s[s, d]
+                        )
                     else:
                         moved[s, d] = UNREACHABLE_NS
             for here in range(devices):
@@ -84,4 +91,3 @@ def _longest(
                     head[v, here] = max(head[v, here], least)
                 else:
                     tail[u, here] = max(tail[u, here], least)
-    return head, tail

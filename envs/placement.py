@@ -27,10 +27,11 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.cluster import Cluster
+from envs.cluster import LARGEST_INT, MOST_DEVICES, Cluster
 from envs.replica_set import Replicas
 from graphs.graph import PHASES, GraphArrays
-from graphs.strict_json import array, fields, inside, load_checked, number, table, text
+from graphs.printable import check_printable
+from graphs.strict_json import array, fields, inside, load_checked, number, table, text, within
 from graphs.whole_file import write_whole
 
 FORMAT: Final = "placer-placement/1"
@@ -41,6 +42,15 @@ _KEYS: Final = frozenset(
     {"format", "graph", "cluster", "devices", "priority", "objective", "micro_batches"}
     | {"device_order", "in_flight", "predicted", "measured", "made_by", "replicas"}
 )
+RECORD_RANGES: Final[Mapping[str, tuple[float, float]]] = {
+    "spread": (0, 1e6),
+    "contention": (0, 1e9),
+    "rounds": (0, 10**9),
+}
+"""Of numbers in ``predicted`` and ``measured`` whose names have no unit."""
+_ENDINGS: Final[Mapping[str, tuple[float, float]]] = {"_s": (0, 1e9), "_bytes": (0, LARGEST_INT)}
+MOST_MICRO_BATCHES: Final = 4096
+MOST_NESTED: Final = 8
 _MAKER_KEYS: Final = frozenset({"placer", "seed", "budget", "version"})
 
 
@@ -64,7 +74,8 @@ class Placement:
     the placement of each of them.
 
     ``predicted`` and ``measured`` hold at least ``step_s`` where they are known. Of their values,
-    those whose names end in ``_s`` or ``_bytes`` are finite numbers >= 0, or mappings to such.
+    those whose names end in ``_s`` are seconds, those in ``_bytes`` are bytes or map devices to
+    such, and those in RECORD_RANGES are numbers; others are as their writer likes.
     """
 
     graph: str  # hash of the graph
@@ -98,13 +109,11 @@ class Placement:
                 raise ValueError(f"op {op_id!r}: priority is {priority}, not a finite number")
         if self.objective not in OBJECTIVES:
             raise ValueError(f"objective is {self.objective!r}, not one of {', '.join(OBJECTIVES)}")
-        if self.micro_batches < 1:
-            raise ValueError(f"micro_batches is {self.micro_batches}, below 1")
-        if self.in_flight is not None and self.in_flight < 1:
-            raise ValueError(f"in_flight is {self.in_flight}, below 1")
+        within(len(self.device_names), 1, MOST_DEVICES, "the number of devices")
+        check_micro_batches(self.micro_batches, self.in_flight)
         for where, record in (("predicted", self.predicted), ("measured", self.measured)):
-            for key, value in (record or {}).items():
-                _check_value(value, inside(where, key), quantity=key.endswith(("_s", "_bytes")))
+            if record is not None:
+                _check_record(record, where)
 
     @classmethod
     def of(
@@ -363,9 +372,12 @@ class Placement:
         """Write the placement as JSON; the file is complete or absent, never half-written.
 
         Raises:
+            ValueError: a text in it cannot be printed.
             OSError: it cannot be written.
         """
-        write_whole(path, json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n")
+        content = self.to_dict()
+        check_printable(content)
+        write_whole(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
     @classmethod
     def load(cls, path: Path, device_names: tuple[str, ...] = ()) -> Placement:
@@ -398,18 +410,45 @@ def _in_order(used: Collection[str], top: Mapping[str, Any]) -> tuple[str, ...]:
     """The devices in use, in the order of the file; those that it does not name come last."""
     order = array(top.get("device_order", []), "device_order")
     named = [text(name, f"device_order[{i}]") for i, name in enumerate(order)]
-    if repeated := [name for name in named if named.count(name) > 1]:
+    if repeated := [name for name, count in Counter(named).items() if count > 1]:
         raise ValueError(f"device_order names {repeated[0]!r} twice")
     return tuple(name for name in dict.fromkeys([*named, *used]) if name in used)
 
 
-def _check_value(value: object, where: str, *, quantity: bool) -> None:
-    """Refuse what strict JSON cannot hold, and a quantity that is none."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            _check_value(item, inside(where, str(key)), quantity=quantity)
-    elif quantity and not number(value, where) >= 0:
-        raise ValueError(f"{where} is {value}, not a number >= 0")
+def check_micro_batches(micro_batches: int, in_flight: int | None) -> None:
+    """Make sure that a step may have so many micro-batches, and so many of them under way.
+
+    Raises:
+        ValueError: it may not.
+    """
+    within(micro_batches, 1, MOST_MICRO_BATCHES, "micro_batches")
+    if in_flight is not None:
+        within(in_flight, 1, MOST_MICRO_BATCHES, "in_flight")
+
+
+def _check_record(record: Mapping[str, Any], where: str) -> None:
+    """Refuse times, bytes and numbers that are none, and what strict JSON cannot hold."""
+    if "step_s" not in record:
+        raise ValueError(f"{where} lacks step_s: give it, or null where the step is not known")
+    for key, value in record.items():
+        path = inside(where, key)
+        ending = key[key.rfind("_") :]
+        if ending == "_bytes" and isinstance(value, Mapping):
+            for device, size in value.items():
+                within(number(size, inside(path, device)), *_ENDINGS[ending], inside(path, device))
+        elif (allowed := RECORD_RANGES.get(key) or _ENDINGS.get(ending)) is not None:
+            within(number(value, path), *allowed, path)
+        else:
+            _check_json(value, path, MOST_NESTED)
+
+
+def _check_json(value: object, where: str, deepest: int) -> None:
+    """Refuse numbers that strict JSON cannot hold, and what is nested too deeply to be written."""
+    if isinstance(value, Mapping | list | tuple):
+        if not deepest:
+            raise ValueError(f"{where} is nested too deeply")
+        for item in value.values() if isinstance(value, Mapping) else value:
+            _check_json(item, where, deepest - 1)
     elif isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{where} is {value}, not a finite number")
 

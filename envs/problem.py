@@ -6,19 +6,19 @@ overhead) and a transfer (latency + bytes / bandwidth) are each rounded once, ha
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.cluster import Cluster, Link
+from envs.cluster import LONGEST_S, Cluster, Link
+from envs.nanoseconds import each_in_nanoseconds, nanoseconds
 from graphs.frozen import frozen
 from graphs.graph import PHASES, GraphArrays
 
 NO_QUEUE = -1
-LONGEST_OP_S: Final = 500.0
-"""An op that takes longer is refused and not just forbidden there: a step with it may be right."""
 LARGEST_TOTAL_BYTES: Final = 2.0**62
 """Of all ops and edges: whatever is summed up of them stays within 63 bits."""
 
@@ -115,7 +115,7 @@ class Problem:
             self.latency_s[source, destination]
             + size / self.bandwidth_bytes_per_s[source, destination]
         )
-        return round(float(seconds) * 1e9)
+        return nanoseconds(float(seconds))
 
 
 def _costs(graph: GraphArrays, cluster: Cluster) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
@@ -125,7 +125,7 @@ def _costs(graph: GraphArrays, cluster: Cluster) -> tuple[NDArray[np.bool_], NDA
     for d, device in enumerate(cluster.devices):  # one at a time: a float for each is much memory
         cost_s = graph.costs_for(device.kind) + device.launch_s
         allowed[:, d] = ~np.isnan(cost_s)
-        cost_ns[:, d] = np.rint(np.minimum(np.nan_to_num(cost_s), LONGEST_OP_S) * 1e9)
+        cost_ns[:, d] = each_in_nanoseconds(np.minimum(np.nan_to_num(cost_s), LONGEST_S))
     for i, names in enumerate(graph.allowed):
         if names is not None:
             allowed[i] &= np.isin(np.array(cluster.names), np.array(names))
@@ -136,14 +136,14 @@ def _costs(graph: GraphArrays, cluster: Cluster) -> tuple[NDArray[np.bool_], NDA
     if len(stuck):
         raise ValueError(_why_stuck(graph, cluster, int(stuck[0]), len(stuck)))
     cost_ns[~allowed] = 0
-    too_long = np.argwhere(cost_ns >= LONGEST_OP_S * 1e9)
+    too_long = np.argwhere(cost_ns >= LONGEST_S * 1e9)
     if len(too_long):
         i, d = too_long[0].tolist()
         device = cluster.devices[d]
         cost_s = graph.costs_for(device.kind)[i] + device.launch_s
         raise ValueError(
             f"op {graph.ids[i]!r} costs {cost_s:.3g} s on {device.name}; steps must stay below "
-            f"{LONGEST_OP_S:g} s: scale all costs down, or keep it off that device"
+            f"{LONGEST_S:g} s: scale all costs down, or keep it off that device"
         )
     return allowed, cost_ns
 
@@ -179,15 +179,24 @@ class _Links:
     @classmethod
     def of(cls, cluster: Cluster) -> _Links:
         links = cls(len(cluster))
-        for s, source in enumerate(cluster.names):
-            for d, destination in enumerate(cluster.names):
-                link = cluster.link_between(source, destination) if s != d else None
-                if link is not None:
-                    ports = (link.port_of(source), link.port_of(destination))
-                    links._join(link, cluster.links.index(link), s, d, ports)
+        index = {name: d for d, name in enumerate(cluster.names)}
+        ports = [{index[n]: link.port_of(n) for n in link.between} for link in cluster.links]
+        first = np.full((len(cluster), len(cluster)), -1)  # the link of each pair
+        for number in reversed(range(len(cluster.links))):
+            link, own = cluster.links[number], np.array(list(ports[number]))
+            if link.one_way:
+                first[own[0], own[1]] = number
+                continue
+            _, port = np.unique(list(ports[number].values()), return_inverse=True)
+            apart = port[:, None] != port[None]
+            first[np.ix_(own, own)] = np.where(apart, number, first[np.ix_(own, own)])
+        for s, d in np.argwhere(first >= 0).tolist():
+            number = int(first[s, d])
+            links._join(cluster.links[number], number, s, d, ports[number])
         return links
 
-    def _join(self, link: Link, number: int, s: int, d: int, ports: tuple[str, str]) -> None:
+    def _join(self, link: Link, number: int, s: int, d: int, port: Mapping[int, str]) -> None:
+        out, into = port[s], port[d]
         self.connected[s, d] = True
         self.latency_s[s, d] = link.latency_s
         self.bandwidth_bytes_per_s[s, d] = link.bandwidth_bytes_per_s
@@ -195,11 +204,10 @@ class _Links:
             case "bus":
                 self.queue[s, d] = self._queue(link, number)
             case "pair" if link.full_duplex:
-                self.queue[s, d] = self._queue(link, number, *ports)
+                self.queue[s, d] = self._queue(link, number, out, into)
             case "pair":
-                self.queue[s, d] = self._queue(link, number, *sorted(ports))
+                self.queue[s, d] = self._queue(link, number, *sorted((out, into)))
             case "egress":
-                out, into = ports
                 self.queue[s, d] = self._queue(link, number, out)
                 if not link.full_duplex:
                     self.second_queue[s, d] = self._queue(link, number, into)

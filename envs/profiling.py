@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from envs.cluster import Cluster, Device
 from envs.executor.lists import Instruction, Run, device_lists
-from envs.executor.pool import WorkerError, WorkerPool
+from envs.executor.pool import WorkerPool
 from envs.executor.state import load_example
+from envs.executor.worker_error import WorkerError
 from graphs.extract import Extraction
 from graphs.extract.program import StepProgram
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -16,6 +15,8 @@ from envs.collectives import (
     all_reduce,
     cheapest_all_reduce,
 )
+from graphs.graph import LARGEST_BYTES
+from graphs.strict_json import within
 
 CHEAPEST: Final = "auto"
 """Every bucket is reduced by the algorithm that is the fastest for its size."""
@@ -45,12 +46,10 @@ class Reduction:
             raise ValueError(f"there is no reduction {self.algorithm!r}: there are {names}")
         if self.payload not in PAYLOADS:
             raise ValueError(f"payload is {self.payload!r}, not one of {', '.join(PAYLOADS)}")
-        if self.every < 1:
-            raise ValueError(f"parameters are averaged every {self.every} steps, below 1")
-        if self.bucket_bytes < 1:
-            raise ValueError(f"a bucket of {self.bucket_bytes} bytes holds nothing: give 1 or more")
-        if self.coding_bytes_per_s is not None and not 0 < self.coding_bytes_per_s < math.inf:
-            raise ValueError(f"coding_bytes_per_s is {self.coding_bytes_per_s}, not a rate above 0")
+        within(self.every, 1, 10**9, "every")
+        within(self.bucket_bytes, 1, LARGEST_BYTES, "bucket_bytes")
+        if self.coding_bytes_per_s is not None:
+            within(self.coding_bytes_per_s, 1e-3, 1e18, "coding_bytes_per_s")
 
     def of(self, size_bytes: int, levels: Sequence[Level]) -> AllReduce:
         """The reduction of a bucket of gradients over a network, innermost level first."""

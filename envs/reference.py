@@ -8,8 +8,9 @@ from typing import Final
 from envs.cluster import Cluster, Device
 from envs.discover import core_set, cores_of, kind_of
 from envs.executor.lists import Instruction, device_lists
-from envs.executor.pool import StepRun, WorkerError, WorkerPool
+from envs.executor.pool import StepRun, WorkerPool
 from envs.executor.state import load_example
+from envs.executor.worker_error import WorkerError
 from graphs.extract import Extraction
 
 SETTLE_S: Final = 0.02

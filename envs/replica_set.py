@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
 from envs.collectives import ALGORITHMS
 from envs.reduction import Reduction
-from graphs.strict_json import array, fields, number, text, whole
+from graphs.strict_json import array, fields, number, text, whole, within
 
 Batch: TypeAlias = Literal["per-replica", "global"]
 BATCHES: Final[tuple[Batch, ...]] = ("per-replica", "global")
 """Every replica has the whole batch of the step, or they share it."""
+MOST_ACCUMULATED: Final = 10**6
 _KEYS: Final = frozenset({"groups", "batch", "accumulate", "reduction", "algorithms", "levels"})
 _READ: Final[Mapping[str, Callable[[object, str], Any]]] = {
     "algorithm": text,
@@ -50,13 +52,12 @@ class Replicas:
     def __post_init__(self) -> None:
         if not self.groups or len({len(group) for group in self.groups}) != 1:
             raise ValueError("replicas are on one or more groups of equally many devices")
-        names = [name for group in self.groups for name in group]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
+        counts = Counter(name for group in self.groups for name in group)
+        if twice := sorted(name for name in counts if counts[name] > 1):
             raise ValueError(f"replicas share {', '.join(twice)}; each has devices of its own")
         if self.batch not in BATCHES:
             raise ValueError(f"batch is {self.batch!r}, not one of {', '.join(BATCHES)}")
-        if self.accumulate < 1:
-            raise ValueError(f"accumulate is {self.accumulate}, below 1")
+        within(self.accumulate, 1, MOST_ACCUMULATED, "accumulate")
         if unknown := sorted(set(self.algorithms) - set(ALGORITHMS)):
             known = ", ".join(ALGORITHMS)
             raise ValueError(f"there is no reduction {unknown[0]!r}: there are {known}")

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from envs.compiled_tables import by_pointer
 from envs.max_load import HOST_KIND, least_send_ns
 from envs.problem import Problem
 from graphs.graph import GraphArrays
@@ -17,6 +18,7 @@ Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
 
 
+@by_pointer
 class SweepPlan(NamedTuple):
     """Ops in the order of a sweep: N ops, D devices, R reads of outputs.
 

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.compiled import compiled_borrowing, compiled_inline
+from envs.compiled_tables import by_pointer
 from envs.sweep_plan import SweepPlan
 
 MOST_DEVICES: Final = 16
@@ -22,6 +23,7 @@ Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
 
 
+@by_pointer
 class States(NamedTuple):
     """Room for S states, scratch for one more, and a hash table of 2**k > S entries."""
 

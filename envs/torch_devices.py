@@ -22,11 +22,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     return named or "can't allocate memory" in str(error)
 
 
-def is_core(name: str) -> bool:
-    """Whether a device is a set of pinned cores, run by workers and not by torch alone."""
-    return name.partition(":")[0] == "core"
-
-
 def own_accelerators() -> list[str]:
     """Names of all CUDA devices that torch can use."""
     if not torch.cuda.is_available():

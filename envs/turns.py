@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from envs.measured import Measurement
+from envs.measurement import Measurement
 
 
 class Turns:

@@ -31,6 +31,7 @@ from graphs.graph import (
     new_graph,
 )
 from graphs.order import topological_order
+from graphs.printable import check_printable
 from graphs.strict_json import array, fields, load_checked, number, table, text, whole
 from graphs.whole_file import write_whole
 
@@ -67,10 +68,11 @@ def save_graph(graph: nx.DiGraph[str], path: Path) -> None:
     """Write a graph file, one op or edge per line; it is complete or absent, never half-written.
 
     Raises:
-        ValueError: the graph is not a valid one.
+        ValueError: the graph is not a valid one, or has texts that cannot be printed.
         OSError: it cannot be written.
     """
     data = graph_to_dict(graph)
+    check_printable(data)
     rows = {name: data.pop(name) for name in ("nodes", "edges")}
     parts = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in data.items()]
     for name, items in rows.items():

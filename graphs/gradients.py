@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from graphs.extract.convert import ACCUMULATES
 from graphs.frozen import frozen
 from graphs.graph import PHASES, GraphArrays
-from graphs.mirror import backward_id
+from graphs.mirror import ACCUMULATES, backward_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from graphs.frozen import frozen
 from graphs.order import topological_order
+from graphs.printable import check_printable
 
 Phase: TypeAlias = Literal["forward", "backward", "optimizer"]
 PHASES: Final[tuple[Phase, ...]] = ("forward", "backward", "optimizer")
@@ -75,11 +76,13 @@ def add_op(
 
     Raises:
         ValueError: the id exists already or is not printable text, a number is negative, not
-            finite or too large, a source belongs to no cost, or the phase is unknown. The message
-            starts with the op's id.
+            finite or too large, a source belongs to no cost, the phase is unknown, or a text cannot
+            be printed. The message starts with the op's id.
     """
     if not op_id or not op_id.isprintable():
         raise ValueError(f"op {op_id!r}: an id must be printable text, not empty")
+    for what, text in (("op", op), ("module", module), ("colocate", colocate or "")):
+        check_printable(text, f"op {op_id!r}: {what}")
     if op_id in graph:
         raise ValueError(f"op {op_id!r} is there already; ids must be unique")
     if phase not in PHASES:

@@ -9,6 +9,8 @@ from graphs.order import topological_order
 
 WEIGHT: str = "weight"
 """Op that only holds parameters: its backward adds up the gradients of all who read it."""
+ACCUMULATES: str = ".gradient"
+"""End of the names of ops that add up the gradients of one parameter."""
 
 
 def backward_id(op_id: str) -> str:

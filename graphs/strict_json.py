@@ -1,4 +1,4 @@
-"""JSON that others write too, read strictly: a fault is refused with its place in the file.
+"""JSON and TOML that others write too, read strictly: a fault is refused with its place.
 
 ``where`` is always the path of a value within its file, such as ``nodes[3].cost_s``; "" is the
 file itself.
@@ -12,12 +12,14 @@ import json
 import math
 import re
 import reprlib
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from graphs.printable import check_printable, escaped
 from graphs.whole_file import read_limited
 
 Parsed = TypeVar("Parsed")
@@ -25,22 +27,24 @@ MUCH: Final = 1 << 20
 """Characters that take long to parse; where they are junk, it is better told before."""
 LARGEST_FILE_BYTES: Final = 1 << 29
 """About four million ops; what is larger was hardly meant as a graph or a placement."""
+LARGEST_TOML_BYTES: Final = 10**6
+MOST_PARTS: Final = 64
+LONGEST_WORD: Final = 200
+LONGEST_MESSAGE: Final = 500
+_BETWEEN: Final = str.maketrans("", "", "\n\r\t")
+"""Control characters that JSON allows, between texts and not within."""
+_LONG_WORD: Final = re.compile(
+    rf"(?<![^\s/])[^\s/]{{{LONGEST_WORD + 1},}}+(?=\s|$)"  # a path stays whole
+)
+_LONG_KEY: Final = re.compile(
+    rf"""(?<![\w"'.-])(?:[\w"'-]{{1,80}}[ \t]*\.[ \t]*){{{MOST_PARTS}}}"""
+)
 
 
 class _Repeating(dict[str, Any]):
     """A JSON object with a key given twice, kept until its path is known."""
 
     repeated: str
-
-
-def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) == len(pairs):
-        return made
-    repeating = _Repeating(made)
-    counts = Counter(key for key, _ in pairs)
-    repeating.repeated = next(key for key, count in counts.items() if count > 1)
-    return repeating
 
 
 def load_checked(path: Path, parse: Callable[[object], Parsed]) -> Parsed:
@@ -51,23 +55,103 @@ def load_checked(path: Path, parse: Callable[[object], Parsed]) -> Parsed:
             starts with the file.
         OSError: it cannot be read.
     """
-    try:
+    with _told_of(path):
         text = read_limited(path, LARGEST_FILE_BYTES).decode("utf-8-sig")
         if not text or text.isspace():
             raise ValueError("the file is empty")
         if len(text) > MUCH and not re.match(r"\s*\{", text):
             raise ValueError("the file is no JSON object")
         with _without_collecting():
-            return parse(json.loads(text, object_pairs_hook=_object_of))
+            return parse_json(text, parse)
+
+
+def load_toml(path: Path, parse: Callable[[dict[str, Any]], Parsed]) -> Parsed:
+    """Return what ``parse`` makes of the content of a TOML file.
+
+    Raises:
+        ValueError: it is not TOML, is larger than 1 MB, or ``parse`` refuses it; the message
+            starts with the file.
+        OSError: it cannot be read.
+    """
+    with _told_of(path):
+        text = read_limited(path, LARGEST_TOML_BYTES).decode()
+        if _LONG_KEY.search(text):  # tomllib takes the square of the parts
+            raise ValueError(f"more than {MOST_PARTS} names are joined by dots")
+        content = tomllib.loads(text)
+        check_printable(content)
+        return parse(content)
+
+
+def parse_json(text: str, parse: Callable[[object], Parsed], *, printable: bool = True) -> Parsed:
+    """Return what ``parse`` makes of JSON, whose objects have every key once.
+
+    With ``printable`` False its texts may have any characters, since they are never shown.
+
+    Raises:
+        ValueError: it is not JSON, is nested too deeply, has a text that cannot be printed, or
+            ``parse`` refuses it.
+    """
+    repeating: list[_Repeating] = []
+
+    def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) == len(pairs):
+            return made
+        repeating.append(found := _Repeating(made))
+        counts = Counter(key for key, _ in pairs)
+        found.repeated = next(key for key, count in counts.items() if count > 1)
+        return found
+
+    try:
+        content = json.loads(text, object_pairs_hook=object_of)
+        if printable and not _is_plain(text):
+            check_printable(content)
+        made = parse(content)
     except RecursionError:
-        raise ValueError(f"{path}: the JSON is nested too deeply") from None
+        raise ValueError("the JSON is nested too deeply") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from error
+        raise ValueError(f"not JSON: {error}") from error
+    if repeating:  # where parse did not look
+        raise ValueError(f"{repeating[0].repeated!r} is given twice in one object")
+    return made
+
+
+def _is_plain(text: str) -> bool:
+    """Whether no text in some JSON can have control characters: quickly, since it is seldom so."""
+    return "\\" not in text and text.translate(_BETWEEN).isprintable()
+
+
+def brief(message: str) -> str:
+    """Return a message as one line of readable length, without control characters.
+
+    Long names and lists lose their middle.
+
+    >>> len(brief(f"op {500 * 'a'} is there already"))
+    206
+    """
+    line = escaped(" ".join(part for line in message.splitlines() if (part := line.strip())))
+    line = _LONG_WORD.sub(lambda word: _shortened(word[0], LONGEST_WORD), line)
+    return _shortened(line, LONGEST_MESSAGE)
+
+
+def _shortened(text: str, longest: int) -> str:
+    if len(text) <= longest:
+        return text
+    return f"{text[: longest * 2 // 3]}...{text[-(longest // 4) :]}"
+
+
+@contextmanager
+def _told_of(path: Path) -> Iterator[None]:
+    """Begin the message of what is refused inside with the file."""
+    try:
+        yield
+    except RecursionError:
+        raise ValueError(f"{path}: nested too deeply") from None
     except ValueError as error:
         shown = str(error)
         if "integer string conversion" in shown:
             shown = "a number has thousands of digits"
-        raise ValueError(f"{path}: {shown}") from error
+        raise ValueError(f"{path}: {brief(shown)}") from error
 
 
 def fields(
@@ -148,6 +232,17 @@ def whole(value: object, where: str) -> int:
     if not (math.isfinite(given) and given == int(given)):
         raise ValueError(f"{where} is {given}, not a whole number")
     return value if isinstance(value, int) else int(given)
+
+
+def within(value: float, low: float, high: float, where: str) -> None:
+    """Make sure that a number is in a range, both ends included.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not low <= value <= high:
+        ends = [end if isinstance(end, int) else f"{end:g}" for end in (low, high)]
+        raise ValueError(f"{where} is {reprlib.repr(value)}, not within {ends[0]} .. {ends[1]}")
 
 
 @contextmanager

@@ -25,11 +25,14 @@ Family: TypeAlias = Callable[[np.random.Generator, int], "nx.DiGraph[str]"]
 FEWEST_OPS: Final = 80
 """Every family has members this small."""
 
+MIN_OPS: Final = 8
+"""No drawn graph has fewer ops."""
+
 
 def draw(
     rng: np.random.Generator, family: str | None = None, *, max_ops: int = 360
 ) -> nx.DiGraph[str]:
-    """A random graph of at most ``max_ops`` ops, of one family (default: any).
+    """Draw a random graph of MIN_OPS to ``max_ops`` ops, of one family (default: any).
 
     Raises:
         ValueError: there is no such family, or max_ops is below FEWEST_OPS.
@@ -52,10 +55,14 @@ def _draw_weights(rng: np.random.Generator, backward_share: float = 0.6) -> Weig
     )
 
 
+def _fewest_forward(weights: Weights) -> int:
+    return math.ceil(MIN_OPS / 2) if weights.backward else MIN_OPS
+
+
 def _draw_chain(rng: np.random.Generator, max_ops: int) -> nx.DiGraph[str]:
     weights = _draw_weights(rng)
     room = max_ops // 2 if weights.backward else max_ops
-    return chain(rng, ops=int(rng.integers(8, room + 1)), weights=weights)
+    return chain(rng, ops=int(rng.integers(MIN_OPS, room + 1)), weights=weights)
 
 
 def _draw_layered(rng: np.random.Generator, max_ops: int) -> nx.DiGraph[str]:
@@ -93,6 +100,7 @@ def _draw_cells(rng: np.random.Generator, max_ops: int) -> nx.DiGraph[str]:
     room = max_ops // 2 if weights.backward else max_ops
     nodes = int(rng.integers(4, 17))
     repeats = int(rng.integers(1, (room - 1) // (nodes + 1) + 1))
+    repeats = max(repeats, math.ceil((_fewest_forward(weights) - 1) / (nodes + 1)))
     return cells(rng, repeats=repeats, nodes=nodes, weights=weights)
 
 
@@ -101,6 +109,7 @@ def _draw_recurrence(rng: np.random.Generator, max_ops: int) -> nx.DiGraph[str]:
     room = max_ops // 2 if weights.backward else max_ops
     layers = int(rng.integers(2, 9))
     steps = int(rng.integers(2, room // layers))
+    steps = max(steps, math.ceil(_fewest_forward(weights) / layers) - 1)  # and the weights
     reuse = _log_uniform(rng, 1.0, 30.0)
     return recurrence(rng, layers=layers, steps=steps, reuse=reuse, weights=weights)
 
@@ -111,7 +120,9 @@ def _draw_sequence(rng: np.random.Generator, max_ops: int) -> nx.DiGraph[str]:
     stacks, heads = int(rng.integers(1, 3)), int(rng.integers(0, 4))
     layers = int(rng.integers(1, min(8, (room // 3 - heads - 1) // stacks) + 1))
     # One op of each layer and head in every step, their weights, what joins them, the total.
-    steps = int(rng.integers(2, (room - 2) // (stacks * layers + heads)))
+    rows, others = stacks * layers + heads, stacks
+    steps = int(rng.integers(2, (room - 2) // rows))
+    steps = max(steps, math.ceil((_fewest_forward(weights) - others) / rows) - 1)
     return sequence(
         rng,
         layers=layers,

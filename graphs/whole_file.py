@@ -3,8 +3,23 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import hashlib
 import os
+import platform
+import stat
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Final
+
+MOST_LINKS: Final = 40
+SUFFIX: Final = ".partial"
+CHUNK_BYTES: Final = 1 << 16
+"""Read at once of what does not tell its size."""
+LONGEST_LABEL: Final = 100
+"""Bytes of the file's own name in that of a partial one; names have a limit."""
 
 
 def read_limited(path: Path, largest_bytes: int) -> bytes:
@@ -17,7 +32,10 @@ def read_limited(path: Path, largest_bytes: int) -> bytes:
     with path.open("rb") as file:
         size = path.stat().st_size
         if size <= largest_bytes:  # 0 for a pipe, whatever comes out of it
-            content = file.read(largest_bytes + 1)
+            # Memory is taken for as much as is asked for: never for all that would be allowed.
+            content = file.read(size + CHUNK_BYTES)
+            while len(content) <= largest_bytes and (more := file.read(CHUNK_BYTES)):
+                content += more
             size = max(size, len(content))
     if size > largest_bytes:
         raise ValueError(
@@ -26,29 +44,184 @@ def read_limited(path: Path, largest_bytes: int) -> bytes:
     return content
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file so that a reader, or who comes after a crash, finds the old or the new one.
+def checksum(text: str, parts: Mapping[str, memoryview]) -> str:
+    """Return a checksum of a text and of named parts, which tells a damaged file from a whole one.
 
-    A symbolic link stays one: what it points to is written. Text is written as UTF-8.
+    It is no protection against who changes a file on purpose.
+    """
+    digest = hashlib.sha256(text.encode())
+    for name in sorted(parts):
+        digest.update(f"\0{name}\0{parts[name].nbytes}\0".encode())
+        digest.update(parts[name])
+    return digest.hexdigest()
+
+
+def write_whole(path: Path, content: str | bytes, *, private: bool = False) -> None:
+    """Write a file so that a reader, also one after a crash, finds the old or the new one.
+
+    A symbolic link stays one: what it points to is written. Text is written as UTF-8. A file that
+    is replaced keeps its mode; a new one that is ``private`` can be read by the user alone.
 
     Raises:
-        OSError: it cannot be written, or is there and no regular file; carries the file's name.
+        OSError: it cannot be written, is there and no regular file, or is a symbolic link of
+            another user; carries the file's name.
     """
-    target = path.resolve()
-    # Unlike any other writer's, and short: names have a limit that a longer one might exceed.
-    partial = target.with_name(f".{os.urandom(8).hex()}.partial")
+    data = content.encode() if isinstance(content, str) else content
     try:
-        if target.exists() and not target.is_file():
-            raise OSError(errno.EINVAL, "Not a regular file")  # replacing it would remove a device
-        with partial.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(target)
+        target = written_file(path)
+        with _opened(target.parent, os.O_PATH | os.O_DIRECTORY) as folder:
+            _remove_stale(target.parent, folder, target.name)
+            _replace(folder, target.name, data, 0o600 if private else 0o666)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def written_file(path: Path) -> Path:
+    """Return the file that is replaced when ``path`` is written: the one that links lead to.
+
+    Links of folders are left to the kernel, which follows none of another user where all may write.
+
+    Raises:
+        OSError: a link is another user's, who may have laid it to have a file of yours replaced; or
+            links go round in a circle.
+    """
+    for _ in range(MOST_LINKS):
+        try:
+            about = path.lstat()
+        except FileNotFoundError:
+            return path
+        if not stat.S_ISLNK(about.st_mode):
+            return path
+        if about.st_uid not in (os.geteuid(), 0):
+            raise PermissionError(errno.EACCES, "A symbolic link of another user")
+        path = path.parent / path.readlink()
+    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+
+
+def partial_name(name: str) -> str:
+    """Return the name of a new partial file; the next writer removes it if its writer is killed."""
+    return f"{_partial_prefix(name)}{os.urandom(8).hex()}{SUFFIX}"
+
+
+def _replace(folder: int, name: str, data: bytes, mode: int) -> None:
+    old = _existing(folder, name)
+    with suppress(OSError):  # not every file system knows files without names
+        _write_and_rename(folder, name, data, mode, old, first_unnamed=True)
+        return
+    _write_and_rename(folder, name, data, mode, old, first_unnamed=False)
+
+
+def _write_and_rename(
+    folder: int,
+    name: str,
+    data: bytes,
+    mode: int,
+    old: os.stat_result | None,
+    *,
+    first_unnamed: bool,
+) -> None:
+    """Write a partial file, which gets its name at once or when it is whole; then rename it.
+
+    Without a name, nothing is left of it when its writer is killed.
+    """
+    partial = partial_name(name)
+    file = _unnamed(folder, mode) if first_unnamed else _named(folder, partial, mode)
+    try:
+        with os.fdopen(file, "wb") as writer:
+            writer.write(data)
+            writer.flush()
+            if old is not None:
+                _take_mode(file, old)
+            os.fsync(file)
+            if first_unnamed:  # with a descriptor, so that the link in /proc is followed
+                os.link(f"/proc/self/fd/{file}", partial, dst_dir_fd=folder)
+            os.rename(partial, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(partial, dir_fd=folder)
+        raise
+
+
+def _existing(folder: int, name: str) -> os.stat_result | None:
+    try:
+        found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "Not a regular file")  # replacing it would remove a device
+    return found
+
+
+def _unnamed(folder: int, mode: int) -> int:
+    file = os.open(".", os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, mode, dir_fd=folder)
+    _lock(file)
+    return file
+
+
+def _named(folder: int, partial: str, mode: int) -> int:
+    flags = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY | os.O_CLOEXEC
+    while True:
+        file = os.open(partial, flags, mode, dir_fd=folder)
+        _lock(file)
+        if os.fstat(file).st_nlink:  # else another writer has removed it before it was locked
+            return file
+        os.close(file)
+
+
+def _lock(file: int) -> None:
+    """Show other writers that this one is alive, where the file system has locks."""
+    with suppress(OSError):
+        fcntl.flock(file, fcntl.LOCK_EX)
+
+
+def _remove_stale(parent: Path, folder: int, name: str) -> None:
+    """Remove what writers of the same file left that were killed on this host."""
+    prefix = _partial_prefix(name)
+    with suppress(OSError):
+        for other in parent.iterdir():
+            if other.name.startswith(prefix) and other.suffix == SUFFIX:
+                with suppress(OSError):
+                    _remove_unlocked(folder, other.name)
+
+
+def _remove_unlocked(folder: int, name: str) -> None:
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    file = os.open(name, flags, dir_fd=folder)
+    try:
+        about = os.fstat(file)
+        if stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid():
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(name, dir_fd=folder)
     finally:
-        partial.unlink(missing_ok=True)
+        os.close(file)
+
+
+def _partial_prefix(name: str) -> str:
+    """How names of partial files begin: with the file's, and the host where its locks are known."""
+    label = os.fsencode(name)[:LONGEST_LABEL].decode(errors="ignore")
+    return f".{label}.{zlib.crc32(platform.node().encode()):08x}"
+
+
+def _take_mode(file: int, old: os.stat_result) -> None:
+    """Give a new file the mode of the user's old one, for its group if it can have that, too."""
+    if old.st_uid != os.geteuid():
+        return
+    mode = stat.S_IMODE(old.st_mode) & 0o777
+    if os.fstat(file).st_gid != old.st_gid:
+        try:
+            os.fchown(file, -1, old.st_gid)
+        except OSError:
+            mode &= ~0o070
+    os.fchmod(file, mode)
+
+
+@contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    file = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        yield file
+    finally:
+        os.close(file)
 
 
 def _readable(size_bytes: int) -> str:

@@ -16,8 +16,7 @@ from envs.cluster import Cluster
 from envs.discover import discover
 from envs.op_costs import load_devices
 from envs.placement import Placement
-from graphs.extract import Step
-from graphs.extract.extraction import AUTO
+from graphs.extract import AUTO, Step
 from graphs.optimizer import Optimizer
 from graphs.precision import FULL
 from placer.given import given_from

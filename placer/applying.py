@@ -16,11 +16,11 @@ from envs.executor.hooked_module import HookedModule
 from envs.executor.lists import priority_order
 from envs.executor.placed import PlacedModel
 from envs.executor.placed_module import PlacedModule
+from envs.host_names import is_core
 from envs.overlap import check_overlap
 from envs.placement import Placement
-from envs.torch_devices import is_core, torch_device
-from graphs.extract import Extraction, Step, extract
-from graphs.extract.extraction import AUTO
+from envs.torch_devices import torch_device
+from graphs.extract import AUTO, Extraction, Step, extract
 from graphs.extract.fake import check_has_memory
 from graphs.extract.module_map import ModuleMap, placeable
 from graphs.graph import GraphArrays

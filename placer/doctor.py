@@ -13,12 +13,11 @@ import torch
 
 import placer
 from envs.cache_folder import cache_folder, processor
-from envs.calibrate import why_doubtful
 from envs.cluster import Cluster
 from envs.discover import available_memory_bytes, cores_of, own_cores
-from envs.measured import CONTENDED
+from envs.host_names import is_core
+from envs.measurement import CONTENDED, why_doubtful
 from envs.quiet import Noise, governors, noise_of, quota_cores
-from envs.torch_devices import is_core
 from placer.outcome import NOISY, REBUILT
 
 TOLD: Final = ("torch", "numba", "numpy", "networkx", "gymnasium", "stable-baselines3")

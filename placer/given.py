@@ -2,183 +2,31 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeAlias
-
-import numpy as np
-from numpy.typing import NDArray
-from torch import nn
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from envs.cluster import Cluster
 from envs.discover import why_not_here
-from envs.placement import MadeBy, Placement
-from envs.torch_devices import is_core
-from graphs.extract import Extraction
-from graphs.extract.extraction import ties_of
-from graphs.extract.program import VIEW
+from envs.placement import Placement
 from graphs.graph import GraphArrays
-from graphs.strict_json import load_checked, table
-from placer.export.device_flow import first_conflict, main_device_of
-from placer.export.hooks import Hooks
-from placer.export.placed_modules import around, canonical_paths, parent
+from graphs.strict_json import brief, load_checked, table
+
+if TYPE_CHECKING:
+    from graphs.extract import Extraction
+    from placer.device_map import DeviceMap
 
 GIVEN: Final = "given"
-MOST_NAMED: Final = 3
-"""How many modules a sentence names."""
 
 
 class GivenError(ValueError):
     """What a user has does not fit what it is given for."""
 
-
-@dataclass(frozen=True, slots=True)
-class DeviceMap:
-    """{module: device name}, where the modules inside it run that are not listed themselves.
-
-    The name of a parameter or buffer counts where no module of the map is around it: accelerate's
-    ``dispatch_model`` sends the tensors of a module of the map with it, and leaves others where
-    they were loaded, but for those of the model itself, which it sends to the main device.
-    """
-
-    devices: Mapping[str, str]
-
-    def conflict(self, extraction: Extraction) -> str:
-        """Why accelerate's dispatch_model could not run it, "" where a dry run finds nothing.
-
-        A model that was not exported has no dry run.
-        """
-        if told := self._overruled(canonical_paths(extraction.step.model)):
-            return told
-        if extraction.own_forward is None or len(self.device_names) == 1:
-            return ""
-        step, model = extraction.step, extraction.step.model
-        path_of = canonical_paths(model)
-        device_of = self._dispatched(path_of)
-        fed = main_device_of(self.device_names)
-        told = "the device map is run op by op, which dispatch_model would not do: "
-        if found := first_conflict(extraction.own_forward, step, device_of, fed):
-            return told + (
-                f"there {found.told(model)} fails, since what {found.origins} give is on several "
-                "devices"
-            )
-        computed = Hooks.of(model, device_of, fed).runs_on
-        others = [path for path, name in device_of.items() if computed[path] != name]
-        if not others:
-            return ""
-        shown = [path or "the rest of the model" for path in others[:MOST_NAMED]]
-        if len(others) > MOST_NAMED:
-            shown.append(f"{len(others) - MOST_NAMED} more")
-        return f"{told}there {', '.join(shown)} would be computed on {fed}, the main device"
-
-    @property
-    def device_names(self) -> tuple[str, ...]:
-        """The devices in order of first use."""
-        return tuple(dict.fromkeys(self.devices.values()))
-
-    def placed(self, extraction: Extraction, graph: GraphArrays, cluster: Cluster) -> Placement:
-        """The placement of a step's graph, of its ops or its calls, that the map means.
-
-        Ops outside of all its modules run where a tensor is that they read and the map names, or
-        else where most of their inputs' bytes come from; ops that must share a device run where the
-        first of them does. Order is that of the program.
-
-        Raises:
-            GivenError: it names modules that the model has not, leaves some with parameters out,
-                has devices that the cluster has not, or names a tensor outside of all its modules
-                while the graph is of modules.
-        """
-        model = extraction.step.model
-        self._check(model)
-        path_of = canonical_paths(model)
-        tensors = self._tensors(path_of)
-        known = self._modules(path_of)
-        self._check_devices(cluster)
-        free = {name: device for name, device in tensors.items() if around(name, known) is None}
-        named = _of_readers(extraction, graph, free) if free else {}
-        index = {name: cluster.index(name) for name in self.device_names}
-        devices = np.full(len(graph), -1, np.int64)
-        home: dict[int, int] = {}
-        for i in graph.topological.tolist():
-            module = around(path_of.get(graph.modules[i], graph.modules[i]), known)
-            if module is not None:
-                own = index[known[module]]
-            elif graph.ids[i] in named:
-                own = index[named[graph.ids[i]]]
-            else:
-                own = _inherited(graph, devices, i)
-            group = int(graph.group[i])
-            devices[i] = own if group < 0 else home.setdefault(group, own)
-        rank = np.empty(len(graph))
-        rank[graph.topological] = np.arange(len(graph), 0, -1)
-        return Placement.of(graph, cluster, devices, rank, MadeBy(placer=GIVEN))
-
-    def _modules(self, path_of: Mapping[str, str]) -> dict[str, str]:
-        """The entries of modules, each by its first path."""
-        return {path_of[path]: name for path, name in self.devices.items() if path in path_of}
-
-    def _tensors(self, path_of: Mapping[str, str]) -> dict[str, str]:
-        """The entries of parameters and buffers, each by the first path of its module."""
-        found: dict[str, str] = {}
-        for path, name in self.devices.items():
-            if path not in path_of:
-                owner, dot, own = path.rpartition(".")
-                found[path_of.get(owner, owner) + dot + own] = name
-        return found
-
-    def _dispatched(self, path_of: Mapping[str, str]) -> dict[str, str]:
-        """{path: device} as dispatch_model takes the entries: those that it heeds, and how."""
-        modules = self._modules(path_of)
-        main = main_device_of(self.device_names)
-        tensors = {
-            path: name if parent(path) else main
-            for path, name in self._tensors(path_of).items()
-            if around(path, modules) is None
-        }
-        return modules | tensors
-
-    def _overruled(self, path_of: Mapping[str, str]) -> str:
-        """What dispatch_model makes of an entry of a tensor that it does not heed, "" if none."""
-        modules, main = self._modules(path_of), main_device_of(self.device_names)
-        for path, name in self._tensors(path_of).items():
-            module = around(path, modules)
-            if module is not None and modules[module] != name:
-                return (
-                    f"the device map has {path} on {name}, which neither dispatch_model nor this "
-                    f"run heeds: {module or 'the whole model'} around it is on {modules[module]}"
-                )
-            if module is None and not parent(path) and name != main:
-                return (
-                    "the device map is run op by op, which dispatch_model would not do: there "
-                    f"{path}, which is in no module of the map, is sent to {main}, the main device"
-                )
-        return ""
-
-    def _check_devices(self, cluster: Cluster) -> None:
-        for path, name in self.devices.items():
-            if name not in cluster.names:
-                raise GivenError(f"the device map has {path!r} on {name}, {_meant(name, cluster)}")
-
-    def _check(self, model: nn.Module) -> None:
-        modules = dict(model.named_modules(remove_duplicate=False))
-        tensors = model.state_dict().keys()
-        for path in self.devices:
-            if path not in modules and path not in tensors:
-                near = difflib.get_close_matches(path, modules, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise GivenError(
-                    f"the device map names {path!r}, which {type(model).__name__} has not{hint}"
-                )
-        if missing := [name for name in tensors if around(name, self.devices) is None]:
-            raise GivenError(
-                f"the device map leaves out {len(missing)} of {len(tensors)} parameters and "
-                f"buffers, such as {missing[0]!r}"
-            )
+    def __init__(self, message: str) -> None:
+        super().__init__(brief(message))
 
 
-Given: TypeAlias = Placement | DeviceMap
+Given: TypeAlias = "Placement | DeviceMap"
 
 
 def load_given(path: Path) -> Given:
@@ -197,7 +45,7 @@ def check_here(given: Given) -> None:
     Raises:
         ValueError: one is not; where it is a GPU's number, the message says what numbers mean.
     """
-    for name in given.device_names if isinstance(given, DeviceMap) else ():
+    for name in () if isinstance(given, Placement) else given.device_names:
         if why := why_not_here(name):
             kind, _, index = name.partition(":")
             number = f"{index} in a device map means {name}, and " if kind == "cuda" else ""
@@ -228,7 +76,7 @@ def placement_of(
         GivenError: it is of another graph or model, or has other devices; or it is a device map,
             and the graph is of no model.
     """
-    if not isinstance(given, DeviceMap):
+    if isinstance(given, Placement):
         try:
             return given.aligned(graph, cluster)
         except ValueError as error:
@@ -245,6 +93,8 @@ def _given(data: Mapping[str, object]) -> Given:
         return Placement.from_dict(data)
     if not data:
         raise ValueError("it names no modules: a device map is {module: device}")
+    from placer.device_map import DeviceMap
+
     return DeviceMap({module: _name(device, module) for module, device in data.items()})
 
 
@@ -258,54 +108,3 @@ def _name(device: object, module: str) -> str:
             '"cpu" or "core:0"'
         )
     return "cuda:0" if device == "cuda" else device
-
-
-def _meant(name: str, cluster: Cluster) -> str:
-    """What to do about a device of a map that a cluster has not."""
-    kind, _, index = name.partition(":")
-    there = ", ".join(cluster.names)
-    if kind != "cuda" or not index.isdecimal() or not all(map(is_core, cluster.names)):
-        return f"but the devices are {there}"
-    return (
-        f"which is what {index} means in device maps, but the devices are {there}: name them in "
-        f'the map, such as "{cluster.names[min(int(index), len(cluster.names) - 1)]}" for {index}'
-    )
-
-
-def _of_readers(
-    extraction: Extraction, graph: GraphArrays, tensors: Mapping[str, str]
-) -> dict[str, str]:
-    """{op: device of the first of these tensors that it reads}, from {tensor: device}.
-
-    Raises:
-        GivenError: the graph is of modules, of which it is not known what they read.
-    """
-    program = extraction.own_program
-    if program is None:
-        raise GivenError(
-            f"the device map names {next(iter(tensors))!r}, but in a graph of modules it is not "
-            "known what reads a tensor: give its module a device, such as the model itself, ''"
-        )
-    ties = ties_of(extraction.step)
-    device_of = {ties.get(name, name): device for name, device in tensors.items()}
-    of_state = (source for source in program.sources if source.role in ("parameter", "buffer"))
-    name_of = {source.value: ties.get(source.name, source.name) for source in of_state}
-    ops = tuple(extraction.graph)
-    keys = ops if graph.ids == ops else extraction.call_of
-    found: dict[str, str] = {}
-    for call in program.calls:
-        for value in call.reads if call.op != VIEW else ():
-            name = name_of.get(program.values[value].root)
-            if name in device_of:
-                found.setdefault(keys[call.op], device_of[name])
-    return found
-
-
-def _inherited(graph: GraphArrays, devices: NDArray[np.int64], i: int) -> int:
-    """The device that most bytes of an op's inputs come from, 0 if it has none."""
-    size: dict[int, int] = {}
-    for k in range(graph.predecessor_start[i], graph.predecessor_start[i + 1]):
-        device = int(devices[graph.predecessors[k]])
-        moved = int(graph.edge_bytes[graph.predecessor_edge[k]])
-        size[device] = size.get(device, 0) + moved
-    return max(size, key=lambda device: size[device], default=0)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -11,6 +13,9 @@ from typing import Any, Final, TypeAlias
 
 _Handler: TypeAlias = Callable[[int, FrameType | None], Any] | int | None
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+NOTHING_KEPT: Final = "placer: stopped before there was anything to keep"
+EXIT_CODE: Final = 1
+SHOW_CURSOR: Final = "\x1b[?25h"
 
 
 class Interrupt:
@@ -51,10 +56,33 @@ class Interrupt:
         finally:
             self._polled = False
 
-    def _handle(self, _signal: int, _frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         again, self.requested = self.requested, True
-        if again or not self._polled:
-            raise KeyboardInterrupt
+        if not again and self._polled:
+            return
+        before = self._before.get(signal.SIGINT)
+        if callable(before):
+            before(number, frame)
+        raise KeyboardInterrupt
+
+
+def leave_imports_at_once() -> None:
+    """Let Ctrl-C end this process at once while it imports modules; for the command line alone.
+
+    Libraries catch what is raised within their imports, and go on half imported.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it is not ignored
+        signal.signal(signal.SIGINT, _leave_imports)
+
+
+def _leave_imports(_number: int, frame: FrameType | None) -> None:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            cursor = SHOW_CURSOR if sys.stderr.isatty() else ""
+            os.write(sys.stderr.fileno(), f"{cursor}{NOTHING_KEPT}\n".encode())
+            os._exit(EXIT_CODE)
+        frame = frame.f_back
+    raise KeyboardInterrupt
 
 
 @contextlib.contextmanager

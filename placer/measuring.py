@@ -10,15 +10,15 @@ from typing import Any
 from envs.backend import StepResult
 from envs.calibrate import calibrated
 from envs.cluster import Cluster
-from envs.measured import Measurement, contended, noise
+from envs.measurement import Measurement, contended, noise
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator import Simulated
-from graphs.extract import Step, extract
-from graphs.extract.extraction import AUTO
+from graphs.extract import AUTO, Step, extract
 from graphs.extract.fake import check_has_memory
 from graphs.graph import GraphArrays
-from placer.given import DeviceMap, Given, placement_of
+from placer.device_map import DeviceMap
+from placer.given import Given, placement_of
 from placer.report.progress import Progress, Silent
 from placer.rigs import rig_for
 

@@ -5,6 +5,7 @@ The page of the report does the same in ``placer/report/assets/units.js``.
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 DIGITS: Final = 4
@@ -23,3 +24,14 @@ def milliseconds(seconds: float) -> str:
     ms = seconds * 1e3
     exponent = int(f"{ms:.{DIGITS - 1}e}".partition("e")[2])  # of what is left after rounding
     return f"{ms:.{min(max(DIGITS - 1 - exponent, 0), MOST_PLACES)}f}"
+
+
+def ratio_of(one_s: float, other_s: float) -> float:
+    """Return how many times as long one time is as another, which may be 0.
+
+    >>> ratio_of(3.0, 2.0), ratio_of(0.0, 0.0), ratio_of(1.0, 0.0)
+    (1.5, 1.0, inf)
+    """
+    if other_s:
+        return one_s / other_s
+    return math.inf if one_s else 1.0

@@ -12,7 +12,7 @@ from envs.bounds import lower_bound_ns, pace_ns
 from envs.load_bound import quick_load_bound_ns
 from envs.max_load import max_load_ns, used_bytes, why_overloaded
 from envs.micro_batches import Pipeline
-from envs.placement import OBJECTIVES, Placement
+from envs.placement import OBJECTIVES, Placement, check_micro_batches
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS, Simulated
 from placer.placers.placer import LATENCY, MAX_LOAD, Placer, Progress
@@ -54,12 +54,9 @@ class Objective:
     def __post_init__(self) -> None:
         if self.name not in OBJECTIVES:
             raise ValueError(f"objective is {self.name!r}, not one of {', '.join(OBJECTIVES)}")
-        if self.micro_batches < 1:
-            raise ValueError(f"micro_batches is {self.micro_batches}, below 1")
+        check_micro_batches(self.micro_batches, self.in_flight)
         if self.name == "throughput" and self.micro_batches == 1:
             raise ValueError("throughput is that of several micro-batches: give 2 or more of them")
-        if self.in_flight is not None and self.in_flight < 1:
-            raise ValueError(f"in_flight is {self.in_flight}, below 1")
         if self.in_flight is not None and self.micro_batches == 1:
             raise ValueError("in_flight is of several micro-batches: give 2 or more of them")
 

@@ -9,19 +9,16 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from envs.calibrate import why_doubtful
-from envs.measured import CONTENDED, Measurement, contended, tied
+from envs.measurement import CONTENDED, Measurement, contended, tied, why_doubtful
 from envs.placement import Placement
 from envs.problem import Problem
-from graphs.extract import Extraction
-from graphs.extract.export import lstm_layers
-from graphs.extract.extraction import shown_lines
 from graphs.graph import PHASES
-from placer.milliseconds import milliseconds
+from placer.milliseconds import milliseconds, ratio_of
 from placer.search.candidate import WHERE_ALLOWED
 from placer.search.trail import Trail
 
 if TYPE_CHECKING:
+    from graphs.extract import Extraction
     from placer.replica_plan import ReplicaPlan
 
 NO_HEADROOM: Final = 0.02
@@ -160,8 +157,8 @@ class Optimization:
         if single is None or not row.can_run:
             return np.nan
         if single.measurement is not None and row.measurement is not None:
-            return self.step_s(single) / self.step_s(row)
-        return single.predicted_s / row.predicted_s
+            return ratio_of(self.step_s(single), self.step_s(row))
+        return ratio_of(single.predicted_s, row.predicted_s)
 
     @property
     def speed_up(self) -> float:
@@ -237,7 +234,7 @@ class Optimization:
             return ""
         shortest = min(self.rows, key=lambda row: row.predicted_s)
         told = f"{shortest.name}, {milliseconds(shortest.predicted_s)} ms"
-        gap = 1 - self.lower_bound_s / shortest.predicted_s
+        gap = 1 - ratio_of(self.lower_bound_s, shortest.predicted_s)
         if gap <= 0:
             return f"Proven optimal: no placement has a shorter predicted step than {told}."
         return (
@@ -303,7 +300,7 @@ class Optimization:
                 )
         step_s = self.step_s(self.best)
         if self.best.measurement is not None:
-            error = self.best.predicted_s / step_s
+            error = ratio_of(self.best.predicted_s, step_s)
             if abs(error - 1) > PREDICTION_ERROR:
                 found.append(
                     f"The prediction for {self.best.name} is {error:.2f} of what was measured"
@@ -330,6 +327,9 @@ class Optimization:
 
 def extraction_remarks(extraction: Extraction) -> list[str]:
     """How the graph came about, as far as it is not what was hoped for, each a sentence."""
+    from graphs.extract.export import lstm_layers
+    from graphs.extract.extraction import shown_lines
+
     found = [f"Not by {tried.extractor}: {tried.reason}" for tried in extraction.fell_back]
     if extraction.own_program is None:
         found.append(

@@ -5,26 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import networkx as nx
 import numpy as np
 
 import placer
 from envs.bounds import why_apart, why_too_large
-from envs.calibrate import calibrated
 from envs.cluster import Cluster
+from envs.compiled import loading_stage
 from envs.discover import is_here
-from envs.executor.pool import WorkerError
-from envs.measured import run_order
-from envs.op_costs import check_cluster
+from envs.executor.worker_error import WorkerError
 from envs.placement import MadeBy, Placement
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS, Simulated
+from envs.simulator.schedule import run_order
 from graphs.coarsen import Coarsened, coarsen
-from graphs.extract import Extraction, Step, extract
-from graphs.extract.extraction import AUTO
-from graphs.extract.fake import check_has_memory
+from graphs.extract import AUTO
 from graphs.graph import GraphArrays
 from placer.demands import demanded
 from placer.given import GIVEN, Given, placement_of
@@ -35,14 +32,18 @@ from placer.placers.placer import Placer
 from placer.placers.portfolio import Portfolio
 from placer.record import with_record
 from placer.report.progress import Progress, Silent
-from placer.rigs import Rig, rig_for
 from placer.running import Runs, joined, overfull, run_best, with_less_memory
 from placer.search.budget import Budget
 from placer.search.candidate import Candidate
+from placer.search.compiling import compiled_beside, load_compiled_code
 from placer.search.heuristics import ETF_NAME, HEFT_NAME, heuristics
 from placer.search.judge import Judge
-from placer.search.portfolio import Proposer, load_compiled_code
+from placer.search.portfolio import Proposer
 from placer.search.trail import Trail, recorded
+
+if TYPE_CHECKING:
+    from graphs.extract import Extraction, Step
+    from placer.rigs import Rig
 
 SMALLER: Final = (0.85, 0.7)
 """Shares of the memory to plan for, one after the other, where plans for all of it do not fit."""
@@ -135,14 +136,24 @@ def costed_step(step: Step, cluster: Cluster, options: Options, hear: Progress) 
         DemandError: an option names ops or devices that are not there, or contradicts another.
         ValueError: as for :func:`optimize_step`.
     """
+    from envs.calibrate import calibrated
+    from envs.op_costs import check_cluster
+    from graphs.extract import extract
+    from graphs.extract.fake import check_has_memory
+    from placer.rigs import rig_for
+
     check_cluster(cluster)
     if any(map(is_here, cluster.names)):
         check_has_memory(step)
     hear.stage("Extracting the graph")
-    extraction = extract(step, options.extractor)
-    rig = rig_for(extraction, cluster, overlap=options.overlap)
-    graph = demanded(rig.graph, cluster, options.keep_together, options.pins)
-    given = _given(options, extraction, graph, cluster)
+    with compiled_beside() as compiles:
+        extraction = extract(step, options.extractor)
+        rig = rig_for(extraction, cluster, overlap=options.overlap)
+        graph = demanded(rig.graph, cluster, options.keep_together, options.pins)
+        given = _given(options, extraction, graph, cluster)
+        if compiles:  # before anything is timed
+            hear.stage(loading_stage())
+            load_compiled_code()
     if all(map(is_here, cluster.names)) and not cluster.links:
         hear.stage("Calibrating devices")
         cluster = calibrated(cluster, again=options.fresh)
@@ -223,7 +234,7 @@ def _decided(
         raise PlacementError(f"The model fits nowhere: {why}.")
     if why := why_apart(problem):
         raise PlacementError(f"The model runs nowhere: {why}.")
-    hear.stage("Loading compiled code (the first time it is compiled, 30 s)")
+    hear.stage(loading_stage())
     load_compiled_code()
     rows: list[Row] = []
     runs, trouble, trail = Runs(), "", Trail()

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from envs.measured import Measurement
+from envs.measurement import Measurement
 from placer.outcome import Optimization, Row
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -16,10 +16,12 @@ from envs.problem import Problem
 from envs.reduction import CHEAPEST, Reduction
 from envs.replica_set import Batch, Replicas
 from envs.replicas import ReplicaStep, ReplicatedStep, slot_networks
-from graphs.extract import Extraction
 from placer.milliseconds import milliseconds
 from placer.outcome import Optimization, extraction_remarks
 from placer.parallel.launching import why_not_run
+
+if TYPE_CHECKING:
+    from graphs.extract import Extraction
 
 AUTO: Final = "auto"
 

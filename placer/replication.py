@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import networkx as nx
 
 from envs.cluster import Cluster
+from envs.compiled import loading_stage
 from envs.problem import Problem
 from envs.replica_groups import replica_groups
 from envs.replicas import (
@@ -28,10 +29,9 @@ from envs.replicas import (
 )
 from envs.subclusters import part_of
 from envs.topology import Block
-from graphs.extract import Step
 from graphs.gradients import Gradients, gradients_of, no_gradients
 from graphs.graph import PHASES, GraphArrays
-from placer.batches import GraphSource, ModelSource, StepSource, batch_size
+from placer.batches import GraphSource, StepSource
 from placer.demands import demanded
 from placer.interrupt import Interrupt
 from placer.outcome import Optimization, PlacementError
@@ -41,8 +41,11 @@ from placer.replica_plan import ReplicaPlan, Replication, Split
 from placer.replica_scaling import Scaling
 from placer.report.progress import Progress, Silent
 from placer.search.budget import Budget
-from placer.search.portfolio import load_compiled_code
+from placer.search.compiling import load_compiled_code
 from placer.several import Slice, share_of
+
+if TYPE_CHECKING:
+    from graphs.extract import Step
 
 MOST_REPLICAS: Final = 16
 
@@ -62,6 +65,8 @@ def plan_step(
         PlacementError: no replica fits.
         KeyboardInterrupt: stopped before there was any plan.
     """
+    from placer.model_batches import ModelSource, batch_size
+
     check_options(options)
     hear = progress or Silent()
     with Interrupt():
@@ -146,7 +151,7 @@ class _Planner:
         cost_source = self._graph(1).graph["cost_source"]
         problem = Problem.of(self.arrays[1], self.source.cluster)
         jobs = list(self._jobs(problem))
-        self.hear.stage("Loading compiled code (the first time it is compiled, 30 s)")
+        self.hear.stage(loading_stage())
         load_compiled_code()
         searches = list(dict.fromkeys(job.search for job in jobs))
         self.hear.stage(f"Searching placements of a replica on {len(searches)} groups of devices")

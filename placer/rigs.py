@@ -14,14 +14,15 @@ import networkx as nx
 from envs.call_memory import plannable
 from envs.cluster import Cluster
 from envs.discover import is_here
+from envs.host_names import is_core
 from envs.known_calls import call_costs
-from envs.measured import Measured, Measurement, run_order
+from envs.measured import Measured
 from envs.measured_module import MeasuredModule, launch_order
+from envs.measurement import Measurement
 from envs.overlap import check_overlap
 from envs.placement import Placement
 from envs.problem import Problem
-from envs.simulator.schedule import Schedule
-from envs.torch_devices import is_core
+from envs.simulator.schedule import Schedule, run_order
 from graphs.costs import with_costs
 from graphs.extract import Extraction
 from graphs.extract.module_map import placeable

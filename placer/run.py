@@ -10,7 +10,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import select
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
@@ -65,8 +67,11 @@ def _run(args: argparse.Namespace, options: SyncOptions) -> int:
     from placer.target import TargetError, load_function, load_step
 
     outputs = {"--checkpoint": args.checkpoint, "--save": args.save}
-    why = why_not_outputs(outputs, {"--placement": args.placement})
-    if own_rank() == 0 and why is not None:
+    try:
+        why = why_not_outputs(outputs, {"--placement": args.placement}) if not own_rank() else None
+    except OSError as error:
+        return fail(JOB_FAILED, error)
+    if why is not None:
         return fail(BAD_USAGE, why)
     try:
         placement = Placement.load(args.placement)
@@ -104,7 +109,7 @@ def _part_of(step: Step, parts: int) -> Step:
     Raises:
         ValueError: the batch has no such parts.
     """
-    from placer.batches import batch_size, with_part_of_inputs
+    from placer.model_batches import batch_size, with_part_of_inputs
 
     part = with_part_of_inputs(step, parts)
     if part is None:
@@ -120,12 +125,14 @@ def _train(run: Run, step: Step, batches: Batches) -> Trained:
     import torch.distributed as dist
 
     from envs.executor.seeds import spread_seed
-    from envs.torch_devices import is_core, torch_device
+    from envs.host_names import is_core
+    from envs.torch_devices import torch_device
     from placer.parallel.groups import check_same, groups_of_slots
     from placer.parallel.liveness import Liveness, StoppedError
     from placer.parallel.processes import joined, stop_on_sigterm
     from placer.parallel.registry import sync_named
     from placer.parallel.replica import placed_replica
+    from placer.parallel.run_store import RunStore, shared_secret
     from placer.parallel.sync import Setup
     from placer.parallel.training import train
 
@@ -138,7 +145,8 @@ def _train(run: Run, step: Step, batches: Batches) -> Trained:
         rank, ranks = dist.get_rank(), dist.get_world_size()
         # before NCCL's own watchdog, which ends the process with words of its own
         silence_s = 0.8 * args.timeout_s if nccl else None
-        liveness = Liveness(store, rank, ranks, silence_s=silence_s)
+        liveness = Liveness(RunStore(store, shared_secret()), rank, ranks, silence_s=silence_s)
+        liveness.start()
         replica: Replica | None = None
         try:
             stop_on_sigterm()
@@ -260,11 +268,25 @@ def _print(run: Run, found: Trained) -> None:
         print(f"{name}: {value:.6g}")
 
 
+def end_with(launcher: int) -> None:
+    """End this process when its launcher does: one that was killed ends no rank."""
+    gone = select.poll()
+    gone.register(os.pidfd_open(launcher), select.POLLIN)
+
+    def leave() -> None:
+        gone.poll()
+        os._exit(JOB_FAILED)
+
+    threading.Thread(target=leave, name="launcher", daemon=True).start()
+
+
 def script() -> NoReturn:
     """Entry of the module.
 
     Leaves without a farewell: threads of gloo may abort a process that says one.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with(os.getppid())
     try:
         code = main()
     except SystemExit as leaving:  # argparse, on --help and bad usage

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from envs.cluster import Cluster
-from envs.measured import Measurement
+from envs.measurement import Measurement
 from envs.problem import Problem
 from placer.given import GIVEN
 from placer.outcome import Row
 from placer.report.progress import Progress
-from placer.rigs import Rig
+
+if TYPE_CHECKING:
+    from placer.rigs import Rig
 
 MEASURED_CANDIDATES: Final = 5
 """How many of the best are run for real, besides the best single device."""

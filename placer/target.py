@@ -9,16 +9,17 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import networkx as nx
-from torch import nn
 
-from graphs.extract import Step
 from graphs.files import load_graph
 from placer.missing_file import missing_file, why_not_read
-from placer.sources import exported, huggingface, onnx
 from placer.sources.fault import TargetError
+from placer.sources.names import is_exported, is_huggingface, is_onnx
+
+if TYPE_CHECKING:
+    from graphs.extract import Step
 
 __all__ = [
     "TargetError",
@@ -48,13 +49,19 @@ def load_step(target: str, *, training: bool, weights: bool = True) -> Step:
         TargetError: there is no such model, file or function, it fails, or it returns something
             else.
     """
-    if target.startswith(huggingface.PREFIX):
+    if is_huggingface(target):
+        from placer.sources import huggingface
+
         return huggingface.load(
             huggingface.Request.parse(target), training=training, weights=weights
         )
-    if onnx.is_onnx(target):
+    if is_onnx(target):
+        from placer.sources import onnx
+
         return onnx.load(target, training=training)
-    if target.endswith(exported.SUFFIX):
+    if is_exported(target):
+        from placer.sources import exported
+
         return exported.load(Path(target), training=training)
     path, name = _function_named(target)
     function = _function(_module(path), name, str(path))
@@ -73,11 +80,11 @@ def check_target(target: str) -> None:
     Raises:
         TargetError: it is not.
     """
-    if target.startswith(huggingface.PREFIX):
+    if is_huggingface(target):
         return
-    if onnx.is_onnx(target):
+    if is_onnx(target):
         path = Path(target.partition("?")[0])
-    elif target.endswith(exported.SUFFIX) or is_graph_file(target):
+    elif is_exported(target) or is_graph_file(target):
         path = Path(target)
     else:
         path, _ = _function_named(target)
@@ -99,7 +106,7 @@ def load_function(reference: str) -> Callable[..., object]:
 
 def is_graph_file(target: str) -> bool:
     """Whether a target is a graph file, not a function or the configuration of a model."""
-    return target.endswith(".json") and not target.startswith(huggingface.PREFIX)
+    return target.endswith(".json") and not is_huggingface(target)
 
 
 def load_graph_target(target: str) -> nx.DiGraph[str]:
@@ -146,7 +153,11 @@ def _module(path: Path) -> ModuleType:
             f"{path} {_left(leaving)} while it was imported; put what runs it as a script under "
             'if __name__ == "__main__"'
         ) from leaving
+    except MemoryError:
+        raise
     except Exception as error:
+        if "failed to map segment" in str(error):
+            raise MemoryError(str(error)) from error
         raise TargetError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
     return module
 
@@ -199,6 +210,10 @@ def _makers(path: Path) -> list[str]:
 
 
 def _step(made: object, target: str, training: bool) -> Step:
+    from torch import nn
+
+    from graphs.extract import Step
+
     parts: tuple[Any, ...] = made if isinstance(made, tuple) else (made,)
     if len(parts) not in (2, 3) or not isinstance(parts[0], nn.Module):
         shown = ", ".join(type(part).__name__ for part in parts)

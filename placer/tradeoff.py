@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import numpy as np
 
 from envs.cluster import Cluster
 from envs.problem import Problem
-from graphs.extract import Extraction
 from placer.outcome import SMALLEST_GAIN, Optimization, extraction_remarks
+
+if TYPE_CHECKING:
+    from graphs.extract import Extraction
 
 Pick: TypeAlias = Literal["fastest", "cheapest"]
 PICKS: Final[tuple[Pick, ...]] = ("fastest", "cheapest")

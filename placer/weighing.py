@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import networkx as nx
 import numpy as np
 
 from envs.cluster import Cluster
+from envs.compiled import loading_stage
 from envs.problem import Problem
 from envs.subclusters import Counts, Subclusters, is_part, part_of
 from graphs.coarsen import Coarsened
-from graphs.extract import Extraction, Step
 from graphs.graph import GraphArrays
 from placer.demands import demanded
 from placer.interrupt import Interrupt
@@ -26,9 +26,12 @@ from placer.outcome import PlacementError
 from placer.pipeline import Options, costed_step, grouped, optimize_problem
 from placer.report.progress import Progress, Silent
 from placer.search.budget import Budget
-from placer.search.portfolio import load_compiled_code
+from placer.search.compiling import load_compiled_code
 from placer.several import Slice, share_of
 from placer.tradeoff import Offer, Tradeoff
+
+if TYPE_CHECKING:
+    from graphs.extract import Extraction, Step
 
 MOST_SUBCLUSTERS: Final = 64
 """More would leave each too little of the budget, and the reader too much to read."""
@@ -100,7 +103,7 @@ def _weighed(
     problem = Problem.of(GraphArrays.from_graph(graph), cluster)
     subclusters = Subclusters.of(problem)
     parts = subclusters.joined(MOST_SUBCLUSTERS)
-    hear.stage("Loading compiled code (the first time it is compiled, 30 s)")
+    hear.stage(loading_stage())
     load_compiled_code()
     hear.stage(f"Searching placements on {len(parts)} sub-clusters")
     search = _Search(

@@ -25,16 +25,21 @@ QUIET = (
     "--disable-sync",
 )
 
+PATIENCE_MS = 120_000  # only a failure takes so long
+
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
     """Debian's Chromium by Playwright; a test that finds none is skipped."""
-    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    reason = "needs chromium (apt-get install chromium) and playwright"
+    api = pytest.importorskip("playwright.sync_api", reason=reason)
     found = shutil.which("chromium")
     if found is None:
-        pytest.skip("there is no chromium to open the page in: apt-get install chromium")
+        pytest.skip(reason)
     with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=found, args=list(QUIET))
+        browser = playwright.chromium.launch(
+            executable_path=found, args=list(QUIET), timeout=PATIENCE_MS
+        )
         yield browser
         browser.close()
 
@@ -49,6 +54,7 @@ def opened(
         color_scheme="dark" if dark else "light",
         offline=True,
     )
+    context.set_default_timeout(PATIENCE_MS)
     page = context.new_page()
     complaints: list[str] = []
     page.on("console", lambda message: complaints.append(message.text))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,11 +11,35 @@ import numpy as np
 import pytest
 import torch
 from built_wheel import build_wheel
+from hypothesis import HealthCheck, settings
 from tiny_cluster import CLUSTER
 from vdev import vdev  # before the first backward pass of any test
 
 from graphs.files import save_graph
 from graphs.synthetic import layered
+
+# Every run draws the same examples, however busy the machine. `--hypothesis-profile=fuzz` draws
+# new ones; it wins over what is loaded here, since pytest reads it later.
+settings.register_profile(
+    "repeatable",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile(
+    "fuzz", settings.get_profile("repeatable"), derandomize=False, max_examples=1000
+)
+settings.load_profile("repeatable")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say in one line for each reason what was skipped, and not for each test."""
+    skipped = terminalreporter.getreports("skipped")
+    reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in skipped)
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"NOT RUN: {count} x {reason}", yellow=True)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -22,6 +48,14 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PLACER_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(autouse=True)
+def same_random_numbers() -> None:
+    """Seeds what models and inputs are drawn from, whichever tests ran before."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")

@@ -37,7 +37,7 @@ def on_ranks(
     count: int,
     work: Callable[..., Any],
     *arguments: Any,
-    timeout_s: float = 60.0,
+    timeout_s: float = 120.0,
     joined: bool = True,
     network: Path | None = None,
 ) -> list[Any]:
@@ -71,7 +71,7 @@ def on_ranks(
             return _results(pipes, timeout_s)
         finally:
             for process in processes:
-                process.join(0.0 if sys.exc_info()[0] else 10.0)
+                process.join(0.0 if sys.exc_info()[0] else 60.0)
                 process.kill()
                 process.join()
 
@@ -93,7 +93,7 @@ def _results(pipes: list[Connection], timeout_s: float) -> list[Any]:
                 ok, payload = False, "it died without a word"
             (results if ok else failures)[rank] = payload
         if failures:
-            end_s = min(end_s, time.monotonic() + 10.0)  # others may hang for its sake
+            end_s = min(end_s, time.monotonic() + 60.0)  # others may hang for its sake
     if failures:
         raise RankError("\n".join(f"rank {r}: {why}" for r, why in sorted(failures.items())))
     return [results[rank] for rank in range(len(pipes))]

@@ -9,16 +9,35 @@ from typing import Any, TypeAlias
 
 import networkx as nx
 import numpy as np
+from numpy.typing import NDArray
 
 from envs.cluster import LINK_ORDERS, SHARINGS, Cluster, Device, Link
 from envs.problem import Problem
 from envs.simulator import (
+    NO_LIMIT_NS,
+    ProblemArrays,
     Schedule,
     Simulator,
+    Workspace,
+    simulate_batch,
 )
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 
 Case: TypeAlias = "tuple[nx.DiGraph[str], Cluster, list[int], list[float]]"
+
+
+def simulated_ns(
+    arrays: ProblemArrays,
+    work: Workspace,
+    devices: NDArray[np.int32],
+    priority: NDArray[np.float64],
+    memory: int,
+    limit_ns: int = NO_LIMIT_NS,
+) -> int:
+    """The step of one placement, as compiled callers of ``simulate_core`` get it."""
+    step_ns = np.empty(1, np.int64)
+    simulate_batch(arrays, work, devices[None], priority[None], limit_ns, memory, step_ns)
+    return int(step_ns[0])
 
 
 def random_graph(

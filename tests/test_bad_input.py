@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import networkx as nx
 import numpy as np
 import pytest
 from simulator_cases import fork, one_kind, run
 
-from envs.bounds import lower_bound_ns
-from envs.cluster import Cluster
+from envs.bounds import bounds_of, lower_bound_ns
+from envs.cluster import LONGEST_S, MOST_DEVICES, RANGES, Cluster, Device, Link
 from envs.max_load import max_load_ns
 from envs.micro_batches import Pipeline
+from envs.nanoseconds import HORIZON_NS
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS, Simulator
-from graphs.graph import GraphArrays, add_edge, add_op, new_graph
+from graphs.graph import LARGEST_BYTES, GraphArrays, add_edge, add_op, new_graph
+from placer.search.annealing import Annealing
+from placer.search.decoder import HEFT, decode
+from placer.search.heuristics import heuristics
+from placer.search.judge import Judge
 
 
 def problem_of(graph: nx.DiGraph[str]) -> Problem:
@@ -113,3 +119,65 @@ def test_placements_of_a_wrong_length_or_device_are_refused(
     simulator = Simulator(problem_of(fork(1)))
     with pytest.raises(ValueError, match=message):
         evaluate(simulator, np.array(devices, np.int32), np.zeros(len(devices)))
+
+
+def with_link(**link: Any) -> Problem:
+    """A fork of three on two devices, with edges of no bytes and as large as they may be."""
+    devices = one_kind(2).devices
+    graph = fork(3, moved=0)
+    graph.edges["s", "0"]["bytes"] = LARGEST_BYTES
+    plain: dict[str, Any] = {"latency_s": 0.0, "bandwidth_bytes_per_s": 1.0}
+    joined = Link(between=("d0", "d1"), **plain | link)
+    return Problem.of(
+        GraphArrays.from_graph(graph), Cluster(name="c", devices=devices, links=(joined,))
+    )
+
+
+@pytest.mark.parametrize("end", [0, 1])
+@pytest.mark.parametrize("key", ["latency_s", "bandwidth_bytes_per_s"])
+def test_links_at_the_ends_of_their_ranges_are_searched_and_simulated(key: str, end: int) -> None:
+    problem = with_link(**{key: RANGES[key][end]})
+    judge = Judge(problem)
+    for plan in heuristics(judge):
+        assert set(plan.devices.tolist()) <= {0, 1}
+    walk = Annealing(judge, heuristics(judge)[0], seed=0)
+    walk.run(50, first=0, stride=1, total=50)
+    assert walk.best().step_ns <= heuristics(judge)[0].step_ns == 4000
+    assert 0 <= problem.transfer_ns(LARGEST_BYTES, 0, 1) <= HORIZON_NS
+    assert max_load_ns(problem, np.zeros((1, 4), np.int32)).tolist() == [4000]
+    assert lower_bound_ns(problem) > 0
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_decoders_choose_devices_even_where_times_are_no_numbers(value: float) -> None:
+    outline = Judge(with_link()).outline
+    outline.latency[:] = value
+    devices, _ = decode(outline, HEFT)
+    assert set(devices.tolist()) <= {0, 1}
+
+
+@pytest.mark.parametrize("key", RANGES)
+def test_numbers_of_devices_and_links_beyond_their_ranges_are_refused(key: str) -> None:
+    low, high = RANGES[key]
+    device: dict[str, Any] = {"name": "d", "kind": "k", "memory_bytes": 1}
+    link: dict[str, Any] = {"between": ("d", "e"), "latency_s": 0.0, "bandwidth_bytes_per_s": 1.0}
+    for value in (np.nextafter(low, -math.inf), -math.inf, math.nan, 2 * high):
+        if not (low <= value <= high) and not (key == "peak_flop_per_s" and math.isnan(value)):
+            with pytest.raises(ValueError, match=f"{key} is .*, not within {low:g} .. "):
+                Link(**link | {key: value}) if key in link else Device(**device | {key: value})
+
+
+def test_clusters_of_too_many_devices_are_refused() -> None:
+    devices = tuple(Device(name=f"d{i}", kind="k", memory_bytes=1) for i in range(MOST_DEVICES + 1))
+    with pytest.raises(ValueError, match="has 1025 devices, the simulator takes at most 1024"):
+        Cluster(name="c", devices=devices)
+    assert len(Cluster(name="c", devices=devices[1:])) == MOST_DEVICES
+
+
+def test_bounds_hold_for_the_dearest_op_on_most_devices() -> None:
+    graph = new_graph("dear")
+    add_op(graph, "dear", cost_s={"*": 0.99 * LONGEST_S})
+    devices = tuple(Device(name=f"d{i}", kind="k", memory_bytes=1) for i in range(MOST_DEVICES))
+    problem = Problem.of(GraphArrays.from_graph(graph), Cluster(name="c", devices=devices))
+    bounds = bounds_of(problem)
+    assert 0 < bounds.work_ns <= bounds.path_ns == problem.cost_ns[0, 0]

@@ -6,17 +6,16 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from envs.bounds import lower_bound_ns
 from envs.discover import discover
 from placer.bench.evidence import BEGIN, END, QUICK, Evidence, gather, put_into
 from placer.bench.instances import judged
-from placer.bench.quality import REFERENCE, bound_gaps, every_placer, gap_table, placer_table
+from placer.bench.quality import REFERENCE, bound_gaps, every_placer
 from placer.bench.scores import Scores
 from placer.bench.speed import cluster_of, evaluations_per_s, flat_layered, placements
-from placer.bench.table import Table, spread
+from placer.bench.table import Table
 from placer.cli.main import main
 from placer.placers.registry import placer_named
 from placer.policies import load
@@ -30,31 +29,6 @@ TABLE = Table("Gaps", "above the optimum", ("problem", "gap"), (("small", "0.0%"
 @pytest.fixture(scope="module")
 def inception() -> Exercise:
     return next(item for item in judged() if item.family == "inception 4")
-
-
-def test_a_table_is_markdown_with_numbers_to_the_right() -> None:
-    lines = TABLE.markdown().splitlines()
-    assert lines[0] == "**Gaps**: above the optimum"
-    assert lines[2:] == ["| problem | gap |", "|---|--:|", "| small | 0.0% |", "| big | 2.0% |"]
-
-
-def test_a_spread_is_the_median_and_the_range() -> None:
-    assert spread([0.3, 0.1, 0.2], ".1f") == "0.2 (0.1-0.3)"
-    assert spread([0.1, 0.2], ".2f") == "0.15 (0.10-0.20)"
-    assert spread([0.1], ".1f") == "0.1"
-    assert spread([0.11, 0.12], ".1f") == "0.1"
-
-
-def test_the_summary_of_gaps_is_the_median_of_the_medians() -> None:
-    table = gap_table("", "", {"a": [0.0, 0.1, 0.5], "b": [0.2, 0.3, 0.4]})
-    assert table.rows[-1] == ("median of all", "20.0%")
-
-
-def test_placers_lack_a_cell_where_they_did_not_take_part() -> None:
-    one = Scores("annealing", np.array([[0.5, 2.0]]))
-    table = placer_table({"1s": [one], "9e": [one, Scores("heft", np.array([[1.0, 1.0]]))]}, 2)
-    assert table.columns == ("placer", "1s", "9e")
-    assert table.rows == (("annealing", "1.000", "1.000"), ("heft", "", "1.000"))
 
 
 def test_no_plan_is_below_its_bound(inception: Exercise) -> None:
@@ -114,13 +88,6 @@ def test_a_file_in_a_folder_is_named_after_day_and_machine(tmp_path: Path) -> No
     assert json.loads(path.read_text())["gap"] is None
 
 
-def test_help_names_the_marks(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["bench", "--help"])
-    told = " ".join(capsys.readouterr().out.split())
-    assert f"between its lines {BEGIN} and {END}" in told
-
-
 def test_a_page_that_cannot_take_tables_is_told_before_anything_is_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,9 +106,7 @@ def test_all_parts_have_figures_and_a_table() -> None:
     found = gather(effort, discover("core:0,core:1"), Silent())
     assert set(found.figures["placers"]) == {"20e"}
     assert set(found.figures["bounds"]) == set(REFERENCE)
-    [steps] = found.figures["steps"]
-    assert steps["single_s"] > 0
-    assert steps["best_s"] <= steps["single_s"]
+    assert len(found.figures["steps"]) == 1
     assert [table.title for table in found.tables] == [
         "Simulator",
         "Known optima",

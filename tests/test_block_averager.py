@@ -84,8 +84,8 @@ def test_blocks_follow_the_equations(momentum: float, rate: float, nesterov: boo
     update = BlockUpdate(momentum=momentum, rate=rate, nesterov=nesterov)
     start_of_next, result = block_by_hand(4, momentum, rate, nesterov)
     for before, after in on_ranks(RANKS, trained, 4 * PERIOD, update):
-        torch.testing.assert_close(before, start_of_next, rtol=0, atol=1e-6)
-        torch.testing.assert_close(after, result, rtol=0, atol=1e-6)
+        torch.testing.assert_close(before, start_of_next, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(after, result, rtol=1e-5, atol=1e-6)
     moved = max(float((result[name] - start_of_next[name]).abs().max()) for name in result)
     assert (moved > 1e-3) == nesterov  # the model to use is not where the next block begins
 
@@ -133,7 +133,7 @@ def test_bmuf_is_sgd_with_momentum_on_the_updates_of_blocks(update: BlockUpdate)
     for (before, _), plain in zip(
         on_ranks(RANKS, trained, 5 * PERIOD, update), expected, strict=True
     ):
-        torch.testing.assert_close(before, plain, rtol=0, atol=1e-6)
+        torch.testing.assert_close(before, plain, rtol=1e-5, atol=1e-6)
 
 
 def synchronous(steps: int) -> dict[str, Tensor]:
@@ -154,8 +154,8 @@ def test_averaging_after_every_step_of_sgd_is_synchronous_sgd(warmup: int) -> No
     period = PERIOD if warmup else 1
     found = on_ranks(RANKS, trained, 8, AVERAGING, period, 0.0, warmup)
     for (before, after), plain in zip(found, expected, strict=True):
-        torch.testing.assert_close(before, plain, rtol=0, atol=1e-6)
-        torch.testing.assert_close(after, plain, rtol=0, atol=1e-6)
+        torch.testing.assert_close(before, plain, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(after, plain, rtol=1e-5, atol=1e-6)
 
 
 def stopped_and_resumed(at: int, steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -14,10 +14,11 @@ import pytest
 import tiny_models
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from two_devices import linked, pair
 
 from envs import call_costs as of_calls
-from envs import torch_module_costs, torch_speeds, update_costs, watchdog
+from envs import stopwatch, torch_module_costs, torch_speeds, update_costs, watchdog
 from envs.call_costs import profile_calls
 from envs.call_memory import FRAGMENTED_SHARE, plannable
 from envs.discover import discover
@@ -48,7 +49,7 @@ def test_every_node_has_a_cost_on_both_devices(make: Callable[[], Step]) -> None
     assert costs_s.keys() == {"vdev", f"cpu*{torch.get_num_threads()}"}
     for cost_s in costs_s.values():
         assert cost_s.shape == (len(calls.graph),)
-        assert (cost_s >= 0).all()
+        assert np.isfinite(cost_s).all()
         forward = [d["phase"] == "forward" for _, d in calls.graph.nodes(data=True)]
         assert (cost_s[forward] > 0).any()
         if step.training:
@@ -57,18 +58,27 @@ def test_every_node_has_a_cost_on_both_devices(make: Callable[[], Step]) -> None
     assert all(p.grad is None for p in step.model.parameters())
 
 
-def test_costs_follow_the_work_and_leave_the_launch_out() -> None:
+def test_costs_follow_the_work_and_leave_the_launch_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_flop_a_second(work: Callable[[], object], _: object, count: int) -> float:
+        with FlopCounterMode(display=False) as counter:
+            for _ in range(count):
+                work()
+        return float(max(counter.get_total_flops(), 1))
+
+    monkeypatch.setattr(stopwatch, "burst", one_flop_a_second)
+    monkeypatch.setattr(of_calls, "burst", one_flop_a_second)
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2048), nn.Linear(2048, 512))
     extraction = extract(Step.of(model, (torch.randn(64, 16), torch.randn(64, 512)), nn.MSELoss()))
     calls = call_graph(extraction)
     cluster = discover("cpu")
     (cost_s,) = profile_calls(extraction, calls, cluster).values()
     by_name = dict(zip(calls.graph, cost_s.tolist(), strict=True))
-    assert by_name["3:linear"] > by_name["0:linear"]
-    assert by_name["3:backward/linear"] > by_name["3:linear"]  # two products, not one
-    slow = replace(cluster, devices=(replace(cluster.devices[0], launch_s=1.0),))
-    (none,) = profile_calls(extraction, calls, slow).values()
-    assert not none.any()
+    assert by_name["0:linear"] == pytest.approx(2 * 64 * 16 * 16)
+    assert by_name["3:linear"] == pytest.approx(2 * 64 * 2048 * 512)
+    assert by_name["3:backward/linear"] == pytest.approx(2 * by_name["3:linear"])  # two products
+    slow = replace(cluster, devices=(replace(cluster.devices[0], launch_s=100.0),))
+    (less,) = profile_calls(extraction, calls, slow).values()
+    assert less == pytest.approx(np.maximum(cost_s - slow.devices[0].launch_s, 0.0))
 
 
 def test_a_call_without_room_is_not_allowed_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +127,7 @@ def test_timing_that_hangs_ends_the_process_with_a_name(
     said: list[str] = []
 
     def hang(*_: object, **__: object) -> object:
-        until = time.monotonic() + 30.0
+        until = time.monotonic() + 60.0
         while f"{told} was not over after 0.05 s: an op hangs" not in "".join(said):
             assert time.monotonic() < until, "nothing ended it"
             time.sleep(0.01)
@@ -151,7 +161,7 @@ def test_costs_of_calls_are_known_after_three_profiles() -> None:
     assert known.keys() == {device.kind for device in cluster.devices}
     for own in known.values():
         assert len(own.cost_s) == len(calls.graph)
-        assert (own.cost_s >= 0).all()
+        assert np.isfinite(own.cost_s).all()
         assert all(source.startswith("cached, measured") for source in own.sources)
     again = call_costs(extraction, calls, cluster, fresh=True)
     assert all(s.startswith("measured") for own in again.values() for s in own.sources)

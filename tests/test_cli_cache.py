@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import sqlite3
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import pytest
 
 from envs.cost_cache import Conditions, CostCache, Session
 from placer.cli.main import main
+from placer.cli.talk import plain_warnings
 
 
 @pytest.fixture
@@ -112,3 +116,64 @@ def test_a_damaged_file_is_told_and_cleared(
     assert "placer cache --clear removes it" in capsys.readouterr().err
     assert main(["cache", "--clear"]) == 0
     assert [file.name for file in filled.iterdir()] == ["of-somebody-else.txt"]
+
+
+def link_to_nowhere(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.parent / "nowhere" / "costs")
+
+
+def locked(path: Path) -> None:
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    OPEN.append(other)
+
+
+OPEN: list[sqlite3.Connection] = []
+
+
+@pytest.mark.parametrize(
+    ("state", "told"),
+    [
+        (link_to_nowhere, "nowhere/costs, which is not there: remove the link"),
+        (locked, "is locked by another process"),
+    ],
+)
+def test_a_cache_that_cannot_be_read_is_told(
+    state: Callable[[Path], None],
+    told: str,
+    filled: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("envs.cost_cache.WAIT_S", 0.01)
+    state(CostCache().path)
+    try:
+        assert main(["cache"]) == 1
+    finally:
+        while OPEN:
+            OPEN.pop().close()
+    error = capsys.readouterr().err
+    assert told in error
+    assert str(CostCache().path) in error
+
+
+def test_a_file_without_a_byte_holds_nothing(
+    filled: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    CostCache().path.write_bytes(b"")
+    assert listed(capsys)["op_times"]["kinds"] == []
+    assert CostCache().path.stat().st_size == 0
+
+
+def test_warnings_about_the_cache_are_printed_as_remarks(
+    filled: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    CostCache().path.write_bytes(b"nothing that could be read" * 99)
+    with warnings.catch_warnings(), plain_warnings():
+        warnings.simplefilter("always")
+        CostCache().known(Conditions(kind="core", hardware="x", torch="y"), ["a"])
+    error = capsys.readouterr().err
+    assert error.startswith("placer: ")
+    assert error.count("\n") == 1
+    assert ".py" not in error

@@ -88,7 +88,7 @@ def groups_of(found: Coarsened, graph: nx.DiGraph[str]) -> list[set[str]]:
     return groups
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(seed=seeds)
 def test_the_graph_between_groups_is_acyclic_and_holds_every_op_once(seed: int) -> None:
     graph = small_flops(random_graph(seed))
@@ -103,7 +103,7 @@ def test_the_graph_between_groups_is_acyclic_and_holds_every_op_once(seed: int) 
     GraphArrays.from_graph(found.graph)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(seed=seeds)
 def test_sizes_costs_and_edges_are_those_of_a_slow_twin(seed: int) -> None:
     graph = small_flops(random_graph(seed))
@@ -148,7 +148,7 @@ def test_sizes_costs_and_edges_are_those_of_a_slow_twin(seed: int) -> None:
     assert {(a, b): data["bytes"] for a, b, data in found.graph.edges(data=True)} == expected
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(seed=seeds)
 def test_phases_and_allowed_devices_never_mix(seed: int) -> None:
     graph = small_flops(random_graph(seed))
@@ -168,7 +168,7 @@ def test_phases_and_allowed_devices_never_mix(seed: int) -> None:
             assert limit == (None if node["devices"] is None else set(node["devices"]))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(seed=seeds, most=st.integers(3, 40))
 def test_whatever_groups_share_a_device_their_colocated_ops_do(seed: int, most: int) -> None:
     graph = small_flops(random_graph(seed, limits=False, kinds=("*",)))
@@ -189,7 +189,7 @@ def test_whatever_groups_share_a_device_their_colocated_ops_do(seed: int, most: 
     assert all(len(devices) == 1 for devices in used.values())
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(seed=seeds)
 def test_coarsening_again_gives_the_same(seed: int) -> None:
     one, two = (any_coarsened(seed, small_flops(random_graph(seed))) for _ in range(2))
@@ -199,7 +199,7 @@ def test_coarsening_again_gives_the_same(seed: int) -> None:
     assert list(one.graph.edges(data=True)) == list(two.graph.edges(data=True))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(seed=seeds, most=st.integers(3, 40))  # one for each phase is always possible
 def test_there_are_no_more_groups_than_asked_for(seed: int, most: int) -> None:
     graph = small_flops(random_graph(seed, limits=False, kinds=("*",)))
@@ -208,7 +208,7 @@ def test_there_are_no_more_groups_than_asked_for(seed: int, most: int) -> None:
     assert nx.is_directed_acyclic_graph(found.graph)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(seed=seeds)
 def test_one_device_takes_as_long_as_before(seed: int) -> None:
     graph = small_flops(random_graph(seed, limits=False))
@@ -222,7 +222,7 @@ def test_one_device_takes_as_long_as_before(seed: int) -> None:
     assert steps[0] == steps[1]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(seed=seeds)
 def test_expanded_priorities_keep_the_order_of_groups_and_of_their_ops(seed: int) -> None:
     graph = small_flops(random_graph(seed))

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from placer.cli.commands import COMMANDS, build_parser
 from placer.cli.completion import SHELLS, completion_script
-from placer.cli.main import COMMANDS, build_parser, main
+from placer.cli.main import main
 from placer.placers import listings
 from placer.policies.network import names
 
@@ -81,12 +82,8 @@ def test_bash_completes_choices(
     "words",
     [
         ["optimize"],
-        ["optimize", "m.py:f", "--cluster"],
-        ["optimize", "m.py:f", "--devices"],
         ["optimize", "m.py:f", "--objective", "latency", "--out"],
-        ["show"],
         ["report", "p.json"],
-        ["train", "--config"],
     ],
 )
 def test_bash_completes_files(script: Path, tmp_path: Path, words: list[str]) -> None:
@@ -106,28 +103,6 @@ def test_a_script_of_every_shell_knows_commands_choices_and_placers(
         path = tmp_path / "script"
         path.write_text(script)
         subprocess.run([shell, "-n", str(path)], check=True, capture_output=True)
-
-
-@pytest.mark.parametrize("shell", SHELLS)
-def test_script_and_help_name_the_same_place(
-    shell: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main(["completion", "--help"])
-    [told] = [
-        line.strip() for line in capsys.readouterr().out.splitlines() if f" {shell} > " in line
-    ]
-    script = completion_script(shell)
-    assert f"#   {told.partition(' ')[2].strip()}\n" in script
-    assert script.count(" > ~/.local") <= 1
-    assert "bash_completion/" not in script
-    assert "zsh_completion" not in script
-
-
-def test_bash_goes_on_inside_a_folder(script: Path) -> None:
-    told = ["bash", "-c", f"source {shlex.quote(str(script))}; complete -p placer"]
-    said = subprocess.run(told, capture_output=True, text=True, check=True).stdout
-    assert "-o filenames" in said
 
 
 def test_the_command_prints_the_script(capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,7 +73,7 @@ def all_splits(ops: int, devices: int) -> NDArray[np.int32]:
     return np.array(splits, np.int32)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.integers(0, 10_000),
     st.integers(1, 7),
@@ -113,7 +113,7 @@ def test_a_split_can_be_computed_in_the_head() -> None:
     assert found.tolist() in ([0, 1, 1, 1], [0, 0, 1, 1], [0, 0, 0, 1])
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 1000), st.integers(1, 6), st.booleans())
 def test_groups_and_pins_are_kept_whatever_the_graph(
     seed: int, devices: int, unequal: bool

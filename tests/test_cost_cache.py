@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sqlite3
+import stat
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envs.cost_cache import Conditions, CostCache, Session
+from envs.cache_folder import CacheWarning
+from envs.cost_cache import TABLES, Conditions, CostCache, Session, file_name
 
 HERE = Conditions(kind="core", hardware="this", torch="2")
 SPREADS = st.sampled_from([0.0, 0.1, 0.11, 3.0])
@@ -76,7 +80,7 @@ def test_after_five_sessions_the_oldest_is_forgotten(cache: CostCache) -> None:
     assert (holding.signatures, holding.sessions) == (2, 6)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(SPREADS, st.dictionaries(st.sampled_from("ab"), COSTS_S)), max_size=8))
 def test_what_is_known_is_what_the_rule_says(
     tmp_path_factory: pytest.TempPathFactory, given_: list[tuple[float, dict[str, float]]]
@@ -175,7 +179,7 @@ def test_a_file_that_is_locked_for_long_is_no_failure(
     other.execute("BEGIN EXCLUSIVE")
     cache.store(HERE, session({"b": 1.0}))
     assert cost_s(cache) is None
-    with pytest.raises(OSError, match="locked"):
+    with pytest.raises(OSError, match="locked by another process"):
         cache.holdings()
     other.close()
     assert list(cache.known(HERE, "ab")) == ["a"]
@@ -248,3 +252,57 @@ def test_a_folder_that_cannot_be_made_is_no_failure(tmp_path: Path) -> None:
     cache.store(HERE, session({"a": 1.0}))
     assert cost_s(cache) is None
     assert cache.holdings() == []
+
+
+def test_the_folder_is_for_its_user_alone_and_texts_can_be_printed(cache: CostCache) -> None:
+    cache.store(HERE, session({"a": 1.0}))
+    assert stat.S_IMODE(cache.path.parent.stat().st_mode) == 0o700
+    cache.store(replace(HERE, kind="core\x1b[2J"), session({"a": 1.0}))
+    with pytest.raises(ValueError, match="cannot be printed"):
+        cache.holdings()
+
+
+@pytest.mark.parametrize(
+    "damage", ["UPDATE session SET spread = 'x'", "UPDATE session SET measured = 7, spread = NULL"]
+)
+def test_a_session_with_values_of_another_type_does_not_count(
+    damage: str, cache: CostCache
+) -> None:
+    cache.store(HERE, session({"a": 1.0}))
+    with contextlib.closing(sqlite3.connect(cache.path)) as file:
+        file.execute("PRAGMA writable_schema = ON")
+        file.execute("UPDATE sqlite_master SET sql = replace(sql, 'NOT NULL', '')")
+        file.commit()
+    with contextlib.closing(sqlite3.connect(cache.path)) as file:
+        file.execute(damage)
+        file.commit()
+    assert cost_s(cache) is None
+    cache.store(HERE, session({"a": 2.0}))
+    assert cost_s(cache) == 2.0
+    assert len(cache.holdings()) == 1
+
+
+def test_a_version_with_other_tables_has_a_file_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLACER_CACHE", str(tmp_path))
+    CostCache().store(HERE, session({"a": 1.0}))
+    name = file_name([*TABLES, "CREATE TABLE more (id INTEGER)"])
+    assert name != file_name(TABLES)
+    (tmp_path / name).touch()
+    assert CostCache().files() == [tmp_path / file_name(TABLES), tmp_path / name]
+    assert cost_s(CostCache()) == 1.0
+
+
+def test_without_a_home_nothing_is_kept_and_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("PLACER_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    with pytest.warns(CacheWarning, match="no home folder and HOME is not set.* PLACER_CACHE"):
+        cache = CostCache()
+    cache.store(HERE, session({"a": 1.0}))
+    assert cost_s(cache) is None
+    assert (cache.holdings(), cache.files()) == ([], [])

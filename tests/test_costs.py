@@ -42,7 +42,7 @@ STEPS = {
     **tiny_reference_models.STEPS,
     **tiny_transformers.STEPS,
 }
-EVERY_MODEL = pytest.mark.parametrize("name", in_turn(STEPS, slow=("nasnet",)))
+EVERY_MODEL = pytest.mark.parametrize("name", in_turn(STEPS))
 EITHER_MODE = pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 
 
@@ -212,6 +212,7 @@ def test_every_backward_op_differentiates_an_op_or_adds_up_gradients(name: str) 
             assert nodes[forward_op]["phase"] == "forward"
 
 
+@pytest.mark.slow
 def test_what_differentiates_one_kind_of_op_is_linked_to_that_kind() -> None:
     seen = set()
     for name in STEPS:

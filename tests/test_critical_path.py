@@ -53,7 +53,7 @@ def test_a_path_tells_when_an_op_waited_for_its_device() -> None:
     assert third["behind"] == {"op": "0", "device": "d0"}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(seed=st.integers(0, 10**7))
 def test_a_path_has_no_gap_from_start_to_end(seed: int) -> None:
     problem, devices, priority = problem_of(random_case(seed))

@@ -89,7 +89,7 @@ def test_heft_weights_decode_to_what_plain_heft_finds(seed: int, sharing: Sharin
 weights = st.lists(st.floats(-3, 3), min_size=WEIGHT_COUNT, max_size=WEIGHT_COUNT)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(weights, st.integers(0, 1000), st.integers(1, 5))
 def test_any_weights_keep_groups_and_limits_and_order(
     values: list[float], seed: int, devices: int
@@ -104,7 +104,7 @@ def test_any_weights_keep_groups_and_limits_and_order(
     assert (priority[source] > priority[graph.successors]).all()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(weights, st.integers(0, 1000))
 def test_a_batch_decodes_each_row_alone(values: list[float], seed: int) -> None:
     problem = outline(random_problem(seed))
@@ -116,7 +116,7 @@ def test_a_batch_decodes_each_row_alone(values: list[float], seed: int) -> None:
         assert (priority[row] == alone[1]).all()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 1000), st.integers(1, 5))
 def test_etf_keeps_groups_and_limits(seed: int, devices: int) -> None:
     problem = random_problem(seed, devices=devices, groups=True, pins=True, unequal=True)

@@ -122,7 +122,7 @@ def test_a_verdict_tells_pins_from_memory() -> None:
     assert told.startswith("No single device that the pins allow has room for the whole step")
 
 
-@pytest.mark.skipif(len(CORES) < 2, reason="pins to two cores need two cores")
+@pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 def test_pins_that_part_tied_modules_are_refused_before_anything_is_measured() -> None:
     one, two = (f"core:{core}" for core in CORES[:2])
     step = tiny_models.tied_weights()
@@ -150,7 +150,7 @@ def test_a_placement_made_with_demands_is_one_of_the_graph_without_them() -> Non
     assert graph_hash(demanded(graph, PAIR, ["left"], {"right": "a"})) == graph_hash(graph)
 
 
-@pytest.mark.skipif(len(CORES) < 2, reason="a placement over two cores needs two cores")
+@pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 def test_a_model_is_placed_as_demanded_from_python() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 1))

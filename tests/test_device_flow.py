@@ -19,15 +19,15 @@ from vdev import vdev
 
 from graphs.extract import Extraction, Step, extract
 from graphs.extract.call_graph import call_graph
+from placer.device_map import DeviceMap
 from placer.export.device_flow import flow
 from placer.export.device_map import device_map
 from placer.export.placed_modules import PlacedModules
 from placer.export.price import price_of
-from placer.given import DeviceMap
 
 torch.set_num_threads(1)
 accelerate = pytest.importorskip("accelerate")
-without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="vdev would take its place")
+without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="vdev would take CUDA's place")
 
 
 class Inner(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,26 +47,19 @@ def test_a_quiet_machine_needs_no_advice() -> None:
     [
         (
             replace(HEALTHY, noise=(QUIET, replace(QUIET, core=1, contention=1.8)), load=2.5),
-            ["load is 2.5 on 2 cores", "judged by times rebuilt from CPU clocks."],
+            "2.5 on 2 cores",
         ),
-        (
-            replace(HEALTHY, noise=(replace(QUIET, spread=0.4),)),
-            ["on core 0, small gains"],
-        ),
-        (
-            replace(HEALTHY, cluster=MEASURED_BUSY),
-            ["measured while others used the cores", "d1 3.1 x", "measured again next time"],
-        ),
-        (replace(HEALTHY, quota_cores=1.5), ["1.5 cores' worth of time on 2 cores"]),
-        (replace(HEALTHY, governors=frozenset({"powersave"})), ["set by powersave"]),
-        (replace(HEALTHY, free_bytes=3 * 10**8), ["Only 0.3 GB of memory"]),
-        (replace(HEALTHY, cache_writable=False), ["PLACER_CACHE"]),
+        (replace(HEALTHY, noise=(replace(QUIET, spread=0.4),)), "core 0"),
+        (replace(HEALTHY, cluster=MEASURED_BUSY), "d1 3.1 x"),
+        (replace(HEALTHY, quota_cores=1.5), "1.5 cores"),
+        (replace(HEALTHY, governors=frozenset({"powersave"})), "powersave"),
+        (replace(HEALTHY, free_bytes=3 * 10**8), "0.3 GB"),
+        (replace(HEALTHY, cache_writable=False), "PLACER_CACHE"),
     ],
 )
-def test_each_fault_has_its_advice(checkup: Checkup, words: list[str]) -> None:
+def test_each_fault_has_its_advice(checkup: Checkup, words: str) -> None:
     [advice] = checkup.advice
-    for word in words:
-        assert word in advice
+    assert words in advice
 
 
 def test_quieter_cores_are_advised_only_where_there_are_enough_to_place_on() -> None:
@@ -76,24 +70,16 @@ def test_quieter_cores_are_advised_only_where_there_are_enough_to_place_on() -> 
     assert others.endswith("Quieter are cores 0, 2: name them with --devices.")
 
 
-def test_the_verdict_is_one_sentence_with_its_thresholds() -> None:
+def test_the_verdict_names_cores_and_thresholds() -> None:
     assert HEALTHY.is_good
-    assert HEALTHY.verdict == (
-        "Good to measure: on every core wall / CPU time is at most 1.15 and the spread at most 20%."
-    )
     loud, wide = replace(QUIET, core=1, contention=1.8), replace(QUIET, core=2, spread=0.4)
     noisy = replace(HEALTHY, noise=(QUIET, loud, replace(loud, core=3, spread=0.5), wide))
     assert not noisy.is_good
-    assert noisy.verdict == (
-        "Measurements will be noisy, because others use cores 1, 3 (wall / CPU time up to 1.80, "
-        "more than 1.15) and equal work scatters on core 2 (spread up to 40%, more than 20%): stop "
-        "what else runs, then try again."
-    )
+    for words in ("cores 1, 3 ", "up to 1.80, more than 1.15", "core 2 ", "up to 40%, more than"):
+        assert words in noisy.verdict
     throttled = replace(HEALTHY, quota_cores=1.5)
-    assert throttled.verdict == (
-        "Measurements will be noisy, because the container is throttled: raise its limit, then try "
-        "again."
-    )
+    assert not throttled.is_good
+    assert "container" in throttled.verdict
     for steady in (
         replace(HEALTHY, free_bytes=1),
         replace(HEALTHY, cache_writable=False),
@@ -104,11 +90,19 @@ def test_the_verdict_is_one_sentence_with_its_thresholds() -> None:
 
 def test_noise_leaves_the_process_where_it_was() -> None:
     before = os.sched_getaffinity(0)
-    noise = noise_of(own_cores()[-1], bursts=20)
+    noise_of(own_cores()[-1], bursts=2)
     assert os.sched_getaffinity(0) == before
-    assert noise.median_s > 0
-    assert noise.spread >= 0
-    assert noise.contention >= 1
+
+
+def test_noise_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    wall_s = iter([0.0, 0.1, 0.1, 0.3, 0.3, 0.6, 0.6, 1.0, 1.0, 1.5])  # bursts of 0.1 to 0.5 s
+    cpu_s = iter([0.0, 1.2])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(wall_s))
+    monkeypatch.setattr(time, "thread_time", lambda: next(cpu_s))
+    noise = noise_of(own_cores()[0], bursts=5)
+    assert noise.median_s == pytest.approx(0.3)
+    assert noise.spread == pytest.approx((0.4 - 0.2) / 0.3)
+    assert noise.contention == pytest.approx(1.5 / 1.2)
 
 
 @pytest.mark.parametrize(("text", "cores"), [("150000 100000", 1.5), ("max 100000", None)])
@@ -139,11 +133,7 @@ def test_the_doctor_answers_for_people_and_machines(capsys: pytest.CaptureFixtur
     assert found["good"] == found["verdict"].startswith("Good to measure")
     assert [noise["core"] for noise in found["noise"]] == [own_cores()[0]]
     assert main(["doctor", "--devices", name]) == 0
-    told = capsys.readouterr().out
-    assert name in told
-    assert "wall / CPU time" in told
-    last = " ".join(told.split())
-    assert "Good to measure: " in last or "Measurements will be noisy, because " in last
+    assert name in capsys.readouterr().out
     assert main(["doctor", "--devices", name, "--quiet"]) == 0
     assert capsys.readouterr().out.startswith(("Good to measure: ", "Measurements will be noisy"))
     assert main(["doctor", "--devices", "core:9999"]) == 2

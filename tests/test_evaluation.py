@@ -16,7 +16,7 @@ from tiny_training import TINY
 from placer.cli.main import main
 from placer.policies import load
 from placer.policies.evaluation import ALL, BEST, ONE, UNTRAINED, evaluate, write_into_card
-from placer.policies.network import shipped
+from placer.policies.network import FORMAT, shipped
 from placer.policies.suites import Suite, load_suites
 from placer.policies.training import train
 from placer.search.heuristics import ETF_NAME, HEFT_NAME
@@ -52,7 +52,11 @@ def test_the_suites_that_ship_are_read_and_name_what_they_are_about() -> None:
     [
         ("format = 'placer-suites/1'\n[[suite]]\nnam = 'x'", r"suite\[0\].nam; did you mean name"),
         ("format = 'placer-suites/1'\n[[suite]]\ngraphs = 3", r"suite\[0\] lacks name"),
-        ("format = 'placer-suites/1'\n[[suite]]\nname = 'x'\ngraphs = 0", "0 graphs"),
+        (
+            "format = 'placer-suites/1'\n[[suite]]\nname = 'x'\ngraphs = 0",
+            r"suite\[0\].graphs is 0",
+        ),
+        ("format = 'placer-suites/1'\n[[suite]]\nname = 'x'\nseed = -1", r"suite\[0\].seed is -1"),
         (SUITES + SUITES.partition("\n[[")[1] + SUITES.partition("\n[[")[2], "one name"),
         ("", "lacks format"),
     ],
@@ -132,6 +136,20 @@ def test_scores_are_printed_where_the_card_cannot_be_written(
     assert "layered" in told.out
     assert "of 1 seed." in " ".join(told.out.split())
     assert f"{trained}.json cannot be written: read-only file system" in told.err
+
+
+def test_a_card_that_cannot_be_written_or_is_damaged_is_told_before_the_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Suite, "drawn", lambda _: pytest.fail("it was evaluated"))
+    path = tmp_path / "mine"
+    replace(load("generalist"), card={"format": FORMAT, "config": {"seeds": 0}}).save(path)
+    assert main(["evaluate-policy", str(path)]) == 2
+    assert "config: seeds is 0, not within" in capsys.readouterr().err
+    monkeypatch.setattr("os.access", lambda *_: False)
+    assert main(["evaluate-policy", str(path)]) == 2
+    told = capsys.readouterr().err
+    assert "mine.json cannot be written: permission denied; --no-card" in told
 
 
 def test_what_does_not_exist_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from envs.simulator import INFEASIBLE_NS
 
 pytest.importorskip("ortools")
 
+from envs.simulator import OVERFULL_NS
 from graphs.files import save_graph
 from graphs.synthetic import layered
 from placer.cli.main import main
@@ -24,7 +25,7 @@ from placer.placers import placer_named
 from placer.search.budget import Budget
 from placer.search.candidate import Candidate
 from placer.search.exact import LARGEST
-from placer.search.judge import OVERFULL_NS, Judge
+from placer.search.judge import Judge
 
 
 def best_of_all(problem: Problem) -> int:

@@ -117,23 +117,25 @@ def placed_on(problem: Problem, *devices: int) -> Placement:
     return Placement.of(problem.graph, problem.cluster, np.array(devices), np.zeros(len(devices)))
 
 
+def numbers(told: str) -> list[str]:
+    return re.findall(r"[\d.]+(?: ms|%|x)", told)
+
+
 def test_the_price_is_the_step_of_the_exported_placement_over_that_of_the_placement() -> None:
     extraction = four_calls()
     problem = problem_of(extraction)
     halves = calls_on(extraction, {"0": "cuda:0", "1": "cuda:1"})
     price = price_of(problem, placed_on(problem, 0, 1, 0, 1), extraction, {})
     (told,) = price.told(halves)
-    assert told == (
-        "as exported a step is predicted to take 5.000 ms, 28.6% less than the 7.000 ms as placed: "
-        "0.80x as fast as cuda:0 alone (as placed 0.57x), which is not worth it"
-    )
+    assert numbers(told) == ["5.000 ms", "28.6%", "7.000 ms", "0.80x", "0.57x"]
+    assert told.endswith("not worth it")
     (told,) = price.told(halves, single_step=False)
-    assert told.endswith("28.6% less than the 7.000 ms as placed")
+    assert numbers(told) == ["5.000 ms", "28.6%", "7.000 ms"]
     price = price_of(problem, placed_on(problem, 0, 0, 0, 0), extraction, {})
     (told,) = price.told(calls_on(extraction, {"": "cuda:1"}))
-    assert told.endswith("1.00x as fast as cuda:0 alone (as placed 1.00x)")
+    assert numbers(told)[-2:] == ["1.00x", "1.00x"]
     (told,) = price.told(halves, moved=False)
-    assert "25.0% longer than the 4.000 ms as placed" in told
+    assert numbers(told)[:3] == ["5.000 ms", "25.0%", "4.000 ms"]
     assert price.told(calls_on(extraction, {"": "cuda:1"}), moved=False) == []
 
 
@@ -144,8 +146,8 @@ def test_a_price_for_devices_of_another_kind_says_whose_costs_it_has() -> None:
     price = price_of(problem, placed_on(problem, 0, 1, 0, 1), extraction, stand_for)
     halves = calls_on(extraction, {"0": "cpu", "1": "xpu:0"})
     step, costs = price.told(halves)
-    assert "predicted to take 5.000 ms" in step
-    assert costs == "predicted with the costs of cuda:0, cuda:1, not of what they stand for"
+    assert "5.000 ms" in step
+    assert "costs of cuda:0, cuda:1" in costs
     swapped = {"cuda:0": "cuda:1", "cuda:1": "cuda:0"}
     price = price_of(problem, placed_on(problem, 0, 1, 0, 1), extraction, swapped)
     assert len(price.told(calls_on(extraction, {"0": "cuda:1", "1": "cuda:0"}))) == 1
@@ -168,7 +170,7 @@ def test_an_export_that_does_not_fit_is_told_so_although_nothing_is_moved() -> N
     placement = cut_placement(extraction, NAMES, ("1",), of_calls=True)
     price = price_of(problem, placement, extraction, {})
     (told,) = price.told(calls_on(extraction, {"": "cuda:0"}), moved=False)
-    assert told.startswith("as exported a step is predicted to be impossible: cuda:0 needs ")
+    assert "impossible: cuda:0 needs " in told
 
 
 def test_what_is_moved_is_told_of_both_passes_by_module() -> None:
@@ -176,9 +178,7 @@ def test_what_is_moved_is_told_of_both_passes_by_module() -> None:
     placed = PlacedModules.of(extraction, alternating(extraction))
     whole = {"": "cuda:0"}
     forward, backward = told_moved(placed, placed.by_module(whole), whole, "of a test")
-    assert forward.endswith(
-        "are not where the placement has them: the model (cuda:1 -> cuda:0), since of a test"
-    )
+    assert forward.endswith("the model (cuda:1 -> cuda:0), since of a test")
     assert re.fullmatch(r"(\d+) of \d+ backward ops .*: the model \(\1\)", backward)
 
 
@@ -208,7 +208,6 @@ def test_modules_are_to_be_held_together_only_where_that_is_predicted_to_win(
     price = price_of(problem_of(extraction, of_calls=False), placement, extraction, {})
     found = device_map(PlacedModules.of(extraction, placement, price=price))
     assert found.content == {"": 0}
-    assert "the whole model is on cuda:0: one of 2 devices is left" in found.remarks
     assert any(re.search("1.00x as fast as .* not worth it", told) for told in found.remarks)
     advice = [remark for remark in found.remarks if "--keep-together" in remark]
     assert re.findall(r"--keep-together (\w+)", "".join(advice)) == advised
@@ -251,7 +250,7 @@ def test_joined_modules_are_where_the_step_is_predicted_to_be_fastest() -> None:
     assert found == {"left": 0, "right.0": 1, "right.2": 0, "head": 0}
 
 
-@pytest.mark.skipif(len(CORES) < 2, reason="two devices need two cores")
+@pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 def test_the_price_of_what_was_optimized_heeds_the_demands_of_its_user() -> None:
     cores = tuple(f"core:{core}" for core in CORES[:2])
     devices = tuple(
@@ -326,7 +325,7 @@ def test_the_command_holds_exports_to_the_memory_that_it_is_given(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(len(CORES) < 2, reason="two devices need two cores")
+@pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 def test_the_command_predicts_on_the_devices_of_the_placement(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

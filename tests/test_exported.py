@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from torch import nn
 
 from envs.executor.lists import device_lists
 from graphs.extract import extract
-from placer.sources.exported import ONLY_WEIGHTS
 from placer.target import TargetError, load_step
 
 torch.set_num_threads(1)
@@ -70,7 +68,6 @@ def refusal(path: Path, *, training: bool = False) -> str:
     with pytest.raises(TargetError) as refused:
         load_step(str(path), training=training)
     assert "\n" not in str(refused.value)
-    assert ONLY_WEIGHTS not in os.environ
     return str(refused.value)
 
 
@@ -94,7 +91,7 @@ def test_a_file_that_torch_did_not_write_is_refused(saved: Path) -> None:
 def test_what_would_have_to_be_unpickled_or_run_is_refused(saved: Path, member: str) -> None:
     with zipfile.ZipFile(saved, "a") as archive:
         archive.writestr(f"model/{member}", b"")
-    assert f"holds 'model/{member}'" in refusal(saved)
+    assert f"holds '{member}'" in refusal(saved)
 
 
 class Touch:
@@ -122,5 +119,5 @@ def test_a_pickle_in_place_of_the_inputs_is_never_run(
     if harmless:
         assert_same(load_step(str(other), training=False).inputs, inputs[0])
     else:
-        assert "torch cannot load" in refusal(other)
+        assert "example inputs other than tensors" in refusal(other)
     assert not (tmp_path / "touched").exists()

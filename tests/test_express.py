@@ -10,18 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from random_problems import random_problem
-from simulator_cases import fork, one_kind, problem_of, random_case
+from simulator_cases import fork, one_kind, problem_of, random_case, simulated_ns
 
 from envs.problem import Problem
 from envs.simulator import (
     IGNORE_MEMORY,
     INFEASIBLE_NS,
     NO_LIMIT_NS,
-    RECORD_EXCESS,
+    RANK_EXCESS,
     STOP_WHEN_FULL,
     Simulator,
     arrays_of,
-    simulate_core,
     workspace_for,
 )
 from envs.simulator.arrays import EXPRESS
@@ -54,7 +53,7 @@ class BothWays:
     ) -> int:
         """The answer of both, after a comparison of all that they leave."""
         short, long = (
-            simulate_core(arrays, work, devices, priority, limit_ns, memory)
+            simulated_ns(arrays, work, devices, priority, memory, limit_ns)
             for arrays, work in self.ways
         )
         if limit_ns < long < INFEASIBLE_NS:
@@ -69,23 +68,23 @@ class BothWays:
                 np.maximum(work.devices["peak_bytes"] - self.memory_bytes, 0).tolist()
                 for work in (one, other)
             ]
-            assert memory != RECORD_EXCESS or excess[0] == excess[1]
+            assert memory != RANK_EXCESS or excess[0] == excess[1]
         return short
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(seed=SEEDS, shares=st.lists(st.floats(0, 1.2), max_size=4))
 def test_both_ways_agree_on_every_option(seed: int, shares: list[float]) -> None:
     problem, devices, priority = problem_of(random_case(seed))
     both = BothWays(problem)
     exact = both.step_ns(devices, priority, IGNORE_MEMORY)
-    for memory in (IGNORE_MEMORY, STOP_WHEN_FULL, RECORD_EXCESS):
+    for memory in (IGNORE_MEMORY, STOP_WHEN_FULL, RANK_EXCESS):
         both.step_ns(devices, priority, memory)
         for share in shares if exact < INFEASIBLE_NS else ():
             both.step_ns(devices, priority, memory, int(exact * share))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=SEEDS, room=st.sampled_from([0.5, 1.0, 1.1, 1.5, 3.0]), excess=st.booleans())
 def test_both_ways_agree_where_memory_is_tight(seed: int, room: float, excess: bool) -> None:
     problem = random_problem(seed, ops=60, devices=4)
@@ -94,7 +93,7 @@ def test_both_ways_agree_where_memory_is_tight(seed: int, room: float, excess: b
     priority = rng.integers(0, 9, (12, 60)).astype(np.float64)
     peak_bytes = Simulator(problem).run(devices[0], priority[0]).peak_bytes
     both = BothWays(replace(problem, memory_bytes=(peak_bytes * room).astype(np.int64)))
-    memory = RECORD_EXCESS if excess else STOP_WHEN_FULL
+    memory = RANK_EXCESS if excess else STOP_WHEN_FULL
     for row in range(12):
         both.step_ns(devices[row], priority[row], memory)
 

@@ -17,6 +17,7 @@ import tiny_models
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from in_turn import in_turn
 from saved_tensors import saved_bytes
 from tiny_models import Plain, assert_same, eager, forward, squared, tied_gradients
 from torch import Tensor, nn
@@ -59,7 +60,7 @@ def total(graph: nx.DiGraph[str], name: str) -> int:
 # --- the program does what the model does
 
 
-@pytest.mark.parametrize("name", tiny_models.STEPS)
+@pytest.mark.parametrize("name", in_turn(tiny_models.STEPS))
 def test_a_step_is_bit_for_bit_what_torch_computes(name: str) -> None:
     extraction = extracted(name)
     expected = eager(extraction.step)
@@ -73,7 +74,7 @@ def test_a_step_is_bit_for_bit_what_torch_computes(name: str) -> None:
         assert_same(found.state, expected.state)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.data())
 def test_any_placement_gives_the_same_views(data: st.DataObject) -> None:
     extraction = extracted("views")
@@ -100,7 +101,7 @@ def test_an_lstm_layer_on_plain_inputs_can_be_trained() -> None:
 # --- the graph
 
 
-@pytest.mark.parametrize("name", tiny_models.STEPS)
+@pytest.mark.parametrize("name", in_turn(tiny_models.STEPS))
 def test_the_graph_is_complete_and_its_ops_are_those_of_the_program(name: str) -> None:
     extraction = extracted(name)
     arrays = GraphArrays.from_graph(extraction.graph)
@@ -112,6 +113,7 @@ def test_the_graph_is_complete_and_its_ops_are_those_of_the_program(name: str) -
     assert sorted(called) == list(range(len(arrays)))
 
 
+@pytest.mark.slow
 def test_nearly_every_op_maps_to_a_module() -> None:
     graph = extracted("inception").graph
     unowned = [i for i in graph if not attributes_of(graph, i)["module"]]
@@ -130,7 +132,7 @@ def test_two_extractions_agree_in_every_id_and_number(name: str) -> None:
     assert list(first.graph.edges(data=True)) == list(second.graph.edges(data=True))
 
 
-@pytest.mark.parametrize("name", sorted(tiny_models.STEPS))
+@pytest.mark.parametrize("name", in_turn(sorted(tiny_models.STEPS)))
 def test_parameter_bytes_are_those_of_the_model(name: str) -> None:
     extraction = extracted(name)
     parameters = extraction.step.model.parameters()
@@ -173,7 +175,7 @@ def test_attention_counts_its_two_products(training: bool) -> None:
     assert sum(f for i, f in ops.items() if "backward" in i) == (2.5 * forward if training else 0)
 
 
-@pytest.mark.parametrize("name", ["conv_net", "inception", "nmt"])
+@pytest.mark.parametrize("name", in_turn(["conv_net", "inception", "nmt"]))
 def test_saved_bytes_are_what_autograd_saves(name: str) -> None:
     extraction = extracted(name)
     expected = saved_bytes(extraction.step)

@@ -19,6 +19,7 @@ import tiny_models
 import tiny_reference_models
 import tiny_transformers
 import torch
+from in_turn import LARGE, in_turn
 from saved_tensors import saved_bytes
 from tiny_models import Plain, assert_same, eager, forward, squared, tied_gradients
 from torch import Tensor, nn
@@ -46,10 +47,16 @@ STEPS = {
     **tiny_reference_models.STEPS,
     **tiny_transformers.STEPS,
 }
-LARGE = ("inception", "nasnet", "nmt", "t5", "gpt2", "distilbert", "stacked_moe")
-EVERY_MODEL = pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in LARGE else []) for n in STEPS]
+EVERY_STEP = pytest.mark.parametrize(
+    ("name", "training"),
+    [
+        pytest.param(name, training, marks=[pytest.mark.slow] * (name in LARGE))
+        for name in STEPS
+        for training in (True, False)
+        if training or name != "own_loss"  # whose output is an object of its own
+    ],
 )
+EVERY_MODEL = pytest.mark.parametrize("name", in_turn(STEPS))
 EITHER_MODE = pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 
 
@@ -92,11 +99,8 @@ def line_of(function: Callable[..., Any], offset: int) -> str:
 # --- the recorder
 
 
-@EITHER_MODE
-@EVERY_MODEL
+@EVERY_STEP
 def test_a_recorded_step_computes_what_torch_computes(name: str, training: bool) -> None:
-    if (name, training) == ("own_loss", False):
-        pytest.skip("returns its tensors in an object of its own")
     extraction = extracted(name, "dispatch", training)
     assert extraction.extractor == "dispatch"
     found, expected = run(extraction), eager(extraction.step)
@@ -124,14 +128,11 @@ def test_a_recording_is_the_same_graph_as_an_export(name: str) -> None:
     assert recording.depends_on_data == ()
 
 
-@EITHER_MODE
-@EVERY_MODEL
+@EVERY_STEP
 @pytest.mark.parametrize("extractor", ["dispatch", "modules"])
 def test_flops_and_parameters_are_those_of_a_real_run(
     extractor: str, name: str, training: bool
 ) -> None:
-    if (name, training) == ("own_loss", False) and extractor == "dispatch":
-        pytest.skip("returns its tensors in an object of its own")
     extraction = extracted(name, extractor, training)
     step = copy.deepcopy(extraction.step)
     with FlopCounterMode(display=False, custom_mapping=further_formulas()) as counter:
@@ -430,7 +431,9 @@ def test_a_backward_op_is_at_home_with_its_forward_op(name: str) -> None:
             assert nodes[forward_op]["colocate"] == data["colocate"] is not None
 
 
-@pytest.mark.parametrize("name", ["conv_net", "norm_twice", "dlrm", "bert", "separate_moe"])
+@pytest.mark.parametrize(
+    "name", in_turn(["conv_net", "norm_twice", "dlrm", "bert", "separate_moe"])
+)
 def test_saved_bytes_of_modules_are_what_autograd_saves(name: str) -> None:
     extraction = extracted(name, "modules")
     assert total(extraction, "saved_bytes") == pytest.approx(saved_bytes(extraction.step), rel=0.1)

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from graphs.files import FORMAT, graph_from_dict, graph_to_dict, load_graph, save_graph
 from graphs.graph import PHASES, GraphArrays, add_edge, add_op, new_graph
 
-TEXT = st.text(max_size=8)
-IDS = st.text(min_size=1, max_size=8).filter(str.isprintable)
+PRINTABLE = st.characters(exclude_categories=["C", "Z"], include_characters=" ")
+TEXT = st.text(PRINTABLE, max_size=8)
+IDS = st.text(PRINTABLE, min_size=1, max_size=8)
 SIZES = st.integers(0, 2**60)
 COSTS = st.dictionaries(
     st.sampled_from(["cuda", "cpu", "core", "*"]),
@@ -114,7 +115,7 @@ def test_null_means_no_group_and_every_device() -> None:
     assert graph.nodes["b"]["devices"] is None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(graphs())
 def test_graph_survives_the_round_trip_through_json(graph: nx.DiGraph[str]) -> None:
     text = json.dumps(graph_to_dict(graph), allow_nan=False)
@@ -126,7 +127,7 @@ def test_graph_survives_the_round_trip_through_json(graph: nx.DiGraph[str]) -> N
         assert GraphArrays.from_graph(again).hash == GraphArrays.from_graph(graph).hash
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(graphs())
 def test_graph_survives_the_round_trip_through_a_file(
     tmp_path_factory: pytest.TempPathFactory, graph: nx.DiGraph[str]
@@ -172,7 +173,7 @@ def test_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
         (node(outputbytes=3), r"unknown key nodes\[1\]\.outputbytes; did you mean output_bytes"),
         (node(id="a"), r"nodes\[1\]: op 'a' is there already"),
         (node(id=""), r"nodes\[1\]: op '': an id must be printable text"),
-        (node(id="x\0y"), r"nodes\[1\]: op 'x\\x00y': an id must be printable text"),
+        (node(id="x\0y"), r"nodes\[1\]\.id is 'x\\x00y', which cannot be printed"),
         (node(id=7), r"nodes\[1\]\.id is 7, not a string"),
         (node(cost_s=1.0), r"nodes\[1\]\.cost_s is 1.0, not an object"),
         (node(cost_source=[]), r"nodes\[1\]\.cost_source is \[\], not an object"),

@@ -43,7 +43,7 @@ def test_factors_that_made_the_measurements_are_found_again(seed: int) -> None:
     assert steps_s(fit.problem, placements) == pytest.approx(measured_s, rel=0.05)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.integers(0, 50), st.lists(st.floats(0.1, 10.0), min_size=6, max_size=6))
 def test_a_fit_is_never_worse_than_none(seed: int, surprises: list[float]) -> None:
     problem = random_problem(seed, ops=30, devices=3)

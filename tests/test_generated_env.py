@@ -40,7 +40,7 @@ def test_checkers_pass_with_problems_of_unequal_numbers_of_devices() -> None:
     check_env_of_sb3(environment)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.integers(0, 1000))
 def test_an_episode_with_allowed_actions_ends_with_the_ratio_of_a_placement(seed: int) -> None:
     pool = small_pool()

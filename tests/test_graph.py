@@ -46,7 +46,7 @@ def random_dags(draw: st.DrawFn) -> nx.DiGraph[str]:
     return graph
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(random_dags())
 def test_arrays_say_what_networkx_says(graph: nx.DiGraph[str]) -> None:
     arrays = GraphArrays.from_graph(graph)
@@ -71,7 +71,7 @@ def test_arrays_say_what_networkx_says(graph: nx.DiGraph[str]) -> None:
         assert place[arrays.ids.index(source)] < place[arrays.ids.index(target)]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(random_dags())
 def test_topological_order_takes_the_first_added_of_those_that_could_come_next(
     graph: nx.DiGraph[str],

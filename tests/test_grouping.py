@@ -9,7 +9,7 @@ from envs.toy_problem import toy_problem
 from placer.search.grouping import at_most, units
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 1000), st.integers(1, 4), st.integers(1, 40), st.booleans())
 def test_any_choice_for_groups_keeps_co_location_and_pins(
     seed: int, devices: int, most: int, pins: bool

@@ -32,19 +32,19 @@ torch.set_num_threads(1)
 
 TRAINING = [name for name in STEPS if name not in tiny_models.INFERENCE]
 QUICK = (
-    *("conv_net", "tied_weights", "norm_twice", "views", "attention", "own_loss", "nmt"),
-    *("weighted_loss", "separate_moe", "dlrm", "rnnlm", "bert", "t5"),
+    *("conv_net", "tied_weights", "norm_twice", "views", "attention", "own_loss"),
+    *("weighted_loss", "stacked_moe", "dlrm", "gpt2"),
 )
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="vdev would take CUDA's place")
 
 
 def seeds() -> list[Any]:
-    """Two seeds of the quick ones, twenty of all that are slow."""
+    """Two seeds of the quick ones, four of all that are slow."""
     return [
         pytest.param(name, seed, marks=() if name in QUICK and seed < 2 else pytest.mark.slow)
         for name in TRAINING
-        for seed in range(20)
+        for seed in range(4)
     ]
 
 
@@ -112,7 +112,7 @@ def test_inference_on_two_devices_is_that_of_the_model(
         with torch.inference_mode(inference_mode):
             found = placed(*extraction.step.step_inputs, **extraction.step.keywords)
         on_one = tree_map_only(Tensor, lambda t: t.detach().cpu(), found)
-        torch.testing.assert_close(on_one, expected, rtol=0, atol=1e-6)
+        torch.testing.assert_close(on_one, expected, rtol=1e-5, atol=1e-6)
 
 
 # --- what the model does depends on its data
@@ -260,7 +260,7 @@ class Writer(nn.Module):
 WRITES = st.tuples(st.sampled_from(("fill", "add", "copy", "read")), st.integers(0, 2))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.lists(WRITES, min_size=1, max_size=6), st.integers(0, 2**9 - 1))
 def test_what_modules_write_through_views_is_read_as_it_was(
     writes: list[tuple[str, int]], where: int
@@ -320,7 +320,7 @@ def test_dropout_is_switched_off_in_eval_mode_and_on_again(device: torch.device)
     with torch.no_grad():
         expected = copy.deepcopy(step.model).eval()(step.inputs[0])
     for inputs in (step.inputs, step.model_inputs):
-        torch.testing.assert_close(placed(*inputs), expected, rtol=0, atol=1e-6)
+        torch.testing.assert_close(placed(*inputs), expected, rtol=1e-5, atol=1e-6)
     placed.train()
     assert_trains_alike(step, placed)
 

@@ -35,7 +35,7 @@ def test_a_device_without_ops_has_nothing_to_do() -> None:
     assert found == [Idle(device=1, start_ns=0, end_ns=3000, waiting="nothing left")]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(seed=st.integers(0, 10**7))
 def test_ops_and_idle_times_fill_the_step_of_every_device(seed: int) -> None:
     problem, devices, priority = problem_of(random_case(seed))

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import signal
+import sys
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
-from placer.interrupt import uninterrupted
+from placer.cli import main as cli
+from placer.interrupt import Interrupt, leave_imports_at_once, uninterrupted
 
 
 def test_ctrl_c_does_nothing_while_results_are_written() -> None:
@@ -17,6 +25,51 @@ def test_ctrl_c_does_nothing_while_results_are_written() -> None:
     assert signal.getsignal(signal.SIGINT) is before
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Give Ctrl-C back as it was."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+MODULE = """
+import signal
+try:
+    signal.raise_signal(signal.SIGINT)
+except BaseException:
+    pass
+"""
+
+
+@pytest.mark.parametrize("outer", [contextlib.nullcontext, Interrupt])
+def test_ctrl_c_while_a_module_is_imported_ends_the_command_at_once(
+    outer: Callable[[], AbstractContextManager[object]],
+    ctrl_c: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr("os._exit", ended.append)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "catches_everything.py").write_text(MODULE)
+    monkeypatch.delitem(sys.modules, "catches_everything", raising=False)
+    leave_imports_at_once()
+    with outer():
+        importlib.import_module("catches_everything")
+    assert ended[:1] == [1]
+    assert capfd.readouterr().err.startswith("placer: stopped before there was anything to keep\n")
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_a_ctrl_c_that_is_ignored_stays_so(ctrl_c: None) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_imports_at_once()
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 def test_an_error_gives_ctrl_c_back() -> None:
@@ -37,3 +90,14 @@ def test_other_threads_write_too() -> None:
     thread.start()
     thread.join()
     assert written == [1]
+
+
+def test_ctrl_c_while_options_are_read_is_told_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("placer.cli.commands.build_parser", interrupted)
+    assert cli.main(["placers"]) == 1
+    assert capsys.readouterr().err == "placer: stopped before there was anything to keep\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -53,3 +54,13 @@ def test_averaging_does_not_change_what_is_learnt() -> None:
         networks.append(learning.model.policy.state_dict())
     for key, value in networks[0].items():
         assert (value == networks[1][key]).all()
+
+
+@pytest.mark.parametrize("weight", [math.nan, math.inf])
+def test_a_training_that_diverges_ends_with_a_sentence(weight: float) -> None:
+    learning = learner(1)
+    with torch.no_grad():
+        learning.model.policy.get_parameter("action_net.weight").fill_(weight)
+    with pytest.raises(FloatingPointError, match=r"diverged after \d+ decodes: .*lower") as caught:
+        learning.rollout()
+    assert "\n" not in str(caught.value)

@@ -152,7 +152,7 @@ def test_priority_order_takes_the_highest_that_may_run_ties_by_index() -> None:
     assert priority_order(diamond(), [0, 0, 0, 0]) == [0, 1, 2, 3]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(placed_programs())
 def test_every_op_runs_once_where_it_was_placed(
     placed: Placed,
@@ -168,7 +168,7 @@ def test_every_op_runs_once_where_it_was_placed(
     assert sorted(given_back) == list(range(len(program.results)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(placed_programs())
 def test_whatever_is_read_was_made_or_received_before_on_that_device(
     placed: Placed,
@@ -191,7 +191,7 @@ def test_whatever_is_read_was_made_or_received_before_on_that_device(
                     assert program.results[result].value in here
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(placed_programs())
 def test_every_receive_has_its_send_of_the_same_number(
     placed: Placed,
@@ -210,7 +210,7 @@ def test_every_receive_has_its_send_of_the_same_number(
     assert sorted(sent) == sorted(received)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(placed_programs())
 def test_lists_never_wait_for_each_other(
     placed: Placed,
@@ -256,7 +256,7 @@ def test_rebuilt_receiver_that_comes_late_does_not_wait() -> None:
     assert rebuilt_s(lists, cpu_s, latency_s=0.1) == pytest.approx(13.7)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(placed_programs(), st.floats(0, 1))
 def test_rebuilt_lies_between_the_busiest_device_and_all_work_in_a_row(
     placed: Placed, latency_s: float

@@ -56,7 +56,7 @@ def chain(seed: int, ops: int, devices: int) -> Problem:
     return Problem.of(GraphArrays.from_graph(graph), one_kind(devices))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 10**6))
 def test_no_placement_beats_the_bound_however_few_states_are_kept(seed: int) -> None:
     problem = drawn(seed)
@@ -70,7 +70,7 @@ def test_no_placement_beats_the_bound_however_few_states_are_kept(seed: int) -> 
             assert load_bound_ns(problem, known_ns, states=states) <= best_ns
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 10**6), groups=st.booleans(), pins=st.booleans(), unequal=st.booleans())
 def test_with_room_for_all_states_the_bound_is_the_optimum(
     seed: int, groups: bool, pins: bool, unequal: bool
@@ -120,7 +120,7 @@ def test_links_of_unequal_speed_count_as_the_best_of_them() -> None:
     assert load_bound_ns(slower, 10**9) <= optimum_ns(problem)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 10**6))
 def test_the_narrow_order_has_every_op_once_and_after_what_it_reads(seed: int) -> None:
     graph = random_problem(seed, ops=40).graph
@@ -141,7 +141,7 @@ def best_parts_ns(problem: Problem, order: np.ndarray[tuple[int, ...], np.dtype[
     return int(max_load_ns(problem, np.array(plans)).min())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 10**6), unequal=st.booleans(), pins=st.booleans(), tight=st.booleans())
 def test_contiguous_parts_are_the_best_of_all_parts(
     seed: int, unequal: bool, pins: bool, tight: bool

@@ -82,7 +82,7 @@ def on_two_cores(extraction: Extraction) -> PlacedModel:
     return PlacedModel(extraction, cluster, devices, order)
 
 
-needs_two_cores = pytest.mark.skipif(len(CORES) < 2, reason="two devices need two cores")
+needs_two_cores = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 
 
 @needs_two_cores

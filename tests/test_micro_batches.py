@@ -159,7 +159,7 @@ def test_copies_equal_a_plain_graph_on_many_more_cases(block: int) -> None:
     test_copies_in_flat_arrays_equal_a_plain_graph_of_them(block)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(seed=st.integers(10**6, 10**7), m=st.integers(1, 5))
 def test_the_listed_order_of_copies_is_topological(seed: int, m: int) -> None:
     problem, _, _ = problem_of(random_case(seed, bad_places=False))
@@ -226,19 +226,20 @@ def test_a_placement_says_how_many_micro_batches_are_in_flight() -> None:
     assert peaks[1] < peaks[0] == peaks[2] < peaks[3]
     assert [Placement.from_dict(p.to_dict()).in_flight for p in placements] == [None, 1, 3, 8]
     assert "in_flight" not in placement.to_dict()
-    with pytest.raises(ValueError, match="in_flight is 0, below 1"):
+    with pytest.raises(ValueError, match="in_flight is 0, not within 1"):
         replace(placement, in_flight=0)
 
 
-def test_steps_that_cannot_be_repeated_are_refused() -> None:
+def test_steps_that_cannot_be_repeated_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = new_graph("strange")
     add_op(graph, "update", cost_s={"*": 1e-6}, phase="optimizer")
     add_op(graph, "loss", cost_s={"*": 1e-6})
     add_edge(graph, "update", "loss")
     with pytest.raises(ValueError, match="optimizer op 'update' feeds forward op 'loss'"):
         pipeline_of(graph, one_kind(1), 2)
-    with pytest.raises(ValueError, match="20000000 micro-batches of 1 ops and 0 edges"):
-        pipeline_of(stages(1), one_kind(1), 20_000_000)
+    monkeypatch.setattr("envs.micro_batches.LARGEST", 8)
+    with pytest.raises(ValueError, match="8 micro-batches of 1 ops and 0 edges"):
+        pipeline_of(stages(1), one_kind(1), 8)
     with pytest.raises(ValueError, match="micro_batches is 0"):
         pipeline_of(stages(1), one_kind(1), 0)
     with pytest.raises(ValueError, match="in_flight is 0"):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placer.milliseconds import milliseconds
+from placer.milliseconds import milliseconds, ratio_of
 
 
 @pytest.mark.parametrize(
@@ -32,3 +34,7 @@ def test_what_is_told_is_what_was_given_to_four_digits(seconds: float) -> None:
     told = milliseconds(seconds)
     assert float(told) == pytest.approx(seconds * 1e3, rel=5.001e-4)
     assert len(told.replace(".", "").lstrip("0")) >= 4
+
+
+def test_steps_without_a_time_have_ratios_too() -> None:
+    assert [ratio_of(3.0, 2.0), ratio_of(0.0, 0.0), ratio_of(1.0, 0.0)] == [1.5, 1.0, math.inf]

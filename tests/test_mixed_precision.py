@@ -83,8 +83,8 @@ STEPS = {
     **{make.__name__: make for make in (composites, asks_for_its_dtype)},
     **{name: without_dropout(name) for name in ("bert", "gpt2", "llama")},
 }
-EXACT = pytest.mark.parametrize("name", in_turn(sorted(STEPS.keys() - {"llama"}), slow=("nmt",)))
-LARGER = pytest.mark.parametrize("name", ["conv_net", "nmt", "bert", "gpt2", "llama"])
+EXACT = pytest.mark.parametrize("name", in_turn(sorted(STEPS.keys() - {"llama"})))
+LARGER = pytest.mark.parametrize("name", in_turn(["conv_net", "nmt", "bert", "gpt2", "llama"]))
 
 
 @functools.cache
@@ -151,7 +151,7 @@ def test_some_steps_differ_from_autocast_by_rounding(name: str) -> None:
         torch.testing.assert_close(gradients[parameter], gradient, rtol=0, atol=limit)
 
 
-@pytest.mark.skipif(len(CORES) < 2, reason="two devices need two cores")
+@pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 def test_workers_train_as_autocast_does() -> None:
     step = replace(tiny_models.conv_net(), dtype="bf16", optimizer=Optimizer(kind="adamw"))
     twin = copy.deepcopy(step)

@@ -215,5 +215,4 @@ def test_modules_that_have_no_room_cost_what_the_rates_of_the_device_say(
         known = costs[device.kind]
         expected = "roofline" if device.name.startswith("vdev") else "module by module"
         assert all(expected in source for source in known.sources)
-        assert (known.cost_s >= 0).all()
         assert known.cost_s.sum() > 0

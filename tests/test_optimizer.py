@@ -32,7 +32,9 @@ torch.set_num_threads(1)
 
 CORES = sorted(os.sched_getaffinity(0))
 EVERY_KIND = pytest.mark.parametrize("kind", STATE)
-EVERY_MODEL = pytest.mark.parametrize("name", sorted(tiny_models.TRAINING.keys() - {"inception"}))
+EVERY_MODEL = pytest.mark.parametrize(
+    "name", in_turn(sorted(tiny_models.TRAINING.keys() - {"inception"}))
+)
 
 
 def at_random(extraction: Extraction, count: int, seed: int) -> tuple[list[int], list[int]]:
@@ -89,9 +91,7 @@ def test_three_steps_leave_what_torchs_own_optimizer_leaves(kind: str, count: in
     assert all(parameter.grad is None for parameter in step.model.parameters())
 
 
-@pytest.mark.parametrize(
-    "name", in_turn([*tiny_models.TRAINING, "other_layouts"], slow=("inception", "nmt"))
-)
+@pytest.mark.parametrize("name", in_turn([*tiny_models.TRAINING, "other_layouts"]))
 def test_any_model_is_updated_as_by_torch(name: str) -> None:
     make = other_layouts if name == "other_layouts" else tiny_models.STEPS[name]
     step = with_optimizer(make(), "adamw", learning_rate=0.01)
@@ -304,6 +304,7 @@ def test_the_hash_leaves_nothing_else_out() -> None:
     assert graph_hash(graph) != before
 
 
+@pytest.mark.slow
 def test_what_was_searched_with_an_optimizer_is_applied_with_or_without() -> None:
     step = tiny_models.conv_net()
     model, twin = step.model, copy.deepcopy(step.model)

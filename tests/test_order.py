@@ -11,7 +11,7 @@ from graphs.order import topological_order
 INDICES = st.integers(0, 7)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.permutations(range(8)), st.lists(st.tuples(INDICES, INDICES), max_size=14))
 def test_the_order_is_that_of_networkx_and_a_shown_cycle_is_one(
     added: list[int], pairs: list[tuple[int, int]]

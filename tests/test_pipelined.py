@@ -106,7 +106,7 @@ def test_two_stages_of_two_replicas_train_as_one_process(schedule: Any, name: st
     for rank, (found, own) in enumerate(results):
         replica, stage = divmod(rank, 2)
         assert set(found) == {n for n in expected if n.startswith(SECOND_STAGE) == bool(stage)}
-        torch.testing.assert_close(found, {n: expected[n] for n in found}, rtol=0, atol=1e-6)
+        torch.testing.assert_close(found, {n: expected[n] for n in found}, rtol=1e-5, atol=1e-6)
         shown = [pair[replica] for pair in losses] if stage else [None] * STEPS
         assert own == pytest.approx(shown, abs=1e-6)
 

@@ -72,9 +72,9 @@ def in_one_process() -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
 def test_gradients_and_state_are_those_of_one_process(replicas: list[dict[str, Any]]) -> None:
     gradients, states = in_one_process()
     for replica, state in zip(replicas, states, strict=True):
-        torch.testing.assert_close(replica["gradients"], gradients, rtol=0, atol=1e-6)
+        torch.testing.assert_close(replica["gradients"], gradients, rtol=1e-5, atol=1e-6)
         named = {f"module.{name}": tensor for name, tensor in state.items()}
-        torch.testing.assert_close(dict(replica["state"]), named, rtol=0, atol=1e-6)
+        torch.testing.assert_close(dict(replica["state"]), named, rtol=1e-5, atol=1e-6)
     means = [state["1.running_mean"] for state in states]
     assert not torch.equal(*means), "each has seen another batch since the last broadcast"
 

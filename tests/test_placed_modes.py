@@ -78,7 +78,7 @@ def test_in_eval_mode_it_answers_as_the_model_does(seed: int, device: torch.devi
         assert not any(module.training for module in placed.modules())
         found = placed(*plain.model_inputs)
         assert not found.requires_grad
-        torch.testing.assert_close(found.cpu(), answer(plain), rtol=0, atol=1e-6)
+        torch.testing.assert_close(found.cpu(), answer(plain), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(placed(*plain.inputs).cpu(), found.cpu(), rtol=0, atol=0)
         assert placed.train() is placed
         assert all(module.training for module in placed.modules())
@@ -86,7 +86,7 @@ def test_in_eval_mode_it_answers_as_the_model_does(seed: int, device: torch.devi
         plain.model(*plain.model_inputs)  # its statistics, too, have seen the batch
     assert placed.state_dict().keys() == names
     assert all(own is objects[name] for name, own in placed.named_parameters())
-    torch.testing.assert_close(on_cpu(placed.state_dict()), state_of(plain), rtol=0, atol=1e-6)
+    torch.testing.assert_close(on_cpu(placed.state_dict()), state_of(plain), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["conv_net", "tied_weights", "norm_twice", "bert", "frozen_norm"])
@@ -96,7 +96,7 @@ def test_other_models_answer_as_they_do_in_eval_mode(name: str, device: torch.de
     placed = PlacedModule(extraction, random_devices(extraction, ["cpu", device], 1)).eval()
     step = extraction.step
     found = placed(*step.model_inputs, **step.keywords)
-    torch.testing.assert_close(host_only(found), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(host_only(found), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_training_goes_on_after_validation_bit_for_bit(device: torch.device) -> None:
@@ -121,9 +121,9 @@ def test_the_step_s_own_optimizer_goes_on_after_validation(device: torch.device)
         expected.backward()
         optimizer.step()
         found = placed.train().step(*plain.inputs)
-        torch.testing.assert_close(found.cpu(), expected.detach(), rtol=0, atol=1e-6)
+        torch.testing.assert_close(found.cpu(), expected.detach(), rtol=1e-5, atol=1e-6)
         found = placed.eval().step(*plain.inputs)
-        torch.testing.assert_close(host_only(found), answer(plain), rtol=0, atol=1e-5)
+        torch.testing.assert_close(host_only(found), answer(plain), rtol=1e-5, atol=1e-5)
 
 
 def test_switching_sends_no_state_and_leaves_random_numbers_alone(device: torch.device) -> None:

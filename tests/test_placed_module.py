@@ -30,19 +30,19 @@ INFERENCE = [
 ]
 TRAINING = [name for name in STEPS if name not in tiny_models.INFERENCE]
 QUICK = (
-    *("conv_net", "tied_weights", "norm_twice", "views", "attention", "own_loss", "nmt"),
-    *("decaying_weight", "weighted_loss", "bert", "mixtral"),
+    *("conv_net", "tied_weights", "norm_twice", "views", "attention", "own_loss"),
+    *("decaying_weight", "weighted_loss", "gpt2"),
 )
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="vdev would take CUDA's place")
 
 
 def seeds(names: tuple[str, ...] | list[str]) -> list[Any]:
-    """Two seeds of the quick ones, twenty of all that are slow."""
+    """Two seeds of the quick ones, four of all that are slow."""
     return [
         pytest.param(name, seed, marks=() if name in QUICK and seed < 2 else pytest.mark.slow)
         for name in names
-        for seed in range(20)
+        for seed in range(4)
     ]
 
 
@@ -86,7 +86,7 @@ def test_inference_on_two_devices_is_that_of_the_model(
     TRANSFERS.clear()
     found = placed(*extraction.step.step_inputs, **extraction.step.keywords)
     on_one = torch.utils._pytree.tree_map_only(Tensor, lambda t: t.detach().cpu(), found)
-    torch.testing.assert_close(on_one, expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(on_one, expected, rtol=1e-5, atol=1e-6)
     assert TRANSFERS
 
 
@@ -120,7 +120,7 @@ def written_through_views(writes: list[tuple[str, int]]) -> Step:
 WRITES = st.tuples(st.sampled_from(("fill", "add", "copy", "read", "read part")), st.integers(0, 2))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(st.lists(WRITES, min_size=2, max_size=8), st.integers(0, 99))
 def test_what_is_written_through_views_is_read_as_it_was(
     writes: list[tuple[str, int]], seed: int
@@ -248,7 +248,7 @@ def test_a_step_of_adam_with_clipped_gradients_is_that_of_the_model(device: torc
             optimizer.step()
     assert norms[:2] == pytest.approx(norms[2:], abs=1e-5)
     torch.testing.assert_close(
-        on_cpu(placed.state_dict()), on_cpu(plain.model.state_dict()), rtol=0, atol=1e-5
+        on_cpu(placed.state_dict()), on_cpu(plain.model.state_dict()), rtol=1e-5, atol=1e-5
     )
 
 
@@ -258,7 +258,7 @@ def test_autocast_around_it_holds_inside() -> None:
     expected = forward(replace(copy.deepcopy(extraction.step), dtype="bf16"))
     with torch.autocast("cpu", torch.bfloat16):
         found = placed(*extraction.step.inputs)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     exact = placed(*extraction.step.inputs)
     assert not torch.equal(found, exact)
 

@@ -25,7 +25,7 @@ torch.set_num_threads(1)
 GPU = torch.device("cuda", 0)
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),
     pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
 ]

@@ -57,7 +57,7 @@ def both(placed: PlacedModule, plain: Step) -> list[tuple[nn.Module, Callable[[]
 def assert_state(placed: PlacedModule, plain: Step, tolerance: float = 1e-6) -> None:
     here = {name: own.detach().cpu() for name, own in placed.state_dict().items()}
     expected = {name: own for name, own in state_of(plain).items() if name in here}
-    torch.testing.assert_close(here, expected, rtol=0, atol=tolerance)
+    torch.testing.assert_close(here, expected, rtol=10 * tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)

@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -16,6 +15,8 @@ import torch
 from gymnasium.utils.env_checker import check_env
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from in_turn import in_turn
+from processes import all_end, descendants
 from random_problems import keeps_groups, keeps_limits, random_problem
 from sb3_contrib.common.wrappers import ActionMasker
 from stable_baselines3.common.env_checker import check_env as check_env_of_sb3
@@ -25,7 +26,8 @@ from two_devices import pair
 
 from envs.backend import StepResult
 from envs.cluster import Cluster, Device, Link
-from envs.measured import CONTENDED
+from envs.executor.fork_server import running_server
+from envs.measurement import CONTENDED
 from envs.placement import Placement
 from envs.placement_env import INVALID_REWARD, PlacementEnv
 from envs.registration import register_environments
@@ -74,7 +76,7 @@ def test_gymnasium_finds_them_by_module_and_name(module: str, name: str) -> None
     assert done.stdout.startswith("(")
 
 
-@pytest.mark.parametrize("name", IDS)
+@pytest.mark.parametrize("name", in_turn(IDS, slow=IDS[1:]))
 def test_placer_registers_them_for_who_uses_gymnasium(name: str) -> None:
     code = f"import gymnasium, placer; print(gymnasium.make('{name}').reset(seed=0)[0].shape)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -90,7 +92,7 @@ def test_registration_loads_neither_torch_nor_numba() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 10_000), st.integers(1, 6), st.booleans())
 def test_masked_rollouts_end_in_placements_that_keep_all_rules(
     seed: int, devices: int, tight: bool
@@ -212,9 +214,10 @@ def two_cores() -> Cluster:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(len(CORES) < 2, reason="two devices need two cores")
+@pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 def test_a_model_is_placed_by_measured_steps_and_its_workers_end_with_the_environment() -> None:
-    before = children()
+    running_server()
+    before = descendants()
     own: dict[str, Any] = {
         "model": nn.Linear(4, 3),
         "inputs": (torch.randn(5, 4), torch.randn(5, 3)),
@@ -224,7 +227,7 @@ def test_a_model_is_placed_by_measured_steps_and_its_workers_end_with_the_enviro
     )
     environment = made.unwrapped
     assert isinstance(environment, PlacementEnv)
-    assert len(children() - before) == 2
+    assert len(descendants() - before) == 2
     check_env(environment, skip_render_check=True)
     assert environment.problem.cluster.names == two_cores().names
     made.reset(seed=0)
@@ -236,7 +239,7 @@ def test_a_model_is_placed_by_measured_steps_and_its_workers_end_with_the_enviro
     assert reward == pytest.approx(math.log(info["baseline_s"] / info["step_s"]))
     made.close()
     made.close()
-    assert children() == before
+    assert all_end(descendants() - before)
 
 
 @pytest.mark.usefixtures("second_device")
@@ -298,12 +301,7 @@ def test_an_episode_over_the_limit_of_the_host_ends_with_the_amount() -> None:
     made.close()
 
 
-def children() -> set[int]:
-    path = Path(f"/proc/self/task/{os.getpid()}/children")
-    return {int(word) for word in path.read_text().split()}
-
-
-@pytest.mark.skipif(len(CORES) < 2, reason="two devices need two cores")
+@pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 def test_a_model_may_be_placed_by_simulated_steps() -> None:
     environment = PlacementEnv(
         model=nn.Linear(4, 3),

@@ -93,7 +93,7 @@ class Moody(Sampling):
     """Draws with random numbers of its own, whatever the seed."""
 
     name: ClassVar[str] = "moody"
-    random: ClassVar[np.random.Generator] = np.random.default_rng()
+    random: ClassVar[np.random.Generator] = np.random.default_rng(0)
 
     def sample(self, tally: Tally, seed: int) -> None:
         """One plan with random priorities."""
@@ -182,7 +182,7 @@ import sys
 from placer.placers import placer_named, sampling
 from placer.placers.problems import contract_problems
 from placer.search.budget import Budget
-from placer.search.portfolio import load_compiled_code
+from placer.search.compiling import load_compiled_code
 
 def loaded():
     return {{name for name in sys.modules if name.startswith(("torch.", "numba.", "scipy."))}}

@@ -6,21 +6,14 @@ import time
 
 import pytest
 
-from placer.report.progress import Pace, PlainLines, time_left
+from placer.report.progress import Pace, PlainLines, told_left
 
 
 @pytest.mark.parametrize(
-    ("spent_s", "share", "told"),
-    [
-        (60.0, 0.25, "3 min left"),
-        (10.0, 0.5, "10 s left"),
-        (3600.0, 0.2, "4.0 h left"),
-        (1.0, 0.0, ""),
-        (5.0, 1.0, "0 s left"),
-    ],
+    ("left_s", "told"), [(180.0, "3 min left"), (10.0, "10 s left"), (14400.0, "4.0 h left")]
 )
-def test_what_is_left_is_told_in_a_fitting_unit(spent_s: float, share: float, told: str) -> None:
-    assert time_left(spent_s, share) == told
+def test_what_is_left_is_told_in_a_fitting_unit(left_s: float, told: str) -> None:
+    assert told_left(left_s) == told
 
 
 @pytest.fixture
@@ -37,7 +30,31 @@ def test_time_left_is_told_from_the_pace_of_a_stage(clock: list[float]) -> None:
     clock[0] += 50.0  # while nothing was done
     assert pace.left(0.2) == ""
     clock[0] += 10.0
-    assert pace.left(0.4) == "30 s left"
+    assert pace.left(0.3) == ""  # one step tells little
+    clock[0] += 10.0
+    assert pace.left(0.4) == "60 s left"
+
+
+@pytest.mark.parametrize("standing", range(8))
+def test_a_step_that_stands_still_for_a_minute_says_nothing_of_the_pace(
+    clock: list[float], standing: int
+) -> None:
+    pace = Pace()
+    pace.left(0.1)
+    told = []
+    for step in range(8):
+        clock[0] += 60.0 if step == standing else 2.0
+        told.append(pace.left(0.1 * (step + 2)))
+    seconds = [float(text.split()[0]) for text in told if text]
+    assert seconds == pytest.approx([2.0 * (8 - step) for step in range(1, 8)], abs=0.5)
+
+
+def test_many_small_steps_are_taken_together(clock: list[float]) -> None:
+    pace = Pace()
+    for number in range(1, 501):
+        clock[0] += 0.1 if number % 2 else 0.0
+        told = pace.left(number / 1000)
+    assert told == "25 s left"
 
 
 def test_what_was_done_before_a_job_was_resumed_says_nothing_of_its_pace(
@@ -46,7 +63,9 @@ def test_what_was_done_before_a_job_was_resumed_says_nothing_of_its_pace(
     pace = Pace()
     assert pace.left(0.8) == ""
     clock[0] += 10.0
-    assert pace.left(0.9) == "10 s left"
+    assert pace.left(0.85) == ""
+    clock[0] += 10.0
+    assert pace.left(0.9) == "20 s left"
     assert pace.left(1.0) == ""
 
 
@@ -58,6 +77,8 @@ def test_lines_tell_share_time_left_and_what_is_going_on(
         progress.advance(0.25, "annealing")
         clock[0] += 20.0
         progress.advance(0.5, "annealing")
+        clock[0] += 20.0
+        progress.advance(0.75, "annealing")
         progress.stage("Running")
         progress.advance(0.5)
         clock[0] += 15.0
@@ -65,9 +86,10 @@ def test_lines_tell_share_time_left_and_what_is_going_on(
     lines = capsys.readouterr().err.splitlines()
     assert lines == [
         "Searching ...",
-        "Searching: 50%, 40 s left, annealing",
-        "Searching: 20.0 s",
+        "Searching: 50%, annealing",
+        "Searching: 75%, 20 s left, annealing",
+        "Searching: 40.0 s",
         "Running ...",
-        "Running: 75%, 15 s left",
+        "Running: 75%",
         "Running: 15.0 s",
     ]

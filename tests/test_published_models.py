@@ -136,7 +136,7 @@ def test_moe_has_the_published_parameter_count(stacked: bool) -> None:
     key_value_heads=st.sampled_from([1, 2]),
     data=st.data(),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_stacked_experts_compute_what_separate_ones_compute(
     seed: int, experts: int, key_value_heads: int, data: st.DataObject
 ) -> None:

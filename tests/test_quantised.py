@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -24,7 +24,6 @@ def plain_row(row: Tensor, segment_of: Tensor) -> Tensor:
     return decoded
 
 
-@settings(deadline=None)
 @given(sizes=SIZES, stripes=st.integers(1, 4), seed=st.integers(0, 99))
 def test_numbers_become_the_means_of_their_sign_in_their_segment(
     sizes: list[int], stripes: int, seed: int
@@ -38,7 +37,6 @@ def test_numbers_become_the_means_of_their_sign_in_their_segment(
     assert torch.equal(decode(wire, segments), sent)
 
 
-@settings(deadline=None)
 @given(sizes=SIZES, stripes=st.integers(1, 4))
 def test_segments_are_what_a_stripe_has_of_a_parameter(sizes: list[int], stripes: int) -> None:
     segments = Segments.of_sizes(sizes, stripes)

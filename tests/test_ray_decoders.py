@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 import torch
 from tiny_training import TINY
 
+from placer.policies.ray_decoders import RayTasks
 from placer.policies.training import train
 from placer.policies.training.config import Length
 
@@ -69,3 +71,22 @@ def test_training_goes_on_to_the_same_curve_when_a_node_dies(
     assert processors[0] == 2
     assert processors[-1] == 1
     assert curve(tmp_path / "cluster") == curve(tmp_path / "alone")
+
+
+def test_a_cluster_of_this_machine_is_not_reached_from_others() -> None:
+    tasks = RayTasks([])
+    try:
+        host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+        assert host == "127.0.0.1"
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect(
+                    ("192.0.2.1", 9)
+                )  # sends nothing, but chooses the address to send from
+            except OSError:
+                pytest.skip("no network")
+            own = probe.getsockname()[0]
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((own, int(port)), timeout=10)
+    finally:
+        tasks.close()

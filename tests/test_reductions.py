@@ -90,7 +90,7 @@ def test_the_mean_over_four_ranks_is_the_same_on_all(
 
 def test_three_levels_of_a_network_give_the_mean() -> None:
     for [mean] in on_ranks(8, reduced, partial(Hierarchical, levels=(2, 2, 2))):
-        torch.testing.assert_close(mean, flat_mean(8), rtol=0, atol=1e-6)
+        torch.testing.assert_close(mean, flat_mean(8), rtol=1e-5, atol=1e-6)
 
 
 def test_levels_that_do_not_fit_the_ranks_are_refused() -> None:
@@ -150,7 +150,7 @@ def test_bits_and_what_they_leave_out_add_up_to_all_gradients(ranks: int) -> Non
     left = torch.stack([kept["own"] for _, kept in results]).mean(0)  # (ranks, length)
     left += torch.cat([kept["stripe"] for _, kept in results])
     sent = torch.stack(results[0][0]).sum(0)
-    torch.testing.assert_close(sent + left.flatten()[: len(sent)], truth, rtol=0, atol=1e-5)
+    torch.testing.assert_close(sent + left.flatten()[: len(sent)], truth, rtol=1e-5, atol=1e-5)
     assert left.abs().max() > 0.1  # bits do leave something out
     for means, _ in results:
         torch.testing.assert_close(means, results[0][0], rtol=0, atol=0)
@@ -211,7 +211,7 @@ def test_reductions_serve_ddp_as_they_serve_grad_sync(
     for found, expected in zip(
         on_ranks(2, train, 8, make, False), on_ranks(2, train, 8, make, True), strict=True
     ):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def wrapped_powersgd(group: dist.ProcessGroup | None) -> HookReduction:

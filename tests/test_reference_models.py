@@ -32,7 +32,7 @@ def extracted(name: str, training: bool) -> Extraction:
 
 
 @EITHER_MODE
-@pytest.mark.parametrize("name", in_turn(STEPS, slow=("nasnet",)))
+@pytest.mark.parametrize("name", in_turn(STEPS))
 def test_a_step_on_one_device_is_bit_for_bit_what_torch_computes(name: str, training: bool) -> None:
     extraction = extracted(name, training)
     expected = eager(extraction.step)
@@ -46,7 +46,7 @@ def test_a_step_on_one_device_is_bit_for_bit_what_torch_computes(name: str, trai
 
 
 @EITHER_MODE
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", in_turn(STEPS))
 def test_a_step_on_three_devices_is_bit_for_bit_what_torch_computes(
     name: str, training: bool
 ) -> None:
@@ -62,7 +62,7 @@ def test_a_step_on_three_devices_is_bit_for_bit_what_torch_computes(
     assert_same(found.gradients, expected.gradients)
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", in_turn(STEPS))
 def test_training_reaches_every_parameter(name: str) -> None:
     extraction = extracted(name, True)
     gradients = eager(extraction.step).gradients
@@ -71,7 +71,7 @@ def test_training_reaches_every_parameter(name: str) -> None:
 
 
 @EITHER_MODE
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", in_turn(STEPS))
 def test_every_module_with_parameters_of_its_own_has_an_op(name: str, training: bool) -> None:
     extraction = extracted(name, training)
     owners = {path.rpartition(".")[0] for path, _ in extraction.step.model.named_parameters()}
@@ -99,7 +99,7 @@ def test_experts_of_a_layer_do_not_wait_for_each_other(training: bool) -> None:
     assert groups == {None}, "every expert may be placed on its own"
 
 
-@pytest.mark.parametrize("name", ["resnet", "rnnlm", "moe", "dlrm", "nasnet"])
+@pytest.mark.parametrize("name", in_turn(["resnet", "rnnlm", "moe", "dlrm", "nasnet"]))
 def test_example_builds_a_training_step_that_repeats_exactly(name: str) -> None:
     build = runpy.run_path(str(EXAMPLES / f"{name}.py"))["build"]
 

@@ -110,6 +110,15 @@ def test_what_fails_under_autocast_only_is_told_to_leave_it(extractor: str) -> N
 # --- the words
 
 
+def test_a_file_name_that_torch_cannot_take_is_told_as_such() -> None:
+    source = "def forward(m, x):\n    return m.linear(x).relu()\n"
+    found: dict[str, Any] = {}
+    exec(compile(source, "model\udcff.py", "exec"), found)
+    step = Step.of(Plain(found["forward"], linear=nn.Linear(8, 8)), X, training=False)
+    with pytest.raises(ExtractionError, match=r"file names that are not UTF-8.*Rename the file"):
+        extract(step, "export")
+
+
 def test_a_reason_that_several_extractors_share_is_told_once() -> None:
     tried = [
         FallBack("export", "M cannot be exported for inference: no Batch here."),

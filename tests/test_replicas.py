@@ -252,15 +252,15 @@ def test_what_is_no_reduction_of_replicas_is_refused() -> None:
     networks = networks_of((1, 2, 1e9, 0.0, False))
     with pytest.raises(ValueError, match="payload is 'fp4', not one of fp32, fp16"):
         Reduction(payload="fp4")
-    with pytest.raises(ValueError, match="every 0 steps"):
+    with pytest.raises(ValueError, match="every is 0, not within"):
         Reduction(every=0)
     with pytest.raises(ValueError, match="no reduction 'star': there are auto, ring"):
         Reduction(algorithm="star")
-    with pytest.raises(ValueError, match=r"coding_bytes_per_s is 0\.0, not a rate above 0"):
+    with pytest.raises(ValueError, match=r"coding_bytes_per_s is 0\.0, not within"):
         Reduction(coding_bytes_per_s=0.0)
     with pytest.raises(ValueError, match="of 0 passes"):
         replicated(step, networks, accumulate=0)
-    with pytest.raises(ValueError, match="bucket of 0 bytes"):
+    with pytest.raises(ValueError, match="bucket_bytes is 0, not within"):
         Reduction(bucket_bytes=0)
     small = Problem.of(training_step(), nodes(1, 1, memory_bytes=MB))
     with pytest.raises(ValueError, match="n0:g0"):
@@ -290,7 +290,7 @@ def test_reductions_end_as_in_the_twin(
         assert max(ends) <= latest + serial_ns(buckets, durations, queues)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 999),
     drawn=NETWORKS,
@@ -317,7 +317,7 @@ def test_a_step_is_that_of_the_twin_and_between_no_and_full_overlap(
     assert sum(size for size, _ in found.reductions) == step.size_bytes.sum()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 999), drawn=NETWORKS, accumulate=st.integers(1, 3))
 def test_one_replica_and_a_network_that_takes_no_time_leave_the_plain_step(
     seed: int, drawn: tuple[int, int, float, float, bool], accumulate: int

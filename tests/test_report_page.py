@@ -14,7 +14,7 @@ from chromium import chromium, covered_labels, cut_labels, ink_of, opened
 from random_problems import random_problem
 
 from envs.cluster import Cluster, Device, Link
-from envs.measured import Measurement
+from envs.measurement import Measurement
 from envs.placement import Placement
 from envs.problem import Problem
 from graphs.graph import GraphArrays

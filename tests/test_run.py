@@ -83,8 +83,7 @@ def test_replicas_of_a_translation_model_on_pinned_cores_train_as_one_device(
     given = arguments(target, placement, 4, data=f"{target}:batch", lr=0.5)
     found = ran(2, *given)
     expected = losses_in_one_process(f"{target}:build", f"{target}:batch", 4, 2, 0.5)
-    np.testing.assert_allclose(found["losses"], expected, atol=1e-5, rtol=0)
-    assert found["step_s"] > 0
+    np.testing.assert_allclose(found["losses"], expected, atol=1e-5, rtol=1e-5)
 
 
 def test_replicas_train_as_one_process_and_say_what_they_do(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import select
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +20,7 @@ def test_a_rank_that_is_killed_is_named_and_the_run_can_go_on(ranks: int, tmp_pa
     placement = placed(f"{target}:build", tmp_path / "placement.json", "cpu")
     options: dict[str, object] = {"checkpoint": tmp_path / "run.json", "checkpoint_every": 3}
     data = f"{target}:deadly"
-    given = arguments(target, placement, 10, data=data, timeout_s=20, **options)
+    given = arguments(target, placement, 10, data=data, timeout_s=60, **options)
     with pytest.raises(RankError, match="rank 1: it died without a word"):
         on_ranks(ranks, told_to, tmp_path / "told", given, joined=False)
     for other in {*range(ranks)} - {1}:
@@ -34,9 +36,9 @@ def test_a_rank_that_is_killed_is_named_and_the_run_can_go_on(ranks: int, tmp_pa
 def test_a_rank_that_stands_still_is_named_after_the_timeout(tmp_path: Path) -> None:
     target = written(tmp_path, deadly=2 * 7 + 1, signal="SIGSTOP")
     placement = placed(f"{target}:build", tmp_path / "placement.json", "cpu")
-    given = arguments(target, placement, 10, data=f"{target}:deadly", timeout_s=4)
+    given = arguments(target, placement, 10, data=f"{target}:deadly", timeout_s=15)
     with pytest.raises(RankError, match="rank 1: no result after"):
-        on_ranks(2, told_to, tmp_path / "told", given, joined=False, timeout_s=30.0)
+        on_ranks(2, told_to, tmp_path / "told", given, joined=False, timeout_s=60.0)
     assert "rank 0: rank 1 died or hangs: pid " in told_by(0, tmp_path)
 
 
@@ -49,7 +51,7 @@ def test_where_ranks_seldom_meet_one_that_is_killed_is_named_by_all(
     placement = placed(f"{target}:build", tmp_path / "placement.json", "cpu")
     options: dict[str, object] = {"period": 5} if sync == "bmuf" else {}
     given = arguments(
-        target, placement, 40, data=f"{target}:deadly", timeout_s=20, sync=sync, **options
+        target, placement, 40, data=f"{target}:deadly", timeout_s=60, sync=sync, **options
     )
     with pytest.raises(RankError, match="rank 1: it died without a word"):
         on_ranks(3, told_to, tmp_path / "told", given, joined=False)
@@ -85,7 +87,7 @@ def stopped(folder: Path) -> list[str]:
     target = folder / "target.py"
     target.write_text(STOPPED)
     placement = placed(f"{target}:build", folder / "placement.json", "cpu")
-    return arguments(str(target), placement, 2, timeout_s=20)
+    return arguments(str(target), placement, 2, timeout_s=60)
 
 
 def test_a_rank_that_is_stopped_while_its_model_is_extracted_says_so(tmp_path: Path) -> None:
@@ -102,6 +104,32 @@ def test_a_rank_that_is_stopped_since_another_died_at_the_start_names_that_one(
     told = told_by(0, tmp_path)
     assert "rank 0: rank 1 died or hangs: pid " in told
     assert told.endswith("(step 0 of rank 0 failed: the launcher stopped this rank)\n")
+
+
+LAUNCHER = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", sys.argv[1]])
+time.sleep(60)
+"""
+WATCHING = """
+import os, time
+from placer.run import end_with
+end_with(os.getppid())
+print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_rank_ends_with_a_launcher_that_is_killed() -> None:
+    start = [sys.executable, "-c", LAUNCHER, WATCHING]
+    with subprocess.Popen(start, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        rank = os.pidfd_open(int(launcher.stdout.readline()))
+        launcher.kill()
+    ended = select.poll()
+    ended.register(rank, select.POLLIN)
+    assert ended.poll(30_000)
+    os.close(rank)
 
 
 def told_by(number: int, folder: Path) -> str:

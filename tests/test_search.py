@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -100,7 +98,7 @@ def test_a_meter_stops_when_asked_and_stays_stopped() -> None:
     assert meter.over()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 1000), st.integers(1, 5), st.booleans())
 def test_trivial_plans_keep_groups_and_limits(seed: int, devices: int, unequal: bool) -> None:
     problem = random_problem(seed, devices=devices, groups=True, pins=True, unequal=unequal)
@@ -140,7 +138,7 @@ def test_evaluations_and_a_seed_decide_the_result(policy: Fixed | None) -> None:
     assert first != other
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(st.integers(0, 100), st.integers(1, 4))
 def test_candidates_are_sorted_judged_and_never_worse_than_heuristics(
     seed: int, devices: int
@@ -186,10 +184,10 @@ def test_a_search_that_is_stopped_at_once_still_has_the_heuristics() -> None:
 
 def test_a_search_stops_soon_after_it_is_asked() -> None:
     problem = random_problem(1, ops=300)
-    asked: list[float] = []
+    asked: list[int] = []
 
     def stop_at_third() -> bool:
-        asked.append(time.perf_counter())
+        asked.append(1)
         return len(asked) > 2
 
     search(problem, Budget(seconds=1000.0), 0, should_stop=stop_at_third)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -37,7 +38,7 @@ def same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and (one == other or one != one)  # noqa: PLR0124 - NaN
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(state=st.dictionaries(KEYS, NESTED, max_size=4))
 def test_what_is_read_is_what_was_written(state: dict[Any, Any]) -> None:
     with TemporaryDirectory() as folder:
@@ -56,6 +57,24 @@ def test_an_optimizer_goes_on_from_a_file(tmp_path: Path) -> None:
     other = torch.optim.Adam([torch.nn.Parameter(parameter.detach().clone())], lr=0.5)
     other.load_state_dict(read_state(tmp_path / "state"))
     assert same(adam.state_dict(), other.state_dict())
+
+
+def test_a_state_is_for_its_user_alone(tmp_path: Path) -> None:
+    write_state(tmp_path / "state", {})
+    assert stat.S_IMODE((tmp_path / "state").stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("part", [b"0.25", b"\x00\x00\x80\x3f", b'"shape":[2,3]'])
+def test_a_damaged_state_is_refused(part: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    write_state(path, {"weight": torch.ones(2, 3), "rate": 0.25, "none": torch.ones(0)})
+    assert same(read_state(path)["weight"], torch.ones(2, 3))
+    content = path.read_bytes()
+    assert part in content
+    other = part.replace(b"2,3", b"3,2") if b"shape" in part else part[:-1] + b"6"
+    path.write_bytes(content.replace(part, other, 1))
+    with pytest.raises(ValueError, match="state: not the state of a rank: it is damaged"):
+        read_state(path)
 
 
 def test_other_things_are_refused(tmp_path: Path) -> None:

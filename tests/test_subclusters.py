@@ -107,7 +107,7 @@ def is_joined(problem: Problem, part: Sequence[int]) -> bool:
     return all(any(links[a, b] for a in ones for b in part if b not in ones) for ones in splits)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problem=problems())
 def test_a_part_of_a_cluster_looks_as_it_did_in_the_whole(problem: Problem) -> None:
     for part in subsets(problem.device_count):
@@ -115,7 +115,7 @@ def test_a_part_of_a_cluster_looks_as_it_did_in_the_whole(problem: Problem) -> N
         assert looks(alone, range(len(part))) == looks(problem, part)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problem=problems())
 def test_every_joined_part_has_one_that_is_alike_and_no_other_is_listed(problem: Problem) -> None:
     found = Subclusters.of(problem)
@@ -135,7 +135,7 @@ def test_every_joined_part_has_one_that_is_alike_and_no_other_is_listed(problem:
             assert any({order[d] for d in part} == set(sorts[counts]) for order in exchanges)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problem=problems())
 def test_a_part_of_a_part_has_no_more_of_anything(problem: Problem) -> None:
     found = Subclusters.of(problem)

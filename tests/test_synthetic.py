@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import networkx as nx
 import numpy as np
@@ -16,7 +17,7 @@ from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 from graphs.mirror import backward_id, with_backward
 from graphs.planted import planted
 from graphs.shapes import Weights, chain, fork_join, grid, layered
-from graphs.synthetic import FAMILIES, FEWEST_OPS, draw
+from graphs.synthetic import FAMILIES, FEWEST_OPS, MIN_OPS, draw
 
 SHAPES: dict[str, Callable[[np.random.Generator, Weights], nx.DiGraph[str]]] = {
     "chain": lambda rng, weights: chain(rng, ops=30, weights=weights),
@@ -38,7 +39,7 @@ def rng(seed: int = 0) -> np.random.Generator:
     bandwidth=st.floats(1e8, 1e12),
     spread=st.floats(0, 1.5),
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_shape_has_the_cost_and_ratio_asked_for(
     shape: str, seed: int, ratio: float, bandwidth: float, spread: float
 ) -> None:
@@ -74,7 +75,7 @@ def test_shape_has_the_ops_and_edges_of_its_drawing(
     degree=st.floats(1, 4),
     skip=st.floats(0, 1),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_layered_ops_read_earlier_layers_only(
     seed: int, ops: int, width: int, degree: float, skip: float
 ) -> None:
@@ -96,16 +97,47 @@ def test_same_seed_draws_the_same_graph_and_another_seed_another() -> None:
 
 @pytest.mark.parametrize("family", [*FAMILIES, None])
 @given(seed=SEEDS, max_ops=st.integers(FEWEST_OPS, 400))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_drawn_graph_is_a_valid_graph_within_its_limit(
     family: str | None, seed: int, max_ops: int
 ) -> None:
     graph = draw(rng(seed), family, max_ops=max_ops)
     arrays = GraphArrays.from_graph(graph)
-    assert 8 <= len(arrays) <= max_ops
+    assert MIN_OPS <= len(arrays) <= max_ops
     assert arrays.edge_count > 0
     assert np.isfinite(arrays.costs_for("any kind")).all()
     assert graph_to_dict(graph_from_dict(graph_to_dict(graph))) == graph_to_dict(graph)
+
+
+class Extremes(np.random.Generator):
+    """Draws the smallest or the largest integer, by the bits of ``highest`` from the right."""
+
+    def __init__(self, highest: int, *, share: float) -> None:
+        super().__init__(np.random.PCG64(0))
+        self.highest, self.share = highest, share
+
+    def integers(self, low: int, high: int | None = None, size: Any = None) -> Any:  # type: ignore[override]  # fewer forms
+        if size is not None:
+            return super().integers(low, high, size)
+        first, end = (0, low) if high is None else (low, high)
+        assert first < end
+        is_high, self.highest = self.highest % 2, self.highest // 2
+        return end - 1 if is_high else first
+
+    def random(self) -> float:  # type: ignore[override]  # as above
+        return self.share
+
+
+@pytest.mark.parametrize("share", [0.0, 0.99], ids=["with-backward", "forward"])
+@pytest.mark.parametrize(
+    "family", ["chain", "layered", "fork-join", "grid", "cells", "recurrence", "sequence"]
+)
+def test_smallest_and_largest_members_of_a_family_keep_to_its_limits(
+    family: str, share: float
+) -> None:
+    for highest in range(2**4):
+        graph = draw(Extremes(highest, share=share), family, max_ops=FEWEST_OPS)
+        assert MIN_OPS <= len(graph) <= FEWEST_OPS, f"{highest:b}"
 
 
 def test_draw_refuses_unknown_families_and_too_few_ops() -> None:
@@ -129,7 +161,7 @@ def test_shapes_and_weights_refuse_sizes_without_meaning() -> None:
 
 
 @given(seed=SEEDS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_backward_mirrors_forward(seed: int) -> None:
     forward = layered(rng(seed), ops=25, width=5)
     step = with_backward(forward, cost_factor=3.0)
@@ -202,7 +234,7 @@ def test_inception_sketch_refuses_blocks_it_does_not_have() -> None:
 
 
 @given(seed=SEEDS, devices=st.integers(1, 5), ops_per_device=st.integers(1, 12))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_planted_placement_leaves_no_device_idle(
     seed: int, devices: int, ops_per_device: int
 ) -> None:

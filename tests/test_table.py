@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from envs.cluster import Cluster, Device, Link
-from envs.measured import Measurement
+from envs.measurement import Measurement
 from envs.placement import MadeBy, Placement
 from envs.problem import Problem
 from graphs.graph import GraphArrays, add_op, new_graph
@@ -95,32 +96,20 @@ def test_names_from_files_are_text_and_not_markup(capsys: pytest.CaptureFixture[
         assert name in text
 
 
-def test_the_unplaced_step_is_a_row_and_wins_the_last_line_where_it_is_faster() -> None:
-    found = optimization(("core:0", "core:1"))
+def test_the_verdict_compares_with_the_unplaced_step_by_shortest_and_median_times() -> None:
+    slower = optimization(("core:0", "core:1"))
     quick = np.full(7, 0.2)
-    found = replace(found, all_cores=Measurement(wall_s=quick, rebuilt_s=quick))
-    assert found.verdict.startswith("1.70x faster than core:0, measured. Not placing the model, ")
-    assert found.verdict.endswith(
-        "torch's threads on all cores, is 1.76x faster still by the shortest wall times (1.78x by "
-        "their medians)."
-    )
-    assert "not placed" in printed(100, ("core:0", "core:1"))
+    faster = replace(slower, all_cores=Measurement(wall_s=quick, rebuilt_s=quick))
+    assert ratios(slower.verdict) == ["1.70x", "1.70x", "1.70x"]
+    assert ratios(faster.verdict) == ["1.70x", "1.76x", "1.78x"]
+    assert ratios(replace(slower, all_cores=slower.best.measurement).verdict) == ["1.70x"]
+    failed = replace(slower.all_cores, failure="it died") if slower.all_cores else None
+    assert ratios(replace(slower, all_cores=failed).verdict) == ["1.70x"]
+    assert "not placed" in printed_of(faster, 100)
 
 
-def test_the_last_line_says_how_the_unplaced_step_does_where_it_is_slower_or_as_fast() -> None:
-    found = optimization(("core:0", "core:1"))
-    assert found.verdict == (
-        "1.70x faster than core:0, measured. The placement is 1.70x faster than not placing the "
-        "model, with torch's threads on all cores, by the shortest wall times (1.70x by their "
-        "medians)."
-    )
-    alike = replace(found, all_cores=found.best.measurement)
-    assert alike.verdict.endswith(
-        "The placement is as fast as not placing the model, with torch's threads on all cores, by "
-        "the shortest wall times."
-    )
-    failed = replace(found.all_cores, failure="it died") if found.all_cores else None
-    assert replace(found, all_cores=failed).verdict == "1.70x faster than core:0, measured."
+def ratios(verdict: str) -> list[str]:
+    return re.findall(r"[\d.]+x", verdict)
 
 
 def test_the_chosen_row_is_marked_and_why_it_is_chosen_is_told() -> None:
@@ -137,14 +126,6 @@ def test_the_chosen_row_is_marked_and_why_it_is_chosen_is_told() -> None:
     assert "  ETF" in text
 
 
-def test_what_was_given_is_explained_where_it_is_a_row() -> None:
-    found = optimization(("core:0", "core:1"))
-    told = "given: what --start-from names"
-    assert told not in printed_of(found, 900)
-    rows = (*found.rows, replace(found.rows[0], name="given"))
-    assert told in printed_of(replace(found, rows=rows), 900)
-
-
 def test_on_a_busy_machine_both_clocks_are_told_and_not_mixed() -> None:
     quiet = optimization(("core:0", "core:1"))
     rows = tuple(
@@ -153,8 +134,8 @@ def test_on_a_busy_machine_both_clocks_are_told_and_not_mixed() -> None:
         if (seen := row.measurement) is not None
     )
     found = replace(quiet, rows=rows, best=rows[0], all_cores=None)
-    told = "1.70x faster than core:0, rebuilt from CPU clocks (1.13x by the wall clock of a busy"
-    assert found.verdict.startswith(told)
+    assert ratios(found.verdict) == ["1.70x", "1.13x"]
+    assert "rebuilt from CPU clocks" in found.verdict
     assert any("rebuilt from CPU clocks" in remark for remark in found.remarks)
     assert not any("rebuilt from" in remark for remark in quiet.remarks)
     [best] = [row for row in report_data(found)["candidates"] if row["best"]]
@@ -176,16 +157,11 @@ def test_a_busy_machine_judges_no_unplaced_step_and_says_how_busy_it_was() -> No
     )
     found = replace(quiet, rows=rows, best=rows[0])
     assert found.all_cores is not None
-    assert found.verdict.endswith(
-        "Whether not placing the model, with torch's threads on all cores, is faster cannot be "
-        "judged now: run again when it is quiet."
-    )
-    assert "shortest wall" not in found.verdict
+    assert len(ratios(found.verdict)) == 2
     [told] = [remark for remark in found.remarks if "was busy" in remark]
-    assert "wall times are 18 x rebuilt ones (2 x on core:0 alone), where up to 1.15 x is" in told
-    assert told.endswith("run again with --fresh when `placer doctor` says good.")
+    assert re.findall(r"[\d.]+ x", told) == ["18 x", "2 x", "1.15 x"]
     [told] = [r for r in replace(found, rows=rows[:1]).remarks if "was busy" in r]
-    assert "34 x rebuilt ones, where up to 1.15 x is quiet" in told
+    assert re.findall(r"[\d.]+ x", told) == ["34 x", "1.15 x"]
 
 
 def test_links_that_were_measured_on_a_busy_machine_are_told() -> None:
@@ -201,7 +177,7 @@ def test_links_that_were_measured_on_a_busy_machine_are_told() -> None:
 def test_the_evidence_of_a_busy_machine_has_both_clocks() -> None:
     quiet = optimization(("core:0", "core:1"))
     table = step_table([Steps.of("m", quiet)], "two cores")
-    assert table.note == "really run on two cores, medians in ms by the wall clock"
+    assert "rebuilt" not in table.note
     assert table.rows[0][2:4] == ("603.4", "355.6")
     rows = tuple(
         replace(row, measurement=replace(seen, wall_s=3 * seen.wall_s))
@@ -209,7 +185,7 @@ def test_the_evidence_of_a_busy_machine_has_both_clocks() -> None:
         if (seen := row.measurement) is not None
     )
     table = step_table([Steps.of("m", replace(quiet, rows=rows, best=rows[0]))], "two cores")
-    assert "what stands before it is rebuilt from CPU clocks" in table.note
+    assert "rebuilt from CPU clocks" in table.note
     assert table.rows[0][2:4] == ("603.4 (1810.1)", "355.6 (1066.9)")
 
 
@@ -219,9 +195,10 @@ def test_what_a_placement_file_keeps_of_both_clocks_is_printed(
     placement = optimization(("core:0", "core:1")).placement
     seen = {"step_s": 0.05857, "clock": "cpu", "wall_median_s": 0.3199}
     print_placement(replace(placement, measured=seen), stdout_console())
-    assert (
-        "measured step: 58.57 ms (rebuilt from CPU clocks; by the wall clock 319.9 ms)"
-        in capsys.readouterr().out
-    )
+    told = capsys.readouterr().out
+    assert "58.57 ms" in told
+    assert "319.9 ms" in told
     print_placement(replace(placement, measured={**seen, "clock": "wall"}), stdout_console())
-    assert "measured step: 58.57 ms\n" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "58.57 ms" in told
+    assert "319.9 ms" not in told

@@ -23,7 +23,7 @@ from envs.simulator.timeline import chrome_trace
 torch.set_num_threads(1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(10**6, 10**7))
 def test_the_trace_shows_every_op_transfer_and_the_peak_memory(seed: int) -> None:
     graph, cluster, devices, priority = random_case(seed, bad_places=False)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import on_ranks
 from torch import nn
 from torch.nn import functional as F
@@ -40,6 +41,14 @@ def model() -> nn.Module:
     return nn.Sequential(*layers)
 
 
+def sent_by_all() -> int:
+    """Bytes so far, while no rank is still receiving or already goes on."""
+    dist.barrier()
+    found = sent_bytes()
+    dist.barrier()
+    return found
+
+
 def bytes_per_step(name: str, warm_steps: int, steps: int) -> float:
     """Sent by all ranks together in a step, after some that do not count."""
     replica = model()
@@ -50,12 +59,12 @@ def bytes_per_step(name: str, warm_steps: int, steps: int) -> float:
     begin = 0
     for number in range(warm_steps + steps):
         if number == warm_steps:
-            begin = sent_bytes()
+            begin = sent_by_all()
         sync.zero_grad()
         loss = F.mse_loss(replica(torch.randn(4, WIDTHS[0])), torch.randn(4, WIDTHS[-1]))
         torch.autograd.backward(loss)
         sync.step()
-    return (sent_bytes() - begin) / steps
+    return (sent_by_all() - begin) / steps
 
 
 @pytest.fixture(scope="module", params=[2, 4])

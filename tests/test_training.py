@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
-import time
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,17 +19,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import all_end
+from small_files import largest_file
 from tiny_training import TINY, TWO_STAGES, toml
 
 from placer.policies import load, reference
 from placer.policies.decoders import Here, Processes
 from placer.policies.params_env import weights_of
 from placer.policies.pool import Clusters, draw_pool
+from placer.policies.records import record
 from placer.policies.training import load_config, train
 from placer.policies.training.config import Imitation, Length, TrainingConfig
 from placer.policies.training.imitation import evolved_actions
-from placer.policies.training.log import COLUMNS
-from placer.policies.training.records import record
+from placer.policies.training.log import COLUMNS, Log
 from placer.search.decoder import HEFT, WEIGHT_COUNT
 
 torch.set_num_threads(1)
@@ -40,11 +44,6 @@ def curve(path: Path) -> list[dict[str, str]]:
     for row in rows:
         del row["spent_s"]
     return rows
-
-
-def command(config: Path, out: Path, *more: str) -> list[str]:
-    train_it = ["train", "--config", str(config), "--out", str(out), *more]
-    return [sys.executable, "-m", "placer.cli.main", *train_it]
 
 
 def test_training_writes_a_policy_with_every_seed_in_its_card(tmp_path: Path) -> None:
@@ -82,7 +81,27 @@ def test_learning_changes_the_policy_and_imitation_begins_elsewhere(tmp_path: Pa
     assert np.abs(proposed[1] - HEFT).max() > np.abs(proposed[0] - HEFT).max()
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", pytest.param("maskable-ppo", marks=pytest.mark.slow)])
+KILLED = """
+import os, signal, sys
+from dataclasses import replace
+from pathlib import Path
+from placer.policies.training import load_config, train
+
+config, out, rollouts, workers = sys.argv[1:]
+log = Path(out + ".csv")
+
+def hear(share, text):
+    if log.exists() and log.read_bytes().count(b"\\n") > int(rollouts):
+        own = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+        print(own, end="", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+train(Path(out), replace(load_config(Path(config)), workers=int(workers)), progress=hear)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["ppo", "maskable-ppo"])
 def test_a_killed_training_goes_on_to_the_same_curve(tmp_path: Path, algorithm: str) -> None:
     config = tmp_path / "two-stages.toml"
     sequential = replace(
@@ -95,14 +114,17 @@ def test_a_killed_training_goes_on_to_the_same_curve(tmp_path: Path, algorithm: 
     config.write_text(toml(TWO_STAGES if algorithm == "ppo" else sequential))
     train(tmp_path / "whole", load_config(config))
     killed = tmp_path / "killed"
-    helped = ["--workers", "2"] if algorithm == "ppo" else []
-    with subprocess.Popen(command(config, killed, *helped), stderr=subprocess.DEVNULL) as process:
-        while not has_told(killed, rollouts=75 if algorithm == "ppo" else 20):
-            assert process.poll() is None, "it ended before it was killed"
-            time.sleep(0.002)
-        own = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        process.send_signal(signal.SIGKILL)
-    assert process.returncode == -signal.SIGKILL
+    rollouts, workers = ("75", "2") if algorithm == "ppo" else ("20", "0")
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(config), str(killed), rollouts, workers],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL
+    own = [int(word) for word in done.stdout.split()]
+    assert len(own) >= int(workers)
+    assert all_end(own), "workers outlive who is killed"
     assert not (tmp_path / "killed.json").exists()
     train(killed, load_config(config))
     assert curve(killed) == curve(tmp_path / "whole")
@@ -111,22 +133,6 @@ def test_a_killed_training_goes_on_to_the_same_curve(tmp_path: Path, algorithm: 
             load(str(killed))
     weights = [tmp_path / f"{name}.safetensors" for name in ("whole", "killed")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
-    assert len(own) >= len(helped)
-    assert not [child for child in own if is_running(int(child))], "workers outlive who is killed"
-
-
-def is_running(process: int) -> bool:
-    """Whether a process is there and no zombie."""
-    try:
-        stat = Path(f"/proc/{process}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
-
-
-def has_told(out: Path, *, rollouts: int) -> bool:
-    log = out.with_name(f"{out.name}.csv")
-    return log.exists() and log.read_bytes().count(b"\n") > rollouts
 
 
 def test_a_checkpoint_of_another_configuration_is_refused_with_the_difference(
@@ -134,6 +140,8 @@ def test_a_checkpoint_of_another_configuration_is_refused_with_the_difference(
 ) -> None:
     out = tmp_path / "tiny"
     stopped(out, TINY)
+    checkpoint = out.with_name("tiny.checkpoint")
+    assert stat.S_IMODE(checkpoint.stat().st_mode) == 0o600
     with pytest.raises(ValueError, match=r"ppo.epochs was 2 and is 3 now.*--fresh"):
         train(out, replace(TINY, ppo=replace(TINY.ppo, epochs=3)))
     train(out, replace(TINY, checkpoint_rollouts=2, workers=0))
@@ -160,6 +168,17 @@ def test_a_file_that_is_no_checkpoint_is_refused(tmp_path: Path, content: bytes)
         train(tmp_path / "tiny", TINY)
 
 
+@pytest.mark.parametrize("in_header", [True, False])
+def test_a_damaged_checkpoint_is_refused(tmp_path: Path, in_header: bool) -> None:
+    stopped(tmp_path / "tiny", TINY)
+    path = tmp_path / "tiny.checkpoint"
+    content = bytearray(path.read_bytes())
+    content[content.index(b"has_uint32") if in_header else -1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"tiny\.checkpoint: it is damaged; give --fresh"):
+        train(tmp_path / "tiny", TINY)
+
+
 def test_a_log_that_is_shorter_than_its_checkpoint_says_is_refused(tmp_path: Path) -> None:
     stopped(tmp_path / "tiny", TINY)
     (tmp_path / "tiny.csv").write_text("")
@@ -183,13 +202,24 @@ def test_processes_decode_to_the_same_costs_and_come_back_when_killed() -> None:
         decoders.close()
 
 
+def test_processes_that_cannot_be_started_are_told_with_what_they_need(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr("placer.policies.decoders.ProcessPoolExecutor", read_only)
+    with pytest.raises(OSError, match=r"2 processes that .* Read-only .*/dev/shm.* workers = 0"):
+        Processes([], 2)
+
+
 def test_the_curve_is_the_same_whatever_the_number_of_workers(tmp_path: Path) -> None:
     train(tmp_path / "alone", TINY)
     train(tmp_path / "helped", replace(TINY, workers=2))
     assert curve(tmp_path / "alone") == curve(tmp_path / "helped")
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 1000), st.floats(0.1, 5.0))
 def test_a_cluster_has_the_bandwidth_that_its_comm_ratio_asks_for(seed: int, ratio: float) -> None:
     clusters = Clusters(devices=(3,), unequal_share=0.0, comm_ratio=(ratio, ratio))
@@ -243,6 +273,35 @@ def test_tensorboard_has_the_curve_where_it_is_installed(tmp_path: Path) -> None
     rows = curve(tmp_path / "tiny")
     assert [step for step, _ in told] == [int(row["decodes"]) for row in rows]
     assert [value for _, value in told] == pytest.approx([float(r["mean_ratio"]) for r in rows])
+
+
+def tell_until_it_fails(log: Log, rows: int) -> None:
+    with log:
+        for _ in range(rows):
+            log.tell(dict.fromkeys(COLUMNS, 1.0))
+
+
+def test_a_log_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    log = Log(tmp_path / "tiny")
+    with largest_file(1000), pytest.raises(OSError, match="too large") as refusal:
+        tell_until_it_fails(log, rows=100)
+    assert refusal.value.filename in (f"{tmp_path}/tiny.csv", f"{tmp_path}/tiny.tensorboard")
+
+
+def test_curves_that_cannot_be_written_are_an_error_and_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = pytest.importorskip("tensorboard.summary.writer.record_writer")
+    before = threading.excepthook  # pytest's, which has a failing thread fail the test
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(records.RecordWriter, "write", full)
+    with pytest.raises(OSError, match="No space left") as refusal:
+        tell_until_it_fails(Log(tmp_path / "tiny"), rows=100)
+    assert refusal.value.filename == f"{tmp_path}/tiny.tensorboard"
+    assert threading.excepthook is before
 
 
 def test_evolved_weights_are_no_worse_than_those_it_began_with() -> None:

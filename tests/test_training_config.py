@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+import re
+import tomllib
+from collections.abc import Iterator
+from dataclasses import is_dataclass, replace
 from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -12,11 +19,16 @@ from hypothesis import strategies as st
 from tiny_training import TINY, TWO_STAGES, toml
 
 import placer
+from envs.simulator import OVERFULL_NS
 from placer.cli.main import main
 from placer.policies import load
+from placer.policies.decoders import Here
+from placer.policies.pool import Clusters, draw_exercise
+from placer.policies.records import Within, differences, plain, record
+from placer.policies.rewards import relative_rewards
+from placer.policies.suites import Suite
 from placer.policies.training import load_config
 from placer.policies.training.config import Ppo, Stage, TrainingConfig
-from placer.policies.training.records import differences, plain, record
 
 torch.set_num_threads(1)
 
@@ -42,19 +54,22 @@ def test_a_configuration_that_is_written_reads_back_unchanged(tmp_path: Path) ->
         ("", "format is missing"),
         ('format = "placer-training/2"', "format is 'placer-training/2'"),
         ("[ppo]\nlearning_rat = 1", "unknown key ppo.learning_rat; did you mean learning_rate"),
-        ("[[stage]]\n[[stage]]\nclusters = { devices = [1] }", r"stage\[1\].clusters: devices"),
+        (
+            "[[stage]]\n[[stage]]\nclusters = { devices = [1] }",
+            r"stage\[1\].clusters.devices\[0\] is 1, not within 2 ..",
+        ),
         ("[[stage]]\nfamilies = ['layred']", r"stage\[0\]: there is no family 'layred'"),
-        ("[[stage]]\nmax_ops = 10", "below the 80"),
+        ("[[stage]]\nmax_ops = 10", r"stage\[0\].max_ops is 10, not within 80 .."),
         ("[length]\ndecodes = 10\nseconds = 1.0", "length: .* either decodes or seconds"),
-        ("[length]\ndecodes = 0", "length: .* above 0"),
+        ("[length]\ndecodes = 0", "length.decodes is 0, not within 1 .."),
         ("seeds = 0", "seeds is 0"),
         ("first_seed = 1000000", "not within 0 .. 999999"),
         ("seeds = 1.5", "seeds is 1.5, not a whole number"),
         ('workers = "rat"', "workers is 'rat', not one of 'ray'"),
-        ("workers = -1", "workers is -1"),
+        ("workers = -1", "workers is -1, not within 0 .. 256"),
         ("[ppo]\nlayers = 64", "ppo.layers is 64, not a list"),
         ("[ppo]\nclip = nan", "ppo.clip is nan, not a finite"),
-        ("stage = []", "there is no stage"),
+        ("stage = []", "number of items of stage is 0, not within 1"),
         ('algorithm = "maskable-ppo"\n[imitation]\ngraphs = 2', "only decoder weights"),
         ('algorithm = "maskable-ppo"\nworkers = 2', "leave them out"),
         ("seeds = = 2", "line 2"),
@@ -69,6 +84,89 @@ def test_a_configuration_with_a_fault_is_refused_with_its_path(
     with pytest.raises(ValueError, match=message) as caught:
         load_config(path)
     assert str(caught.value).startswith(str(path))
+
+
+def numbers(annotation: Any, where: str) -> Iterator[tuple[str, Within | None]]:
+    """Every number that a value of a type may hold, with its range."""
+    arguments = get_args(annotation)
+    if is_dataclass(annotation):
+        for name, own in get_type_hints(annotation, include_extras=True).items():
+            yield from numbers(own, f"{where}.{name}" if where else name)
+    elif annotation in (int, float):
+        yield where, None
+    elif get_origin(annotation) is Annotated and arguments[0] in (int, float):
+        yield where, arguments[1]
+    elif get_origin(annotation) is Annotated:
+        yield from numbers(arguments[0], where)
+    elif get_origin(annotation) is tuple:
+        yield from numbers(arguments[0], f"{where}[0]")
+    else:
+        for own in arguments if get_origin(annotation) in (Union, UnionType) else ():
+            yield from numbers(own, where)
+
+
+def nested(path: str, value: object) -> dict[str, Any]:
+    """The content of a file that has this value at a path."""
+    for key in reversed(path.replace("[0]", ".0").split(".")):
+        value = [value, value] if key == "0" else {key: value}
+    assert isinstance(value, dict)
+    return value
+
+
+NUMBERS = [
+    *((TrainingConfig, "format", path, own) for path, own in numbers(TrainingConfig, "")),
+    *((Suite, "name", path, own) for path, own in numbers(Suite, "")),
+]
+
+
+@pytest.mark.parametrize(("kind", "required", "path", "allowed"), NUMBERS)
+def test_every_number_has_a_range_and_is_refused_beyond_it(
+    kind: type[object], required: str, path: str, allowed: Within | None
+) -> None:
+    assert allowed is not None
+    outside = [allowed.low - 1, 2 * abs(allowed.high) + 1, -(2**70), 2**70, 1e300]
+    others = [-math.inf, math.inf, math.nan, 10**400, "1", True, [], {}]
+    for number, value in enumerate([*outside, *others]):
+        given = {required: "placer-training/1"} | nested(path, value)
+        with pytest.raises(ValueError, match=re.escape(path)) as caught:
+            record(kind, given)
+        message = str(caught.value)
+        assert len(message) < 200
+        assert "\n" not in message
+        if number < len(outside):
+            assert f"{path} is " in message
+            assert "not within" in message
+
+
+@pytest.mark.parametrize(
+    "clusters",
+    [
+        Clusters(devices=(2,), comm_ratio=(1e6, 1e6)),
+        Clusters(devices=(2,), comm_ratio=(1e-6, 1e-6)),
+        Clusters(devices=(2,), bandwidth_bytes_per_s=(1.0, 1.0), latencies_s=(1.0,)),
+        Clusters(devices=(70,), bandwidth_bytes_per_s=(1e15, 1e15), latencies_s=(0.0,)),
+    ],
+)
+def test_clusters_at_the_ends_of_their_ranges_can_be_trained_on(clusters: Clusters) -> None:
+    drawn = draw_exercise(np.random.default_rng(0), "grid", 80, clusters)
+    assert np.isfinite(drawn.summary).all()
+    assert 1 <= drawn.reference_ns < OVERFULL_NS
+    rewards = relative_rewards(Here([drawn.judge]), np.array([drawn.reference_ns]), 0.2)
+    assert np.isfinite(rewards.expected).all()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[ppo]\nenvironments = 16384\nsteps = 65", "ppo: environments x steps is 1064960, not"),
+        ("[[stage]]\ngraphs = 100000\nmax_ops = 1001", "graphs x max_ops is 100100000, not within"),
+        ("[ppo]\nlayers = [4, 4, 4, 4, 4, 4, 4, 4, 4]", "number of items of ppo.layers is 9"),
+        ("[[stage]]\n[stage.clusters]\ncomm_ratio = [2.0, 1.0]", "the smaller one comes first"),
+    ],
+)
+def test_trainings_that_no_memory_holds_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        record(TrainingConfig, tomllib.loads(text))
 
 
 def test_the_configurations_that_ship_are_read() -> None:
@@ -146,7 +244,7 @@ def test_python_trains_by_the_same_configuration(tmp_path: Path) -> None:
     ("arguments", "told"),
     [
         (["--config", "nowhere.toml"], "nowhere.toml"),
-        (["--decodes", "0"], "above 0"),
+        (["--decodes", "0"], "decodes is 0, not within 1"),
         (["--decodes", "10", "--seconds", "1"], "give one of them"),
         (["--workers", "2", "--ray"], "not both"),
         (["--families", "layred"], "layered"),
@@ -154,9 +252,12 @@ def test_python_trains_by_the_same_configuration(tmp_path: Path) -> None:
     ],
 )
 def test_the_command_refuses_what_makes_no_sense(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    told: str,
 ) -> None:
-    if "cuda" in arguments and torch.cuda.is_available():
-        pytest.skip("there is one")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["train", "--out", str(tmp_path / "tiny"), *arguments]) == 2
     assert told in capsys.readouterr().err

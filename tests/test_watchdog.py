@@ -3,56 +3,59 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
+import threading
 
 import pytest
 
-from envs.watchdog import STUCK
-
-WORK = """
-import sys, time
-from envs.watchdog import ended_after
-
-with ended_after(float(sys.argv[1]), "it hangs"):
-    print("begun", flush=True)
-    time.sleep(float(sys.argv[2]))
-print("done")
-"""
+from envs import watchdog
+from envs.watchdog import STUCK, ended_after
 
 
-def working(limit_s: float, work_s: float) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", WORK, str(limit_s), str(work_s)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
-    )
+@pytest.fixture
+def left(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set once the process would have ended."""
+    event = threading.Event()
+
+    def leave(status: int) -> None:
+        assert status == STUCK
+        event.set()
+
+    monkeypatch.setattr(os, "_exit", leave)
+    return event
 
 
-@pytest.mark.parametrize(
-    ("limit_s", "work_s", "expected"),
-    [(0.5, 60.0, (STUCK, "begun\n", "it hangs\n")), (60.0, 0.5, (0, "begun\ndone\n", ""))],
-)
-def test_only_what_takes_too_long_ends_the_process(
-    limit_s: float, work_s: float, expected: tuple[int, str, str]
+def test_work_that_hangs_ends_the_process(
+    left: threading.Event, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with working(limit_s, work_s) as process:
-        said, errors = process.communicate(timeout=50)
-    assert (process.returncode, said, errors) == expected
+    with ended_after(0.01, "it hangs"):
+        assert left.wait(timeout=60)
+    assert capfd.readouterr().err == "it hangs\n"
 
 
-@pytest.mark.slow
-def test_time_for_which_the_process_is_stopped_does_not_count() -> None:
-    with working(4.0, 1.0) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "begun\n"
-        process.send_signal(signal.SIGSTOP)
-        time.sleep(5.0)
-        process.send_signal(signal.SIGCONT)
-        said, errors = process.communicate(timeout=50)
-    assert (process.returncode, said, errors) == (0, "done\n", "")
+def test_work_that_is_done_ends_the_watch(left: threading.Event) -> None:
+    before = set(threading.enumerate())
+    with ended_after(1e6, "it hangs"):
+        (watch,) = set(threading.enumerate()) - before
+    watch.join(timeout=60)
+    assert not watch.is_alive()
+    assert not left.is_set()
+
+
+class Waits(threading.Event):
+    """Notes how long it was asked to wait, however long that took by the clock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked_s: list[float] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert timeout is not None
+        self.asked_s.append(timeout)
+        return False
+
+
+def test_time_for_which_the_process_is_stopped_counts_as_one_piece(left: threading.Event) -> None:
+    waits = Waits()
+    watchdog._watch(waits, 3.5, "it hangs")
+    assert waits.asked_s == [1.0, 1.0, 1.0, 0.5]
+    assert left.is_set()

@@ -75,7 +75,7 @@ def done_without(code: str, folder: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(len(CORES) < 2, reason="two devices need two cores")
+@pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 def test_placements_are_found_run_and_measured_without(tmp_path: Path) -> None:
     options = {"devices": f"core:{CORES[0]},core:{CORES[1]}"}
     code = FROM_PYTHON.format(options=options) + FROM_THE_COMMAND_LINE.format(given=[])

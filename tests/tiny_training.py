@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from placer.policies.pool import Clusters
+from placer.policies.records import plain
 from placer.policies.training import TrainingConfig
 from placer.policies.training.config import Imitation, Length, Ppo, Stage, Testing
-from placer.policies.training.records import plain
 
 SMALL_PPO = Ppo(environments=4, steps=2, batch_size=4, epochs=2, layers=(8,))
 TINY = TrainingConfig(
@@ -34,14 +37,22 @@ TWO_STAGES = replace(
 
 
 def toml(config: TrainingConfig) -> str:
-    """A configuration as a file, its tables inline."""
+    """A configuration as a file."""
+    return inline_toml(plain(config))
+
+
+def inline_toml(data: Mapping[str, Any]) -> str:
+    """A TOML file with a line for each key, tables inline; what is None is left out."""
 
     def shown(value: object) -> str:
         if isinstance(value, dict):
-            items = (f"{k} = {shown(v)}" for k, v in value.items() if v is not None)
+            items = (f"{json.dumps(k)} = {shown(v)}" for k, v in value.items() if v is not None)
             return "{" + ", ".join(items) + "}"
         if isinstance(value, list):
             return "[" + ", ".join(map(shown, value)) + "]"
+        if isinstance(value, float) and not math.isfinite(value):
+            return str(value)
         return json.dumps(value)
 
-    return "\n".join(f"{k} = {shown(v)}" for k, v in plain(config).items()) + "\n"
+    lines = (f"{json.dumps(k)} = {shown(v)}" for k, v in data.items() if v is not None)
+    return "\n".join(lines) + "\n"

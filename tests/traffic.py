@@ -16,7 +16,7 @@ def own_network() -> Iterator[Path | None]:
     if os.geteuid() != 0 or shutil.which("nsenter") is None or shutil.which("ip") is None:
         yield None
         return
-    holder = subprocess.Popen(["unshare", "-n", "sleep", "600"], stderr=subprocess.DEVNULL)
+    holder = subprocess.Popen(["unshare", "-n", "sleep", "3600"], stderr=subprocess.DEVNULL)
     try:
         namespace = Path("/proc", str(holder.pid), "ns", "net")
         own = Path("/proc/self/ns/net").readlink()

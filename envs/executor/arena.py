@@ -7,6 +7,7 @@ it; pages that are never touched take no memory.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 from typing import IO
@@ -37,7 +38,7 @@ class Arena:
         self.file: IO[bytes] = os.fdopen(descriptor, "rb", buffering=0)
         try:
             if new:
-                os.ftruncate(descriptor, size)
+                _resize(descriptor, size)
             self._mapping: mmap.mmap | None = mmap.mmap(descriptor, size)
         except BaseException:
             self.file.close()
@@ -97,6 +98,16 @@ class Arena:
         if value.overlaps:
             return flat.view(value.shape)
         return flat.as_strided(value.shape, value.stride)
+
+
+def _resize(descriptor: int, size: int) -> None:
+    try:
+        os.ftruncate(descriptor, size)
+    except OSError as error:
+        hint = " (ulimit -f limits it, too)" if error.errno == errno.EFBIG else ""
+        raise OSError(
+            f"shared memory of {size / 1e6:.1f} MB cannot be made: {error.strerror}{hint}"
+        ) from error
 
 
 def _elements(value: Value) -> int:

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 from envs.cluster import Cluster
 from envs.executor.lists import device_lists
-from envs.executor.pool import WorkerError, WorkerPool
+from envs.executor.pool import WorkerPool
 from envs.executor.state import (
     begin_updates,
     checked_rate,
@@ -20,6 +20,7 @@ from envs.executor.state import (
     load_kept,
     unpacked,
 )
+from envs.executor.worker_error import WorkerError
 from graphs.extract import Extraction
 from graphs.extract.export import Position
 

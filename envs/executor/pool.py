@@ -33,20 +33,13 @@ from envs.executor.messages import (
 )
 from envs.executor.processes import Holdings, WorkerProcess
 from envs.executor.seeds import spread_seed
+from envs.executor.worker_error import WorkerError, WorkerMemoryError
 from graphs.extract.program import StepProgram
 
 LEAD_NS: Final = 300_000
 """Workers start a step this long after it was announced, all at the same instant."""
 START_TIMEOUT_S: Final = 120.0
 NOT_STARTED: Final = -1
-
-
-class WorkerError(RuntimeError):
-    """A worker died, hung or could not run an op; says which device and op. The pool is closed."""
-
-
-class WorkerMemoryError(WorkerError):
-    """There was no memory for what an op of a worker makes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,9 +311,9 @@ class WorkerPool:
         text = f"the worker of {worker.device.name} {what}"
         if number is not None:
             text += f"; its last op was {self._op_at(number, d, self._board[d])}"
+        if what == "died":
+            worker.process.wait(timeout_s=5)
         status = worker.process.poll()
-        if status is None and what == "died":
-            status = worker.process.wait(timeout=5)
         if status is not None and status < 0:
             text += f" (signal {-status})"
         if noise := worker.last_line():

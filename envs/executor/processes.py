@@ -5,22 +5,13 @@ from __future__ import annotations
 import os
 import socket
 import struct
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
-from multiprocessing.connection import Connection, Pipe
-from pathlib import Path
-from typing import IO, Final
+from multiprocessing.connection import Pipe
+from typing import IO
 
 from envs.cluster import Device
-
-MALLOC: Final = {
-    "MALLOC_MMAP_MAX_": "0",  # page faults are a fifth of a step when tensors come from mmap
-    "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
-    "MALLOC_TOP_PAD_": str(256 << 20),
-    "MALLOC_ARENA_MAX": "1",
-}
+from envs.executor.fork_server import fork_worker
 
 
 class WorkerProcess:
@@ -45,7 +36,9 @@ class WorkerProcess:
         self.errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the worker
         try:
             self.bound(timeout_s)
-            self.process = _started(theirs, cores, shared, self.errors)
+            self.process = fork_worker(
+                cores, theirs.fileno(), self.errors.fileno(), shared, timeout_s
+            )
         except BaseException:
             self.connection.close()  # a worker that did start ends with its pipe
             self.errors.close()
@@ -75,6 +68,7 @@ class WorkerProcess:
         """Kill it and let go of it; safe to call again, also when interrupted."""
         self.process.kill()
         self.process.wait()
+        self.process.close()
         self.connection.close()
         self.errors.close()
 
@@ -109,23 +103,3 @@ class Holdings:
             file.close()
         self.workers.clear()
         self.files.clear()
-
-
-def _started(
-    pipe: Connection, cores: Sequence[int], shared: Sequence[int], errors: IO[bytes]
-) -> subprocess.Popen[bytes]:
-    # The worker must find this package, whatever lies in its working directory (hence -P); last on
-    # the path, where what lies beside the package hides nothing.
-    root = str(Path(__file__).resolve().parents[2])
-    start = f"import sys; sys.path.append({root!r}); import envs.executor.worker as w; w.main()"
-    environment = os.environ | MALLOC | {"OMP_NUM_THREADS": str(len(cores))}
-    arguments = [str(pipe.fileno()), ",".join(map(str, cores))]
-    return subprocess.Popen(
-        [sys.executable, "-P", "-c", start, *arguments],
-        pass_fds=[pipe.fileno(), *shared],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=errors,
-        env=environment,
-        process_group=0,  # Ctrl-C is for the parent, which may want to finish its step
-    )

@@ -1,6 +1,6 @@
 """One pinned worker process: maps the arena, compiles instruction lists, runs them on demand.
 
-Started by WorkerPool in a process of its own; the messages on its pipe are those
+Forked for a WorkerPool by envs/executor/fork_server.py; the messages on its pipe are those
 of envs/executor/messages.py. It never outlives its parent.
 """
 
@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import os
 import select
-import signal
-import sys
 import threading
 import time
 import traceback
 from array import array
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 import torch
@@ -136,14 +135,9 @@ def _end_with_parent(descriptor: int) -> None:
     os._exit(0)
 
 
-def main() -> None:
-    """Entry: file descriptor of the pipe, cores."""
-    descriptor, cores = int(sys.argv[1]), sys.argv[2]
+def work(descriptor: int, cores: Sequence[int]) -> None:
+    """Serve the pipe with this file descriptor, pinned to cores, in a process forked for it."""
+    os.setpgid(0, 0)
     threading.Thread(target=_end_with_parent, args=(descriptor,), daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
+    os.sched_setaffinity(0, set(cores))
     serve(Connection(descriptor))
-
-
-if __name__ == "__main__":
-    main()

@@ -11,26 +11,29 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from envs.compiled_tables import by_pointer
+from envs.nanoseconds import HORIZON_BITS, HORIZON_NS
+
 Floats = NDArray[np.float64]
 Indices = NDArray[np.uint32]
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
 Table = NDArray[np.void]
 
-CODE_BITS: Final = 24
+CODE_BITS: Final = 63 - HORIZON_BITS
 """An event is one integer, ``time << CODE_BITS | code``."""
 NO_EVENT: Final = (1 << 63) - 1
 """Later than every event; none has its code."""
-HORIZON_NS: Final = 1 << (63 - CODE_BITS)
-"""Times stay below this, 550 s."""
 INFEASIBLE_NS: Final = (1 << 63) - 1
 """Step of a placement that cannot run."""
 NO_LIMIT_NS: Final = INFEASIBLE_NS
+OVERFULL_NS: Final = HORIZON_NS
+"""Steps from here on are placements that need too much memory: more, the more they need."""
 
 IGNORE_MEMORY: Final = 0
 STOP_WHEN_FULL: Final = 1
 RECORD_MEMORY: Final = 2
-RECORD_EXCESS: Final = 3
+RANK_EXCESS: Final = 3
 
 FORBIDDEN: Final = -1
 """Cost of an op on a device where it may not run."""
@@ -130,6 +133,7 @@ TRANSFER_STATE: Final = _table(  # by edge; a transfer has the number of one of 
 )
 
 
+@by_pointer
 class ProblemArrays(NamedTuple):
     """What a simulation only reads."""
 
@@ -144,6 +148,7 @@ class ProblemArrays(NamedTuple):
     express: bool  # see envs.simulator.express, which keeps its own fields in a workspace
 
 
+@by_pointer
 class Workspace(NamedTuple):
     """What a simulation writes; use it for one simulation at a time, as often as you like.
 

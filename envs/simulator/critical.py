@@ -7,8 +7,9 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
+from envs.nanoseconds import HORIZON_NS
 from envs.problem import NO_QUEUE, Problem
-from envs.simulator.arrays import HORIZON_NS, INFEASIBLE_NS
+from envs.simulator.arrays import INFEASIBLE_NS
 from envs.simulator.schedule import Schedule
 
 Kind: TypeAlias = Literal["compute", "transfer", "link busy"]

@@ -24,10 +24,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from envs.compiled import compiled_inline, index, lowest_set_bit
+from envs.compiled import compiled_inline, index, int64, lowest_set_bit
+from envs.nanoseconds import HORIZON_NS, transfer_ns
 from envs.simulator.arrays import (
     CODE_BITS,
-    HORIZON_NS,
     INFEASIBLE_NS,
     NO_EVENT,
     READY_LATER,
@@ -37,7 +37,6 @@ from envs.simulator.arrays import (
 )
 from envs.simulator.events import add_event, pop_event, push_event, set_event
 from envs.simulator.ready import add_ready, pop_ready
-from envs.simulator.sending import duration_ns
 
 GIVES_UP: Final = -1
 _GOES_ON: Final = -2
@@ -53,7 +52,7 @@ def express_core(
     Sets of devices are words of 64 bits.
     """
     picking = _reset(work, follows_memory)
-    now = 0
+    now = int64(0)
     while True:
         while picking != 0:
             d = index(lowest_set_bit(picking))
@@ -128,7 +127,7 @@ def _start_op(
     work.start_ns[i] = now
     device.previous = i
     device.busy_until_ns = end
-    add_event(work.ends, d, (end << CODE_BITS) | d)
+    add_event(work.ends, int64(d), (end << CODE_BITS) | d)
     if follows_memory:
         work.ops[i].remaining = arrays.ops[index(i + 1)].successor_start - op.successor_start
         device.used_bytes += op.start_bytes
@@ -156,7 +155,7 @@ def _stop_devices(work: Workspace, now: int) -> int:
     ended = 0
     while work.ends[1] >> CODE_BITS == now and work.ends[1] != NO_EVENT:
         d = index(work.ends[1] & _CODE_MASK)
-        set_event(work.ends, d, NO_EVENT)
+        set_event(work.ends, int64(d), int64(NO_EVENT))
         at = ended
         while at > 0:
             other = work.touched_devices[index(at - 1)]
@@ -227,7 +226,7 @@ def _send(arrays: ProblemArrays, work: Workspace, i: int, d: int, readers: int, 
         if not pair.connected:
             return INFEASIBLE_NS
         device = work.devices[to]
-        arrival = now + duration_ns(pair.latency_s, device.sent_bytes, pair.bandwidth_bytes_per_s)
+        arrival = now + transfer_ns(pair.latency_s, device.sent_bytes, pair.bandwidth_bytes_per_s)
         if pair.queue >= 0:
             queue = work.queues[index(pair.queue)]
             arrival += max(queue.free_ns - now, 0)

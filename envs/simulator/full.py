@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Final
 
-from envs.compiled import compiled_inline, index
+from envs.compiled import compiled_inline, index, int64
+from envs.nanoseconds import HORIZON_NS
 from envs.simulator.arrays import (
     BEYOND_HORIZON,
     CODE_BITS,
     FULL,
-    HORIZON_NS,
     IGNORE_MEMORY,
     INFEASIBLE_NS,
     NO_EVENT,
@@ -41,7 +41,7 @@ def full_core(
 ) -> int:
     """What ``simulate_core`` returns; the workspace is reset for this step."""
     device_count = len(arrays.memory_bytes)
-    now = 0
+    now = int64(0)
     while True:
         # As long as the limit holds, start what can start.
         beyond = _start_ops(arrays, work, devices, now, limit_ns, memory)
@@ -94,7 +94,7 @@ def _start_ops(
         work.cause[i] = device.previous if waited else work.cause[i]
         work.start_ns[i] = now
         device.running = i
-        add_event(work.events, d, (end << CODE_BITS) | d)
+        add_event(work.events, int64(d), (end << CODE_BITS) | d)
         if memory != IGNORE_MEMORY:
             allocate(arrays, work, d, op.start_bytes, memory)
     work.counts[TOUCHED_DEVICES] = 0
@@ -115,7 +115,7 @@ def _end_op(
     i = index(work.devices[d].running)
     work.devices[d].running = -1
     work.devices[d].previous = i
-    set_event(work.events, d, NO_EVENT)
+    set_event(work.events, int64(d), int64(NO_EVENT))
     touch_device(work, d)
     if memory != IGNORE_MEMORY:
         _release_inputs(arrays, work, i, d)

@@ -34,7 +34,8 @@ from envs.simulator.arrays import (
     IGNORE_MEMORY,
     INFEASIBLE_NS,
     NO_EVENT,
-    NO_LIMIT_NS,
+    OVERFULL_NS,
+    RANK_EXCESS,
     RECORD_MEMORY,
     STOP_WHEN_FULL,
     Floats,
@@ -51,9 +52,10 @@ from envs.simulator.ready import clear_ready, make_ready
 TO_REST: Final = 0
 RESTED: Final = 1
 LONGEST_REST: Final = 15
+LARGEST_SHARE: Final = 1000.0
 
 
-@compiled_borrowing
+@compiled_inline
 def simulate_core(
     arrays: ProblemArrays,
     work: Workspace,
@@ -73,7 +75,8 @@ def simulate_core(
         limit_ns: abort as soon as the step provably takes longer; ``NO_LIMIT_NS`` for never.
         memory: ``IGNORE_MEMORY``, ``STOP_WHEN_FULL`` (a placement that does not fit is
             infeasible), ``RECORD_MEMORY`` (peaks are recorded and never stop anything) or
-            ``RECORD_EXCESS`` (the same, but only those above a device's memory are sure to be).
+            ``RANK_EXCESS`` (peaks above a device's memory are recorded; a placement that does not
+            fit takes ``OVERFULL_NS`` and more, by how much memory it lacks).
 
     Returns:
         The step if it is at most ``limit_ns``, else some number above ``limit_ns`` (the largest of
@@ -82,6 +85,7 @@ def simulate_core(
         ``work.counts[BEYOND_HORIZON]`` set: the step reaches ``HORIZON_NS``.
     """
     rank_ops(work, priority)
+    ranks_excess = memory == RANK_EXCESS
     if not _reset(arrays, work, devices, memory):
         clear_ready(work)
         return INFEASIBLE_NS
@@ -102,6 +106,8 @@ def simulate_core(
         answer = full_core(arrays, work, devices, priority, limit_ns, memory)
     if answer > limit_ns or answer == INFEASIBLE_NS:
         clear_ready(work)
+    elif ranks_excess:
+        return _ranked(arrays, work, answer)
     return answer
 
 
@@ -111,16 +117,17 @@ def simulate_batch(
     work: Workspace,
     devices: Ints,
     priority: Floats,
+    limit_ns: int,
     memory: int,
     step_ns: Longs,
 ) -> int:
-    """Steps of B placements (B, N) into ``step_ns`` (B,).
+    """Steps of B placements (B, N) into ``step_ns`` (B,), see :func:`simulate_core`.
 
     Returns:
         -1, or the first placement whose step reaches ``HORIZON_NS``; those after it are not timed.
     """
     for b in range(len(devices)):
-        step_ns[b] = simulate_core(arrays, work, devices[b], priority[b], NO_LIMIT_NS, memory)
+        step_ns[b] = simulate_core(arrays, work, devices[b], priority[b], limit_ns, memory)
         if work.counts[BEYOND_HORIZON] > 0:
             return b
     return -1
@@ -183,6 +190,20 @@ def _fits_anyway(arrays: ProblemArrays, work: Workspace) -> bool:
         if work.devices[d].most_bytes > arrays.memory_bytes[d]:
             return False
     return True
+
+
+@compiled_inline
+def _ranked(arrays: ProblemArrays, work: Workspace, step_ns: int) -> int:
+    """The step, or by the recorded peaks a number from ``OVERFULL_NS`` on."""
+    missing = 0.0
+    room = 0.0
+    for d in range(len(arrays.memory_bytes)):
+        missing += max(0, work.devices[d].peak_bytes - arrays.memory_bytes[d])
+        room += arrays.memory_bytes[d]
+    if missing == 0.0:
+        return step_ns
+    share = min(missing / max(room, 1.0), LARGEST_SHARE)
+    return OVERFULL_NS + int(share * OVERFULL_NS)
 
 
 @compiled_inline

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from envs.compiled import compiled_borrowing, compiled_inline
+from envs.compiled import compiled_inline
 from envs.simulator.arrays import Floats, Indices, Workspace
 
 
-@compiled_borrowing
+@compiled_inline
 def rank_ops(work: Workspace, priority: Floats) -> None:
     """Bring ``rank`` and ``order`` of the workspace up to date with ``priority`` (N,).
 

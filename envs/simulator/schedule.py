@@ -86,3 +86,11 @@ def no_transfers() -> Transfers:
         end_ns=whole,
         bytes=whole,
     )
+
+
+def run_order(problem: Problem, start_ns: NDArray[np.int64]) -> list[int]:
+    """All ops by simulated start; at one instant sources before their readers."""
+    rank = np.empty(problem.op_count, np.int64)
+    rank[problem.graph.topological] = np.arange(problem.op_count)
+    order: list[int] = np.lexsort((rank, start_ns)).tolist()
+    return order

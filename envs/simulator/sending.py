@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from envs.compiled import compiled_inline, index
+from envs.compiled import compiled_inline, index, int64
+from envs.nanoseconds import HORIZON_NS, transfer_ns
 from envs.simulator.arrays import (
     BEYOND_HORIZON,
     CODE_BITS,
     FULL,
-    HORIZON_NS,
     IGNORE_MEMORY,
     NO_EVENT,
     STOP_WHEN_FULL,
@@ -25,19 +23,12 @@ from envs.simulator.waiting import pop_waiting, push_waiting
 
 
 @compiled_inline
-def duration_ns(latency_s: float, size: int, bandwidth_bytes_per_s: float) -> int:
-    """Nanoseconds of a transfer of ``size`` bytes, at most ``HORIZON_NS``."""
-    seconds = latency_s + size / bandwidth_bytes_per_s
-    return int(np.rint(min(seconds * 1e9, float(HORIZON_NS))))
-
-
-@compiled_inline
 def request(arrays: ProblemArrays, work: Workspace, number: int, now: int) -> None:
     """Put a transfer into its line, or on the list of those that never wait."""
     transfer = work.transfers[number]
     pair = arrays.pairs[transfer.pair]
     size = work.copies[index(len(work.ops) + number)].size
-    transfer.duration_ns = duration_ns(pair.latency_s, size, pair.bandwidth_bytes_per_s)
+    transfer.duration_ns = transfer_ns(pair.latency_s, size, pair.bandwidth_bytes_per_s)
     transfer.start_ns = now
     if pair.line < 0:
         work.unqueued[index(work.counts[UNQUEUED])] = number
@@ -62,7 +53,8 @@ def start_transfers(arrays: ProblemArrays, work: Workspace, now: int, memory: in
             _serve_ports(arrays, work, line, now, memory)
         elif not queue.busy and queue.waiting >= 0:
             queue.busy = True
-            _start_transfer(arrays, work, pop_waiting(arrays, work, line), now, memory)
+            number = index(pop_waiting(arrays, work, line))
+            _start_transfer(arrays, work, number, now, memory)
     work.counts[TOUCHED_QUEUES] = 0
 
 
@@ -78,7 +70,7 @@ def end_transfer(
         set_event(work.events, len(work.devices) + len(work.queues), work.unqueued_events[0])
     else:
         line = index(pair.line)
-        set_event(work.events, len(work.devices) + pair.queue, NO_EVENT)
+        set_event(work.events, len(work.devices) + pair.queue, int64(NO_EVENT))
         work.queues[index(pair.queue)].busy = False
         if arrays.queues[line].ports > 1:
             work.queues[index(pair.second_queue)].busy = False
@@ -102,8 +94,8 @@ def _serve_ports(arrays: ProblemArrays, work: Workspace, line: int, now: int, me
     queue = work.queues[line]
     passed_over = 0
     while queue.idle_ports > 1 and queue.waiting >= 0:
-        number = pop_waiting(arrays, work, line)
-        pair = arrays.pairs[work.transfers[index(number)].pair]
+        number = index(pop_waiting(arrays, work, line))
+        pair = arrays.pairs[work.transfers[number].pair]
         out, into = work.queues[index(pair.queue)], work.queues[index(pair.second_queue)]
         if out.busy or into.busy:
             work.unqueued[index(passed_over)] = number

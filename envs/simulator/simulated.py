@@ -14,12 +14,11 @@ from numpy.typing import NDArray
 
 from envs.backend import StepResult
 from envs.micro_batches import Pipeline
+from envs.nanoseconds import HORIZON_NS
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.rows import device_rows, priority_rows
 from envs.simulator.arrays import (
-    BEYOND_HORIZON,
-    HORIZON_NS,
     IGNORE_MEMORY,
     INFEASIBLE_NS,
     NO_LIMIT_NS,
@@ -28,7 +27,7 @@ from envs.simulator.arrays import (
     STOP_WHEN_FULL,
     Workspace,
 )
-from envs.simulator.kernel import simulate_batch, simulate_core
+from envs.simulator.kernel import simulate_batch
 from envs.simulator.reasons import why_blocked, why_full
 from envs.simulator.schedule import Schedule, Transfers, busy_ns, no_transfers
 from envs.simulator.tables import arrays_of, workspace_for
@@ -82,7 +81,9 @@ class Simulator:
         memory = STOP_WHEN_FULL if self.memory else IGNORE_MEMORY
         threads = min(self.threads, len(devices))
         if threads < 2:
-            beyond = simulate_batch(self.arrays, self.work, devices, priority, memory, steps)
+            beyond = simulate_batch(
+                self.arrays, self.work, devices, priority, NO_LIMIT_NS, memory, steps
+            )
         else:
             beyond = self._spread(devices, priority, memory, steps, threads)
         if beyond >= 0:
@@ -112,7 +113,13 @@ class Simulator:
             for first in blocks:
                 rows = slice(first, first + size)
                 stopped = simulate_batch(
-                    self.arrays, work, devices[rows], priority[rows], memory, steps[rows]
+                    self.arrays,
+                    work,
+                    devices[rows],
+                    priority[rows],
+                    NO_LIMIT_NS,
+                    memory,
+                    steps[rows],
                 )
                 beyond += [first + stopped] if stopped >= 0 else []
             return beyond
@@ -136,11 +143,13 @@ class Simulator:
         if len(devices) != 1:
             raise ValueError(f"run takes one placement, not {len(devices)}")
         where = devices[0].copy()  # the schedule's own, whatever becomes of the caller's
-        step_ns = simulate_core(
-            self.arrays, self.work, where, priority[0], NO_LIMIT_NS, RECORD_MEMORY
+        steps = np.empty(1, np.int64)
+        beyond = simulate_batch(
+            self.arrays, self.work, devices, priority, NO_LIMIT_NS, RECORD_MEMORY, steps
         )
-        if self.work.counts[BEYOND_HORIZON]:
+        if beyond >= 0:
             raise ValueError(_too_long(self.problem))
+        step_ns = int(steps[0])
         if step_ns == INFEASIBLE_NS:
             return self._blocked(where)
         start_ns = self.work.start_ns.copy()

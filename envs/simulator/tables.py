@@ -8,6 +8,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from envs.nanoseconds import each_in_nanoseconds
 from envs.problem import NO_QUEUE, Problem
 from envs.simulator.arrays import (
     CODE_BITS,
@@ -114,7 +115,7 @@ def _may_express(problem: Problem) -> bool:
         and problem.device_count <= EXPRESS_DEVICES
         and problem.op_count + problem.device_count < 1 << CODE_BITS
         and np.all(problem.cost_ns[problem.allowed] >= 1)
-        and np.all(np.rint(least_s[joined] * 1e9) >= 1)
+        and np.all(each_in_nanoseconds(least_s[joined]) >= 1)
         and np.all(problem.second_queue[joined] == NO_QUEUE)
         and not problem.queue_by_priority[queue[queue != NO_QUEUE]].any()
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from envs.compiled import compiled_inline, index
+from envs.compiled import compiled_inline, index, int64
 from envs.simulator.arrays import ProblemArrays, Workspace
 
 
@@ -18,7 +18,7 @@ def merge_waiting(arrays: ProblemArrays, work: Workspace, line: int, a: int, b: 
     root = a
     while True:
         upper = work.transfers[index(a)]
-        rest = upper.right
+        rest = int64(upper.right)
         upper.right = upper.left
         if rest < 0:
             upper.left = b
@@ -34,7 +34,7 @@ def pop_waiting(arrays: ProblemArrays, work: Workspace, line: int) -> int:
     """Remove and return the transfer that a line serves first; there must be one."""
     first = int(work.queues[line].waiting)
     transfer = work.transfers[index(first)]
-    left, right = transfer.left, transfer.right
+    left, right = int64(transfer.left), int64(transfer.right)
     work.queues[line].waiting = merge_waiting(arrays, work, line, left, right)
     return first
 
@@ -45,7 +45,7 @@ def push_waiting(arrays: ProblemArrays, work: Workspace, line: int, transfer: in
     work.transfers[transfer].left = -1
     work.transfers[transfer].right = -1
     queue = work.queues[line]
-    queue.waiting = merge_waiting(arrays, work, line, queue.waiting, transfer)
+    queue.waiting = merge_waiting(arrays, work, line, int64(queue.waiting), int64(transfer))
 
 
 @compiled_inline

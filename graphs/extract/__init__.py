@@ -7,13 +7,16 @@ traces models takes longer to import than all of the rest.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from graphs.extract.extraction import Extraction, FallBack, extract
     from graphs.extract.step import ExtractionError, Step, StepError
 
-__all__ = ["Extraction", "ExtractionError", "FallBack", "Step", "StepError", "extract"]
+AUTO: Final = "auto"
+"""The first extractor that takes the step."""
+
+__all__ = ["AUTO", "Extraction", "ExtractionError", "FallBack", "Step", "StepError", "extract"]
 
 
 def __getattr__(name: str) -> Any:

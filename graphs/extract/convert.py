@@ -25,10 +25,10 @@ from graphs.extract.lineage import accumulates, forward_ops, is_backward, tagged
 from graphs.extract.program import VIEW, Call, Ref, Source, StepProgram, Value
 from graphs.extract.step import ExtractionError
 from graphs.graph import Phase
+from graphs.mirror import ACCUMULATES
 
 MAYBE_COPIES: Final = ("reshape", "contiguous", "to", "_reshape_alias")
 ALSO_VIEWS: Final = ("_unsafe_view",)
-ACCUMULATES: Final = ".gradient"
 """Ends the name of an op that adds up gradients of one tensor, which differentiates no op."""
 IGNORED: Final = ("_assert_tensor_metadata", "_assert_async", "_assert_scalar")
 

@@ -13,6 +13,7 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 
 import networkx as nx
 
+from graphs.extract import AUTO
 from graphs.extract.convert import OpFacts, convert
 from graphs.extract.dag import build_graph
 from graphs.extract.dispatch import record
@@ -32,7 +33,6 @@ from graphs.extract.updates import with_optimizer
 
 Extractor: TypeAlias = Literal["export", "dispatch", "modules"]
 EXTRACTORS: Final[tuple[Extractor, ...]] = get_args(Extractor)
-AUTO: Final = "auto"
 
 
 @dataclass(frozen=True, slots=True)

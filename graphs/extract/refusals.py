@@ -35,7 +35,8 @@ DATA_DEPENDENT: Final = {
 }
 """Torch's exceptions for what no fixed graph can hold, and what they mean; {} is their message."""
 
-
+UNDECODED: Final = "Unable to cast Python instance of type <class 'str'>"
+"""What torch says of a line of code whose file has a name that is not UTF-8."""
 ADDRESS: Final = re.compile(
     r"<(?:\w+\.)*(?:<locals>\.)?(?P<what>[^<>]+?)(?: object)? at 0x[0-9a-fA-F]+>"
 )
@@ -61,6 +62,9 @@ def explained(step: Step, error: Exception, verb: str) -> str:
             "Neither control flow nor the sizes of tensors may depend on values in tensors: "
             "compute both branches and choose with torch.where, or mask instead of selecting"
         )
+    if UNDECODED in reason:
+        reason = "torch takes no file names that are not UTF-8"
+        advice = "Rename the file of the model and the folders that it is in, or set PYTHONUTF8=1"
     places = [line for line in lines if line.startswith('File "')]
     place = next((p for p in reversed(places) if "torch/" not in p and OWN not in p), "")
     kind = "training step" if step.training else "inference"

@@ -13,10 +13,10 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from graphs.extract.convert import ACCUMULATES
 from graphs.extract.program import VIEW, StepProgram
 from graphs.frozen import frozen
 from graphs.graph import GraphArrays
+from graphs.mirror import ACCUMULATES
 
 
 def summed_in_place(

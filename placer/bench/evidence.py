@@ -27,7 +27,7 @@ from placer.placers.portfolio import Portfolio
 from placer.policies import load
 from placer.report.progress import Progress
 from placer.search.budget import Budget
-from placer.search.portfolio import load_compiled_code
+from placer.search.compiling import load_compiled_code
 
 BEGIN: Final = "<!-- placer bench: begin -->"
 END: Final = "<!-- placer bench: end -->"

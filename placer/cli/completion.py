@@ -53,7 +53,7 @@ def completion_script(shell: str) -> str:
     import shtab
 
     from graphs.precision import DTYPES
-    from placer.cli.main import build_parser
+    from placer.cli.commands import build_parser
     from placer.placers import listings
     from placer.policies.network import names
 

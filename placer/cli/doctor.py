@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     """Discover, calibrate, time a little, print."""
     from envs.calibrate import calibrated
     from envs.discover import discover
-    from envs.executor.pool import WorkerError
+    from envs.executor.worker_error import WorkerError
     from placer.doctor import check_machine
 
     try:
@@ -83,7 +83,7 @@ def _to_dict(found: Checkup) -> dict[str, Any]:
     from dataclasses import asdict
 
     from envs.cluster import cluster_to_toml
-    from envs.measured import CONTENDED
+    from envs.measurement import CONTENDED
     from placer.outcome import NOISY
 
     return {

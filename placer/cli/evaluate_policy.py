@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from placer.cli.arguments import count
-from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_written
+from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs, why_not_written
 from placer.cli.talk import progress_of, say
 
 
@@ -49,20 +49,27 @@ def run(args: argparse.Namespace) -> int:
         path, policy = path_of(args.policy), load(args.policy)
     except (ValueError, OSError) as error:
         return fail(BAD_USAGE, error)
-    with progress_of(args) as progress:
-        progress.stage(f"Evaluating {policy.name}")
-        found = evaluate(policy, suite, seeds=args.seeds, progress=progress.advance)
+    card = file_of(path, CARD)
+    if not args.no_card and (why := why_not_outputs({"the card": card}, {})) is not None:
+        return fail(BAD_USAGE, f"{why}; --no-card leaves it as it is")
+    try:
+        with progress_of(args) as progress:
+            progress.stage(f"Evaluating {policy.name}")
+            found = evaluate(policy, suite, seeds=args.seeds, progress=progress.advance)
+    except ValueError as error:
+        return fail(BAD_USAGE, error)
     if args.json:
         print(json.dumps({"policy": policy.name, **found}, allow_nan=False))
     else:
         _print(found)
     if args.no_card:
         return 0
-    card = file_of(path, CARD)
     try:
         write_into_card(path, found)
     except OSError as error:
         return fail(JOB_FAILED, why_not_written(card, error))
+    except ValueError as error:  # it was another one before
+        return fail(JOB_FAILED, error)
     say(args, f"written into {card}")
     return 0
 

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from graphs.strict_json import brief
+from graphs.whole_file import partial_name, written_file
 from placer.missing_file import why_not_read
 
 JOB_FAILED: Final = 1
 BAD_USAGE: Final = 2
+FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+LEAST_BYTES: Final = 4096
+"""Of any result, a block of a file system: a disk that is full has none."""
 
 
 def fail(code: int, message: object) -> int:
-    """Print a message to stderr; gives the exit code back."""
-    told = why_not_read(message) if isinstance(message, OSError) else message
-    print(f"placer: {told}", file=sys.stderr)
+    """Print a message to stderr, in one line of readable length; gives the exit code back."""
+    told = message
+    if isinstance(message, OSError):
+        told = why_no_memory(message) or why_not_read(message)
+    print(f"placer: {brief(str(told))}", file=sys.stderr)
     return code
 
 
@@ -27,20 +36,43 @@ def why_not_written(path: Path, error: OSError) -> str:
     return f"{path} cannot be written: {reason}"
 
 
+def why_no_memory(error: BaseException) -> str | None:
+    """The sentence for too little memory, None where an error has another cause.
+
+    Where the address space is limited, imports fail in many ways.
+    """
+    if isinstance(error, OSError) and error.errno != errno.ENOMEM:
+        return None
+    limit_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit_bytes != resource.RLIM_INFINITY:
+        return (
+            f"there is too little memory: this process may have {limit_bytes / 1e9:.1f} GB of "
+            "addresses (ulimit -v), and the libraries alone need more than 1 GB"
+        )
+    is_certain = isinstance(error, MemoryError | OSError)
+    return "there is too little memory" if is_certain else None
+
+
 def why_not_outputs(
-    outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | None]
+    outputs: Mapping[str, Path | None],
+    inputs: Mapping[str, Path | None],
+    least_bytes: int = LEAST_BYTES,
 ) -> str | None:
     """Why results cannot go to these files, None if they can.
 
     Args:
         outputs: {option: file to be written, None where it was not given}.
         inputs: the same of files that are read: no result may replace one.
+        least_bytes: that each of them will have at least.
+
+    Raises:
+        OSError: there is no room for one; its text is the sentence.
     """
     taken = {_real(path): name for name, path in inputs.items() if path is not None}
     for option, path in outputs.items():
         if path is None:
             continue
-        if (why := _why_not_writable(path)) is not None:
+        if (why := _why_not_writable(path, least_bytes)) is not None:
             return why
         other = taken.setdefault(_real(path), option)
         if other != option:
@@ -48,13 +80,13 @@ def why_not_outputs(
     return None
 
 
-def _why_not_writable(path: Path) -> str | None:
+def _why_not_writable(path: Path, least_bytes: int) -> str | None:
     """Why a file cannot be written, None if it can; nothing is left behind."""
     # A result is renamed into its place: the folder must be writable, and what is there goes.
-    target = _real(path)
-    folder = target.parent
-    probe = folder / f".{os.urandom(8).hex()}.partial"
     try:
+        target = written_file(path)
+        folder = target.parent
+        probe = folder / partial_name(target.name)
         if not folder.is_dir():
             return f"{path} cannot be written: there is no folder {folder}"
         if target.is_dir():
@@ -63,11 +95,28 @@ def _why_not_writable(path: Path) -> str | None:
             return f"{path} cannot be written: it is no regular file, and must not be replaced"
         if target.exists() and not os.access(target, os.W_OK):
             return f"{path} cannot be written: permission denied"
-        probe.touch(exist_ok=False)
-        probe.unlink()
+        with probe.open("xb") as file:
+            probe.unlink()  # at once, so that nothing is left if this process is killed
+            _reserve(file.fileno(), least_bytes)
     except OSError as error:
-        return why_not_written(path, error)
+        why = why_not_written(path, error)
+        if error.errno in FULL:
+            raise OSError(why) from error
+        return why
     return None
+
+
+def _reserve(file: int, size: int) -> None:
+    """Take room on the disk.
+
+    Raises:
+        OSError: there is too little.
+    """
+    try:
+        os.posix_fallocate(file, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # a file system without it
+            raise
 
 
 def _real(path: Path) -> Path:

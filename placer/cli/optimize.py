@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
+import os
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +15,20 @@ from typing import TYPE_CHECKING, Any
 
 from placer.cli.arguments import extraction_to_dict
 from placer.cli.duration import foretold, taken
-from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs, why_not_written
+from placer.cli.failures import (
+    BAD_USAGE,
+    JOB_FAILED,
+    LEAST_BYTES,
+    fail,
+    why_not_outputs,
+    why_not_written,
+)
 from placer.cli.optimize_arguments import add_arguments, cluster_of, options_of
 from placer.cli.replicas import check_replicas, command_of, plan_of, print_planned
 from placer.cli.report import why_no_report
 from placer.cli.talk import progress_of, say
 from placer.cli.tradeoff import check_pareto, print_weighed
+from placer.missing_file import why_not_read
 
 if TYPE_CHECKING:
     from envs.cluster import Cluster
@@ -68,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         args.cluster, args.devices = Path(args.devices), None
     outputs = {"--out": args.out, "--timeline": args.timeline, "--report": args.report}
     inputs = {"target": _file(args), "--cluster": args.cluster, "--start-from": args.start_from}
-    if (why := why_not_outputs(outputs, inputs)) is not None:
+    if (why := why_not_outputs(outputs, inputs, _least_bytes(args.target))) is not None:
         return fail(BAD_USAGE, why)
     from placer.target import TargetError, check_target
 
@@ -79,7 +90,6 @@ def run(args: argparse.Namespace) -> int:
         check_target(args.target)
     except (ValueError, OSError) as error:
         return fail(BAD_USAGE, error)
-    from graphs.extract import ExtractionError
     from graphs.selection import DemandError
     from placer.given import GivenError
     from placer.outcome import PlacementError
@@ -108,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
         progress.complete()
     except (TargetError, DemandError, GivenError) as error:
         return fail(BAD_USAGE, error)
-    except (ExtractionError, PlacementError, ValueError, OSError, RuntimeError) as error:
+    except (PlacementError, ValueError, OSError, RuntimeError) as error:
         return fail(JOB_FAILED, error)
     searched = time.perf_counter()
     why = _write(found, args)
@@ -127,6 +137,10 @@ def run(args: argparse.Namespace) -> int:
             print_optimization(found, stdout_console())
     except KeyboardInterrupt:
         why = why or f"stopped while printing; the placement is in {args.out}"
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        why = why or f"{why_not_read(error)}; the placement is in {args.out}"
     if why is not None:
         return fail(JOB_FAILED, why)
     _tell(found, planned, args, options, taken(total_s, stages_s))
@@ -141,15 +155,17 @@ def _tell(
     took: str,
 ) -> None:
     """Remarks, where the files are, how long it took, what to do next."""
-    from placer.given import DeviceMap
     from placer.outcome import extraction_remarks
 
     if found.extraction is not None and args.json:
         for remark in extraction_remarks(found.extraction):
             say(args, remark)
-    given = options.start_from if isinstance(options.start_from, DeviceMap) else None
-    if given and found.extraction and (remark := given.conflict(found.extraction)):
-        say(args, remark)
+    if found.extraction is not None and options.start_from is not None:
+        from placer.device_map import DeviceMap
+
+        given = options.start_from
+        if isinstance(given, DeviceMap) and (remark := given.conflict(found.extraction)):
+            say(args, remark)
     say(args, _talk(found, args, took))
     if planned is not None and (command := command_of(planned, args)):
         say(args, f"train it: {command}")
@@ -203,7 +219,7 @@ def _write(found: Optimization, args: argparse.Namespace) -> str | None:
         try:
             found.save(args.out)
         except OSError as error:
-            return why_not_written(args.out, error)
+            return f"{why_not_written(args.out, error)}; {_kept_elsewhere(found, args.out)}"
         if args.timeline is not None:
             try:
                 write_timeline(found.problem, found.placement, args.timeline)
@@ -215,15 +231,35 @@ def _write(found: Optimization, args: argparse.Namespace) -> str | None:
     return None
 
 
+def _least_bytes(target: str) -> int:
+    """What the placement of a target has at least, as far as that is known: ids and devices."""
+    with contextlib.suppress(OSError):
+        if target.endswith(".json"):
+            return max(LEAST_BYTES, Path(target).stat().st_size // 8)
+    return LEAST_BYTES
+
+
+def _kept_elsewhere(found: Optimization, out: Path) -> str:
+    """Save a placement that could not be written where it was wanted; says where it is."""
+    try:
+        other = Path(tempfile.gettempdir()) / f"{out.stem}-{os.urandom(4).hex()}{out.suffix}"
+        found.save(other)
+    except OSError:
+        print(json.dumps(found.placement.to_dict(), allow_nan=False), flush=True)
+        return "the placement is on standard output"
+    return f"the placement is in {other}"
+
+
 def _foretold(args: argparse.Namespace, cluster: Cluster, options: Options) -> str:
     from envs.discover import is_here
     from placer.target import is_graph_file
 
+    is_model = not is_graph_file(args.target)
     places_once = not args.pareto and args.data_parallel is None
     return foretold(
         options.budget,
-        is_model=not is_graph_file(args.target),
-        is_run=places_once and options.measure and all(map(is_here, cluster.names)),
+        is_model=is_model,
+        is_run=is_model and places_once and options.measure and all(map(is_here, cluster.names)),
     )
 
 

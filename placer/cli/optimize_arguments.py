@@ -196,7 +196,6 @@ def cluster_of(args: argparse.Namespace) -> Cluster:
     """
     from envs.cluster import load_cluster
     from envs.discover import discover
-    from envs.op_costs import load_devices
 
     if args.cluster is not None and args.devices is not None:
         raise ValueError("give --devices or --cluster, not both")
@@ -205,8 +204,12 @@ def cluster_of(args: argparse.Namespace) -> Cluster:
     is_graph = args.target.endswith(".json")
     if (why := why_no_step(args, is_graph=is_graph)) is not None:
         raise ValueError(why)
-    if args.cluster is not None:  # a graph has its costs, and may be on devices of anywhere
-        return load_cluster(args.cluster) if is_graph else load_devices(args.cluster)
+    if args.cluster is not None:
+        if is_graph:  # it has its costs, and may be on devices of anywhere
+            return load_cluster(args.cluster)
+        from envs.op_costs import load_devices
+
+        return load_devices(args.cluster)
     if is_graph:
         raise ValueError("a graph file has no devices of its own: give --cluster cluster.toml")
     return discover(args.devices or "auto", args.memory)

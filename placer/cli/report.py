@@ -173,8 +173,8 @@ def _launch(
     placement: Placement, args: argparse.Namespace, path: Path, extraction: Extraction | None
 ) -> str:
     """What trains it with placer itself, "" where nothing does."""
+    from envs.host_names import is_core
     from envs.replica_set import Replicas
-    from envs.torch_devices import is_core
     from placer.export.renaming import is_of_torch
     from placer.parallel.launching import launch_command, why_not_run
 

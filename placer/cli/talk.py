@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, TextIO
+
+from envs.cache_folder import CacheWarning
 
 if TYPE_CHECKING:
     from placer.report.progress import Progress
@@ -18,6 +22,31 @@ def say(args: argparse.Namespace, text: object) -> None:
     """Print a remark."""
     if not args.quiet:
         print(text, file=sys.stderr)
+
+
+@contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Print warnings about the cache as remarks, without Python's file and line."""
+    before = warnings.showwarning
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if issubclass(category, CacheWarning):
+            print(f"placer: {message}", file=sys.stderr)
+        else:
+            before(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = before
 
 
 def progress_of(args: argparse.Namespace) -> AbstractContextManager[Progress]:

@@ -142,7 +142,7 @@ def run(args: argparse.Namespace) -> int:
             card = train(args.out, config, progress=progress.advance, fresh=args.fresh)
     except ValueError as error:
         return fail(BAD_USAGE, error)
-    except OSError as error:
+    except (OSError, FloatingPointError) as error:
         return fail(JOB_FAILED, error)
     except KeyboardInterrupt:
         if not files["checkpoint"].exists():

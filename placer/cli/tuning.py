@@ -42,7 +42,7 @@ def run_tuning(args: argparse.Namespace) -> int:
         with progress_of(args) as progress:
             found = tune(step, cluster, policy, args.out.name, tuning, progress)
         placement = found.save(args.out)
-    except (ExtractionError, ValueError, OSError, RuntimeError) as error:
+    except (ExtractionError, ValueError, OSError, ArithmeticError, RuntimeError) as error:
         return fail(JOB_FAILED, error)
     if args.json:
         told = {

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from envs.cluster import Cluster, Device
+from envs.host_names import is_core
 from envs.placement import Placement
-from envs.torch_devices import is_core
 from graphs.extract import Extraction, Step
 from graphs.extract.call_graph import call_graph
 from graphs.extract.extraction import ties_of

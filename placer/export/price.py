@@ -17,7 +17,7 @@ from envs.simulator import Simulated
 from graphs.extract import Extraction
 from placer.export.call_keys import call_keys
 from placer.export.renaming import told_costs_of_others
-from placer.milliseconds import milliseconds
+from placer.milliseconds import milliseconds, ratio_of
 
 SMALLEST_CHANGE: Final = 0.01
 """Steps that differ by less are alike, to people."""
@@ -97,8 +97,8 @@ class Price:
         if not after.feasible:
             return [f"as exported a step is predicted to be impossible: {after.why}"]
         name, alone_s = self.alone
-        more = after.step_s / before.step_s - 1
-        gain = alone_s / after.step_s
+        more = ratio_of(after.step_s, before.step_s) - 1
+        gain = ratio_of(alone_s, after.step_s)
         is_weighed = single_step and self.placed.objective != "max-load"
         several = len(set(runs_on.values())) > 1 or len(set(self.placed.devices)) > 1
         is_worth_it = not (is_weighed and several) or gain >= 1 + SMALLEST_GAIN
@@ -112,7 +112,7 @@ class Price:
         if is_weighed and np.isinf(alone_s):
             told += "; no device has room for it alone"
         elif is_weighed:
-            then = f"as placed {alone_s / before.step_s:.2f}x"
+            then = f"as placed {ratio_of(alone_s, before.step_s):.2f}x"
             told += f": {gain:.2f}x as fast as {name} alone ({then})"
             told += "" if is_worth_it else ", which is not worth it"
         return [told, *told_costs_of_others(self.renamed, self.problem.cluster.names)]

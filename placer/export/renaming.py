@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from itertools import count
 
-import torch
-
 from placer.export.faults import RenamingError
 
 
@@ -99,6 +97,8 @@ def as_option(renamed: Mapping[str, str], placed_on: Sequence[str]) -> str:
 
 def is_of_torch(name: str) -> bool:
     """Whether torch knows devices of this name, on this machine or another, that can compute."""
+    import torch
+
     try:
         return torch.device(name).type != "meta"
     except RuntimeError:

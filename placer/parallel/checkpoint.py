@@ -50,7 +50,7 @@ class Checkpoint:
                 "ranks": ranks,
                 "essence": dict(self.essence),
             }
-            write_whole(self.path, json.dumps(content, indent=1) + "\n")
+            write_whole(self.path, json.dumps(content, indent=1) + "\n", private=True)
         dist.barrier()
         for old in self._all_of_rank(rank):
             if old != self._of_rank(step, rank):

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from envs.discover import check_devices, core_set, cores_of, is_here
-from envs.host_names import hosts_of, split_name
+from envs.host_names import hosts_of, is_core, split_name
 from envs.placement import Placement
-from envs.torch_devices import is_core
 from placer.parallel.processes import on_this_host, own_rank
 
 

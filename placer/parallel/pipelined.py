@@ -22,8 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
 from torch.utils._pytree import tree_map_only
 
+from envs.host_names import is_core
 from envs.placement import Placement
-from envs.torch_devices import CPU, is_core, torch_device
+from envs.torch_devices import CPU, torch_device
 from graphs.extract import Extraction
 from placer.export.pipeline_split import pipeline_stages
 from placer.export.placed_modules import PlacedModules

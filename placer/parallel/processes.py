@@ -10,7 +10,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from placer.parallel.liveness import StoppedError, Store
+from placer.parallel.liveness import StoppedError
+from placer.parallel.run_store import Store
 
 
 def own_rank() -> int:

@@ -12,8 +12,7 @@ from envs.executor.hooked_module import HookedModule
 from envs.executor.placed import PlacedModel
 from envs.executor.placed_module import PlacedModule
 from envs.placement import Placement
-from graphs.extract import Step, extract
-from graphs.extract.extraction import AUTO
+from graphs.extract import AUTO, Step, extract
 from placer.applying import apply_extracted
 from placer.parallel.data import Batch
 

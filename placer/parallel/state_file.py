@@ -11,22 +11,27 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from graphs.whole_file import write_whole
+from graphs.strict_json import brief, parse_json
+from graphs.whole_file import checksum, write_whole
 
 _KEY: Final = "placer"
+_CHECKSUM: Final = "sha256"
 _TENSOR: Final = "tensor"
 
 
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
     """Write dicts, lists, tuples, tensors, numbers, texts, None; the file is complete or absent.
 
+    A new one can be read by the user alone.
+
     Raises:
         TypeError: there is something else in it.
         OSError: it cannot be written.
     """
     tensors: dict[str, torch.Tensor] = {}
-    skeleton = _plain(state, tensors)
-    write_whole(path, save(tensors, {_KEY: json.dumps(skeleton)}))
+    skeleton = json.dumps(_plain(state, tensors))
+    metadata = {_KEY: skeleton, _CHECKSUM: _checksum(skeleton, tensors)}
+    write_whole(path, save(tensors, metadata), private=True)
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -38,14 +43,27 @@ def read_state(path: Path) -> dict[str, Any]:
     """
     try:
         with safe_open(path, framework="pt") as file:
-            skeleton = json.loads((file.metadata() or {})[_KEY])
+            metadata = file.metadata() or {}
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no dict
-        state = _restored(skeleton, tensors)
-    except (KeyError, TypeError, SafetensorError, ValueError) as error:
-        raise ValueError(f"{path}: not the state of a rank: {error!r}") from error
+        skeleton = metadata[_KEY]
+        if metadata.get(_CHECKSUM) != _checksum(skeleton, tensors):
+            raise ValueError("it is damaged; without --resume the run begins anew")
+        content = parse_json(skeleton, lambda content: content, printable=False)
+        state = _restored(content, tensors)
+    except (KeyError, TypeError, SafetensorError, ValueError, RecursionError) as error:
+        why = str(error) if isinstance(error, ValueError) else repr(error)
+        raise ValueError(f"{path}: not the state of a rank: {brief(why)}") from error
     if not isinstance(state, dict):
         raise ValueError(f"{path}: not the state of a rank")
     return state
+
+
+def _checksum(skeleton: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    parts = {
+        f"{name} {tensor.dtype} {tuple(tensor.shape)}": tensor.reshape(-1).view(torch.uint8).numpy()
+        for name, tensor in tensors.items()
+    }
+    return checksum(skeleton, {name: part.data for name, part in parts.items()})
 
 
 def _plain(value: Any, tensors: dict[str, torch.Tensor]) -> Any:

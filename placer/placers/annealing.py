@@ -15,9 +15,9 @@ from placer.search.annealing import Annealing
 from placer.search.balancing import balance
 from placer.search.budget import Budget, Meter
 from placer.search.candidate import Candidate, ranked
+from placer.search.compiling import load_compiled_code
 from placer.search.heuristics import heuristics
 from placer.search.judge import Judge
-from placer.search.portfolio import load_compiled_code
 from placer.search.walking import MOST_STARTS, moves_left, walk, worthwhile_starts
 
 

@@ -36,8 +36,8 @@ from placer.search.annealing import Annealing
 from placer.search.balance_run import Balancing
 from placer.search.budget import Budget
 from placer.search.candidate import Candidate
+from placer.search.compiling import load_compiled_code
 from placer.search.judge import Judge
-from placer.search.portfolio import load_compiled_code
 
 Make: TypeAlias = Callable[[], Placer]
 

@@ -10,8 +10,8 @@ from envs.problem import Problem
 from placer.placers.placer import LATENCY, STEPS, Progress
 from placer.search.budget import Budget, Meter
 from placer.search.candidate import Candidate
+from placer.search.compiling import load_compiled_code
 from placer.search.judge import Judge
-from placer.search.portfolio import load_compiled_code
 from placer.search.tally import Tally
 
 

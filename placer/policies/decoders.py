@@ -74,7 +74,7 @@ class Processes:
         """See :class:`Decoders`.
 
         Raises:
-            OSError: processes die again and again.
+            OSError: processes die again and again, or cannot be started.
         """
         parts = np.array_split(np.arange(len(numbers)), self.count)
         for _ in range(MOST_RESTARTS):
@@ -96,12 +96,18 @@ class Processes:
         self._executor.shutdown(cancel_futures=True)
 
     def _started(self) -> ProcessPoolExecutor:
-        return ProcessPoolExecutor(
-            self.count,
-            mp_context=multiprocessing.get_context("spawn"),
-            initializer=_begin,
-            initargs=(self.problems,),
-        )
+        try:
+            return ProcessPoolExecutor(
+                self.count,
+                mp_context=multiprocessing.get_context("spawn"),
+                initializer=_begin,
+                initargs=(self.problems,),
+            )
+        except OSError as error:
+            raise OSError(
+                f"{self.count} processes that decode cannot be started: {error}; they need "
+                "semaphores in /dev/shm and a few open files each. Train with workers = 0"
+            ) from error
 
 
 _own: list[Here] = []

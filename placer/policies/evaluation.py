@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 import placer
 from placer.policies.network import Policy, load, write_card
 from placer.policies.pool import Exercise
+from placer.policies.records import plain, record
 from placer.policies.suites import Suite
 from placer.policies.training.config import Ppo, TrainingConfig
-from placer.policies.training.records import plain, record
 from placer.policies.training.scores import (
     MEANING,
     by_family,
@@ -42,13 +42,16 @@ def evaluate(
     device, HEFT and ETF; ``seeds`` those of all graphs for each seed of the samples, whose medians
     are in the table. "untrained" are the weights that training begins with: HEFT, and samples
     around it.
+
+    Raises:
+        ValueError: the card's ``config`` is none.
     """
+    deviation = float(np.exp(_first_log_std(policy.card)))
     hear = progress or _silent
     hear(0.0, "drawing graphs")
     pool = suite.drawn()
     fixed: dict[str, Ratios] = dict(heuristic_ratios(pool))
     sampled: dict[str, list[Ratios]] = {BEST: [], UNTRAINED: []}
-    deviation = float(np.exp(_first_log_std(policy.card)))
     for seed in range(seeds):
         hear((seed + 0.5) / (seeds + 0.5), f"decoding, seed {seed}")
         fixed[ONE], best = scores(policy, pool, seed)
@@ -101,7 +104,10 @@ def _first_log_std(card: Mapping[str, Any]) -> float:
     """Of the actions with which the training began."""
     if "config" not in card:  # cards before configurations
         return Ppo().log_std
-    return record(TrainingConfig, card["config"]).ppo.log_std
+    try:
+        return record(TrainingConfig, card["config"]).ppo.log_std
+    except ValueError as error:
+        raise ValueError(f"the card of the policy: config: {error}") from error
 
 
 def _silent(share: float, text: str) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from sb3_contrib import MaskablePPO
 from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.logger import Logger
 
 from envs.placement_env import PlacementEnv
 from envs.problem import Problem
@@ -47,6 +48,7 @@ def maskable_ppo(problem: Problem, budget: Budget, seed: int) -> Candidate:
         seed=seed,
         device="cpu",
     )
+    model.set_logger(Logger(folder=None, output_formats=[]))  # else it leaves a temporary folder
     model.learn(sys.maxsize >> 1, callback=_Until(Meter(budget), environment))
     devices, priority = environment.best()
     return Judge(problem).candidate("maskable ppo", devices, priority)

@@ -10,14 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 import placer
-from envs.executor.pool import WorkerError
-from envs.measured import Measurement, contended, tied
+from envs.executor.worker_error import WorkerError
+from envs.measurement import Measurement, contended, tied
 from envs.placement import MadeBy, Placement
-from envs.simulator import Simulator
+from envs.simulator import OVERFULL_NS, Simulator
 from placer.policies.pool import CANNOT_RUN
 from placer.rigs import MeasuringBackend, Rig
 from placer.search.candidate import Candidate
-from placer.search.judge import OVERFULL_NS, Judge
+from placer.search.judge import Judge
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

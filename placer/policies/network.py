@@ -13,9 +13,11 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save
+from safetensors.numpy import load as load_tensors
+from safetensors.numpy import save
 
-from graphs.whole_file import write_whole
+from graphs.strict_json import brief, load_checked, table, within
+from graphs.whole_file import read_limited, write_whole
 from placer.policies.summary import FEATURES, summarise
 from placer.search.candidate import Candidate
 from placer.search.decoder import HEFT, WEIGHT_COUNT
@@ -34,6 +36,15 @@ DECIMALS: Final = 6
 WEIGHTS: Final = ".safetensors"
 CARD: Final = ".json"
 """Endings of the two files of a policy, whose own name may have dots."""
+LARGEST_FILE_BYTES: Final = 10**8
+"""Of weights; the shipped ones have 0.1 MB."""
+RANGES: Final[Mapping[str, tuple[float, float]]] = {
+    "feature_mean": (-1e6, 1e6),
+    "feature_deviation": (1e-7, 1e6),
+    "log_std": (-13.0, 3.0),  # spreads of actions: from what is left when they are rounded
+    "layers": (-1e6, 1e6),
+}
+"""What the numbers of tensors may be, by how their names begin."""
 _SHARED: Final = ("feature_mean", "feature_deviation")
 _OTHERS: Final = "others."
 _OTHER_KEY: Final = re.compile(r"others\.(\d+)\.([a-z].*)")
@@ -115,7 +126,7 @@ class Policy:
         """The policy that consists of these.
 
         Raises:
-            ValueError: one is missing, of another shape, or not all finite.
+            ValueError: one is missing, of another shape or type, or has numbers out of range.
         """
         shared = {key: value for key, value in tensors.items() if key in _SHARED}
         groups: dict[int, dict[str, NDArray[Any]]] = {}
@@ -123,10 +134,12 @@ class Policy:
             if match := _OTHER_KEY.fullmatch(key):
                 groups.setdefault(int(match[1]), dict(shared))[match[2]] = value
         depth = sum(key.startswith("layers.") for key in tensors) // 2
+        if not depth:
+            raise ValueError("there are no layers, such as layers.0.weight with layers.0.bias")
         for key, shape in _shapes(tensors, depth).items():
-            found = tensors[key].shape if key in tensors else None
-            if found != shape or not np.isfinite(tensors[key]).all():
-                raise ValueError(f"{key} is {found}, not {shape} finite numbers")
+            if key not in tensors:
+                raise ValueError(f"there is no {key}")
+            _check_tensor(key, tensors[key], shape)
         return cls(
             name=name,
             card=card,
@@ -163,18 +176,33 @@ def load(name: str) -> Policy:
     path = path_of(name)
     tensors_path, card_path = file_of(path, WEIGHTS), file_of(path, CARD)
     try:
-        card = json.loads(card_path.read_text(encoding="utf-8"))
-        tensors = load_file(tensors_path)
-    except (OSError, ValueError, SafetensorError) as error:
+        card = load_checked(card_path, _card)
+        tensors = _tensors(tensors_path)
+    except OSError as error:
         raise ValueError(f"{path}: not a policy: {error}") from error
-    if isinstance(card, dict) and card.get("format") == SEQUENTIAL_FORMAT:
-        raise ValueError(f"{path} chooses devices op by op: it proposes no decoder weights")
-    if not isinstance(card, dict) or card.get("format") != FORMAT:
-        raise ValueError(f"{card_path}: the format is not {FORMAT!r}; train the policy again")
     try:
         return Policy.of(path.name, card, tensors)
     except ValueError as error:
-        raise ValueError(f"{tensors_path}: {error}") from error
+        raise ValueError(f"{tensors_path}: {brief(str(error))}") from error
+
+
+def _card(content: object) -> dict[str, Any]:
+    card = table(content, "")
+    if card.get("format") == SEQUENTIAL_FORMAT:
+        raise ValueError("this policy chooses devices op by op: it proposes no decoder weights")
+    if card.get("format") != FORMAT:
+        raise ValueError(f"the format is not {FORMAT!r}; train the policy again")
+    table(card.get("evaluations", {}), "evaluations")
+    return card
+
+
+def _tensors(path: Path) -> dict[str, NDArray[Any]]:
+    try:
+        return load_tensors(read_limited(path, LARGEST_FILE_BYTES))
+    except (AttributeError, KeyError, TypeError):  # numpy has no such type
+        raise ValueError(f"{path}: tensors of a policy are of dtype float32") from None
+    except (ValueError, SafetensorError) as error:
+        raise ValueError(f"{path}: not a policy: {brief(str(error))}") from error
 
 
 def path_of(name: str) -> Path:
@@ -210,6 +238,13 @@ def write_card(path: Path, card: Mapping[str, Any]) -> None:
     write_whole(file_of(path, CARD), json.dumps(card, indent=1) + "\n")
 
 
+def _check_tensor(key: str, tensor: NDArray[Any], shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape or tensor.dtype != np.float32:
+        raise ValueError(f"{key} is {tensor.dtype} of shape {tensor.shape}, not float32 of {shape}")
+    for value in (float(tensor.min()), float(tensor.max())):
+        within(value, *RANGES[key.partition(".")[0]], f"a number of {key}")
+
+
 def _shapes(tensors: Mapping[str, NDArray[Any]], depth: int) -> dict[str, tuple[int, ...]]:
     """What shapes the tensors of a policy must have."""
     shapes: dict[str, tuple[int, ...]] = {
@@ -220,7 +255,8 @@ def _shapes(tensors: Mapping[str, NDArray[Any]], depth: int) -> dict[str, tuple[
     size = len(FEATURES)
     for number in range(depth):
         bias = tensors.get(f"layers.{number}.bias")
-        out = WEIGHT_COUNT if number + 1 == depth or bias is None else len(bias)
+        last = number + 1 == depth or bias is None or bias.ndim != 1
+        out = WEIGHT_COUNT if last or bias is None else len(bias)
         shapes[f"layers.{number}.weight"] = (out, size)
         shapes[f"layers.{number}.bias"] = (out,)
         size = out

@@ -6,15 +6,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final
+from typing import Annotated, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.cluster import Cluster, Device, Link, LinkOrder, Sharing
+from envs.cluster import MOST_DEVICES, Cluster, Device, Link, LinkOrder, Sharing
 from envs.problem import Problem
 from graphs.graph import ANY_KIND, GraphArrays
 from graphs.synthetic import FAMILIES, draw
+from placer.policies.records import Items, Within, check_ranges
 from placer.policies.reference import draw_reference
 from placer.policies.summary import summarise
 from placer.search.candidate import SINGLE, Candidate
@@ -32,32 +33,32 @@ CANNOT_RUN: Final = 1e3
 REFERENCE: Final = "reference"
 """A family of its own: reference models as they are extracted."""
 
+_Counts: TypeAlias = Annotated[tuple[Annotated[int, Within(2, MOST_DEVICES)], ...], Items(1, 1000)]
+_Latencies: TypeAlias = Annotated[tuple[Annotated[float, Within(0.0, 1.0)], ...], Items(1, 1000)]
+_Bandwidth: TypeAlias = Annotated[float, Within(1.0, 1e15)]
+_Ratio: TypeAlias = Annotated[float, Within(1e-6, 1e6)]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clusters:
     """Which clusters are drawn; one link joins all devices.
 
-    ``comm_ratio``, where it is given, decides the bandwidth: the time to send every output once,
-    over the time of all ops.
+    Slower devices are 1.5 to 4 times slower. ``comm_ratio``, where it is given, decides the
+    bandwidth: the time to send every output once, over the time of all ops.
     """
 
-    devices: tuple[int, ...] = (2, 2, 3, 4, 5, 6, 8)  # one of these numbers
-    unequal_share: float = 0.25  # of the clusters have some devices that are 1.5 to 4 times slower
-    latencies_s: tuple[float, ...] = (5e-6, 15e-6, 30e-6)  # one of these
-    bandwidth_bytes_per_s: tuple[float, float] = (8e9, 50e9)  # log-uniform
-    comm_ratio: tuple[float, float] | None = None  # log-uniform
+    devices: _Counts = (2, 2, 3, 4, 5, 6, 8)  # one of these numbers
+    unequal_share: Annotated[float, Within(0.0, 1.0)] = 0.25  # of them have slower devices
+    latencies_s: _Latencies = (5e-6, 15e-6, 30e-6)  # one of these
+    bandwidth_bytes_per_s: tuple[_Bandwidth, _Bandwidth] = (8e9, 50e9)  # log-uniform
+    comm_ratio: tuple[_Ratio, _Ratio] | None = None  # log-uniform
 
     def __post_init__(self) -> None:
-        if not self.devices or min(self.devices) < 2:
-            raise ValueError(f"devices is {list(self.devices)}: give numbers from 2")
-        if not 0.0 <= self.unequal_share <= 1.0:
-            raise ValueError(f"unequal_share is {self.unequal_share}, not within 0 .. 1")
-        if not self.latencies_s or min(self.latencies_s) < 0.0:
-            raise ValueError(f"latencies_s is {list(self.latencies_s)}: give times >= 0")
+        check_ranges(self)
         for name in ("bandwidth_bytes_per_s", "comm_ratio"):
             low, high = getattr(self, name) or (1.0, 1.0)
-            if not 0.0 < low <= high:
-                raise ValueError(f"{name} is {low:g} .. {high:g}: give a range above 0")
+            if low > high:
+                raise ValueError(f"{name} is {low:g} .. {high:g}: the smaller one comes first")
 
     def draw(self, rng: np.random.Generator, graph: GraphArrays) -> tuple[GraphArrays, Cluster]:
         """A cluster, and ``graph``, whose costs are of any kind, with costs for its devices."""

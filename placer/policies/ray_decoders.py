@@ -6,8 +6,10 @@ costs. Every machine must have placer installed, in the same version.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from typing import Any
+from importlib import import_module
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,18 +17,19 @@ from numpy.typing import NDArray
 from placer.policies.decoders import Here
 from placer.search.judge import Judge
 
-FOREVER = -1
+FOREVER: Final = -1
+LOOPBACK: Final = "127.0.0.1"
 
 
 class RayTasks:
     """Decodes on all processors of a Ray cluster, one task for each; see :class:`Decoders`."""
 
     def __init__(self, judges: Sequence[Judge], address: str = "") -> None:
-        """Connect to the cluster at ``address``, or start one of this machine.
+        """Connect to the cluster at ``address`` or ``$RAY_ADDRESS``, or start one of this machine.
 
         Raises:
             ValueError: Ray is not installed.
-            ConnectionError: there is no such cluster.
+            ConnectionError: there is no such cluster, or other machines could reach the new one.
         """
         try:
             import ray
@@ -36,8 +39,10 @@ class RayTasks:
             ) from error
         self._ray: Any = ray
         self._connected = not ray.is_initialized()
-        if self._connected:
-            ray.init(address or None, include_dashboard=False, log_to_driver=False)
+        if self._connected and (address or "RAY_ADDRESS" in os.environ):
+            ray.init(address or None, log_to_driver=False)
+        elif self._connected:
+            _start(ray)
         self._problems = ray.put([judge.problem for judge in judges])
         self._decode = ray.remote(num_cpus=1, max_retries=FOREVER)(_costs)
 
@@ -59,6 +64,24 @@ class RayTasks:
         """Leave the cluster; one that was started here ends."""
         if self._connected:
             self._ray.shutdown()
+
+
+def _start(ray: Any) -> None:
+    """Start a cluster that listens on this machine only; whoever reaches one can run code on it."""
+    constants: Any = import_module("ray._private.ray_constants")
+    before = constants.ENABLE_RAY_CLUSTER
+    constants.ENABLE_RAY_CLUSTER = False  # else Ray takes an address of the network for itself
+    try:
+        ray.init("local", include_dashboard=False, log_to_driver=False)
+    finally:
+        constants.ENABLE_RAY_CLUSTER = before
+    addresses = {node["NodeManagerAddress"] for node in ray.nodes()}
+    if addresses != {LOOPBACK}:
+        ray.shutdown()
+        raise ConnectionError(
+            f"Ray listens on {', '.join(sorted(addresses))}, where others may reach it: start a "
+            "cluster yourself and give its address"
+        )
 
 
 _known: dict[str, Here] = {}

@@ -21,12 +21,13 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from envs.simulator import OVERFULL_NS
 from envs.toy_problem import toy_problem
 from graphs.quotient import edge_sources
 from placer.policies.threads import one_thread
 from placer.search.budget import Budget, Meter
 from placer.search.grouping import Grouping, at_most
-from placer.search.judge import OVERFULL_NS, Judge
+from placer.search.judge import Judge
 from placer.search.tally import Tally
 
 MOST_GROUPS: Final = 128

@@ -19,17 +19,16 @@ They are in ``suites.toml`` beside the shipped policies::
 from __future__ import annotations
 
 import difflib
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
-from graphs.whole_file import read_limited
+from graphs.strict_json import load_toml
 from placer.policies.network import shipped
 from placer.policies.pool import Clusters, Exercise, draw_pool, families
-from placer.policies.training.config import LARGEST_FILE_BYTES, check_graphs
-from placer.policies.training.records import record
+from placer.policies.records import Within, check_ranges, record
+from placer.policies.training.config import Graphs, Ops, check_graphs
 
 FORMAT: Final = "placer-suites/1"
 SEED: Final = 4_000_000
@@ -43,15 +42,14 @@ class Suite:
     name: str
     about: str = ""
     families: tuple[str, ...] = field(default_factory=families)
-    graphs: int = 56
-    max_ops: int = 800
-    seed: int = SEED
+    graphs: Graphs = 56
+    max_ops: Ops = 800
+    seed: Annotated[int, Within(0, 2**63 - 1)] = SEED
     clusters: Clusters = field(default_factory=Clusters)
 
     def __post_init__(self) -> None:
-        if self.graphs < 1 or self.seed < 0:
-            raise ValueError(f"{self.graphs} graphs from seed {self.seed}: give 1 or more, from 0")
-        check_graphs(self.families, self.max_ops)
+        check_ranges(self)
+        check_graphs(self.families, self.graphs, self.max_ops)
 
     def drawn(self) -> list[Exercise]:
         """Its graphs with what there is to beat."""
@@ -71,18 +69,15 @@ def load_suites(path: Path | None = None) -> Mapping[str, Suite]:
         ValueError: it is no such file, or two have one name; says the path of the key.
         OSError: it cannot be read.
     """
-    path = path or shipped() / "suites.toml"
-    try:
-        content = read_limited(path, LARGEST_FILE_BYTES).decode()
-        found = record(_Suites, tomllib.loads(content)).suite
-        suites = {suite.name: suite for suite in found}
-        if len(suites) < len(found):
-            raise ValueError("two suites have one name")
-        return suites
-    except RecursionError:
-        raise ValueError(f"{path}: nested too deeply") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+    return load_toml(path or shipped() / "suites.toml", _by_name)
+
+
+def _by_name(content: object) -> Mapping[str, Suite]:
+    found = record(_Suites, content).suite
+    suites = {suite.name: suite for suite in found}
+    if len(suites) < len(found):
+        raise ValueError("two suites have one name")
+    return suites
 
 
 def suite_named(name: str, suites: Mapping[str, Suite]) -> Suite:

@@ -13,20 +13,21 @@ import torch
 
 import placer
 from envs.fitting import Fit, fitted
-from envs.measured import contended, noise, tied
+from envs.measurement import contended, noise, tied
 from envs.problem import Problem
+from envs.simulator import OVERFULL_NS
 from placer.policies.measuring import Fitted, Measuring, Run
 from placer.policies.network import FORMAT, Policy
 from placer.policies.params_env import ParamsBatch
 from placer.policies.pool import CANNOT_RUN, exercise
+from placer.policies.records import plain
 from placer.policies.training.learner import Learner
 from placer.policies.training.networks import exported, imported
-from placer.policies.training.records import plain
 from placer.policies.tuned import Tuned, Tuning
 from placer.report.progress import Progress
 from placer.rigs import Rig
 from placer.search.candidate import SINGLE, Candidate
-from placer.search.judge import OVERFULL_NS, Judge
+from placer.search.judge import Judge
 from placer.search.portfolio import search
 
 FINALISTS: Final = 4

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from envs.calibrate import calibrated
 from envs.cluster import Cluster
+from envs.compiled import loading_stage
 from envs.discover import check_devices
 from envs.problem import Problem
 from graphs.extract import ExtractionError, Step, extract
@@ -21,7 +22,7 @@ from placer.policies.tuned import Tuned, Tuning
 from placer.policies.tuner import Tuner
 from placer.report.progress import Progress, Silent
 from placer.rigs import rig_for
-from placer.search.portfolio import load_compiled_code
+from placer.search.compiling import load_compiled_code
 
 
 @one_thread()
@@ -70,6 +71,6 @@ def tune(
     hear.stage("Measuring op costs")
     graph = rig.costed(rig.graph, cluster, hear)
     problem = Problem.of(GraphArrays.from_graph(graph), rig.planned(cluster))
-    hear.stage("Loading compiled code (the first time it is compiled, 30 s)")
+    hear.stage(loading_stage())
     load_compiled_code()
     return Tuner(problem, rig, policy, name, tuning, hear).tuned()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections import deque
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -17,6 +18,9 @@ SECONDS_BETWEEN_LINES: Final = 10.0
 NARROWEST_TITLE: Final = 24
 BESIDE_TITLE: Final = 62
 """Columns of a terminal that bar, clock, time left and text need."""
+SHORTEST_STEP_S: Final = 1.0
+STEPS_KEPT: Final = 60
+FEWEST_STEPS: Final = 2
 SHORTEST_SHARE: Final = 0.002
 """Of what has to be done, before it is foretold how long the rest takes."""
 
@@ -34,20 +38,39 @@ class Progress(Protocol):
 
 
 class Pace:
-    """How fast a stage goes on, from the first report of something done: a job may be resumed."""
+    """How fast a stage goes on, from the first report of something done: a job may be resumed.
+
+    It is that of its usual steps: one that stands still for a minute, such as with a worker that
+    does not answer, does not count.
+    """
 
     def __init__(self) -> None:
-        self._began: tuple[float, float] | None = None
+        self._last: tuple[float, float] | None = None
+        self._steps: deque[tuple[float, float]] = deque(maxlen=STEPS_KEPT)  # seconds, shares
 
     def left(self, share: float) -> str:
-        """How long the stage still takes now that it is done to a share; see :func:`time_left`."""
+        """Return how long the stage still takes at a share; "" where little is known."""
         if not 0.0 < share < 1.0:
             return ""
         now = time.perf_counter()
-        if self._began is None:
-            self._began = now, share
-        begun_s, begun_share = self._began
-        return time_left(now - begun_s, (share - begun_share) / (1.0 - begun_share))
+        if self._last is None:
+            self._last = now, share
+        spent_s, done = now - self._last[0], share - self._last[1]
+        if spent_s >= SHORTEST_STEP_S and done > 0.0:
+            self._last = now, share
+            self._steps.append((spent_s, done))
+        if len(self._steps) < FEWEST_STEPS or sum(done for _, done in self._steps) < SHORTEST_SHARE:
+            return ""
+        return told_left(self._usual_s() * (1.0 - share))
+
+    def _usual_s(self) -> float:
+        """Seconds of the whole stage at the pace of the faster half of what was done."""
+        half = sum(done for _, done in self._steps) / 2
+        for spent_s, done in sorted(self._steps, key=lambda step: step[0] / step[1]):
+            half -= done
+            if half <= 1e-9:  # shares are rounded
+                return spent_s / done
+        raise AssertionError("there are steps")
 
 
 class Silent:
@@ -215,17 +238,12 @@ def progress_for(stream_is_terminal: bool) -> Bars | PlainLines:
     return Bars() if stream_is_terminal else PlainLines()
 
 
-def time_left(spent_s: float, share: float) -> str:
-    """How long something still takes when a share of it took so long.
+def told_left(left_s: float) -> str:
+    """Return a time that something still takes in a fitting unit.
 
-    Nothing where that tells little.
-
-    >>> time_left(60.0, 0.25)
+    >>> told_left(180.0)
     '3 min left'
     """
-    if share < SHORTEST_SHARE:
-        return ""
-    left_s = spent_s * (1.0 - min(share, 1.0)) / share
     if left_s >= 5400:
         return f"{left_s / 3600:.1f} h left"
     return f"{left_s / 60:.0f} min left" if left_s >= 90 else f"{left_s:.0f} s left"

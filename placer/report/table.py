@@ -12,8 +12,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from envs.host_names import is_core
 from envs.placement import ROOT, module_of
-from envs.torch_devices import is_core
 from placer.given import GIVEN
 from placer.milliseconds import milliseconds
 from placer.outcome import REBUILT
@@ -21,7 +21,7 @@ from placer.search.candidate import WHERE_ALLOWED
 
 if TYPE_CHECKING:
     from envs.cluster import Cluster, Link
-    from envs.measured import Measurement
+    from envs.measurement import Measurement
     from envs.placement import Placement
     from placer.outcome import Optimization, Row
 
@@ -168,7 +168,7 @@ def print_placement(placement: Placement, console: Console) -> None:
 
 def _by_clock(measured: Mapping[str, Any]) -> str:
     """By which clock, where it was not the wall clock, and what that one showed."""
-    if measured.get("clock") != "cpu":
+    if measured.get("clock") != "cpu" or "wall_median_s" not in measured:
         return ""
     return f" ({REBUILT}; by the wall clock {_ms(measured['wall_median_s'])} ms)"
 

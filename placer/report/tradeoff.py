@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from placer.milliseconds import milliseconds
+from placer.milliseconds import milliseconds, ratio_of
 from placer.report.table import human_bytes
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def rent_line(found: Tradeoff) -> str:
     fastest, cheapest = found.fastest, found.cheapest
     if fastest is cheapest:
         return f"Rent {_names(fastest)}: it is the fastest, and the cheapest per step."
-    slower = cheapest.step_s / fastest.step_s
+    slower = ratio_of(cheapest.step_s, fastest.step_s)
     text = (
         f"Fastest: {_names(fastest)}. Cheapest per step: {_names(cheapest)}, {slower:.2f}x slower"
     )

@@ -15,10 +15,17 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.compiled import compiled_borrowing, compiled_inline
-from envs.simulator import INFEASIBLE_NS, NO_LIMIT_NS, ProblemArrays, Workspace
+from envs.compiled import compiled_borrowing, compiled_inline, int64
+from envs.compiled_tables import by_pointer
+from envs.simulator import (
+    INFEASIBLE_NS,
+    NO_LIMIT_NS,
+    ProblemArrays,
+    Workspace,
+    simulate_core,
+)
 from placer.search.candidate import Candidate
-from placer.search.judge import Judge, plan_cost
+from placer.search.judge import Judge
 from placer.search.outline import Outline
 from placer.search.randomness import below, exponential, seeded, uniform
 
@@ -43,6 +50,7 @@ LOG: Final = 3
 _COUNTERS: Final = 4
 
 
+@by_pointer
 class Walk(NamedTuple):
     """State of a run, and scratch space; N ops."""
 
@@ -109,7 +117,8 @@ class Annealing:
             counters=np.zeros(_COUNTERS, np.int64),
             random=seeded(seed),
         )
-        _begin(judge.outline, judge.arrays, judge.work, self._walk)
+        cost = int(judge.costs(self._walk.devices[None], priority[None])[0])
+        _begin(judge.outline, judge.work, self._walk, cost)
 
     @property
     def best_cost(self) -> int:
@@ -130,6 +139,7 @@ class Annealing:
             int(first),
             int(stride),
             int(total),
+            self._judge.memory,
             self._hot,
             self._senders,
         )
@@ -141,8 +151,8 @@ class Annealing:
 
 
 @compiled_borrowing
-def _begin(o: Outline, arrays: ProblemArrays, work: Workspace, walk: Walk) -> None:
-    cost = plan_cost(arrays, work, walk.devices, walk.priority, NO_LIMIT_NS, o.memory_matters)
+def _begin(o: Outline, work: Workspace, walk: Walk, cost: int) -> None:
+    """Take up a plan whose schedule is in the workspace."""
     walk.counters[CURRENT] = cost
     walk.counters[BEST] = cost
     if cost != INFEASIBLE_NS:
@@ -159,6 +169,7 @@ def _anneal(
     first: int,
     stride: int,
     total: int,
+    memory: int,
     hot: float,
     senders: float,
 ) -> None:
@@ -171,11 +182,11 @@ def _anneal(
         temperature = hot * (COLD / hot) ** progress
         op = below(random, count)
         if counters[CHAIN] > 0 and uniform(random) < ON_CHAIN:
-            op = walk.chain[below(random, counters[CHAIN])]
+            op = int64(walk.chain[below(random, counters[CHAIN])])
             if senders > 0.0 and uniform(random) < senders:
                 op = _sender_beside(o, walk, op)
         counters[LOG] = 0
-        old_rank = walk.rank[op]
+        old_rank = int64(walk.rank[op])
         if device_count == 1 or uniform(random) < RANK_MOVES:
             shift = 1 + int(min(exponential(random, MEAN_SHIFT), count))
             if uniform(random) < EARLIER:
@@ -192,7 +203,7 @@ def _anneal(
         limit = NO_LIMIT_NS
         if current != INFEASIBLE_NS:
             limit = current + int(current * exponential(random, temperature))
-        cost = plan_cost(arrays, work, walk.devices, walk.priority, limit, o.memory_matters)
+        cost = simulate_core(arrays, work, walk.devices, walk.priority, limit, memory)
         if cost <= limit:
             counters[CURRENT] = cost
             if cost != INFEASIBLE_NS:
@@ -261,11 +272,11 @@ def _shift(walk: Walk, op: int, target: int) -> None:
 def _change_devices(o: Outline, walk: Walk, op: int, device_count: int) -> None:
     """Move an op, a cluster around it, or two ops that swap; all moves are logged."""
     random = walk.random
-    home = walk.devices[op]
+    home = int64(walk.devices[op])
     kind = uniform(random)
     if kind < SWAPS:
         other = below(random, len(walk.devices))
-        there = walk.devices[other]
+        there = int64(walk.devices[other])
         apart = walk.group[op] < 0 or walk.group[op] != walk.group[other]
         if there != home and apart and o.allowed[op, there] and o.allowed[other, home]:
             _move(walk, op, there)
@@ -275,7 +286,7 @@ def _change_devices(o: Outline, walk: Walk, op: int, device_count: int) -> None:
     if uniform(random) < TO_NEIGHBOUR:
         neighbour = _neighbour(o, op, below(random, max(_degree(o, op), 1)))
         if neighbour >= 0:
-            target = walk.devices[neighbour]
+            target = int64(walk.devices[neighbour])
     if target == home:
         target = (home + 1 + below(random, device_count - 1)) % device_count
     if not o.allowed[op, target]:
@@ -292,7 +303,7 @@ def _move_cluster(o: Outline, walk: Walk, home: int, target: int) -> None:
     size = 2 + int(min(exponential(random, MEAN_CLUSTER), len(walk.devices)))
     follower = 0
     while follower < walk.counters[LOG] and walk.counters[LOG] < size:
-        op = walk.log_op[follower]
+        op = int64(walk.log_op[follower])
         follower += 1
         for k in range(_degree(o, op)):
             other = _neighbour(o, op, k)

@@ -11,7 +11,8 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.compiled import compiled_inline
+from envs.compiled import compiled_inline, int64
+from envs.compiled_tables import by_pointer
 from envs.max_load import LoadArrays
 from placer.search.randomness import below, exponential, uniform
 
@@ -32,6 +33,7 @@ BUSIEST: Final = 3
 COUNTERS: Final = 4
 
 
+@by_pointer
 class Balance(NamedTuple):
     """State of a run, and scratch space; N ops, D devices, C co-location groups."""
 
@@ -63,11 +65,11 @@ def propose(arrays: LoadArrays, state: Balance, device_count: int) -> None:
             if state.devices[op] == state.counters[BUSIEST]:
                 break
             op = below(random, len(state.devices))
-    home = state.devices[op]
+    home = int64(state.devices[op])
     kind = uniform(random)
     if kind < SWAPS:
         other = below(random, len(state.devices))
-        there = state.devices[other]
+        there = int64(state.devices[other])
         apart = state.group[op] < 0 or state.group[op] != state.group[other]
         if there != home and apart and arrays.allowed[op, there] and arrays.allowed[other, home]:
             _move(state, op, there)
@@ -79,7 +81,7 @@ def propose(arrays: LoadArrays, state: Balance, device_count: int) -> None:
     target = below(random, device_count)
     if uniform(random) < TO_NEIGHBOUR and _degree(arrays, state, op) > 0:
         k = below(random, _degree(arrays, state, op))
-        target = state.devices[_neighbour(arrays, state, op, k)]
+        target = int64(state.devices[_neighbour(arrays, state, op, k)])
     if target == home:
         target = _another(random, home, device_count)
     if not arrays.allowed[op, target]:
@@ -99,7 +101,7 @@ def _move_cluster(arrays: LoadArrays, state: Balance, home: int, target: int) ->
     spreading = 1.0 - LOOSE * uniform(random)
     leader = 0
     while leader < state.counters[MOVED] and state.counters[MOVED] < size:
-        op = state.moved[leader]
+        op = int64(state.moved[leader])
         leader += 1
         for k in range(_degree(arrays, state, op)):
             other = _neighbour(arrays, state, op, k)
@@ -120,18 +122,18 @@ def _move_run(arrays: LoadArrays, state: Balance, op: int, device_count: int) ->
     This shifts a border between two parts of the order. Where the run is over before it meets
     another device, that is any.
     """
-    random, home = state.random, state.devices[op]
+    random, home = state.random, int64(state.devices[op])
     step = 1 if uniform(random) < 0.5 else -1
     size = _any_size(state)
     target, at, length = home, state.position[op], 0
     while 0 <= at < len(state.order) and length < size and target == home:
-        target = state.devices[state.order[at]]
+        target = int64(state.devices[state.order[at]])
         at += step
         length += 1
     if target == home:
         target = _another(random, home, device_count)
     for k in range(length):
-        other = state.order[state.position[op] + k * step]
+        other = int64(state.order[state.position[op] + k * step])
         if state.devices[other] == home and arrays.allowed[other, target]:
             _move(state, other, target)
 

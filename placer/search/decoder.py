@@ -26,7 +26,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.compiled import compiled, compiled_borrowing, compiled_inline
+from envs.compiled import compiled_borrowing, compiled_inline
 from placer.search.live import (
     Live,
     commit,
@@ -68,9 +68,11 @@ def decode(
 
 
 def decode_batch(
-    problem: Outline, weights: NDArray[np.floating[Any]]
+    problem: Outline, weights: NDArray[np.floating[Any]], live: Live | None = None
 ) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
     """Devices (B, N) and priorities (B, N) that ``weights`` (B, 21) decode to.
+
+    Who decodes often gives ``live``, scratch space of the problem.
 
     Raises:
         ValueError: the weights are not of that shape, or not all finite.
@@ -80,13 +82,19 @@ def decode_batch(
         raise ValueError(f"weights are of shape {rows.shape}, not (B, {WEIGHT_COUNT})")
     if not np.isfinite(rows).all():
         raise ValueError("weights are not all finite numbers")
-    shape = (len(rows), len(problem.group))
-    devices = np.full(shape, -1, np.int32)
-    priority = np.zeros(shape)
-    live = live_for(problem)
-    for row in range(len(rows)):
-        _decode(problem, live, rows[row], devices[row], priority[row])
+    orders = np.argsort(-_order_scores(problem, rows), axis=1, kind="stable")
+    devices = np.full(orders.shape, -1, np.int32)
+    priority = np.zeros(orders.shape)
+    _decode(problem, live or live_for(problem), orders, rows, devices, priority)
     return devices, priority
+
+
+def _order_scores(problem: Outline, rows: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Order scores (B, N), summed feature by feature: equal on every machine."""
+    scores = np.repeat(problem.order_base[None], len(rows), axis=0)
+    for k in range(OP_FEATURE_COUNT):
+        scores += rows[:, k, None] * problem.op_features[:, k]
+    return scores
 
 
 @compiled_inline
@@ -96,36 +104,33 @@ def soft_log1(x: float) -> float:
     return float(2.0 * (root - 1.0 / root))
 
 
-@compiled
+@compiled_borrowing
 def _decode(
     o: Outline,
     live: Live,
+    orders: NDArray[np.int64],
     weights: NDArray[np.float64],
     devices: NDArray[np.int32],
     priority: NDArray[np.float64],
 ) -> None:
-    """Fill ``devices`` (N,), given as -1, and ``priority`` (N,)."""
-    count = len(devices)
-    score = o.order_base.copy()
-    for i in range(count):
-        for k in range(OP_FEATURE_COUNT):
-            score[i] += weights[k] * o.op_features[i, k]
-    order = np.argsort(-score, kind="mergesort")
-    for k in range(count):
-        live.rank[order[k]] = k
-    _decode_in_order(o, live, order, weights[OP_FEATURE_COUNT:], devices, priority)
+    """Fill ``devices`` (B, N), given as -1, and ``priority`` (B, N); ``orders`` (B, N) of ops."""
+    for row in range(len(orders)):
+        _decode_in_order(o, live, orders[row], weights[row], devices[row], priority[row])
 
 
-@compiled_borrowing
+@compiled_inline
 def _decode_in_order(
     o: Outline,
     live: Live,
     order: NDArray[np.int64],
-    u: NDArray[np.float64],
+    weights: NDArray[np.float64],
     devices: NDArray[np.int32],
     priority: NDArray[np.float64],
 ) -> None:
+    u = weights[OP_FEATURE_COUNT:]
     count = len(devices)
+    for k in range(count):
+        live.rank[order[k]] = k
     size = reset(o, live)
     for position in range(count):
         v = order[pop(live.heap, size)]
@@ -213,7 +218,7 @@ def _choose(
             value += u[12]
         if u[13] != 0.0:
             value += u[13] * soft_log1(live.crowd[d])
-        if value > best:
+        if chosen < 0 or value > best:  # whatever the values are, some device is chosen
             best = value
             chosen = d
     return chosen

@@ -6,12 +6,13 @@ times (1989). Equal starts are decided by the highest bottom level, then by the 
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.compiled import compiled, compiled_inline
+from envs.compiled import compiled_borrowing, compiled_inline, int64
+from envs.compiled_tables import by_pointer
 from placer.search.outline import Outline
 
 WINDOW: Final = 128
@@ -26,7 +27,7 @@ def etf(problem: Outline) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
     """
     devices = np.full(len(problem.group), -1, np.int32)
     priority = np.zeros(len(problem.group))
-    _etf(problem, devices, priority)
+    _etf(problem, _nothing_placed(problem), devices, priority)
     return devices, priority
 
 
@@ -42,22 +43,54 @@ def memory_etf(problem: Outline) -> tuple[NDArray[np.int32], NDArray[np.float64]
     return etf(kept)
 
 
-@compiled
-def _etf(o: Outline, devices: NDArray[np.int32], priority: NDArray[np.float64]) -> None:
-    count, device_count = o.cost.shape
-    order = np.argsort(-o.bottom_level, kind="mergesort")
+@by_pointer
+class _Progress(NamedTuple):
+    """What is known of N ops on D devices so far; times in ns."""
+
+    order: NDArray[np.int64]  # (N,) ops, the highest bottom level first
+    rank: NDArray[np.int64]  # (N,) of each op in it
+    waiting: NDArray[np.int32]  # (N,) inputs that are not placed
+    finish: NDArray[np.float64]  # (N,)
+    sent: NDArray[np.float64]  # (N, D) when a copy of an output is there, -1: it is not sent
+    pinned: NDArray[np.int32]  # device of each co-location group, or -1
+    free: NDArray[np.float64]  # (D,)
+    queue_free: NDArray[np.float64]  # by queue
+    used: NDArray[np.float64]  # (D,) bytes
+    data: NDArray[np.float64]  # (N, D) arrival of all inputs of a ready op
+    reach: NDArray[np.bool_]  # (N, D) whether links lead there from all of them
+    ready: NDArray[np.int64]  # (N,) ranks, ascending
+
+
+def _nothing_placed(problem: Outline) -> _Progress:
+    count, device_count = problem.cost.shape
+    order = np.argsort(-problem.bottom_level, kind="stable")
     rank = np.empty(count, np.int64)
     rank[order] = np.arange(count)
-    waiting = np.diff(o.predecessor_start)
-    finish = np.zeros(count)
-    sent = np.full((count, device_count), -1.0)
-    pinned = np.full(max(len(o.group_resident), 1), -1, np.int32)
-    free = np.zeros(device_count)
-    queue_free = np.zeros(max(o.queue_count, 1))
-    used = np.zeros(device_count)
-    data = np.zeros((count, device_count))  # arrival of all inputs of a ready op
-    reach = np.ones((count, device_count), np.bool_)
-    ready = np.empty(count, np.int64)  # ranks, ascending
+    return _Progress(
+        order=order,
+        rank=rank,
+        waiting=np.diff(problem.predecessor_start),
+        finish=np.zeros(count),
+        sent=np.full((count, device_count), -1.0),
+        pinned=np.full(len(problem.group_resident), -1, np.int32),
+        free=np.zeros(device_count),
+        queue_free=np.zeros(problem.queue_count),
+        used=np.zeros(device_count),
+        data=np.zeros((count, device_count)),
+        reach=np.ones((count, device_count), np.bool_),
+        ready=np.empty(count, np.int64),
+    )
+
+
+@compiled_borrowing
+def _etf(
+    o: Outline, now: _Progress, devices: NDArray[np.int32], priority: NDArray[np.float64]
+) -> None:
+    """Fill ``devices`` (N,), given as -1, and ``priority`` (N,)."""
+    count, device_count = o.cost.shape
+    order, waiting, finish, free = now.order, now.waiting, now.finish, now.free
+    pinned, queue_free, sent, data = now.pinned, now.queue_free, now.sent, now.data
+    rank, ready, reach, used = now.rank, now.ready, now.reach, now.used
     size = 0
     for r in range(count):
         if waiting[order[r]] == 0:
@@ -68,7 +101,7 @@ def _etf(o: Outline, devices: NDArray[np.int32], priority: NDArray[np.float64]) 
         best = np.inf
         best_tier = 0
         at = -1
-        device = -1
+        device = int64(-1)
         for k in range(min(size, WINDOW)):
             v = order[ready[k]]
             group = o.group[v]

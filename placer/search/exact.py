@@ -34,6 +34,8 @@ LARGEST: Final = 80
 DETERMINISTIC_S: Final = 1e-3
 """Of the solver's own time for each evaluation of a budget: the same on every machine."""
 LOOK_S: Final = 0.05
+LONGEST_NS: Final = 1 << 52
+"""Far beyond what the simulator counts, and what the solver can still add up."""
 ROUNDS: Final = 4
 
 
@@ -205,7 +207,8 @@ def _horizon_ns(problem: Problem) -> int:
             )
             slowest = max(slowest, float(pair.sum()) * 1e9)
     copies = 1 if problem.cluster.once_per_destination else 2
-    return int(longest + copies * problem.device_count * slowest) + problem.graph.edge_count + 1
+    total = int(longest + copies * problem.device_count * slowest) + problem.graph.edge_count + 1
+    return min(total, LONGEST_NS)
 
 
 class _Replay(cp_model.CpSolverSolutionCallback):

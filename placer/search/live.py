@@ -7,10 +7,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.compiled import compiled_inline
+from envs.compiled import compiled_inline, int64
+from envs.compiled_tables import by_pointer
 from placer.search.outline import Outline
 
 
+@by_pointer
 class Live(NamedTuple):
     """What a decode knows so far; N ops, D devices. Make it with :func:`live_for`, reuse it."""
 
@@ -71,7 +73,7 @@ def live_for(problem: Outline) -> Live:
 def reset(o: Outline, live: Live) -> int:
     """Nothing placed, the sources on the heap; returns its size."""
     count, device_count = o.cost.shape
-    size = 0
+    size = int64(0)
     for i in range(count):
         live.waiting[i] = o.predecessor_start[i + 1] - o.predecessor_start[i]
         live.unread[i] = o.successor_start[i + 1] - o.successor_start[i]

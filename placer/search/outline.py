@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from envs.compiled_tables import by_pointer
 from envs.levels import levels
 from envs.problem import Problem
 
@@ -19,6 +20,7 @@ BASE_ORDER_SCORE: Final = 10.0
 """Order score of an op on the critical path when all learned weights are zero."""
 
 
+@by_pointer
 class Outline(NamedTuple):
     """Arrays of N ops, E edges, D devices and C co-location groups, writable and contiguous.
 

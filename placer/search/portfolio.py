@@ -8,7 +8,6 @@ the heuristics.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
@@ -16,11 +15,11 @@ from numpy.typing import NDArray
 
 from envs.bounds import lower_bound_ns
 from envs.problem import Problem
-from envs.toy_problem import toy_problem
 from placer.milliseconds import milliseconds
 from placer.search.annealing import Annealing
 from placer.search.budget import Budget, Meter
 from placer.search.candidate import Candidate, distinct, ranked
+from placer.search.compiling import load_compiled_code
 from placer.search.decoder import HEFT, WEIGHT_COUNT
 from placer.search.evolution import Evolution
 from placer.search.heuristics import heuristics
@@ -237,12 +236,3 @@ def _pays(problem: Problem, budget: Budget) -> bool:
     """Whether a bound is worth its time, about 0.05 s for 1,000 ops."""
     long = budget.seconds is None or budget.seconds >= LONG_S
     return long and problem.op_count <= LARGEST_BOUNDED
-
-
-@cache
-def load_compiled_code() -> None:
-    """Compile what a search runs (20 s, once for each installation), or load it from the cache."""
-    run = _Search(toy_problem(), Meter(Budget(evaluations=100), trail=None), 0, None)
-    run.begin()
-    run.evolve(_Beginning(HEFT))
-    run.anneal()

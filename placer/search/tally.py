@@ -7,10 +7,11 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from envs.simulator import OVERFULL_NS
 from placer.milliseconds import milliseconds
 from placer.search.budget import Meter
 from placer.search.candidate import Candidate
-from placer.search.judge import OVERFULL_NS, Judge
+from placer.search.judge import Judge
 
 
 class Tally:

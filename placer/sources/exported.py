@@ -1,43 +1,24 @@
 """``model.pt2``: a program that ``torch.export.save`` wrote, with the example inputs in it.
 
-Nothing in the file is ever unpickled into objects: torch would do so for what is not a tensor, so
-that such files are refused before torch reads them.
+torch runs code of a file that it loads: objects are unpickled, expressions and names are evaluated.
+The file is read once, and what was read is checked before torch loads it.
 """
 
 from __future__ import annotations
 
-import os
+import io
 import warnings
-import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Final
 
-import torch
+from torch.export.pt2_archive import _package
 
+from envs.discover import available_memory_bytes
 from graphs.extract import Step
+from graphs.printable import escaped
+from graphs.whole_file import read_limited
 from placer.missing_file import missing_file, why_not_read
-from placer.sources.fault import TargetError
-
-SUFFIX: Final = ".pt2"
-HARMLESS: Final = (
-    "models/*.json",
-    "data/weights/weight_*",
-    "data/weights/*.json",
-    "data/constants/tensor_*",
-    "data/constants/*.json",
-    "data/sample_inputs/*.pt",
-    "extra/*",
-    "archive_format",
-    "archive_version",
-    "byteorder",
-    ".data/*",
-)
-"""Members of an archive that hold tensors, numbers and text; without the folder they are in."""
-ONLY_WEIGHTS: Final = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-"""Forbids torch.load to unpickle anything but tensors, whatever its callers ask for."""
+from placer.sources.exported_check import check_archive
+from placer.sources.fault import TargetError, quiet
 
 
 def load(path: Path, *, training: bool) -> Step:
@@ -53,51 +34,36 @@ def load(path: Path, *, training: bool) -> Step:
             "inference only: add --inference. To place training, give the function that makes the "
             "model: path/to/model.py:function"
         )
-    _check_members(path)
+    content = _checked(path)
     try:
-        with _only_weights(), warnings.catch_warnings():
+        with quiet(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what torch says of its own reading
-            program = torch.export.load(path)
+            # As torch.export.load, but for formats before 2.8, which hold pickles, and tracebacks.
+            program = _package.load_pt2(io.BytesIO(content)).exported_programs["model"]
+            model = program.module(check_guards=False)
     except Exception as error:
-        reason = " ".join(str(error).split())[:300]
+        reason = escaped(" ".join(str(error).split())[:300])
         raise TargetError(f"torch cannot load {path}: {reason or type(error).__name__}") from error
     if program.example_inputs is None:
         raise TargetError(f"{path} was saved without example inputs, so there is no step to place")
-    model = program.module(check_guards=False)
     for module in model.modules():
         module.training = False  # train() and eval() refuse: the mode is part of the program
     inputs, keywords = program.example_inputs
     return Step(model, tuple(inputs), dict(keywords), training=False)
 
 
-def _check_members(path: Path) -> None:
+def _checked(path: Path) -> bytes:
+    """Read a file that is safe to load."""
     if not path.is_file():
         raise TargetError(missing_file(path))
     try:
-        with zipfile.ZipFile(path) as archive:
-            names = archive.namelist()
-    except zipfile.BadZipFile as error:
-        raise TargetError(f"{path} is not a program that torch.export.save wrote") from error
+        content = read_limited(path, available_memory_bytes())
     except OSError as error:
         raise TargetError(why_not_read(error)) from error
-    for name in names:
-        inner = name.partition("/")[2]
-        if not any(fnmatchcase(inner, pattern) for pattern in HARMLESS):
-            raise TargetError(
-                f"{path} holds {name!r}, which is neither a tensor nor part of the graph; placer "
-                "does not unpickle objects. Save it anew with torch.export.save, without custom "
-                "objects"
-            )
-
-
-@contextmanager
-def _only_weights() -> Iterator[None]:
-    before = os.environ.get(ONLY_WEIGHTS)
-    os.environ[ONLY_WEIGHTS] = "1"
+    except ValueError as error:
+        raise TargetError(f"{path}: {error}") from error
     try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[ONLY_WEIGHTS]
-        else:
-            os.environ[ONLY_WEIGHTS] = before
+        check_archive(content)
+    except ValueError as error:
+        raise TargetError(f"{path} {error}") from error
+    return content

@@ -11,8 +11,8 @@ configuration: ``hf:llama?batch=2&sequence=64&num_hidden_layers=4``.
 
 from __future__ import annotations
 
+import copy
 import difflib
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,9 +28,12 @@ from torch import nn
 
 from envs.discover import available_memory_bytes
 from graphs.extract import Step
+from graphs.strict_json import brief, parse_json
+from placer.missing_file import why_not_read
 from placer.sources.fault import TargetError
+from placer.sources.huggingface_config import OF_LOADING, check_harmless, read_config
+from placer.sources.names import PREFIX
 
-PREFIX: Final = "hf:"
 BATCH: Final = 1
 SEQUENCE: Final = 128
 IMAGE_SIZE: Final = 224
@@ -164,11 +167,12 @@ def load(request: Request, *, training: bool, weights: bool = True) -> Step:
         torch.manual_seed(SEED)
         config = _config(transformers, request)
         head = _head(transformers, config, request)
+        make = partial(head.from_config, config, trust_remote_code=False)
         with _refusing(request), torch.device("meta"):
-            model = head.from_config(config)
+            model = make()
         if weights:
             _check_memory(model, request, training)
-            model = head.from_config(config)
+            model = make()
         return _step(model, request, training=training)
 
 
@@ -241,8 +245,7 @@ def _maker(transformers: Any, request: Request) -> tuple[Callable[..., Any], Map
     """What makes the configuration, and the sizes of the published model."""
     path = Path(request.name)
     if path.exists():
-        load_config = transformers.AutoConfig.from_pretrained
-        return partial(load_config, request.name, local_files_only=True), {}
+        return _maker_of_file(transformers, request, path), {}
     name = request.name.rpartition("/")[2].lower()  # of "google-bert/bert-base-uncased"
     kind, sizes = SIZES.get(name, (name, {}))
     if kind in transformers.CONFIG_MAPPING:
@@ -255,6 +258,28 @@ def _maker(transformers: Any, request: Request) -> tuple[Callable[..., Any], Map
     )
 
 
+def _maker_of_file(transformers: Any, request: Request, path: Path) -> Callable[..., Any]:
+    """What makes the configuration in a file or folder, by a class of transformers' own."""
+    try:
+        content = read_config(path)
+    except OSError as error:
+        raise TargetError(f"{PREFIX}{request.name}: {why_not_read(error)}") from error
+    except ValueError as error:
+        raise TargetError(f"{PREFIX}{request.name}: {error}") from error
+    kind = content.get("model_type")
+    if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
+        raise TargetError(
+            f"{PREFIX}{request.name}: transformers does not know its model_type {kind!a}, and code "
+            f"in a folder is not run; {OWN_FUNCTION}"
+        )
+    from_dict = transformers.CONFIG_MAPPING[kind].from_dict
+
+    def make(**fields: object) -> Any:
+        return from_dict(copy.deepcopy(content), **fields)
+
+    return make
+
+
 def _known() -> str:
     return f"known sizes: {', '.join(SIZES)}"
 
@@ -264,7 +289,12 @@ NOT_LISTED: Final = ("num_labels", "image_size", "attn_implementation", "experts
 
 
 def _check_fields(config: Any, request: Request) -> None:
-    known = {*config.to_dict(), *config.attribute_map, *NOT_LISTED}
+    try:
+        check_harmless(request.fields)
+    except ValueError as error:
+        raise TargetError(f"{PREFIX}{request.name}: {error}") from error
+    listed = {*config.to_dict(), *config.attribute_map, *NOT_LISTED} - OF_LOADING
+    known = {name for name in listed if not name.startswith("_")}
     for name in request.fields:
         if name not in known:
             similar = difflib.get_close_matches(name, ["batch", "sequence", *known], 1)
@@ -300,7 +330,7 @@ def _check_memory(model: nn.Module, request: Request, training: bool) -> None:
 def _value(text: str) -> Any:
     """A number, true or false; anything else is text."""
     try:
-        return json.loads(text)
+        return parse_json(text, lambda content: content)
     except ValueError:
         return text
 
@@ -311,7 +341,7 @@ def _refusing(request: Request) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = " ".join(str(error).split())
+        reason = brief(str(error))
         raise TargetError(f"{PREFIX}{request.name}: transformers refuses it: {reason}") from error
 
 

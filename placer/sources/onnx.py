@@ -6,9 +6,7 @@ What follows a question mark are the sizes that the file leaves open, by the nam
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
@@ -19,18 +17,15 @@ from torch import Tensor
 
 from envs.discover import available_memory_bytes
 from graphs.extract import Step
+from graphs.printable import check_printable
 from placer.missing_file import missing_file, why_not_read
-from placer.sources.fault import TargetError
+from placer.sources.fault import TargetError, quiet
 
-SUFFIX: Final = ".onnx"
 LARGEST_FILE_BYTES: Final = 2**31
 """Protocol buffers hold no more; larger models have their weights in files beside."""
+NOTES: Final = ("doc_string", "metadata_props")
+"""Fields for people, which may have lines and are not shown."""
 SEED: Final = 0
-
-
-def is_onnx(target: str) -> bool:
-    """Whether a target is an ONNX file."""
-    return target.partition("?")[0].endswith(SUFFIX)
 
 
 def load(target: str, *, training: bool) -> Step:
@@ -57,7 +52,7 @@ def load(target: str, *, training: bool) -> Step:
     if not opsets:
         raise TargetError(f"{path} does not say which version of ONNX its operators are of")
     try:
-        with _quiet():
+        with quiet():
             module = build(model.graph, opsets[0], inputs)
     except ValueError as error:
         raise TargetError(f"{path}: {error}") from error
@@ -93,6 +88,11 @@ def _checked(onnx: Any, path: Path) -> Any:
     if not model.graph.node:
         raise TargetError(f"{path} is no ONNX file, or one without any operator")
     try:
+        for text in _texts(model):
+            check_printable(text, f"{path}: a name")
+    except ValueError as error:
+        raise TargetError(str(error)) from error
+    try:
         needed = sum(map(bytes_of, model.graph.initializer))
         if needed > (free := available_memory_bytes()):
             raise TargetError(
@@ -106,6 +106,17 @@ def _checked(onnx: Any, path: Path) -> Any:
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
         raise TargetError(f"{path} cannot be read: {reason or type(error).__name__}") from error
+
+
+def _texts(message: Any) -> Iterator[str]:
+    """The names in a message of protocol buffers and in those that it holds."""
+    for field, value in message.ListFields():
+        if field.name not in NOTES and field.type in (field.TYPE_MESSAGE, field.TYPE_STRING):
+            for item in value if field.is_repeated else [value]:
+                if field.type == field.TYPE_STRING:
+                    yield item
+                else:
+                    yield from _texts(item)
 
 
 def _sizes(target: str, query: str) -> dict[str, int]:
@@ -155,17 +166,6 @@ def _inputs(graph: Any, path: Path, sizes: Mapping[str, int]) -> dict[str, Tenso
             )
             for one in wanted
         }
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the tracebacks that torch logs of what it refuses; its reason is told."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 def _random(shape: list[int], dtype: torch.dtype) -> Tensor:

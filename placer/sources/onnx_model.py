@@ -19,6 +19,7 @@ from placer.sources.onnx_tensors import attributes_of, tensor_of
 OWN_DOMAINS: Final = ("", "ai.onnx")
 ONLY_SHAPES: Final = ("Shape", "Size")
 """Operators that look at no value of their input."""
+QUOTING: Final = "\"'\\"
 SCOPES: Final = "pkg.torch.onnx.name_scopes"
 
 
@@ -255,7 +256,9 @@ def _node_path(proto: Any) -> list[str]:
 
 
 def _parts(path: str) -> list[str]:
-    return [part for part in path.split(".") if part]
+    """The parts of a path, without what torch cannot write into code in quotes as it is."""
+    plain = "".join(c if c.isprintable() and c not in QUOTING else "_" for c in path)
+    return [part for part in plain.split(".") if part]
 
 
 def _place(root: nn.Module, path: Sequence[str]) -> tuple[nn.Module, str, str]:

@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from graphs.whole_file import write_whole
+from graphs.strict_json import brief, number, parse_json, table, text, whole
+from graphs.whole_file import checksum, write_whole
+from placer.policies.records import differences
 from placer.policies.training.learner import Saved
-from placer.policies.training.records import differences
 
-FORMAT: Final = "placer-checkpoint/1"
+FORMAT: Final = "placer-checkpoint/2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -57,7 +58,9 @@ class Checkpoint:
             "spent_s": self.spent_s,
             "log_bytes": self.log_bytes,
         }
-        write_whole(path, save(tensors, {"placer": json.dumps(header)}))
+        content = json.dumps(header)
+        metadata = {"placer": content, "sha256": _checksum(content, tensors)}
+        write_whole(path, save(tensors, metadata), private=True)
 
 
 def read_checkpoint(path: Path, essence: Mapping[str, Any]) -> Checkpoint:
@@ -69,29 +72,43 @@ def read_checkpoint(path: Path, essence: Mapping[str, Any]) -> Checkpoint:
     """
     try:
         with safe_open(path, framework="numpy") as file:
-            header = json.loads((file.metadata() or {})["placer"])
+            metadata = file.metadata() or {}
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no dict
+        content = metadata["placer"]
+        if metadata.get("sha256") != _checksum(content, tensors):
+            raise ValueError("it is damaged; give --fresh to begin anew")
+        header = parse_json(content, _header)
         if header["format"] != FORMAT:
             raise ValueError(f"the format is {header['format']!r}, this version reads {FORMAT!r}")
-        if changed := differences(header["essence"], essence):
+        if changed := differences(table(header["essence"], "essence"), essence):
             raise ValueError(
                 f"it is of another training: {'; '.join(changed)}. Train with what it was, or give "
                 "--fresh to begin anew"
             )
-        parts = {part: _part(tensors, part, data) for part, data in header["data"].items()}
+        data = table(header["data"], "data")
+        parts = {part: _part(tensors, part, table(data[part], part)) for part in data}
         learner = parts.pop("learner")
         return Checkpoint(
             essence=essence,
-            graphs=header["graphs"],
+            graphs=text(header["graphs"], "graphs"),
             finished=[parts[f"finished.{i}"] for i in range(len(parts))],
             learner=learner,
-            rollouts=header["rollouts"],
-            spent_s=header["spent_s"],
-            log_bytes=header["log_bytes"],
+            rollouts=whole(header["rollouts"], "rollouts"),
+            spent_s=number(header["spent_s"], "spent_s"),
+            log_bytes=whole(header["log_bytes"], "log_bytes"),
         )
     except (KeyError, TypeError, SafetensorError, ValueError) as error:
         why = f"not a checkpoint: {error!r}" if not isinstance(error, ValueError) else error
-        raise ValueError(f"{path}: {why}") from error
+        raise ValueError(f"{path}: {brief(str(why))}") from error
+
+
+def _checksum(content: str, tensors: Mapping[str, NDArray[Any]]) -> str:
+    parts = {f"{k} {v.dtype} {v.shape}": memoryview(v.tobytes()) for k, v in tensors.items()}
+    return checksum(content, parts)
+
+
+def _header(content: object) -> dict[str, Any]:
+    return table(content, "")
 
 
 def _part(tensors: Mapping[str, NDArray[Any]], part: str, data: Mapping[str, Any]) -> Saved:

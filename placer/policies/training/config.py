@@ -37,20 +37,26 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
+from graphs.strict_json import load_toml, within
 from graphs.synthetic import FEWEST_OPS
-from graphs.whole_file import read_limited
 from placer.policies.pool import Clusters, families
-from placer.policies.training.records import plain, record
+from placer.policies.records import Items, Within, check_ranges, plain, record
 
 FORMAT: Final = "placer-training/1"
-LARGEST_FILE_BYTES: Final = 10**6
 MOST_SEEDS: Final = 1_000_000
 """Seeds beyond would draw graphs that are for testing."""
+MOST_STEPS: Final = 1 << 20
+"""Of all environments together in a rollout, which is kept in memory."""
+MOST_OPS: Final = 10**8
+"""Of all graphs of a stage together: about a kilobyte is kept of each."""
+LearningRate: TypeAlias = Annotated[float, Within(1e-9, 1.0)]
+Layers: TypeAlias = Annotated[tuple[Annotated[int, Within(1, 4096)], ...], Items(0, 8)]
+Graphs: TypeAlias = Annotated[int, Within(1, 100_000)]
+Ops: TypeAlias = Annotated[int, Within(FEWEST_OPS, 100_000)]  # every family can keep to FEWEST_OPS
 UNIMPORTANT: Final = ("workers", "checkpoint_rollouts", "ray_address")
 """What has no influence on what is learnt."""
 
@@ -64,15 +70,13 @@ class Length:
     A decode is a placement that is made and simulated; op by op, it is the choice for one op.
     """
 
-    decodes: int | None = None
-    seconds: float | None = None
+    decodes: Annotated[int, Within(1, 10**12)] | None = None
+    seconds: Annotated[float, Within(1e-3, 1e8)] | None = None
 
     def __post_init__(self) -> None:
         if (self.decodes is None) == (self.seconds is None):
             raise ValueError("a length is either decodes or seconds: give one of them")
-        amount = self.seconds if self.decodes is None else self.decodes
-        if amount is None or not amount > 0:
-            raise ValueError(f"a length of {amount} decodes or seconds must be above 0")
+        check_ranges(self)
 
     def share(self, decodes: int, spent_s: float) -> float:
         """How much of it is done, 0 .. 1, and above where it was overrun."""
@@ -86,25 +90,25 @@ class Length:
 class Ppo:
     """Hyperparameters of PPO (stable-baselines3), with or without masks."""
 
-    environments: int = 64
-    steps: int = 8  # of each environment in a rollout
-    batch_size: int = 256
-    epochs: int = 6
-    learning_rate: float = 1e-3
-    final_learning_rate: float | None = None  # reached linearly at the end; None: it stays
-    clip: float = 0.2
-    entropy: float = 0.0
-    layers: tuple[int, ...] = (16,)  # hidden, of the policy: larger ones carry over worse
-    critic_layers: tuple[int, ...] = (64, 64)
-    log_std: float = -1.6  # at first, of actions; op by op there is none
-    average_rollouts: int = 1  # the policy is the mean of the network over about so many rollouts
+    environments: Annotated[int, Within(1, 16_384)] = 64
+    steps: Annotated[int, Within(1, 65_536)] = 8  # of each environment in a rollout
+    batch_size: Annotated[int, Within(2, MOST_STEPS)] = 256  # a mean is taken
+    epochs: Annotated[int, Within(1, 10_000)] = 6
+    learning_rate: LearningRate = 1e-3
+    final_learning_rate: Annotated[float, Within(0.0, 1.0)] | None = (
+        None  # reached linearly at the end; None: it stays
+    )
+    clip: Annotated[float, Within(1e-6, 10.0)] = 0.2
+    entropy: Annotated[float, Within(0.0, 1.0)] = 0.0
+    layers: Layers = (16,)  # hidden, of the policy: larger ones carry over worse
+    critic_layers: Layers = (64, 64)
+    log_std: Annotated[float, Within(-10.0, 2.0)] = -1.6  # at first, of actions; not op by op
+    average_rollouts: Annotated[int, Within(1, 10**6)] = 1  # whose mean the policy is, about
     reward: Literal["relative", "plain"] = "relative"  # see placer/policies/rewards.py
 
     def __post_init__(self) -> None:
-        _above_zero(self, "environments", "steps", "batch_size", "epochs", "learning_rate", "clip")
-        _above_zero(self, "average_rollouts")
-        if self.environments * self.steps < 2 or self.batch_size < 2:
-            raise ValueError("a rollout and a batch need two decodes at least: their mean is taken")
+        check_ranges(self)
+        within(self.environments * self.steps, 2, MOST_STEPS, "environments x steps")
 
     def learning_rate_at(self, share: float) -> float:
         """The learning rate when ``share`` of the training is done."""
@@ -118,31 +122,29 @@ class Ppo:
 class Imitation:
     """What the network imitates first: the weights that a short evolution finds for each graph."""
 
-    graphs: int = 0  # the first so many of all stages in turn; 0: nothing is imitated
-    decodes: int = 150  # of each evolution
-    sigma: float = 0.25
-    epochs: int = 10  # of regression on what was found: more of them generalise worse
-    learning_rate: float = 1e-3
+    graphs: Annotated[int, Within(0, 100_000)] = 0  # the first of all stages in turn; 0: none
+    decodes: Annotated[int, Within(1, 10**6)] = 150  # of each evolution
+    sigma: Annotated[float, Within(1e-6, 10.0)] = 0.25
+    epochs: Annotated[int, Within(1, 10_000)] = 10  # of regression: more generalise worse
+    learning_rate: LearningRate = 1e-3
 
     def __post_init__(self) -> None:
-        _above_zero(self, "decodes", "sigma", "epochs", "learning_rate")
-        if self.graphs < 0:
-            raise ValueError(f"graphs is {self.graphs}, below 0")
+        check_ranges(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
     """Part of a curriculum: graphs that take their turns while it lasts."""
 
-    share: float = 1.0  # of the length, relative to the sum over all stages
+    share: Annotated[float, Within(1e-6, 1e6)] = 1.0  # of the length, relative to all stages'
     families: tuple[str, ...] = field(default_factory=families)
-    graphs: int = 240
-    max_ops: int = 360
+    graphs: Graphs = 240
+    max_ops: Ops = 360
     clusters: Clusters = field(default_factory=Clusters)
 
     def __post_init__(self) -> None:
-        _above_zero(self, "share", "graphs")
-        check_graphs(self.families, self.max_ops)
+        check_ranges(self)
+        check_graphs(self.families, self.graphs, self.max_ops)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,13 +152,13 @@ class Testing:
     """Graphs never seen in training: for choosing the seed, and as many again for the card."""
 
     families: tuple[str, ...] = field(default_factory=families)
-    graphs: int = 56
-    max_ops: int = 800
+    graphs: Graphs = 56
+    max_ops: Ops = 800
     clusters: Clusters = field(default_factory=Clusters)
 
     def __post_init__(self) -> None:
-        _above_zero(self, "graphs")
-        check_graphs(self.families, self.max_ops)
+        check_ranges(self)
+        check_graphs(self.families, self.graphs, self.max_ops)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,27 +167,21 @@ class TrainingConfig:
 
     format: Literal["placer-training/1"] = FORMAT
     algorithm: Algorithm = "ppo"
-    seeds: int = 5
-    keep: int = 5
-    first_seed: int = 0
+    seeds: Annotated[int, Within(1, 1000)] = 5
+    keep: Annotated[int, Within(1, 1000)] = 5
+    first_seed: Annotated[int, Within(0, MOST_SEEDS - 1)] = 0
     device: Literal["cpu", "cuda"] = "cpu"
-    workers: int | Literal["ray"] = 0
+    workers: Annotated[int, Within(0, 256)] | Literal["ray"] = 0
     ray_address: str = ""  # of a cluster that runs; "" starts one of this machine
-    checkpoint_rollouts: int = 20
+    checkpoint_rollouts: Annotated[int, Within(1, 10**6)] = 20
     length: Length = field(default_factory=lambda: Length(decodes=350_000))
     ppo: Ppo = field(default_factory=Ppo)
     imitation: Imitation = field(default_factory=Imitation)
-    stage: tuple[Stage, ...] = field(default_factory=lambda: (Stage(),))
+    stage: Annotated[tuple[Stage, ...], Items(1, 100)] = field(default_factory=lambda: (Stage(),))
     test: Testing = field(default_factory=Testing)
 
     def __post_init__(self) -> None:
-        _above_zero(self, "seeds", "keep", "checkpoint_rollouts")
-        if not 0 <= self.first_seed < MOST_SEEDS:
-            raise ValueError(f"first_seed is {self.first_seed}, not within 0 .. {MOST_SEEDS - 1}")
-        if isinstance(self.workers, int) and self.workers < 0:
-            raise ValueError(f'workers is {self.workers}: give 0 or more processes, or "ray"')
-        if not self.stage:
-            raise ValueError("there is no stage: leave [[stage]] out for the default one")
+        check_ranges(self)
         if self.algorithm == "maskable-ppo" and self.imitation.graphs:
             raise ValueError("imitation: only decoder weights are imitated, with algorithm ppo")
         if self.algorithm == "maskable-ppo" and self.workers != 0:
@@ -214,31 +210,22 @@ def load_config(path: Path) -> TrainingConfig:
             value; the message starts with the file and the path of the key.
         OSError: it cannot be read.
     """
-    try:
-        data = tomllib.loads(read_limited(path, LARGEST_FILE_BYTES).decode())
-        if "format" not in data:
-            raise ValueError(f'format is missing: write format = "{FORMAT}"')
-        return record(TrainingConfig, data)
-    except RecursionError:
-        raise ValueError(f"{path}: nested too deeply") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+    return load_toml(path, _config)
 
 
-def _above_zero(values: object, *names: str) -> None:
-    for name in names:
-        if not getattr(values, name) > 0:
-            raise ValueError(f"{name} is {getattr(values, name)}, not above 0")
+def _config(data: dict[str, Any]) -> TrainingConfig:
+    if "format" not in data:
+        raise ValueError(f'format is missing: write format = "{FORMAT}"')
+    return record(TrainingConfig, data)
 
 
-def check_graphs(chosen: tuple[str, ...], max_ops: int) -> None:
-    """Make sure that there are such families, of such a size.
+def check_graphs(chosen: tuple[str, ...], graphs: int, max_ops: int) -> None:
+    """Make sure that there are such families, and that so many graphs can be kept.
 
     Raises:
-        ValueError: there are not.
+        ValueError: there are not, or they cannot.
     """
     families(chosen)
     if not chosen:
         raise ValueError("families is empty: leave it out for all but chains")
-    if max_ops < FEWEST_OPS:
-        raise ValueError(f"max_ops is {max_ops}, below the {FEWEST_OPS} that every family can keep")
+    within(graphs * max_ops, 1, MOST_OPS, "graphs x max_ops")

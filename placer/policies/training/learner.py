@@ -82,9 +82,18 @@ class Learner:
         return cast(BasePolicy, self._average.module) if begun else self.model.policy
 
     def rollout(self) -> dict[str, float]:
-        """Gather a rollout and learn from it; what the log tells about it."""
+        """Gather a rollout and learn from it; what the log tells about it.
+
+        Raises:
+            FloatingPointError: the network's weights are no numbers any more.
+        """
         self._ratios.found.clear()
-        self.model.learn(1, self._ratios, log_interval=sys.maxsize, reset_num_timesteps=False)
+        try:
+            self.model.learn(1, self._ratios, log_interval=sys.maxsize, reset_num_timesteps=False)
+        except ValueError:  # torch's, with all the numbers of a batch
+            self._check_weights()
+            raise
+        self._check_weights()
         self._average.update_parameters(self.model.policy)
         told = self.model.logger.name_to_value
         ratios = np.array(self._ratios.found)
@@ -97,6 +106,14 @@ class Learner:
             **{column: float(told.get(name, np.nan)) for column, name in LOGGED.items()},
             "learning_rate": self.learning_rate,
         }
+
+    def _check_weights(self) -> None:
+        if not all(own.isfinite().all() for own in self.model.policy.parameters()):
+            raise FloatingPointError(
+                f"the training diverged after {self.decodes} decodes: the network's weights are "
+                "no finite numbers any more; lower ppo.learning_rate, now "
+                f"{self.learning_rate:g}"
+            ) from None
 
     def save(self) -> Saved:
         """What :meth:`restore` goes on from; call it between rollouts."""

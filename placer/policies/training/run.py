@@ -23,13 +23,13 @@ import stable_baselines3
 import torch
 
 import placer
+from placer.policies.records import plain
 from placer.policies.threads import one_thread
 from placer.policies.training.checkpoint import Checkpoint, read_checkpoint
 from placer.policies.training.config import TrainingConfig
 from placer.policies.training.curriculum import Curriculum
 from placer.policies.training.learner import Learner, Saved
 from placer.policies.training.log import Log
-from placer.policies.training.records import plain
 from placer.policies.training.scores import MEANING, baselines, mean, table
 from placer.policies.training.tasks import Task, task_for
 
@@ -62,6 +62,7 @@ def train(
     Raises:
         ValueError: the checkpoint is of another configuration, or there is no such device.
         OSError: a file cannot be read or written.
+        FloatingPointError: the training diverged.
     """
     config = config or TrainingConfig()
     if config.device == "cuda" and not torch.cuda.is_available():

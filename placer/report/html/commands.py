@@ -12,7 +12,7 @@ from graphs.optimizer import NONE
 from graphs.precision import FULL
 from placer.export.renaming import is_of_torch
 from placer.report.html.exports import Tried
-from placer.sources.huggingface import PREFIX
+from placer.sources.names import PREFIX
 
 
 @dataclass(frozen=True, slots=True)

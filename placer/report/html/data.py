@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from envs.measured import Measurement
+from envs.measurement import Measurement
 from envs.simulator import Simulated
 from placer.outcome import REBUILT, Optimization, Row
 from placer.report.html.commands import Command

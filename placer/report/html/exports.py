@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from envs.placement import Placement
 from envs.problem import Problem
-from graphs.extract import Extraction
-from placer.export import FORMATS, format_named
-from placer.export.placed_modules import PlacedModules
-from placer.export.price import price_of
+
+if TYPE_CHECKING:
+    from graphs.extract import Extraction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +35,10 @@ def tried_exports(
         problem: what was placed, as the simulator has it.
         renamed: {device of the placement: device to export}.
     """
+    from placer.export import FORMATS, format_named
+    from placer.export.placed_modules import PlacedModules
+    from placer.export.price import price_of
+
     found: dict[str, Tried] = {}
     for name in FORMATS:
         try:

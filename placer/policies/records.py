@@ -1,17 +1,49 @@
-"""Frozen dataclasses from the tables of a TOML file, and what differs between two of them."""
+"""Frozen dataclasses from the tables of a TOML file, and what differs between two of them.
+
+The fields are the table of what such a file may hold::
+
+    seeds: Annotated[int, Within(1, 1000)] = 5
+    layers: Annotated[tuple[Annotated[int, Within(1, 4096)], ...], Items(0, 8)] = (16,)
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
+import reprlib
 import types
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from graphs.strict_json import array, fields, inside, number, text, whole
+from graphs.strict_json import array, fields, inside, number, text, whole, within
 
 Record = TypeVar("Record")
+
+
+@dataclass(frozen=True, slots=True)
+class Within:
+    """The range of a number, both ends included."""
+
+    low: float
+    high: float
+
+    def check(self, value: Any, where: str) -> None:
+        """Raise ValueError where a value is outside."""
+        within(value, self.low, self.high, where)
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """How many items a list may have."""
+
+    low: int
+    high: int
+
+    def check(self, value: Any, where: str) -> None:
+        """Raise ValueError where they are more or fewer."""
+        within(len(value), self.low, self.high, f"the number of items of {where}")
 
 
 def record(kind: type[Record], value: object, where: str = "") -> Record:
@@ -25,12 +57,43 @@ def record(kind: type[Record], value: object, where: str = "") -> Record:
     missing = dataclasses.MISSING
     required = [f.name for f in own if f.default is missing and f.default_factory is missing]
     given = fields(value, where, frozenset(f.name for f in own), required)
-    hints = get_type_hints(kind)
+    hints = _hints(kind)
     typed = {key: _typed(hints[key], item, inside(where, key)) for key, item in given.items()}
     try:
         return kind(**typed)
     except ValueError as error:
         raise ValueError(f"{where}: {error}" if where else str(error)) from error
+
+
+def check_ranges(values: Any) -> None:
+    """Check every field of a dataclass, however it was made, against its annotation.
+
+    Raises:
+        ValueError: a number is outside of its range.
+    """
+    for name, annotation in _hints(type(values)).items():
+        _check(annotation, getattr(values, name), name)
+
+
+def _check(annotation: Any, value: Any, where: str) -> None:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        _check(arguments[0], value, where)
+        for limit in arguments[1:]:
+            limit.check(value, where)
+    elif origin is tuple:
+        kinds = arguments[:1] * len(value) if arguments[-1] is ... else arguments
+        for i, (kind, item) in enumerate(zip(kinds, value, strict=True)):
+            _check(kind, item, f"{where}[{i}]")
+    elif origin in (Union, types.UnionType):
+        for kind in arguments:
+            numeric = get_origin(kind) is Annotated and get_args(kind)[0] in (int, float)
+            if isinstance(value, int | float) == numeric and value is not None:
+                _check(kind, value, where)
+
+
+def _hints(kind: type[Any]) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)
 
 
 def plain(value: Any) -> dict[str, Any]:
@@ -57,12 +120,17 @@ def _differences(before: Any, now: Any, where: str) -> Iterator[str]:
 
 def _typed(annotation: Any, value: object, where: str) -> object:
     origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        found = _typed(arguments[0], value, where)
+        for limit in arguments[1:]:
+            limit.check(found, where)
+        return found
     if origin in (Union, types.UnionType):
         return _only(arguments, value, where)
     if origin is Literal:
         if value not in arguments:
             choices = ", ".join(map(repr, arguments))
-            raise ValueError(f"{where} is {value!r}, not one of {choices}")
+            raise ValueError(f"{where} is {reprlib.repr(value)}, not one of {choices}")
         return value
     if origin is tuple:
         return _items(arguments, value, where)
@@ -81,12 +149,13 @@ def _only(arguments: tuple[Any, ...], value: object, where: str) -> object:
     kinds = [kind for kind in arguments if kind is not types.NoneType]
     if value is None and len(kinds) < len(arguments):  # JSON says so, TOML leaves the key out
         return None
-    for kind in kinds[:-1]:
+    faults = []
+    for kind in kinds:
         try:
             return _typed(kind, value, where)
-        except ValueError:
-            continue
-    return _typed(kinds[-1], value, where)
+        except ValueError as fault:
+            faults.append(fault)
+    raise faults[0 if isinstance(value, int | float) else -1]
 
 
 def _items(arguments: tuple[Any, ...], value: object, where: str) -> tuple[object, ...]:

@@ -1,0 +1,148 @@
+"""Repeated runs of placements: what was measured, and which differences noise hides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envs.backend import StepResult
+from envs.cluster import Cluster
+from envs.placement import Placement
+from envs.problem import Problem
+
+CONTENDED: Final = 1.15
+"""Wall over CPU time above which others used the cores."""
+SMALLEST_DIFFERENCE: Final = 0.005
+"""Two placements closer than this are a tie, however often they were run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """Repeated runs of one placement. Arrays are in order of the rounds.
+
+    ``peak_memory_bytes`` tells of the devices that count it, by name: of accelerators what tensors
+    take, of workers what was resident beyond their start (see
+    :meth:`envs.executor.pool.WorkerPool.peak_memory_bytes`). ``overfull`` says that it failed
+    because memory did not suffice.
+    """
+
+    wall_s: NDArray[np.float64]
+    rebuilt_s: NDArray[np.float64]
+    failure: str = ""
+    peak_memory_bytes: Mapping[str, int] = field(default_factory=dict)
+    overfull: bool = False
+
+    @property
+    def counts(self) -> bool:
+        """Whether it was run, well or not: False where the measuring was stopped before."""
+        return bool(self.failure) or len(self.wall_s) > 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether it ran without failure."""
+        return not self.failure and len(self.wall_s) > 0
+
+    @property
+    def median_s(self) -> float:
+        """Median wall time of a step."""
+        return float(np.median(self.wall_s)) if self.ok else np.inf
+
+    @property
+    def min_s(self) -> float:
+        """Shortest wall time."""
+        return float(self.wall_s.min()) if self.ok else np.inf
+
+    @property
+    def spread(self) -> float:
+        """Distance of the quartiles, relative to the median."""
+        if not self.ok:
+            return np.nan
+        low, high = np.percentile(self.wall_s, [25, 75])
+        return float(high - low) / self.median_s
+
+    @property
+    def rebuilt_median_s(self) -> float:
+        """Median of the step times rebuilt from CPU clocks."""
+        return float(np.median(self.rebuilt_s)) if self.ok else np.inf
+
+    @property
+    def contention(self) -> float:
+        """Wall time over rebuilt time."""
+        return self.median_s / self.rebuilt_median_s if self.ok else np.nan
+
+    def step_s(self, *, contended: bool = False) -> float:
+        """The time to judge by: wall, or rebuilt where the machine is loaded."""
+        return self.rebuilt_median_s if contended else self.median_s
+
+
+def contended(measurements: Sequence[Measurement]) -> bool:
+    """Whether the machine was loaded during these measurements."""
+    seen = [m.contention for m in measurements if m.ok]
+    return bool(seen) and float(np.median(seen)) > CONTENDED
+
+
+def tied(a: Measurement, b: Measurement, *, loaded: bool = False) -> bool:
+    """Whether noise hides which of two placements, run in the same rounds, is faster.
+
+    The rounds are paired: with r the logarithms of the time ratios, they differ when
+    ``|median(r)|`` exceeds both the smallest difference and two standard errors of the median,
+    1.253 * 1.4826 * MAD(r) / sqrt(rounds).
+    """
+    if not (a.ok and b.ok):
+        return a.ok == b.ok
+    if len(a.wall_s) == 1:
+        return True  # a single round shows no noise
+    ratio = np.log(a.rebuilt_s / b.rebuilt_s) if loaded else np.log(a.wall_s / b.wall_s)
+    middle = float(np.median(ratio))
+    error = 1.253 * 1.4826 * float(np.median(np.abs(ratio - middle))) / np.sqrt(len(ratio))
+    return bool(abs(middle) <= max(SMALLEST_DIFFERENCE, 2 * error))
+
+
+def why_doubtful(cluster: Cluster) -> str:
+    """That others used devices while their speeds were measured, and what to do; "" if none did."""
+    told = ", ".join(
+        f"{device.name} {device.contention:.3g} x"
+        for device in cluster.devices
+        if device.contention > CONTENDED
+    )
+    if not told:
+        return ""
+    return (
+        "Speeds of devices and links were measured while others used the cores (wall over CPU time "
+        f"of {told}, where up to {CONTENDED} x is quiet): links may look much slower than they "
+        "are. They are not kept, and are measured again next time; run again when `placer doctor` "
+        "says good."
+    )
+
+
+def misfit(problem: Problem, placement: Placement) -> str:
+    """Why a placement cannot be run for a problem, "" if it can."""
+    try:
+        placement.check(problem.graph, problem.cluster)
+    except ValueError as error:
+        return str(error)
+    if placement.micro_batches != 1:
+        return f"whole steps are run, not {placement.micro_batches} micro-batches"
+    return ""
+
+
+def infeasible(seen: Measurement) -> StepResult:
+    """The result of a placement that was not run, or failed; with what memory it had taken."""
+    why = seen.failure or "the measuring was stopped before it was run"
+    peaks = dict(seen.peak_memory_bytes)
+    return StepResult(step_s=np.inf, peak_memory_bytes=peaks, feasible=False, why=why)
+
+
+def noise(seen: Measurement) -> dict[str, float]:
+    """Parts of a result that tell how sure its step is."""
+    return {
+        "median_s": seen.median_s,
+        "min_s": seen.min_s,
+        "spread": seen.spread,
+        "rebuilt_s": seen.rebuilt_median_s,
+        "contention": seen.contention,
+    }

@@ -1,0 +1,54 @@
+"""Texts of others: which may be shown on a terminal, and how the rest is."""
+
+from __future__ import annotations
+
+
+def check_printable(value: object, where: str = "") -> None:
+    """Make sure that no text in nested dicts and lists, keys included, has control characters.
+
+    Such characters move the cursor of a terminal, clear it, or reverse what is read.
+
+    Raises:
+        ValueError: one has; the message names its place and shows it escaped.
+    """
+    if not _is_printable(value):
+        place, text = _unprintable(value, where)
+        shown = ascii(text if len(text) <= 80 else f"{text[:77]}...")
+        raise ValueError(f"{place or 'the text'} is {shown}, which cannot be printed")
+
+
+def escaped(text: str) -> str:
+    r"""Return a text with ``\x1b`` and the like in place of what a terminal would obey.
+
+    >>> escaped("a\x1b[2Jb")
+    'a\\x1b[2Jb'
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else _code(c) for c in text)
+
+
+def _is_printable(value: object) -> bool:
+    if isinstance(value, str):
+        return value.isprintable()
+    if isinstance(value, dict):
+        return all(map(_is_printable, value)) and all(map(_is_printable, value.values()))
+    return not isinstance(value, list) or all(map(_is_printable, value))
+
+
+def _unprintable(value: object, where: str) -> tuple[str, str]:
+    """The place of the first text that cannot be printed, and the text."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not _is_printable(key):
+                return f"a key of {where or 'the file'}", key
+            if not _is_printable(item):
+                return _unprintable(item, f"{where}.{key}" if where else str(key))
+    if isinstance(value, list):
+        number = next(i for i, item in enumerate(value) if not _is_printable(item))
+        return _unprintable(value[number], f"{where}[{number}]")
+    return where, str(value)
+
+
+def _code(character: str) -> str:
+    return character.encode("unicode_escape").decode()

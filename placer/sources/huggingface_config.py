@@ -1,0 +1,94 @@
+"""Checks what configurations of transformers ask for: none may fetch or run code or weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+from graphs.strict_json import load_checked, table, within
+
+CONFIG_NAME: Final = "config.json"
+OF_CODE: Final = frozenset({"auto_map", "code_revision", "custom_pipelines", "trust_remote_code"})
+"""Keys by which a folder brings classes of its own."""
+OF_LOADING: Final = OF_CODE | {
+    *("allow_all_kernels", "cache_dir", "configuration_files", "device_map", "force_download"),
+    *("from_tf", "gguf_file", "kernel_config", "local_files_only", "name_or_path", "proxies"),
+    *("quantization_config", "resume_download", "return_unused_kwargs", "revision", "state_dict"),
+    *("subfolder", "token", "use_auth_token", "use_kernels", "use_safetensors", "weights_only"),
+}
+"""Keywords of transformers' own loading: no fields, though a configuration may list them."""
+IMPLEMENTATION: Final = re.compile(r"_*\w*_implementation(_internal)?")
+OF_WEIGHTS: Final = frozenset({"use_pretrained_backbone", "model_args"})
+MOST_LAYERS: Final = 10_000
+MOST_LABELS: Final = 100_000
+"""transformers makes a name for each, in Python."""
+LARGEST_NUMBER: Final = 1 << 40
+OF_HUB: Final = frozenset({"architecture", "backbone"})
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read a configuration, or that of a folder, without references to code of its own.
+
+    Raises:
+        ValueError: it is no JSON object, or asks for code or weights from elsewhere.
+        OSError: it cannot be read.
+    """
+    file = path / CONFIG_NAME if path.is_dir() else path
+    return load_checked(file, _harmless)
+
+
+def _harmless(data: object) -> dict[str, Any]:
+    content: dict[str, Any] = _without_code(table(data, ""))
+    check_harmless(content)
+    return content
+
+
+def check_harmless(value: object, where: str = "") -> None:
+    """Make sure that values of a configuration name nothing to be fetched, and make no end.
+
+    Raises:
+        ValueError: one does, is a keyword of transformers' own loading, or too large a number.
+    """
+    if isinstance(value, list):
+        for item in value:
+            check_harmless(item, where)
+    if not isinstance(value, Mapping):
+        return
+    for key, item in value.items():
+        name = f"{where}.{key}" if where else str(key)
+        if key in OF_CODE or re.fullmatch("__.*__", str(key)):
+            raise ValueError(f"{name} is no field of a model")
+        if IMPLEMENTATION.fullmatch(str(key)):
+            _check_implementation(item, name)
+        if (key in OF_WEIGHTS and item) or (key in OF_HUB and set("/:") & set(str(item))):
+            raise ValueError(
+                f"{name} asks for weights or models from elsewhere, and nothing is downloaded"
+            )
+        if isinstance(item, int):
+            is_depth = str(key).endswith(("layer", "layers"))
+            most = MOST_LABELS if key == "num_labels" else LARGEST_NUMBER
+            within(item, -LARGEST_NUMBER, MOST_LAYERS if is_depth else most, name)
+        check_harmless(item, name)
+
+
+def _check_implementation(value: object, name: str) -> None:
+    """Refuse names of kernels on the Hub, which transformers downloads and runs."""
+    values = list(value.values()) if isinstance(value, Mapping) else [value]
+    for text in values:
+        if text is None:
+            continue
+        if not isinstance(text, str) or not re.fullmatch("[a-z0-9_]+", text):
+            raise ValueError(
+                f"{name} is {text!a}, which is no implementation in transformers itself"
+            )
+        if text.startswith("flash") and find_spec("flash_attn") is None:
+            raise ValueError(f"{name} is {text}, which needs flash-attn, and that is not installed")
+
+
+def _without_code(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_code(item) for key, item in value.items() if key not in OF_CODE}
+    return [_without_code(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,138 @@
+"""One fault: the job that it strikes, what it may leave, and what must hold afterwards."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Final, Literal, TypeAlias
+
+from envs.placement import Placement
+
+from . import ROOT
+from .jobs import Command, Ended, Job
+from .world import World
+
+Wrong: TypeAlias = Literal["lost", "orphans", "tracebacks", "hangs", "others"]
+Signals: TypeAlias = tuple[signal.Signals, ...]
+Moment: TypeAlias = Literal["any", "writing", "working"]
+
+KILL: Final[Signals] = (signal.SIGKILL,)
+PAUSE: Final[Signals] = (signal.SIGSTOP, signal.SIGCONT)
+ENDS: Final[tuple[Signals, ...]] = (
+    *(KILL, KILL, (signal.SIGTERM,), (signal.SIGINT,)),
+    *(PAUSE, (signal.SIGSTOP, signal.SIGKILL)),
+)
+PAUSE_S: Final = 0.5
+SLOW_DISK_S: Final = 0.2
+"""An fsync that leaves time to be killed in."""
+STOPPED: Final = "stopped early"
+OWN_LINE: Final = re.compile(rf'File "{re.escape(str(ROOT))}/(placer|envs|graphs)/')
+
+
+@dataclass
+class Case:
+    """One fault: its random numbers, its folder, what it broke."""
+
+    world: World
+    random: Random
+    folder: Path
+    wrong: list[tuple[Wrong, str]] = field(default_factory=list)
+    story: list[str] = field(default_factory=list)
+
+    def expect(self, holds: bool, wrong: Wrong, what: str) -> None:
+        """Note what does not hold."""
+        if not holds:
+            self.wrong.append((wrong, what))
+
+    def strike(self, job: Job, signals: Signals, usual_s: float, at: Moment = "any") -> bool:
+        """Send signals at a random moment; False where the job was over before."""
+        part = self.random.random()
+        if at == "writing":
+            hit = job.when(job.is_writing)
+        elif at == "working":
+            hit = job.when(lambda: bool(job.workers()))
+        else:
+            hit = True
+        delay_s = {"any": usual_s, "writing": SLOW_DISK_S, "working": 0.5 * usual_s}[at]
+        end_s = time.monotonic() + part * delay_s
+        hit = hit and job.when(lambda: time.monotonic() >= end_s)
+        victim = job.pid
+        if at == "working":
+            workers = sorted(job.workers())
+            hit = hit and bool(workers)
+            victim = self.random.choice(workers or [job.pid])
+        for number in signals if hit else ():
+            job.send(number, victim)
+            time.sleep(PAUSE_S if number == signal.SIGSTOP else 0.0)
+        names = ", ".join(number.name for number in signals)
+        self.story.append(f"{names} {at} {part:.2f}" if hit else f"{names} came too late")
+        return hit
+
+    def judge(self, job: Job, codes: Sequence[int]) -> Ended:
+        """Wait for a job and check how it ended."""
+        ended = job.finish()
+        self.story.append(f"code {ended.code}")
+        self.expect(not ended.hung, "hangs", f"not over after {time.monotonic() - job.began_s} s")
+        self.expect(not ended.orphans, "orphans", f"processes are left: {ended.orphans}")
+        self.expect_no_traceback(ended.errors, is_foreign=job.command.module.startswith("torch"))
+        self.expect(not ended.left, "others", f"files are left: {ended.left}")
+        if not ended.hung:
+            what = f"code {ended.code}, not one of {codes}: {ended.errors[-1_000:]}"
+            self.expect(ended.code in codes, "others", what)
+        return ended
+
+    def expect_no_traceback(self, told: str, *, is_foreign: bool = False) -> None:
+        """Note a traceback on stderr.
+
+        Python before the project's first line answers Ctrl-C with one, torchrun any end of a rank.
+        """
+        is_foreign |= signal.SIGINT.name in str(self.story)
+        found = OWN_LINE.search(told) if is_foreign else "Traceback" in told
+        self.expect(not found, "tracebacks", told[-1_500:])
+
+    def expect_no_partial_file(self) -> None:
+        """Note what killed writers left behind: the next one removes it."""
+        left = sorted(path.name for path in self.folder.rglob("*.partial"))
+        self.expect(not left, "others", f"after the next write there still are {left}")
+
+    def run(self, command: Command, codes: Sequence[int] = (0,)) -> Ended:
+        """Run a job that nothing happens to."""
+        return self.judge(Job(command), codes)
+
+    def placement(self, name: str = "placement.json") -> tuple[Path, bytes | None]:
+        """Where a placement goes, and what an older one says that is there, mostly."""
+        out = self.folder / name
+        if self.random.random() < 0.3:
+            return out, None
+        old = b'{"old": true}' + b" " * 3_000
+        out.write_bytes(old)
+        return out, old
+
+    def check_placement(self, out: Path, old: bytes | None, ended: Ended) -> None:
+        """The file is whole: the old one, or a new one, which code 0 promises."""
+        now = out.read_bytes() if out.exists() else None
+        if now == old:
+            self.expect(ended.code != 0, "lost", "code 0, but no placement was written")
+            return
+        try:
+            Placement.load(out)
+        except (ValueError, OSError) as error:
+            self.expect(False, "lost", f"the placement is damaged: {error}")
+
+    def write_again(self, out: Path) -> None:
+        """What a killed job left behind goes with the next write."""
+        self.run(self.world.graph_command(out, evaluations=5))
+        self.expect_no_partial_file()
+
+
+def codes_after(signals: Signals, hit: bool) -> tuple[int, ...]:
+    """The exit codes that are promised; 0 where the job was over just before."""
+    if not hit or signals == PAUSE:
+        return (0,)
+    last = signals[-1]
+    return (0, -last) if last == signal.SIGKILL else (0, 1, -last, 128 + last)

@@ -1,0 +1,134 @@
+"""Random faults: jobs of placer are killed, stopped, starved; afterwards nothing is lost or left.
+
+    python -m tests.campaigns.faults --count 500 --seed 0
+    python -m tests.campaigns.faults --seed 0 --only 17      # one of them again
+
+What happens follows from the seed; when exactly it hits also depends on the machine. A job's output
+is whole or as it was, no process outlives it, nothing stays in TMPDIR or shared memory, stderr has
+no traceback, and the exit code is 0, 1, 2 or the signal's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import multiprocessing
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from random import Random
+from typing import Final
+
+import torch
+
+from .case import Case, Wrong
+from .jobs import SHARED_MEMORY, end_all, own_mounts
+from .kinds import KINDS
+from .world import World
+
+LANES: Final = 2
+GOLDEN: Final = 0.618033988749895
+"""Its multiples are spread evenly: however many faults there are, every kind has its share."""
+WRONGS: Final[tuple[Wrong, ...]] = ("lost", "orphans", "tracebacks", "hangs", "others")
+_world: World | None = None
+_has_own_mounts = False
+"""Of the lanes, which are forked when these are there."""
+
+
+def kind_of(seed: int, number: int, skipped: Sequence[str] = ()) -> str:
+    """The kind of a fault of a campaign."""
+    shares = {name: share for name, (_, share) in KINDS.items() if name not in skipped}
+    at = (Random(seed).random() + GOLDEN * number) % 1.0 * sum(shares.values())
+    for name, share in shares.items():
+        at -= share
+        if at < 0.0:
+            return name
+    return name
+
+
+def one_fault(kind: str, seed: int, number: int) -> tuple[int, list[tuple[Wrong, str]], str]:
+    """Let one fault happen; its number, what it broke, what happened."""
+    assert _world is not None
+    folder = Path(tempfile.mkdtemp(dir=_world.folder))
+    case = Case(_world, Random(f"{seed}:{number}"), folder)
+    happens, _ = KINDS[kind]
+    try:
+        happens(case)
+    except Exception:  # noqa: BLE001 - whatever it was, other faults shall go on
+        case.expect(False, "others", traceback.format_exc())
+    finally:
+        end_all()
+        left = [path.name for path in SHARED_MEMORY.iterdir()] if _has_own_mounts else []
+        case.expect(not left, "others", f"left in shared memory: {left}")
+        shutil.rmtree(folder, ignore_errors=True)
+    return number, case.wrong, "; ".join(case.story)
+
+
+def campaign(seed: int, numbers: Sequence[int], *, verbose: bool = False) -> int:
+    """Let the faults of these numbers happen, two at a time; how many things they broke."""
+    global _world, _has_own_mounts  # noqa: PLW0603 - lanes inherit them by being forked
+    began_s = time.monotonic()
+    faults, broken = Counter[str](), Counter[tuple[str, Wrong]]()
+    with tempfile.TemporaryDirectory(prefix="placer-faults-") as folder:
+        _world = World(Path(folder).resolve())
+        print(f"seed {seed}; ready after {time.monotonic() - began_s:.0f} s", flush=True)
+        _has_own_mounts = own_mounts()
+        skipped = [] if _has_own_mounts else ["full disk"]
+        if skipped:
+            print("no full disks, no look at /dev/shm: this process may not mount file systems")
+        gc.freeze()  # lanes and jobs share what there is
+        fork = multiprocessing.get_context("fork")
+        lanes = ProcessPoolExecutor(LANES, fork, initializer=own_mounts)
+        try:
+            kinds = {number: kind_of(seed, number, skipped) for number in numbers}
+            tasks = [lanes.submit(one_fault, kind, seed, n) for n, kind in kinds.items()]
+            for task in as_completed(tasks):
+                number, wrong, story = task.result()
+                faults[kinds[number]] += 1
+                broken.update((kinds[number], what) for what, _ in wrong)
+                if wrong or verbose:
+                    print(f"fault {number}, {kinds[number]}: {story}", flush=True)
+                for what, told in wrong:
+                    print(f"    {what}: {told}")
+                if wrong:
+                    again = f"-m tests.campaigns.faults --seed {seed} --only {number}"
+                    print(f"    {sys.executable} {again}", flush=True)
+        finally:
+            lanes.shutdown(cancel_futures=True)
+    for kind, count in faults.items():
+        told = ", ".join(f"{broken[kind, what]} {what}" for what in WRONGS if broken[kind, what])
+        print(f"{kind:20} {count:5} faults{', ' if told else ''}{told}")
+    totals = {what: sum(n for (_, w), n in broken.items() if w == what) for what in WRONGS}
+    print(
+        f"{faults.total()} faults: {totals['lost']} lost results, {totals['orphans']} orphans, "
+        f"{totals['tracebacks']} tracebacks, {totals['hangs']} hangs, {totals['others']} others; "
+        f"{time.monotonic() - began_s:.0f} s"
+    )
+    return broken.total()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a campaign; 0 if nothing was broken."""
+    parser = argparse.ArgumentParser(prog="python -m tests.campaigns.faults", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--count", type=int, default=500, help="number of faults [500]")
+    parser.add_argument("--seed", type=int, default=0, help="of what happens [0]")
+    parser.add_argument("--only", type=int, nargs="+", metavar="N", help="only these faults")
+    parser.add_argument("--kind", choices=list(KINDS), help="only faults of this kind")
+    parser.add_argument("--verbose", action="store_true", help="a line for every fault")
+    args = parser.parse_args(arguments)
+    torch.set_num_threads(1)  # OpenMP's threads would not survive a fork
+    numbers = args.only or range(args.count)
+    if args.kind:
+        numbers = [number for number in numbers if kind_of(args.seed, number) == args.kind]
+    return 1 if campaign(args.seed, numbers, verbose=args.verbose or bool(args.only)) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,289 @@
+"""The formats that placer reads: valid files of each, what loads them, which commands use them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import torch
+from onnx_files import exported as export_onnx
+from tiny_cluster import CLUSTER
+from tiny_training import TINY, TWO_STAGES, inline_toml, toml
+
+from envs.cluster import Cluster, Device, Link, cluster_to_toml, load_cluster
+from envs.cost_cache import FILE, Conditions, CostCache, Session
+from envs.placement import Placement
+from graphs.extract import Extraction, Step, extract
+from graphs.files import load_graph, save_graph
+from graphs.graph import GraphArrays
+from graphs.synthetic import layered
+from placer.cli.main import main
+from placer.device_map import DeviceMap
+from placer.given import load_given, placement_of
+from placer.parallel.state_file import read_state, write_state
+from placer.policies import load as load_policy
+from placer.policies.suites import Suite, load_suites
+from placer.policies.training import TrainingConfig, load_config
+from placer.policies.training.checkpoint import read_checkpoint
+from placer.policies.training.config import Length, Stage, Testing
+from placer.policies.training.run import train
+from placer.sources import exported, huggingface, onnx
+from placer.target import load_step
+
+from .mutation import Syntax
+
+MODEL: Final = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Towers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left = nn.Linear(64, 64)
+        self.right = nn.Linear(64, 64)
+        self.head = nn.Linear(128, 4)
+
+    def forward(self, x):
+        return self.head(torch.cat([self.left(x).relu(), self.right(x).tanh()], 1))
+
+def build():
+    torch.manual_seed(0)
+    return Towers(), (torch.randn(32, 64), torch.arange(32) % 4), F.cross_entropy
+"""
+HERE: Final = Conditions(kind="core", hardware="this", torch="2")
+SUITES: Final[Mapping[str, Any]] = {
+    "format": "placer-suites/1",
+    "suite": [
+        {"name": "tiny", "families": ["layered"], "graphs": 2, "max_ops": 80},
+        {"name": "other", "about": "two devices", "graphs": 1, "clusters": {"devices": [2]}},
+    ],
+}
+CORES: Final = Cluster(
+    name="cores",
+    devices=tuple(Device(name=f"core:{i}", kind="core", memory_bytes=1 << 34) for i in (0, 1)),
+    links=(Link(between=("core:0", "core:1"), latency_s=1e-5, bandwidth_bytes_per_s=1e10),),
+)
+
+Commands: TypeAlias = Callable[[Path, Any], Iterable[list[str]]]
+"""From a file and what was loaded from it: command lines of placer that use it."""
+
+
+def _unused(_path: Path, _loaded: object) -> Iterable[list[str]]:
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A format with a valid file, whose folder has what must lie beside it.
+
+    ``load`` may raise ValueError or OSError for what is wrong with a file, and nothing else.
+    """
+
+    name: str
+    syntax: Syntax
+    specimen: Path
+    load: Callable[[Path], Any]
+    uses: Commands = _unused
+    share: int = 10  # of the files of a campaign, relative to other formats
+    loading_s: float = 1.0  # CPU seconds that a file may take to be read or refused
+
+
+def formats(folder: Path) -> tuple[Format, ...]:
+    """All formats, their specimens in folders inside this one.
+
+    The specimens of policies and checkpoints are trained, which takes some seconds.
+    """
+    paths = _Specimens(folder)
+    graph, cluster = str(paths.graph), str(paths.cluster)
+
+    def optimized(target: str, on: str, out: Path, *more: str) -> list[str]:
+        search = ["--budget", "5e", "--quiet", "--out", str(out.with_name("out.json"))]
+        return ["optimize", target, "--cluster", on, *search, *more]
+
+    def of_placement(path: Path, _loaded: object) -> list[list[str]]:
+        given, page = str(path), str(path.with_name("page.html"))
+        return [
+            *(["show", given], ["show", given, "--json"]),
+            ["simulate", graph, "--cluster", cluster, "--placement", given],
+            ["report", given, graph, "--cluster", cluster, "--out", page],
+            optimized(graph, cluster, path, "--start-from", given),
+        ]
+
+    def of_training(path: Path, config: TrainingConfig) -> list[list[str]]:
+        out = str(path.with_name("policy"))
+        return [["train", "--config", str(path), "--out", out]] if _is_short(config) else []
+
+    def of_policy(path: Path, _loaded: object) -> list[list[str]]:
+        suites = ["--suites", str(paths.suites), "--suite", "tiny", "--seeds", "1"]
+        return [
+            optimized(graph, cluster, path, "--policy", str(path)),
+            ["evaluate-policy", str(path), *suites],
+        ]
+
+    def of_suites(path: Path, suites: Mapping[str, Suite]) -> list[list[str]]:
+        small = [name for name, s in suites.items() if s.graphs <= 2 and s.max_ops <= 80]
+        common = ["evaluate-policy", "generalist", "--no-card", "--seeds", "1"]
+        return [[*common, f"--suites={path}", f"--suite={name}"] for name in small[:1]]
+
+    def of_checkpoint(path: Path, _loaded: object) -> list[list[str]]:
+        config = str(paths.interrupted_config)
+        return [["train", "--config", config, "--out", str(path.with_suffix(""))]]
+
+    def cached(path: Path) -> None:
+        CostCache(path).known(HERE, ["a", "b"])
+        CostCache(path).holdings()
+
+    def of_graph(path: Path, _loaded: object) -> list[list[str]]:
+        page = ["--report", str(path.with_name("page.html"))]
+        return [optimized(str(path), cluster, path, *page)]
+
+    def of_cluster(path: Path, _loaded: object) -> list[list[str]]:
+        placement = str(paths.placement)
+        return [
+            optimized(graph, str(path), path),
+            ["simulate", graph, "--cluster", str(path), "--placement", placement],
+        ]
+
+    def of_cache(_path: Path, _loaded: object) -> list[list[str]]:
+        return [["cache"], ["cache", "--clear"]]
+
+    def checkpoint(path: Path) -> object:
+        return read_checkpoint(path, load_config(paths.interrupted_config).essence())
+
+    return (
+        Format("graph", "json", paths.graph, load_graph, of_graph, 20),
+        Format("cluster", "toml", paths.cluster, load_cluster, of_cluster, 20),
+        Format("placement", "json", paths.placement, Placement.load, of_placement, 15),
+        Format("plan of replicas", "json", paths.plan, load_given, of_placement, 8),
+        Format("device map", "json", paths.device_map, _placed),
+        Format("training", "toml", paths.training, load_config, of_training, 15),
+        Format("suites", "toml", paths.suites, load_suites, of_suites),
+        Format("policy card", "json", paths.card, lambda p: load_policy(str(p)), of_policy),
+        Format("policy", "safetensors", paths.policy, lambda p: load_policy(str(p)), of_policy),
+        Format("checkpoint", "safetensors", paths.checkpoint, checkpoint, of_checkpoint, 4),
+        Format("state of a rank", "safetensors", paths.state, read_state, share=6),
+        Format("cost cache", "bytes", paths.cost_cache, cached, of_cache, 6),
+        Format("ONNX", "bytes", paths.onnx, _onnx, share=4, loading_s=3.0),
+        Format("exported program", "zip", paths.exported, _exported, share=1, loading_s=5.0),
+        Format("transformers", "json", paths.transformers, _transformers, share=2, loading_s=5.0),
+    )
+
+
+def _is_short(config: TrainingConfig) -> bool:
+    """Whether a training says itself that it is over within a second or two."""
+    ppo = config.ppo
+    sets: list[Stage | Testing] = [*config.stage, config.test]
+    return (
+        (config.length.decodes or 10**9) <= 64
+        and config.seeds * ppo.epochs <= 4
+        and ppo.environments * ppo.steps <= 64
+        and sum((*ppo.layers, *ppo.critic_layers)) <= 512
+        and config.imitation.graphs * config.imitation.decodes * config.imitation.epochs <= 100
+        and all(one.graphs <= 4 and one.max_ops <= 100 for one in sets)
+        and all(max(one.clusters.devices) <= 16 for one in sets)
+        and config.workers == 0
+    )
+
+
+@cache
+def _extraction() -> tuple[Extraction, GraphArrays]:
+    step = Step.of(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()), (torch.ones(2, 4),))
+    extraction = extract(replace(step, training=False))
+    return extraction, GraphArrays.from_graph(extraction.graph)
+
+
+def _placed(path: Path) -> object:
+    given = load_given(path)
+    extraction, graph = _extraction()
+    placement = placement_of(given, extraction, graph, CORES)
+    return given.conflict(extraction) if isinstance(given, DeviceMap) else placement
+
+
+def _onnx(path: Path) -> object:
+    return onnx.load(str(path), training=False)
+
+
+def _exported(path: Path) -> object:
+    return exported.load(path, training=False)
+
+
+def _transformers(path: Path) -> object:
+    request = huggingface.Request(str(path.parent), batch=1, sequence=4)
+    return huggingface.load(request, training=False, weights=False)
+
+
+class _Specimens:
+    """Valid files, as the project's own writers make them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.graph = self._at("graph/graph.json")
+        save_graph(layered(np.random.default_rng(0), ops=12, width=3), self.graph)
+        self.cluster = self._at("cluster/cluster.toml")
+        self.cluster.write_text(CLUSTER.format(memory=1 << 34))
+        self.cluster.write_text(cluster_to_toml(load_cluster(self.cluster)))
+        self.placement = self._at("placement/placement.json")
+        self._optimize(self.placement)
+        self.plan = self._at("plan/placement.json")
+        self._optimize(self.plan, "--data-parallel", "2")
+        self.device_map = self._at("map/map.json")
+        self.device_map.write_text(json.dumps({"0": "core:0", "1": "core:1"}))
+        self.training = self._at("training/tiny.toml")
+        self.training.write_text(toml(replace(TINY, test=replace(TINY.test, graphs=1))))
+        self.suites = self._at("suites/suites.toml")
+        self.suites.write_text(inline_toml(SUITES))
+        self._train()
+        self.state = self._at("state/run.json.6.0")
+        tensors = {"weight": torch.ones(3, 2), "step": 6, "groups": [{"lr": 0.1, "betas": (0.9,)}]}
+        write_state(self.state, {"model": tensors, "random": [torch.get_rng_state()]})
+        self.cost_cache = self._at(f"costs/{FILE}")
+        for spread in (0.05, 0.3):
+            cost_s = {"a": 1e-3, "b": 2e-3}
+            session = Session(cost_s=cost_s, runs=5, spread=spread, measured="2026-01-31")
+            CostCache(self.cost_cache).store(HERE, session)
+        self._export()
+
+    def _at(self, name: str) -> Path:
+        path = self.folder / name
+        path.parent.mkdir(parents=True)
+        return path
+
+    def _optimize(self, out: Path, *more: str) -> None:
+        given = [str(self.graph), "--cluster", str(self.cluster), "--budget", "20e", "--quiet"]
+        assert main(["optimize", *given, "--out", str(out), *more]) == 0
+
+    def _train(self) -> None:
+        self.card = self._at("card/policy.json")
+        train(self.card.with_suffix(""), TINY)
+        self.policy = self._at("policy/policy.safetensors")
+        two = replace(TWO_STAGES, seeds=2, length=Length(decodes=64), checkpoint_rollouts=1)
+        train(self.policy.with_suffix(""), replace(two, imitation=TINY.imitation))
+        self.interrupted_config = self._at("interrupted/tiny.toml")
+        self.interrupted_config.write_text(toml(TINY))
+        self.checkpoint = self._at("checkpoint/policy.checkpoint")
+
+        def stop(_share: float, _text: str) -> None:
+            if self.checkpoint.exists():
+                raise InterruptedError
+
+        try:
+            train(self.checkpoint.with_suffix(""), TINY, progress=stop)
+        except InterruptedError:
+            return
+        raise AssertionError("the training was over before it was stopped")
+
+    def _export(self) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+        self.exported = self._at("exported/model.pt2")
+        torch.export.save(torch.export.export(model, (torch.ones(2, 4),)), self.exported)
+        self.onnx = export_onnx(model, (torch.ones(2, 4),), self._at("onnx/model.onnx"))
+        self.transformers = self._at("transformers/config.json")
+        sizes = "n_embd=8&n_layer=1&n_head=2&vocab_size=31&batch=1&sequence=4"
+        step = load_step(f"hf:gpt2?{sizes}", training=False, weights=False)
+        self.transformers.write_text(json.dumps(step.model.config.to_dict()))  # type: ignore[operator, union-attr]  # of transformers

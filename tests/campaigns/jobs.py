@@ -1,0 +1,213 @@
+"""Commands of placer in sessions of their own: started, struck by signals, waited for, cleaned up.
+
+Most are *warm*: forked from this process, which has everything imported, so that they are at work
+at once. The others start as users start them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import mmap
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Final
+
+TOKEN: Final = "PLACER_CAMPAIGN"
+PATIENCE_S: Final = 180.0
+"""Wall seconds after which a job hangs: a hundred times what jobs take on a quiet machine."""
+FAREWELL_S: Final = 10.0
+"""Wall seconds for processes to follow one that was killed; on a busy machine these are long."""
+SHARED_MEMORY: Final = Path("/dev/shm")
+CLONE_NEWNS: Final = 0x20000
+_HANDLED: Final = (signal.SIGINT, signal.SIGTERM)
+_numbers: Final = count()
+_started: Final[list[Job]] = []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """What is run: the arguments of a module's command line, and where."""
+
+    arguments: Sequence[str]
+    folder: Path
+    module: str = "placer.cli.main"
+    warm: bool = True
+    environment: Mapping[str, str] = field(default_factory=dict)
+    largest_file_bytes: int | None = None
+    slow_disk_s: float = 0.0  # a warm job's fsync takes so much longer
+    stdout: Path | None = None
+
+
+class Job:
+    """A started command. All its processes are in its session, or have its token."""
+
+    def __init__(self, command: Command) -> None:
+        self.token = f"{os.getpid()}.{next(_numbers)}"
+        self.command = command
+        self.began_s = time.monotonic()
+        self.errors_path = command.folder / f"stderr.{self.token}"
+        self.temporary = command.folder / f"tmp.{self.token}"
+        self.temporary.mkdir()
+        self.code: int | None = None
+        self._syncing = mmap.mmap(-1, 1)  # a byte that a warm job shares
+        sys.stdout.flush()
+        # A signal counts from the first line of the command on, not in what comes before it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                self._become(command)
+            except BaseException:  # noqa: BLE001 - whatever it is, stderr is looked at
+                traceback.print_exc()
+            finally:
+                os._exit(70)
+        _started.append(self)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
+
+    def _become(self, command: Command) -> None:
+        os.setsid()
+        os.chdir(command.folder)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        out = command.stdout or command.folder / f"stdout.{self.token}"
+        for number, path in ((1, out), (2, self.errors_path)):
+            os.dup2(os.open(path, flags, 0o600), number)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.environ |= {TOKEN: self.token, "TMPDIR": str(self.temporary), **command.environment}
+        if command.largest_file_bytes is not None:
+            size = command.largest_file_bytes
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+        if not command.warm:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
+            given = [sys.executable, "-m", command.module, *command.arguments]
+            os.execv(sys.executable, given)
+        if command.slow_disk_s:
+            vars(os)["fsync"] = partial(self._slow_fsync, command.slow_disk_s, os.fsync)
+        sys.argv = [command.module, *command.arguments]
+        script = importlib.import_module(command.module).script
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
+        script()
+
+    def _slow_fsync(self, seconds: float, fsync: Callable[[int], None], file: int) -> None:
+        self._syncing[0] = 1
+        time.sleep(seconds)
+        fsync(file)
+
+    def is_writing(self) -> bool:
+        """Whether a job with a slow disk has begun to write a result, of which no name tells."""
+        return bool(self._syncing[0])
+
+    def is_running(self) -> bool:
+        """Whether the main process has not ended; sets ``code`` when it has."""
+        if self.code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.code = os.waitstatus_to_exitcode(status)
+        return self.code is None
+
+    def when(self, happens: Callable[[], bool]) -> bool:
+        """Wait until something happens; False where the job ends first."""
+        while self.is_running() and time.monotonic() - self.began_s < PATIENCE_S:
+            if happens():
+                return True
+            time.sleep(0.005)
+        return False
+
+    def send(self, number: signal.Signals, pid: int | None = None) -> None:
+        """Send a signal to the main process while it runs, or to another one."""
+        if pid is None and self.code is not None:
+            return  # its number may be that of a process of somebody else by now
+        with suppress(ProcessLookupError):
+            os.kill(pid or self.pid, number)
+
+    def family(self) -> list[int]:
+        """The processes of this job that are there and no zombies."""
+        return [pid for pid in _processes() if self._owns(pid)]
+
+    def workers(self) -> list[int]:
+        """Those but the main one, and the one of Python's that cleans up after killed ones."""
+        others = (pid for pid in self.family() if pid != self.pid)
+        return [pid for pid in others if "resource_tracker" not in _command_line(pid)]
+
+    def _owns(self, pid: int) -> bool:
+        with suppress(OSError, ValueError):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            if fields[0] == "Z":
+                return False
+            token = f"{TOKEN}={self.token}\0".encode()
+            return int(fields[3]) == self.pid or token in Path(f"/proc/{pid}/environ").read_bytes()
+        return False
+
+    def finish(self) -> Ended:
+        """Wait until all of it is over, end what is not, and say what was left."""
+        hung = self.when(lambda: False) or self.is_running()
+        if hung:
+            self.send(signal.SIGKILL)
+            while self.is_running():
+                time.sleep(0.01)
+        end_s = time.monotonic() + FAREWELL_S
+        while (orphans := self.family()) and time.monotonic() < end_s:
+            time.sleep(0.02)
+        named = [f"{pid} {_command_line(pid)}" for pid in orphans]
+        for pid in orphans:
+            self.send(signal.SIGKILL, pid)
+        if self in _started:
+            _started.remove(self)  # later its numbers may be those of somebody else
+        left = [str(path) for path in self.temporary.rglob("*")]
+        assert self.code is not None
+        errors = self.errors_path.read_text(errors="replace")
+        return Ended(code=self.code, hung=hung, errors=errors, orphans=named, left=left)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a job ended; ``code`` is negative for a signal."""
+
+    code: int
+    hung: bool
+    errors: str
+    orphans: Sequence[str]
+    left: Sequence[str]  # files in its TMPDIR
+
+
+def own_mounts() -> bool:
+    """Give this process mounts of its own and an empty /dev/shm; False where it may not have."""
+    if ctypes.CDLL(None).unshare(CLONE_NEWNS) != 0:
+        return False
+    apart = ["mount", "--make-rprivate", "/"]
+    empty = ["mount", "-t", "tmpfs", "tmpfs", str(SHARED_MEMORY)]
+    return all(
+        subprocess.run(command, capture_output=True, check=False).returncode == 0
+        for command in (apart, empty)
+    )
+
+
+def end_all() -> None:
+    """End every job of this process, and whatever belongs to it."""
+    for job in _started:
+        for pid in job.family():
+            job.send(signal.SIGKILL, pid)
+    _started.clear()
+
+
+def _processes() -> Iterator[int]:
+    return (int(name) for name in os.listdir("/proc") if name.isdecimal())  # noqa: PTH208 - hot
+
+
+def _command_line(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()[:200]
+    return ""

@@ -1,0 +1,322 @@
+"""Kinds of faults: what happens to which job, and what must hold afterwards."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Final, Literal
+
+from envs.cost_cache import FILE, CostCache, Session
+
+from .case import ENDS, KILL, PAUSE, SLOW_DISK_S, STOPPED, Case, Moment, codes_after
+from .formats import HERE
+from .jobs import Command, Job
+from .mutation import changed_bytes, mutated
+from .world import RANKS, STEPS, contents
+
+READ: Final = (
+    *("graph", "cluster", "placement", "plan of replicas", "policy card", "policy"),
+    *("checkpoint", "cost cache"),
+)
+"""Formats whose commands do not depend on what is in the file."""
+
+
+def optimize_graph(case: Case) -> None:
+    """A search on a graph file is ended or stopped, a fifth of them from a cold start."""
+    out, old = case.placement()
+    signals = case.random.choice(ENDS)
+    warm = case.random.random() < 0.8
+    at: Moment = "writing" if warm and case.random.random() < 0.4 else "any"
+    usual_s = case.world.usual["graph"].took_s
+    command = replace(case.world.graph_command(out), warm=warm)
+    if at == "writing":
+        command = replace(command, slow_disk_s=SLOW_DISK_S)
+    job = Job(command)
+    hit = case.strike(job, signals, usual_s if warm else usual_s + 4.0, at)
+    ended = case.judge(job, codes_after(signals, hit))
+    case.check_placement(out, old, ended)
+    if ended.code == 0 and STOPPED not in ended.errors:
+        usual = case.world.usual["graph"].files
+        case.expect(contents(out.parent, [*usual]) == usual, "lost", "the result is another one")
+    case.write_again(out)
+
+
+def optimize_model(case: Case) -> None:
+    """A search that measures is ended or stopped, sometimes while it measures op costs, too."""
+    out, old = case.placement()
+    signals = case.random.choice(ENDS)
+    command = _with_own_cache(case, case.world.model_command(out), 0.25)
+    job = Job(command)
+    hit = case.strike(job, signals, case.world.usual["model"].took_s)
+    case.check_placement(out, old, case.judge(job, codes_after(signals, hit)))
+    _check_cache(case)
+    case.write_again(out)
+
+
+def one_worker(case: Case) -> None:
+    """A worker of a search that measures is killed or pauses: the search goes on."""
+    out, old = case.placement()
+    job = Job(_with_own_cache(case, case.world.model_command(out), 0.25))
+    signals = case.random.choice((KILL, PAUSE))
+    case.strike(job, signals, case.world.usual["model"].took_s, "working")
+    case.check_placement(out, old, case.judge(job, (0,)))
+    _check_cache(case)
+
+
+def train(case: Case) -> None:
+    """A training is ended up to three times, then goes on to the same end as without."""
+    usual = case.world.usual["train"]
+    command = case.world.train_command(case.folder / "p")
+    if case.random.random() < 0.2:  # their processes are spawned, which begins with a cold start
+        more = ["--workers", "2"]
+        job = Job(replace(command, arguments=[*command.arguments, *more], warm=False))
+        case.strike(job, KILL, 3.0, "working")
+        case.judge(job, (0,))
+    else:
+        for _ in range(case.random.choice((1, 1, 2, 3))):
+            signals = case.random.choice(ENDS)
+            job = Job(replace(command, slow_disk_s=case.random.choice((0.0, 0.02))))
+            hit = case.strike(job, signals, usual.took_s)
+            if case.judge(job, codes_after(signals, hit)).code == 0:
+                break
+        else:
+            case.run(command)
+    same = contents(case.folder, [*usual.files]) == usual.files
+    case.expect(same, "lost", "policy, card or log differ")
+    case.expect_no_partial_file()
+
+
+def run_ranks(case: Case) -> None:
+    """One of two ranks, or their launcher, is ended; what is resumed ends as without."""
+    usual = case.world.usual["run"]
+    signals = case.random.choice((KILL, (signal.SIGSTOP, signal.SIGKILL), (signal.SIGTERM,)))
+    if case.random.random() < 0.15:
+        launcher = ["--nproc-per-node", str(RANKS), "--redirects", "3", "--log-dir", "log"]
+        given = [*launcher, "-m", "placer.run", *case.world.run_arguments(case.folder)]
+        module = "torch.distributed.run"
+        job = Job(Command(arguments=given, module=module, folder=case.folder, warm=False))
+        hit = case.strike(job, signals, usual.took_s + 12.0)
+        case.judge(job, codes_after(signals, hit))
+        for path in case.folder.rglob("stderr.log"):
+            case.expect_no_traceback(path.read_text())
+    else:
+        jobs = [Job(command) for command in case.world.rank_commands(case.folder)]
+        struck = case.random.randrange(RANKS)
+        hit = case.strike(jobs[struck], signals, usual.took_s)
+        for rank, job in enumerate(jobs):
+            case.judge(job, codes_after(signals, hit) if rank == struck else (0, 1))
+    for job in [Job(command) for command in case.world.rank_commands(case.folder)]:
+        case.judge(job, (0,))
+    same = contents(case.folder, [*usual.files]) == usual.files
+    case.expect(same, "lost", "the trained model differs")
+    case.expect_no_partial_file()
+
+
+def cache_writers(case: Case) -> None:
+    """Processes that write into one cache are killed: it has all that they said they stored."""
+    path = case.folder / FILE
+    stored = case.folder / "stored"
+    pids = [_writer(path, stored, number) for number in range(case.random.choice((2, 4)))]
+    time.sleep(case.random.uniform(0.02, 0.4))
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    told = stored.read_text().split() if stored.exists() else []
+    case.expect(set(CostCache(path).known(HERE, told)) == set(told), "lost", "times are lost")
+    case.story.append(f"{len(told)} stored")
+    _check_cache(case)
+
+
+def _writer(path: Path, stored: Path, number: int) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    out = os.open(stored, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for i in count():
+        name = f"{number}-{i}"
+        session = Session(cost_s={name: 1e-3}, runs=5, spread=0.0, measured="2026-01-31")
+        CostCache(path).store(HERE, session)
+        os.write(out, f"{name}\n".encode())
+    os._exit(0)
+
+
+def one_cache(case: Case) -> None:
+    """Several searches share a cache without op costs; one of them is killed."""
+    outs = [case.placement(f"placement-{i}.json") for i in range(case.random.choice((2, 3)))]
+    commands = [case.world.model_command(out, measure=False) for out, _ in outs]
+    jobs = [Job(_with_own_cache(case, command, 1.0)) for command in commands]
+    hit = case.strike(jobs[0], KILL, case.world.usual["model"].took_s)
+    for number, (job, (out, old)) in enumerate(zip(jobs, outs, strict=True)):
+        ended = case.judge(job, codes_after(KILL, hit and number == 0))
+        case.check_placement(out, old, ended)
+    _check_cache(case)
+
+
+def damaged_cache(case: Case) -> None:
+    """Files of the cache are damaged, foreign, folders or not there: searches go on."""
+    out, old = case.placement()
+    measures = case.random.random() < 0.3
+    command = _with_own_cache(case, case.world.model_command(out, measure=False), 0.0)
+    path = case.random.choice(sorted(case.folder.glob("cache/*")))
+    damage = case.random.randrange(6)
+    case.story.append(f"damage {damage} of {path.suffix}")
+    content = path.read_bytes()
+    path.unlink()
+    match damage:
+        case 0:
+            path.mkdir()
+        case 1:
+            path.symlink_to("none")
+        case 2:
+            path.write_bytes(b"")
+        case 3 if path.suffix == ".sqlite":
+            path.write_bytes(content)
+            value = case.random.choice(("'x'", "-1", "x'ff'", "1e300", "''"))
+            column = case.random.choice(("spread", "measured", "runs", "kind"))
+            with closing(sqlite3.connect(path)) as file, file:
+                file.execute(f"UPDATE session SET {column} = {value}")
+        case _:
+            path.write_bytes(changed_bytes(case.random, content))
+    if measures:
+        case.check_placement(out, old, case.run(command))
+    listed = replace(command, arguments=["cache", "--json"])
+    case.run(listed, codes=(0, 1))
+    case.run(replace(command, arguments=["cache", "--clear"]), codes=(0, 1))
+
+
+def full_disk(case: Case) -> None:
+    """There is no room for a result, the cache, temporary files or what is printed."""
+    room = case.random.choice((0, 4_096, 12_288))
+    disk = case.folder / "disk"
+    disk.mkdir()
+    what = case.random.choice(("out", "report", "train", "cache", "temporary", "stdout", "limit"))
+    case.story.append(f"{what} has {room} bytes")
+    out, old = case.placement()
+    command = case.world.graph_command(out)
+    if what == "stdout":
+        case.run(replace(command, stdout=Path("/dev/full")), codes=(1,))
+        return
+    if what == "limit":
+        ended = case.run(replace(command, largest_file_bytes=2_048), codes=(1,))
+        case.check_placement(out, old, ended)
+        return
+    with _small_disk(disk):
+        if what == "out":
+            out, old = disk / "placement.json", b"old"
+            out.write_bytes(old)
+            command = replace(case.world.graph_command(out), folder=case.folder)
+        elif what == "report":
+            page = ["--report", str(disk / "report.html")]
+            command = replace(command, arguments=[*command.arguments, *page])
+        elif what == "train":
+            command = replace(case.world.train_command(disk / "p"), folder=case.folder)
+        elif what == "cache":
+            cache = {"PLACER_CACHE": str(shutil.copytree(case.world.cache, disk / "cache"))}
+            (disk / "cache" / FILE).unlink()
+            command = replace(case.world.model_command(out, measure=False), environment=cache)
+        else:
+            command = replace(command, environment={"TMPDIR": str(disk)})
+        _fill(disk, room)
+        ended = case.run(command, (0,) if what in ("cache", "temporary") else (0, 1, 2))
+        if what != "train":
+            case.check_placement(out, old, ended)
+        left = [path.name for path in disk.rglob("*.partial")]
+        case.expect(not left, "others", f"half files are left: {left}")
+
+
+def mutated_input(case: Case) -> None:
+    """A command reads a mutated file."""
+    form = case.world.formats[case.random.choice(READ)]
+    place = case.folder / "input"
+    shutil.copytree(form.specimen.parent, place)
+    path = place / form.specimen.name
+    path.write_bytes(mutated(case.random, path.read_bytes(), form.syntax))
+    arguments = case.random.choice(list(form.uses(path, None)))
+    case.story.append(f"{form.name}: placer {arguments[0]}")
+    warm = case.random.random() < 0.9
+    environment = {"PLACER_CACHE": str(place)}
+    command = Command(arguments=arguments, folder=case.folder, warm=warm, environment=environment)
+    case.run(command, codes=(0, 1, 2))
+
+
+def damaged_checkpoint(case: Case) -> None:
+    """A run goes on from a damaged checkpoint, or says why it cannot."""
+    single = Command(
+        arguments=case.world.run_arguments(case.folder, 6), folder=case.folder, module="placer.run"
+    )
+    case.run(single)
+    path = case.random.choice([p for p in case.folder.glob("run.json*") if p.is_file()])
+    syntax: Literal["json", "safetensors"] = "json" if path.suffix == ".json" else "safetensors"
+    path.write_bytes(mutated(case.random, path.read_bytes(), syntax))
+    case.story.append(path.name)
+    arguments = case.world.run_arguments(case.folder, STEPS)
+    case.run(replace(single, arguments=arguments), codes=(0, 1, 2))
+
+
+def _with_own_cache(case: Case, command: Command, without_costs: float) -> Command:
+    """The command with a copy of the cache, with some probability without op costs."""
+    cache = case.folder / "cache"
+    if not cache.exists():
+        shutil.copytree(case.world.cache, cache)
+        if case.random.random() < without_costs:
+            (cache / FILE).unlink()
+    return replace(command, environment={**command.environment, "PLACER_CACHE": str(cache)})
+
+
+def _check_cache(case: Case) -> None:
+    """Every cache of the case is whole, and none was set aside."""
+    for path in case.folder.rglob(f"{FILE}*"):
+        case.expect("aside" not in path.name, "lost", f"{path.name} was set aside")
+        if path.name == FILE and path.stat().st_size:
+            with closing(sqlite3.connect(path)) as file:
+                (whole,) = file.execute("PRAGMA integrity_check").fetchone()
+            case.expect(whole == "ok", "lost", f"the cache is damaged: {whole}")
+
+
+@contextmanager
+def _small_disk(folder: Path) -> Iterator[None]:
+    """A file system of 128 kB at a folder."""
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(folder)],
+        check=True,
+        capture_output=True,
+    )
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def _fill(disk: Path, room: int) -> None:
+    """Leave so many bytes free, in whole pages."""
+    with (disk / "filling").open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4_096))
+        except OSError:
+            file.truncate(max(file.tell() - room, 0))
+
+
+KINDS: Final[dict[str, tuple[Callable[[Case], None], int]]] = {
+    "optimize a graph": (optimize_graph, 34),
+    "optimize a model": (optimize_model, 10),
+    "a worker": (one_worker, 6),
+    "train": (train, 7),
+    "run": (run_ranks, 5),
+    "writers of a cache": (cache_writers, 10),
+    "searches on a cache": (one_cache, 2),
+    "damaged cache": (damaged_cache, 7),
+    "full disk": (full_disk, 6),
+    "mutated input": (mutated_input, 10),
+    "damaged checkpoint": (damaged_checkpoint, 3),
+}
+"""{name: (what happens, its share in percent)}."""

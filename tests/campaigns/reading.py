@@ -1,0 +1,144 @@
+"""Reads one file, uses what was read, and says which rules that broke."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import resource
+import shutil
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from placer.cli.main import main
+
+from . import ROOT
+from .formats import Format
+
+USING_S: Final = 10.0
+LOADING_BYTES: Final = 300e6
+USING_BYTES: Final = 1e9
+LONGEST: Final = 600
+"""Characters of a message."""
+SPARE_S: Final = 20
+"""CPU seconds beyond all limits after which the process is killed."""
+SPARE_BYTES: Final = 4 << 30
+"""Address space that the child may take beyond what it has."""
+STATUS: Final = Path("/proc/self/status")
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A rule that was broken: in short, without numbers that vary, and in full."""
+
+    rule: str
+    what: str
+    details: str
+
+    @property
+    def cause(self) -> str:
+        """What failures that are probably the same have in common."""
+        return f"{self.rule}: {self.what}"
+
+
+def read(form: Format, content: bytes, folder: Path) -> list[Failure]:
+    """Load a file of a format, then use it in every way there is."""
+    scratch = folder / form.name.replace(" ", "-")
+    shutil.rmtree(scratch, ignore_errors=True)
+    shutil.copytree(form.specimen.parent, scratch)
+    path = scratch / form.specimen.name
+    path.write_bytes(content)
+    os.environ["PLACER_CACHE"] = str(scratch)
+    failures: list[Failure] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("error", RuntimeWarning)  # numpy's: a number that was not checked
+        with _limited("loading", form.loading_s, LOADING_BYTES, failures):
+            try:
+                loaded = form.load(path)
+            except (ValueError, OSError) as error:
+                _check_message(str(error), f"the message of {form.name}", failures)
+                return failures
+            except Exception as error:  # noqa: BLE001 - which is what is looked for
+                return [*failures, _raised(error)]
+        for command in form.uses(path, loaded):
+            _use(command, failures)
+    return failures
+
+
+def limit_memory() -> None:
+    """Let this process take no more than some GB beyond what it has."""
+    limit = _status_bytes("VmSize") + SPARE_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def _use(command: list[str], failures: list[Failure]) -> None:
+    told = io.StringIO()
+    name = f"placer {command[0]}"
+    with (
+        _limited(name, USING_S, USING_BYTES, failures),
+        contextlib.redirect_stderr(told),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        try:
+            code = main(command)
+        except SystemExit as leaving:
+            code = leaving.code if isinstance(leaving.code, int) else 1
+        except Exception as error:  # noqa: BLE001 - which is what is looked for
+            failures.append(_raised(error, name))
+            return
+    if code not in (0, 1, 2):
+        failures.append(Failure("exit code", f"{name}: {code}", told.getvalue()))
+    message = told.getvalue().rpartition("placer: ")[2] if code else ""
+    _check_message(message.rstrip("\n"), name, failures)
+
+
+@contextlib.contextmanager
+def _limited(name: str, seconds: float, size: float, failures: list[Failure]) -> Iterator[None]:
+    """With CPU time and memory watched; far above the limit the kernel ends the process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    last_s = int(time.process_time() + seconds) + SPARE_S
+    resource.setrlimit(resource.RLIMIT_CPU, (last_s, hard))
+    Path("/proc/self/clear_refs").write_text("5")  # count the peak anew
+    held, began_s = _status_bytes("VmRSS"), time.process_time()
+    try:
+        yield
+    finally:
+        spent_s = time.process_time() - began_s
+        taken = _status_bytes("VmHWM") - held
+        if spent_s > seconds:
+            failures.append(Failure("slow", f"{name} above {seconds} s", f"{spent_s:.1f} s"))
+        if taken > size:
+            failures.append(
+                Failure("memory", f"{name} above {size / 1e6:.0f} MB", f"{taken} bytes")
+            )
+        resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
+
+
+def _check_message(message: str, name: str, failures: list[Failure]) -> None:
+    if "\n" in message:
+        failures.append(Failure("message", f"{name} has several lines", message))
+    elif len(message) > LONGEST:
+        failures.append(Failure("message", f"{name} is longer than {LONGEST}", message))
+    elif not message.isprintable():
+        failures.append(Failure("message", f"{name} is unprintable", repr(message)))
+
+
+def _raised(error: BaseException, name: str = "loading") -> Failure:
+    """The failure of an exception that nobody expects: its type and the project's last line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if str(ROOT) in f.filename and "/.venv/" not in f.filename]
+    last = next((f for f in reversed(own) if "/campaigns/" not in f.filename), frames[-1])
+    where = f"{Path(last.filename).name}:{last.lineno} ({last.name})"
+    details = "".join(traceback.format_exception(error))
+    return Failure("traceback", f"{name}: {type(error).__name__} in {where}", details[-6_000:])
+
+
+def _status_bytes(key: str) -> int:
+    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(key))
+    return int(line.split()[1]) * 1024

@@ -1,0 +1,180 @@
+"""What the jobs of a campaign share: inputs, a warm cache, and how each job ends undisturbed."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import runs
+from ranks import free_port
+from tiny_training import TWO_STAGES, toml
+
+from envs.calibrate import _file_of
+from envs.calibration_cache import store
+from envs.cluster import Link
+from envs.discover import present
+from graphs.files import save_graph
+from graphs.synthetic import layered
+
+from .formats import MODEL, Format, formats
+from .jobs import Command, Job
+
+STEPS: Final = 24
+RANKS: Final = 2
+CORES: Final = tuple(f"core:{core}" for core in sorted(os.sched_getaffinity(0))[:2])
+
+
+@dataclass(frozen=True, slots=True)
+class Usual:
+    """How a job ends when nothing happens: the files that it writes, the seconds it takes."""
+
+    files: Mapping[str, object]
+    took_s: float
+
+
+class World:
+    """Read-only for cases; made once, in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.cache = folder / "cache"
+        os.environ["PLACER_CACHE"] = str(self.cache)
+        self.formats: dict[str, Format] = {f.name: f for f in formats(folder / "specimens")}
+        self.cluster = self.formats["cluster"].specimen
+        self.graph = folder / "graph.json"
+        save_graph(layered(np.random.default_rng(0), ops=60, width=6), self.graph)
+        self.model = folder / "model.py"
+        self.model.write_text(MODEL)
+        self.training = folder / "two.toml"
+        self.training.write_text(toml(replace(TWO_STAGES, checkpoint_rollouts=2)))
+        (folder / "run").mkdir()
+        self.target = runs.written(folder / "run", dropout=0.2)
+        self.replica = runs.placed(f"{self.target}:build", folder / "run/placement.json", "cpu")
+        self._calibrate()
+        for _ in range(3):  # on a busy machine costs are known after three times
+            self.undisturbed(self.model_command(folder / "model.json", measure=False))
+        self.usual = {
+            "graph": self._usual(self.graph_command, "placement.json", "placement.json"),
+            "model": self._usual(self.model_command, "placement.json"),
+            "train": self._usual(self.train_command, "p", "p.safetensors", "p.json", "p.csv"),
+        }
+        ranks, began_s = self._new_folder("ranks"), time.monotonic()
+        self.ended_well([Job(command) for command in self.rank_commands(ranks)])
+        took_s = time.monotonic() - began_s
+        self.usual["run"] = Usual(contents(ranks, ["model.safetensors"]), took_s)
+
+    def graph_command(self, out: Path, evaluations: int = 4_000) -> Command:
+        """Optimizes a graph file, to the same result each time."""
+        given = ["optimize", str(self.graph), "--cluster", str(self.cluster), "--out", str(out)]
+        return Command(arguments=[*given, "--budget", f"{evaluations}e"], folder=out.parent)
+
+    def model_command(self, out: Path, *, measure: bool = True) -> Command:
+        """Optimizes a model on two cores, and measures it there."""
+        given = [
+            "optimize",
+            f"{self.model}:build",
+            "--devices",
+            ",".join(CORES),
+            "--budget",
+            "0.3s",
+        ]
+        more = [] if measure else ["--no-measure"]
+        return Command(arguments=[*given, "--out", str(out), *more], folder=out.parent)
+
+    def train_command(self, out: Path) -> Command:
+        """Trains a policy, to the same result each time; ``out`` has no ending."""
+        given = ["train", "--config", str(self.training), "--out", str(out)]
+        return Command(arguments=given, folder=out.parent)
+
+    def run_arguments(self, folder: Path, steps: int = STEPS) -> list[str]:
+        """Of a run whose checkpoint and model go to this folder."""
+        kept: dict[str, object] = {"checkpoint": folder / "run.json", "checkpoint_every": 3}
+        options: dict[str, object] = {"data": f"{self.target}:batch", "timeout_s": 30, **kept}
+        saved = {"save": folder / "model.safetensors"}
+        given = runs.arguments(self.target, self.replica, steps, **options, **saved)
+        return [*given, "--resume"]
+
+    def rank_commands(self, folder: Path) -> list[Command]:
+        """A data-parallel run that writes into this folder, a command for each rank."""
+        common = {
+            "GLOO_SOCKET_IFNAME": "lo",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "WORLD_SIZE": str(RANKS),
+            "LOCAL_WORLD_SIZE": str(RANKS),
+        }
+        return [
+            Command(
+                arguments=self.run_arguments(folder),
+                folder=folder,
+                module="placer.run",
+                environment={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            for rank in range(RANKS)
+        ]
+
+    def undisturbed(self, command: Command) -> float:
+        """Run a command to its end; the seconds that took."""
+        began_s = time.monotonic()
+        self.ended_well([Job(command)])
+        return time.monotonic() - began_s
+
+    def ended_well(self, jobs: Sequence[Job]) -> None:
+        """Make sure that jobs end as they should where nothing happens.
+
+        Raises:
+            RuntimeError: one did not.
+        """
+        for ended in [job.finish() for job in jobs]:
+            if ended.code or ended.hung or ended.orphans or ended.left:
+                raise RuntimeError(f"a job fails without a fault: {ended}")
+
+    def _usual(self, command: Callable[[Path], Command], out: str, *files: str) -> Usual:
+        folder = self._new_folder(command.__name__)
+        took_s = self.undisturbed(command(folder / out))
+        return Usual(contents(folder, files), took_s)
+
+    def _new_folder(self, name: str) -> Path:
+        folder = self.folder / f"usual-{name}"
+        folder.mkdir()
+        return folder
+
+    def _calibrate(self) -> None:
+        """Keep made-up speeds of the cores: to measure them takes long, and fails if disturbed."""
+        here = present(CORES)
+        devices = tuple(
+            replace(device, peak_flop_per_s=1e11, bandwidth_bytes_per_s=1e10)
+            for device in here.devices
+        )
+        link = Link(between=CORES, latency_s=1e-5, bandwidth_bytes_per_s=1e10)
+        links = (link,) if len(CORES) > 1 else ()
+        store(_file_of(here), replace(here, devices=devices, links=links))
+
+
+def contents(folder: Path, names: Sequence[str]) -> dict[str, object]:
+    """What files of a folder say, but for times and how many processes helped; None for none."""
+    return {name: _content(folder / name) for name in names}
+
+
+def _content(path: Path) -> object:
+    if not path.exists():
+        return None
+    if path.suffix == ".json":
+        return _lasting(json.loads(path.read_bytes()))
+    if path.suffix == ".csv":
+        with path.open() as file:
+            return [_lasting(row) for row in csv.DictReader(file)]
+    return path.read_bytes()
+
+
+def _lasting(value: object) -> object:
+    if isinstance(value, dict):
+        return {k: _lasting(v) for k, v in value.items() if k not in ("spent_s", "workers")}
+    return [_lasting(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,53 @@
+"""What becomes of processes that a test started, from what the kernel tells of them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+
+def state_of(process_id: int) -> str:
+    """As the kernel has it, "T" for stopped; "" for no such process."""
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def is_alive(process_id: int) -> bool:
+    return state_of(process_id) not in ("", "Z")
+
+
+def becomes_true(condition: Callable[[], bool]) -> bool:
+    """Wait for it; at most a minute, which only a failure takes."""
+    end_s = time.monotonic() + 60
+    while not condition():
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(0.002)
+    return True
+
+
+def all_end(process_ids: Iterable[int]) -> bool:
+    return becomes_true(lambda: not any(map(is_alive, process_ids)))
+
+
+def descendants() -> set[int]:
+    """Processes that this one, or one of those, has started and that have not been waited for."""
+    found, unread = set[int](), [os.getpid()]
+    while unread:
+        started = _children(unread.pop()) - found
+        found |= started
+        unread += started
+    return found
+
+
+def _children(process_id: int) -> set[int]:
+    numbers = set[int]()
+    with suppress(FileNotFoundError, ProcessLookupError):
+        for task in Path(f"/proc/{process_id}/task").iterdir():
+            numbers |= set(map(int, (task / "children").read_text().split()))
+    return numbers

@@ -1,0 +1,59 @@
+"""What campaigns of faults and mutated files would find: their checks can fail."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+from random import Random
+
+import pytest
+from campaigns import jobs
+from campaigns.jobs import Command, Job
+from campaigns.mutation import mutated
+
+PARENT = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+open("started", "w").close()
+time.sleep(60)
+"""
+
+
+def job(folder: Path, code: str) -> Job:
+    (folder / "script.py").write_text(code)
+    return Job(Command(arguments=[], folder=folder, module="script", warm=False))
+
+
+def test_what_a_killed_job_leaves_is_seen_and_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "FAREWELL_S", 0.0)
+    started = job(tmp_path, PARENT)
+    assert started.when((tmp_path / "started").exists)
+    (started.temporary / "left").touch()
+    [child] = started.workers()
+    started.send(signal.SIGKILL)
+    ended = started.finish()
+    assert (ended.code, ended.hung) == (-signal.SIGKILL, False)
+    assert [told.partition(" ")[0] for told in ended.orphans] == [str(child)]
+    assert ended.left == [str(started.temporary / "left")]
+    while started.family():
+        time.sleep(0.01)
+
+
+def test_a_job_that_fails_shows_its_code_and_its_traceback(tmp_path: Path) -> None:
+    ended = job(tmp_path, "raise OSError('no')").finish()
+    assert ended.code == 1
+    assert "Traceback" in ended.errors
+    assert not ended.orphans
+    assert not ended.left
+
+
+@pytest.mark.parametrize("syntax", ["json", "toml", "safetensors", "zip", "bytes"])
+def test_mutations_follow_from_the_seed(syntax: str) -> None:
+    content = json.dumps({"a": [1, {"b": 2.5}], "c": "text"}).encode()
+    made = [mutated(Random(seed), content, syntax) for seed in range(40)]  # type: ignore[arg-type]
+    assert made == [mutated(Random(seed), content, syntax) for seed in range(40)]  # type: ignore[arg-type]
+    assert len({*made, content}) > 20
