@@ -27,6 +27,16 @@ QUIET = (
 
 PATIENCE_MS = 120_000  # only a failure takes so long
 
+# Playwright's own wait evaluates a string on every look but the first, which the page forbids.
+DRAWN = """async (patience_ms) => {
+  const end = performance.now() + patience_ms;
+  while (!(graph.view.width > 0 && gantt.view.width > 0)) {
+    if (performance.now() > end) return false;
+    await new Promise((next) => setTimeout(next, 5));
+  }
+  return true;
+}"""
+
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
@@ -62,7 +72,7 @@ def opened(
     page.on("dialog", lambda dialog: complaints.append(dialog.message))
     page.on("request", lambda asked: complaints.append(asked.url))
     page.goto(report.as_uri())
-    page.wait_for_function("graph.view.width > 0 && gantt.view.width > 0")
+    assert page.evaluate(DRAWN, PATIENCE_MS), "the charts are not drawn"
     yield page
     context.close()
     assert [told for told in complaints if told != report.as_uri()] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -32,6 +33,12 @@ settings.register_profile(
     "fuzz", settings.get_profile("repeatable"), derandomize=False, max_examples=1000
 )
 settings.load_profile("repeatable")
+
+
+def pytest_collection_finish() -> None:
+    """Spare garbage collections the million objects of imports: a fifth of the time of all tests."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
