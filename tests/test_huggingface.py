@@ -167,6 +167,61 @@ def test_without_weights_the_graph_is_the_same(name: str) -> None:
     assert nx.utils.graphs_equal(extract(step).graph, extract(real).graph)
 
 
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "swin", "depths": [10**9, 1, 1, 1]}, "depths is"),
+        ({"model_type": "swin", "depths": [3000, 3000, 3000, 3000]}, "depths sums up to 12000"),
+        ({"model_type": "swin", "num_heads": [1 << 50, 1, 1, 1]}, "num_heads is"),
+        ({"model_type": "cvt", "depth": [1, 2, 10**9]}, "depth is"),
+        ({"model_type": "vit", "depth": 10**9}, "depth is"),
+        ({"model_type": "llava", "text_config": {"depths": [9000, 9000]}}, "text_config.depths"),
+        ({"model_type": "llava", "text_config": {"num_labels": 10**6}}, "text_config.num_labels"),
+        ({"model_type": "resnet", "layers": {"widths": [[[1 << 50]]]}}, "layers.widths is"),
+        ({"model_type": "gpt2", "layer_types": ["full"] * 100_001}, "layer_types has 100001"),
+        ({"model_type": "gpt2", "id2label": dict.fromkeys(range(100_001), "a")}, "id2label has"),
+    ],
+)
+def test_numbers_and_lists_of_a_configuration_are_bounded_wherever_they_stand(
+    config: dict[str, object], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(TargetError) as refused:
+        load(f"hf:{tmp_path}")
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize("target", ["gpt2?n_layer=9000", "swinv2?depths=[9,9990]&num_heads=[1,1]"])
+def test_a_model_of_too_many_modules_is_not_made(
+    target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface, "MOST_PARTS", 1000)
+    with pytest.raises(TargetError, match="more than 1000 modules and parameters"):
+        load(f"hf:{target}")
+    made = nn.Sequential(*(nn.Linear(1, 1) for _ in range(400)))  # they are counted there only
+    assert len(made) == 400
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(MemoryError(), "there is too little memory"), (KeyError(), "refuses it: KeyError")],
+)
+def test_an_error_without_a_text_has_a_reason(
+    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", fail)
+    with pytest.raises(TargetError, match=f"hf:gpt2: {said}|hf:gpt2: transformers {said}"):
+        load("hf:gpt2")
+
+
+def test_inputs_larger_than_the_memory_are_refused() -> None:
+    with pytest.raises(TargetError, match="there is too little memory"):
+        load(f"hf:gpt2?{COMMON}&batch=1000000000000000")
+
+
 def test_without_weights_no_memory_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface, "available_memory_bytes", lambda: 0)
     model = load_step("hf:llama-3-8b", training=True, weights=False).model

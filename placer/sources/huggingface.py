@@ -25,8 +25,13 @@ from urllib.parse import parse_qsl
 
 import torch
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from envs.discover import available_memory_bytes
+from envs.torch_devices import is_out_of_memory
 from graphs.extract import Step
 from graphs.strict_json import brief, parse_json
 from placer.missing_file import why_not_read
@@ -38,6 +43,8 @@ BATCH: Final = 1
 SEQUENCE: Final = 128
 IMAGE_SIZE: Final = 224
 SEED: Final = 0
+MOST_PARTS: Final = 300_000
+"""Modules and parameters of a model; so many take a minute and 2 GB to make, without weights."""
 OWN_FUNCTION: Final = (
     "write a function that returns (model, inputs, loss) and give path/to/model.py:function"
 )
@@ -168,12 +175,13 @@ def load(request: Request, *, training: bool, weights: bool = True) -> Step:
         config = _config(transformers, request)
         head = _head(transformers, config, request)
         make = partial(head.from_config, config, trust_remote_code=False)
-        with _refusing(request), torch.device("meta"):
-            model = make()
-        if weights:
-            _check_memory(model, request, training)
-            model = make()
-        return _step(model, request, training=training)
+        with _refusing(request):
+            with torch.device("meta"), _few_parts(request):
+                model = make()
+            if weights:
+                _check_memory(model, request, training)
+                model = make()
+            return _step(model, request, training=training)
 
 
 def _step(model: Any, request: Request, *, training: bool) -> Step:
@@ -340,9 +348,37 @@ def _refusing(request: Request) -> Iterator[None]:
     """With the words of transformers for what it does not take."""
     try:
         yield
+    except TargetError:
+        raise
     except Exception as error:
-        reason = brief(str(error))
+        if is_out_of_memory(error):
+            raise TargetError(f"{PREFIX}{request.name}: there is too little memory") from error
+        reason = brief(str(error)) or type(error).__name__
         raise TargetError(f"{PREFIX}{request.name}: transformers refuses it: {reason}") from error
+
+
+@contextmanager
+def _few_parts(request: Request) -> Iterator[None]:
+    """Refuse a model of too many modules and parameters while it is made.
+
+    Whatever makes them so many: numbers of layers, of experts, of all that a type may repeat.
+    """
+    count = 0
+
+    def counted(*_: object) -> None:
+        nonlocal count
+        count += 1
+        if count > MOST_PARTS:
+            raise TargetError(
+                f"{PREFIX}{request.name} has more than {MOST_PARTS} modules and parameters; make "
+                "it smaller, such as with ?num_hidden_layers=2"
+            )
+
+    with (
+        register_module_module_registration_hook(counted),
+        register_module_parameter_registration_hook(counted),
+    ):
+        yield
 
 
 @contextmanager

@@ -25,7 +25,11 @@ OF_WEIGHTS: Final = frozenset({"use_pretrained_backbone", "model_args"})
 MOST_LAYERS: Final = 10_000
 MOST_LABELS: Final = 100_000
 """transformers makes a name for each, in Python."""
+LONGEST: Final = 100_000
+"""Of lists and tables."""
 LARGEST_NUMBER: Final = 1 << 40
+COUNTS: Final = re.compile(r"(.*_)?depths?|.*(blocks|block_sizes|blocks_per_stage|repeats)")
+"""Keys of what is made one by one; lists of them sum up, those of layers may be their numbers."""
 OF_HUB: Final = frozenset({"architecture", "backbone"})
 
 
@@ -52,26 +56,34 @@ def check_harmless(value: object, where: str = "") -> None:
     Raises:
         ValueError: one does, is a keyword of transformers' own loading, or too large a number.
     """
-    if isinstance(value, list):
+    if isinstance(value, list | Mapping) and len(value) > LONGEST:
+        raise ValueError(f"{where} has {len(value)} entries, more than {LONGEST}")
+    key = where.rpartition(".")[2]
+    if isinstance(value, int):
+        is_count = COUNTS.fullmatch(key) or key.endswith(("layer", "layers"))
+        most = MOST_LABELS if key == "num_labels" else LARGEST_NUMBER
+        within(value, -LARGEST_NUMBER, MOST_LAYERS if is_count else most, where)
+    elif isinstance(value, list):
         for item in value:
             check_harmless(item, where)
-    if not isinstance(value, Mapping):
-        return
-    for key, item in value.items():
-        name = f"{where}.{key}" if where else str(key)
-        if key in OF_CODE or re.fullmatch("__.*__", str(key)):
-            raise ValueError(f"{name} is no field of a model")
-        if IMPLEMENTATION.fullmatch(str(key)):
-            _check_implementation(item, name)
-        if (key in OF_WEIGHTS and item) or (key in OF_HUB and set("/:") & set(str(item))):
-            raise ValueError(
-                f"{name} asks for weights or models from elsewhere, and nothing is downloaded"
-            )
-        if isinstance(item, int):
-            is_depth = str(key).endswith(("layer", "layers"))
-            most = MOST_LABELS if key == "num_labels" else LARGEST_NUMBER
-            within(item, -LARGEST_NUMBER, MOST_LAYERS if is_depth else most, name)
-        check_harmless(item, name)
+        counts = [item for item in value if isinstance(item, int)]
+        if COUNTS.fullmatch(key) and sum(counts) > MOST_LAYERS:
+            raise ValueError(f"{where} sums up to {sum(counts)}, more than {MOST_LAYERS}")
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            _check_entry(str(name), item, f"{where}.{name}" if where else str(name))
+
+
+def _check_entry(key: str, item: object, where: str) -> None:
+    if key in OF_CODE or re.fullmatch("__.*__", key):
+        raise ValueError(f"{where} is no field of a model")
+    if IMPLEMENTATION.fullmatch(key):
+        _check_implementation(item, where)
+    if (key in OF_WEIGHTS and item) or (key in OF_HUB and set("/:") & set(str(item))):
+        raise ValueError(
+            f"{where} asks for weights or models from elsewhere, and nothing is downloaded"
+        )
+    check_harmless(item, where)
 
 
 def _check_implementation(value: object, name: str) -> None:
