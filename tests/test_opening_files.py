@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import struct
+import subprocess
 import sys
 import threading
 import zipfile
@@ -541,6 +542,40 @@ def test_code_of_a_model_unknown_to_transformers_is_not_run(folder: Path, mark: 
     with pytest.raises(TargetError, match="code in a folder is not run"):
         load_step(f"hf:{folder}", training=True)
     assert not mark.exists()
+
+
+KERNELS = """
+from pathlib import Path
+
+def __getattr__(name):
+    def called(*arguments, **keywords):
+        if "kernel" in name:
+            Path(__file__).with_name("ran").touch()
+        return lambda item: item
+    return called
+"""
+LOADING = """
+from placer.target import load_step
+load_step("hf:mamba?num_hidden_layers=1&hidden_size=8", training=False, weights=False)
+import huggingface_hub
+from transformers.integrations.hub_kernels import lazy_load_kernel
+print(lazy_load_kernel("deep-gemm"), huggingface_hub.constants.is_offline_mode())
+"""
+
+
+def test_kernels_of_the_hub_are_neither_fetched_nor_run(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels/__init__.py").write_text(KERNELS)
+    (tmp_path / "kernels-0.18.5.dist-info").mkdir()
+    about = "Metadata-Version: 2.1\nName: kernels\nVersion: 0.18.5\n"
+    (tmp_path / "kernels-0.18.5.dist-info/METADATA").write_text(about)
+    asked = {"USE_HUB_KERNELS": "1", "HF_HUB_OFFLINE": "0", "PYTHONPATH": str(tmp_path)}
+    loaded = subprocess.run(
+        [sys.executable, "-c", LOADING], env=os.environ | asked, check=True, stdout=subprocess.PIPE
+    )
+    assert loaded.stdout.decode().split() == ["None", "True"]
+    assert not (tmp_path / "kernels/ran").exists()
 
 
 def onnx_file(path: Path, *, weights: str = "weights", node: str = "", location: str = "") -> Path:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -45,6 +46,8 @@ IMAGE_SIZE: Final = 224
 SEED: Final = 0
 MOST_PARTS: Final = 300_000
 """Modules and parameters of a model; so many take a minute and 2 GB to make, without weights."""
+WITHOUT_HUB: Final = MappingProxyType({"USE_HUB_KERNELS": "0", "HF_HUB_OFFLINE": "1"})
+"""Read when transformers is imported: else, given the package kernels, it fetches and runs some."""
 OWN_FUNCTION: Final = (
     "write a function that returns (model, inputs, loss) and give path/to/model.py:function"
 )
@@ -219,6 +222,7 @@ def _image_size(config: Any) -> tuple[int, int]:
 
 
 def _transformers(request: Request) -> Any:
+    os.environ |= WITHOUT_HUB
     try:
         return import_module("transformers")
     except ModuleNotFoundError as error:
