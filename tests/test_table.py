@@ -85,6 +85,34 @@ def test_no_number_is_cut_on_eighty_columns(count: int) -> None:
     assert text.count("194") >= 3 * count
 
 
+def test_many_devices_have_no_rows_and_no_cells_of_their_own() -> None:
+    names = tuple(f"core:{i}" for i in range(1000))
+    found = optimization(names[:2])
+    cluster = Cluster(
+        name="wide",
+        devices=tuple(Device(name=name, kind="core", memory_bytes=10**10) for name in names),
+    )
+    problem = Problem.of(found.problem.graph, cluster)
+    single = [
+        replace(
+            found.rows[1],
+            name=f"single {name}",
+            predicted_s=2 - i / 1000,
+            peak_memory_bytes=dict.fromkeys(names, 100_000_000) | {name: 300_000_000},
+            measurement=None,
+        )
+        for i, name in enumerate(names)
+    ]
+    rows = (replace(found.rows[0], measurement=None), *single)
+    text = printed_of(replace(found, problem=problem, rows=rows, best=single[3]), 200)
+    assert len(text) < 3000
+    shown = re.findall(r"^[ >]*single core:(\d+)", text, re.MULTILINE)
+    assert shown == [str(i) for i in (3, *range(993, 1000))]
+    assert "992 more single devices are left out" in text
+    assert text.count("300 MB") == 8
+    assert "the fullest of 1000 devices" in text
+
+
 def test_names_from_files_are_text_and_not_markup(capsys: pytest.CaptureFixture[str]) -> None:
     found = optimization(("core:0", "[/red]"))
     console = stdout_console()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,7 +17,7 @@ from envs.placement import ROOT, module_of
 from placer.given import GIVEN
 from placer.milliseconds import milliseconds
 from placer.outcome import REBUILT
-from placer.search.candidate import WHERE_ALLOWED
+from placer.search.candidate import SINGLE, WHERE_ALLOWED
 
 if TYPE_CHECKING:
     from envs.cluster import Cluster, Link
@@ -37,6 +37,9 @@ QUEUES: Final = {
 """The transfers that wait for each other on a link, by what its file says."""
 UNPLACED: Final = "not placed"
 CHOSEN: Final = ">"
+MOST_SINGLES: Final = 8
+MOST_DEVICES: Final = 16
+"""What a table has one by one."""
 
 
 def print_optimization(found: Optimization, console: Console) -> None:
@@ -48,7 +51,8 @@ def print_optimization(found: Optimization, console: Console) -> None:
     for column in ("predicted\nms", *(MEASURED_COLUMNS if ran else ()), "speed-up"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("memory", justify="right", overflow="fold")
-    for row in found.rows:
+    rows = _shown(found)
+    for row in rows:
         measured = _measured_cells(row.measurement, row.failure) if ran else []
         table.add_row(
             f"{CHOSEN if row is found.best else ' '} {row.name}",
@@ -63,10 +67,21 @@ def print_optimization(found: Optimization, console: Console) -> None:
         cells.append("-")  # its threads are not timed one by one
         table.add_row(f"  {UNPLACED}", "-", *cells, "", "", style="dim")
     console.print(table)
+    if len(rows) < len(found.rows):
+        console.print(f"{len(found.rows) - len(rows)} more single devices are left out.")
     console.print(_legend(found, ran), style="dim")
     for remark in found.remarks:
         console.print(remark)
     console.print(best_line(found))
+
+
+def _shown(found: Optimization) -> list[Row]:
+    """The candidates without single devices that are slower than the best few."""
+    first = (found.best, found.single)
+    single = [row for row in found.rows if row.name.startswith(SINGLE)]
+    single.sort(key=lambda row: (row not in first, row.predicted_s))
+    left_out = {id(row) for row in single[MOST_SINGLES:]}
+    return [row for row in found.rows if id(row) not in left_out]
 
 
 def best_line(found: Optimization) -> str:
@@ -77,7 +92,9 @@ def best_line(found: Optimization) -> str:
 def _legend(found: Optimization, ran: bool) -> str:
     """What the columns mean, as far as they do not say it."""
     text = f"{CHOSEN} {_why_chosen(found)}; speed-up over the best single device"
-    text += "; simulated peak memory of " + " / ".join(found.problem.cluster.names)
+    names = found.problem.cluster.names
+    shown = f"the fullest of {len(names)} devices" if _are_many(names) else " / ".join(names)
+    text += f"; simulated peak memory of {shown}"
     if found.placement.objective != "latency":
         text += f"; predicted and speed-up are of the objective, {found.placement.objective}"
     if ran:
@@ -214,11 +231,9 @@ def human_flops(count: float) -> str:
 
 
 def _title(found: Optimization) -> str:
-    graph = found.problem.graph
-    return (
-        f"{graph.name}: {len(graph)} ops on {', '.join(found.problem.cluster.names)}; "
-        f"lower bound {_ms(found.lower_bound_s)} ms"
-    )
+    graph, names = found.problem.graph, found.problem.cluster.names
+    devices = f"{len(names)} devices" if _are_many(names) else ", ".join(names)
+    return f"{graph.name}: {len(graph)} ops on {devices}; lower bound {_ms(found.lower_bound_s)} ms"
 
 
 def _ops_by_module(placement: Placement) -> dict[str, Counter[str]]:
@@ -261,12 +276,17 @@ def _speed_up(found: Optimization, row: Row) -> str:
 
 
 def _memory(row: Row) -> str:
-    """Peak of every device in one unit, as in "246 / 202 MB"."""
-    largest = max(row.peak_memory_bytes.values(), default=0)
+    """Peak of every device in one unit, as in "246 / 202 MB"; of many, that of the fullest."""
+    sizes = list(row.peak_memory_bytes.values())
+    largest = max(sizes, default=0)
     unit, scale = next(((u, s) for u, s in UNITS if largest >= s), ("B", 1.0))
     digits = 0 if largest / scale >= 10 else 1
-    sizes = (f"{size / scale:.{digits}f}" for size in row.peak_memory_bytes.values())
-    return f"{' / '.join(sizes)} {unit}"
+    shown = [largest] if _are_many(sizes) else sizes
+    return f"{' / '.join(f'{size / scale:.{digits}f}' for size in shown)} {unit}"
+
+
+def _are_many(devices: Sized) -> bool:
+    return len(devices) > MOST_DEVICES
 
 
 def _ms(seconds: float) -> str:
