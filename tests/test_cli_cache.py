@@ -51,6 +51,29 @@ def test_an_empty_cache_is_no_failure(folder: Path, capsys: pytest.CaptureFixtur
     assert not folder.exists()
 
 
+def test_without_a_home_one_sentence_says_what_to_set(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_home() -> Path:
+        raise RuntimeError
+
+    monkeypatch.delenv("PLACER_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    for arguments in (["cache"], ["cache", "--clear"]):
+        with plain_warnings(), warnings.catch_warnings():
+            warnings.simplefilter("once")
+            assert main(arguments) == 0
+        told = capsys.readouterr()
+        assert told.out == ""
+        assert told.err.count("\n") == 1
+        assert "HOME is not set" in told.err
+        assert "set PLACER_CACHE" in told.err
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert listed(capsys)["folder"] is None
+
+
 def test_what_is_kept_is_listed(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = listed(capsys)
     assert found["folder"] == str(filled)

@@ -61,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(listing))
         return 0
+    if listing["folder"] is None:  # a remark says so
+        return 0
     _print(listing)
     if not listing["op_times"]["files"] and not listing[SPEEDS]:
         say(args, "nothing is kept")
@@ -85,10 +87,11 @@ def _clear(cache: CostCache, what: str) -> str | None:
 
 
 def _listing(cache: CostCache, holdings: list[Holding]) -> dict[str, Any]:
-    from envs.cache_folder import speed_files
+    from envs.cache_folder import NOWHERE, speed_files
 
+    folder = cache.path.parent
     return {
-        "folder": str(cache.path.parent),
+        "folder": None if NOWHERE in folder.parents else str(folder),
         "op_times": {
             "files": [_file(path) for path in cache.files()],
             "kinds": [
