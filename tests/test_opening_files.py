@@ -185,6 +185,52 @@ def test_an_exported_program_runs_no_code_of_its_own(
     assert not mark.exists()
 
 
+def input_spec(change: Callable[[Any, Any, Any], object]) -> Callable[[Program], Program]:
+    """What changes the containers of the inputs: all of them, the arguments, the keywords."""
+
+    def changed(program: Program) -> Program:
+        version, spec = json.loads(signature(program)["in_spec"])
+        change(spec, *spec["children_spec"])
+        signature(program)["in_spec"] = json.dumps([version, spec])
+        return program
+
+    return changed
+
+
+def input_names(*names: str) -> Callable[[Program], Program]:
+    def changed(program: Program) -> Program:
+        signature(program)["forward_arg_names"] = names
+        return program
+
+    return changed
+
+
+ORDERED = {"type": "collections.OrderedDict"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        input_spec(lambda both, _, __: both.update(ORDERED, context='["args", "kwargs"]')),
+        input_spec(lambda _, arguments, __: arguments.update(ORDERED, context='["x"]')),
+        input_spec(lambda _, __, keywords: keywords.update(ORDERED)),
+        input_spec(lambda _, arguments, __: arguments.update(type="builtins.list")),
+        input_spec(lambda _, __, keywords: keywords.update(context='["other"]')),
+        input_names("self", "by"),
+        input_names("x", "self"),
+        input_names("class", "by"),
+        input_names("x", "x"),
+        input_names("x"),
+    ],
+)
+def test_a_program_that_does_not_take_its_own_inputs_is_refused(
+    saved: Path, tmp_path: Path, change: Callable[[Program], Program]
+) -> None:
+    path = with_members(saved, tmp_path / "edited.pt2", {"models/model.json": change})
+    with pytest.raises(TargetError, match=r"does not take the example inputs|cannot load"):
+        load_step(str(path), training=False)
+
+
 def test_a_name_of_a_buffer_is_no_code(saved: Path, tmp_path: Path, mark: Path) -> None:
     name = f'linear"), open("{mark}", "w"), ("'
 

@@ -6,11 +6,13 @@ The file is read once, and what was read is checked before torch loads it.
 
 from __future__ import annotations
 
+import inspect
 import io
 import warnings
 from pathlib import Path
 
 from torch.export.pt2_archive import _package
+from torch.utils._pytree import tree_structure
 
 from envs.discover import available_memory_bytes
 from graphs.extract import Step
@@ -46,9 +48,16 @@ def load(path: Path, *, training: bool) -> Step:
         raise TargetError(f"torch cannot load {path}: {reason or type(error).__name__}") from error
     if program.example_inputs is None:
         raise TargetError(f"{path} was saved without example inputs, so there is no step to place")
+    inputs, keywords = program.example_inputs
+    try:
+        inspect.signature(model.forward).bind(*inputs, **keywords)
+        is_taken = tree_structure((tuple(inputs), dict(keywords))) == program.call_spec.in_spec
+    except (TypeError, ValueError):
+        is_taken = False
+    if not is_taken:
+        raise TargetError(f"{path} does not take the example inputs it was saved with")
     for module in model.modules():
         module.training = False  # train() and eval() refuse: the mode is part of the program
-    inputs, keywords = program.example_inputs
     return Step(model, tuple(inputs), dict(keywords), training=False)
 
 
