@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,11 +11,12 @@ import pytest
 
 from envs.bounds import lower_bound_ns
 from envs.discover import discover
+from placer.bench import speed
 from placer.bench.evidence import BEGIN, END, QUICK, Evidence, gather, put_into
 from placer.bench.instances import judged
 from placer.bench.quality import REFERENCE, bound_gaps, every_placer
 from placer.bench.scores import Scores
-from placer.bench.speed import cluster_of, evaluations_per_s, flat_layered, placements
+from placer.bench.speed import cluster_of, flat_layered, placements
 from placer.bench.table import Table
 from placer.cli.main import main
 from placer.placers.registry import placer_named
@@ -31,12 +33,11 @@ def inception() -> Exercise:
     return next(item for item in judged() if item.family == "inception 4")
 
 
-def test_no_plan_is_below_its_bound(inception: Exercise) -> None:
+def test_gaps_are_those_between_plans_and_their_bound(inception: Exercise) -> None:
     problem = inception.judge.problem
     gaps = bound_gaps(placer_named("heft"), [inception], Budget(evaluations=10), seeds=2)
     plan = placer_named("heft").place(problem, Budget(evaluations=10), 0)[0]
     assert gaps == {"inception 4": [plan.step_ns / lower_bound_ns(problem) - 1.0] * 2}
-    assert gaps["inception 4"][0] > 0
 
 
 def test_every_placer_that_can_takes_part(inception: Exercise) -> None:
@@ -50,8 +51,15 @@ def test_every_placer_that_can_takes_part(inception: Exercise) -> None:
     assert ratios["portfolio"] <= 1.0
 
 
-def test_rates_are_those_of_random_placements_that_cross_devices() -> None:
-    assert min(evaluations_per_s(50, 3, 20)) > 0
+def test_rates_are_those_of_random_placements_that_cross_devices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def seconds(work: Callable[[], object], **_: object) -> list[float]:
+        work()
+        return [2.0, 4.0]
+
+    monkeypatch.setattr(speed, "seconds", seconds)
+    assert speed.evaluations_per_s(50, 3, 20) == [10.0, 5.0]
     devices, _ = placements(50, 3, 20)
     assert set(devices.flat) == {0, 1, 2}
     assert len(flat_layered(50, 12, 0)) == 50

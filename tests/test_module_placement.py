@@ -215,4 +215,4 @@ def test_modules_that_have_no_room_cost_what_the_rates_of_the_device_say(
         known = costs[device.kind]
         expected = "roofline" if device.name.startswith("vdev") else "module by module"
         assert all(expected in source for source in known.sources)
-        assert known.cost_s.sum() > 0
+        assert np.isfinite(known.cost_s).all()  # a module without costs could not be placed there

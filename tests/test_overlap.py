@@ -132,8 +132,13 @@ def test_what_is_staged_shares_no_memory_between_its_elements(tensor: Tensor) ->
     found = staged(tensor)
     assert found.untyped_storage().nbytes() == found.nbytes
     assert not found.requires_grad
-    assert found.is_pinned() == torch.cuda.is_available()
     assert torch.equal(found, tensor)
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_what_is_staged_is_pinned() -> None:
+    assert staged(torch.ones(3)).is_pinned()
 
 
 def test_what_is_staged_keeps_its_order_in_memory() -> None:
