@@ -45,7 +45,7 @@ SEQUENCE: Final = 128
 IMAGE_SIZE: Final = 224
 SEED: Final = 0
 MOST_PARTS: Final = 300_000
-"""Modules and parameters of a model; so many take a minute and 2 GB to make, without weights."""
+"""Modules and parameters of a model; so many take 20 s and 1 GB to make, without weights."""
 WITHOUT_HUB: Final = MappingProxyType({"USE_HUB_KERNELS": "0", "HF_HUB_OFFLINE": "1"})
 """Read when transformers is imported: else, given the package kernels, it fetches and runs some."""
 OWN_FUNCTION: Final = (
