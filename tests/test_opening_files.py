@@ -94,6 +94,15 @@ def opened(path: Path) -> str:
     return str(refused.value)
 
 
+@pytest.mark.parametrize("text", [5_000 * "x", 5_000 * "x\x1b"])
+def test_long_texts_are_refused_in_short_messages(saved: Path, tmp_path: Path, text: str) -> None:
+    named = {"data/constants/model_constants_config.json": lambda _: {text: {"a": "\x1b"}}}
+    operator = {"models/model.json": lambda _: {"target": text}}
+    for changes in (named, operator):
+        why = opened(with_members(saved, tmp_path / "long.pt2", changes))
+        assert len(why.removeprefix(str(tmp_path))) < 600
+
+
 def signature(program: Program) -> dict[str, Any]:
     found: dict[str, Any] = program["graph_module"]["module_call_graph"][0]["signature"]
     return found

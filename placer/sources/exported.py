@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_structure
 
 from envs.discover import available_memory_bytes
 from graphs.extract import Step
-from graphs.printable import escaped
+from graphs.strict_json import brief
 from graphs.whole_file import read_limited
 from placer.missing_file import missing_file, why_not_read
 from placer.sources.exported_check import check_archive
@@ -44,8 +44,8 @@ def load(path: Path, *, training: bool) -> Step:
             program = _package.load_pt2(io.BytesIO(content)).exported_programs["model"]
             model = program.module(check_guards=False)
     except Exception as error:
-        reason = escaped(" ".join(str(error).split())[:300])
-        raise TargetError(f"torch cannot load {path}: {reason or type(error).__name__}") from error
+        reason = brief(str(error)) or type(error).__name__
+        raise TargetError(f"torch cannot load {path}: {reason}") from error
     if program.example_inputs is None:
         raise TargetError(f"{path} was saved without example inputs, so there is no step to place")
     inputs, keywords = program.example_inputs
@@ -74,5 +74,5 @@ def _checked(path: Path) -> bytes:
     try:
         check_archive(content)
     except ValueError as error:
-        raise TargetError(f"{path} {error}") from error
+        raise TargetError(f"{path} {brief(str(error))}") from error
     return content
