@@ -36,12 +36,12 @@ test-gpu: $(READY)  ## run the tests that need a CUDA device; without one they a
 MINUTES ?= 5
 COUNT ?= 500
 
-fuzz: $(READY)  ## mutated files and random examples, a new seed each time (MINUTES=5, FILES=10000, SEED=1)
+fuzz: $(READY)  ## mutated files and random examples (MINUTES=5, FILES=10000, SEED=1)
 	$(BIN)/python -m tests.campaigns.fuzz --minutes $(MINUTES) $(if $(FILES),--files $(FILES)) \
 		$(if $(SEED),--seed $(SEED))
 
-faults: $(READY)  ## kill, stop and starve jobs: is anything lost or left? (COUNT=500 SEED=0)
-	$(BIN)/python -m tests.campaigns.faults --count $(COUNT) --seed $(or $(SEED),0)
+faults: $(READY)  ## kill, stop and starve jobs: is anything lost or left? (COUNT=500 SEED=1)
+	$(BIN)/python -m tests.campaigns.faults --count $(COUNT) $(if $(SEED),--seed $(SEED))
 
 check: $(READY)  ## lint, format, types, floors
 	$(BIN)/ruff check .

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from random import Random
 
 import pytest
-from campaigns import jobs
+from campaigns import TESTS, jobs
+from campaigns.formats import Format
 from campaigns.jobs import Command, Job
-from campaigns.mutation import mutated
+from campaigns.mutation import CODE, mutated
+from campaigns.reading import read
+from processes import all_end, becomes_true, is_alive
 
 PARENT = """
 import subprocess, sys, time
@@ -57,3 +62,40 @@ def test_mutations_follow_from_the_seed(syntax: str) -> None:
     made = [mutated(Random(seed), content, syntax) for seed in range(40)]  # type: ignore[arg-type]
     assert made == [mutated(Random(seed), content, syntax) for seed in range(40)]  # type: ignore[arg-type]
     assert len({*made, content}) > 20
+
+
+CAMPAIGN = """
+import os, sys, time
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from campaigns.jobs import Command, Job
+from campaigns.lanes import lanes
+
+def work():
+    job = Job(Command(arguments=[], folder=Path.cwd(), module="sleeping", warm=False))
+    Path("new").write_text(f"{{os.getpid()}} {{job.pid}}")
+    os.rename("new", "started")
+    time.sleep(60)
+
+lanes().submit(work)
+time.sleep(60)
+"""
+
+
+def test_lanes_and_their_jobs_end_when_the_campaign_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "sleeping.py").write_text("import time; time.sleep(60)")
+    code = CAMPAIGN.format(tests=str(TESTS))
+    with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path) as campaign:
+        assert becomes_true((tmp_path / "started").exists)
+        processes = [int(pid) for pid in (tmp_path / "started").read_text().split()]
+        assert all(map(is_alive, processes))
+        campaign.kill()
+    assert all_end(processes)
+
+
+def test_code_of_a_file_that_is_run_is_a_failure(tmp_path: Path) -> None:
+    (tmp_path / "specimen").mkdir()
+    form = Format("text", "bytes", tmp_path / "specimen/text", lambda path: eval(path.read_text()))
+    for text in CODE[:4]:
+        assert [failure.rule for failure in read(form, text.encode(), tmp_path)] == ["executed"]
+    assert read(form, b"1 + 1", tmp_path) == []

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import multiprocessing
+import secrets
 import shutil
 import sys
 import tempfile
@@ -20,7 +20,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from pathlib import Path
 from random import Random
 from typing import Final
@@ -30,9 +30,9 @@ import torch
 from .case import Case, Wrong
 from .jobs import SHARED_MEMORY, end_all, own_mounts
 from .kinds import KINDS
+from .lanes import lanes
 from .world import World
 
-LANES: Final = 2
 GOLDEN: Final = 0.618033988749895
 """Its multiples are spread evenly: however many faults there are, every kind has its share."""
 WRONGS: Final[tuple[Wrong, ...]] = ("lost", "orphans", "tracebacks", "hangs", "others")
@@ -83,11 +83,10 @@ def campaign(seed: int, numbers: Sequence[int], *, verbose: bool = False) -> int
         if skipped:
             print("no full disks, no look at /dev/shm: this process may not mount file systems")
         gc.freeze()  # lanes and jobs share what there is
-        fork = multiprocessing.get_context("fork")
-        lanes = ProcessPoolExecutor(LANES, fork, initializer=own_mounts)
+        pool = lanes(own_mounts)
         try:
             kinds = {number: kind_of(seed, number, skipped) for number in numbers}
-            tasks = [lanes.submit(one_fault, kind, seed, n) for n, kind in kinds.items()]
+            tasks = [pool.submit(one_fault, kind, seed, n) for n, kind in kinds.items()]
             for task in as_completed(tasks):
                 number, wrong, story = task.result()
                 faults[kinds[number]] += 1
@@ -100,7 +99,7 @@ def campaign(seed: int, numbers: Sequence[int], *, verbose: bool = False) -> int
                     again = f"-m tests.campaigns.faults --seed {seed} --only {number}"
                     print(f"    {sys.executable} {again}", flush=True)
         finally:
-            lanes.shutdown(cancel_futures=True)
+            pool.shutdown(cancel_futures=True)
     for kind, count in faults.items():
         told = ", ".join(f"{broken[kind, what]} {what}" for what in WRONGS if broken[kind, what])
         print(f"{kind:20} {count:5} faults{', ' if told else ''}{told}")
@@ -118,16 +117,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.campaigns.faults", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--count", type=int, default=500, help="number of faults [500]")
-    parser.add_argument("--seed", type=int, default=0, help="of what happens [0]")
+    parser.add_argument("--seed", type=int, help="of what happens [random]")
     parser.add_argument("--only", type=int, nargs="+", metavar="N", help="only these faults")
     parser.add_argument("--kind", choices=list(KINDS), help="only faults of this kind")
     parser.add_argument("--verbose", action="store_true", help="a line for every fault")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)  # OpenMP's threads would not survive a fork
+    seed = secrets.randbelow(10**6) if args.seed is None else args.seed
     numbers = args.only or range(args.count)
     if args.kind:
-        numbers = [number for number in numbers if kind_of(args.seed, number) == args.kind]
-    return 1 if campaign(args.seed, numbers, verbose=args.verbose or bool(args.only)) else 0
+        numbers = [number for number in numbers if kind_of(seed, number) == args.kind]
+    return 1 if campaign(seed, numbers, verbose=args.verbose or bool(args.only)) else 0
 
 
 if __name__ == "__main__":

@@ -91,7 +91,6 @@ class Format:
     load: Callable[[Path], Any]
     uses: Commands = _unused
     share: int = 10  # of the files of a campaign, relative to other formats
-    loading_s: float = 1.0  # CPU seconds that a file may take to be read or refused
 
 
 def formats(folder: Path) -> tuple[Format, ...]:
@@ -143,6 +142,9 @@ def formats(folder: Path) -> tuple[Format, ...]:
         page = ["--report", str(path.with_name("page.html"))]
         return [optimized(str(path), cluster, path, *page)]
 
+    def of_program(path: Path, _loaded: object) -> list[list[str]]:
+        return [optimized(str(path), str(paths.rated), path, "--inference")]
+
     def of_cluster(path: Path, _loaded: object) -> list[list[str]]:
         placement = str(paths.placement)
         return [
@@ -169,9 +171,9 @@ def formats(folder: Path) -> tuple[Format, ...]:
         Format("checkpoint", "safetensors", paths.checkpoint, checkpoint, of_checkpoint, 4),
         Format("state of a rank", "safetensors", paths.state, read_state, share=6),
         Format("cost cache", "bytes", paths.cost_cache, cached, of_cache, 6),
-        Format("ONNX", "bytes", paths.onnx, _onnx, share=4, loading_s=3.0),
-        Format("exported program", "zip", paths.exported, _exported, share=1, loading_s=5.0),
-        Format("transformers", "json", paths.transformers, _transformers, share=2, loading_s=5.0),
+        Format("ONNX", "bytes", paths.onnx, _onnx, share=4),
+        Format("exported program", "zip", paths.exported, _exported, of_program, 15),
+        Format("transformers", "json", paths.transformers, _transformers, share=2),
     )
 
 
@@ -189,6 +191,21 @@ def _is_short(config: TrainingConfig) -> bool:
         and all(max(one.clusters.devices) <= 16 for one in sets)
         and config.workers == 0
     )
+
+
+class Sized(torch.nn.Module):
+    """Sizes that follow from the batch's, a keyword and a buffer."""
+
+    shift: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+        self.register_buffer("shift", torch.ones(4))
+
+    def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> torch.Tensor:
+        rows: torch.Tensor = self.linear(x).reshape(x.shape[0] * 2, 2)
+        return rows.sum() * torch.ones(x.shape[0] // 2 + 1, 4) * scale + self.shift
 
 
 @cache
@@ -228,6 +245,9 @@ class _Specimens:
         self.cluster = self._at("cluster/cluster.toml")
         self.cluster.write_text(CLUSTER.format(memory=1 << 34))
         self.cluster.write_text(cluster_to_toml(load_cluster(self.cluster)))
+        self.rated = self._at("rated/cluster.toml")
+        speeds = "peak_flop_per_s = 1e12\nbandwidth_bytes_per_s = 1e11"
+        self.rated.write_text(CLUSTER.format(memory=f"{1 << 34}\n{speeds}"))
         self.placement = self._at("placement/placement.json")
         self._optimize(self.placement)
         self.plan = self._at("plan/placement.json")
@@ -281,7 +301,10 @@ class _Specimens:
     def _export(self) -> None:
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
         self.exported = self._at("exported/model.pt2")
-        torch.export.save(torch.export.export(model, (torch.ones(2, 4),)), self.exported)
+        shapes = {"x": {0: torch.export.Dim("batch", min=2, max=64)}, "scale": None}
+        inputs, keywords = (torch.ones(6, 4),), {"scale": torch.ones(4)}
+        program = torch.export.export(Sized(), inputs, keywords, dynamic_shapes=shapes)
+        torch.export.save(program, self.exported)
         self.onnx = export_onnx(model, (torch.ones(2, 4),), self._at("onnx/model.onnx"))
         self.transformers = self._at("transformers/config.json")
         sizes = "n_embd=8&n_layer=1&n_head=2&vocab_size=31&batch=1&sequence=4"

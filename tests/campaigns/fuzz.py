@@ -1,7 +1,7 @@
 """Mutated files of every format that placer reads, and property tests with random examples.
 
     python -m tests.campaigns.fuzz --minutes 5
-    python -m tests.campaigns.fuzz --files 10000 --seed 0
+    python -m tests.campaigns.fuzz --minutes 1 --files 10000 --seed 0
     python -m tests.campaigns.fuzz --check graph out/fuzz/0-123/graph.json
 
 A file may be accepted or refused with a ValueError or OSError of one short line, within a second of
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import secrets
 import signal
@@ -21,20 +20,20 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Final
 
 from . import ROOT, TESTS
 from .formats import Format, formats
+from .lanes import LANES, forked, lanes
 from .mutation import mutated
-from .reading import Failure, limit_memory, read
+from .reading import Codes, Failure, limit_memory, read
 
-LANES: Final = 2
 CHUNK: Final = 25
 """Files that one child process reads, unless it dies."""
 SILENCE_S: Final = 180
@@ -53,13 +52,12 @@ def mutated_files(seed: int, out: Path, *, files: int | None, seconds: float) ->
     """Read mutated files until there were so many, or so long; how many failed."""
     end_s = time.monotonic() + seconds
     done, failed = Counter[str](), {form.name: Counter[str]() for form in _known}
-    fork = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(LANES, fork) as lanes:
+    with lanes() as pool:
         tasks, given = set[Future[list[tuple[int, list[Failure]]]]](), 0
         while True:
             while len(tasks) < LANES and (given < files if files else time.monotonic() < end_s):
                 chunk = range(given, min(given + CHUNK, files or sys.maxsize))
-                tasks.add(lanes.submit(read_chunk, seed, chunk))
+                tasks.add(pool.submit(read_chunk, seed, chunk))
                 given = chunk.stop
             if not tasks:
                 break
@@ -93,9 +91,7 @@ def read_chunk(seed: int, numbers: Sequence[int]) -> list[tuple[int, list[Failur
     with tempfile.TemporaryDirectory() as folder:
         while left := numbers[len(found) :]:
             log = Path(folder, "log")
-            if (pid := os.fork()) == 0:
-                _read_all(seed, left, log)
-            _, status = os.waitpid(pid, 0)
+            _, status = os.waitpid(forked(partial(_read_all, seed, left, log)), 0)
             for line in log.read_text().splitlines():
                 found.append((numbers[len(found)], [Failure(*one) for one in json.loads(line)]))
             log.unlink()
@@ -112,21 +108,16 @@ def _read_all(seed: int, numbers: Sequence[int], log: Path) -> None:
     limit_memory()
     stderr = log.with_name("stderr")  # libraries log there, and keep the stream that they found
     os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), 2)
-    try:
-        with log.open("w", buffering=1) as lines:
-            for number in numbers:
-                signal.alarm(SILENCE_S)
-                form, content = drawn(seed, number)
-                failures = read(form, content, log.parent)
-                if "Traceback" in (told := stderr.read_text(errors="replace")):
-                    failures.append(Failure("traceback", "on stderr", told[-6_000:]))
-                os.truncate(stderr, 0)
-                lines.write(json.dumps([[f.rule, f.what, f.details] for f in failures]) + "\n")
-        os._exit(0)
-    except BaseException:  # noqa: BLE001 - it must not go on as its parent would
-        traceback.print_exc()
-    finally:
-        os._exit(70)
+    with log.open("w", buffering=1) as lines:
+        for number in numbers:
+            signal.alarm(SILENCE_S)
+            form, content = drawn(seed, number)
+            failures = read(form, content, log.parent)
+            if "Traceback" in (told := stderr.read_text(errors="replace")):
+                failures.append(Failure("traceback", "on stderr", told[-6_000:]))
+            os.truncate(stderr, 0)
+            lines.write(json.dumps([[f.rule, f.what, f.details] for f in failures]) + "\n")
+    os._exit(0)
 
 
 def _tell(form: Format, content: bytes, failure: Failure, folder: Path) -> None:
@@ -161,9 +152,9 @@ def property_tests(seed: int, seconds: float) -> int:
     return 0
 
 
-def check(form: Format, path: Path, folder: Path) -> int:
+def check(form: Format, path: Path, folder: Path, codes: Codes = (0, 1, 2)) -> int:
     """Check one file and print what is wrong with it; 1 if something is."""
-    failures = read(form, path.read_bytes(), folder)
+    failures = read(form, path.read_bytes(), folder, codes)
     for failure in failures:
         print(f"{failure.cause}\n{failure.details}")
     print(f"{len(failures)} failures")
@@ -175,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.campaigns.fuzz", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--minutes", type=float, default=5.0, help="half of it for each [5]")
-    parser.add_argument("--files", type=int, help="read so many mutated files, and do no more")
+    parser.add_argument("--files", type=int, help="so many mutated files, however long that takes")
     parser.add_argument("--seed", type=int, help="of all that is drawn [random]")
     parser.add_argument("--check", nargs=2, metavar=("FORMAT", "FILE"), help="check one file")
     parser.add_argument("--out", type=Path, default=ROOT / "out/fuzz", help="for files that fail")
@@ -188,13 +179,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             [form] = [form for form in _known if form.name == args.check[0]]
             return check(form, Path(args.check[1]), Path(folder))
         for form in _known:
-            if check(form, form.specimen, Path(folder, "valid")):
+            if check(form, form.specimen, Path(folder, "valid"), codes=(0,)):
                 print(f"{form.name}: the valid file fails")
                 return 1
         seconds = args.minutes * 60.0 / 2.0
         found = mutated_files(seed, args.out, files=args.files, seconds=seconds)
-    if not args.files:
-        found += property_tests(seed, seconds)
+    found += property_tests(seed, seconds)
     return 1 if found else 0
 
 

@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,6 +22,8 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Final
+
+from .lanes import forked
 
 TOKEN: Final = "PLACER_CAMPAIGN"
 PATIENCE_S: Final = 180.0
@@ -65,14 +66,7 @@ class Job:
         sys.stdout.flush()
         # A signal counts from the first line of the command on, not in what comes before it.
         signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
-        self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                self._become(command)
-            except BaseException:  # noqa: BLE001 - whatever it is, stderr is looked at
-                traceback.print_exc()
-            finally:
-                os._exit(70)
+        self.pid = forked(partial(self._become, command))
         _started.append(self)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Final, Literal
@@ -20,7 +21,8 @@ from envs.cost_cache import FILE, CostCache, Session
 from .case import ENDS, KILL, PAUSE, SLOW_DISK_S, STOPPED, Case, Moment, codes_after
 from .formats import HERE
 from .jobs import Command, Job
-from .mutation import changed_bytes, mutated
+from .lanes import forked
+from .mutation import CANARY, changed_bytes, mutated
 from .world import RANKS, STEPS, contents
 
 READ: Final = (
@@ -125,7 +127,8 @@ def cache_writers(case: Case) -> None:
     """Processes that write into one cache are killed: it has all that they said they stored."""
     path = case.folder / FILE
     stored = case.folder / "stored"
-    pids = [_writer(path, stored, number) for number in range(case.random.choice((2, 4)))]
+    writers = range(case.random.choice((2, 4)))
+    pids = [forked(partial(_write, path, stored, number)) for number in writers]
     time.sleep(case.random.uniform(0.02, 0.4))
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
@@ -136,17 +139,14 @@ def cache_writers(case: Case) -> None:
     _check_cache(case)
 
 
-def _writer(path: Path, stored: Path, number: int) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
+def _write(path: Path, stored: Path, number: int) -> None:
+    """Store times and write down which, until killed."""
     out = os.open(stored, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for i in count():
         name = f"{number}-{i}"
         session = Session(cost_s={name: 1e-3}, runs=5, spread=0.0, measured="2026-01-31")
         CostCache(path).store(HERE, session)
         os.write(out, f"{name}\n".encode())
-    os._exit(0)
 
 
 def one_cache(case: Case) -> None:
@@ -246,6 +246,7 @@ def mutated_input(case: Case) -> None:
     environment = {"PLACER_CACHE": str(place)}
     command = Command(arguments=arguments, folder=case.folder, warm=warm, environment=environment)
     case.run(command, codes=(0, 1, 2))
+    case.expect(not (case.folder / CANARY).exists(), "others", "a text was run as code")
 
 
 def damaged_checkpoint(case: Case) -> None:

@@ -18,7 +18,29 @@ Syntax: TypeAlias = Literal["json", "toml", "safetensors", "zip", "bytes"]
 
 LARGE: Final = (2**31, 2**53, 2**62, 2**63, 2**70, 10**400, 1e20, 1e300, 1.7e308, 1_000_000)
 SMALL: Final = (0, -0.0, 1, -1, 0.5, 1e-9, 5e-324, -1e300, -(2**63), float("inf"), float("nan"))
+CANARY: Final = "executed"
+"""The file that code in a text makes, in the working folder, where anything executes it."""
+CODE: Final = (
+    f"__import__('os').system('touch {CANARY}')",
+    f"open('{CANARY}', 'w').close()",
+    f"(lambda: open('{CANARY}', 'w').close())()",
+    f"[open('{CANARY}', 'w').close() for x in '1']",
+    f"x): open('{CANARY}', 'w').close() #",
+    f"x'); open('{CANARY}', 'w').close(); ('",
+    f"x\n    open('{CANARY}', 'w').close()\n    x",
+    *("().__class__", "lambda: 0", "10**10**10", "Pow(9, Pow(9, 99))", "LShift(1, 127)"),
+    *("(" * 300 + "1" + ")" * 300, "(" * 50_000, "-" * 3_000 + "1", "1 if s77 else 0"),
+    *("*".join(["(s77+1)**4"] * 150), "Max(" + "s77-1," * 15 + "s78)", "FloorDiv(1, 0)"),
+    *(
+        "Symbol('s77', real=False)",
+        "u999999",
+        "s77.name",
+        "Float('1e999')",
+        "Mod(s77, 0) < s78 < 1",
+    ),
+)
 TEXTS: Final = (
+    *CODE,
     *("", " ", "x", "x" * 70_000, "é€😀", "\ud800x", "\u202egnp", "\x00", "\x1b[31mred", "a\nb"),
     *("../../etc/passwd", "core:0", "cuda:99", "-1", "nan", "%s{0}$(x)", "__class__"),
 )
@@ -26,6 +48,8 @@ OTHERS: Final[tuple[Any, ...]] = (None, True, False, [], {}, [[]], {"": {}}, [No
 NUMBER: Final = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 PAIR: Final = re.compile(r'(?<!\w)"?\w{1,40}"?\s{0,2}[:=]\s{0,2}[^,\n{}\[\]]{1,80}')
 NUMBERS: Final = ("1e400", "-1", "NaN", "Infinity", "inf", "9" * 5_000, "0x10", "1_0", "1.", "")
+INNER: Final = re.compile(r"[\[{]|\w+\(|s\d+$")
+"""The beginning of a text that is JSON or an expression itself."""
 JUNK: Final = ("\x00", "\ufeff", "\u2028", "\x1b[2J", "{", "]", '"', ",", "//", "#", "\\u12", "=")
 
 
@@ -93,7 +117,8 @@ def changed_tree(random: Random, tree: Any) -> Any:
     places = list(_places(tree))
     if not places:
         return changed_value(random, tree)
-    holder, key = random.choice(places)
+    inner = [(h, k) for h, k in places if _is_inner(k) or _is_inner(h[k])]
+    holder, key = random.choice(inner if inner and random.random() < 0.3 else places)
     match random.randrange(8):
         case 0:
             del holder[key]
@@ -109,19 +134,38 @@ def changed_tree(random: Random, tree: Any) -> Any:
     return tree
 
 
+def _is_inner(value: object) -> bool:
+    return isinstance(value, str) and INNER.match(value) is not None
+
+
 def changed_value(random: Random, value: Any) -> Any:
     """Another value: now and then of the same type, else of any."""
     if isinstance(value, int | float) and random.random() < 0.7:
         scaled = value * random.choice((-1, 2, 0.5, 1e3, 1e9)) if abs(value) < 1e250 else 0
         return random.choice((*LARGE, *SMALL, scaled))
-    if isinstance(value, str) and random.random() < 0.5:
-        return random.choice((*TEXTS, value + value, value[:-1], value.upper()))
+    if isinstance(value, str) and random.random() < 0.7:
+        return changed_string(random, value)
     if random.random() < 0.05:
         nested: Any = value
         for _ in range(random.choice((10, 300, 20_000))):
             nested = [nested]
         return nested
     return random.choice((*LARGE, *SMALL, *TEXTS, *OTHERS))
+
+
+def changed_string(random: Random, value: str) -> str:
+    """Another text: of any kind, or changed a little, or in one word, or as the JSON it is."""
+    words = list(re.finditer(r"\w+", value))
+    match random.randrange(4):
+        case 0:
+            return random.choice(TEXTS)
+        case 1 | 2 if words:
+            word = random.choice(words)
+            other = random.choice((*TEXTS, *NUMBERS, random.choice(words)[0]))
+            return value[: word.start()] + other + value[word.end() :]
+        case 3 if value.startswith(("[", "{")):
+            return _json(random, value.encode()).decode(errors="replace")
+    return random.choice((value + value, value[:-1], value.upper()))
 
 
 def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
@@ -179,7 +223,8 @@ def _zip(random: Random, content: bytes) -> bytes:
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive, zipfile.ZipFile(made, "w") as new:
             names = archive.namelist()
-            chosen = random.choice([n for n in names if n.endswith(".json")] * 5 + names)
+            sizes = [1 + n.endswith(".json") * archive.getinfo(n).file_size ** 0.5 for n in names]
+            [chosen] = random.choices(names, sizes)
             for name in names:
                 data = archive.read(name)
                 change = _json if name.endswith(".json") else changed_bytes

@@ -10,16 +10,21 @@ import shutil
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 from placer.cli.main import main
 
 from . import ROOT
 from .formats import Format
+from .mutation import CANARY
 
+Codes: TypeAlias = Sequence[int]
+
+LOADING_S: Final = 1.0
+"""CPU seconds for any format, whose imports are done: every lane was forked after a valid file."""
 USING_S: Final = 10.0
 LOADING_BYTES: Final = 300e6
 USING_BYTES: Final = 1e9
@@ -46,28 +51,40 @@ class Failure:
         return f"{self.rule}: {self.what}"
 
 
-def read(form: Format, content: bytes, folder: Path) -> list[Failure]:
-    """Load a file of a format, then use it in every way there is."""
+def read(form: Format, content: bytes, folder: Path, codes: Codes = (0, 1, 2)) -> list[Failure]:
+    """Load a file of a format, then use it in every way there is, in a folder made for it.
+
+    With other codes than these it is not to be refused.
+    """
     scratch = folder / form.name.replace(" ", "-")
     shutil.rmtree(scratch, ignore_errors=True)
     shutil.copytree(form.specimen.parent, scratch)
     path = scratch / form.specimen.name
     path.write_bytes(content)
     os.environ["PLACER_CACHE"] = str(scratch)
+    failures = _read(form, path, codes)
+    if (scratch / CANARY).exists():
+        failures.append(Failure("executed", "a text of the file was run as code", ""))
+    return failures
+
+
+def _read(form: Format, path: Path, codes: Codes) -> list[Failure]:
     failures: list[Failure] = []
-    with warnings.catch_warnings():
+    with contextlib.chdir(path.parent), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.simplefilter("error", RuntimeWarning)  # numpy's: a number that was not checked
-        with _limited("loading", form.loading_s, LOADING_BYTES, failures):
+        with _limited("loading", LOADING_S, LOADING_BYTES, failures):
             try:
                 loaded = form.load(path)
             except (ValueError, OSError) as error:
+                if 2 not in codes:
+                    raise
                 _check_message(str(error), f"the message of {form.name}", failures)
                 return failures
             except Exception as error:  # noqa: BLE001 - which is what is looked for
                 return [*failures, _raised(error)]
         for command in form.uses(path, loaded):
-            _use(command, failures)
+            _use(command, codes, failures)
     return failures
 
 
@@ -77,7 +94,7 @@ def limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def _use(command: list[str], failures: list[Failure]) -> None:
+def _use(command: list[str], codes: Codes, failures: list[Failure]) -> None:
     told = io.StringIO()
     name = f"placer {command[0]}"
     with (
@@ -92,7 +109,7 @@ def _use(command: list[str], failures: list[Failure]) -> None:
         except Exception as error:  # noqa: BLE001 - which is what is looked for
             failures.append(_raised(error, name))
             return
-    if code not in (0, 1, 2):
+    if code not in codes:
         failures.append(Failure("exit code", f"{name}: {code}", told.getvalue()))
     message = told.getvalue().rpartition("placer: ")[2] if code else ""
     _check_message(message.rstrip("\n"), name, failures)

@@ -1,0 +1,47 @@
+"""Processes that work side by side on a campaign and end with it, even when it is killed."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from typing import Final
+
+LANES: Final = 2
+PR_SET_PDEATHSIG: Final = 1
+
+
+def lanes(prepare: Callable[[], object] = int) -> ProcessPoolExecutor:
+    """Return a pool of forked processes, each of which is prepared first."""
+    fork = multiprocessing.get_context("fork")
+    return ProcessPoolExecutor(LANES, fork, initializer=_begin, initargs=(os.getpid(), prepare))
+
+
+def forked(work: Callable[[], object]) -> int:
+    """Return the id of a child that does some work, which says itself how it ends if not by 70."""
+    parent = os.getpid()
+    if pid := os.fork():
+        return pid
+    try:
+        _end_with_parent(parent)
+        work()
+    except BaseException:  # noqa: BLE001 - it must not go on as its parent would
+        traceback.print_exc()
+    finally:
+        os._exit(70)
+
+
+def _end_with_parent(parent: int) -> None:
+    """Let the kernel kill this process when its parent ends, also if that has just happened."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(70)
+
+
+def _begin(parent: int, prepare: Callable[[], object]) -> None:
+    _end_with_parent(parent)
+    prepare()
