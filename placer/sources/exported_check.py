@@ -178,7 +178,10 @@ def _check_operator(value: object, key: str) -> None:
 def _is_registered(namespace: str, name: str, overload: str) -> bool:
     """Whether an operator has a kernel; functions of TorchScript, such as ``save``, have none."""
     suffix = "" if overload == "default" else f".{overload}"
-    return torch._C._dispatch_has_kernel(f"{namespace}::{name}{suffix}")
+    try:
+        return torch._C._dispatch_has_kernel(f"{namespace}::{name}{suffix}")
+    except RuntimeError:  # no operator may have such a name
+        return False
 
 
 def _check_name(value: object, key: str) -> None:
