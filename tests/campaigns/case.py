@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -19,7 +19,6 @@ from .world import World
 
 Wrong: TypeAlias = Literal["lost", "orphans", "tracebacks", "hangs", "others"]
 Signals: TypeAlias = tuple[signal.Signals, ...]
-Moment: TypeAlias = Literal["any", "writing", "working"]
 
 KILL: Final[Signals] = (signal.SIGKILL,)
 PAUSE: Final[Signals] = (signal.SIGSTOP, signal.SIGCONT)
@@ -49,28 +48,28 @@ class Case:
         if not holds:
             self.wrong.append((wrong, what))
 
-    def strike(self, job: Job, signals: Signals, usual_s: float, at: Moment = "any") -> bool:
-        """Send signals at a random moment; False where the job was over before."""
+    def strike(
+        self,
+        job: Job,
+        signals: Signals,
+        within_s: float,
+        *,
+        after: Callable[[], object] = lambda: True,
+        victims: Callable[[], list[int]] | None = None,
+    ) -> bool:
+        """Send signals at a random moment after something; False where the job was over before."""
         part = self.random.random()
-        if at == "writing":
-            hit = job.when(job.is_writing)
-        elif at == "working":
-            hit = job.when(lambda: bool(job.workers()))
-        else:
-            hit = True
-        delay_s = {"any": usual_s, "writing": SLOW_DISK_S, "working": 0.5 * usual_s}[at]
-        end_s = time.monotonic() + part * delay_s
+        hit = job.when(after)
+        end_s = time.monotonic() + part * within_s
         hit = hit and job.when(lambda: time.monotonic() >= end_s)
-        victim = job.pid
-        if at == "working":
-            workers = sorted(job.workers())
-            hit = hit and bool(workers)
-            victim = self.random.choice(workers or [job.pid])
+        pids = victims() if victims else [job.pid]
+        hit = hit and bool(pids)
+        victim = self.random.choice(pids or [job.pid])
         for number in signals if hit else ():
             job.send(number, victim)
             time.sleep(PAUSE_S if number == signal.SIGSTOP else 0.0)
         names = ", ".join(number.name for number in signals)
-        self.story.append(f"{names} {at} {part:.2f}" if hit else f"{names} came too late")
+        self.story.append(f"{names} at {part:.2f}" if hit else f"{names} came too late")
         return hit
 
     def judge(self, job: Job, codes: Sequence[int]) -> Ended:

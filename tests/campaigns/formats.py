@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -74,10 +74,6 @@ Commands: TypeAlias = Callable[[Path, Any], Iterable[list[str]]]
 """From a file and what was loaded from it: command lines of placer that use it."""
 
 
-def _unused(_path: Path, _loaded: object) -> Iterable[list[str]]:
-    return ()
-
-
 @dataclass(frozen=True, slots=True)
 class Format:
     """A format with a valid file, whose folder has what must lie beside it.
@@ -89,7 +85,7 @@ class Format:
     syntax: Syntax
     specimen: Path
     load: Callable[[Path], Any]
-    uses: Commands = _unused
+    uses: Commands = lambda path, loaded: ()
     share: int = 10  # of the files of a campaign, relative to other formats
 
 
@@ -158,6 +154,11 @@ def formats(folder: Path) -> tuple[Format, ...]:
     def checkpoint(path: Path) -> object:
         return read_checkpoint(path, load_config(paths.interrupted_config).essence())
 
+    program = partial(exported.load, training=False)
+
+    def onnx_file(path: Path) -> object:
+        return onnx.load(str(path), training=False)
+
     return (
         Format("graph", "json", paths.graph, load_graph, of_graph, 20),
         Format("cluster", "toml", paths.cluster, load_cluster, of_cluster, 20),
@@ -171,8 +172,8 @@ def formats(folder: Path) -> tuple[Format, ...]:
         Format("checkpoint", "safetensors", paths.checkpoint, checkpoint, of_checkpoint, 4),
         Format("state of a rank", "safetensors", paths.state, read_state, share=6),
         Format("cost cache", "bytes", paths.cost_cache, cached, of_cache, 6),
-        Format("ONNX", "bytes", paths.onnx, _onnx, share=4),
-        Format("exported program", "zip", paths.exported, _exported, of_program, 15),
+        Format("ONNX", "bytes", paths.onnx, onnx_file, share=4),
+        Format("exported program", "zip", paths.exported, program, of_program, 15),
         Format("transformers", "json", paths.transformers, _transformers, share=2),
     )
 
@@ -220,14 +221,6 @@ def _placed(path: Path) -> object:
     extraction, graph = _extraction()
     placement = placement_of(given, extraction, graph, CORES)
     return given.conflict(extraction) if isinstance(given, DeviceMap) else placement
-
-
-def _onnx(path: Path) -> object:
-    return onnx.load(str(path), training=False)
-
-
-def _exported(path: Path) -> object:
-    return exported.load(path, training=False)
 
 
 def _transformers(path: Path) -> object:

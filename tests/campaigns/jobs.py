@@ -15,13 +15,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Final
+
+from processes import becomes_true, is_alive
 
 from .lanes import forked
 
@@ -112,7 +114,7 @@ class Job:
                 self.code = os.waitstatus_to_exitcode(status)
         return self.code is None
 
-    def when(self, happens: Callable[[], bool]) -> bool:
+    def when(self, happens: Callable[[], object]) -> bool:
         """Wait until something happens; False where the job ends first."""
         while self.is_running() and time.monotonic() - self.began_s < PATIENCE_S:
             if happens():
@@ -129,7 +131,8 @@ class Job:
 
     def family(self) -> list[int]:
         """The processes of this job that are there and no zombies."""
-        return [pid for pid in _processes() if self._owns(pid)]
+        names = os.listdir("/proc")  # noqa: PTH208 - hot
+        return [int(name) for name in names if name.isdecimal() and self._owns(int(name))]
 
     def workers(self) -> list[int]:
         """Those but the main one, and the one of Python's that cleans up after killed ones."""
@@ -137,21 +140,18 @@ class Job:
         return [pid for pid in others if "resource_tracker" not in _command_line(pid)]
 
     def _owns(self, pid: int) -> bool:
-        with suppress(OSError, ValueError):
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            if fields[0] == "Z":
-                return False
-            token = f"{TOKEN}={self.token}\0".encode()
-            return int(fields[3]) == self.pid or token in Path(f"/proc/{pid}/environ").read_bytes()
+        token = f"{TOKEN}={self.token}\0".encode()
+        with suppress(OSError):
+            is_own = os.getsid(pid) == self.pid or token in _kernel_says(pid, "environ")
+            return is_own and is_alive(pid)
         return False
 
     def finish(self) -> Ended:
         """Wait until all of it is over, end what is not, and say what was left."""
-        hung = self.when(lambda: False) or self.is_running()
-        if hung:
+        self.when(lambda: False)
+        if hung := self.is_running():
             self.send(signal.SIGKILL)
-            while self.is_running():
-                time.sleep(0.01)
+            becomes_true(lambda: not self.is_running())
         end_s = time.monotonic() + FAREWELL_S
         while (orphans := self.family()) and time.monotonic() < end_s:
             time.sleep(0.02)
@@ -197,11 +197,11 @@ def end_all() -> None:
     _started.clear()
 
 
-def _processes() -> Iterator[int]:
-    return (int(name) for name in os.listdir("/proc") if name.isdecimal())  # noqa: PTH208 - hot
+def _kernel_says(pid: int, what: str) -> bytes:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/{what}").read_bytes()
+    return b""
 
 
 def _command_line(pid: int) -> str:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()[:200]
-    return ""
+    return _kernel_says(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace")[:200]

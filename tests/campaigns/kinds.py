@@ -18,7 +18,7 @@ from typing import Final, Literal
 
 from envs.cost_cache import FILE, CostCache, Session
 
-from .case import ENDS, KILL, PAUSE, SLOW_DISK_S, STOPPED, Case, Moment, codes_after
+from .case import ENDS, KILL, PAUSE, SLOW_DISK_S, STOPPED, Case, codes_after
 from .formats import HERE
 from .jobs import Command, Job
 from .lanes import forked
@@ -37,13 +37,14 @@ def optimize_graph(case: Case) -> None:
     out, old = case.placement()
     signals = case.random.choice(ENDS)
     warm = case.random.random() < 0.8
-    at: Moment = "writing" if warm and case.random.random() < 0.4 else "any"
-    usual_s = case.world.usual["graph"].took_s
     command = replace(case.world.graph_command(out), warm=warm)
-    if at == "writing":
-        command = replace(command, slow_disk_s=SLOW_DISK_S)
-    job = Job(command)
-    hit = case.strike(job, signals, usual_s if warm else usual_s + 4.0, at)
+    if warm and case.random.random() < 0.4:
+        job = Job(replace(command, slow_disk_s=SLOW_DISK_S))
+        hit = case.strike(job, signals, SLOW_DISK_S, after=job.is_writing)
+    else:
+        job = Job(command)
+        usual_s = case.world.usual["graph"].took_s
+        hit = case.strike(job, signals, usual_s if warm else usual_s + 4.0)
     ended = case.judge(job, codes_after(signals, hit))
     case.check_placement(out, old, ended)
     if ended.code == 0 and STOPPED not in ended.errors:
@@ -69,7 +70,8 @@ def one_worker(case: Case) -> None:
     out, old = case.placement()
     job = Job(_with_own_cache(case, case.world.model_command(out), 0.25))
     signals = case.random.choice((KILL, PAUSE))
-    case.strike(job, signals, case.world.usual["model"].took_s, "working")
+    half_s = 0.5 * case.world.usual["model"].took_s
+    case.strike(job, signals, half_s, after=job.workers, victims=job.workers)
     case.check_placement(out, old, case.judge(job, (0,)))
     _check_cache(case)
 
@@ -81,7 +83,7 @@ def train(case: Case) -> None:
     if case.random.random() < 0.2:  # their processes are spawned, which begins with a cold start
         more = ["--workers", "2"]
         job = Job(replace(command, arguments=[*command.arguments, *more], warm=False))
-        case.strike(job, KILL, 3.0, "working")
+        case.strike(job, KILL, 1.5, after=job.workers, victims=job.workers)
         case.judge(job, (0,))
     else:
         for _ in range(case.random.choice((1, 1, 2, 3))):
@@ -188,9 +190,8 @@ def damaged_cache(case: Case) -> None:
             path.write_bytes(changed_bytes(case.random, content))
     if measures:
         case.check_placement(out, old, case.run(command))
-    listed = replace(command, arguments=["cache", "--json"])
-    case.run(listed, codes=(0, 1))
-    case.run(replace(command, arguments=["cache", "--clear"]), codes=(0, 1))
+    for option in ("--json", "--clear"):
+        case.run(replace(command, arguments=["cache", option]), codes=(0, 1))
 
 
 def full_disk(case: Case) -> None:
@@ -229,8 +230,7 @@ def full_disk(case: Case) -> None:
         ended = case.run(command, (0,) if what in ("cache", "temporary") else (0, 1, 2))
         if what != "train":
             case.check_placement(out, old, ended)
-        left = [path.name for path in disk.rglob("*.partial")]
-        case.expect(not left, "others", f"half files are left: {left}")
+        case.expect_no_partial_file()
 
 
 def mutated_input(case: Case) -> None:

@@ -9,6 +9,8 @@ import re
 import tomllib
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from random import Random
 from typing import Any, Final, Literal, TypeAlias
 
@@ -178,23 +180,21 @@ def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _json(random: Random, content: bytes) -> bytes:
-    if random.random() < 0.25 or len(content) > LARGEST_TREE:
-        return changed_text(random, content)
-    try:
-        tree = json.loads(content)
-        return json.dumps(changed_tree(random, tree), ensure_ascii=random.random() < 0.7).encode()
-    except (ValueError, RecursionError):
-        return changed_text(random, content)
+    write = partial(json.dumps, ensure_ascii=random.random() < 0.7)
+    return _tree(random, content, json.loads, write)
 
 
 def _toml(random: Random, content: bytes) -> bytes:
-    if random.random() < 0.25 or len(content) > LARGEST_TREE:
-        return changed_text(random, content)
-    try:
-        tree = tomllib.loads(content.decode())
-        return inline_toml(changed_tree(random, tree)).encode()
-    except (ValueError, RecursionError, AttributeError):
-        return changed_text(random, content)
+    return _tree(random, content, tomllib.loads, inline_toml)
+
+
+def _tree(
+    random: Random, content: bytes, parse: Callable[[str], Any], write: Callable[[Any], str]
+) -> bytes:
+    if random.random() > 0.25 and len(content) <= LARGEST_TREE:
+        with suppress(ValueError, RecursionError, AttributeError):
+            return write(changed_tree(random, parse(content.decode()))).encode()
+    return changed_text(random, content)
 
 
 def _safetensors(random: Random, content: bytes) -> bytes:

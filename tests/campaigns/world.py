@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 import runs
@@ -29,6 +29,10 @@ from .jobs import Command, Job
 STEPS: Final = 24
 RANKS: Final = 2
 CORES: Final = tuple(f"core:{core}" for core in sorted(os.sched_getaffinity(0))[:2])
+
+
+Commands: TypeAlias = Callable[[Path], list[Command]]
+"""From the folder that they write into."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +63,14 @@ class World:
         self.replica = runs.placed(f"{self.target}:build", folder / "run/placement.json", "cpu")
         self._calibrate()
         for _ in range(3):  # on a busy machine costs are known after three times
-            self.undisturbed(self.model_command(folder / "model.json", measure=False))
+            self.ended_well([Job(self.model_command(folder / "model.json", measure=False))])
+        file, trained = "placement.json", ("p.safetensors", "p.json", "p.csv")
         self.usual = {
-            "graph": self._usual(self.graph_command, "placement.json", "placement.json"),
-            "model": self._usual(self.model_command, "placement.json"),
-            "train": self._usual(self.train_command, "p", "p.safetensors", "p.json", "p.csv"),
+            "graph": self._usual("graph", lambda out: [self.graph_command(out / file)], file),
+            "model": self._usual("model", lambda out: [self.model_command(out / file)]),
+            "train": self._usual("train", lambda out: [self.train_command(out / "p")], *trained),
+            "run": self._usual("run", self.rank_commands, "model.safetensors"),
         }
-        ranks, began_s = self._new_folder("ranks"), time.monotonic()
-        self.ended_well([Job(command) for command in self.rank_commands(ranks)])
-        took_s = time.monotonic() - began_s
-        self.usual["run"] = Usual(contents(ranks, ["model.safetensors"]), took_s)
 
     def graph_command(self, out: Path, evaluations: int = 4_000) -> Command:
         """Optimizes a graph file, to the same result each time."""
@@ -77,16 +79,9 @@ class World:
 
     def model_command(self, out: Path, *, measure: bool = True) -> Command:
         """Optimizes a model on two cores, and measures it there."""
-        given = [
-            "optimize",
-            f"{self.model}:build",
-            "--devices",
-            ",".join(CORES),
-            "--budget",
-            "0.3s",
-        ]
+        given = ["optimize", f"{self.model}:build", "--devices", ",".join(CORES), "--out", str(out)]
         more = [] if measure else ["--no-measure"]
-        return Command(arguments=[*given, "--out", str(out), *more], folder=out.parent)
+        return Command(arguments=[*given, "--budget", "0.3s", *more], folder=out.parent)
 
     def train_command(self, out: Path) -> Command:
         """Trains a policy, to the same result each time; ``out`` has no ending."""
@@ -120,12 +115,6 @@ class World:
             for rank in range(RANKS)
         ]
 
-    def undisturbed(self, command: Command) -> float:
-        """Run a command to its end; the seconds that took."""
-        began_s = time.monotonic()
-        self.ended_well([Job(command)])
-        return time.monotonic() - began_s
-
     def ended_well(self, jobs: Sequence[Job]) -> None:
         """Make sure that jobs end as they should where nothing happens.
 
@@ -136,15 +125,12 @@ class World:
             if ended.code or ended.hung or ended.orphans or ended.left:
                 raise RuntimeError(f"a job fails without a fault: {ended}")
 
-    def _usual(self, command: Callable[[Path], Command], out: str, *files: str) -> Usual:
-        folder = self._new_folder(command.__name__)
-        took_s = self.undisturbed(command(folder / out))
-        return Usual(contents(folder, files), took_s)
-
-    def _new_folder(self, name: str) -> Path:
+    def _usual(self, name: str, commands: Commands, *files: str) -> Usual:
         folder = self.folder / f"usual-{name}"
         folder.mkdir()
-        return folder
+        began_s = time.monotonic()
+        self.ended_well([Job(command) for command in commands(folder)])
+        return Usual(contents(folder, files), time.monotonic() - began_s)
 
     def _calibrate(self) -> None:
         """Keep made-up speeds of the cores: to measure them takes long, and fails if disturbed."""
