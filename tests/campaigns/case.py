@@ -29,6 +29,7 @@ ENDS: Final[tuple[Signals, ...]] = (
 PAUSE_S: Final = 0.5
 SLOW_DISK_S: Final = 0.2
 """An fsync that leaves time to be killed in."""
+OLD: Final = b'{"old": true}' + b" " * 3_000
 STOPPED: Final = "stopped early"
 OWN_LINE: Final = re.compile(rf'File "{re.escape(str(ROOT))}/(placer|envs|graphs)/')
 
@@ -42,6 +43,7 @@ class Case:
     folder: Path
     wrong: list[tuple[Wrong, str]] = field(default_factory=list)
     story: list[str] = field(default_factory=list)
+    missing: list[Path] = field(default_factory=list)  # results that were not there before
 
     def expect(self, holds: bool, wrong: Wrong, what: str) -> None:
         """Note what does not hold."""
@@ -103,19 +105,19 @@ class Case:
         """Run a job that nothing happens to."""
         return self.judge(Job(command), codes)
 
-    def placement(self, name: str = "placement.json") -> tuple[Path, bytes | None]:
-        """Where a placement goes, and what an older one says that is there, mostly."""
+    def placement(self, name: str = "placement.json") -> Path:
+        """Where a placement goes; mostly there is an older one."""
         out = self.folder / name
-        if self.random.random() < 0.3:
-            return out, None
-        old = b'{"old": true}' + b" " * 3_000
-        out.write_bytes(old)
-        return out, old
+        if self.random.random() < 0.7:
+            out.write_bytes(OLD)
+        else:
+            self.missing.append(out)
+        return out
 
-    def check_placement(self, out: Path, old: bytes | None, ended: Ended) -> None:
+    def check_placement(self, out: Path, ended: Ended) -> None:
         """The file is whole: the old one, or a new one, which code 0 promises."""
-        now = out.read_bytes() if out.exists() else None
-        if now == old:
+        before = None if out in self.missing else OLD
+        if before == (out.read_bytes() if out.exists() else None):
             self.expect(ended.code != 0, "lost", "code 0, but no placement was written")
             return
         try:

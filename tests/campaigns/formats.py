@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -70,8 +70,25 @@ CORES: Final = Cluster(
     links=(Link(between=("core:0", "core:1"), latency_s=1e-5, bandwidth_bytes_per_s=1e10),),
 )
 
-Commands: TypeAlias = Callable[[Path, Any], Iterable[list[str]]]
-"""From a file and what was loaded from it: command lines of placer that use it."""
+SEARCH: Final = "--budget 5e --quiet --out {it.parent}/out.json"
+GRAPH: Final = "{at.graph} --cluster {at.cluster}"
+OF_PLACEMENT: Final = (
+    "show {it}",
+    "show {it} --json",
+    f"simulate {GRAPH} --placement {{it}}",
+    f"report {{it}} {GRAPH} --out {{it.parent}}/page.html",
+    f"optimize {GRAPH} --start-from {{it}} {SEARCH}",
+)
+OF_POLICY: Final = (
+    f"optimize {GRAPH} --policy {{it}} {SEARCH}",
+    "evaluate-policy {it} --suites {at.suites} --suite tiny --seeds 1",
+)
+OF_SUITES: Final = "evaluate-policy generalist --no-card --seeds 1 --suites={it} --suite={name}"
+OF_CLUSTER: Final = (
+    f"optimize {{at.graph}} --cluster {{it}} {SEARCH}",
+    "simulate {at.graph} --cluster {it} --placement {at.placement}",
+)
+OF_CHECKPOINT: Final = "train --config {at.interrupted_config} --out {it.parent}/{it.stem}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +102,18 @@ class Format:
     syntax: Syntax
     specimen: Path
     load: Callable[[Path], Any]
-    uses: Commands = lambda path, loaded: ()
+    uses: Sequence[str] = ()  # commands of placer
     share: int = 10  # of the files of a campaign, relative to other formats
+    at: _Specimens | None = None
+    words: Callable[[Any], Mapping[str, str] | None] = lambda loaded: {}
+    """What commands take from the loaded file; None where they would take long."""
+
+    def commands(self, path: Path, loaded: object) -> list[list[str]]:
+        """Return command lines that use a file of this format."""
+        if (words := self.words(loaded)) is None:
+            return []
+        places = {"at": self.at, "it": path, **words}
+        return [[word.format_map(places) for word in use.split()] for use in self.uses]
 
 
 def formats(folder: Path) -> tuple[Format, ...]:
@@ -94,95 +121,54 @@ def formats(folder: Path) -> tuple[Format, ...]:
 
     The specimens of policies and checkpoints are trained, which takes some seconds.
     """
-    paths = _Specimens(folder)
-    graph, cluster = str(paths.graph), str(paths.cluster)
-
-    def optimized(target: str, on: str, out: Path, *more: str) -> list[str]:
-        search = ["--budget", "5e", "--quiet", "--out", str(out.with_name("out.json"))]
-        return ["optimize", target, "--cluster", on, *search, *more]
-
-    def of_placement(path: Path, _loaded: object) -> list[list[str]]:
-        given, page = str(path), str(path.with_name("page.html"))
-        return [
-            *(["show", given], ["show", given, "--json"]),
-            ["simulate", graph, "--cluster", cluster, "--placement", given],
-            ["report", given, graph, "--cluster", cluster, "--out", page],
-            optimized(graph, cluster, path, "--start-from", given),
-        ]
-
-    def of_training(path: Path, config: TrainingConfig) -> list[list[str]]:
-        out = str(path.with_name("policy"))
-        return [["train", "--config", str(path), "--out", out]] if _is_short(config) else []
-
-    def of_policy(path: Path, _loaded: object) -> list[list[str]]:
-        suites = ["--suites", str(paths.suites), "--suite", "tiny", "--seeds", "1"]
-        return [
-            optimized(graph, cluster, path, "--policy", str(path)),
-            ["evaluate-policy", str(path), *suites],
-        ]
-
-    def of_suites(path: Path, suites: Mapping[str, Suite]) -> list[list[str]]:
-        small = [name for name, s in suites.items() if s.graphs <= 2 and s.max_ops <= 80]
-        common = ["evaluate-policy", "generalist", "--no-card", "--seeds", "1"]
-        return [[*common, f"--suites={path}", f"--suite={name}"] for name in small[:1]]
-
-    def of_checkpoint(path: Path, _loaded: object) -> list[list[str]]:
-        config = str(paths.interrupted_config)
-        return [["train", "--config", config, "--out", str(path.with_suffix(""))]]
+    at = _Specimens(folder)
+    of_graph = f"optimize {{it}} --cluster {{at.cluster}} --report {{it.parent}}/page.html {SEARCH}"
+    of_program = f"optimize {{it}} --cluster {{at.rated}} --inference {SEARCH}"
+    of_training = "train --config {it} --out {it.parent}/policy"
 
     def cached(path: Path) -> None:
         CostCache(path).known(HERE, ["a", "b"])
         CostCache(path).holdings()
 
-    def of_graph(path: Path, _loaded: object) -> list[list[str]]:
-        page = ["--report", str(path.with_name("page.html"))]
-        return [optimized(str(path), cluster, path, *page)]
-
-    def of_program(path: Path, _loaded: object) -> list[list[str]]:
-        return [optimized(str(path), str(paths.rated), path, "--inference")]
-
-    def of_cluster(path: Path, _loaded: object) -> list[list[str]]:
-        placement = str(paths.placement)
-        return [
-            optimized(graph, str(path), path),
-            ["simulate", graph, "--cluster", str(path), "--placement", placement],
-        ]
-
-    def of_cache(_path: Path, _loaded: object) -> list[list[str]]:
-        return [["cache"], ["cache", "--clear"]]
-
     def checkpoint(path: Path) -> object:
-        return read_checkpoint(path, load_config(paths.interrupted_config).essence())
+        return read_checkpoint(path, load_config(at.interrupted_config).essence())
 
-    program = partial(exported.load, training=False)
+    def policy(path: Path) -> object:
+        return load_policy(str(path))
 
     def onnx_file(path: Path) -> object:
         return onnx.load(str(path), training=False)
 
+    program = partial(exported.load, training=False)
     return (
-        Format("graph", "json", paths.graph, load_graph, of_graph, 20),
-        Format("cluster", "toml", paths.cluster, load_cluster, of_cluster, 20),
-        Format("placement", "json", paths.placement, Placement.load, of_placement, 15),
-        Format("plan of replicas", "json", paths.plan, load_given, of_placement, 8),
-        Format("device map", "json", paths.device_map, _placed),
-        Format("training", "toml", paths.training, load_config, of_training, 15),
-        Format("suites", "toml", paths.suites, load_suites, of_suites),
-        Format("policy card", "json", paths.card, lambda p: load_policy(str(p)), of_policy),
-        Format("policy", "safetensors", paths.policy, lambda p: load_policy(str(p)), of_policy),
-        Format("checkpoint", "safetensors", paths.checkpoint, checkpoint, of_checkpoint, 4),
-        Format("state of a rank", "safetensors", paths.state, read_state, share=6),
-        Format("cost cache", "bytes", paths.cost_cache, cached, of_cache, 6),
-        Format("ONNX", "bytes", paths.onnx, onnx_file, share=4),
-        Format("exported program", "zip", paths.exported, program, of_program, 15),
-        Format("transformers", "json", paths.transformers, _transformers, share=2),
+        Format("graph", "json", at.graph, load_graph, [of_graph], 20, at),
+        Format("cluster", "toml", at.cluster, load_cluster, OF_CLUSTER, 20, at),
+        Format("placement", "json", at.placement, Placement.load, OF_PLACEMENT, 15, at),
+        Format("plan of replicas", "json", at.plan, load_given, OF_PLACEMENT, 8, at),
+        Format("device map", "json", at.device_map, _placed),
+        Format("training", "toml", at.training, load_config, [of_training], 15, words=_if_short),
+        Format("suites", "toml", at.suites, load_suites, [OF_SUITES], words=_small_suite),
+        Format("policy card", "json", at.card, policy, OF_POLICY, at=at),
+        Format("policy", "safetensors", at.policy, policy, OF_POLICY, at=at),
+        Format("checkpoint", "safetensors", at.checkpoint, checkpoint, [OF_CHECKPOINT], 4, at),
+        Format("state of a rank", "safetensors", at.state, read_state, share=6),
+        Format("cost cache", "bytes", at.cost_cache, cached, ["cache", "cache --clear"], 6),
+        Format("ONNX", "bytes", at.onnx, onnx_file, share=4),
+        Format("exported program", "zip", at.exported, program, [of_program], 15, at),
+        Format("transformers", "json", at.transformers, _transformers, share=2),
     )
 
 
-def _is_short(config: TrainingConfig) -> bool:
-    """Whether a training says itself that it is over within a second or two."""
+def _small_suite(suites: Mapping[str, Suite]) -> Mapping[str, str] | None:
+    small = [name for name, s in suites.items() if s.graphs <= 2 and s.max_ops <= 80]
+    return {"name": small[0]} if small else None
+
+
+def _if_short(config: TrainingConfig) -> Mapping[str, str] | None:
+    """Nothing, but None where a training does not say that it is over within a second or two."""
     ppo = config.ppo
     sets: list[Stage | Testing] = [*config.stage, config.test]
-    return (
+    is_short = (
         (config.length.decodes or 10**9) <= 64
         and config.seeds * ppo.epochs <= 4
         and ppo.environments * ppo.steps <= 64
@@ -192,6 +178,7 @@ def _is_short(config: TrainingConfig) -> bool:
         and all(max(one.clusters.devices) <= 16 for one in sets)
         and config.workers == 0
     )
+    return {} if is_short else None
 
 
 class Sized(torch.nn.Module):

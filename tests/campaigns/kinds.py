@@ -34,7 +34,7 @@ READ: Final = (
 
 def optimize_graph(case: Case) -> None:
     """A search on a graph file is ended or stopped, a fifth of them from a cold start."""
-    out, old = case.placement()
+    out = case.placement()
     signals = case.random.choice(ENDS)
     warm = case.random.random() < 0.8
     command = replace(case.world.graph_command(out), warm=warm)
@@ -46,7 +46,7 @@ def optimize_graph(case: Case) -> None:
         usual_s = case.world.usual["graph"].took_s
         hit = case.strike(job, signals, usual_s if warm else usual_s + 4.0)
     ended = case.judge(job, codes_after(signals, hit))
-    case.check_placement(out, old, ended)
+    case.check_placement(out, ended)
     if ended.code == 0 and STOPPED not in ended.errors:
         usual = case.world.usual["graph"].files
         case.expect(contents(out.parent, [*usual]) == usual, "lost", "the result is another one")
@@ -55,24 +55,24 @@ def optimize_graph(case: Case) -> None:
 
 def optimize_model(case: Case) -> None:
     """A search that measures is ended or stopped, sometimes while it measures op costs, too."""
-    out, old = case.placement()
+    out = case.placement()
     signals = case.random.choice(ENDS)
     command = _with_own_cache(case, case.world.model_command(out), 0.25)
     job = Job(command)
     hit = case.strike(job, signals, case.world.usual["model"].took_s)
-    case.check_placement(out, old, case.judge(job, codes_after(signals, hit)))
+    case.check_placement(out, case.judge(job, codes_after(signals, hit)))
     _check_cache(case)
     case.write_again(out)
 
 
 def one_worker(case: Case) -> None:
     """A worker of a search that measures is killed or pauses: the search goes on."""
-    out, old = case.placement()
+    out = case.placement()
     job = Job(_with_own_cache(case, case.world.model_command(out), 0.25))
     signals = case.random.choice((KILL, PAUSE))
     half_s = 0.5 * case.world.usual["model"].took_s
     case.strike(job, signals, half_s, after=job.workers, victims=job.workers)
-    case.check_placement(out, old, case.judge(job, (0,)))
+    case.check_placement(out, case.judge(job, (0,)))
     _check_cache(case)
 
 
@@ -154,18 +154,18 @@ def _write(path: Path, stored: Path, number: int) -> None:
 def one_cache(case: Case) -> None:
     """Several searches share a cache without op costs; one of them is killed."""
     outs = [case.placement(f"placement-{i}.json") for i in range(case.random.choice((2, 3)))]
-    commands = [case.world.model_command(out, measure=False) for out, _ in outs]
+    commands = [case.world.model_command(out, measure=False) for out in outs]
     jobs = [Job(_with_own_cache(case, command, 1.0)) for command in commands]
     hit = case.strike(jobs[0], KILL, case.world.usual["model"].took_s)
-    for number, (job, (out, old)) in enumerate(zip(jobs, outs, strict=True)):
+    for number, (job, out) in enumerate(zip(jobs, outs, strict=True)):
         ended = case.judge(job, codes_after(KILL, hit and number == 0))
-        case.check_placement(out, old, ended)
+        case.check_placement(out, ended)
     _check_cache(case)
 
 
 def damaged_cache(case: Case) -> None:
     """Files of the cache are damaged, foreign, folders or not there: searches go on."""
-    out, old = case.placement()
+    out = case.placement()
     measures = case.random.random() < 0.3
     command = _with_own_cache(case, case.world.model_command(out, measure=False), 0.0)
     path = case.random.choice(sorted(case.folder.glob("cache/*")))
@@ -189,7 +189,7 @@ def damaged_cache(case: Case) -> None:
         case _:
             path.write_bytes(changed_bytes(case.random, content))
     if measures:
-        case.check_placement(out, old, case.run(command))
+        case.check_placement(out, case.run(command))
     for option in ("--json", "--clear"):
         case.run(replace(command, arguments=["cache", option]), codes=(0, 1))
 
@@ -201,35 +201,34 @@ def full_disk(case: Case) -> None:
     disk.mkdir()
     what = case.random.choice(("out", "report", "train", "cache", "temporary", "stdout", "limit"))
     case.story.append(f"{what} has {room} bytes")
-    out, old = case.placement()
+    out = case.placement()
     command = case.world.graph_command(out)
-    if what == "stdout":
-        case.run(replace(command, stdout=Path("/dev/full")), codes=(1,))
-        return
-    if what == "limit":
-        ended = case.run(replace(command, largest_file_bytes=2_048), codes=(1,))
-        case.check_placement(out, old, ended)
-        return
+    codes: tuple[int, ...] = (0, 1, 2)
     with _small_disk(disk):
-        if what == "out":
-            out, old = disk / "placement.json", b"old"
-            out.write_bytes(old)
-            command = replace(case.world.graph_command(out), folder=case.folder)
-        elif what == "report":
-            page = ["--report", str(disk / "report.html")]
-            command = replace(command, arguments=[*command.arguments, *page])
-        elif what == "train":
-            command = replace(case.world.train_command(disk / "p"), folder=case.folder)
-        elif what == "cache":
-            cache = {"PLACER_CACHE": str(shutil.copytree(case.world.cache, disk / "cache"))}
-            (disk / "cache" / FILE).unlink()
-            command = replace(case.world.model_command(out, measure=False), environment=cache)
-        else:
-            command = replace(command, environment={"TMPDIR": str(disk)})
+        match what:
+            case "stdout":
+                command, codes = replace(command, stdout=Path("/dev/full")), (1,)
+            case "limit":
+                command, codes = replace(command, largest_file_bytes=2_048), (1,)
+            case "out":
+                out = case.placement("disk/placement.json")
+                command = replace(case.world.graph_command(out), folder=case.folder)
+            case "report":
+                page = ["--report", str(disk / "report.html")]
+                command = replace(command, arguments=[*command.arguments, *page])
+            case "train":
+                command = replace(case.world.train_command(disk / "p"), folder=case.folder)
+            case "cache":
+                cache = {"PLACER_CACHE": str(shutil.copytree(case.world.cache, disk / "cache"))}
+                (disk / "cache" / FILE).unlink()
+                command = case.world.model_command(out, measure=False)
+                command, codes = replace(command, environment=cache), (0,)
+            case _:
+                command, codes = replace(command, environment={"TMPDIR": str(disk)}), (0,)
         _fill(disk, room)
-        ended = case.run(command, (0,) if what in ("cache", "temporary") else (0, 1, 2))
+        ended = case.run(command, codes)
         if what != "train":
-            case.check_placement(out, old, ended)
+            case.check_placement(out, ended)
         case.expect_no_partial_file()
 
 
@@ -240,7 +239,7 @@ def mutated_input(case: Case) -> None:
     shutil.copytree(form.specimen.parent, place)
     path = place / form.specimen.name
     path.write_bytes(mutated(case.random, path.read_bytes(), form.syntax))
-    arguments = case.random.choice(list(form.uses(path, None)))
+    arguments = case.random.choice(form.commands(path, None))
     case.story.append(f"{form.name}: placer {arguments[0]}")
     warm = case.random.random() < 0.9
     environment = {"PLACER_CACHE": str(place)}

@@ -83,7 +83,7 @@ def _read(form: Format, path: Path, codes: Codes) -> list[Failure]:
                 return failures
             except Exception as error:  # noqa: BLE001 - which is what is looked for
                 return [*failures, _raised(error)]
-        for command in form.uses(path, loaded):
+        for command in form.commands(path, loaded):
             _use(command, codes, failures)
     return failures
 
