@@ -15,7 +15,7 @@ from envs.placement import Placement
 
 from . import ROOT
 from .jobs import Command, Ended, Job
-from .world import World
+from .world import World, contents
 
 Wrong: TypeAlias = Literal["lost", "orphans", "tracebacks", "hangs", "others"]
 Signals: TypeAlias = tuple[signal.Signals, ...]
@@ -58,8 +58,11 @@ class Case:
         *,
         after: Callable[[], object] = lambda: True,
         victims: Callable[[], list[int]] | None = None,
-    ) -> bool:
-        """Send signals at a random moment after something; False where the job was over before."""
+    ) -> tuple[int, ...]:
+        """Send signals at a random moment after something; the exit codes that the job may have.
+
+        It may be over before. Where it has other victims than its main process it goes on.
+        """
         part = self.random.random()
         hit = job.when(after)
         end_s = time.monotonic() + part * within_s
@@ -72,7 +75,10 @@ class Case:
             time.sleep(PAUSE_S if number == signal.SIGSTOP else 0.0)
         names = ", ".join(number.name for number in signals)
         self.story.append(f"{names} at {part:.2f}" if hit else f"{names} came too late")
-        return hit
+        if not hit or victims or signals == PAUSE:
+            return (0,)
+        last = signals[-1]
+        return (0, -last) if last == signal.SIGKILL else (0, 1, -last, 128 + last)
 
     def judge(self, job: Job, codes: Sequence[int]) -> Ended:
         """Wait for a job and check how it ended."""
@@ -125,15 +131,13 @@ class Case:
         except (ValueError, OSError) as error:
             self.expect(False, "lost", f"the placement is damaged: {error}")
 
+    def expect_usual(self, name: str) -> None:
+        """The files of a job are as they are where nothing happens to it."""
+        usual = self.world.usual[name].files
+        same = contents(self.folder, [*usual]) == usual
+        self.expect(same, "lost", f"what {name} wrote is different")
+
     def write_again(self, out: Path) -> None:
         """What a killed job left behind goes with the next write."""
         self.run(self.world.graph_command(out, evaluations=5))
         self.expect_no_partial_file()
-
-
-def codes_after(signals: Signals, hit: bool) -> tuple[int, ...]:
-    """The exit codes that are promised; 0 where the job was over just before."""
-    if not hit or signals == PAUSE:
-        return (0,)
-    last = signals[-1]
-    return (0, -last) if last == signal.SIGKILL else (0, 1, -last, 128 + last)

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from concurrent.futures import as_completed
 from pathlib import Path
 from random import Random
-from typing import Final
+from typing import Final, get_args
 
 import torch
 
@@ -35,7 +35,6 @@ from .world import World
 
 GOLDEN: Final = 0.618033988749895
 """Its multiples are spread evenly: however many faults there are, every kind has its share."""
-WRONGS: Final[tuple[Wrong, ...]] = ("lost", "orphans", "tracebacks", "hangs", "others")
 _world: World | None = None
 _has_own_mounts = False
 """Of the lanes, which are forked when these are there."""
@@ -43,13 +42,9 @@ _has_own_mounts = False
 
 def kind_of(seed: int, number: int, skipped: Sequence[str] = ()) -> str:
     """The kind of a fault of a campaign."""
-    shares = {name: share for name, (_, share) in KINDS.items() if name not in skipped}
-    at = (Random(seed).random() + GOLDEN * number) % 1.0 * sum(shares.values())
-    for name, share in shares.items():
-        at -= share
-        if at < 0.0:
-            return name
-    return name
+    names = [name for name, (_, share) in KINDS.items() for _ in range(share)]
+    names = [name for name in names if name not in skipped]
+    return names[int((Random(seed).random() + GOLDEN * number) % 1.0 * len(names))]
 
 
 def one_fault(kind: str, seed: int, number: int) -> tuple[int, list[tuple[Wrong, str]], str]:
@@ -74,7 +69,7 @@ def campaign(seed: int, numbers: Sequence[int], *, verbose: bool = False) -> int
     """Let the faults of these numbers happen, two at a time; how many things they broke."""
     global _world, _has_own_mounts  # noqa: PLW0603 - lanes inherit them by being forked
     began_s = time.monotonic()
-    faults, broken = Counter[str](), Counter[tuple[str, Wrong]]()
+    faults, broken = Counter[str](), Counter[Wrong]()
     with tempfile.TemporaryDirectory(prefix="placer-faults-") as folder:
         _world = World(Path(folder).resolve())
         print(f"seed {seed}; ready after {time.monotonic() - began_s:.0f} s", flush=True)
@@ -90,7 +85,7 @@ def campaign(seed: int, numbers: Sequence[int], *, verbose: bool = False) -> int
             for task in as_completed(tasks):
                 number, wrong, story = task.result()
                 faults[kinds[number]] += 1
-                broken.update((kinds[number], what) for what, _ in wrong)
+                broken.update(what for what, _ in wrong)
                 if wrong or verbose:
                     print(f"fault {number}, {kinds[number]}: {story}", flush=True)
                 for what, told in wrong:
@@ -101,14 +96,9 @@ def campaign(seed: int, numbers: Sequence[int], *, verbose: bool = False) -> int
         finally:
             pool.shutdown(cancel_futures=True)
     for kind, count in faults.items():
-        told = ", ".join(f"{broken[kind, what]} {what}" for what in WRONGS if broken[kind, what])
-        print(f"{kind:20} {count:5} faults{', ' if told else ''}{told}")
-    totals = {what: sum(n for (_, w), n in broken.items() if w == what) for what in WRONGS}
-    print(
-        f"{faults.total()} faults: {totals['lost']} lost results, {totals['orphans']} orphans, "
-        f"{totals['tracebacks']} tracebacks, {totals['hangs']} hangs, {totals['others']} others; "
-        f"{time.monotonic() - began_s:.0f} s"
-    )
+        print(f"{kind:20} {count:5} faults")
+    counts = ", ".join(f"{broken[what]} {what}" for what in get_args(Wrong))
+    print(f"{faults.total()} faults: {counts}; {time.monotonic() - began_s:.0f} s")
     return broken.total()
 
 

@@ -15,7 +15,7 @@ from onnx_files import exported as export_onnx
 from tiny_cluster import CLUSTER
 from tiny_training import TINY, TWO_STAGES, inline_toml, toml
 
-from envs.cluster import Cluster, Device, Link, cluster_to_toml, load_cluster
+from envs.cluster import cluster_to_toml, load_cluster
 from envs.cost_cache import FILE, Conditions, CostCache, Session
 from envs.placement import Placement
 from graphs.extract import Extraction, Step, extract
@@ -64,12 +64,6 @@ SUITES: Final[Mapping[str, Any]] = {
         {"name": "other", "about": "two devices", "graphs": 1, "clusters": {"devices": [2]}},
     ],
 }
-CORES: Final = Cluster(
-    name="cores",
-    devices=tuple(Device(name=f"core:{i}", kind="core", memory_bytes=1 << 34) for i in (0, 1)),
-    links=(Link(between=("core:0", "core:1"), latency_s=1e-5, bandwidth_bytes_per_s=1e10),),
-)
-
 SEARCH: Final = "--budget 5e --quiet --out {it.parent}/out.json"
 GRAPH: Final = "{at.graph} --cluster {at.cluster}"
 OF_PLACEMENT: Final = (
@@ -133,6 +127,12 @@ def formats(folder: Path) -> tuple[Format, ...]:
     def checkpoint(path: Path) -> object:
         return read_checkpoint(path, load_config(at.interrupted_config).essence())
 
+    def device_map(path: Path) -> object:
+        given = load_given(path)
+        extraction, graph = _extraction()
+        placement = placement_of(given, extraction, graph, load_cluster(at.cluster))
+        return given.conflict(extraction) if isinstance(given, DeviceMap) else placement
+
     def policy(path: Path) -> object:
         return load_policy(str(path))
 
@@ -145,7 +145,7 @@ def formats(folder: Path) -> tuple[Format, ...]:
         Format("cluster", "toml", at.cluster, load_cluster, OF_CLUSTER, 20, at),
         Format("placement", "json", at.placement, Placement.load, OF_PLACEMENT, 15, at),
         Format("plan of replicas", "json", at.plan, load_given, OF_PLACEMENT, 8, at),
-        Format("device map", "json", at.device_map, _placed),
+        Format("device map", "json", at.device_map, device_map),
         Format("training", "toml", at.training, load_config, [of_training], 15, words=_if_short),
         Format("suites", "toml", at.suites, load_suites, [OF_SUITES], words=_small_suite),
         Format("policy card", "json", at.card, policy, OF_POLICY, at=at),
@@ -203,13 +203,6 @@ def _extraction() -> tuple[Extraction, GraphArrays]:
     return extraction, GraphArrays.from_graph(extraction.graph)
 
 
-def _placed(path: Path) -> object:
-    given = load_given(path)
-    extraction, graph = _extraction()
-    placement = placement_of(given, extraction, graph, CORES)
-    return given.conflict(extraction) if isinstance(given, DeviceMap) else placement
-
-
 def _transformers(path: Path) -> object:
     request = huggingface.Request(str(path.parent), batch=1, sequence=4)
     return huggingface.load(request, training=False, weights=False)
@@ -233,7 +226,7 @@ class _Specimens:
         self.plan = self._at("plan/placement.json")
         self._optimize(self.plan, "--data-parallel", "2")
         self.device_map = self._at("map/map.json")
-        self.device_map.write_text(json.dumps({"0": "core:0", "1": "core:1"}))
+        self.device_map.write_text(json.dumps({"0": "a", "1": "b"}))
         self.training = self._at("training/tiny.toml")
         self.training.write_text(toml(replace(TINY, test=replace(TINY.test, graphs=1))))
         self.suites = self._at("suites/suites.toml")

@@ -36,8 +36,8 @@ from .reading import Codes, Failure, limit_memory, read
 
 CHUNK: Final = 25
 """Files that one child process reads, unless it dies."""
-SILENCE_S: Final = 180
-"""Wall seconds after which a file counts as hung; CPU time has a smaller limit."""
+LONGEST_S: Final = 60
+"""CPU seconds after which a file counts as hung, or three times as long by the clock."""
 SHOWN: Final = 3
 """So many failures of one cause are printed and saved."""
 SHORTEST_S: Final = 15.0
@@ -98,7 +98,7 @@ def read_chunk(seed: int, numbers: Sequence[int]) -> list[tuple[int, list[Failur
             if status:  # what was printed about this process itself is not lost
                 sys.stderr.write(Path(folder, "stderr").read_text(errors="replace")[-2_000:])
                 died = signal.Signals(status & 127).name if status & 127 else "exit"
-                rule = "hang" if died in ("SIGALRM", "SIGXCPU") else "crash"
+                rule = "hang" if died in ("SIGALRM", "SIGPROF") else "crash"
                 found.append((numbers[len(found)], [Failure(rule, died, "")]))
     return found
 
@@ -110,7 +110,8 @@ def _read_all(seed: int, numbers: Sequence[int], log: Path) -> None:
     os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), 2)
     with log.open("w", buffering=1) as lines:
         for number in numbers:
-            signal.alarm(SILENCE_S)
+            signal.setitimer(signal.ITIMER_PROF, LONGEST_S)
+            signal.alarm(3 * LONGEST_S)
             form, content = drawn(seed, number)
             failures = read(form, content, log.parent)
             if "Traceback" in (told := stderr.read_text(errors="replace")):

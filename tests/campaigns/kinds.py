@@ -18,12 +18,12 @@ from typing import Final, Literal
 
 from envs.cost_cache import FILE, CostCache, Session
 
-from .case import ENDS, KILL, PAUSE, SLOW_DISK_S, STOPPED, Case, codes_after
+from .case import ENDS, KILL, PAUSE, SLOW_DISK_S, STOPPED, Case
 from .formats import HERE
 from .jobs import Command, Job
 from .lanes import forked
 from .mutation import CANARY, changed_bytes, mutated
-from .world import RANKS, STEPS, contents
+from .world import RANKS, STEPS
 
 READ: Final = (
     *("graph", "cluster", "placement", "plan of replicas", "policy card", "policy"),
@@ -40,27 +40,24 @@ def optimize_graph(case: Case) -> None:
     command = replace(case.world.graph_command(out), warm=warm)
     if warm and case.random.random() < 0.4:
         job = Job(replace(command, slow_disk_s=SLOW_DISK_S))
-        hit = case.strike(job, signals, SLOW_DISK_S, after=job.is_writing)
+        codes = case.strike(job, signals, SLOW_DISK_S, after=job.is_writing)
     else:
         job = Job(command)
         usual_s = case.world.usual["graph"].took_s
-        hit = case.strike(job, signals, usual_s if warm else usual_s + 4.0)
-    ended = case.judge(job, codes_after(signals, hit))
+        codes = case.strike(job, signals, usual_s if warm else usual_s + 4.0)
+    ended = case.judge(job, codes)
     case.check_placement(out, ended)
     if ended.code == 0 and STOPPED not in ended.errors:
-        usual = case.world.usual["graph"].files
-        case.expect(contents(out.parent, [*usual]) == usual, "lost", "the result is another one")
+        case.expect_usual("graph")
     case.write_again(out)
 
 
 def optimize_model(case: Case) -> None:
     """A search that measures is ended or stopped, sometimes while it measures op costs, too."""
     out = case.placement()
-    signals = case.random.choice(ENDS)
-    command = _with_own_cache(case, case.world.model_command(out), 0.25)
-    job = Job(command)
-    hit = case.strike(job, signals, case.world.usual["model"].took_s)
-    case.check_placement(out, case.judge(job, codes_after(signals, hit)))
+    job = Job(_with_own_cache(case, case.world.model_command(out), 0.25))
+    codes = case.strike(job, case.random.choice(ENDS), case.world.usual["model"].took_s)
+    case.check_placement(out, case.judge(job, codes))
     _check_cache(case)
     case.write_again(out)
 
@@ -71,57 +68,51 @@ def one_worker(case: Case) -> None:
     job = Job(_with_own_cache(case, case.world.model_command(out), 0.25))
     signals = case.random.choice((KILL, PAUSE))
     half_s = 0.5 * case.world.usual["model"].took_s
-    case.strike(job, signals, half_s, after=job.workers, victims=job.workers)
-    case.check_placement(out, case.judge(job, (0,)))
+    codes = case.strike(job, signals, half_s, after=job.workers, victims=job.workers)
+    case.check_placement(out, case.judge(job, codes))
     _check_cache(case)
 
 
 def train(case: Case) -> None:
     """A training is ended up to three times, then goes on to the same end as without."""
-    usual = case.world.usual["train"]
     command = case.world.train_command(case.folder / "p")
     if case.random.random() < 0.2:  # their processes are spawned, which begins with a cold start
         more = ["--workers", "2"]
         job = Job(replace(command, arguments=[*command.arguments, *more], warm=False))
-        case.strike(job, KILL, 1.5, after=job.workers, victims=job.workers)
-        case.judge(job, (0,))
+        case.judge(job, case.strike(job, KILL, 1.5, after=job.workers, victims=job.workers))
     else:
         for _ in range(case.random.choice((1, 1, 2, 3))):
-            signals = case.random.choice(ENDS)
             job = Job(replace(command, slow_disk_s=case.random.choice((0.0, 0.02))))
-            hit = case.strike(job, signals, usual.took_s)
-            if case.judge(job, codes_after(signals, hit)).code == 0:
+            codes = case.strike(job, case.random.choice(ENDS), case.world.usual["train"].took_s)
+            if case.judge(job, codes).code == 0:
                 break
         else:
             case.run(command)
-    same = contents(case.folder, [*usual.files]) == usual.files
-    case.expect(same, "lost", "policy, card or log differ")
+    case.expect_usual("train")
     case.expect_no_partial_file()
 
 
 def run_ranks(case: Case) -> None:
     """One of two ranks, or their launcher, is ended; what is resumed ends as without."""
-    usual = case.world.usual["run"]
+    usual_s = case.world.usual["run"].took_s
     signals = case.random.choice((KILL, (signal.SIGSTOP, signal.SIGKILL), (signal.SIGTERM,)))
     if case.random.random() < 0.15:
         launcher = ["--nproc-per-node", str(RANKS), "--redirects", "3", "--log-dir", "log"]
         given = [*launcher, "-m", "placer.run", *case.world.run_arguments(case.folder)]
         module = "torch.distributed.run"
         job = Job(Command(arguments=given, module=module, folder=case.folder, warm=False))
-        hit = case.strike(job, signals, usual.took_s + 12.0)
-        case.judge(job, codes_after(signals, hit))
+        case.judge(job, case.strike(job, signals, usual_s + 12.0))
         for path in case.folder.rglob("stderr.log"):
             case.expect_no_traceback(path.read_text())
     else:
         jobs = [Job(command) for command in case.world.rank_commands(case.folder)]
         struck = case.random.randrange(RANKS)
-        hit = case.strike(jobs[struck], signals, usual.took_s)
+        codes = case.strike(jobs[struck], signals, usual_s)
         for rank, job in enumerate(jobs):
-            case.judge(job, codes_after(signals, hit) if rank == struck else (0, 1))
+            case.judge(job, codes if rank == struck else (0, 1))
     for job in [Job(command) for command in case.world.rank_commands(case.folder)]:
         case.judge(job, (0,))
-    same = contents(case.folder, [*usual.files]) == usual.files
-    case.expect(same, "lost", "the trained model differs")
+    case.expect_usual("run")
     case.expect_no_partial_file()
 
 
@@ -156,10 +147,9 @@ def one_cache(case: Case) -> None:
     outs = [case.placement(f"placement-{i}.json") for i in range(case.random.choice((2, 3)))]
     commands = [case.world.model_command(out, measure=False) for out in outs]
     jobs = [Job(_with_own_cache(case, command, 1.0)) for command in commands]
-    hit = case.strike(jobs[0], KILL, case.world.usual["model"].took_s)
+    codes = case.strike(jobs[0], KILL, case.world.usual["model"].took_s)
     for number, (job, out) in enumerate(zip(jobs, outs, strict=True)):
-        ended = case.judge(job, codes_after(KILL, hit and number == 0))
-        case.check_placement(out, ended)
+        case.check_placement(out, case.judge(job, (0,) if number else codes))
     _check_cache(case)
 
 
