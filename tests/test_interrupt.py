@@ -15,6 +15,7 @@ from typing import NoReturn
 import pytest
 
 from placer.cli import main as cli
+from placer.cli.main import script
 from placer.interrupt import Interrupt, leave_imports_at_once, uninterrupted
 
 
@@ -100,4 +101,18 @@ def test_ctrl_c_while_options_are_read_is_told_in_a_line(
 
     monkeypatch.setattr("placer.cli.commands.build_parser", interrupted)
     assert cli.main(["placers"]) == 1
+    assert capsys.readouterr().err == "placer: stopped before there was anything to keep\n"
+
+
+def test_ctrl_c_before_the_command_begins_is_told_in_a_line(
+    ctrl_c: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os._exit", sys.exit)
+    monkeypatch.setattr("placer.cli.standard_output.StandardOutput", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        script()
+    assert ended.value.code == 1
     assert capsys.readouterr().err == "placer: stopped before there was anything to keep\n"

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from placer.interrupt import leave_imports_at_once
+from placer.interrupt import EXIT_CODE, NOTHING_KEPT, leave_imports_at_once
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,24 +23,28 @@ def script() -> NoReturn:
     Leaves without Python's farewell: taking torch's and numba's modules down one by one takes up
     to a second, and Ctrl-C shall end the command within one. Nothing is open by then.
     """
-    leave_imports_at_once()
-    from placer.cli.failures import JOB_FAILED, fail
-    from placer.cli.standard_output import StandardOutput
-
-    if (old := sys.stdout) is not None:  # it may be closed
-        lines = bool(old.line_buffering)
-        sys.stdout = StandardOutput(old.buffer, old.encoding, old.errors, line_buffering=lines)
     try:
+        leave_imports_at_once()
+        from placer.cli.standard_output import StandardOutput
+
+        if (old := sys.stdout) is not None:  # it may be closed
+            lines = bool(old.line_buffering)
+            sys.stdout = StandardOutput(old.buffer, old.encoding, old.errors, line_buffering=lines)
         code = main()
     except SystemExit as leaving:  # argparse, on --help and bad usage
         code = leaving.code if isinstance(leaving.code, int) else 1
+    except KeyboardInterrupt:
+        print(NOTHING_KEPT, file=sys.stderr)
+        code = EXIT_CODE
     try:
         for stream in filter(None, (sys.stdout, sys.stderr)):
             stream.flush()
     except BrokenPipeError:
-        code = JOB_FAILED
+        code = EXIT_CODE
     except OSError as error:
-        code = fail(JOB_FAILED, error)
+        from placer.cli.failures import fail
+
+        code = fail(EXIT_CODE, error)
     finally:
         os._exit(code)
 
