@@ -93,8 +93,9 @@ class Job:
             vars(os)["fsync"] = partial(self._slow_fsync, command.slow_disk_s, os.fsync)
         sys.argv = [command.module, *command.arguments]
         script = importlib.import_module(command.module).script
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)  # one that came before ends it
+        with suppress(KeyboardInterrupt):
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         script()
 
     def _slow_fsync(self, seconds: float, fsync: Callable[[int], None], file: int) -> None:
