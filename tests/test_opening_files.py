@@ -103,6 +103,15 @@ def test_long_texts_are_refused_in_short_messages(saved: Path, tmp_path: Path, t
         assert len(why.removeprefix(str(tmp_path))) < 600
 
 
+@pytest.mark.parametrize("member", ["models/model.json", "data/sample_inputs/model.pt"])
+def test_a_damaged_member_is_told(saved: Path, tmp_path: Path, member: str) -> None:
+    path = tmp_path / "damaged.pt2"
+    content = saved.read_bytes()
+    at = content.index(f"model/{member}".encode())  # behind the 30 bytes of its header
+    path.write_bytes(content[: at - 30] + b"XX" + content[at - 28 :])
+    assert f"lacks {member}, or it is damaged" in opened(path)
+
+
 def signature(program: Program) -> dict[str, Any]:
     found: dict[str, Any] = program["graph_module"]["module_call_graph"][0]["signature"]
     return found

@@ -87,14 +87,20 @@ def check_archive(content: bytes) -> None:
     for member in PAYLOADS:
         _check_payloads(_content(archive, member), frozenset(members), member.rpartition("/")[0])
     if INPUTS in members:
-        _check_inputs(archive.get_record(INPUTS))
+        _check_inputs(_record(archive, INPUTS))
+
+
+def _record(archive: Archive, member: str) -> bytes:
+    try:
+        content: bytes = archive.get_record(member)
+    except RuntimeError:
+        raise ValueError(f"lacks {member}, or it is damaged") from None
+    return content
 
 
 def _content(archive: Archive, member: str) -> dict[str, Any]:
     try:
-        content = json.loads(archive.get_record(member))
-    except RuntimeError:
-        raise ValueError(f"lacks {member}") from None
+        content = json.loads(_record(archive, member))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"has no JSON in {member}: {error}") from None
     if not isinstance(content, dict):
