@@ -25,7 +25,7 @@ demo: $(READY)  ## place Inception-V3 on two cores of this machine, really measu
 		--out $(OUT)/placement.json --timeline $(OUT)/timeline.json
 
 test: $(READY)  ## run the fast tests
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu"
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gpu"
 
 test-all: $(READY)  ## run the slow tests too
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not gpu"

@@ -140,6 +140,7 @@ def test_another_process_on_a_core_is_seen_while_it_is_calibrated(
     assert load_cluster(tmp_path / "cluster.toml") == found
 
 
+@pytest.mark.slow
 @needs_two_cores
 def test_cores_of_this_machine_are_really_measured() -> None:
     cluster = two_cores()

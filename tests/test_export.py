@@ -17,6 +17,7 @@ import tiny_models
 import tiny_reference_models
 import tiny_transformers
 import torch
+from in_turn import in_turn
 from placed_at_random import cut_placement, placement_of
 from torch import nn
 from torch.distributed.pipelining import SplitPoint, pipeline
@@ -262,7 +263,7 @@ def experts_on(name: str, device_of_layer: tuple[str, ...]) -> PlacedModules:
     return PlacedModules.of(extraction, placement_of(extraction.graph, names, devices))
 
 
-@pytest.mark.parametrize("name", ["mixtral", "separate_moe"])
+@pytest.mark.parametrize("name", in_turn(["mixtral", "separate_moe"], slow=["mixtral"]))
 def test_overrides_match_the_tensors_of_the_experts_and_no_others(name: str) -> None:
     found = override_regex(experts_on(name, ("cpu", "cuda:1"))).content
     rules = [rule.rpartition("=") for rule in found.split(",")]

@@ -199,6 +199,7 @@ def test_a_loop_over_the_experts_that_were_hit_is_recorded_and_says_what_it_read
     assert {f"experts.{i}" for i in range(3)} & modules == {f"experts.{i}" for i in hit}
 
 
+@pytest.mark.slow
 def test_mixtral_with_its_own_loop_is_recorded() -> None:
     step = tiny_transformers.load(tiny_transformers.TARGETS["mixtral"])
     configs: list[Any] = [getattr(module, "config", None) for module in step.model.modules()]

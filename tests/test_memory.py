@@ -57,7 +57,7 @@ LEAST, MOST = 0.85, 1.2
 """Predicted over tracked. Kernels have scratch memory, and may keep fewer tensors than a trace."""
 
 
-SLOW = ("nasnet", "nmt", "resnet")
+SLOW = ("large_vocabulary", "nasnet", "nmt", "resnet", "separate_moe")
 
 
 @pytest.mark.parametrize(

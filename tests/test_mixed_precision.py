@@ -139,7 +139,7 @@ def test_a_recorded_step_is_that_of_autocast_but_for_rounding(name: str) -> None
         torch.testing.assert_close(found.gradients[parameter], gradient, rtol=0, atol=limit)
 
 
-@pytest.mark.parametrize("name", ["llama", "lstm"])
+@pytest.mark.parametrize("name", in_turn(["llama", "lstm"]))
 def test_some_steps_differ_from_autocast_by_rounding(name: str) -> None:
     """Llama adds gradients up in another order, in fp32 too; an LSTM is traced cell by cell."""
     extraction = extracted(name)

@@ -12,6 +12,7 @@ import pytest
 import tiny_models
 import tiny_transformers
 import torch
+from in_turn import in_turn
 from torch import nn
 from trained_alike import assert_trains_alike
 
@@ -40,7 +41,9 @@ def placed_on(extraction: Extraction, *devices: torch.device) -> PlacedModule:
     return PlacedModule(extraction, chosen)
 
 
-@pytest.mark.parametrize("name", ["conv_net", "tied_weights", "views", "decaying_weight", "bert"])
+@pytest.mark.parametrize(
+    "name", in_turn(["conv_net", "tied_weights", "views", "decaying_weight", "bert"])
+)
 def test_a_placed_module_is_one_graph_to_dynamo(name: str) -> None:
     if name == "bert":
         pytest.importorskip("transformers")

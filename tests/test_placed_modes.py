@@ -10,6 +10,7 @@ import pytest
 import tiny_models
 import torch
 from extracted_steps import fresh, on
+from in_turn import in_turn
 from random_devices import random_devices
 from tiny_models import Plain, squared, state_of
 from torch import Tensor, nn
@@ -89,7 +90,9 @@ def test_in_eval_mode_it_answers_as_the_model_does(seed: int, device: torch.devi
     torch.testing.assert_close(on_cpu(placed.state_dict()), state_of(plain), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["conv_net", "tied_weights", "norm_twice", "bert", "frozen_norm"])
+@pytest.mark.parametrize(
+    "name", in_turn(["conv_net", "tied_weights", "norm_twice", "bert", "frozen_norm"])
+)
 def test_other_models_answer_as_they_do_in_eval_mode(name: str, device: torch.device) -> None:
     extraction = fresh(name)
     expected = answer(extraction.step)

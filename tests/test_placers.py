@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from in_turn import in_turn
 from random_problems import random_problem
 from torch import nn
 
@@ -43,11 +44,13 @@ from placer.search.tally import Tally
 
 POLICY = load("generalist")
 NAMES = [listing.name for listing in registry.OWN]
+BASELINES = ("exact", "sequence-to-sequence")
+"""They learn or prove what they find, which takes long."""
 Files = Callable[..., tuple[Path, Path]]
 
 
 @pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", in_turn(NAMES, slow=BASELINES))
 def test_every_placer_keeps_the_contract(name: str, check: Callable[[Make], None]) -> None:
     check(lambda: placer_named(name, POLICY))
 
@@ -175,7 +178,9 @@ def test_a_check_leaves_the_clock_and_the_judges_as_they_were() -> None:
     assert before == (Judge.costs, time.perf_counter)
 
 
-@pytest.mark.parametrize("name", ["cross-entropy", "evolution", "sequence-to-sequence"])
+@pytest.mark.parametrize(
+    "name", in_turn(["cross-entropy", "evolution", "sequence-to-sequence"], slow=BASELINES)
+)
 def test_libraries_and_compiled_code_are_loaded_before_the_budget_begins(name: str) -> None:
     code = f"""
 import sys
@@ -354,7 +359,7 @@ def test_placers_are_listed_without_loading_any(capsys: pytest.CaptureFixture[st
     assert all(entry["summary"] for entry in listed)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", in_turn(NAMES, slow=BASELINES))
 def test_whatever_the_placer_heuristics_take_part(name: str) -> None:
     problem = random_problem(3, ops=25, devices=3)
     found = Objective().search(problem, Budget(evaluations=20), 0, placer_named(name, POLICY))
@@ -365,7 +370,7 @@ def test_whatever_the_placer_heuristics_take_part(name: str) -> None:
     assert steps == sorted(steps)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", in_turn(NAMES, slow=BASELINES))
 def test_micro_batches_and_loads_are_placed_or_refused(name: str) -> None:
     problem = random_problem(1, ops=10, devices=2)
     for objective in (
@@ -382,7 +387,7 @@ def test_micro_batches_and_loads_are_placed_or_refused(name: str) -> None:
         assert {plan.devices.shape for plan in plans} == {(10,)}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", in_turn(NAMES, slow=BASELINES))
 def test_the_command_takes_every_name(
     name: str, files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

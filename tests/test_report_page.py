@@ -11,6 +11,7 @@ import networkx as nx
 import numpy as np
 import pytest
 from chromium import chromium, covered_labels, cut_labels, ink_of, opened
+from in_turn import in_turn
 from random_problems import random_problem
 
 from envs.cluster import Cluster, Device, Link
@@ -77,7 +78,9 @@ def browser() -> Iterator[Browser]:
         yield found
 
 
-in_both_themes = pytest.mark.parametrize("page", ["light", "dark"], indirect=True)
+in_both_themes = pytest.mark.parametrize(
+    "page", in_turn(["light", "dark"], slow=["dark"]), indirect=True
+)
 on_a_phone = pytest.mark.parametrize("page", [360], indirect=True)
 
 
@@ -115,7 +118,9 @@ def test_every_section_is_drawn(page: Page) -> None:
         assert share > 0.04
 
 
-@pytest.mark.parametrize("page", ["light", "dark", 360, 599], indirect=True)
+@pytest.mark.parametrize(
+    "page", [*in_turn(["light", "dark"], slow=["dark"]), 360, 599], indirect=True
+)
 def test_nothing_is_wider_than_the_page_and_no_label_is_cut_or_covered(page: Page) -> None:
     for summary in page.locator("summary").all():
         summary.click()

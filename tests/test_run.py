@@ -14,6 +14,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from in_turn import in_turn
 from ranks import on_ranks
 from runs import arguments, placed, ran, rank, written
 from torch import Tensor
@@ -210,7 +211,7 @@ METHODS: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", in_turn(METHODS, slow=("onebit", "bmuf")))
 def test_a_run_that_goes_on_from_a_checkpoint_has_the_same_losses(
     name: str, tmp_path: Path
 ) -> None:

@@ -106,6 +106,7 @@ def test_a_rank_that_is_stopped_while_its_model_is_extracted_says_so(tmp_path: P
     assert err.endswith("placer: rank 0: the launcher stopped this rank\n")
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_since_another_died_at_the_start_names_that_one(
     tmp_path: Path,
 ) -> None:
