@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,10 @@ from vdev import vdev  # before the first backward pass of any test
 
 from graphs.files import save_graph
 from graphs.synthetic import layered
+
+# A shell that starts the tests in the background has them ignore Ctrl-C, which tests send.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Every run draws the same examples, however busy the machine. `--hypothesis-profile=fuzz` draws
 # new ones; it wins over what is loaded here, since pytest reads it later.

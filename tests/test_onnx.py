@@ -187,6 +187,21 @@ def test_a_size_without_a_name_is_called_by_its_input_and_axis(path: Path) -> No
 
 
 @pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        ((2**50, 2), "needs 18014398.5 GB for its inputs"),
+        ((2**62, 4), "needs 147573952589.7 GB for its inputs"),
+        ((-5, 2), "input 'x' has the shape [-5, 2]"),
+    ],
+)
+def test_inputs_that_no_memory_holds_are_refused(
+    path: Path, shape: tuple[int, int], said: str
+) -> None:
+    onnx.save(single("Relu", {"x": shape}), path)
+    assert said in refusal(path)
+
+
+@pytest.mark.parametrize(
     ("model", "said"),
     [
         (single("Multinomial", {"x": (1, 2)}), "'the/Multinomial' (Multinomial) is an operator"),

@@ -135,6 +135,12 @@ def test_a_killed_training_goes_on_to_the_same_curve(tmp_path: Path, algorithm: 
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
+def test_stages_that_no_memory_holds_together_are_refused(tmp_path: Path) -> None:
+    stage = replace(TINY.stage[0], graphs=100_000, max_ops=1000)
+    with pytest.raises(ValueError, match=r"the graphs of all stages need 10000\.0 GB"):
+        train(tmp_path / "large", replace(TINY, stage=(stage,) * 100))
+
+
 def test_a_checkpoint_of_another_configuration_is_refused_with_the_difference(
     tmp_path: Path,
 ) -> None:

@@ -6,6 +6,7 @@ What follows a question mark are the sizes that the file leaves open, by the nam
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -157,15 +158,29 @@ def _inputs(graph: Any, path: Path, sizes: Mapping[str, int]) -> dict[str, Tenso
             f"{path} leaves the size of {', '.join(missing)} open: give it, such as in "
             f"'{path}?{example}'"
         )
+    dims = {
+        name: [d if isinstance(d, int) else sizes[d] for d in shape]
+        for name, shape in shapes.items()
+    }
+    _check_room(dims, path)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         return {
-            one.name: _random(
-                [d if isinstance(d, int) else sizes[d] for d in shapes[one.name]],
-                dtype_of(one.type.tensor_type.elem_type),
-            )
+            one.name: _random(dims[one.name], dtype_of(one.type.tensor_type.elem_type))
             for one in wanted
         }
+
+
+def _check_room(shapes: Mapping[str, list[int]], path: Path) -> None:
+    for name, shape in shapes.items():
+        if min(shape, default=0) < 0:
+            raise TargetError(f"{path}: input {name!r} has the shape {shape}")
+    needed = 8 * sum(map(math.prod, shapes.values()))  # drawn in no more than 8 bytes each
+    if needed > (free := available_memory_bytes()):
+        raise TargetError(
+            f"{path} needs {needed / 1e9:.1f} GB for its inputs, but {free / 1e9:.1f} GB are free "
+            "here"
+        )
 
 
 def _random(shape: list[int], dtype: torch.dtype) -> Tensor:

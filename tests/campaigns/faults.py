@@ -14,6 +14,7 @@ import argparse
 import gc
 import secrets
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -112,6 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kind", choices=list(KINDS), help="only faults of this kind")
     parser.add_argument("--verbose", action="store_true", help="a line for every fault")
     args = parser.parse_args(arguments)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     torch.set_num_threads(1)  # OpenMP's threads would not survive a fork
     seed = secrets.randbelow(10**6) if args.seed is None else args.seed
     numbers = args.only or range(args.count)

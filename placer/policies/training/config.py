@@ -187,6 +187,11 @@ class TrainingConfig:
         if self.algorithm == "maskable-ppo" and self.workers != 0:
             raise ValueError("workers decode: with algorithm maskable-ppo leave them out")
 
+    @property
+    def graph_bytes(self) -> int:
+        """Most memory of all graphs together, about a kilobyte for an op."""
+        return 1000 * sum(stage.graphs * stage.max_ops for stage in self.stage)
+
     def stage_at(self, share: float) -> int:
         """Which stage goes on when ``share`` of the length is done."""
         total = sum(stage.share for stage in self.stage)

@@ -55,7 +55,7 @@ class Log:
         self._file.truncate()
         if not keep_bytes:
             self._write(COLUMNS)
-        self._folder = path.with_name(f"{path.name}.tensorboard")
+        self._folder = written_file(path.with_name(f"{path.name}.tensorboard"))
         if not keep_bytes:
             for old in self._folder.glob("seed-*"):
                 shutil.rmtree(old)

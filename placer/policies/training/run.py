@@ -23,6 +23,7 @@ import stable_baselines3
 import torch
 
 import placer
+from envs.discover import available_memory_bytes
 from placer.policies.records import plain
 from placer.policies.threads import one_thread
 from placer.policies.training.checkpoint import Checkpoint, read_checkpoint
@@ -67,6 +68,12 @@ def train(
     config = config or TrainingConfig()
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError('device is "cuda", but torch sees no such device here: use "cpu"')
+    needed, free = config.graph_bytes, available_memory_bytes()
+    if needed > free:
+        raise ValueError(
+            f"the graphs of all stages need {needed / 1e9:.1f} GB, but {free / 1e9:.1f} GB are "
+            "free: draw fewer graphs, or smaller ones"
+        )
     tell = progress or _silent
     out.parent.mkdir(parents=True, exist_ok=True)
     path = out.with_name(f"{out.name}.checkpoint")
