@@ -1,1 +1,1 @@
-"""Benchmarks: every speed is printed as a ratio against something in the same run."""
+"""Benchmarks; every speed is printed as a ratio to a baseline of the same run."""

@@ -1,10 +1,10 @@
-"""All benchmarks, one after the other, or those named.
+"""Run all benchmarks one after the other, or the named ones.
 
     python -m benchmarks [--quick | --full] [--out FILE] [NAME ...]
 
-All of them take about an hour; with ``--quick``, which makes the longest ones short, 20 minutes;
-with ``--full``, which takes five seeds of ten-second searches and proves longer, three hours. With
-``--out`` what they print, and all ratios of searches, go to a JSON file, too.
+All of them take about an hour; with ``--quick``, which shortens the longest ones, 20 minutes; with
+``--full``, which runs five seeds of ten-second searches and longer proofs, three hours. With
+``--out`` the printed lines and all ratios of the search benchmark are also written to a JSON file.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ ALL = {
 
 
 class Heard(io.StringIO):
-    """Keeps what is printed, and prints it."""
+    """Text stream that records what is printed and passes it on."""
 
     def __init__(self, through: TextIO) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Heard(io.StringIO):
 
 
 def heard(work: Callable[[], object], found: dict[str, Any]) -> None:
-    """Keep the lines that a benchmark prints."""
+    """Run a benchmark and keep the lines it prints in ``found``."""
     with redirect_stdout(Heard(sys.stdout)) as said:
         try:
             work()

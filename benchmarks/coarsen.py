@@ -1,10 +1,11 @@
-"""Ops per second of coarsening, and against contracting a networkx graph edge by edge.
+"""Coarsening speed in ops per second, compared with contracting a networkx graph edge by edge.
 
     python -m benchmarks.coarsen
 
-One core. A random layered graph of 100,000 ops, about two inputs per op, to 1,000 groups. The plain
-way, on a graph a hundredth as large and to as many ops per group: take edges in a fixed order and
-contract every one that no other path runs beside. It is quadratic, so the ratio grows with size.
+One core. A random layered graph of 100,000 ops with about two inputs per op is coarsened to 1,000
+groups. The plain algorithm runs on a graph a hundredth as large, to as many ops per group: it takes
+edges in a fixed order and contracts every edge that no other path runs parallel to. It is
+quadratic, so the ratio grows with size.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ OPS, GROUPS, SHARE = 100_000, 1_000, 100
 
 
 def contracted(graph: nx.DiGraph[str], most: int) -> nx.DiGraph[str]:
-    """At most ``most`` nodes, by contraction of one edge after the other."""
+    """Contract one edge after the other until at most ``most`` nodes are left."""
     plain: nx.DiGraph[str] = nx.DiGraph(graph.edges)
     while len(plain) > most:
         source, target = next((u, v) for u, v in plain.edges if not _runs_beside(plain, u, v))
@@ -30,7 +31,6 @@ def contracted(graph: nx.DiGraph[str], most: int) -> nx.DiGraph[str]:
 
 
 def _runs_beside(graph: nx.DiGraph[str], source: str, target: str) -> bool:
-    """Whether a path of two edges or more leads from source to target."""
     others = (reader for reader in graph.succ[source] if reader != target)
     return any(nx.has_path(graph, reader, target) for reader in others)
 

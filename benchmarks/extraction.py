@@ -1,10 +1,10 @@
-"""How long extraction takes, in multiples of torch.export alone, and how much memory it needs.
+"""Extraction time in multiples of torch.export alone, and the peak memory of extraction.
 
     python -m benchmarks.extraction
 
-Training steps of the examples, as they are; and of a model with the shape of Llama-3-8B, batch 1 of
-2048 tokens, built on the meta device, in a process of its own whose peak memory is printed: its
-parameters would take 32 GB.
+Training steps of the examples, and of a model with the shape of Llama-3-8B (batch 1 of 2048 tokens)
+that is built on the meta device: its parameters would take 32 GB. The latter runs in its own
+process, whose peak memory is printed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main() -> None:
     print(f"{'training step':28}{'ops':>7}{'extract':>10}{'export alone':>14}{'ratio':>7}")
     for target in EXAMPLES:
         line(target, seconds(load_step(f"{FOLDER}/{target}", training=True)))
-    # Another process, because what the examples needed would count otherwise.
+    # In a separate process, so that the memory of the examples does not count.
     command = [sys.executable, "-m", "benchmarks.extraction", LARGE]
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     found = json.loads(printed.splitlines()[-1])
@@ -63,7 +63,7 @@ def line(name: str, found: tuple[int, float, float]) -> None:
 
 
 def seconds(step: Step) -> tuple[int, float, float]:
-    """Ops of the graph, seconds to extract it, seconds of torch.export alone."""
+    """Return the number of ops, the seconds of extraction and the seconds of torch.export alone."""
     start_s = time.perf_counter()
     with without_meta(step) as traceable:
         inputs, keywords = traceable.inputs, dict(traceable.keywords)
@@ -74,7 +74,7 @@ def seconds(step: Step) -> tuple[int, float, float]:
 
 
 def large(start_s: float) -> None:
-    """What the process for the large model prints."""
+    """Extract the large model and print the results as JSON; the main function of its process."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes: dict[str, Any] = dict(SIZES["llama-3-8b"][1])
@@ -91,7 +91,7 @@ def large(start_s: float) -> None:
 
 
 def warm_up() -> None:
-    """Let torch load what it loads once."""
+    """Extract a tiny model, so that torch's lazy loading is not timed."""
     x = torch.randn(2, 2)
     extract(Step.of(nn.Linear(2, 2), (x, x), nn.functional.mse_loss))
 

@@ -1,13 +1,13 @@
-"""Everything of torch devices that can be measured, in one file.
+"""All measurements of torch devices, in one file.
 
     python -m benchmarks.gpu --out gpu.json
 
-Calibration; for each model the sum of the profiled costs against the step, and copies that overlap
-with compute against copies in line, on the same placements; then for each model the placed module
-on one device against the model itself, how fast it is placed anew, predicted against measured steps
-of random and of found placements; then benchmarks/offload.py. On an H200 a profile took up to 24 s,
-what comes after it 22 s and offload 24 to 67 s for each model, 380 s together; the rest of the
-limit is for the pairs with overlap, which are to take 10 s for each.
+First the calibration. Then for each model: the sum of the profiled costs against the step time, and
+overlapped copies against in-line copies on the same placements. Then for each model: the placed
+module on one device against the model itself, the time to place it again, and predicted against
+measured step times of random placements and of search results. Last, benchmarks/offload.py. On an
+H200 a profile took up to 24 s, the second part 22 s and offload 24 to 67 s for each model, 380 s
+together; the rest of the limit is for the pairs with overlap, 10 s for each model.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ PAIRS = 15
 PAIRS_S = 5.0
 REBUILDS = 7
 RANDOM_SHARES = (0.5, 0.9, 0.97)
-"""How many of the co-location groups of a random placement are on the accelerator."""
+"""Shares of the co-location groups that random placements put on the accelerator."""
 OVERLAP_SHARES = (0.5, 0.9)
 OVERLAP_S = 2.0
-"""Seconds of pairs for each placement whose copies overlap and do not."""
+"""Seconds of step pairs (copies in line, copies overlapped) for each placement."""
 HALF = 0.5
 OFFLOAD_SHARE = 0.45
-"""Part of the time limit that is kept for the last benchmark."""
+"""Share of the time limit that is reserved for the last benchmark."""
 
 
 def calibration(cluster: Cluster, found: dict[str, Any]) -> None:
@@ -81,7 +81,7 @@ def calibration(cluster: Cluster, found: dict[str, Any]) -> None:
 
 
 def profile(bench: Workbench, found: dict[str, Any]) -> None:
-    """Everything on one device: what the profile adds up to, and what it takes."""
+    """Measure the whole step on each device and compare it with the sum of the profile."""
     problem = bench.problem()
     found.update(ops=problem.op_count, **bench.seconds)
     found["rows"] = rows = bench.measured(
@@ -94,7 +94,7 @@ def profile(bench: Workbench, found: dict[str, Any]) -> None:
 
 
 def overhead(bench: Workbench, cluster: Cluster, found: dict[str, Any]) -> None:
-    """The model itself and the placed module, both on the accelerator, in pairs."""
+    """Time the plain model and the placed module on the accelerator, in pairs."""
     device = torch_device(cluster.names[0])
     step, calls = bench.extraction.step, bench.rig.calls
     model = copy.deepcopy(step)
@@ -119,7 +119,7 @@ def overhead(bench: Workbench, cluster: Cluster, found: dict[str, Any]) -> None:
 
 
 def overlapping(bench: Workbench, cluster: Cluster, found: dict[str, Any]) -> None:
-    """Copies in line and copies beside compute: random placements, and one for half the memory."""
+    """Compare in-line and overlapped copies: random placements, and one for half the memory."""
     problem = bench.problem()
     alone = everything_on(problem, 0)
     peak_bytes = Simulator(problem).run(alone.devices, alone.priority).peak_bytes[0]
@@ -138,7 +138,7 @@ def overlapping(bench: Workbench, cluster: Cluster, found: dict[str, Any]) -> No
 def in_pairs(
     bench: Workbench, cluster: Cluster, problem: Problem, plan: Candidate
 ) -> dict[str, Any]:
-    """Steps of one placement without and with overlap, in turn."""
+    """Time steps of one placement without and with overlap, in turn."""
     names = [torch_device(name) for name in cluster.names]
     step, calls = bench.extraction.step, bench.rig.calls
     placed = placement(problem, plan)
@@ -169,14 +169,14 @@ def in_pairs(
 
 
 def replaced(bench: Workbench, step: Step) -> Extraction:
-    """The extraction for another copy of the model."""
+    """Return the extraction with another copy of the model."""
     return replace(bench.extraction, step=step)
 
 
 def trained(
     module: torch.nn.Module, inputs: list[Any], keywords: dict[str, Any], device: torch.device
 ) -> float:
-    """Seconds of a training step."""
+    """Return the seconds of one training step."""
     torch_devices.synchronize(device)
     start = time.perf_counter()
     module.zero_grad(set_to_none=True)
@@ -186,7 +186,7 @@ def trained(
 
 
 def rebuilding(bench: Workbench, cluster: Cluster, found: dict[str, Any]) -> None:
-    """Placing anew: with weights to be sent, with copies of them kept, with weights at home."""
+    """Time placing again: with weights moved, with copies of them kept, with weights in place."""
     calls = bench.rig.calls
     names = [torch_device(name) for name in cluster.names]
     shares = np.random.default_rng(0)
@@ -211,7 +211,7 @@ def rebuilding(bench: Workbench, cluster: Cluster, found: dict[str, Any]) -> Non
 
 
 def random_devices(problem: Any, rng: np.random.Generator, share: float) -> list[int]:
-    """A device for every op, each co-location group on one."""
+    """Return a random device for every op, the same for all ops of a co-location group."""
     devices = (rng.random(problem.op_count) >= share).astype(int)
     group = problem.graph.group
     for number in range(int(group.max(initial=-1)) + 1):
@@ -221,7 +221,7 @@ def random_devices(problem: Any, rng: np.random.Generator, share: float) -> list
 
 
 def predictions(bench: Workbench, found: dict[str, Any]) -> None:
-    """Random placements: predicted over measured, of time and of memory."""
+    """Compare predicted with measured time and memory of random placements and search results."""
     problem = bench.problem()
     rng = np.random.default_rng(0)
     plans = [
@@ -242,7 +242,7 @@ def prepared(
     make: Callable[[], Step],
     benches: dict[str, Workbench],
 ) -> None:
-    """A model that is extracted and profiled, and whether copies should overlap."""
+    """Extract and profile a model, and measure the effect of overlapped copies."""
 
     def profiled(found: dict[str, Any]) -> None:
         bench = Workbench(make(), cluster)
@@ -263,7 +263,7 @@ def prepared(
 
 
 def one_model(record: Record, cluster: Cluster, name: str, bench: Workbench) -> None:
-    """What else there is to tell of a model."""
+    """Run the remaining measurements of a model."""
     record.part(f"{name}: overhead", partial(overhead, bench, cluster))
     record.part(f"{name}: rebuilding", partial(rebuilding, bench, cluster))
 

@@ -1,7 +1,7 @@
-"""A plain simulator, as one would write it: heapq over networkx, for one "egress" link.
+"""Plain simulator on heapq and networkx for clusters with one "egress" link.
 
-It gives what the compiled simulator gives, step and peak memory, where all devices share one
-full-duplex link with a queue per sender, and ops cost the same everywhere and take some time.
+It returns the same step time and peak memory as the compiled simulator if all devices share one
+full-duplex link with a queue per sender, and ops cost the same on all devices and more than 0 s.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ OP_ENDS, TRANSFER_ENDS = 0, 1
 
 @dataclass(slots=True)
 class Lane:
-    """A device: its ready ops, what it runs, and the queue of what it sends."""
+    """State of one device: ready ops, running op, and the queue of its outgoing transfers."""
 
     used_bytes: int = 0
     peak_bytes: int = 0
@@ -33,7 +33,7 @@ class Lane:
 
 
 class HeapqSimulator:
-    """Steps of placements of one graph on one cluster."""
+    """Simulates placements of one graph on one cluster."""
 
     def __init__(self, graph: nx.DiGraph[str], cluster: Cluster) -> None:
         self.graph, self.link = graph, cluster.links[0]
@@ -46,14 +46,14 @@ class HeapqSimulator:
         }
 
     def step(self, devices: list[int], priority: list[float]) -> tuple[int, list[int]]:
-        """Nanoseconds of the step, and peak bytes by device."""
+        """Return the step time in nanoseconds and the peak bytes of each device."""
         self.where = dict(zip(self.graph, devices, strict=True))
         self.priority = dict(zip(self.graph, priority, strict=True))
         self.missing = dict(self.graph.in_degree())
         self.lanes = [Lane() for _ in range(self.device_count)]
         self.events: list[tuple[int, int, int, str, int]] = []
-        self.sent: dict[tuple[str, int], tuple[int, list[str]]] = {}  # bytes, and who reads them
-        self.users: dict[tuple[str, int], int] = {}  # of a copy of an output on a device
+        self.sent: dict[tuple[str, int], tuple[int, list[str]]] = {}  # bytes, reading ops
+        self.users: dict[tuple[str, int], int] = {}  # of each device's copy of an output
         for op, node in self.graph.nodes.items():
             lane = self.lanes[self.where[op]]
             for name in ("parameter_bytes", "gradient_bytes", "optimizer_bytes"):
@@ -124,7 +124,6 @@ class HeapqSimulator:
                 self._make_ready(v)
 
     def _release(self, op: str, d: int) -> None:
-        """One user less of a copy; the last frees it."""
         self.users[op, d] -= 1
         if not self.users[op, d]:
             own = self.where[op] == d

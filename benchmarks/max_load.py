@@ -1,11 +1,11 @@
-"""How near the smallest largest load is to what is proven, on 13 profiled networks.
+"""Gap between the max-load of the search and its proven lower bound, on 13 profiled networks.
 
     python -m benchmarks.max_load [--full] [NAME ...]
 
-For each profile (``data/pipedream``): the best single device and the layer split, the median of the
-search over seeds with its range, and the best proven bound. It is proven by a sweep over the ops
-(``envs.load_bound``) or, where that leaves a gap and ortools is installed, by CP-SAT. ``--full``
-takes longer for all of it: 10 s and 5 seeds, and up to an hour.
+For each profile (``data/pipedream``): the best single device and the layer split, the median and
+range of the search over seeds, and the best proven bound. The bound is proven by a sweep over the
+ops (``envs.load_bound``) or, where that leaves a gap and ortools is installed, by CP-SAT.
+``--full`` spends more time on all of it: 10 s and 5 seeds, up to an hour in total.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CLOSED: Final = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How long everything may take."""
+    """Budgets of the search and of the proofs."""
 
     search_s: float
     seeds: int
@@ -61,7 +61,7 @@ def main(names: Sequence[str] = (), effort: Effort = SHORT) -> None:
 
 
 def report(name: str, effort: Effort) -> float:
-    """Print one line; the distance of the median to the bound."""
+    """Print one line and return the gap between the median and the bound."""
     problem = profile_problem(name)
     plans = dict(trivial_plans(problem))
     single = [plan for title, plan in plans.items() if title.startswith("single")]
@@ -89,7 +89,7 @@ def searched_ns(problem: Problem, seconds: float, seed: int) -> int:
 
 
 def proven(problem: Problem, known_ns: int, effort: Effort) -> tuple[int, str]:
-    """The best bound, and how it was proven."""
+    """Return the best lower bound and the name of its proof."""
     swept_ns = load_bound_ns(problem, known_ns, states=effort.states, sweeps=effort.sweeps)
     if swept_ns == known_ns:
         return swept_ns, "sweep: optimal"

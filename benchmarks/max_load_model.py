@@ -1,4 +1,4 @@
-"""The objective max-load as a model for CP-SAT, whose bound holds whatever the search finds."""
+"""The max-load objective as a CP-SAT model, whose bound is valid whatever the search finds."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from envs.problem import Problem
 
 
 def solver_bound_ns(problem: Problem, known_ns: int, limit_s: float) -> int:
-    """A largest load that no placement on equal devices can beat, from one thread.
+    """Return a lower bound on the max-load of all placements on equal devices, with one thread.
 
-    For each op and device: whether it runs there, whether its output is received there, and
-    whether it is sent from there. The op that costs most runs on the first device, as any could.
+    Variables for each op and device: whether the op runs there, whether its output is received
+    there, and whether it is sent from there. The most expensive op is fixed to the first device,
+    which loses nothing because the devices are equal.
     """
     graph, devices = problem.graph, range(problem.device_count)
     arrays = load_arrays(problem)

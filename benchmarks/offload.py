@@ -1,16 +1,16 @@
-"""One accelerator whose memory is too small, and a CPU: what a placement of ops is worth.
+"""Value of op placement on one accelerator with too little memory and a CPU.
 
     python -m benchmarks.offload --out offload.json
 
-For each model the memory of the accelerator is limited to shares of what the whole training step
-takes on it. Measured: everything on either device, without a limit; then, in turn under the limit,
-the first layers that fit on the accelerator with the rest on the CPU, and the best placements that
-a search found. For inference also accelerate's ``device_map="auto"``, which keeps weights that do
-not fit on the host and sends them in every step, next to a search's best for inference.
+For each model the accelerator memory is limited to shares of the peak of the whole training step.
+Measured without a limit: the whole step on either device. Measured under each limit, in turn: the
+first layers that fit on the accelerator with the rest on the CPU, and the best placements of a
+search. For inference also accelerate's ``device_map="auto"``, which keeps the weights that do not
+fit on the host and sends them in every step, compared with the best search result for inference.
 
-Without a GPU all of it runs on small models, the CPU and a fake device with slow copies, so that
-the code is tried; its times say nothing of GPUs. There accelerate does not send the weights on the
-host: it computes with them where they are.
+Without a GPU all of it runs on small models, the CPU and a fake device with slow copies, which only
+tests the code: the times say nothing about GPUs. Accelerate then does not send the weights that are
+on the host; it computes with them where they are.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ from placer.search.portfolio import search
 SHARES = (0.75, 0.5, 0.3)
 SEARCH_S = 2.0
 RUN = 2
-"""How many of the search's best are run."""
+"""Number of the best search results that are measured."""
 REPEATS = 7
 ACCELERATE_SHARES = (0.9, 0.7, 0.5, 0.3)
-"""Shares of the limit that accelerate may fill with weights: the largest that runs counts."""
+"""Shares of the limit that accelerate may fill with weights; the largest that runs is reported."""
 FAKE_SHARES = (1.9,)
-"""The same of a fake device: accelerate keeps room for a layer, which is most of a small model."""
+"""Shares for the fake device: accelerate reserves room for a layer, most of a small model."""
 
 
 def found_by_search(problem: Problem, seed: int = 0) -> list[Candidate]:
-    """The best few plans of a search that fit."""
+    """Return the best few candidates of a search that fit in memory."""
     found = search(problem, Budget(seconds=SEARCH_S), seed)
     fitting = [plan for plan in found if plan.step_ns < INFEASIBLE_NS]
     return [replace(plan, name=f"placer: {plan.name}") for plan in distinct(fitting, RUN)]
 
 
 def offload(record: Record, name: str, bench: Workbench) -> None:
-    """All limits of one model, a part for each."""
+    """Measure one model under all limits, each as one part of the record."""
     peak: list[int] = []
 
     def unlimited(found: dict[str, Any]) -> None:
@@ -97,13 +97,12 @@ def offload(record: Record, name: str, bench: Workbench) -> None:
 
 
 def tell(record: Record, rows: list[dict[str, Any]]) -> None:
-    """One line for each row."""
     for row in rows:
         record.say(f"  {summary(row)}")
 
 
 def inference(record: Record, cluster: Cluster, name: str, step: Step) -> None:
-    """Inference under half of its memory: accelerate's own map, and the search's best."""
+    """Compare inference under half of its memory: accelerate's map and the best of a search."""
 
     def compared(found: dict[str, Any]) -> None:
         own = replace(step, training=False)
@@ -120,13 +119,13 @@ def inference(record: Record, cluster: Cluster, name: str, step: Step) -> None:
 
 
 def accelerated(step: Step, cluster: Cluster, limit_bytes: int) -> dict[str, Any]:
-    """Inference by accelerate's ``device_map="auto"`` with the same limit."""
+    """Time inference with accelerate's ``device_map="auto"`` under the same limit."""
     from accelerate import dispatch_model
 
     device = torch_device(cluster.names[0])
     model = copy.deepcopy(step.model).eval()
     is_real = bool(own_accelerators())
-    main_device = 0 if is_real else "cpu"  # hooks cannot send what is on a fake device
+    main_device = 0 if is_real else "cpu"  # hooks cannot send tensors to a fake device
     shares = ACCELERATE_SHARES if is_real else FAKE_SHARES
     for share in shares:
         device_map = auto_map(model, cluster, int(share * limit_bytes))
@@ -142,9 +141,10 @@ def accelerated(step: Step, cluster: Cluster, limit_bytes: int) -> dict[str, Any
 
 
 def auto_map(model: torch.nn.Module, cluster: Cluster, weights_bytes: int) -> dict[str, int | str]:
-    """The map that accelerate makes with so many bytes for weights on the first device.
+    """Return accelerate's map for a budget of weight bytes on the first device.
 
-    It does not know a fake one: there it is asked to fill the host and to send the rest to a disk.
+    Accelerate does not know the fake device: there it fills the host and sends the rest to "disk",
+    and both are renamed.
     """
     from accelerate import infer_auto_device_map
 
@@ -163,7 +163,7 @@ def auto_map(model: torch.nn.Module, cluster: Cluster, weights_bytes: int) -> di
 
 
 def repeated(model: torch.nn.Module, step: Step, device: torch.device) -> Iterator[float]:
-    """Seconds of several steps, those of the warm-up left out."""
+    """Yield the seconds of several steps, without the warm-up."""
     for number in range(REPEATS + 2):
         torch_devices.synchronize(device)
         start = time.perf_counter()
@@ -174,9 +174,9 @@ def repeated(model: torch.nn.Module, step: Step, device: torch.device) -> Iterat
 
 
 def run(record: Record, cluster: Cluster, benches: dict[str, Workbench], *, small: bool) -> None:
-    """All models, as far as time allows; the comparison with accelerate for two of them.
+    """Run all models, as far as time allows; compare with accelerate for two of them.
 
-    ``benches`` are by name of the model; one that is missing is set up.
+    ``benches`` maps model names to workbenches; a missing one is made.
     """
     record.part("compiled code", lambda _: load_compiled_code())
     for name, make in models(small=small).items():

@@ -1,8 +1,8 @@
-"""The profiles in ``data/pipedream`` as problems: which op of a training step on which device.
+"""The profiles in ``data/pipedream`` as placement problems.
 
-An op of the problem is a node of the file with its forward and backward together, as both use its
-parameters and what it saved. So a transfer is counted once, for the output; the gradient that
-comes back is not, as the objective max-load is defined by outputs.
+An op of the problem is a node of the file, forward and backward together, as both use its
+parameters and saved activations. A transfer is therefore counted once, for the output; the gradient
+on the way back is not counted, because the max-load objective is defined by outputs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def profile_names() -> list[str]:
 
 
 def profile_problem(name: str) -> Problem:
-    """The ops of one profile, on the cluster that its file names."""
+    """Return the placement problem of a profile, on the cluster that its file describes."""
     data: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
     graph = new_graph(data["name"], {"gpu": data["source"]["path"]})
     ids = [node[0] for node in data["nodes"]]

@@ -1,10 +1,11 @@
-"""What running a model as a placed module costs, in multiples of running it as it is.
+"""Overhead of running a model as a placed module, in multiples of the plain model.
 
     python -m benchmarks.placed_module [--out FILE]
 
-All calls on one device: the GPU if there is one, else the CPU. The step is forward and backward, of
-the model and of the placed one in turn; with ``--out`` all these pairs go to a JSON file. Placing
-again is timed with the weights where they are, after a random placement on the devices.
+All calls are on one device: the GPU if there is one, else the CPU. The step is forward and
+backward, of the plain and the placed model in turn; with ``--out`` all these pairs go to a JSON
+file. Placing again is timed with the weights already in place, after a random placement on the
+devices.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def line(name: str, target: str, device: torch.device, found: dict[str, Any]) ->
     inputs, keywords = plain.inputs, plain.keywords
     eager_s: list[float] = []
     placed_s: list[float] = []
-    for _ in range(ROUNDS):  # in turns: what else the machine does hits both
+    for _ in range(ROUNDS):  # in turn, so that other load affects both
         eager_s.append(seconds(lambda: backward(loss_of(plain))))
         placed_s.append(seconds(lambda: backward(placed(*inputs, **keywords))))
     ratio = statistics.median(p / e for p, e in zip(placed_s, eager_s, strict=True))
@@ -70,7 +71,7 @@ def line(name: str, target: str, device: torch.device, found: dict[str, Any]) ->
 
 
 def anywhere(extraction: Extraction, device: torch.device) -> dict[str, torch.device]:
-    """A random placement on the CPU and the device, in which what must be together is."""
+    """Return a random placement on the CPU and the device that keeps colocated calls together."""
     randomly = random.Random(0)
     cpu = torch.device("cpu")
     placement = {

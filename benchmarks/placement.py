@@ -1,10 +1,10 @@
-"""What the main job wins on real models and real cores, and how well it predicts.
+"""Speed-up of optimized placements of real models on real cores, and accuracy of predictions.
 
     python -m benchmarks.placement
 
-For each example: the measured step of the best placement against one core, by wall time and by the
-time rebuilt from CPU clocks (the truer one on a busy machine), predicted over measured, and the
-executor on one core against the unplaced model on one core, run in turn.
+For each example: the measured step of the best placement against one core, by wall time and by time
+rebuilt from CPU clocks (more accurate on a busy machine); predicted over measured; and the executor
+on one core against the unplaced model on one core, run in turn.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def accuracy(row: Row) -> str:
 
 
 def overhead(found: Optimization, core: int) -> str:
-    """Ratios of the single-device run, with results handed back, to the plain model."""
+    """Return the time ratios of placed to plain model on one core, results copied back included."""
     assert found.extraction is not None
     assert found.single is not None
     step = found.extraction.step

@@ -1,12 +1,12 @@
-"""How well op times, measured in context, add up to the step: their sum over the eager step.
+"""Accuracy of op times measured in context: their sum over the eager step time.
 
     python -m benchmarks.profiling
 
 Training steps on one core. The profiler's worker and an eager process are pinned to the same core,
-have one thread and the same memory allocator, and take turns; both read the thread's CPU clock, so
-that other load costs neither of them much. Medians, with quartiles of the turns' ratios; "cached"
-is the sum of what the cache would keep of these runs (one time for all ops with a signature), in
-multiples of the sum of the ops' own times.
+with one thread and the same memory allocator, and take turns; both read the thread's CPU clock, so
+that other load affects them little. Medians, with quartiles of the ratios of the turns. "cached" is
+the sum of the values that the cost cache would keep of these runs (one time for all ops with the
+same signature), in multiples of the sum of the op times.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ def main() -> None:
 class Turns:
     runs_s: NDArray[np.float64]  # (turns, ops)
     eager_s: NDArray[np.float64]  # (turns,)
-    cached_s: float  # the sum over all ops of what the cache would keep of these runs
+    cached_s: float  # sum over all ops of the costs that the cache would keep of these runs
 
 
 def turns(target: str, core: int) -> Turns:
-    """The step in turns, profiled and eager."""
+    """Run the profiled and the eager step in turn."""
     device = Device(name=f"core:{core}", kind="core", memory_bytes=0)
     extraction = extract(load_step(target, training=True))
     runs_s: list[NDArray[np.float64]] = []
@@ -90,7 +90,7 @@ def turns(target: str, core: int) -> Turns:
 
 
 class Eager:
-    """A process that runs the unplaced step when asked."""
+    """Process that runs the unplaced step on request."""
 
     def __init__(self, target: str, core: int) -> None:
         self.process = subprocess.Popen(
@@ -114,7 +114,7 @@ class Eager:
         self.process.communicate()
 
     def run(self) -> float:
-        """CPU seconds of one step."""
+        """Return the CPU seconds of one step."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         print(file=self.process.stdin, flush=True)
@@ -122,7 +122,7 @@ class Eager:
 
 
 def serve(target: str, core: int) -> None:
-    """Run an eager step for each line of standard input, answer with its CPU seconds."""
+    """Run an eager step for each line of standard input and answer with its CPU seconds."""
     os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
     step = load_step(target, training=True)
@@ -131,7 +131,7 @@ def serve(target: str, core: int) -> None:
 
 
 def eager_s(step: Step) -> float:
-    """CPU seconds of forward and backward, gradients dropped before."""
+    """Return the CPU seconds of forward and backward; gradients are cleared untimed."""
     module = LossModule(step)
     module.zero_grad(set_to_none=True)
     gc.disable()

@@ -1,6 +1,6 @@
-"""Results of a benchmark in one JSON file, part by part: one that fails loses no other.
+"""Results of a benchmark in one JSON file, part by part, so that a failed part loses no other.
 
-A part has a name such as "translation: profile", of which the end says what kind it is.
+A part has a name such as "translation: profile"; the text after the last colon is its kind.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from placer.bench.environment import environment, plain
 
 
 class Record:
-    """What a benchmark found; the file is written anew after every part."""
+    """Results of a benchmark; the file is rewritten after every part."""
 
     def __init__(self, out: Path | None, limit_s: float) -> None:
         self.out = out
@@ -32,13 +32,13 @@ class Record:
 
     @property
     def left_s(self) -> float:
-        """Seconds until the time limit."""
+        """Return the seconds until the time limit."""
         return self.limit_s - (time.perf_counter() - self.began)
 
     def part(self, name: str, work: Callable[[dict[str, Any]], None]) -> None:
-        """Do one part, which fills the dict it is given; a failure is told and written down.
+        """Run one part, which fills the dict it is given; report and record its failure.
 
-        It is left out if the longest so far of its kind took longer than what is left.
+        The part is skipped if the longest part of its kind so far took longer than the time left.
         """
         found: dict[str, Any] = {}
         self.data["parts"][name] = found
@@ -60,7 +60,6 @@ class Record:
         self.save()
 
     def _why_not(self, kind: str) -> str:
-        """Why there is no time for a part of a kind, "" if there is."""
         left_s, longest_s = self.left_s, self.longest_s.get(kind, 0.0)
         if left_s <= 0:
             return f"the limit of {self.limit_s:.0f} s was reached"
@@ -72,17 +71,17 @@ class Record:
         return ""
 
     def save(self) -> None:
-        """Write the file."""
+        """Write the file, if there is one."""
         if self.out is not None:
             write_whole(self.out, json.dumps(plain(self.data), indent=1) + "\n")
 
     def say(self, text: str) -> None:
-        """Tell people where it is."""
+        """Print progress to standard error."""
         print(f"[{time.perf_counter() - self.began:6.1f} s] {text}", file=sys.stderr, flush=True)
 
 
 def quartiles(seconds: Any) -> dict[str, Any]:
-    """Median, quartiles and all repeats of a time."""
+    """Return the median, the quartiles and all repeats of a time."""
     values = np.asarray(seconds, np.float64)
     if not len(values):
         return {"repeats_s": []}
@@ -91,7 +90,7 @@ def quartiles(seconds: Any) -> dict[str, Any]:
 
 
 def arguments(description: str, limit_s: float) -> argparse.Namespace:
-    """The options that benchmarks on torch devices have."""
+    """Parse the options of the benchmarks on torch devices."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, metavar="FILE", help="where the results go (JSON)")
     parser.add_argument(

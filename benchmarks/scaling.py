@@ -2,12 +2,13 @@
 
     python -m benchmarks.scaling
 
-For each figure: the efficiency if reductions begin when the step is over, if they overlap with the
-backward pass in buckets, and if all that can be is hidden, beside what was published. ResNet-50 is
-the graph of the model, its forward and backward pass scaled to published times; of other models
-gradients are as many as published and appear evenly over the last two thirds of a step. Numbers
-that their source does not give are said to be assumed. Averages of models overlap with nothing:
-their band begins where they are, and their period, which the source does not give, is fitted.
+For each figure: the predicted efficiency if reductions begin after the step, if they overlap with
+the backward pass in buckets, and if everything that can be hidden is hidden, next to the published
+efficiency. ResNet-50 uses the graph of the model with its forward and backward pass scaled to
+published times; for other models the published amount of gradients appears evenly over the last two
+thirds of a step. Numbers that the source does not give are printed as assumed. Averages of models
+do not overlap with computation: their band begins at the prediction, and their period, which the
+source does not give, is fitted.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from graphs.extract import Step, extract
 from graphs.graph import PHASES, GraphArrays
 from graphs.models import ResNet
 
-IMAGENET: Final = 1_281_167  # images to train on
+IMAGENET: Final = 1_281_167  # training images
 EPOCHS: Final = 90
 P100: Final = Device(  # data sheet: Tesla P100 SXM2, fp32
     name="gpu:0",
@@ -49,7 +50,7 @@ GRADIENTS: Final = 100  # of models that are not traced
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaling:
-    """A published efficiency, and what is needed to predict it."""
+    """A published efficiency and the inputs of its prediction."""
 
     name: str
     published: float
@@ -58,30 +59,30 @@ class Scaling:
     source: str
     assumed: str
     algorithm: str = CHEAPEST
-    bucket_bytes: int = CAP_BYTES  # 1: every layer is reduced by itself
-    every: int = 1  # steps between averages of parameters, above 1 fitted to what was published
+    bucket_bytes: int = CAP_BYTES  # 1: every layer is reduced separately
+    every: int = 1  # steps between averages of parameters; values above 1 are fitted to the figure
 
     @property
     def reduction(self) -> Reduction:
-        """How gradients are reduced."""
+        """Return how gradients are reduced."""
         return Reduction(algorithm=self.algorithm, bucket_bytes=self.bucket_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """Efficiencies."""
+    """Predicted efficiencies."""
 
     no_overlap: float
     in_buckets: float
     full_overlap: float
 
     def holds(self, published: float) -> bool:
-        """Whether something is no worse than without overlap and no better than with all of it."""
+        """Return whether an efficiency lies between no overlap and full overlap."""
         return self.no_overlap <= published <= self.full_overlap
 
 
 def predicted(one: Scaling) -> Predicted:
-    """As replicas of one device each."""
+    """Predict the efficiency of replicas of one device each."""
     network = SlotNetwork(levels=one.levels, queues=frozenset())
     if one.every > 1:
         rare = replicated(one.step, [network], replace(one.reduction, every=one.every))
@@ -95,7 +96,7 @@ def predicted(one: Scaling) -> Predicted:
 
 
 def scalings() -> Iterator[Scaling]:
-    """Every published efficiency."""
+    """Yield every published efficiency."""
     goyal_s = 29 * 3600 / (EPOCHS * IMAGENET / 256)  # a step of 8 GPUs, 32 images each
     yield Scaling(
         name="Facebook, ResNet-50, 8 -> 256 GPUs",
@@ -162,7 +163,7 @@ def nvlink(ranks: int) -> Level:
 
 @cache
 def resnet() -> tuple[ReplicaStep, float]:
-    """ResNet-50 with 32 images on a P100 by its roofline, and nanoseconds of its forward pass."""
+    """Return ResNet-50 with 32 images on a P100 by its roofline, and its forward nanoseconds."""
     with torch.device("meta"):
         model = ResNet().train()
         inputs = (torch.empty(32, 3, 224, 224), torch.empty(32, dtype=torch.long))
@@ -179,7 +180,7 @@ def resnet() -> tuple[ReplicaStep, float]:
 
 
 def resnet_step(step_s: float, *, backward_s: float) -> ReplicaStep:
-    """ResNet-50 with a backward pass, and all before it, of these lengths."""
+    """Return the ResNet-50 step, scaled to these step and backward seconds."""
     step, forward_ns = resnet()
     share = (step.ready_ns - forward_ns) / (step.step_ns - forward_ns)
     ready_s = step_s - backward_s * (1 - share)
@@ -190,7 +191,7 @@ def resnet_step(step_s: float, *, backward_s: float) -> ReplicaStep:
 
 
 def even_step(step_s: float, gradient_bytes: float) -> ReplicaStep:
-    """Gradients of one size that appear evenly over the last two thirds of a step."""
+    """Return a step with equal gradients that appear evenly over its last two thirds."""
     step_ns = round(step_s * 1e9)
     size = np.full(GRADIENTS, round(gradient_bytes / GRADIENTS), np.int64)
     return ReplicaStep(
@@ -206,9 +207,9 @@ def even_step(step_s: float, gradient_bytes: float) -> ReplicaStep:
 
 
 def baidu_s() -> list[tuple[str, float, float]]:
-    """300 M parameters in fp32 over 1 GB/s: (what, published, computed) seconds.
+    """Return (name, published, computed) seconds for 300 M fp32 parameters over 1 GB/s.
 
-    Gibiansky, "Bringing HPC techniques to deep learning", Baidu Research 2017.
+    Source: Gibiansky, "Bringing HPC techniques to deep learning", Baidu Research 2017.
     """
     size = 4 * 300e6
     rows = [
@@ -223,7 +224,7 @@ def baidu_s() -> list[tuple[str, float, float]]:
 
 
 def halving_gain(size_bytes: float) -> float:
-    """Ring over halving-doubling on 32 servers at 50 Gbit/s; Goyal et al. tell of 3x."""
+    """Return ring over halving-doubling time on 32 servers, 50 Gbit/s; Goyal et al. report 3x."""
     servers = level(32, 50e9 / 8)
     return ring_s(size_bytes, servers) / halving_doubling_s(size_bytes, servers)
 

@@ -1,14 +1,14 @@
-"""How good plans are: at equal seconds, at equal evaluations, and against known optima.
+"""Quality of search results: at equal seconds, at equal evaluations, and against known optima.
 
     python -m benchmarks.search [--quick | --full] [--seeds N] [--out FILE] [PART ...]
 
-All on one core, by the same simulator and the same clock, on the problems of
-placer/bench/instances.py. Unless said, numbers are step times relative to the best of {single
-device, HEFT, ETF}, geometric means over the problems: medians over five seeds with their range;
-smaller is better. Ten-second budgets take one seed; with ``--full``, which takes two hours, five.
-"Initial weights" is the same portfolio with the network that training begins with: HEFT, and
-samples around it. `generalist` was trained on graphs of all these families, `synthetic-only` on
-none. ``--quick`` takes one seed, and leaves out the ten-second budgets.
+Everything runs on one core, with the same simulator and the same clock, on the problems of
+placer/bench/instances.py. Unless stated otherwise, numbers are step times relative to the best of
+{single device, HEFT, ETF}, geometric means over the problems: medians over five seeds with their
+range; smaller is better. Ten-second budgets use one seed; with ``--full``, which takes two hours,
+five. "Initial weights" is the same portfolio with the untrained network: HEFT, and samples around
+it. `generalist` was trained on graphs of all these families, `synthetic-only` on none. ``--quick``
+uses one seed and skips the ten-second budgets.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ LARGE_S = 20.0
 MASKABLE_S = 10.0
 
 Work = Callable[[dict[str, Any]], None]
-"""Prints what it finds, and fills the dict with it."""
+"""A part of the benchmark: prints its results and stores them in the dict."""
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """Seeds of short budgets and of ten-second ones; without any the latter are left out."""
+    """Number of seeds of short and of ten-second budgets; 0 skips the ten-second ones."""
 
     seeds: int = 5
     long_seeds: int = 1
@@ -68,7 +68,7 @@ QUICK, FULL = Effort(seeds=1, long_seeds=0), Effort(long_seeds=5)
 
 
 class Subjects:
-    """Problems and policies, made when first asked for."""
+    """Problems and policies, made on first use."""
 
     @cached_property
     def judged(self) -> list[Exercise]:
@@ -98,7 +98,7 @@ class Subjects:
 
 
 def parts(effort: Effort) -> dict[str, Work]:
-    """All parts by name; each takes the dict that it is to fill."""
+    """Return all parts by name; each takes the dict for its results."""
     of, seeds, long_seeds = Subjects(), effort.seeds, effort.long_seeds
     budgets = [*(Budget(seconds=s) for s in SHORT_S), Budget(evaluations=EVALUATIONS)]
     long = Budget(seconds=LONG_S)
@@ -134,7 +134,7 @@ def parts(effort: Effort) -> dict[str, Work]:
 def of_policies(
     policies: dict[str, Policy], problems: Sequence[Exercise], seeds: int, out: dict[str, Any]
 ) -> None:
-    """What policies propose, without a search."""
+    """Score the proposals of policies, without a search."""
     medians = []
     for name, policy in policies.items():
         proposed = [scores(policy, problems, seed) for seed in range(seeds)]
@@ -150,7 +150,7 @@ def of_policies(
 def of_placers(
     problems: Sequence[Exercise], policy: Policy, seeds: int, out: dict[str, Any]
 ) -> None:
-    """All placers that take graphs of this size, by name."""
+    """Compare all placers that accept graphs of this size."""
     for budget in (Budget(evaluations=EVALUATIONS), Budget(seconds=SHORT_S[1])):
         print(f"every placer, {budget}, {seeds} seeds")
         found = every_placer(problems, policy, budget, seeds, lambda own: print(own.line()))
@@ -166,7 +166,7 @@ def at_budget(
     *,
     controls: bool = True,
 ) -> None:
-    """Annealing, and the portfolio: with nothing learnt, with initial weights, with policies."""
+    """Compare annealing with the portfolio: no policy, initial weights, and trained policies."""
     print(f"{budget}, {seeds} seeds")
 
     def tell(name: str, placer: Any) -> Scores:
@@ -193,7 +193,7 @@ def at_budget(
 def each_training_seed(
     problems: Sequence[Exercise], policy: Policy, seeds: int, out: dict[str, Any]
 ) -> None:
-    """What learning is worth, for each training seed alone."""
+    """Measure the gain of learning separately for each training seed."""
     budget = Budget(seconds=SHORT_S[0])
     print(f"{budget}, each training seed of {policy.name} alone")
     initial = searched("initial weights", Portfolio(Initial()), problems, budget, seeds)
@@ -214,12 +214,12 @@ def each_training_seed(
 
 
 def training_seeds(policy: Policy) -> list[int]:
-    """Of a policy and its others, in their order."""
+    """Return the training seeds of a policy and of its others, in their order."""
     return [policy.card["seed"], *policy.card["others"]]
 
 
 def on_unseen(of: Subjects, seeds: int, out: dict[str, Any]) -> None:
-    """The same on problems by which nothing was chosen."""
+    """Repeat the comparisons on problems that were not used to choose anything."""
     of_policies(of.policies, of.unseen, seeds, out.setdefault("policies", {}))
     for seconds in SHORT_S:
         budget = Budget(seconds=seconds)
@@ -229,7 +229,7 @@ def on_unseen(of: Subjects, seeds: int, out: dict[str, Any]) -> None:
 
 
 def heavy(of: Subjects, budget: Budget, seeds: int, out: dict[str, Any]) -> None:
-    """Four times as much to send as to compute."""
+    """Compare searches on problems with four times as much communication as computation."""
     problems = of.communicating
     print(f"communication-heavy, {budget}, {seeds} seeds")
     annealing = searched("annealing", placer_named("annealing"), problems, budget, seeds)
@@ -248,7 +248,7 @@ def heavy(of: Subjects, budget: Budget, seeds: int, out: dict[str, Any]) -> None
 def under_noise(
     problems: Sequence[Exercise], policy: Policy, seeds: int, out: dict[str, Any]
 ) -> None:
-    """What remains of the gain over the best heuristic when all costs and sizes are wrong."""
+    """Measure how much of the gain over the best heuristic remains if costs and sizes are wrong."""
     found = sorted(_remains(problems, policy, seed) for seed in range(seeds))
     shares = [share for share, *_ in found]
     share, nominal, noisy = found[len(found) // 2]
@@ -260,7 +260,7 @@ def under_noise(
 
 
 def _remains(problems: Sequence[Exercise], policy: Policy, seed: int) -> tuple[float, float, float]:
-    """Share of the gain that is left, and the means with right and with wrong costs."""
+    """Return the remaining share of the gain, and the mean ratios with right and wrong costs."""
     nominal, noisy = [], []
     for item in problems:
         plans = [
@@ -279,7 +279,7 @@ def _remains(problems: Sequence[Exercise], policy: Policy, seed: int) -> tuple[f
 
 
 def perturbed_costs(problem: Problem, plans: Sequence[Candidate], draw: int) -> NDArray[np.int64]:
-    """Steps of plans on a problem whose costs and bytes are log-normally off."""
+    """Return step times of candidates on a problem with log-normal errors in costs and bytes."""
     rng = np.random.default_rng(draw)
     graph = problem.graph
     cost_factor = np.exp(NOISE * rng.standard_normal(len(graph)))
@@ -295,7 +295,7 @@ def perturbed_costs(problem: Problem, plans: Sequence[Candidate], draw: int) -> 
 
 
 def on_planted(policy: Policy, seconds: float, seeds: int, out: dict[str, Any]) -> None:
-    """The gap to optima that are known."""
+    """Measure the gap to known optima."""
     out |= planted_gaps(Portfolio(policy), Budget(seconds=seconds), seeds)
     gaps = list(out.values())
     print(
@@ -305,7 +305,7 @@ def on_planted(policy: Policy, seconds: float, seeds: int, out: dict[str, Any]) 
 
 
 def large(policy: Policy, out: dict[str, Any]) -> None:
-    """Many ops."""
+    """Run the portfolio on a large graph."""
     began = time.perf_counter()
     problem = Problem.of(flat_layered(LARGE_OPS, 64, seed=3), cluster_of(8))
     plans = Portfolio(policy).place(problem, Budget(seconds=LARGE_S), 0)
@@ -317,7 +317,7 @@ def large(policy: Policy, out: dict[str, Any]) -> None:
 
 
 def op_by_op(problems: Sequence[Exercise], policy: Policy, out: dict[str, Any]) -> None:
-    """Plain deep RL, which learns from nothing within its budget."""
+    """Run plain deep RL (MaskablePPO), trained within its budget on this problem alone."""
     smallest = min(problems, key=lambda item: item.judge.problem.op_count)
     problem = smallest.judge.problem
     plan = maskable_ppo(problem, Budget(seconds=MASKABLE_S), seed=0)
@@ -331,7 +331,7 @@ def op_by_op(problems: Sequence[Exercise], policy: Policy, out: dict[str, Any]) 
 
 
 def main(record: Record, effort: Effort, names: Sequence[str] = ()) -> None:
-    """All parts, or those named."""
+    """Run all parts, or the named ones."""
     works = parts(effort)
     for name in names or works:
         record.part(f"search: {name}", works[name])

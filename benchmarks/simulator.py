@@ -1,16 +1,16 @@
-"""Evaluations per second of the simulator, and against a plain one over networkx and heapq.
+"""Evaluations per second of the simulator, compared with a plain one on networkx and heapq.
 
     python -m benchmarks.simulator
 
-One core, unless said; by the thread's CPU clock, ratios by wall time. Random layered graphs of
-about two inputs per op; blocks of eight ops are placed at random, so that most edges cross devices.
-Links are shared ("egress"), memory is on, priorities stay the same from one placement to the next.
-Where all that the ops of a device can ever need fits into its memory, it "suffices"; else it is
-"followed" in time. An event is the end of an op or of a transfer. The share of the memory bandwidth
-is that of reading and writing all arrays once per evaluation, though the short way (see
-envs/simulator/express.py) does without those that only the long way needs. The plain simulator is
-benchmarks/heapq_simulator.py, the specification tests/simulator_twin.py; all give the same step
-here, or the benchmark fails. Compiling is not counted, but printed.
+One core unless stated otherwise; rates by the thread's CPU clock, ratios by wall time. Random
+layered graphs with about two inputs per op; blocks of eight ops are placed at random, so that most
+edges cross devices. Links are shared ("egress"), memory is simulated, priorities are the same for
+all placements. Memory "suffices" where everything that the ops of a device can need at once fits
+into it; else it is "followed" over time. An event is the end of an op or of a transfer. The share
+of the memory bandwidth is that of reading and writing all arrays once per evaluation, although the
+fast path (see envs/simulator/express.py) skips those that only the slow path needs. The plain
+simulator is benchmarks/heapq_simulator.py, the specification tests/simulator_twin.py; the benchmark
+fails unless all return the same step time. Compile time is excluded, but printed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from placer.bench.speed import REPEATS, cluster_of, flat_layered, placements, se
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from simulator_twin import twin_step
 
-ROWS = (  # ops, devices, placements in a batch, evaluations per second at least
+ROWS = (  # ops, devices, placements in a batch, minimum evaluations per second
     (100, 4, 4000, 100_000),
     (200, 4, 2000, 40_000),
     (1_000, 8, 400, 10_000),
@@ -71,7 +71,7 @@ def layered(count: int, width: int, seed: int) -> nx.DiGraph[str]:
 
 
 def copy_bytes_per_s() -> float:
-    """Bytes that one core reads and writes per second, by copying what no cache holds."""
+    """Return the bytes that one core reads and writes per second in an uncached copy."""
     source = np.zeros(1 << 27, np.uint8)
     target = np.zeros_like(source)
     return 2 * len(source) / seconds(lambda: np.copyto(target, source))[0]
@@ -101,7 +101,7 @@ def measure(ops: int, device_count: int, batch: int, bar: int, copied_bytes_per_
 
 
 def measure_largest() -> None:
-    """The last row in a process of its own, for its memory."""
+    """Run the last row; called in a separate process to measure its memory."""
     ops, device_count, batch, bar = ROWS[-1]
     measure(ops, device_count, batch, bar, copy_bytes_per_s())
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -109,7 +109,7 @@ def measure_largest() -> None:
 
 
 def measure_modes() -> None:
-    """What options cost, and what threads gain, on 1,000 ops and 8 devices."""
+    """Measure the cost of options and the gain of threads on 1,000 ops and 8 devices."""
     ops, device_count, batch = 1000, 8, 400
     problem = Problem.of(flat_layered(ops, 12, seed=0), cluster_of(device_count))
     devices, same = placements(ops, device_count, batch)
@@ -152,7 +152,7 @@ def measure_modes() -> None:
 
 
 def measure_plain() -> None:
-    """Against a plain simulator over heapq and networkx, and the specification, on one graph."""
+    """Compare with the plain simulator and with the specification on one graph."""
     ops, device_count, batch = 200, 4, 2000
     graph, cluster = layered(ops, 12, seed=0), cluster_of(device_count)
     simulator = Simulator(Problem.of(GraphArrays.from_graph(graph), cluster))
@@ -174,7 +174,7 @@ def measure_plain() -> None:
 
 
 def measure_cold() -> None:
-    """A process that imports the simulator and evaluates once, compiled code in the cache."""
+    """Time a process that imports the simulator and evaluates once, with a warm compile cache."""
     code = (
         "import time; began = time.perf_counter()\n"
         "import sys\n"

@@ -1,14 +1,15 @@
-"""Steps of two replicas over an emulated slow network: measured, and as the planner says.
+"""Step times of two replicas over an emulated slow network: measured and predicted.
 
     python -m benchmarks.slow_network [--rate-mbit 200] [--out FILE]
 
-Needs root and ``tc``: every replica is in a network namespace of its own, whose interface is held
-to the rate in both directions; the network of the machine itself is left alone. Replicas
-share the machine, and each may be slower than one that has it to itself: speed-ups are told against
-each for itself with the other beside it, which predictions begin with, and against one that has the
-machine to itself. What it takes to code gradients and to end a block is measured on the same
-tensors, without a network, and given to the simulation of replicas that plans are made with. On a
-machine that does other work the numbers are noise, and it says so.
+Needs root and ``tc``: every replica runs in its own network namespace, whose interface is limited
+to the rate in both directions; the network of the machine itself is not touched. Replicas share the
+machine, and each may be slower than one that has it to itself. Two speed-ups are reported: against
+a replica that trains alone while the other does the same beside it, which is also the basis of the
+predictions, and against one that has the machine to itself. The cost of encoding gradients and of
+ending a block is measured on the same tensors, without a network, and passed to the simulation of
+replicas that plans use. On a machine with other load the numbers are noise, and a warning is
+printed.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ STEPS, ROUNDS = PERIOD, 7
 LATENCY_S = 1e-4
 WIDTH = 512  # 530 k parameters, 85 ms at 200 Mbit/s
 BATCH = 768  # about 25 ms on an idle core
-CARRIED = 1448 / 1514  # of an Ethernet frame: the rest are headers, of TCP with time stamps for one
+CARRIED = 1448 / 1514  # payload share of an Ethernet frame; the rest are TCP and other headers
 MOST_LOAD = 1.5
-MOST_APART = 0.15  # of measured and predicted
+MOST_APART = 0.15  # largest relative difference of measured and predicted
 SPEED_UP = {"allreduce": (0.0, 0.7), "bmuf": (1.4, RANKS)}  # least, most; at 200 Mbit/s
 PLANNED = {
     "allreduce": Reduction(algorithm="ring"),
@@ -82,9 +83,9 @@ wait
 
 
 def measured() -> dict[str, Any]:
-    """Seconds of the steps of all rounds, of one worker and by method, and rates of coding.
+    """Measure step seconds of all rounds (baselines and each method), and encoding rates.
 
-    Every round has all of them, so that what disturbs one disturbs its neighbours as well.
+    Every round runs all of them, so that a disturbance affects neighbours alike.
     """
     work: dict[str, Callable[[], float]] = {
         "one": partial(apart, ranks=1),
@@ -101,7 +102,7 @@ def measured() -> dict[str, Any]:
 
 
 def coding_rate(name: str) -> float | None:
-    """Bytes of parameters per second that a replica codes, or of those that end a block."""
+    """Return the parameter bytes per second of a replica's encoding, or of its end of block."""
     replica = model()
     in_step = partial(backward, replica)
     dist.barrier()
@@ -120,7 +121,7 @@ def model() -> nn.Module:
 
 
 def apart(ranks: int) -> float:
-    """So many replicas at once, each for itself while the others wait; of the slowest one."""
+    """Return the step seconds of the slowest of ``ranks`` independent replicas, others idle."""
     replica = model()
     sgd = torch.optim.SGD(replica.parameters(), lr=0.01)
 
@@ -150,7 +151,7 @@ def steps(name: str) -> float:
 
 
 def mean_s(step: Callable[[], None]) -> float:
-    """Of some steps, from when all replicas begin until all are done."""
+    """Return the mean seconds of some steps, from a common start until all replicas are done."""
     dist.barrier()
     start_s = time.perf_counter()
     for _ in range(STEPS):
@@ -171,7 +172,7 @@ def size_bytes() -> int:
 def predicted(
     alone_s: float, rate_mbit: float, coding: Mapping[str, float | None]
 ) -> dict[str, float]:
-    """As plans say it: one bucket, which is ready when all else is done, so that nothing hides."""
+    """Predict step times with a single bucket that is ready last, so that nothing overlaps."""
     bandwidth = CARRIED * rate_mbit * 1e6 / 8
     link = Level(ranks=RANKS, latency_s=LATENCY_S, bandwidth_bytes_per_s=bandwidth)
     network = SlotNetwork(levels=(link,), queues=frozenset())
@@ -196,7 +197,7 @@ def predicted(
 def row(
     name: str, step_s: float, expected_s: float, speed_up: float, speed_up_of_one: float
 ) -> str:
-    """What was measured and predicted, and which bars that keeps; both speed-ups have the same."""
+    """Format one line: measured, predicted and the bars; both speed-ups must keep the bar."""
     off = step_s / expected_s - 1
     bars = [f"within {MOST_APART:.0%}: {'yes' if abs(off) <= MOST_APART else 'NO'}"]
     if name in SPEED_UP:
@@ -210,7 +211,7 @@ def row(
 
 
 def on_hosts(rate_mbit: float) -> dict[str, Any]:
-    """What rank 0 measured."""
+    """Run all ranks in network namespaces and return the measurements of rank 0."""
     with TemporaryDirectory() as folder:
         out = Path(folder, "found.json")
         script = HOSTS.format(ranks=RANKS, rate=rate_mbit, python=sys.executable, out=out)
@@ -230,7 +231,7 @@ def one_rank(out: Path) -> None:
 
 
 def table(found: Mapping[str, Any], rate_mbit: float) -> list[dict[str, Any]]:
-    """A row for each method, of its fastest round and the median rate of coding; printed, too."""
+    """Print and return a row for each method, from its fastest round and median encoding rate."""
     best = {name: min(rounds) for name, rounds in found["steps_s"].items()}
     coding = {
         name: statistics.median(rates) if None not in rates else None

@@ -1,12 +1,12 @@
-"""How long the first answer takes: help, a graph file with compiled code in the cache, and without.
+"""Startup time: --help, and the first evaluation of a graph file with and without a warm cache.
 
     python -m benchmarks.startup [--warm]
 
-CPU seconds (user and system) of processes of their own, the least of several. "First evaluation" is
-when `placer optimize graph.json` has the cost of its first placement of that graph. The last part
-compiles everything into an empty cache, and tells for every compiled function how often it was
-compiled (once for every combination of argument types), and what that took: by itself, and with
-what it calls. With ``--warm`` it is left out.
+CPU seconds (user and system) of separate processes, the minimum of several. "First evaluation" is
+the moment when `placer optimize graph.json` knows the cost of its first placement of that graph.
+The last part compiles everything into an empty cache and prints for every compiled function how
+often it was compiled (once for every combination of argument types) and how long that took, alone
+and with its callees. ``--warm`` skips the last part.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from placer.bench.speed import cluster_of
 OPS, DEVICES = 1000, 4
 REPEATS = 5
 SHOWN = 25
-"""How many functions the table of compiling shows."""
+"""Number of functions in the table of compile times."""
 
 UNTIL_FIRST_EVALUATION = """
 import os, sys, time
@@ -87,7 +87,7 @@ finally:
 
 
 class Took(NamedTuple):
-    """What a process took, and what it printed."""
+    """Times and output of a process."""
 
     wall_s: float
     cpu_s: float
@@ -106,7 +106,7 @@ def took(command: Sequence[str], cache: Path | None = None) -> Took:
 
 
 def optimize(folder: Path) -> list[str]:
-    """A command that ends with the first evaluation of a graph file."""
+    """Return a command that ends with the first evaluation of a graph file."""
     graph, cluster = folder / "graph.json", folder / "cluster.toml"
     save_graph(layered(np.random.default_rng(0), ops=OPS, width=8), graph)
     cluster.write_text(cluster_to_toml(cluster_of(DEVICES)))
@@ -140,7 +140,7 @@ def measure_cold(command: Sequence[str], folder: Path) -> None:
 
 
 def print_functions(done: list[Any]) -> None:
-    """The functions that take longest to compile, of ``[name, own seconds, seconds]``."""
+    """Print the functions that take longest to compile; ``done``: [name, own s, total s]."""
     own: dict[str, list[float]] = defaultdict(list)
     total: dict[str, float] = defaultdict(float)
     for name, own_s, total_s in done:

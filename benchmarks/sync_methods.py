@@ -1,15 +1,15 @@
-"""All ways to keep replicas one model: what they send, and their losses at equal samples.
+"""All methods that synchronize replicas: bytes sent, and losses at equal samples.
 
     python -m benchmarks.sync_methods [--quick] [--seeds N] [--out FILE]
 
-The short task of ``benchmarks.sync_quality``, here by four ranks that gloo joins. They are in a
-network of their own, which takes root: what passes its loopback device, headers of TCP and IP
-included, is what they send; elsewhere bytes are not counted. They are in the last quarter of the
-steps, when no method warms up any more. What reduces gradients has four times the learning rate of
-one worker, after a warm-up, as synchronous SGD at its best; what averages models has that of one
-worker, and so has asynchronous SGD, whose losses differ from run to run: the order in which
-gradients come depends on timing. About six minutes a seed on two idle cores; --quick, a quarter of
-the samples, one.
+The short task of ``benchmarks.sync_quality``, trained by four gloo ranks. Bytes are counted on the
+loopback device of a network namespace of their own, which needs root, TCP and IP headers included;
+without root, bytes are not counted. They are counted in the last quarter of the steps, when all
+warm-ups are over. Methods that reduce gradients use four times the learning rate of one worker,
+after a warm-up, the best setting of synchronous SGD; methods that average models use that of one
+worker, and so does asynchronous SGD, whose losses differ from run to run because the order of
+gradients depends on timing. About six minutes a seed on two idle cores; one minute with --quick, a
+quarter of the samples.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ IN_OWN_NETWORK = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@
 
 
 def task_of(*, quick: bool) -> Task:
-    """What is trained."""
+    """Return the training task."""
     return replace(SHORT, steps=SHORT.steps // (4 if quick else 1), bars=())
 
 
 def options_of(name: str, task: Task) -> SyncOptions:
-    """Blocks of the task, a warm-up as long as that of the learning rate, two levels of ranks."""
+    """Return the options of a method: block period, warm-up as of the learning rate, two levels."""
     taken = method_named(name).options
     if "period" in taken:
         return SyncOptions(period=task.period)
@@ -70,7 +70,7 @@ def options_of(name: str, task: Task) -> SyncOptions:
 
 
 def student(seed: int) -> nn.Sequential:
-    """One of :class:`benchmarks.sync_quality.Students`, layer by layer."""
+    """Return one of :class:`benchmarks.sync_quality.Students` as an nn.Sequential."""
     one = Students(1, seed)
     parts = iter(torch.split(one.all.detach()[0], one.sizes))
     layers: list[nn.Module] = []
@@ -84,7 +84,7 @@ def student(seed: int) -> nn.Sequential:
 
 
 def trained(name: str, task: Task, seed: int) -> dict[str, Any]:
-    """What the ranks of this group find together: loss, bytes, and what the method reports."""
+    """Train on all ranks of the group; return loss, bytes, and what the method reports."""
     rank, data, replica = dist.get_rank(), Data(seed), student(seed)
     is_asynchronous = name == ASYNCHRONOUS
     is_reducing = not is_asynchronous and "period" not in method_named(name).options
@@ -123,9 +123,9 @@ def trained(name: str, task: Task, seed: int) -> dict[str, Any]:
 
 
 def sent_bytes() -> int:
-    """All that was sent over the loopback device so far, on every rank.
+    """Return the bytes sent over the loopback device so far, on every rank.
 
-    Barriers on both sides keep what ranks do before and after out of it.
+    Barriers on both sides exclude the traffic before and after.
     """
     dist.barrier()
     lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
@@ -152,7 +152,7 @@ def one_rank(out: Path, task: Task, seeds: int) -> None:
 
 
 def on_ranks(task: Task, seeds: int, *, quick: bool) -> list[dict[str, Any]]:
-    """What all trainings found, without bytes where there is no network of their own."""
+    """Run all trainings; without a network namespace their bytes are None."""
     counts = not os.geteuid() and all(map(shutil.which, ("unshare", "ip")))
     if not counts:
         print("bytes are not counted: a network of their own takes root, unshare and ip")
@@ -173,7 +173,7 @@ def on_ranks(task: Task, seeds: int, *, quick: bool) -> list[dict[str, Any]]:
 
 
 def table(task: Task, found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each method: means over seeds, against synchronous SGD; printed, too."""
+    """Print and return a row for each method: means over seeds, compared with synchronous SGD."""
     print(f"{task.workers} workers, {task.steps} steps of {BATCH}, blocks of {task.period} steps")
     print(f"  {'sync':14}{'kB a step':>10}{'less by':>9}{'loss':>9}{'gap':>9}")
     rows: list[dict[str, Any]] = []

@@ -1,13 +1,13 @@
-"""Losses at equal samples of ways to keep replicas one model, against synchronous SGD.
+"""Losses at equal samples of methods that synchronize replicas, against synchronous SGD.
 
     python -m benchmarks.sync_quality [--quick] [--out FILE]
 
 A student learns the labels of a random network, a tenth of them wrong, in one pass over fresh
-samples; learning rates fall to 0. All workers are stacked in one process; what is averaged or coded
-is so by the code that runs on ranks. Synchronous SGD multiplies the learning rate by workers, half
-or a quarter of them, after a warm-up, and the best one counts; what averages models has that of one
-worker. About ten minutes on two idle cores; --quick, one seed of the short task for a quarter of
-its samples, one.
+samples; learning rates decay to 0. All workers are stacked in one process; averages and codings are
+computed by the same code that runs on ranks. Synchronous SGD multiplies the learning rate by the
+number of workers, half or a quarter of it, after a warm-up, and the best one counts; methods that
+average models use the learning rate of one worker. About ten minutes on two idle cores; one minute
+with --quick: one seed of the short task for a quarter of its samples.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ ONE_BIT_WARMUP = 200
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """How far above synchronous SGD a loss may be; or must be: proof that bars can be missed."""
+    """Largest allowed gap to synchronous SGD, or the least that a bad method must show."""
 
     gap: float
     is_least: bool = False
 
     def holds(self, gap: float) -> bool:
-        """Whether it is kept; who diverged is above all."""
+        """Return whether the gap keeps the bar; a diverged loss counts as infinite."""
         above = gap if math.isfinite(gap) else math.inf
         return above >= self.gap if self.is_least else above <= self.gap
 
@@ -60,7 +60,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """So many workers for so many steps, averaged after each block of ``period`` steps."""
+    """Number of workers and steps; models are averaged after each block of ``period`` steps."""
 
     workers: int
     period: int
@@ -89,8 +89,6 @@ LONG = Task(
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One training."""
-
     task: Task
     method: str
     seed: int
@@ -98,7 +96,7 @@ class Job:
 
 
 class Data:
-    """Fresh samples of a seed, with the labels of its teacher."""
+    """Fresh samples of a seed, labelled by its teacher network."""
 
     def __init__(self, seed: int) -> None:
         self.random = torch.Generator().manual_seed(seed)
@@ -108,7 +106,7 @@ class Data:
         ]
 
     def samples(self, *shape: int) -> tuple[Tensor, Tensor]:
-        """Inputs (*shape, 32) and labels (*shape)."""
+        """Return inputs (*shape, 32) and labels (*shape)."""
         inputs = torch.randn(*shape, TEACHER[0], generator=self.random)
         hidden = inputs
         for number, weight in enumerate(self.teacher):
@@ -119,14 +117,14 @@ class Data:
 
 
 def judging(seed: int) -> tuple[Tensor, Tensor]:
-    """Samples (1, TEST_SAMPLES) of a seed's teacher, none of which is trained on."""
+    """Return (1, TEST_SAMPLES) test samples of a seed's teacher."""
     data = Data(seed)
     data.random.manual_seed(10_000 + seed)
     return data.samples(1, TEST_SAMPLES)
 
 
 class Students(nn.Module):
-    """N networks that begin alike, all their parameters one tensor (N, P)."""
+    """N networks with equal initial weights, all their parameters in one tensor (N, P)."""
 
     def __init__(self, count: int, seed: int) -> None:
         super().__init__()
@@ -145,7 +143,7 @@ class Students(nn.Module):
         return [math.prod(shape) for shape in self.shapes]
 
     def loss(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        """Sum over the students of their mean losses; inputs (N, B, 32), labels (N, B)."""
+        """Return the sum of the students' mean losses; inputs (N, B, 32), labels (N, B)."""
         parts = self.all.split(self.sizes, 1)  # type: ignore[no-untyped-call]  # torch leaves it so
         weights = [part.view(-1, *shape) for part, shape in zip(parts, self.shapes, strict=True)]
         hidden = inputs
@@ -156,7 +154,7 @@ class Students(nn.Module):
         return found / labels.shape[1]
 
     def test_loss(self, seed: int) -> float:
-        """Of the mean student."""
+        """Return the test loss of the mean student."""
         inputs, labels = judging(seed)
         with torch.no_grad():
             mean = Students(1, seed)
@@ -173,7 +171,7 @@ def mean_of_stacked(count: int) -> Callable[[Tensor], Tensor]:
 
 
 class Bits:
-    """The mean of gradients by bits, as all ranks of 1-bit SGD compute it together."""
+    """The mean of 1-bit encoded gradients, as all ranks of 1-bit SGD compute it together."""
 
     def __init__(self, sizes: list[int], workers: int, *, feedback: bool) -> None:
         one = Segments.of_sizes(sizes, workers)
@@ -185,7 +183,7 @@ class Bits:
         self.stripe = torch.zeros(one.of.shape)
 
     def mean(self, gradients: Tensor) -> Tensor:
-        """Of (N, P), as (P,)."""
+        """Return the mean (P,) of gradients (N, P)."""
         size = gradients.shape[1]
         padded = F.pad(gradients, (0, self.stripes.of.numel() - size))
         due = padded.view_as(self.own) + self.own
@@ -199,7 +197,7 @@ class Bits:
 
 
 def blocks(job: Job, update: BlockUpdate) -> float:
-    """Model averaging and BMUF: every worker its own model and its own samples."""
+    """Train by model averaging or BMUF: every worker has its own model and samples."""
     task, data = job.task, Data(job.seed)
     students = Students(task.workers, job.seed)
     sgd = torch.optim.SGD(students.parameters(), lr=LR * job.lr_factor, momentum=MOMENTUM)
@@ -222,7 +220,7 @@ def blocks(job: Job, update: BlockUpdate) -> float:
 
 
 def every_step(job: Job, bits: Bits | None = None) -> float:
-    """Synchronous SGD: one model; with bits, the gradients of every worker are coded."""
+    """Train by synchronous SGD on one model; with bits, the workers' gradients are encoded."""
     task, data = job.task, Data(job.seed)
     model = Students(1, job.seed)
     sgd = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
@@ -244,18 +242,17 @@ def every_step(job: Job, bits: Bits | None = None) -> float:
 
 
 def learning_rate(number: float, task: Task, factor: float) -> float:
-    """Of a step: it rises to ``factor`` times that of one worker, while it falls to 0."""
+    """Return the learning rate of a step: warm-up to ``factor`` times LR, with decay to 0."""
     warm = min(1.0, number / (task.steps // 20))
     return LR * (1 + (factor - 1) * warm) * _left(number, task)
 
 
 def _left(number: float, task: Task) -> float:
-    """What a step has of the learning rate, which falls to 0."""
     return 1 - number / task.steps
 
 
 def trained(job: Job) -> float:
-    """The loss of one training."""
+    """Return the test loss of one training."""
     torch.set_num_threads(1)
     sizes = Students(1, 0).sizes
     match job.method:
@@ -271,7 +268,7 @@ def trained(job: Job) -> float:
 
 
 def jobs(task: Task, methods: tuple[str, ...], seeds: tuple[int, ...]) -> list[Job]:
-    """All trainings of a task, the longest first."""
+    """Return all trainings of a task, the longest first."""
     full = float(task.workers)
     found = []
     for method in methods:
@@ -284,7 +281,7 @@ def jobs(task: Task, methods: tuple[str, ...], seeds: tuple[int, ...]) -> list[J
 
 
 def table(task: Task, losses: dict[Job, float]) -> list[dict[str, Any]]:
-    """Means over seeds against synchronous SGD at its best learning rate, and the bars for them."""
+    """Print and return mean losses over seeds against synchronous SGD, and their bars."""
     print(f"{task.workers} workers, {task.steps} steps of {BATCH}, blocks of {task.period} steps")
     means: dict[str, float] = {}
     for job in losses:

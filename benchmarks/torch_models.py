@@ -1,4 +1,4 @@
-"""Models for benchmarks on torch devices, and a second device where there is no CUDA device."""
+"""Models for benchmarks on torch devices, and a fake second device for machines without CUDA."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from placer.sources import huggingface
 
 FAKE_MEMORY = {"vdev:0": 8 << 30}
 FAKE_LINK_BYTES_PER_S = 1e9
-"""Slower than copies within the host, so that where things are makes a difference."""
+"""Slower than copies within the host, so that placement matters."""
 
 
 @contextlib.contextmanager
 def two_devices() -> Iterator[Cluster]:
-    """The first CUDA device and the host; without one, a fake device of the tests and the host.
+    """Yield the first CUDA device and the host, or a fake device of the tests and the host.
 
-    The fake one computes on the CPU, too, and copies from and to it are slowed down. Beside it is
-    ``cpu``, no pinned core: what is benchmarked runs placements on devices of torch.
+    The fake one also computes on the CPU; copies from and to it are slowed down. The host is
+    ``cpu``, not a pinned core: these benchmarks run placements on torch devices.
     """
     if own_accelerators():
         yield discover("cuda:0,cpu")
@@ -41,7 +41,7 @@ def two_devices() -> Iterator[Cluster]:
 
 
 def models(*, small: bool) -> dict[str, Callable[[], Step]]:
-    """Steps by name, each made when asked for: models with large tables, experts, vocabularies."""
+    """Return functions that make steps of models with large tables, experts or vocabularies."""
     return {
         "mixture of experts": lambda: experts(small=small),
         "language model": lambda: language(small=small),
@@ -51,12 +51,12 @@ def models(*, small: bool) -> dict[str, Callable[[], Step]]:
 
 
 def next_token_loss(logits: Tensor, next_tokens: Tensor) -> Tensor:
-    """Cross-entropy of every next token."""
+    """Return the cross-entropy of all next tokens."""
     return F.cross_entropy(logits.flatten(0, 1), next_tokens.flatten())
 
 
 def recommendation(*, small: bool) -> Step:
-    """DLRM: nearly all its bytes are in tables."""
+    """Return a step of DLRM, whose bytes are nearly all in tables."""
     torch.manual_seed(0)
     most, batch = (1000, 16) if small else (2_000_000, 2048)
     features = 8 if small else 64
@@ -72,7 +72,7 @@ def recommendation(*, small: bool) -> Step:
 
 
 def experts(*, small: bool) -> Step:
-    """A decoder whose experts are modules of their own."""
+    """Return a step of a decoder whose experts are separate modules."""
     torch.manual_seed(0)
     config = MoeConfig(
         vocabulary=64 if small else 16_000,
@@ -89,7 +89,7 @@ def experts(*, small: bool) -> Step:
 
 
 def language(*, small: bool) -> Step:
-    """GPT-2 with random weights, a small batch."""
+    """Return a step of GPT-2 with random weights and a small batch."""
     sizes = "n_embd=32&n_layer=1&n_head=2&vocab_size=64&batch=1&sequence=8"
     if not small:
         sizes = "n_embd=1024&n_layer=16&n_head=16&batch=2&sequence=256"
@@ -98,7 +98,7 @@ def language(*, small: bool) -> Step:
 
 
 def translation(*, small: bool) -> Step:
-    """LSTMs with attention, and a large vocabulary."""
+    """Return a step of LSTMs with attention and a large vocabulary."""
     torch.manual_seed(0)
     config = NmtConfig(vocabulary=64, hidden=16, layers=1)
     batch, tokens = 2, 3

@@ -1,4 +1,4 @@
-"""One step on two torch devices: extracted and profiled once, then planned and run at will."""
+"""One step on two torch devices: extracted and profiled once, then planned and run repeatedly."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROUNDS = 3
 
 
 class Workbench:
-    """One step, extracted and profiled once, placed under several limits of memory."""
+    """One step, extracted and profiled once, placed under several memory limits."""
 
     def __init__(self, step: Step, cluster: Cluster) -> None:
         began = time.perf_counter()
@@ -45,14 +45,14 @@ class Workbench:
         }
 
     def problem(self, limit_bytes: int | None = None) -> Problem:
-        """The problem with the first device limited to so many bytes."""
+        """Return the problem with the memory of the first device limited to ``limit_bytes``."""
         cluster = self.cluster if limit_bytes is None else limited(self.cluster, limit_bytes)
         return Problem.of(self.arrays, plannable(cluster))
 
     def measured(
         self, problem: Problem, plans: list[Candidate], limit_bytes: int | None = None
     ) -> list[dict[str, Any]]:
-        """Run plans in turn; what was predicted and what was measured of each."""
+        """Run candidates in turn and return predictions and measurements of each."""
         limits = {} if limit_bytes is None else {self.cluster.names[0]: limit_bytes}
         placements = [placement(problem, plan) for plan in plans]
         backend = MeasuredModule(
@@ -64,7 +64,7 @@ class Workbench:
 
 
 def placement(problem: Problem, plan: Candidate) -> Placement:
-    """The placement of a plan, with the order in which it is to be launched."""
+    """Return the placement of a candidate, with its launch order as priority."""
     schedule = Simulator(problem).run(plan.devices, plan.priority)
     priority = np.empty(problem.op_count)
     priority[launch_order(problem, schedule)] = -np.arange(problem.op_count)
@@ -72,7 +72,7 @@ def placement(problem: Problem, plan: Candidate) -> Placement:
 
 
 def row(problem: Problem, plan: Candidate, seen: Measurement) -> dict[str, Any]:
-    """What was predicted of a plan and what was measured."""
+    """Return the predictions and the measurement of a candidate."""
     schedule = Simulator(problem).run(plan.devices, plan.priority)
     return {
         "name": plan.name,
@@ -92,13 +92,13 @@ def limited(cluster: Cluster, limit_bytes: int) -> Cluster:
 
 
 def everything_on(problem: Problem, device: int) -> Candidate:
-    """The whole step on one device, in the order of the model."""
+    """Return the candidate that runs the whole step on one device, in the order of the model."""
     name = f"all on {problem.cluster.names[device]}"
     return in_order(problem, name, single_device(problem, device))
 
 
 def in_order(problem: Problem, name: str, devices: Any) -> Candidate:
-    """A plan that runs ops in the order of the model."""
+    """Return a candidate that runs ops in the order of the model."""
     rank = np.empty(problem.op_count)
     rank[problem.graph.topological] = -np.arange(problem.op_count)
     devices = np.asarray(devices, np.int32)
@@ -108,7 +108,7 @@ def in_order(problem: Problem, name: str, devices: Any) -> Candidate:
 
 
 def summary(row: dict[str, Any]) -> str:
-    """One line of it for people."""
+    """Return a one-line summary of a row."""
     if row["failure"] or "median_s" not in row:
         return f"{row['name']} failed: {row['failure'][:80]}"
     measured_ms, predicted_ms = row["median_s"] * 1e3, row["predicted_s"] * 1e3

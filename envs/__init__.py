@@ -1,1 +1,1 @@
-"""The world that answers: devices and links, placements, and backends that time a step."""
+"""Clusters, placements, and the backends that evaluate placements by step time."""

@@ -1,4 +1,4 @@
-"""How long does a step take: what every backend answers, and the protocol it keeps."""
+"""The protocol that every backend implements, and the result of an evaluation."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from envs.placement import Placement
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """One evaluated placement.
+    """Result of evaluating one placement.
 
-    ``step_s`` is inf where the placement is not ``feasible``; ``why`` then says what stands in the
-    way, for people. ``parts`` breaks the time down (seconds, by name), as far as the backend can.
-    ``period_s`` is the time that every further micro-batch takes in a step of many of them, None
-    for a step of one, and where ``why_no_period`` says why it is not known.
+    ``step_s`` is the step time, inf where the placement is not ``feasible``; ``why`` then explains
+    the reason to users. ``parts`` breaks the step time down by name (seconds), as far as the
+    backend can. ``period_s`` is the additional time per micro-batch in a step of many
+    micro-batches. It is None for a step of one micro-batch, and where it is not known: then
+    ``why_no_period`` gives the reason.
     """
 
     step_s: float
@@ -29,8 +30,8 @@ class StepResult:
 
 
 class Backend(Protocol):
-    """Says how long one step of a placed graph takes: a simulator, or real devices."""
+    """Evaluates placements of a graph by step time: a simulator, or real devices."""
 
     def evaluate(self, placements: Sequence[Placement]) -> list[StepResult]:
-        """Time every placement, in order; a failed one is infeasible and does not stop the rest."""
+        """Evaluate every placement, in order; one that fails is infeasible, the rest continue."""
         ...

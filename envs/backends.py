@@ -1,4 +1,4 @@
-"""Backends by name: what times placements of a problem."""
+"""Lookup of backends by name."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def backend_named(
     overlap: bool = False,
     until_closed: ExitStack,
 ) -> Backend:
-    """The backend of a name.
+    """Return the backend with this name.
 
     Args:
-        name: "simulated", or "measured": what runs the model.
-        problem: what is placed.
-        model: the model that the problem is of, if it is of one.
-        rounds: how often a placement is run to be measured.
-        overlap: run it with copies that overlap with compute.
-        until_closed: ends what is started here.
+        name: "simulated", or "measured", which runs the model.
+        problem: the problem whose placements are evaluated.
+        model: the model behind the problem, if there is one.
+        rounds: counted runs of every measured placement.
+        overlap: overlap copies with compute in measured runs.
+        until_closed: exit stack that closes what is started here.
 
     Raises:
-        ValueError: there is no such backend, no model for it to run, or copies cannot overlap.
-        WorkerError: the workers do not come up.
+        ValueError: the name is unknown, there is no model to run, or copies cannot overlap.
+        WorkerError: a worker did not start.
         OSError: there is too little memory, or too many processes or open files.
     """
     if name not in BACKENDS:

@@ -1,4 +1,4 @@
-"""A call of an exported forward pass with its arguments in place, to be run on one device."""
+"""A call of an exported forward pass, bound to its arguments on one device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graphs.extract.forward import ForwardCall
 def bound(
     call: ForwardCall, values: Mapping[int, torch.Tensor], device: torch.device
 ) -> Callable[[], Any]:
-    """The call on ``values``, all on ``device``, as a function without arguments."""
+    """Return the call as a function without arguments; ``values`` are on ``device``."""
     text = CallText(0, call)
     places = {f"v{value}": f"v{value}" for value in call.reads}
     names = {

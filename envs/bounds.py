@@ -1,4 +1,4 @@
-"""Lower bounds of a step: what no placement on these devices can beat, and what cannot fit."""
+"""Lower bounds on the step time, and reasons why no placement can run or fit."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from graphs.graph import PHASES
 
 ROUNDS: Final = 200
 WEIGHT: Final = 1 << 16
-"""Of every device on average, when weights are made whole numbers."""
+"""Average integer weight per device."""
 MOST_WEIGHT: Final = 1 << 24
-"""Of all devices together."""
+"""Maximum sum of the integer weights of all devices."""
 LARGEST_REACH: Final = 4096
-"""Graphs of more ops go without the bound over ancestors, which takes N * N bytes."""
+"""Largest graph (ops) for which ancestors are computed; that takes N * N bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Nanoseconds that every step takes at least, by reason; all hold, so the largest counts.
+    """Lower bounds on the step time in nanoseconds, by kind; all hold, so the largest counts.
 
-    ``work_ns``: the work of all ops over all devices. Work is bounded by a feasible point of the
-    dual of R||Cmax (Lenstra, Shmoys and Tardos, 1990): for weights w of the devices that add up to
-    1, sum_i min_d w_d cost_id. It is kept in integers, so the bound holds to the last digit.
+    ``work_ns``: the work of all ops spread over all devices. It is bounded by a feasible point of
+    the dual of R||Cmax (Lenstra, Shmoys and Tardos, 1990): for device weights w that sum to 1,
+    sum_i min_d w_d cost_id. It is computed in integers, so the bound is exact.
 
-    ``path_ns``: the critical path, every op and its inputs each on the device that is best for
-    this path: transfers count where no choice of devices avoids them at less cost.
+    ``path_ns``: the critical path, with every op and its inputs each on the device that is best for
+    this path; transfers count where no choice of devices avoids them at less cost.
 
-    ``around_ns``: for every op, what must come before it, itself and what must come after it,
-    where before and after are each a path or the work of all ancestors or descendants.
+    ``around_ns``: for every op, the time before it, its own cost, and the time after it. Before and
+    after are each bounded by a path or by the work of all ancestors or descendants.
     """
 
     work_ns: int
@@ -42,12 +42,12 @@ class Bounds:
 
     @property
     def lower_bound_ns(self) -> int:
-        """The best of them."""
+        """Return the largest bound."""
         return max(self.work_ns, self.path_ns, self.around_ns)
 
 
 def bounds_of(problem: Problem) -> Bounds:
-    """All bounds of a problem; about 0.05 s for 1,000 ops.
+    """Compute all bounds of a problem; takes about 0.05 s for 1,000 ops.
 
     Raises:
         ValueError: no placement can run, see :func:`why_apart`.
@@ -68,7 +68,7 @@ def bounds_of(problem: Problem) -> Bounds:
 
 
 def lower_bound_ns(problem: Problem) -> int:
-    """Nanoseconds that every step takes at least, whatever the placement and the order.
+    """Return the nanoseconds that every step takes at least, for any placement and order.
 
     Raises:
         ValueError: no placement can run, see :func:`why_apart`.
@@ -77,9 +77,9 @@ def lower_bound_ns(problem: Problem) -> int:
 
 
 def pace_ns(problem: Problem, *, optimizer: bool = True) -> int:
-    """Nanoseconds that the busiest device works at least, whatever the placement.
+    """Return the nanoseconds that the busiest device works at least, for any placement.
 
-    Without ``optimizer``, of all ops but the optimizer's: those of every further micro-batch.
+    Without ``optimizer``, its ops are left out: they do not repeat for every micro-batch.
     """
     counts = problem.graph.phase != PHASES.index("optimizer")
     rows = np.flatnonzero(counts | optimizer)
@@ -87,16 +87,16 @@ def pace_ns(problem: Problem, *, optimizer: bool = True) -> int:
 
 
 def why_apart(problem: Problem) -> str:
-    """Why no placement can run for want of a link; "" where none is known to be wanting."""
+    """Return why missing links let no placement run, or "" if none is known to be missing."""
     return "" if problem.connected.all() else _why_apart(problem, paths(problem))
 
 
 def why_too_large(problem: Problem) -> str:
-    """Why no placement can fit into memory, by parameters alone; "" where one may.
+    """Return why the parameters fit into memory under no placement, or "" if they may fit.
 
-    Parameters are packed into devices as items into bins: what shares a device is one item. No
-    packing exists if an item fits nowhere, if all together exceed all memory, or if more items
-    than devices are so large that no device holds two of them (Martello and Toth, 1990).
+    Parameters are packed into devices as items into bins: ops that share a device are one item. No
+    packing exists if an item fits nowhere, if all together exceed all memory, or if more items than
+    devices are so large that no device holds two of them (Martello and Toth, 1990).
     """
     graph, names = problem.graph, problem.cluster.names
     item = graph.group.astype(np.int64)
@@ -137,7 +137,6 @@ def why_too_large(problem: Problem) -> str:
 
 
 def _why_apart(problem: Problem, found: Paths) -> str:
-    """Which op no link joins to the ops around it, wherever it runs."""
     graph, names = problem.graph, np.array(problem.cluster.names)
     stuck = np.flatnonzero(_around(problem, found.head_ns, found.tail_ns) >= UNREACHABLE_NS)
     if not len(stuck):
@@ -164,7 +163,7 @@ def _why_apart(problem: Problem, found: Paths) -> str:
 def _through(
     problem: Problem, found: Paths, before: NDArray[np.int64], after: NDArray[np.int64]
 ) -> int:
-    """The longest way through one op, on the device that makes it shortest."""
+    """Return the longest path through any op, each op on its best device."""
     head, tail = np.maximum(found.head_ns, before), np.maximum(found.tail_ns, after)
     return int(_around(problem, head, tail).max())
 
@@ -172,7 +171,7 @@ def _through(
 def _around(
     problem: Problem, head_ns: NDArray[np.int64], tail_ns: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """For every op what is before it, itself and what is after it, (N,), on its best device."""
+    """Return the time before, in and after every op, (N,), on its best device."""
     never = np.iinfo(np.int64).max
     around = np.where(problem.allowed, head_ns + problem.cost_ns + tail_ns, never)
     return np.asarray(around.min(axis=1), np.int64)
@@ -181,10 +180,10 @@ def _around(
 def _shares(
     cost_ns: NDArray[np.int64], allowed: NDArray[np.bool_]
 ) -> tuple[NDArray[np.int64], int]:
-    """The least weighted cost of every op, (N,), for the best weights found, and their sum.
+    """Return the least weighted cost of every op, (N,), for the best weights found, and their sum.
 
-    The weights are found by giving more to the devices that are overloaded where every op goes to
-    the device of its least weighted cost; whatever they are, the bound holds.
+    Each round assigns every op to the device of its least weighted cost, then raises the weights of
+    overloaded devices; the bound holds for any weights.
     """
     cost = np.where(allowed, cost_ns.astype(np.float64), np.inf)
     count = cost.shape[1]
@@ -208,7 +207,6 @@ def _shares(
 
 
 def _whole(shares: NDArray[np.int64], total: int) -> int:
-    """The bound that shares of weights with this sum give, in nanoseconds."""
     summed: list[int] = shares.tolist()
     return -(-sum(summed) // total)
 
@@ -216,7 +214,7 @@ def _whole(shares: NDArray[np.int64], total: int) -> int:
 def _work_around(
     problem: Problem, shares: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Least nanoseconds for all ancestors of each op, and for all descendants, (N, 1) each."""
+    """Return the least work of all ancestors and of all descendants of each op, (N, 1) each."""
     graph, count = problem.graph, problem.op_count
     start, predecessors = graph.predecessor_start.tolist(), graph.predecessors
     ancestor = np.zeros((count, count), np.bool_)  # [i, u]: u is an ancestor of i

@@ -1,4 +1,4 @@
-"""Buckets of gradients, and when each of them is reduced."""
+"""Gradient buckets, and when each of them is reduced."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 CAP_BYTES: Final = 25 << 20
-"""What DistributedDataParallel of torch takes by default."""
+"""Default bucket size of torch's DistributedDataParallel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Buckets:
-    """B buckets, those of a slot in the order in which they are reduced."""
+    """B buckets; those of one slot are in the order of their reductions."""
 
     slot: NDArray[np.int32]  # (B,) device, within a replica, that holds the gradients
     size_bytes: NDArray[np.int64]  # (B,)
     ready_ns: NDArray[np.int64]  # (B,) when the last gradient in it is complete
 
     def __len__(self) -> int:
-        """B."""
         return len(self.slot)
 
 
@@ -34,11 +33,11 @@ def buckets_of(
     *,
     cap_bytes: int = CAP_BYTES,
 ) -> Buckets:
-    """Gradients (P,) in buckets of at most ``cap_bytes``, in their order, slot by slot.
+    """Pack gradients (P,) into buckets of at most ``cap_bytes``, in order, slot by slot.
 
-    A gradient that is larger has a bucket of its own. Each has a whole number of gradients.
+    A larger gradient has a bucket of its own; gradients are not split.
     """
-    filling: dict[int, int] = {}  # the bucket of a slot that is not full
+    filling: dict[int, int] = {}  # open bucket by slot
     slots: list[int] = []
     sizes: list[int] = []
     ready: list[int] = []
@@ -62,17 +61,17 @@ def buckets_of(
 def reduced_ns(
     buckets: Buckets, duration_ns: NDArray[np.int64], queues: Sequence[Set[int]]
 ) -> NDArray[np.int64]:
-    """When the reduction of every bucket ends, (B,).
+    """Return when the reduction of every bucket ends, (B,).
 
     Every slot has one stream, which reduces its buckets in order. A reduction occupies the queues
-    of its slot (``queues[slot]``, such as network cards) from start to end, so that of slots with
-    one in common one reduces at a time. Whatever can start does; of several the bucket that was
-    ready first, then the lower slot.
+    of its slot (``queues[slot]``, such as network cards) from start to end, so slots that share a
+    queue reduce one at a time. The reduction that can start first goes next; ties go to the bucket
+    that was ready first, then to the lower slot.
 
     Args:
-        buckets: of all slots.
-        duration_ns: (B,) of their reductions.
-        queues: by slot.
+        buckets: the buckets of all slots.
+        duration_ns: (B,) duration of each reduction.
+        queues: queues of every slot.
     """
     waiting: dict[int, list[int]] = {}
     for b, slot in enumerate(buckets.slot.tolist()):
@@ -102,7 +101,7 @@ def reduced_ns(
 
 
 def serial_ns(buckets: Buckets, duration_ns: NDArray[np.int64], queues: Sequence[Set[int]]) -> int:
-    """The longest that all reductions of slots that wait for each other take one by one."""
+    """Return the longest serial time of all reductions of slots joined by shared queues."""
     spent_ns = np.bincount(buckets.slot, duration_ns, minlength=len(queues)).astype(np.int64)
     parts: list[tuple[set[int], int]] = []  # queues, and the time that all their slots take
     for slot in np.unique(buckets.slot).tolist():
@@ -115,7 +114,7 @@ def serial_ns(buckets: Buckets, duration_ns: NDArray[np.int64], queues: Sequence
 
 
 def busiest_ns(buckets: Buckets, duration_ns: NDArray[np.int64], queues: Sequence[Set[int]]) -> int:
-    """The longest that one stream or one queue is occupied: no schedule is faster."""
+    """Return the longest time that one stream or one queue is occupied: no schedule is faster."""
     spent_ns = np.bincount(buckets.slot, duration_ns, minlength=len(queues)).tolist()
     by_queue: Counter[int] = Counter()
     for own, ns in zip(queues, spent_ns, strict=True):

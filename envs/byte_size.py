@@ -1,4 +1,4 @@
-"""Sizes as people write them: ``8GiB``, ``512MB``, ``1.5 TB``."""
+"""Memory sizes with units: ``8GiB``, ``512MB``, ``1.5 TB``."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ UNITS: Final[Mapping[str, int]] = {
     **{f"{prefix}B": 1000 ** (i + 1) for i, prefix in enumerate("kMGT")},
     **{f"{prefix}iB": 1024 ** (i + 1) for i, prefix in enumerate("KMGT")},
 }
-"""Bytes by unit: decimal ones, and binary ones with an i."""
+"""Bytes by unit: decimal prefixes, and binary ones with an i."""
 
 
 def parse_bytes(text: str) -> int:
-    """Whole bytes of a size; a fraction of a byte is dropped.
+    """Return a size in whole bytes; a fraction of a byte is dropped.
 
     Raises:
-        ValueError: it is no size; the message says how one is written.
+        ValueError: ``text`` is not a size; the message explains the format.
 
     >>> parse_bytes("1.5GiB"), parse_bytes("1.5 GB")
     (1610612736, 1500000000)
@@ -34,10 +34,10 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_limits(text: str) -> dict[str, int]:
-    """{device name: bytes} of ``cuda:0=8GiB,cpu=64GiB``.
+    """Parse memory limits such as ``cuda:0=8GiB,cpu=64GiB`` into {device name: bytes}.
 
     Raises:
-        ValueError: a part has no name or no size, or a device is named twice.
+        ValueError: a part has no name or no size, or a device has two different limits.
     """
     limits: dict[str, int] = {}
     for part in text.split(","):

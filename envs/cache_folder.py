@@ -1,4 +1,4 @@
-"""Where measurements are kept, and the names of what they are valid for."""
+"""The cache folder for measurements, and names of the machine that they are valid for."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Final
 from graphs.printable import escaped
 
 SPEEDS: Final = ("cores-", "torch-")
-"""How the names of calibration files begin, see envs/calibrate.py."""
+"""Prefixes of calibration file names, see envs/calibrate.py."""
 
 
 NOWHERE: Final = Path(os.devnull)
-"""Is no folder: what is to be kept below it is not kept."""
+"""Not a folder: nothing can be stored below it."""
 
 
 class CacheWarning(UserWarning):
-    """Something about the cache that its user may want to mend; the work goes on without."""
+    """A problem of the cache that its user may want to fix; work continues without the cache."""
 
 
 def cache_folder() -> Path:
-    """``$PLACER_CACHE``, by default ``device-placer`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
+    """Return ``$PLACER_CACHE``, or ``device-placer`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
 
-    A folder that cannot be made, with a warning, where there is no home.
+    Without a home folder, warn and return a folder that cannot be created.
     """
     if own := os.environ.get("PLACER_CACHE"):
         return Path(own)
@@ -44,17 +44,17 @@ def cache_folder() -> Path:
 
 
 def host() -> str:
-    """The name of this host."""
+    """Return the name of this host."""
     return escaped(platform.node())
 
 
 def processor() -> str:
-    """The model of this host's processor."""
+    """Return the processor model of this host."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     named = (line for line in lines if line.startswith("model name"))
     return escaped(next((line.partition(":")[2].strip() for line in named), platform.machine()))
 
 
 def speed_files() -> list[Path]:
-    """The files with calibrated speeds of devices and links, see envs/calibrate.py."""
+    """Return the calibration files of devices and links, see envs/calibrate.py."""
     return sorted(path for start in SPEEDS for path in cache_folder().glob(f"{start}*.toml"))

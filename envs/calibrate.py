@@ -1,8 +1,8 @@
 """Calibration by measurement: speeds of devices, latency and bandwidth of links.
 
-That is, of cores; torch's own devices are timed in envs/torch_speeds.py. Everything is timed by the
-executor that will run the placement, with programs of its own kind, so that what its hand-offs and
-its dispatch cost is in the numbers.
+This module times cores; envs/torch_speeds.py times torch devices. Everything is timed by the
+executor that will run the placement, with programs of the same form, so the numbers include the
+overheads of hand-offs and dispatch.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ REPEATS: Final = 7
 HAND_OFF_REPEATS: Final = 25
 SHORTEST_HOP_S: Final = 1e-6
 KEPT_IF: Final = "quiet"
-"""Told to the cache: files from before this was asked of measurements do not count."""
+"""Part of the cache key: files stored before measurements had to be quiet do not count."""
 
 
 def calibrated(cluster: Cluster, *, again: bool = False) -> Cluster:
-    """The cluster, with measured numbers where it lacks them: links and speeds of devices.
+    """Return the cluster with missing links and device speeds filled in by measurement.
 
-    Whatever the given cluster does say stays as it is. What was measured is kept in a file, see
-    envs/calibration_cache.py, unless others used the cores meanwhile, see :func:`why_doubtful`.
-    With ``again`` it is measured anew.
+    Values that the cluster gives stay as they are. Measurements are cached in a file, see
+    envs/calibration_cache.py, unless other processes used the cores, see :func:`why_doubtful`.
+    ``again`` forces a new measurement.
 
     Raises:
-        ValueError: a device is not here, or cores are mixed with devices of torch.
-        WorkerError: the workers do not come up.
+        ValueError: a device is not on this machine, or cores are mixed with torch devices.
+        WorkerError: a worker did not start.
         OSError: there is too little memory, or too many processes or open files.
     """
     plain = present(cluster.names)
@@ -66,10 +66,10 @@ def calibrated(cluster: Cluster, *, again: bool = False) -> Cluster:
 
 
 def calibrated_before(cluster: Cluster) -> Cluster | None:
-    """The same with what is known from before, None if it would have to be measured.
+    """Return the cluster filled in from the cache, or None if it would have to be measured.
 
     Raises:
-        ValueError: a device is not here, or cores are mixed with devices of torch.
+        ValueError: a device is not on this machine, or cores are mixed with torch devices.
     """
     plain = present(cluster.names)
     known = cached(_file_of(plain), plain)
@@ -77,7 +77,6 @@ def calibrated_before(cluster: Cluster) -> Cluster | None:
 
 
 def _file_of(plain: Cluster) -> Path:
-    """Where measured numbers of these devices are kept."""
     on_cores = is_core(plain.names[0])
     about = list(plain.names)
     if on_cores:
@@ -89,12 +88,13 @@ def _file_of(plain: Cluster) -> Path:
 
 
 def calibrate(cluster: Cluster) -> Cluster:
-    """The cluster with measured speeds of its devices and links, as of today.
+    """Measure the speeds of all devices and links now, and return the cluster with them.
 
-    Devices of one kind are measured once, links once for the first pair of each two kinds.
+    The first pair of each two kinds is measured, both for the link and for the speeds of its
+    devices. Of several measurements of one kind of device the last counts.
 
     Raises:
-        WorkerError: the workers do not come up.
+        WorkerError: a worker did not start.
     """
     rates: dict[str, _Rates] = {}
     contention: dict[str, float] = {}
@@ -145,9 +145,9 @@ def _pairs(devices: Sequence[Device]) -> list[tuple[Device, Device]]:
 
 
 def _device_rates(pool: WorkerPool, device: int) -> _Rates:
-    """Matrix products for arithmetic, an addition that no cache holds for memory traffic.
+    """Time matrix products for arithmetic, and an addition larger than caches for memory traffic.
 
-    On several cores ops are timed by the wall clock, which tells nothing of contention.
+    On several cores ops are timed by the wall clock, which does not show contention.
     """
     multiply, add = (
         _runs(pool, chain, [device] * len(chain), REPEATS) for chain in (_MULTIPLY, _ADD)
@@ -161,11 +161,11 @@ def _device_rates(pool: WorkerPool, device: int) -> _Rates:
 
 
 def _hand_off(pool: WorkerPool, memory_bytes_per_s: float) -> tuple[float, float]:
-    """Latency in seconds and bytes per second between two devices, from a ping-pong of tensors.
+    """Return latency (s) and bandwidth (bytes/s) between two devices, from a ping-pong of tensors.
 
-    A hop costs what the chain takes longer on two devices than on one: the copy into shared
-    memory, the signal, waking up, and reading what another core wrote. Other load only ever adds
-    to a run, so the lowest decile of many counts, not their middle.
+    A hop costs the additional time of the chain on two devices over one: the copy into shared
+    memory, the signal, waking up, and reading what another core wrote. Other load only adds time,
+    so the lowest decile of many runs counts, not the median.
     """
     hop_s = []
     for chain in (_SMALL, _LARGE):
@@ -176,10 +176,10 @@ def _hand_off(pool: WorkerPool, memory_bytes_per_s: float) -> tuple[float, float
 
 
 def hop_rates(small_s: float, large_s: float, memory_bytes_per_s: float) -> tuple[float, float]:
-    """Latency in seconds and bytes per second, from the time of a small hop and of a large one.
+    """Return latency (s) and bandwidth (bytes/s) from the times of a small and a large hop.
 
-    Noise may make a hop shorter than it can be, even negative: the latency is 1 us at least, and
-    no hand-off moves bytes faster than the memory of the slower device.
+    Noise may make a hop shorter than possible, even negative, so the latency is at least 1 us and
+    the bandwidth at most the memory bandwidth of the slower device.
 
     >>> hop_rates(10e-6, 10e-6 + (LARGE_BYTES - SMALL_BYTES) / 4e9, 8e9)
     (1e-05, 4000000000.0)
@@ -192,7 +192,7 @@ def hop_rates(small_s: float, large_s: float, memory_bytes_per_s: float) -> tupl
 
 
 def _op_s(runs: Sequence[StepRun], device: int) -> float:
-    """CPU seconds of an op: the median over a chain of those over its runs."""
+    """Return the CPU seconds of an op: the median over a chain of the medians over its runs."""
     return float(np.median(np.median(np.stack([run.cpu_s[device] for run in runs]), axis=0)))
 
 
@@ -210,7 +210,7 @@ def _runs(pool: WorkerPool, chain: range, placed: Sequence[int], repeats: int) -
 
 
 class _Chains:
-    """Builds the calibration program: independent chains, each op reads the one before."""
+    """Builds the calibration program: independent chains, in which each op reads the one before."""
 
     def __init__(self) -> None:
         self.values: list[Value] = []
@@ -218,7 +218,7 @@ class _Chains:
         self.sources: list[Source] = []
 
     def add(self, target: str, shape: tuple[int, ...], length: int, *, inputs: int) -> range:
-        """Append a chain; every op reads the same tensor ``inputs`` times."""
+        """Append a chain; every op reads the previous output ``inputs`` times."""
         stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
         first = len(self.values)
         self.sources.append(Source(first, "input", str(len(self.sources))))
@@ -239,7 +239,6 @@ class _Chains:
         return range(start, start + length)
 
     def program(self) -> StepProgram:
-        """The program of all chains."""
         return StepProgram(
             values=tuple(self.values),
             calls=tuple(self.calls),

@@ -1,4 +1,4 @@
-"""Measured clusters are kept in files, one for each machine, torch version and list of devices."""
+"""Files of measured clusters, one for each machine, torch version and list of devices."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from graphs.whole_file import write_whole
 
 
 def cache_path(prefix: str, about: Sequence[str]) -> Path:
-    """The file for devices that ``about`` tells apart from others of this machine."""
+    """Return the cache file of the devices that ``about`` identifies on this machine."""
     here = [host(), processor(), torch.__version__]
     key = hashlib.sha256("\n".join([*here, *about]).encode()).hexdigest()[:16]
     return cache_folder() / f"{prefix}-{key}.toml"
 
 
 def cached(path: Path, cluster: Cluster) -> Cluster | None:
-    """The cluster as it was stored before; None where it was not, or is not whole."""
+    """Return the cluster as it was stored, or None if it is missing or incomplete."""
     try:
         known = load_cluster(path)
     except (OSError, ValueError):
@@ -37,14 +37,14 @@ def cached(path: Path, cluster: Cluster) -> Cluster | None:
 
 
 def store(path: Path, cluster: Cluster) -> None:
-    """Keep a cluster, whole or not at all; a cache that cannot be written is no reason to fail."""
+    """Store a cluster atomically; a cache that cannot be written is not an error."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_whole(path, cluster_to_toml(cluster))
 
 
 def filled(cluster: Cluster, measured: Cluster) -> Cluster:
-    """The cluster, with measured numbers where it has none."""
+    """Return the cluster with missing values taken from ``measured``."""
     return replace(
         cluster,
         devices=tuple(map(_filled, cluster.devices, measured.devices)),

@@ -1,8 +1,8 @@
-"""What the calls of a forward pass cost on torch's devices, each alone, forward and backward.
+"""Measured costs of the calls of a forward pass on torch devices, forward and backward.
 
-The forward pass runs once on the host. On the way every call is timed on a device of each kind,
-with only the tensors of that call there: a device need not have room for the model. Calls that look
-alike (operator, shapes, strides, dtypes and plain arguments) are timed once.
+The forward pass runs once on the host. On the way every call is timed alone on a device of each
+kind, with only the tensors of that call there, so a device need not have room for the model. Calls
+that look alike (operator, shapes, strides, dtypes and plain arguments) are timed once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from graphs.extract.program import Ref
 from graphs.graph import PHASES
 
 ROOM_BYTES: Final = 256 << 20
-"""Backward passes that are timed together hold gradients of at most so many bytes."""
+"""Maximum bytes of gradients in backward passes that are timed together."""
 MOST_BACKWARDS: Final = 50
 LONG_S: Final = 0.05
 FEWEST_REPEATS: Final = 3
@@ -43,7 +43,7 @@ BACKWARD: Final = PHASES.index("backward")
 
 @dataclass(frozen=True, slots=True)
 class CallCost:
-    """Seconds of a call on one device; nan where its tensors have no room."""
+    """Seconds of a call on one device; nan where its tensors do not fit."""
 
     forward_s: float
     backward_s: float = 0.0
@@ -56,14 +56,15 @@ def profile_calls(
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, NDArray[np.float64]]:
-    """Seconds of every node of a call graph, {device kind: (M,)}; nan where it has no room.
+    """Measure the seconds of every node of a call graph, {device kind: (M,)}.
 
-    A call costs the longer of what the device works and what launching it takes, see
+    A call costs the longer of its time on the device and its launch time, see
     :func:`envs.stopwatch.seconds_per_call`. The launch cost of the device in ``cluster``, which is
-    added to every node of a problem, is taken off. Gradients are added up for free.
+    added to every node of a problem, is subtracted. A node that does not fit on the device costs
+    nan. Accumulating gradients is not counted.
 
     Raises:
-        ValueError: a device is not here.
+        ValueError: a device is not on this machine, or the model has no values (meta device).
     """
     first_of = {device.kind: device for device in reversed(cluster.devices)}
     profilers = {
@@ -93,7 +94,7 @@ def profile_calls(
 
 
 def backward_nodes(extraction: Extraction, calls: CallGraph) -> dict[str, int]:
-    """{key of a call: the node of the first of its backward ops}, of calls that have any."""
+    """Return {key of a call: node of its first backward op}, for calls that have one."""
     found: dict[str, int] = {}
     phases = [data["phase"] for _, data in extraction.graph.nodes(data=True)]
     for key, node, phase in zip(extraction.call_of, calls.node_of.tolist(), phases, strict=True):
@@ -121,15 +122,15 @@ def _by_node(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Asked:
-    """A call with the values it reads on the host, and those that need a gradient."""
+    """A call with the values it reads on the host, and which of them need a gradient."""
 
     call: ForwardCall
     values: Mapping[int, torch.Tensor]
-    gradients: frozenset[int]  # of the values that it reads; empty where nothing is differentiated
+    gradients: frozenset[int]  # inputs that need one; empty where nothing is differentiated
 
     @property
     def written(self) -> frozenset[int]:
-        """Values needing a gradient that an argument of the call is written through."""
+        """Return the inputs that need a gradient and are written in place."""
         schema = getattr(self.call.target, "_schema", None)
         names = [
             (i, a.name)
@@ -142,7 +143,7 @@ class _Asked:
         return self.gradients & {ref.value for ref in refs if isinstance(ref, Ref)}
 
     def signature(self) -> object:
-        """Equal for calls that cost the same."""
+        """Return a key that is equal for calls of equal cost."""
         reads = tuple(
             (tuple(t.shape), t.stride(), t.dtype, value in self.gradients)
             for value in self.call.reads
@@ -159,14 +160,13 @@ class _Asked:
 
 @dataclass(slots=True, eq=False)
 class _Profiler:
-    """Times calls on one device, in the dtype of the step; casts of parameters are timed, too."""
+    """Times calls on one device in the dtype of the step, including casts of parameters."""
 
     device: torch.device
     dtype: str
     known: dict[object, CallCost] = field(default_factory=dict)
 
     def cost(self, asked: _Asked) -> CallCost:
-        """What a call costs, forward and backward."""
         signature = asked.signature()
         if signature not in self.known:
             with timed_within_bounds(asked.call.key, self.device):
@@ -195,7 +195,7 @@ class _Profiler:
         return autocast(self.dtype, [self.device.type], keeps_casts=False)
 
     def _backward_s(self, asked: _Asked, here: Mapping[int, torch.Tensor]) -> float:
-        """Median seconds of a backward pass among others, 0 where there is nothing to pass."""
+        """Return the median seconds of a backward pass in a burst, 0 where there is none."""
         if self._backward_burst(asked, here, 1) is None:
             return 0.0
         alone_s = self._backward_burst(asked, here, 1) or 0.0
@@ -208,10 +208,10 @@ class _Profiler:
     def _backward_burst(
         self, asked: _Asked, here: Mapping[int, torch.Tensor], count: int
     ) -> float | None:
-        """Seconds of ``count`` backward passes that autograd is asked for at once.
+        """Return the seconds of ``count`` backward passes that autograd runs in one call.
 
-        Each has leaves of its own, so that no gradients are added up. None where no output of the
-        call depends on a value that needs a gradient.
+        Each has its own leaves, so that no gradients are added up. None where no output of the call
+        depends on a value that needs a gradient.
         """
         leaves: list[torch.Tensor] = []
         outputs: list[torch.Tensor] = []
@@ -240,7 +240,7 @@ def _leaves(
 def _walk(
     extraction: Extraction,
 ) -> Iterator[tuple[ForwardCall, dict[int, torch.Tensor], frozenset[int]]]:
-    """Run the forward pass on the host; before each call, the values and what needs a gradient."""
+    """Run the forward pass on the host; yield each call before it runs, and its live values."""
     program = extraction.forward
     values, needing = _sources(extraction)
     last = {value: i for i, call in enumerate(program.calls) for value in call.reads}
@@ -261,16 +261,13 @@ def _walk(
 
 
 def _differentiable(call: ForwardCall, output: torch.Tensor) -> bool:
-    """Whether gradients flow from an output back into the call."""
+    """Return whether gradients flow from an output back into the call."""
     without_grad = call.op == "detach" or (call.args and call.args[0] is False)
     return not without_grad and (output.is_floating_point() or output.is_complex())
 
 
 def _sources(extraction: Extraction) -> tuple[dict[int, torch.Tensor], set[int]]:
-    """Values that are there before the first call, and those of them that need a gradient.
-
-    What is written is a copy: the model stays as it is.
-    """
+    """Return the values before the first call (copied if written), and those needing a gradient."""
     program, step = extraction.forward, extraction.step
     written = frozenset().union(*(call.writes for call in program.calls))
     state = step.named_state()
@@ -296,6 +293,5 @@ def _sources(extraction: Extraction) -> tuple[dict[int, torch.Tensor], set[int]]
 
 @contextlib.contextmanager
 def _rng_kept() -> Iterator[None]:
-    """Leave the random generators of all devices as they were."""
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         yield

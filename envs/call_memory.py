@@ -1,4 +1,4 @@
-"""What a step takes on torch's devices beyond what the graph of its calls says."""
+"""Memory that a step needs on torch devices beyond what its call graph shows."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from envs.cluster import Cluster, Device
 from envs.host_names import is_core
 
 FRAGMENTED_SHARE: Final = 0.08
-"""Part of a device's memory that lies in gaps between tensors; a guess, 5 to 15 % are usual."""
+"""Share of a device's memory lost in gaps between tensors; a guess, 5 to 15 % are usual."""
 LIBRARY_BYTES: Final = 96 << 20
 """Scratch memory of cuBLAS (32 MiB on recent GPUs, for each of two streams) and cuDNN."""
 
 
 def plannable(cluster: Cluster) -> Cluster:
-    """The cluster with the memory of torch's devices that placements may be planned for.
+    """Return the cluster with torch devices' memory reduced to what placements may use.
 
-    The rest is left for gaps and for libraries. The context of a CUDA device is in neither: it is
-    taken before free memory is asked for.
+    The rest is reserved for fragmentation and libraries. It does not include the context of a CUDA
+    device, which is already allocated when free memory is queried.
     """
     return replace(cluster, devices=tuple(map(_plannable, cluster.devices)))
 

@@ -10,7 +10,7 @@
     kind = "core"              # bandwidth_bytes_per_s and source as in Device
     memory_bytes = 8_000_000_000
     price_per_hour = 0.05      # in any currency; only for placer optimize --pareto
-    contention = 3.1           # only where it was calibrated while others used it
+    contention = 3.1           # only if other processes used it during calibration
 
     [[link]]
     between = ["core:0", "core:1"]     # every ordered pair among them, or
@@ -35,7 +35,7 @@ Two nodes whose GPUs share a network card each, with a queue per direction::
     latency_s = 5e-6
     bandwidth_bytes_per_s = 25e9
 
-Devices of one port are not joined by its link: list another for them. A link joins devices
+A link does not join devices of one port: list another for them. A link joins devices
 directly; where two have none, such as GPUs that copy through the host, list one that costs as much.
 """
 
@@ -59,12 +59,12 @@ SHARINGS: Final[tuple[Sharing, ...]] = ("none", "egress", "pair", "bus")
 LINK_ORDERS: Final[tuple[LinkOrder, ...]] = ("fifo", "priority")
 FORMAT: Final = "placer-cluster/1"
 RARE: Final = frozenset({"ports", "ingress", "price_per_hour", "contention"})
-"""Keys that are only written where they are used: other readers of the format may not know them."""
+"""Keys that are only written where used: other readers of the format may not know them."""
 LARGEST_INT: Final = 2**63 - 1  # as TOML asks every reader to hold
 LONGEST_S: Final = 500.0
 """An op, launch or latency that takes longer is refused: steps stay below 550 s."""
 MOST_DEVICES: Final = 1024
-"""What is kept of every pair of devices, and looked at for each edge, grows with their square."""
+"""Maximum number of devices; data per device pair, read for each edge, grows with their square."""
 _RATE: Final = (1e-9, math.inf)  # so slow that any output takes a finite time
 RANGES: Final[Mapping[str, tuple[float, float]]] = {
     "memory_bytes": (0, LARGEST_INT),
@@ -75,22 +75,22 @@ RANGES: Final[Mapping[str, tuple[float, float]]] = {
     "price_per_hour": (0, 1e9),
     "contention": (0, 1e9),
 }
-"""What the numbers of devices and links may be."""
+"""Accepted ranges of the numbers of devices and links."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """Something that runs one op at a time, in decimal units."""
+    """One device, which runs one op at a time; units are decimal."""
 
     name: str
     kind: str
     memory_bytes: int
     launch_s: float = 0.0  # added to every op
-    peak_flop_per_s: float = math.nan  # of the dtype that is computed in
+    peak_flop_per_s: float = math.nan  # in the dtype of the computation
     bandwidth_bytes_per_s: float = math.nan
     source: str = ""  # where the numbers come from: a data sheet, or "measured <date>"
-    price_per_hour: float = 0.0  # of renting it, in any currency, the same for all; 0: not given
-    contention: float = 0.0  # wall over CPU time of its calibration, where others used it
+    price_per_hour: float = 0.0  # rental, in one currency for all devices; 0: not given
+    contention: float = 0.0  # wall over CPU time of its calibration; 0: quiet or unknown
 
     def __post_init__(self) -> None:
         if not self.name or not self.kind:
@@ -100,7 +100,7 @@ class Device:
         for name in ("memory_bytes", "launch_s", "price_per_hour", "contention"):
             _check_range(self, name, f"device {self.name!r}")
         for name in ("peak_flop_per_s", "bandwidth_bytes_per_s"):
-            if not math.isnan(getattr(self, name)):  # not known
+            if not math.isnan(getattr(self, name)):  # nan: not known
                 _check_range(self, name, f"device {self.name!r}")
         if self.memory_bytes != int(self.memory_bytes):
             raise ValueError(
@@ -110,18 +110,18 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A way between every ordered pair of the devices it names, or ``one_way`` between two.
+    """A link between every ordered pair of the devices it names, or ``one_way`` between two.
 
     ``sharing`` says which transfers queue behind each other: "none" (never), "egress" (one queue
-    per sender; half duplex: one port per device for both directions), "pair" (one per ordered
-    pair; half duplex: per unordered pair), "bus" (one for all). Where two links name the same
-    pair, the first listed counts.
+    per sender; half duplex: one port per device for both directions), "pair" (one per ordered pair;
+    half duplex: per unordered pair), "bus" (one for all). Where two links name the same pair, the
+    first listed counts.
 
     Devices of one list in ``ports`` share a port, such as the network card of their node; every
     other device has its own. A port then takes the place of the device: it is one sender, one
     receiver, one end of a pair, and the link does not join its devices to each other. With
-    ``ingress``, a transfer on a full-duplex "egress" link needs two queues at once, that of its
-    sender out and that of its receiver in.
+    ``ingress``, a transfer on a full-duplex "egress" link occupies two queues at once: outgoing at
+    its sender and incoming at its receiver.
     """
 
     between: tuple[str, ...]
@@ -164,11 +164,11 @@ class Link:
             raise ValueError(f"{where}: all devices share one port, so it joins none of them")
 
     def port_of(self, name: str) -> str:
-        """The port of one of its devices, by the first device that shares it."""
+        """Return the port of a device, named after the first device that shares it."""
         return next((port[0] for port in self.ports if name in port), name)
 
     def joins(self, source: str, destination: str) -> bool:
-        """Whether it carries source to destination."""
+        """Return whether the link leads from source to destination."""
         if self.one_way:
             return (source, destination) == self.between
         if source not in self.between or destination not in self.between:
@@ -178,7 +178,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Devices by index, and links; index ``d`` of ``devices`` is how placements name a device."""
+    """Devices and links; placements refer to devices by their index in ``devices``."""
 
     name: str
     devices: tuple[Device, ...]
@@ -206,21 +206,20 @@ class Cluster:
                     )
 
     def __len__(self) -> int:
-        """Number of devices."""
         return len(self.devices)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Device names in index order."""
+        """Return the device names in index order."""
         return tuple(device.name for device in self.devices)
 
     @property
     def price_per_hour(self) -> float:
-        """Of renting all its devices."""
+        """Return the rental price per hour of all devices together."""
         return math.fsum(device.price_per_hour for device in self.devices)
 
     def index(self, name: str) -> int:
-        """Index of a device.
+        """Return the index of a device.
 
         Raises:
             ValueError: there is no such device; the message lists those there are.
@@ -234,7 +233,7 @@ class Cluster:
         )
 
     def link_between(self, source: str, destination: str) -> Link | None:
-        """The link that carries source to destination, or None."""
+        """Return the link from source to destination, or None."""
         for link in self.links:
             if link.joins(source, destination):
                 return link
@@ -245,15 +244,15 @@ def load_cluster(path: Path) -> Cluster:
     """Read a cluster file.
 
     Raises:
-        ValueError: it is not TOML, is larger than 1 MB, has unknown or missing keys, or a value is
-            out of range; the message starts with the file and the path of the key.
-        OSError: it cannot be read.
+        ValueError: the file is not TOML, is larger than 1 MB, has unknown or missing keys, or a
+            value is out of range; the message starts with the file and the path of the key.
+        OSError: the file cannot be read.
     """
     return load_toml(path, cluster_from_dict)
 
 
 def cluster_from_dict(data: Mapping[str, Any]) -> Cluster:
-    """A cluster from the parsed content of a cluster file.
+    """Build a cluster from the parsed content of a cluster file.
 
     Raises:
         ValueError: unknown or missing keys, wrong types, or values out of range.
@@ -281,7 +280,7 @@ def cluster_from_dict(data: Mapping[str, Any]) -> Cluster:
 
 
 def cluster_to_toml(cluster: Cluster) -> str:
-    """The content of a cluster file; :func:`load_cluster` reads it back unchanged."""
+    """Encode a cluster as a cluster file; :func:`load_cluster` reads it back unchanged."""
     lines = [f'format = "{FORMAT}"', f"name = {_toml(cluster.name)}"]
     for table, items in (("device", cluster.devices), ("link", cluster.links)):
         for item in items:
@@ -293,7 +292,7 @@ def cluster_to_toml(cluster: Cluster) -> str:
 
 
 def _unsaid(key: str, value: object) -> bool:
-    """Unknown numbers, since a nan that is read back equals no other, and what is rarely used."""
+    """Return whether a key is omitted: nan, which would not equal itself, or an unused rare key."""
     return (isinstance(value, float) and math.isnan(value)) or (key in RARE and not value)
 
 
@@ -306,7 +305,7 @@ def _toml(value: object) -> str:
         return "[" + ", ".join(_toml(item) for item in value) + "]"
     if isinstance(value, int):
         return str(int(value))
-    if isinstance(value, float):  # also numpy's, whose repr says so
+    if isinstance(value, float):  # also numpy's, whose repr names its type
         return repr(float(value))
     raise TypeError(f"{value!r} cannot be written as TOML")
 

@@ -1,4 +1,4 @@
-"""What a reduction costs on paper: p ranks add up their gradients, and each of them gets the sum.
+"""Analytic costs of all-reduce: p ranks add up their gradients, and each of them gets the sum.
 
 Every formula is an alpha-beta model: a message takes alpha, ``latency_s``, and each of its n bytes
 beta, ``1 / bandwidth_bytes_per_s``. Links are full duplex, and adding takes no time.
@@ -14,11 +14,11 @@ from typing import Final, TypeAlias
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """One level of a network: so many ranks, each with one port to the others.
+    """One level of a network: a number of ranks, each with one port to the others.
 
     A network is a sequence of levels, innermost first: at the second level a rank is a node with
-    all that is inside it, and its port is the one that all of them share. A node may have several
-    ``ports``, such as a network card for each of its devices; one device uses one of them.
+    all that is inside it, which shares the node's port. A node may have several ``ports``, such as
+    a network card for each of its devices; one device uses one of them.
     """
 
     ranks: int
@@ -38,7 +38,7 @@ class Level:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllReduce:
-    """A reduction by one algorithm; one that is hierarchical has others at its levels."""
+    """One all-reduce and its cost; a hierarchical one has an algorithm for each level."""
 
     algorithm: str
     seconds: float
@@ -46,7 +46,7 @@ class AllReduce:
 
 
 def ring_s(size_bytes: float, level: Level) -> float:
-    """Seconds of a ring: 2 (p - 1) alpha + 2 (p - 1) / p n beta, the least bytes that suffice.
+    """Return the seconds of a ring: 2 (p - 1) alpha + 2 (p - 1) / p n beta; bandwidth-optimal.
 
     Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH",
     IJHPCA 2005; Patarasuk and Yuan, JPDC 2009.
@@ -59,7 +59,7 @@ def ring_s(size_bytes: float, level: Level) -> float:
 
 
 def tree_s(size_bytes: float, level: Level) -> float:
-    """Seconds of a binomial tree, up and down: 2 ceil(log2 p) (alpha + n beta).
+    """Return the seconds of a binomial tree, up and down: 2 ceil(log2 p) (alpha + n beta).
 
     Thakur et al. 2005: a reduce and a broadcast. Few messages, all bytes in each: for small sizes.
     """
@@ -68,10 +68,10 @@ def tree_s(size_bytes: float, level: Level) -> float:
 
 
 def halving_doubling_s(size_bytes: float, level: Level) -> float:
-    """Seconds of recursive halving, then doubling: 2 log2 p alpha + 2 (p - 1) / p n beta.
+    """Return seconds of recursive halving, then doubling: 2 log2 p alpha + 2 (p - 1) / p n beta.
 
-    Thakur et al. 2005 (Rabenseifner's algorithm); Goyal et al., arXiv 1706.02677, section 4.1. The
-    ranks beyond a power of two hand all their bytes to a partner first and get them back last:
+    Thakur et al. 2005 (Rabenseifner's algorithm); Goyal et al., arXiv 1706.02677, section 4.1.
+    Ranks beyond a power of two first send all their bytes to a partner and receive the result last:
     2 (alpha + n beta) more.
     """
     power = 1 << (level.ranks.bit_length() - 1)
@@ -84,9 +84,9 @@ def halving_doubling_s(size_bytes: float, level: Level) -> float:
 
 
 def recursive_doubling_s(size_bytes: float, level: Level) -> float:
-    """Seconds of recursive doubling: log2 p (alpha + n beta), the fewest messages.
+    """Return the seconds of recursive doubling: log2 p (alpha + n beta), the fewest messages.
 
-    Thakur et al. 2005. Partners exchange all that they have; ranks beyond a power of two are served
+    Thakur et al. 2005. Partners exchange all their bytes; ranks beyond a power of two are handled
     as in :func:`halving_doubling_s`.
     """
     steps = level.ranks.bit_length() - 1
@@ -96,13 +96,13 @@ def recursive_doubling_s(size_bytes: float, level: Level) -> float:
 
 
 def double_tree_s(size_bytes: float, level: Level) -> float:
-    """Seconds of two binary trees: 2 (n beta + 2 L alpha + sqrt(8 L n alpha beta)), L = log2 p.
+    """Return seconds of two binary trees: 2 (n beta + 2 L alpha + sqrt(8 L n alpha beta)).
 
-    Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and
-    scan", Parallel Computing 35 (2009): either half of the bytes goes through a tree of its own in
-    k chunks, in 2 ceil(L) + 2 k steps of alpha + n / (2 k) beta; k = sqrt(L n beta / (2 alpha)) is
-    the best. That is a reduction, and a broadcast costs as much. It has the bytes of a ring
-    and the messages of a tree: for many ranks.
+    L = ceil(log2 p). Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth broadcast,
+    reduction and scan", Parallel Computing 35 (2009): each half of the bytes goes through its own
+    tree in k chunks, in 2 L + 2 k steps of alpha + n / (2 k) beta; k = sqrt(L n beta / (2 alpha))
+    is optimal. That is a reduction, and a broadcast costs as much. It has the bytes of a ring and
+    the messages of a tree: for many ranks.
     """
     if level.ranks == 1:
         return 0.0
@@ -113,11 +113,11 @@ def double_tree_s(size_bytes: float, level: Level) -> float:
 
 
 def single_reducer_s(size_bytes: float, level: Level) -> float:
-    """Seconds of one reducer (a parameter server on rank 0): 2 (p - 1) alpha + (p - 1) n beta.
+    """Return seconds of one reducer (a parameter server): 2 (p - 1) alpha + (p - 1) n beta.
 
-    Gibiansky, "Bringing HPC techniques to deep learning", 2017. All bytes of all others pass its
-    one port; what goes back in pieces overlaps with what still comes in. A reducer that answers
-    only when it has everything takes twice the bytes.
+    Gibiansky, "Bringing HPC techniques to deep learning", 2017. The reducer is rank 0, and all
+    bytes of the others pass its one port; results sent back in pieces overlap with data still
+    coming in. A reducer that answers only when it has everything takes twice the bytes.
 
     >>> single_reducer_s(1.2e9, Level(ranks=10, latency_s=0.0, bandwidth_bytes_per_s=1e9))
     10.8
@@ -127,13 +127,13 @@ def single_reducer_s(size_bytes: float, level: Level) -> float:
 
 
 def hierarchical(size_bytes: float, levels: Sequence[Level]) -> AllReduce:
-    """Reduce-scatter inwards to outwards, an all-reduce at the outermost level, all-gather back.
+    """Return the cost of reduce-scatter up to the outermost level, all-reduce, all-gather back.
 
-    At each level every rank reduces the part of the bytes that it holds with its peers, by
-    whichever algorithm is the cheapest there: sum over levels i of their seconds for n / (p_1 ...
-    p_i-1) bytes through ports that p_1 ... p_i-1 ranks share. BlueConnect (Cho et al., MLSys
-    2019); with two levels it is Horovod's hierarchical allreduce. Inside the outermost level only
-    rings, and halving-doubling of a power of two, leave every rank with an equal part.
+    At each level every rank reduces its part of the bytes with its peers, by whichever algorithm is
+    the cheapest there: the sum over levels i of the seconds for n / (p_1 ... p_i-1) bytes through
+    ports that p_1 ... p_i-1 ranks share. BlueConnect (Cho et al., MLSys 2019); with two levels it
+    is Horovod's hierarchical allreduce. Inside the outermost level only rings, and halving-doubling
+    of a power of two, leave every rank with an equal part.
     """
     seconds, sharing, chosen = 0.0, 1, []
     outermost = max((i for i, level in enumerate(levels) if level.ranks > 1), default=0)
@@ -157,31 +157,32 @@ FLAT: Final[Mapping[str, _Cost]] = {
     "recursive-doubling": recursive_doubling_s,
     "single-reducer": single_reducer_s,
 }
-"""Algorithms that take all ranks as peers."""
+"""Algorithms that treat all ranks as peers."""
 HIERARCHICAL: Final = "hierarchical"
 ALGORITHMS: Final = (*FLAT, HIERARCHICAL)
 CROWDED: Final = frozenset({"halving-doubling", "recursive-doubling"})
-"""All ranks of a node talk to other nodes at once."""
+"""Algorithms in which all ranks of a node send to other nodes at once."""
 PAYLOADS: Final[Mapping[str, float]] = {"fp32": 1.0, "fp16": 0.5, "bf16": 0.5, "1-bit": 1 / 32}
-"""Bytes sent per byte of a gradient in fp32. One bit (Seide et al., Interspeech 2014) goes all to
-all and is gathered again, which sends the bytes of a ring; values of its columns are left out."""
+"""Bytes sent per byte of an fp32 gradient. One-bit payloads (Seide et al., Interspeech 2014) are
+exchanged all to all and gathered again, which sends the bytes of a ring; their per-column values
+are not counted."""
 
 
 def all_reduce(
     algorithm: str, size_bytes: float, levels: Sequence[Level], *, payload_factor: float = 1.0
 ) -> AllReduce:
-    """A reduction of ``size_bytes`` over all ranks of a network.
+    """Return the cost of an all-reduce of ``size_bytes`` over all ranks of a network.
 
     Args:
-        algorithm: one of ``ALGORITHMS``. A flat one on several levels has neighbours in order, so
-            that few ranks of a node talk to other nodes at a time, and goes at the pace of the
-            slowest level; those in ``CROWDED``, where all do, share the ports.
-        size_bytes: of the gradients of one rank.
-        levels: of the network, innermost first.
+        algorithm: one of ``ALGORITHMS``. A flat one on several levels has neighbors in order,
+            so that few ranks of a node send to other nodes at a time, and runs at the pace of
+            the slowest level; in those of ``CROWDED`` all ranks do, and share the ports.
+        size_bytes: gradient bytes of one rank.
+        levels: levels of the network, innermost first.
         payload_factor: bytes sent per byte of gradient, see ``PAYLOADS``.
 
     Raises:
-        ValueError: there is no such algorithm or no level, or a number is out of range.
+        ValueError: the algorithm is unknown, there is no level, or a number is out of range.
     """
     if algorithm not in ALGORITHMS:
         raise ValueError(f"there is no reduction {algorithm!r}: there are {', '.join(ALGORITHMS)}")
@@ -201,14 +202,14 @@ def all_reduce(
 def all_reduce_s(
     algorithm: str, size_bytes: float, levels: Sequence[Level], *, payload_factor: float = 1.0
 ) -> float:
-    """Seconds of :func:`all_reduce`, which says what is refused."""
+    """Return the seconds of :func:`all_reduce`, which documents the arguments and errors."""
     return all_reduce(algorithm, size_bytes, levels, payload_factor=payload_factor).seconds
 
 
 def cheapest_all_reduce(
     size_bytes: float, levels: Sequence[Level], *, payload_factor: float = 1.0
 ) -> AllReduce:
-    """The reduction that takes the least time; of equal ones the first of ``ALGORITHMS``.
+    """Return the all-reduce of least cost; ties go to the first of ``ALGORITHMS``.
 
     Raises:
         ValueError: as for :func:`all_reduce`.
@@ -220,18 +221,18 @@ def cheapest_all_reduce(
 
 
 def _scattering(ranks: int) -> Mapping[str, _Cost]:
-    """Algorithms that reduce by way of equal parts."""
+    """Return the algorithms that leave every rank with an equal part."""
     names = ["ring"] if ranks & (ranks - 1) else ["ring", "halving-doubling"]
     return {name: FLAT[name] for name in names}
 
 
 def _shared(level: Level, ranks: int) -> float:
-    """Bytes per second of each of so many ranks that use the ports of a node at once."""
+    """Return the bytes per second of each of ``ranks`` ranks that use a node's ports at once."""
     return level.bandwidth_bytes_per_s * min(level.ports / ranks, 1.0)
 
 
 def _flattened(algorithm: str, levels: Sequence[Level]) -> Level:
-    """All ranks as peers, with the latency and the bandwidth of the slowest level they cross."""
+    """Return all ranks as peers, with the latency and bandwidth of the slowest level they cross."""
     latency_s, bandwidth, inside = 0.0, math.inf, 1
     for level in levels:
         if level.ranks > 1:

@@ -1,4 +1,4 @@
-"""Compiled functions: numba's ``njit`` with types that checkers see through."""
+"""Compilation by numba's ``njit``, with types that static checkers understand."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 lowest_set_bit = cast("Callable[[int], int]", numbers.trailing_zeros)
-"""Number of the lowest bit that is set; one instruction, for compiled callers only."""
+"""Index of the lowest set bit; one instruction, for compiled callers only."""
 
 
 index = cast("Callable[[int], int]", np.uint32)
-"""Makes a number an index that is never negative. In a hot loop it saves the question whether to
-count from the end; that question was a sixth of the simulator's time."""
+"""Convert a number to an unsigned index. This spares hot loops the check for negative indices,
+which took a sixth of the simulator's time."""
 
 int64 = cast("Callable[[int], int]", np.int64)
-"""Makes a number one of 64 bits: functions that get constants, or numbers of several sizes, are
-compiled for each of them."""
+"""Convert a number to 64 bits: functions are compiled again for constants, and for each size of
+number, that they are called with."""
 
 
 _not_kept: Final[set[str]] = set()
-"""Functions whose machine code no folder can keep."""
+"""Functions whose machine code cannot be cached in any folder."""
 
 
 def loading_stage() -> str:
-    """Return what to call the stage that loads compiled code, with why it may take long."""
+    """Return the name of the stage that loads compiled code, with the reason why it may be slow."""
     if not _not_kept:
         return "Loading compiled code (the first time it is compiled, 10 s)"
     return (
@@ -50,29 +50,30 @@ def loading_stage() -> str:
 
 
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Compile a function for plain numbers, arrays and tables of them, at its first call.
+    """Compile a function of plain numbers, arrays and tables of them, at its first call.
 
     Tables are named tuples, see :mod:`envs.compiled_tables`. Machine code is cached on disk, and
     running it releases the interpreter lock; of several processes that need it, one compiles and
     the others wait. Other argument types, even 0 for 0.0 or a read-only array for a writable one,
-    compile again; so does a change of the function's file, or of a compiled function or number that
-    its file imports.
+    cause another compilation; so does a change of the function's file, or of a compiled function or
+    number that its file imports.
     """
     return _compiled(function)
 
 
 def compiled_borrowing(function: Callable[P, R]) -> Callable[P, R]:
-    """Like :func:`compiled`, for functions that make no arrays and only work on those they get.
+    """Compile as :func:`compiled` does, for functions that only use the arrays they are given.
 
-    Arrays are not counted as in use while the function runs: its caller holds them anyway.
+    They must not create arrays. Arrays are not reference-counted while the function runs: its
+    caller holds them anyway.
     """
     return _compiled(function, _nrt=False)
 
 
 def compiled_inline(function: Callable[P, R]) -> Callable[P, R]:
-    """Like :func:`compiled_borrowing`, and always merged into the compiled functions that call it.
+    """Compile as :func:`compiled_borrowing` does, always inlined into the compiled callers.
 
-    Nothing else can call it, and it has no machine code of its own.
+    Only compiled functions can call it, and it has no machine code of its own.
     """
     dispatcher = numba.njit(
         nogil=True,
@@ -89,13 +90,13 @@ def compiled_inline(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def is_cached(function: object) -> bool:
-    """Whether there is machine code of a function on disk, or none can be kept there."""
+    """Return whether machine code of a function is on disk, or cannot be cached at all."""
     found = getattr(function, "_cache", None)
     return not isinstance(found, _SharedCache) or found.has_code()
 
 
 def _keep_from_python(dispatcher: Any) -> None:
-    """Let Python's calls end in an error: there is nothing at the address that they would go to."""
+    """Make calls from Python raise an error: there is no code at the address to be called."""
 
     def add_overload(result: Any) -> None:
         dispatcher.overloads[tuple(result.signature.args)] = result
@@ -119,7 +120,7 @@ def _compiled(function: Callable[P, R], **options: Any) -> Callable[P, R]:
 
 _OWN_FILES: Final = (__file__, compiled_parts.__file__, compiled_tables.__file__)
 _STAMPS: Final[dict[Dispatcher, str]] = {}
-"""What code is kept by: it differs if the function has changed, or what it uses."""
+"""Cache key of each function's code: it changes with the function and with what it uses."""
 
 
 def _stamp(function: Callable[..., Any]) -> str:
@@ -136,29 +137,29 @@ def _stamp(function: Callable[..., Any]) -> str:
 def _content(path: str) -> str:
     try:
         return sha256(Path(path).read_bytes()).hexdigest()
-    except OSError:  # it was typed in
+    except OSError:  # it was typed in interactively
         return ""
 
 
 class _SharedCache(FunctionCache):  # type: ignore[misc]
-    """Machine code on disk, of which several processes need not compile the same.
+    """Machine code on disk that several processes share, so that only one of them compiles it.
 
-    Who finds none there locks the function until it has compiled it. A function waits only for
-    those that it calls, so processes never wait for each other in a circle.
+    A process that finds no code locks the function until it has compiled it. A function waits only
+    for those that it calls, so processes never deadlock.
     """
 
     def __init__(self, function: Callable[..., Any], stamp: str) -> None:
         super().__init__(function)
-        # There is no public way to say what code depends on; a test notices should this one close.
+        # No public API sets what code depends on; a test notices if this stops working.
         self._cache_file._source_stamp = stamp
         self._lock: int | None = None
 
     def has_code(self) -> bool:
-        """Whether there is any, of whatever argument types."""
+        """Return whether there is code for any argument types."""
         return bool(self._cache_file._load_index())
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """What was compiled for a signature; None locks the function, to be compiled."""
+        """Return the code for a signature; None locks the function, which is to be compiled."""
         found = super().load_overload(sig, target_context)
         if found is None and self._locked():
             found = super().load_overload(sig, target_context)  # another process was faster
@@ -167,14 +168,13 @@ class _SharedCache(FunctionCache):  # type: ignore[misc]
         return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Keep what was compiled."""
         try:
             super().save_overload(sig, data)
         finally:
             self._unlock()
 
     def _locked(self) -> bool:
-        """Lock the function; False where files cannot be locked."""
+        """Lock the function; return False where files cannot be locked."""
         if self._lock is None:
             try:
                 self._impl.locator.ensure_cache_path()

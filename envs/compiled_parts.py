@@ -1,7 +1,7 @@
-"""Compiling functions that are only ever parts of others: neither optimised nor loaded alone.
+"""Compiler for functions that are only linked into others: neither optimized nor loaded alone.
 
-By itself numba optimises every function and makes machine code of it, again and again for one that
-others take in: that was a third of the time that compiling took.
+By default numba optimizes every function and makes machine code of it, again and again for one that
+others inline: that was a third of the compile time.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from numba.core.typed_passes import NativeLowering
 
 
 class PartCompiler(CompilerBase):  # type: ignore[misc]
-    """Numba's own passes, but for the last: what they make is for callers to link."""
+    """Numba's default passes, except that the last one leaves the code for callers to link."""
 
     def define_pipelines(self) -> list[Any]:
-        """The passes."""
+        """Return the passes."""
         manager = DefaultPassBuilder.define_nopython_pipeline(self.state)
         manager.passes = [
             (_PartLowering if step is NativeLowering else step, why) for step, why in manager.passes
@@ -39,7 +39,7 @@ class _PartLowering(NativeLowering):  # type: ignore[misc]
 
 
 class _Part(JITCodeLibrary):  # type: ignore[misc]
-    """Code of a function that is linked by what calls it, and has no address."""
+    """Code of a function that is linked into its callers and has no address."""
 
     @property
     def codegen(self) -> Any:
@@ -57,7 +57,7 @@ class _Part(JITCodeLibrary):  # type: ignore[misc]
 
 
 class _WithoutEnvironments:
-    """A code generator for functions that have no address to keep an environment at."""
+    """A code generator for functions that have no address at which to store an environment."""
 
     def __init__(self, codegen: Any) -> None:
         self._codegen = codegen
@@ -66,4 +66,4 @@ class _WithoutEnvironments:
         return getattr(self._codegen, name)
 
     def set_env(self, *_: object) -> None:
-        """Nothing."""
+        """Do nothing."""

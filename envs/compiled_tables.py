@@ -1,7 +1,7 @@
-"""Named tuples of arrays that compiled functions hand to each other as one pointer.
+"""Named tuples of arrays that compiled functions pass to each other as one pointer.
 
-By itself numba takes a named tuple apart: with thirty arrays every function that gets it has two
-hundred arguments. Compiling them took most of the time that compiling took.
+By default numba unpacks a named tuple: with thirty arrays, every function that takes it has two
+hundred arguments. Compiling them took most of the compile time.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ WORD: ir.IntType = ir.IntType(64)
 
 
 def by_pointer(named_tuple: type[T]) -> type[T]:
-    """Class decorator: let compiled functions take such named tuples as one pointer.
+    """Let compiled functions take such named tuples as one pointer; a class decorator.
 
-    Fields are arrays, contiguous and writable, and numbers. Compiled functions read the fields, as
-    ever; they cannot make such a tuple, and must not return its arrays.
+    Fields are numbers, and arrays that are contiguous and writable. Compiled functions read the
+    fields as usual; they cannot create such a tuple, and must not return its arrays.
     """
     members = {name: getattr(named_tuple, name) for name in ("__doc__", "__module__")}
     made = type(named_tuple.__name__, (_Table, named_tuple), members)
@@ -44,12 +44,12 @@ def by_pointer(named_tuple: type[T]) -> type[T]:
 
 
 class _Table(tuple[Any, ...]):
-    """What compiled code needs to know of a named tuple, found when it is first asked for."""
+    """A named tuple with what compiled code needs to know of it, computed at first use."""
 
     _fields: tuple[str, ...]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leave addresses behind when it is copied."""
+        """Leave addresses out of copies."""
         return type(self), tuple(self)
 
     @cached_property
@@ -59,7 +59,6 @@ class _Table(tuple[Any, ...]):
 
     @cached_property
     def _words(self) -> NDArray[np.int64]:
-        """Address and shape of every array, numbers as they are."""
         words: list[Any] = []
         for value in self:
             if isinstance(value, np.ndarray):
@@ -74,7 +73,7 @@ class _Table(tuple[Any, ...]):
 
 
 class TableType(types.Type):  # type: ignore[misc]
-    """The type of such a named tuple, by the types of its fields."""
+    """The numba type of such a named tuple, given by the types of its fields."""
 
     def __init__(self, name: str, kinds: dict[str, Any]) -> None:
         self.kinds = kinds
@@ -90,7 +89,7 @@ NUMBERS: Final = {bool: types.boolean, int: types.int64, float: types.float64}
 
 @cache
 def _table_type(name: str, fields: tuple[str, ...], kinds: tuple[Any, ...]) -> TableType:
-    """The type, made once: that takes longer than what most functions do."""
+    """Return the type, made once: making it takes longer than most functions run."""
     found = (
         types.Array(from_dtype(kind[0]), kind[1], "C") if isinstance(kind, tuple) else NUMBERS[kind]
         for kind in kinds
@@ -99,7 +98,7 @@ def _table_type(name: str, fields: tuple[str, ...], kinds: tuple[Any, ...]) -> T
 
 
 def _kind(name: str, value: object) -> Any:
-    """What the type of a field follows from: dtype and dimensions, or the type of a number."""
+    """Return what determines the type of a field: (dtype, dimensions), or the type of a number."""
     if isinstance(value, np.ndarray):
         if not value.flags.carray:
             raise TypeError(f"array {name} is not contiguous, aligned and writable")
@@ -128,7 +127,6 @@ class _Attributes(AttributeTemplate):  # type: ignore[misc]
 
 @lower_getattr_generic(TableType)  # type: ignore[untyped-decorator]
 def _field(context: Any, builder: Any, table: TableType, pointer: Any, name: str) -> Any:
-    """Code that reads a field."""
     kind, word = table.kinds[name], table.words[name]
     if not isinstance(kind, types.Array):
         value = _read(builder, pointer, word, context.get_data_type(kind))
@@ -151,7 +149,7 @@ def _field(context: Any, builder: Any, table: TableType, pointer: Any, name: str
 
 
 def _read(builder: Any, pointer: Any, word: int, kind: Any) -> Any:
-    """Code that reads a word, which never changes: so it is read once, not once in every turn."""
+    """Generate code that reads a word; words never change, so loops read them once."""
     words = builder.bitcast(pointer, WORD.as_pointer())
     place = builder.gep(words, [ir.IntType(32)(word)])
     value = builder.load(builder.bitcast(place, kind.as_pointer()))

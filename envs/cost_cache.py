@@ -1,21 +1,21 @@
-"""Op times that were measured before, in one SQLite file that several processes may share.
+"""Cache of measured op times: one SQLite file that several processes may share.
 
 A *session* is one profile of one step on one kind of device. It gives every op signature of the
 step one time: the median over the runs and over the ops with that signature. The last five sessions
-of a signature are kept; what counts is decided when they are read:
+of a signature are kept; which of them count is decided when they are read:
 
-- A session is *calm* if the quartiles of its summed op times lie within 10 % of their median. Where
-  there are calm sessions only they count: noisy hours cannot outvote a quiet one.
+- A session is *calm* if the interquartile range of its summed op times is at most 10 % of their
+  median. Where there are calm sessions only they count: noisy hours cannot outvote a quiet one.
 - Without any, three noisy sessions count together, so that a machine that is never quiet does not
-  measure for ever. Before that the time is not known.
-- Of those that count it is the median, of an even number the lower one of the middle two. Other
-  load adds to times and seldom takes away, so of two the smaller is nearer to the truth; of three
-  and more a single freak, slow or fast, has no say. What changed about the machine is forgotten
-  after five sessions.
+  measure forever. With fewer the time is not known.
+- The result is the median of those that count, for an even number the lower of the middle two.
+  Other load adds to times and seldom reduces them, so of two the smaller is nearer to the truth;
+  with three or more a single outlier, slow or fast, has no effect. Sessions from before a change of
+  the machine are gone after five new ones.
 
 The file keeps SQLite's rollback journal: unlike its write-ahead log it works on network file
-systems and can be read where nothing can be written. Nothing fails for want of a cache: a file that
-cannot be opened knows nothing and keeps nothing. A damaged or foreign file is set aside.
+systems and can be read where nothing can be written. A missing cache is never an error: a file that
+cannot be opened counts as empty and stores nothing. A damaged or foreign file is set aside.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ APPLICATION: Final = 0x706C6163  # "plac", in SQLite's field for the application
 SESSIONS_KEPT: Final = 5
 SESSIONS_IF_NOISY: Final = 3
 CALM_SPREAD: Final = 0.1
-WAIT_S: Final = 10.0  # for other processes that write
+WAIT_S: Final = 10.0  # for other writers
 CHUNK: Final = 500  # signatures asked for at once
 DAMAGED: Final = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 COMPANIONS: Final = ("-journal", "-wal", "-shm")
@@ -62,13 +62,13 @@ TABLES: Final = (
         PRIMARY KEY (signature, session)
     ) WITHOUT ROWID""",
 )
-MEANING: Final = 1  # goes up when a time means something else
+MEANING: Final = 1  # version of what a time means
 EVERY_FILE: Final = "op-costs-*.sqlite*"
 Result = TypeVar("Result")
 
 
 def file_name(tables: Sequence[str]) -> str:
-    """Return the name of a cache with these tables: versions with others have their own files."""
+    """Return the cache file name for these tables; other tables have other files."""
     return f"op-costs-{MEANING}-{crc32(''.join(tables).encode()):08x}.sqlite"
 
 
@@ -77,7 +77,7 @@ FILE: Final = file_name(TABLES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """What times are valid for: a kind of device, its hardware and a version of torch."""
+    """Conditions of a measurement: the kind of device, its hardware and the version of torch."""
 
     kind: str
     hardware: str
@@ -86,7 +86,7 @@ class Conditions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """One profile: {signature: seconds}, how many runs it took, and how far their sums scattered.
+    """One profile: {signature: seconds}, its number of runs, and the spread of their sums.
 
     ``spread`` is (upper quartile - lower quartile) / median of the runs' summed op times.
     """
@@ -99,7 +99,7 @@ class Session:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownCost:
-    """What the sessions of a signature say together, and when the last of them was."""
+    """Combined cost of the sessions of a signature that count, and the day of the last of them."""
 
     cost_s: float
     measured: str
@@ -107,7 +107,7 @@ class KnownCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """What a cache has for one set of conditions."""
+    """Content of a cache for one set of conditions."""
 
     conditions: Conditions
     signatures: int
@@ -117,13 +117,13 @@ class Holding:
 
 
 class CostCache:
-    """The cache in one file; connections last no longer than a call."""
+    """The op cost cache in one file; every call opens its own connection."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = cache_folder() / FILE if path is None else path
 
     def known(self, conditions: Conditions, signatures: Iterable[str]) -> dict[str, KnownCost]:
-        """{signature: cost} of those whose sessions suffice."""
+        """Return {signature: cost} for the signatures with enough sessions."""
         asked = list(dict.fromkeys(signatures))
         rows = self._tried(lambda: self._read(conditions, asked))
         sessions: defaultdict[str, list[tuple[float, str, float]]] = defaultdict(list)
@@ -134,17 +134,17 @@ class CostCache:
         return {signature: cost for signature, cost in found.items() if cost is not None}
 
     def store(self, conditions: Conditions, session: Session) -> None:
-        """Keep a session, except for times that cannot be: not above 0, not finite."""
+        """Store a session, without times that are not above 0 or not below ``LONGEST_S``."""
         costs = {s: float(cost_s) for s, cost_s in session.cost_s.items() if _is_cost(cost_s)}
         if costs and math.isfinite(session.spread):
             self._tried(lambda: self._write(conditions, session, costs))
 
     def holdings(self) -> list[Holding]:
-        """What there is, by conditions.
+        """Return what the cache holds, by conditions.
 
         Raises:
-            ValueError: the file is damaged or no cache of op costs.
-            OSError: it cannot be read.
+            ValueError: the file is damaged or not a cache of op costs.
+            OSError: the file cannot be read.
         """
         if self._is_empty():
             return []
@@ -168,11 +168,11 @@ class CostCache:
             ]
 
     def clear(self, kind: str) -> None:
-        """Forget the times of one kind of device.
+        """Delete the times of one kind of device.
 
         Raises:
-            ValueError: the file is damaged or no cache of op costs.
-            OSError: it cannot be written.
+            ValueError: the file is damaged or not a cache of op costs.
+            OSError: the file cannot be written.
         """
         if self.path.exists():
             with self._told(), self._opened(write=True) as file:
@@ -181,17 +181,17 @@ class CostCache:
                 file.execute("DELETE FROM session WHERE kind = ?", [kind])
 
     def files(self) -> list[Path]:
-        """The files that it is made of now, with those set aside and those of other versions."""
+        """Return the cache's existing files, with those set aside and those of other versions."""
         parts = (self.path, _aside(self.path))
         names = [Path(f"{part}{suffix}") for part in parts for suffix in ("", *COMPANIONS)]
         names += sorted(set(self.path.parent.glob(EVERY_FILE)).difference(names))
         return [name for name in names if os.path.lexists(name)]
 
     def _is_empty(self) -> bool:
-        """Whether nothing was ever kept; what is left of a full disk has no tables, either.
+        """Return whether nothing was ever stored; a full disk may leave a file without tables.
 
         Raises:
-            OSError: it is a link to what is not there.
+            OSError: the path is a link to a missing file.
         """
         if self.path.exists():
             return self.path.stat().st_size == 0
@@ -245,7 +245,7 @@ class CostCache:
 
     @contextlib.contextmanager
     def _opened(self, *, write: bool = False) -> Iterator[sqlite3.Connection]:
-        """A transaction on the file, which is made if it is to be written."""
+        """Open a transaction on the file; ``write`` creates the file if it is missing."""
         address = f"{self.path.absolute().as_uri()}?mode={'rwc' if write else 'rw'}"
         file = sqlite3.connect(address, uri=True, timeout=WAIT_S, isolation_level=None)
         with contextlib.closing(file):
@@ -256,7 +256,7 @@ class CostCache:
             file.execute("COMMIT")
 
     def _tried(self, work: Callable[[], Result]) -> Result | None:
-        """What comes of it; None where the file cannot be opened. A damaged one is set aside."""
+        """Run ``work``, again after setting a damaged file aside; None if it cannot be opened."""
         try:
             inode = self.path.stat().st_ino if self.path.exists() else None
             return work()
@@ -274,7 +274,7 @@ class CostCache:
         with contextlib.suppress(OSError):
             if self.path.stat().st_ino != inode:
                 return  # another process has done it
-            # First what SQLite would take for the unfinished work of the next file of that name.
+            # Companions first: SQLite would apply them to the next file of that name.
             for suffix in (*COMPANIONS, ""):
                 with contextlib.suppress(FileNotFoundError):
                     Path(f"{self.path}{suffix}").replace(f"{_aside(self.path)}{suffix}")
@@ -307,11 +307,7 @@ class _ForeignError(sqlite3.DatabaseError):
 
 
 def _check(file: sqlite3.Connection) -> None:
-    """Make the tables of an empty file.
-
-    Raises:
-        sqlite3.DatabaseError: it is the file of another application.
-    """
+    """Create the tables of an empty file; refuse a file of another application."""
     (application,) = file.execute("PRAGMA application_id").fetchone()
     if application == APPLICATION:
         return
@@ -324,7 +320,7 @@ def _check(file: sqlite3.Connection) -> None:
 
 
 def _is_damage(error: sqlite3.Error) -> bool:
-    """Whether an error tells of the file's content, not of its being busy or out of reach."""
+    """Return whether an error is about the file's content, not about locks or access."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF in DAMAGED
 
 
@@ -337,7 +333,6 @@ def _is_session(measured: object, spread: object) -> bool:
 
 
 def _agreed(sessions: list[tuple[float, str, float]]) -> KnownCost | None:
-    """What sessions (seconds, day, spread) say together, see the head of this file."""
     calm = [session for session in sessions if session[2] <= CALM_SPREAD]
     counting = calm or sessions
     if not calm and len(sessions) < SESSIONS_IF_NOISY:

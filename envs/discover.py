@@ -1,7 +1,7 @@
-"""The devices of this machine, by name.
+"""Discover the devices of this machine by name.
 
-``cuda:0`` and ``cpu`` are devices of torch, run from one process; ``core:0`` and core sets are
-devices that a pinned worker process runs. One placement uses either the ones or the others.
+``cuda:0`` and ``cpu`` are torch devices, driven from one process; ``core:0`` and core sets are run
+by pinned worker processes. One placement uses either torch devices or cores, not both.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from envs.cluster import Cluster, Device
 from envs.host_names import is_core
 
 MOST_CORES: Final = 8
-"""How many cores "auto" takes at most; more can be named."""
+"""Maximum number of cores that "auto" takes; more can be named."""
 
 
 def discover(names: str = "auto", memory: Mapping[str, int] | None = None) -> Cluster:
-    """A cluster of this machine's devices, without links and speeds (see envs/calibrate.py).
+    """Return a cluster of this machine's devices, without links and speeds (see envs/calibrate.py).
 
     Args:
         names: comma-separated devices: ``cuda:N`` and ``cpu`` (all cores together), or ``core:N``
             and core sets, ``core:N-M`` or, with gaps, ``core:N+M-K``. "auto" takes all CUDA devices
-            and cpu; where there is no CUDA device, every core that this process may run on, at most
-            eight and one thread of each.
-        memory: {device name: bytes} that placements may use there. What is not named may use what
-            is free now; cores get equal shares of it.
+            and cpu; without a CUDA device, one hardware thread of each core that this process may
+            run on, at most eight.
+        memory: {device name: bytes} that placements may use on each device. The default is the
+            memory that is free now; cores share it equally.
 
     Raises:
-        ValueError: a name is of no known form, names something twice or that is not there; cores
-            are mixed with devices of torch; or a limit exceeds the free memory.
+        ValueError: a name has an unknown form, is repeated or names a device that does not exist;
+            cores are mixed with torch devices; or a limit exceeds the free memory.
     """
     if names.strip() == "auto":
         from envs import torch_devices
@@ -56,7 +56,7 @@ def discover(names: str = "auto", memory: Mapping[str, int] | None = None) -> Cl
 
 
 def present(names: Sequence[str]) -> Cluster:
-    """The devices of these names, with kinds; nobody asks how much memory they have.
+    """Return a cluster of the named devices with their kinds; memory is not queried and set to 0.
 
     Raises:
         ValueError: as for :func:`check_devices`.
@@ -67,11 +67,11 @@ def present(names: Sequence[str]) -> Cluster:
 
 
 def check_devices(names: Sequence[str]) -> None:
-    """Make sure that devices are here and that one executor can run them all.
+    """Check that all devices exist on this machine and that one executor can run them together.
 
     Raises:
-        ValueError: a name is of no known form, names something twice or that is not there, or
-            cores are mixed with devices of torch.
+        ValueError: a name has an unknown form, is repeated or names a device that does not exist,
+            or cores are mixed with torch devices.
     """
     cores = [name for name in names if is_core(name)]
     others = [name for name in names if not is_core(name)]
@@ -122,7 +122,7 @@ def _list(names: Sequence[str]) -> str:
 
 
 def own_cores() -> list[int]:
-    """Cores that this process may run on; of the hardware threads of one core only the first."""
+    """Return the cores this process may run on, one hardware thread per physical core."""
     allowed = sorted(os.sched_getaffinity(0))
     firsts: dict[str, int] = {}
     for core in allowed:
@@ -133,10 +133,10 @@ def own_cores() -> list[int]:
 
 
 def check_cores(names: Sequence[str]) -> None:
-    """Make sure that devices are cores of this machine, each core in one device only.
+    """Check that all devices are cores of this machine and that no two of them overlap.
 
     Raises:
-        ValueError: a name is of no known form, names a core twice or one that is not there.
+        ValueError: a name has an unknown form, repeats a core or names one that does not exist.
     """
     taken: dict[int, str] = {}
     for name in names:
@@ -150,11 +150,11 @@ def check_cores(names: Sequence[str]) -> None:
 
 
 def cores_of(name: str) -> tuple[int, ...]:
-    """The cores of a device named ``core:0``, ``core:0-3`` or ``core:0+2-3``, in order.
+    """Return the cores of a device named ``core:0``, ``core:0-3`` or ``core:0+2-3``, in order.
 
     Raises:
-        ValueError: the name has another form or names a core twice, or this process may not run
-            on one of the cores.
+        ValueError: the name has another form or repeats a core, or this process may not run on one
+            of the cores.
     """
     kind, _, text = name.partition(":")
     allowed = sorted(os.sched_getaffinity(0))
@@ -181,12 +181,12 @@ def cores_of(name: str) -> tuple[int, ...]:
 
 
 def is_here(name: str) -> bool:
-    """Whether a device is on this machine, for this process to use."""
+    """Return whether a device is on this machine and usable by this process."""
     return not why_not_here(name)
 
 
 def why_not_here(name: str) -> str:
-    """Why a device cannot be used on this machine, "" if it can."""
+    """Return why a device cannot be used on this machine, or "" if it can."""
     try:
         device_kind(name)
     except ValueError as error:
@@ -195,7 +195,7 @@ def why_not_here(name: str) -> str:
 
 
 def core_set(cores: Iterable[int]) -> str:
-    """The name of a set of cores as one device, such as ``core:0-3`` or ``core:0+2``."""
+    """Return the device name of a set of cores, such as ``core:0-3`` or ``core:0+2``."""
     runs: list[list[int]] = []
     for core in sorted(cores):
         if runs and core == runs[-1][-1] + 1:
@@ -206,27 +206,27 @@ def core_set(cores: Iterable[int]) -> str:
 
 
 def device_kind(name: str) -> str:
-    """Device kind of a device of this machine.
+    """Return the kind of a device of this machine.
 
     Raises:
         ValueError: there is no such device.
     """
     if is_core(name):
         return kind_of(len(cores_of(name)))
-    from envs import torch_devices  # cores can be named without torch
+    from envs import torch_devices  # importing torch is not needed for cores
 
     return torch_devices.kind_of(torch_devices.torch_device(name))
 
 
 def kind_of(core_count: int) -> str:
-    """Device kind of a set of cores: all sets of one size share their op costs."""
+    """Return the device kind of a core set; sets of equal size share their op costs."""
     return "core" if core_count == 1 else f"core*{core_count}"
 
 
 def available_memory_bytes(groups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Free memory of this machine, or what its control group (version 2) leaves, if that is less.
+    """Return the free memory of this machine, or of its control group (version 2) if that is less.
 
-    File pages that nobody uses count as free, as they do in MemAvailable.
+    Inactive file pages count as free, as they do in MemAvailable.
     """
     fields = dict(
         line.split(":", 1)

@@ -1,8 +1,8 @@
-"""Fits the simulator to steps that were measured: a factor for each device, and one for transfers.
+"""Fit the simulator to measured steps, with one factor per device and one for transfers.
 
-Costs of single ops are measured in a context that is not quite that of a step; a few whole steps
-tell by how much. With p the factors' logarithms and r the logarithms of predicted over measured
-steps, |r|^2 + RIDGE |p|^2 is made small by Gauss-Newton steps with numeric derivatives.
+Ops are timed in a context that differs from a whole step; a few measured steps correct for that.
+With p the logarithms of the factors and r the logarithms of predicted over measured step times,
+Gauss-Newton steps with numeric derivatives minimize |r|^2 + RIDGE |p|^2.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from envs.simulator import INFEASIBLE_NS, Simulator
 from graphs.frozen import frozen
 
 RIDGE: Final = 0.01
-"""What no measurement speaks about stays as it is; what few do changes little."""
+"""Weight of the ridge penalty: keeps factors near 1 where few or no measurements determine them."""
 FARTHEST: Final = math.log(8.0)
 STEPS: Final = 12
 DIFFERENCE: Final = 0.03
@@ -30,20 +30,21 @@ HALVINGS: Final = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Fit:
-    """A problem whose predictions are those that were measured, as far as factors can do that."""
+    """A problem rescaled so that its predictions match measured steps as well as factors allow."""
 
     problem: Problem
-    device_factors: tuple[float, ...]  # of op costs
-    transfer_factor: float  # of latencies, and of 1 / bandwidths
+    device_factors: tuple[float, ...]  # multiply op costs
+    transfer_factor: float  # multiplies latencies, divides bandwidths
     error_before: float  # root mean square of log(predicted / measured)
     error: float
 
 
 def fitted(problem: Problem, placements: Sequence[Placement], measured_s: Sequence[float]) -> Fit:
-    """Fit a problem to measured steps of placements.
+    """Fit a problem to the measured step times of placements.
 
     Raises:
-        ValueError: there are none, one is not above 0, or a placement cannot be simulated.
+        ValueError: there are no measurements, one is not above 0, or a placement cannot be
+            simulated.
     """
     if not placements or len(placements) != len(measured_s) or min(measured_s) <= 0.0:
         raise ValueError(f"{len(placements)} placements with steps of {list(measured_s)} s")
@@ -76,7 +77,7 @@ def fitted(problem: Problem, placements: Sequence[Placement], measured_s: Sequen
 
 
 def scaled(problem: Problem, logs: NDArray[np.float64]) -> Problem:
-    """The problem with costs of devices, and times of transfers, times exp(logs) (D + 1,)."""
+    """Return the problem with device costs and transfer times multiplied by exp(logs), (D + 1,)."""
     factors = np.exp(logs)
     return replace(
         problem,
@@ -91,7 +92,7 @@ def _stepped(
     logs: NDArray[np.float64],
     left: NDArray[np.float64],
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
-    """Factors that are better than ``logs`` with what they leave, None if none are near."""
+    # A damped Gauss-Newton step: better factors and residuals, or None if no step size helps.
     nudges = DIFFERENCE * np.eye(len(logs))
     slopes = np.stack([(residuals(logs + nudge) - left) / DIFFERENCE for nudge in nudges], axis=1)
     normal = slopes.T @ slopes + RIDGE * np.eye(len(logs))

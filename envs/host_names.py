@@ -1,4 +1,4 @@
-"""Names of devices, also in clusters of several hosts: ``core:0-3``, ``n1:g0``, ``n1:cuda:0``."""
+"""Parse device names, also of multi-host clusters: ``core:0-3``, ``n1:g0``, ``n1:cuda:0``."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _NUMBERED: Final = re.compile(r"(?:(?P<host>.+):)?[^:]*?(?P<number>\d+)")
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """The host that a name begins with, "" for none, and the device as torch calls it there.
+    """Split a device name into its host ("" if none) and its local torch device name.
 
-    A device that is only numbered is a CUDA device; a name without a number stays as it is.
+    A device with only a number is a CUDA device; a name without a number is kept.
 
     >>> split_name("n1:g3"), split_name("n1:core:0-3"), split_name("cuda:2")
     (('n1', 'cuda:3'), ('n1', 'core:0-3'), ('', 'cuda:2'))
@@ -27,10 +27,10 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def hosts_of(names: Iterable[str]) -> tuple[str, ...]:
-    """The hosts of some devices, in order, each once."""
+    """Return the hosts of the devices, in order, without repeats."""
     return tuple(dict.fromkeys(split_name(name)[0] for name in names))
 
 
 def is_core(name: str) -> bool:
-    """Whether a device is a set of pinned cores, run by workers and not by torch alone."""
+    """Return whether a device is a set of pinned cores, run by workers instead of by torch."""
     return name.partition(":")[0] == "core"

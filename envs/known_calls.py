@@ -1,7 +1,7 @@
-"""What the calls of a step cost on torch's own devices: measured now, or known from before.
+"""Costs of the calls of a step on torch devices, measured now or taken from the cache.
 
-They are kept with the costs of ops (envs/cost_cache.py). How calm a profile was is not known here,
-so each counts as a noisy one: three of them make a cost known.
+They are cached like the costs of ops (envs/cost_cache.py). The noise of a profile is unknown here,
+so each counts as noisy: three of them make a cost known.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def call_costs(
     fresh: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, OpCosts]:
-    """Seconds of every node of a call graph, {device kind: costs (M,)}; see ``profile_calls``.
+    """Return the seconds of every node of a call graph, {device kind: costs (M,)}.
 
-    With ``fresh`` nothing is taken from the cache; what is measured is kept in it all the same.
-    Calls of modules have no signature to be known by: see
+    Costs are measured by ``profile_calls``. ``fresh`` ignores the cache but still stores the new
+    measurements. Calls of modules have no signature to cache them by: see
     :func:`envs.torch_module_costs.module_costs`.
 
     Raises:
-        ValueError: a device is not here.
+        ValueError: a device does not exist on this machine.
     """
     if isinstance(calls, ModuleMap):
         return module_costs(extraction, cluster, progress=progress)
@@ -71,10 +71,10 @@ def call_costs(
 def known_call_costs(
     extraction: Extraction, calls: CallGraph | ModuleMap, cluster: Cluster
 ) -> dict[str, OpCosts] | None:
-    """The same, None if any call would have to be measured.
+    """Return the cached costs of :func:`call_costs`, or None if any call would have to be measured.
 
     Raises:
-        ValueError: a device is not here.
+        ValueError: a device does not exist on this machine.
     """
     if isinstance(calls, ModuleMap):
         return None
@@ -86,7 +86,6 @@ def known_call_costs(
 def _known(
     signatures: Sequence[str], devices: Iterable[Device], cache: CostCache
 ) -> dict[str, OpCosts]:
-    """Costs on those kinds of device for which the cache knows all calls."""
     found: dict[str, OpCosts] = {}
     for device in devices:
         known = cache.known(_conditions(device), signatures)
@@ -101,7 +100,7 @@ def _known(
 
 
 def node_signatures(extraction: Extraction, calls: CallGraph) -> tuple[str, ...]:
-    """The signature of every node, (M,): those of its ops, and the precision of products."""
+    """Return the signature of every node, (M,): a hash of its ops and the matmul precision."""
     ops: defaultdict[int, list[str]] = defaultdict(list)
     for node, signature in zip(
         calls.node_of.tolist(), op_signatures(extraction.program), strict=True

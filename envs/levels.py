@@ -1,4 +1,4 @@
-"""Longest paths to and from every op: what list schedulers order ops by."""
+"""Longest paths to and from every op, the ranks that list schedulers order ops by."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ def levels(
     edge: NDArray[np.float64],
     cost: NDArray[np.float64],
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Top and bottom level of N ops, in the unit of ``cost`` (N,) and ``edge`` (E,, by target).
+    """Return top and bottom levels of N ops, in the unit of ``cost`` (N,) and ``edge`` (E,).
 
-    Returns:
-        Longest path from a source up to each op, without it, and from each op to the end, with it.
+    ``edge`` is ordered by target. The top level is the longest path from a source to the op,
+    without the op; the bottom level (upward rank) is the longest path from the op to the end, with
+    it.
     """
     head, tail = np.zeros(len(cost)), cost.copy()
     _fill_levels(topological, predecessor_start, predecessors, edge, cost, head, tail)
@@ -35,7 +36,7 @@ def _fill_levels(
     head: NDArray[np.float64],
     tail: NDArray[np.float64],
 ) -> None:
-    """Find ``head`` (N,), given as 0, and ``tail`` (N,), given as ``cost``: see :func:`levels`."""
+    # Fills ``head`` (N,), initially 0, and ``tail`` (N,), initially ``cost``.
     count = len(cost)
     for position in range(count):
         v = topological[position]

@@ -1,14 +1,15 @@
-"""A proof that no placement has a smaller largest load, by sweeping over the ops of a graph.
+"""Prove a lower bound on the largest load of any placement, by a sweep over the ops of a graph.
 
-Ops are placed one after the other. What the past means to the future is where the outputs in use
-are, and the loads so far: a state. All states within a limit are kept, so where none is left, no
-placement keeps within the limit. This is the dynamic programming over downsets of Tarnawski et al.
-(arXiv 2006.16423), with loads in the state because a device may have any ops, contiguous or not.
+Ops are placed one after the other. A state is all that later ops depend on: on which devices the
+outputs still in use are, and the loads so far. All states within a load limit are kept, so if none
+is left, no placement stays within the limit. This is the dynamic programming over downsets of
+Tarnawski et al. (arXiv 2006.16423), with loads in the state because a device may have any ops,
+contiguous or not.
 
-Where there are too many states, those of equal outputs and similar loads become one, with the
-smallest load of each device; and where there still are, outputs that are sent quickly count as sent
-for nothing. No placement within the limit is lost by that, so what is proven holds, but less is
-proven. Memory, and links that are slower than the best, are left out in the same spirit.
+If there are too many states, those with equal outputs and similar loads are merged, keeping the
+smallest load of each device; if there are still too many, outputs with short transfers are treated
+as free to send. Both are relaxations: the bound stays valid but becomes weaker. Memory, and links
+slower than the best one, are ignored in the same way.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from envs.sweep_states import MOST_DEVICES, States, advance, states_for
 STATES: Final = 100_000
 SWEEPS: Final = 8
 CLOSE: Final = 0.002
-"""Of the known load: a range of bounds so narrow is not worth a further sweep."""
+"""Relative to the known load: the sweeps stop when the gap between the bounds is this narrow."""
 FINEST: Final = 4096
 COARSEST: Final = 8
-"""Similar loads are in the same of so many parts of the limit."""
+"""Similar loads are merged in cells: a limit is divided into FINEST down to COARSEST of them."""
 
 
 def quick_load_bound_ns(problem: Problem) -> int:
-    """What no placement can beat, at once: the work over all devices, or the heaviest op."""
+    """Return a lower bound without a sweep: average work per device, or the most expensive op."""
     never = np.iinfo(np.int64).max
     cost_ns = np.where(problem.allowed, problem.cost_ns, never).min(axis=1)
     return max(bounds_of(problem).work_ns, int(cost_ns.max(initial=0)))
@@ -41,13 +42,13 @@ def quick_load_bound_ns(problem: Problem) -> int:
 def load_bound_ns(
     problem: Problem, known_ns: int, *, states: int = STATES, sweeps: int = SWEEPS
 ) -> int:
-    """A largest load that no placement can beat; ``known_ns`` itself where that is the optimum.
+    """Return a lower bound on the largest load; it equals ``known_ns`` if that is proven optimal.
 
     Args:
-        problem: what to place where.
-        known_ns: the largest load of some placement.
-        states: how many states a sweep may keep, of about 100 bytes; the more, the tighter.
-        sweeps: how often to sweep, each with another limit.
+        problem: graph and cluster.
+        known_ns: largest load of some known placement.
+        states: maximum number of states per sweep, about 100 bytes each; more give a tighter bound.
+        sweeps: maximum number of sweeps, each with another limit.
     """
     bound_ns = min(quick_load_bound_ns(problem), known_ns)
     if problem.device_count > MOST_DEVICES:
@@ -66,10 +67,9 @@ def load_bound_ns(
 
 
 class Sweep:
-    """Sweeps over one problem; room for the states is made once."""
+    """Sweeps over one problem; memory for the states is allocated once."""
 
     def __init__(self, problem: Problem, states: int) -> None:
-        """Decide on the order of the ops."""
         self.plan: SweepPlan
         self.plan, slots = sweep_plan(problem)
         self._free_ns = 0
@@ -78,7 +78,7 @@ class Sweep:
         self._new = states_for(states, slots, devices)
 
     def bound_ns(self, limit_ns: int) -> int:
-        """What no placement can beat: ``limit_ns + 1`` at the most, 0 if nothing was proven."""
+        """Return the lower bound that a sweep proves, at most ``limit_ns + 1``; 0 if none."""
         free_ns = self._free_ns // 4
         while free_ns <= limit_ns:
             count, states = self._sweep(limit_ns, free_ns)
@@ -93,7 +93,7 @@ class Sweep:
         return 0
 
     def _sweep(self, limit_ns: int, free_ns: int) -> tuple[int, States]:
-        """All states after the last op, or -1 of them where they were too many for any cell."""
+        # All states after the last op; count -1 if too many even for the coarsest cells.
         old, new = self._old, self._new
         old.where[0], old.load_ns[0], old.spent_ns[0] = 0, 0, 0
         count, cell_ns = 1, 1

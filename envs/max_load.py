@@ -1,15 +1,15 @@
-"""The objective "max-load": the load of the busiest device when micro-batches follow each other.
+"""The objective "max-load": the load of the busiest device in a pipeline of micro-batches.
 
-In the steady state of a pipeline (Tarnawski et al., arXiv 2006.16423) every device works on some
-micro-batch all the time, so the one with the largest load sets the pace and order does not matter.
-The load of a device is
+In the steady state of a pipeline (Tarnawski et al., arXiv 2006.16423) every device always works on
+some micro-batch, so the largest load determines the throughput and the order of ops does not
+matter. The load of a device is the sum of
 
-* the cost, with launch, of its ops,
-* for each of its ops that other devices need, one transfer, however many need it: the longest,
-* for each op elsewhere that it needs, one transfer, of the largest of the edges.
+* the cost of its ops, launch overhead included,
+* for each of its ops with consumers on other devices, one transfer: the longest of them,
+* for each op elsewhere whose output it reads, one transfer of the largest edge.
 
-A device of kind "cpu" pays for no transfer. Memory is the sum of parameters, outputs and workspaces
-of all ops of a device.
+Devices of kind "cpu" are not charged for transfers. Memory is the sum of parameters, outputs and
+workspaces of all ops of a device.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Longs = NDArray[np.int64]
 
 @by_pointer
 class LoadArrays(NamedTuple):
-    """What counting loads reads; N ops, E edges, D devices."""
+    """Inputs of the load computation; N ops, E edges, D devices."""
 
     cost_ns: Longs  # (N, D)
     allowed: Bools  # (N, D)
@@ -49,22 +49,22 @@ class LoadArrays(NamedTuple):
     latency_s: Floats  # (D, D)
     bandwidth_bytes_per_s: Floats  # (D, D)
     connected: Bools  # (D, D)
-    pays: Bools  # (D,) for transfers
+    pays: Bools  # (D,) whether the device is charged for transfers
     memory_bytes: Longs  # (D,)
 
 
 @by_pointer
 class Loads(NamedTuple):
-    """Loads of one placement, and scratch space; exact under adding and removing ops."""
+    """Loads of one placement and scratch space; integers, so adding and removing ops is exact."""
 
     load_ns: Longs  # (D,)
     used_bytes: Longs  # (D,)
     cut: Longs  # (1,) transfers between devices without a link
-    largest: Longs  # (D,) of the current op: bytes to each device, -1 for nothing
+    largest: Longs  # (D,) bytes that the current op sends to each device, -1 for none
 
 
 def load_arrays(problem: Problem) -> LoadArrays:
-    """The arrays of a problem, writable and contiguous: one type for compiled code."""
+    """Return the arrays of a problem as writable, contiguous copies, one type for compiled code."""
     graph = problem.graph
     size = graph.resident_bytes + graph.output_bytes + graph.workspace_bytes
     pays = [device.kind != HOST_KIND for device in problem.cluster.devices]
@@ -84,7 +84,7 @@ def load_arrays(problem: Problem) -> LoadArrays:
 
 
 def loads_for(arrays: LoadArrays) -> Loads:
-    """Loads of no op at all."""
+    """Return zero loads, for a placement without ops."""
     count = len(arrays.memory_bytes)
     return Loads(
         load_ns=np.zeros(count, np.int64),
@@ -95,7 +95,7 @@ def loads_for(arrays: LoadArrays) -> Loads:
 
 
 def least_send_ns(problem: Problem) -> Longs:
-    """What one transfer of each output (N,) takes at least: its smallest edge on the best link."""
+    """Return the shortest transfer time of each output (N,): smallest edge over the best link."""
     graph = problem.graph
     linked = problem.connected & ~np.eye(problem.device_count, dtype=np.bool_)
     least = np.zeros(problem.op_count, np.int64)
@@ -108,12 +108,12 @@ def least_send_ns(problem: Problem) -> Longs:
 
 
 def max_load_ns(problem: Problem, devices: NDArray[np.int32]) -> Longs:
-    """Largest loads (B,) of placements (B, N), or (1,) of one (N,).
+    """Return the largest loads (B,) of placements (B, N), or (1,) for one placement (N,).
 
-    ``INFEASIBLE_NS`` where an op may not run, an edge has no link, or memory does not suffice.
+    ``INFEASIBLE_NS`` if an op is on a forbidden device, an edge has no link, or memory is exceeded.
 
     Raises:
-        ValueError: a wrong shape, what is no whole number, or a device that does not exist.
+        ValueError: wrong shape, values that are not integers, or a device that does not exist.
     """
     rows = device_rows(problem, devices)
     answer = np.empty(len(rows), np.int64)
@@ -123,7 +123,7 @@ def max_load_ns(problem: Problem, devices: NDArray[np.int32]) -> Longs:
 
 
 def loads_ns(problem: Problem, devices: NDArray[np.int32]) -> Longs:
-    """Loads (D,) of one placement (N,); edges without a link count as nothing.
+    """Return the loads (D,) of one placement (N,); edges without a link count as 0.
 
     Raises:
         ValueError: as for :func:`max_load_ns`.
@@ -132,7 +132,7 @@ def loads_ns(problem: Problem, devices: NDArray[np.int32]) -> Longs:
 
 
 def why_overloaded(problem: Problem, devices: NDArray[np.int32]) -> str:
-    """Why a placement (N,) is infeasible, for people; "" where it is not.
+    """Return why a placement (N,) is infeasible, or "" if it is feasible.
 
     Raises:
         ValueError: as for :func:`max_load_ns`.
@@ -142,7 +142,7 @@ def why_overloaded(problem: Problem, devices: NDArray[np.int32]) -> str:
 
 
 def used_bytes(problem: Problem, devices: NDArray[np.int32]) -> Longs:
-    """Memory (D,) that counts against that of each device under this objective, for (N,).
+    """Return the memory (D,) that a placement (N,) needs on each device under this objective.
 
     Raises:
         ValueError: as for :func:`max_load_ns`.
@@ -166,7 +166,7 @@ def _largest_loads(arrays: LoadArrays, loads: Loads, devices: Ints, answer: Long
 
 @compiled_inline
 def count_all(arrays: LoadArrays, loads: Loads, devices: Ints) -> bool:
-    """Loads of a whole placement (N,); False where it is not feasible."""
+    """Compute the loads of a whole placement (N,) and return whether it is feasible."""
     loads.cut[0] = 0
     for d in range(len(loads.load_ns)):
         loads.load_ns[d] = 0
@@ -182,7 +182,7 @@ def count_all(arrays: LoadArrays, loads: Loads, devices: Ints) -> bool:
 
 @compiled_inline
 def largest_load(loads: Loads) -> int:
-    """The load of the busiest device."""
+    """Return the load of the busiest device."""
     most = 0
     for d in range(len(loads.load_ns)):
         most = max(most, loads.load_ns[d])
@@ -191,7 +191,7 @@ def largest_load(loads: Loads) -> int:
 
 @compiled_inline
 def count_op(arrays: LoadArrays, loads: Loads, devices: Ints, i: int, sign: int) -> None:
-    """Add (or, with sign -1, take away) what op i and the transfers of its output cost."""
+    """Add the cost of op i and of the transfers of its output; remove them if sign is -1."""
     home = devices[i]
     loads.load_ns[home] += sign * arrays.cost_ns[i, home]
     loads.used_bytes[home] += sign * arrays.size_bytes[i]

@@ -1,14 +1,14 @@
 """The Measured backend: runs placements on this machine's cores and times them.
 
-All candidates are loaded at once and run in turn, each round beginning with another one, so that
-neither a change of the machine's load nor the place in a round favours any; each is judged by the
-median of its runs. The unplaced step on all cores can be run
-in the same rounds, as a reference (envs/reference.py). Beside the wall time stands the time
-rebuilt from CPU clocks (envs/executor/rebuilt.py), and their ratio, the contention: above
-``CONTENDED`` somebody else used the cores, and the rebuilt time is the truer one.
+All candidates are loaded at once and run in turn. Each round starts with another candidate, so that
+neither changes of the machine's load nor the position in a round favours one of them; each is
+judged by the median of its runs. The unplaced step on all cores can be run as often for comparison
+(envs/reference.py). Besides the wall time, the CPU-clock time of a step is computed (``rebuilt_s``,
+see envs/executor/rebuilt.py). Their ratio is the contention: above ``CONTENDED`` other processes
+used the cores, and the CPU-clock time is more accurate.
 
-Once, in a run that does not count, the workers tell how much memory they held: a placement that
-takes more of a device than it has fails, though it ran.
+In one uncounted run the workers report their peak memory: a placement that exceeds a device's
+memory fails even if it ran.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from graphs.extract import Extraction
 
 SHORT_STEP_S: Final = 0.02
 UNCOUNTED_BYTES: Final = 4 << 20
-"""Resident memory of a worker that is not held against a placement: what Python itself takes."""
+"""Tolerance on a worker's resident memory, for allocations of Python itself."""
 
 
 class _NoWorkersError(Exception):
@@ -48,8 +48,6 @@ class _OverfullError(Exception):
 
 
 class _Candidate:
-    """A placement while it is measured."""
-
     def __init__(self, failure: str, lists: list[list[Instruction]]) -> None:
         self.failure = failure
         self.lists = lists
@@ -58,7 +56,6 @@ class _Candidate:
         self.runs: list[StepRun] = []
 
     def measurement(self, rounds: int, latency_s: float) -> Measurement:
-        """What its first runs tell."""
         runs = self.runs[:rounds]
         return Measurement(
             wall_s=np.array([run.wall_s for run in runs]),
@@ -72,21 +69,22 @@ class _Candidate:
 class Measured:
     """Times placements of an extracted step on ``core:*`` devices. Use as a context manager.
 
-    ``reference`` is what :meth:`measure` last found for the unplaced step on all cores, None where
-    it was not asked for or there is but one device. It fails on its own, like a placement.
+    After :meth:`measure`, ``reference`` is the measurement of the unplaced step on all cores, or
+    None if it was not requested or there is only one device. It can fail independently, like a
+    placement.
 
     Args:
         extraction: the step.
         problem: its graph with costs, and the devices.
-        limits: {device name: bytes} that its worker may hold; else what the device has.
-        latency_s: of a hand-off, for rebuilt times.
-        rounds: runs of every candidate that count.
-        warm_up: rounds that do not.
+        limits: {device name: bytes} that each worker may use; the default is the device's memory.
+        latency_s: latency of a hand-off between workers, for CPU-clock times.
+        rounds: counted runs of every candidate.
+        warm_up: uncounted rounds.
         step_timeout_s: a step that takes longer counts as hung.
 
     Raises:
         ValueError: a device is not a set of cores of this machine.
-        WorkerError: the workers do not come up.
+        WorkerError: the workers do not start.
         OSError: there is too little memory, or too many processes or open files.
     """
 
@@ -115,11 +113,9 @@ class Measured:
         self._pool = self._new_pool()
 
     def __enter__(self) -> Measured:
-        """The backend itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the workers."""
         self.close()
 
     def close(self) -> None:
@@ -127,7 +123,7 @@ class Measured:
         self._pool.close()
 
     def evaluate(self, placements: Sequence[Placement]) -> list[StepResult]:
-        """Time every placement; the ``parts`` tell how noisy that was."""
+        """Time every placement; ``parts`` of each result describes its noise."""
         measurements = self.measure(placements)
         loaded = contended(measurements)
         return [
@@ -144,15 +140,15 @@ class Measured:
     ) -> list[Measurement]:
         """Run placements in turn, ``rounds`` times each after the warm-up.
 
-        ``progress`` hears (runs done, runs to do). A placement whose worker dies, hangs or cannot
-        run an op is a failure, and so is one of another graph or cluster; the others go on with new
-        workers. Where none can be started any more, the rounds completed until then count, and what
-        was in none of them is a failure. Ctrl-C ends the measuring in the same way: then
-        ``interrupted`` is True and what was not run does not count.
+        ``progress`` is called with (runs done, total runs). A placement whose worker dies, hangs or
+        cannot run an op is recorded as a failure, as is one of another graph or cluster; the others
+        continue with new workers. If no new workers can be started, the rounds completed so far
+        count, and placements without a completed run are failures. Ctrl-C also ends the measurement
+        early: ``interrupted`` is set, and incomplete rounds do not count.
 
-        With ``reference`` the unplaced step on all cores runs as often, after all placements: its
-        threads would disturb whoever came next. See ``self.reference``. Torch's threads have no
-        common CPU clock, so its rebuilt time is its wall time.
+        With ``reference`` the unplaced step on all cores runs as often, after all placements,
+        because its threads would disturb the next run; see ``self.reference``. Torch's threads have
+        no common CPU clock, so its CPU-clock time is its wall time.
         """
         candidates = [
             _Candidate(why, [] if why else self._lists(placement))
@@ -215,11 +211,9 @@ class Measured:
             self.reference = Measurement(wall_s=wall_s, rebuilt_s=wall_s, failure=reference.failure)
 
     def _run(self, candidate: _Candidate, numbers: dict[_Candidate, int]) -> StepRun:
-        """Run a placement, by new workers if the last one ended them.
-
-        New workers start cold, so the first runs never count. A short step runs once more before it
-        counts: its time depends on what ran before it.
-        """
+        # Workers are replaced if the last placement ended them. New workers start cold, so their
+        # first runs never count. A short step runs once more before it counts: its time depends on
+        # what ran before it.
         if self._pool.closed:
             numbers.clear()
             try:
@@ -234,7 +228,6 @@ class Measured:
         return self._pool.run(numbers[candidate]) if run.wall_s < SHORT_STEP_S else run
 
     def _weigh(self, candidate: _Candidate, number: int) -> None:
-        """Run a placement once for the memory that it takes."""
         self._pool.count_memory()
         self._pool.run(number)
         candidate.peak_memory_bytes = self._pool.peak_memory_bytes()

@@ -1,12 +1,12 @@
-"""The backend that runs placements on torch's devices, in this process, and times them.
+"""The backend that runs placements on torch devices, in this process, and times them.
 
-What was exported runs call by call, a step whose graph is of modules as its own code has it.
+Exported steps run call by call; steps with a graph of modules run the model's own code.
 
-Candidates take turns as in :mod:`envs.measured`. A turn puts the weights where the candidate wants
-them, runs a step that does not count, and then a few that do; their median is one round's time.
-Nothing but the clock is known of a step, so its rebuilt time is its wall time. The clock runs from
-when all devices have nothing to do until they have so again: an event of CUDA would tell of one
-stream of one device, and a step may begin on one, end on another, and use the host in between.
+Candidates take turns as in :mod:`envs.measured`. A turn moves the weights to the candidate's
+devices, runs one uncounted step and then a few counted ones; their median is the time of the round.
+Only wall time is known, so the CPU-clock time equals it. The clock runs between two points at which
+all devices are idle: a CUDA event covers one stream of one device, but a step may begin on one
+device, end on another and use the host in between.
 """
 
 from __future__ import annotations
@@ -46,33 +46,34 @@ from graphs.extract.step_copy import step_copy
 TURN_S: Final = 0.2
 UNLIMITED: Final = np.iinfo(np.int64).max
 MOST_STEPS: Final = 10
-"""Steps of a turn that count: as many as last about ``TURN_S``, at least one, at most so many."""
+"""Maximum number of counted steps per turn: as many as take about ``TURN_S``, at least one."""
 
 
 class MeasuredModule:
     """Times placements of a step on ``cuda:*`` and ``cpu``. Use as a context manager.
 
-    It works on a copy of the model, whose values stay on the host beside what is on accelerators: a
-    placement sends its weights, unless they are there from its last turn, but never waits for those
-    of the one before. A training step is
-    forward, backward and the updates of its optimizer, if it has one, at a learning rate of 0;
-    gradients are dropped before it. Memory of CUDA devices is limited to ``limits`` while it is
-    open. Nothing can limit that of the host, where more is held than the step: a placement that
-    takes more there by the simulator fails, and is not run.
+    It works on a copy of the model and keeps all values on the host as well: a new placement copies
+    its weights from there to the accelerators, unless they are still there from its last turn, and
+    never has to copy the previous ones back. A training step consists of forward, backward and the
+    optimizer updates, if there is an optimizer, with learning rate 0; gradients are cleared before
+    it. Memory of CUDA devices is limited to ``limits`` while it is open. Host memory cannot be
+    limited, since this process holds more than the step: a placement that exceeds it according to
+    the simulator fails without being run.
 
     Args:
         extraction: the step.
         calls: its graph of calls, or of modules.
         problem: that graph with costs, and the devices.
-        limits: {device name: bytes} that a step may take; of CUDA devices gaps included.
-        rounds: turns of every candidate that count.
-        warm_up: turns that do not.
-        turn_timeout_s: an op hangs where a turn takes longer. Nothing can end it but the end of
-            this process, which then says so.
+        limits: {device name: bytes} that a step may use; on CUDA devices fragmentation included.
+        rounds: counted turns of every candidate.
+        warm_up: uncounted turns.
+        turn_timeout_s: a turn that takes longer counts as hung. A hung op can only be ended with
+            this process, which then exits with a message.
         overlap: run exported calls with copies that overlap with compute.
 
     Raises:
-        ValueError: a device is not here, or a graph of modules is to overlap copies.
+        ValueError: a device does not exist on this machine, or ``overlap`` is set for a graph of
+            modules.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class MeasuredModule:
         self._on_host = {name: t.detach().to(CPU) for name, t in step.named_state().items()}
         put_back(step, self._on_host)
         self._module: PlacedModule | HookedModule | None = None
-        self._there: Placement | None = None  # whose weights are where it wants them
+        self._there: Placement | None = None  # the placement whose weights are in place
         self._open = ExitStack()
         limited = {torch_device(name): size for name, size in (limits or {}).items()}
         self._room_bytes = np.array(
@@ -118,20 +119,18 @@ class MeasuredModule:
         self._open.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
 
     def __enter__(self) -> MeasuredModule:
-        """The backend itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Drop the model, lift the limits."""
         self.close()
 
     def close(self) -> None:
-        """Drop the copy of the model, lift the limits of memory."""
+        """Drop the copy of the model and lift the memory limits."""
         self._drop()
         self._open.close()
 
     def evaluate(self, placements: Sequence[Placement]) -> list[StepResult]:
-        """Time every placement; the ``parts`` tell how noisy that was."""
+        """Time every placement; ``parts`` of each result describes its noise."""
         seen = self.measure(placements)
         return [self._result(p, m) for p, m in zip(placements, seen, strict=True)]
 
@@ -144,10 +143,10 @@ class MeasuredModule:
     ) -> list[Measurement]:
         """Run placements in turn, ``rounds`` times each after the warm-up.
 
-        ``progress`` hears (turns done, turns to do). A placement that has no room, or that torch
-        cannot run, is a failure; the others go on. Ctrl-C ends the measuring: then ``interrupted``
-        is True and only whole rounds count. There is no ``reference`` here: the unplaced step is
-        the placement on one device.
+        ``progress`` is called with (turns done, total turns). A placement that runs out of memory
+        or that torch cannot run is recorded as a failure; the others continue. Ctrl-C ends the
+        measurement early: ``interrupted`` is set, and only complete rounds count. ``reference`` is
+        ignored: the unplaced step is the placement on one device.
         """
         del reference
         turns = [self._turns_of(placement) for placement in placements]
@@ -167,13 +166,12 @@ class MeasuredModule:
         return [own.measurement(whole) for own in turns]
 
     def _turns_of(self, placement: Placement) -> Turns:
-        """Turns to come, or why there will be none."""
         why = misfit(self.problem, placement)
         full = "" if why else self._over_limit(placement)
         return Turns(why or full, overfull=bool(full))
 
     def _over_limit(self, placement: Placement) -> str:
-        """What a placement takes too much of where nothing else holds it to the limit."""
+        # Devices whose allocators enforce no limit (all but CUDA) are checked by simulation.
         if (self._room_bytes == UNLIMITED).all():
             return ""
         try:
@@ -190,13 +188,13 @@ class MeasuredModule:
         wall_s = self._tried(placement, turns)
         if turns.overfull or (counts and wall_s is not None):
             turns.keep_peaks(self._peaks())
-        if wall_s is None:  # and the error is gone, with the frames that hold tensors
+        if wall_s is None:  # here the error and its frames, which hold tensors, are gone
             self._drop()
         elif counts:
             turns.wall_s.append(wall_s)
 
     def _tried(self, placement: Placement, turns: Turns) -> float | None:
-        """Seconds of a step; None if it failed, when ``turns`` know why."""
+        # Returns the seconds of a step, or None if it failed; ``turns.failure`` then says why.
         try:
             with ended_after(self.turn_timeout_s, self._hung()):
                 return self._steps(placement)
@@ -209,7 +207,6 @@ class MeasuredModule:
         return None
 
     def _steps(self, placement: Placement) -> float:
-        """Median seconds of the steps of a turn."""
         if self._there is not placement:
             self._clear()
         for device in self._devices:
@@ -221,7 +218,7 @@ class MeasuredModule:
 
     def _step(self, module: PlacedModule | HookedModule) -> float:
         step = self._extraction.step
-        # A model may put something into the lists that it is given.
+        # copied, since a model may modify the containers that it gets
         inputs, keywords = tree_map(lambda leaf: leaf, (step.step_inputs, dict(step.keywords)))
         self._wait()
         start = time.perf_counter()
@@ -248,17 +245,17 @@ class MeasuredModule:
         return self._module
 
     def _drop(self) -> None:
-        """Forget the placed module, which an error may have left in pieces, or half made."""
+        # An error may have left the placed module incomplete.
         self._clear()
         if isinstance(self._module, HookedModule):
             self._module.close()
         self._module = None
-        gc.collect()  # some tensors are held in circles
+        gc.collect()  # some tensors are in reference cycles
         for device in self._devices:
             torch_devices.release(device)
 
     def _clear(self) -> None:
-        """Empty the accelerators: they may have no room for the old and the new weights at once."""
+        # Empties the accelerators: they may have no room for the old and the new weights at once.
         self._there = None
         if isinstance(self._module, PlacedModule):
             self._module.load_optimizer_state({})
@@ -271,7 +268,7 @@ class MeasuredModule:
             torch_devices.synchronize(device)
 
     def _peaks(self) -> dict[str, int]:
-        """What the step took of each device that counts it, beside what was there before."""
+        # Peak memory of the step on each device that reports it, without what was allocated before.
         peaks = map(torch_devices.peak_bytes, self._devices)
         names = self.problem.cluster.names
         return {
@@ -288,7 +285,6 @@ class MeasuredModule:
         )
 
     def _no_room(self, placement: Placement, error: BaseException) -> str:
-        """What ran out, and what the simulator had thought."""
         peaks = self._simulator.run(*placement.arrays()).peak_bytes.tolist()
         thought = ", ".join(
             f"{size / 1e9:.2f} GB on {name}"
@@ -309,7 +305,6 @@ class MeasuredModule:
 
 
 def _in_a_line(error: BaseException) -> str:
-    """What an error says; its type, too, where that is no plain one of torch."""
     name, said = type(error).__name__, str(error).partition("\n")[0]
     if isinstance(error, RuntimeError | ValueError) and said:
         return said
@@ -317,10 +312,10 @@ def _in_a_line(error: BaseException) -> str:
 
 
 def launch_order(problem: Problem, schedule: Schedule) -> list[int]:
-    """All ops as one process should launch them: by simulated start, those of the CPU by their end.
+    """Return all ops in the order in which one process should launch them.
 
-    An op on the CPU holds up launches until it is done: whatever an accelerator is to do meanwhile
-    must be launched before.
+    Ops are ordered by simulated start, ops on the CPU by simulated end: an op on the CPU blocks
+    launches until it is done, so whatever accelerators do meanwhile must be launched before it.
     """
     on_cpu = np.array([name == "cpu" for name in problem.cluster.names])
     launch_ns = np.where(on_cpu[schedule.devices], schedule.end_ns, schedule.start_ns)

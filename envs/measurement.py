@@ -1,4 +1,4 @@
-"""Repeated runs of placements: what was measured, and which differences noise hides."""
+"""Repeated runs of placements: their statistics, and which differences are within noise."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from envs.placement import Placement
 from envs.problem import Problem
 
 CONTENDED: Final = 1.15
-"""Wall over CPU time above which others used the cores."""
+"""Ratio of wall to CPU-clock time above which other processes used the cores."""
 SMALLEST_DIFFERENCE: Final = 0.005
-"""Two placements closer than this are a tie, however often they were run."""
+"""Relative difference below which two placements are a tie, however often they were run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """Repeated runs of one placement. Arrays are in order of the rounds.
 
-    ``peak_memory_bytes`` tells of the devices that count it, by name: of accelerators what tensors
-    take, of workers what was resident beyond their start (see
-    :meth:`envs.executor.pool.WorkerPool.peak_memory_bytes`). ``overfull`` says that it failed
-    because memory did not suffice.
+    ``rebuilt_s`` is the CPU-clock time: the step time recomputed from CPU clocks.
+    ``peak_memory_bytes`` holds the devices that report it, by name: for accelerators the memory in
+    tensors, for workers the resident memory beyond their start (see
+    :meth:`envs.executor.pool.WorkerPool.peak_memory_bytes`). ``overfull`` is set if the placement
+    failed because memory did not suffice.
     """
 
     wall_s: NDArray[np.float64]
@@ -38,12 +39,12 @@ class Measurement:
 
     @property
     def counts(self) -> bool:
-        """Whether it was run, well or not: False where the measuring was stopped before."""
+        """Return whether it ran or failed; False if the measurement stopped before it."""
         return bool(self.failure) or len(self.wall_s) > 0
 
     @property
     def ok(self) -> bool:
-        """Whether it ran without failure."""
+        """Return whether it ran without failure."""
         return not self.failure and len(self.wall_s) > 0
 
     @property
@@ -58,7 +59,7 @@ class Measurement:
 
     @property
     def spread(self) -> float:
-        """Distance of the quartiles, relative to the median."""
+        """Interquartile range, relative to the median."""
         if not self.ok:
             return np.nan
         low, high = np.percentile(self.wall_s, [25, 75])
@@ -66,29 +67,29 @@ class Measurement:
 
     @property
     def rebuilt_median_s(self) -> float:
-        """Median of the step times rebuilt from CPU clocks."""
+        """Median CPU-clock time of a step."""
         return float(np.median(self.rebuilt_s)) if self.ok else np.inf
 
     @property
     def contention(self) -> float:
-        """Wall time over rebuilt time."""
+        """Ratio of wall time to CPU-clock time."""
         return self.median_s / self.rebuilt_median_s if self.ok else np.nan
 
     def step_s(self, *, contended: bool = False) -> float:
-        """The time to judge by: wall, or rebuilt where the machine is loaded."""
+        """Return the step time to rank by: wall time, or CPU-clock time under contention."""
         return self.rebuilt_median_s if contended else self.median_s
 
 
 def contended(measurements: Sequence[Measurement]) -> bool:
-    """Whether the machine was loaded during these measurements."""
+    """Return whether other processes used the cores during these measurements."""
     seen = [m.contention for m in measurements if m.ok]
     return bool(seen) and float(np.median(seen)) > CONTENDED
 
 
 def tied(a: Measurement, b: Measurement, *, loaded: bool = False) -> bool:
-    """Whether noise hides which of two placements, run in the same rounds, is faster.
+    """Return whether two placements, run in the same rounds, differ by no more than noise.
 
-    The rounds are paired: with r the logarithms of the time ratios, they differ when
+    The rounds are paired: with r the logarithms of the time ratios, the placements differ if
     ``|median(r)|`` exceeds both the smallest difference and two standard errors of the median,
     1.253 * 1.4826 * MAD(r) / sqrt(rounds).
     """
@@ -103,7 +104,7 @@ def tied(a: Measurement, b: Measurement, *, loaded: bool = False) -> bool:
 
 
 def why_doubtful(cluster: Cluster) -> str:
-    """That others used devices while their speeds were measured, and what to do; "" if none did."""
+    """Return a warning if device speeds were measured under contention, or "" if not."""
     told = ", ".join(
         f"{device.name} {device.contention:.3g} x"
         for device in cluster.devices
@@ -120,7 +121,7 @@ def why_doubtful(cluster: Cluster) -> str:
 
 
 def misfit(problem: Problem, placement: Placement) -> str:
-    """Why a placement cannot be run for a problem, "" if it can."""
+    """Return why a placement cannot be run for a problem, or "" if it can."""
     try:
         placement.check(problem.graph, problem.cluster)
     except ValueError as error:
@@ -131,14 +132,14 @@ def misfit(problem: Problem, placement: Placement) -> str:
 
 
 def infeasible(seen: Measurement) -> StepResult:
-    """The result of a placement that was not run, or failed; with what memory it had taken."""
+    """Return the result of a placement that failed or was not run, with the memory it had used."""
     why = seen.failure or "the measuring was stopped before it was run"
     peaks = dict(seen.peak_memory_bytes)
     return StepResult(step_s=np.inf, peak_memory_bytes=peaks, feasible=False, why=why)
 
 
 def noise(seen: Measurement) -> dict[str, float]:
-    """Parts of a result that tell how sure its step is."""
+    """Return the parts of a result that describe its noise."""
     return {
         "median_s": seen.median_s,
         "min_s": seen.min_s,

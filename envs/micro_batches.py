@@ -1,17 +1,17 @@
-"""Micro-batches: one step that takes the graph m times, pipelined over the devices.
+"""Micro-batches: one step that runs the graph m times, pipelined over the devices.
 
-The graph is that of one micro-batch. A step of m is simulated as a graph of m copies, so that the
-simulator needs no rules of its own for it:
+The graph describes one micro-batch. A step of m micro-batches is simulated as a graph of m copies,
+so that the simulator needs no special rules:
 
-* Copies of an op share its device. What a step has once (parameters, gradients, optimizer state,
-  ops of phase "optimizer") is in the first copy only; activations belong to their micro-batch.
-* Gradients accumulate: a backward op that nothing but the optimizer reads gets the sum so far from
-  the copy before it and hands it on; the optimizer reads the sum of the last copy.
-* At most ``in_flight`` micro-batches are under way: the first ops of the graph wait for a gate,
-  which opens when the last backward op of an earlier micro-batch has ended. A gate takes no time
-  and no memory; to other devices it is a transfer of 0 bytes.
+* Copies of an op share its device. Parameters, gradients, optimizer state and ops of phase
+  "optimizer" exist once per step, in the first copy; activations belong to their micro-batch.
+* Gradients accumulate: a backward op that is read by nothing but the optimizer receives the sum so
+  far from its previous copy and passes it on; the optimizer reads the sum of the last copy.
+* At most ``in_flight`` micro-batches are active at once: the first ops of the graph wait for a
+  gate, which opens when the last backward op of an earlier micro-batch has ended. A gate takes no
+  time and no memory; to other devices it is a transfer of 0 bytes.
 * Ops are ordered as in 1F1B (Narayanan et al., PipeDream, SOSP 2019; arXiv 1806.03377): backward
-  before forward, the earlier micro-batch first, then as the placement says.
+  before forward, the earlier micro-batch first, then by the priority of the placement.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OPTIMIZER: Final = PHASES.index("optimizer")
 ONCE_PER_STEP: Final = frozenset({"parameter_bytes", "gradient_bytes", "optimizer_bytes"})
 """Columns of a graph that micro-batches share."""
 LARGEST: Final = 1 << 24
-"""The simulator takes fewer edges, see ``envs.simulator.arrays``; no more ops are worth copying."""
+"""Limit on copied ops and edges; the simulator takes fewer edges, see ``envs.simulator.arrays``."""
 _EDGE_COLUMNS: Final = frozenset(
     {"successor_start", "successors", "edge_bytes", "predecessor_start", "predecessors"}
     | {"predecessor_edge", "topological"}
@@ -45,9 +45,9 @@ _EDGE_COLUMNS: Final = frozenset(
 class Pipeline:
     """A step of ``micro_batches`` copies of ``base`` (N ops), as a problem of M ops of its own.
 
-    The copies of an op are one co-location group of ``problem``, so whatever places groups can
-    place it. Op j is a copy of op ``origin[j]`` for micro-batch ``batch[j]``, or the gate of that
-    micro-batch, in front of ``origin[j]``, where ``is_gate[j]``.
+    The copies of an op are one co-location group of ``problem``, so any placer that supports groups
+    can place it. Op j is the copy of op ``origin[j]`` for micro-batch ``batch[j]``, or, where
+    ``is_gate[j]``, the gate of that micro-batch, which a copy of ``origin[j]`` opens.
     """
 
     base: Problem
@@ -62,8 +62,8 @@ class Pipeline:
         """Copy a problem; by default at most one micro-batch per device is in flight.
 
         Raises:
-            ValueError: a count is out of range, or the optimizer feeds the forward or
-                backward pass.
+            ValueError: a count is out of range, or the optimizer feeds the forward or backward
+                pass.
         """
         check_micro_batches(micro_batches, in_flight)
         limit = base.device_count if in_flight is None else in_flight
@@ -93,19 +93,19 @@ class Pipeline:
         )
 
     def devices(self, devices: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Devices of all copies, (M,) or (B, M), of those of the ops, (N,) or (B, N).
+        """Return the devices of all copies, (M,) or (B, M), from those of the ops, (N,) or (B, N).
 
         Raises:
-            ValueError: it has another shape.
+            ValueError: wrong shape.
         """
         self._check(devices.shape, "devices")
         return devices[..., self.origin]
 
     def priority(self, priority: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Priorities of all copies, (M,) or (B, M), in the order of 1F1B, then by ``priority``.
+        """Return the priorities of all copies, (M,) or (B, M), in 1F1B order, then by ``priority``.
 
         Raises:
-            ValueError: it is not (N,) or (B, N).
+            ValueError: ``priority`` is not (N,) or (B, N).
         """
         self._check(priority.shape, "priority")
         count = self.base.op_count
@@ -124,7 +124,7 @@ class Pipeline:
 
 
 class _Copies:
-    """The numbers of all copies, and the graph that they make.
+    """Indices of all copies, and the graph that they form.
 
     First come all ops, as in the first micro-batch; then those of the other micro-batches; then the
     gates.
@@ -137,7 +137,7 @@ class _Copies:
         self.source = np.repeat(np.arange(len(graph)), np.diff(graph.successor_start))
         self._check(once)
         again = np.flatnonzero(~once)
-        self.number = np.tile(np.arange(len(graph)), (micro_batches, 1))  # of op i in batch k
+        self.number = np.tile(np.arange(len(graph)), (micro_batches, 1))  # [batch, op]
         copies = np.arange((micro_batches - 1) * len(again)).reshape(micro_batches - 1, len(again))
         self.number[1:, again] = len(graph) + copies
         self.last = _last_backward(base)
@@ -189,7 +189,7 @@ class _Copies:
         return GraphArrays(**columns)
 
     def _column(self, name: str, values: Any) -> Any:
-        """One column of the graph for all copies; gates have none of what is counted in int64."""
+        # Gates get 0 in the int64 and float64 columns.
         if isinstance(values, str):
             return values
         if isinstance(values, tuple):
@@ -212,7 +212,7 @@ class _Copies:
         )
 
     def _groups(self) -> NDArray[np.int32]:
-        """Groups as before, and one more for the copies of each op that had none."""
+        # Groups stay as they are; the copies of each op without a group form one more.
         group = self.base.graph.group.copy()
         alone = np.flatnonzero(group < 0)
         group[alone] = group.max(initial=-1) + 1 + np.arange(len(alone))
@@ -243,7 +243,7 @@ class _Copies:
         return source.astype(np.int32), target.astype(np.int32), size.astype(np.int64)
 
     def _topological(self) -> NDArray[np.int32]:
-        """Micro-batch by micro-batch, each behind its gate; the optimizer last."""
+        # Micro-batch by micro-batch, each after its gate; the optimizer last.
         position = np.empty(self.base.op_count, np.int64)
         position[self.base.graph.topological] = np.arange(self.base.op_count)
         own = np.where(self.is_gate, -1, position[self.origin])
@@ -252,14 +252,14 @@ class _Copies:
 
 
 def _accumulates(graph: GraphArrays, source: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Whether an op makes a gradient of parameters, (N,): no other backward op reads it."""
+    # An op produces a gradient of parameters if no other forward or backward op reads it.
     read = np.zeros(len(graph), np.bool_)
     read[source[graph.phase[graph.successors] != OPTIMIZER]] = True
     return np.asarray((graph.phase == BACKWARD) & ~read)
 
 
 def _last_backward(base: Problem) -> int:
-    """The backward op at the end of the longest path of costs, -1 without any."""
+    # The backward op with the longest cost path to its end; -1 if there is none.
     graph = base.graph
     cost = base.cheapest_ns().astype(np.float64)
     head, _ = levels(

@@ -1,4 +1,4 @@
-"""A model as a problem on devices of this machine, and what runs its placements there."""
+"""A model as a placement problem on devices of this machine, and the backend that runs it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from graphs.graph import GraphArrays
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelProblem:
-    """The problem of placing a step, with costs that were measured on its devices.
+    """The problem of placing a step, with costs measured on its devices.
 
-    Pinned cores run it op by op; devices of torch run its ``calls``, exported ones or those of its
-    modules, which are None on cores.
+    Pinned cores run it op by op, and ``calls`` is None; torch devices run its ``calls``, exported
+    ones or those of its modules.
     """
 
     problem: Problem
@@ -43,17 +43,17 @@ class ModelProblem:
         devices: str | Cluster = "auto",
         memory: Mapping[str, int] | None = None,
     ) -> ModelProblem:
-        """Extract a step and measure what its ops cost, unless that is known from before.
+        """Extract a step and measure the costs of its ops, except for those in the cache.
 
         Args:
             step: the model and its example inputs.
-            devices: names as :func:`envs.discover.discover` takes them, or a cluster of devices of
-                this machine; what a cluster lacks of speeds and links is measured.
-            memory: {device name: bytes} that placements may use there, if devices are given by
-                name.
+            devices: names as for :func:`envs.discover.discover`, or a cluster of devices of this
+                machine; speeds and links that a cluster lacks are measured.
+            memory: {device name: bytes} that placements may use on each device, if devices are
+                given by name.
 
         Raises:
-            ExtractionError: the model cannot be extracted, or devices of torch cannot run it.
+            ExtractionError: the model cannot be extracted, or torch devices cannot run it.
             ValueError: there is no such device, or a limit exceeds its memory.
             WorkerError: an op cannot run on a device.
         """
@@ -62,11 +62,11 @@ class ModelProblem:
 
     @classmethod
     def of_extraction(cls, extraction: Extraction, cluster: Cluster) -> ModelProblem:
-        """The same of a step that is extracted already.
+        """Build the problem of :meth:`of` from a step that is already extracted.
 
         Raises:
-            ExtractionError: devices of torch cannot run it.
-            ValueError: a device is not here.
+            ExtractionError: torch devices cannot run it.
+            ValueError: a device does not exist on this machine.
             WorkerError: an op cannot run on a device.
         """
         cluster = calibrated(cluster)
@@ -78,11 +78,11 @@ class ModelProblem:
 
     @classmethod
     def known(cls, extraction: Extraction, cluster: Cluster) -> ModelProblem | None:
-        """The same from what was measured before, None if anything would have to be measured.
+        """Build the problem from cached costs; None if anything would have to be measured.
 
         Raises:
-            ExtractionError: devices of torch cannot run it.
-            ValueError: a device is not here.
+            ExtractionError: torch devices cannot run it.
+            ValueError: a device does not exist on this machine.
         """
         before = calibrated_before(cluster)
         if before is None:
@@ -115,15 +115,15 @@ class ModelProblem:
         return cls(problem=problem, extraction=extraction, calls=calls, limits=limits)
 
     def measured(self, *, rounds: int, overlap: bool = False) -> Measured | MeasuredModule:
-        """What runs its placements; close it when they are done.
+        """Return the backend that runs placements of this problem; close it after use.
 
         Args:
-            rounds: runs of every placement that count.
-            overlap: run them with copies that overlap with compute.
+            rounds: counted runs of every placement.
+            overlap: run placements with copies that overlap with compute.
 
         Raises:
-            ValueError: copies cannot overlap there.
-            WorkerError: the workers do not come up.
+            ValueError: copies cannot overlap on these devices.
+            WorkerError: the workers do not start.
             OSError: there is too little memory, or too many processes or open files.
         """
         if overlap:

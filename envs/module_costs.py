@@ -1,8 +1,8 @@
-"""Costs of a graph of modules: every call of a module timed where it runs, in both directions.
+"""Costs of a graph of modules: every module call timed during a step, forward and backward.
 
-There is no program that workers could run, so the step runs by torch, in a thread of this process
-that is pinned to the cores of a device, or on a device of torch. A forward op costs the time from
-hook to hook, a backward op that of the nodes of autograd that undo it.
+There is no program that workers could run, so torch runs the step in a thread of this process that
+is pinned to the cores of a device, or on a torch device. A forward op costs the time between its
+hooks, a backward op that of its autograd nodes.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def profile_modules(
     repeats: int = 5,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, NDArray[np.float64]]:
-    """Seconds of every op of a graph of modules, {device kind: (N,)}.
+    """Return the seconds of every op of a graph of modules, {device kind: (N,)}.
 
-    An op costs the median over ``repeats`` runs of its CPU time; on a set of several cores, where a
-    thread's clock misses the others, of its wall time.
+    The cost of an op is its median CPU time over ``repeats`` runs; on a set of several cores its
+    wall time, since a thread's clock does not include other threads.
 
     Raises:
-        ExtractionError: the model is on the meta device, or failed where it ran before.
+        ExtractionError: the model is on the meta device, or fails although it ran before.
     """
     step = extraction.step
     if any(tensor.is_meta for tensor in step.named_state().values()):
@@ -72,10 +72,10 @@ def profile_modules(
 def profile_modules_on(
     device: torch.device, extraction: Extraction, *, repeats: int = 5
 ) -> NDArray[np.float64]:
-    """Seconds of every op of a graph of modules on a device of torch, (N,), launches included.
+    """Return the seconds of every op of a graph of modules on a torch device, (N,), with launches.
 
     Raises:
-        torch.OutOfMemoryError: it has no room for the whole step.
+        torch.OutOfMemoryError: the device cannot hold the whole step.
     """
 
     def now() -> float:
@@ -88,7 +88,6 @@ def profile_modules_on(
 
 @contextmanager
 def _on(device: torch.device, extraction: Extraction, step: Step) -> Iterator[Step]:
-    """The step on copies that are on a device, with the hooks that it is run with."""
     with runnable(step) as copy:
         there = replace(
             copy, inputs=sent(copy.inputs, device), keywords=sent(copy.keywords, device)
@@ -104,7 +103,7 @@ def _profile(
     now: Callable[[], float],
     prepared: Callable[[Step], AbstractContextManager[Step]],
 ) -> NDArray[np.float64]:
-    """Seconds of every op by a clock, (N,), of a step that is prepared anew for every run."""
+    # The step is prepared anew for every run.
     step = extraction.step
     runs = []
     with in_its_mode(step):
@@ -125,8 +124,6 @@ def _profile(
 
 
 class _Clock(Units):
-    """Times the units of one run of a step."""
-
     def __init__(self, step: Step, now: Callable[[], float]) -> None:
         super().__init__(step)
         self.forward_s: defaultdict[Unit, float] = defaultdict(float)
@@ -135,7 +132,7 @@ class _Clock(Units):
         self._began = threading.local()
 
     def run(self, step: Step) -> None:
-        """Run the step, both ways if it is one of training."""
+        """Run the step: forward, and backward if it is a training step."""
         with self.followed():
             self._began.at = self._now()
             found = forward_of(step)
@@ -150,13 +147,13 @@ class _Clock(Units):
             torch.autograd.grad(found, trained, allow_unused=True)
 
     def entered(self, call: ModuleCall, inputs: Any) -> None:
-        """What has run since the last hook was the caller."""
+        """Charge the time since the last hook to the caller."""
         self._charge(self._unit(self.caller))
         super().entered(call, inputs)
         self._begin()
 
     def left(self, call: ModuleCall, outputs: Any) -> None:
-        """What has run since the last hook was the call."""
+        """Charge the time since the last hook to the call."""
         self._charge(self._unit(call))
         super().left(call, outputs)
         self._begin()
@@ -165,7 +162,7 @@ class _Clock(Units):
         self._began.at = self._now()
 
     def _charge(self, unit: Unit) -> None:
-        if hasattr(self._began, "at"):  # a thread that the model has started begins with a call
+        if hasattr(self._began, "at"):  # not yet set in a thread that the model itself has started
             self.forward_s[unit] += self._now() - self._began.at
 
     def _undone(self, unit: Unit, *_: object) -> None:
@@ -173,7 +170,7 @@ class _Clock(Units):
 
 
 def _pinned(cores: tuple[int, ...] | list[int], work: Callable[[], Result]) -> Result:
-    """Do something in a thread of its own on these cores, with as many threads of torch."""
+    # Runs ``work`` in a new thread on these cores, with as many torch threads.
     results: list[Result] = []
     errors: list[BaseException] = []
 
@@ -182,7 +179,7 @@ def _pinned(cores: tuple[int, ...] | list[int], work: Callable[[], Result]) -> R
             os.sched_setaffinity(0, cores)
             torch.set_num_threads(len(cores))
             results.append(work())
-        except BaseException as error:  # noqa: BLE001  # raised again by who waits
+        except BaseException as error:  # noqa: BLE001  # raised again by the waiting thread
             errors.append(error)
 
     threads = torch.get_num_threads()

@@ -1,6 +1,6 @@
-"""Where seconds become nanoseconds: whole, rounded half to even, and never beyond the horizon.
+"""Conversion of seconds to integer nanoseconds, rounded half to even and capped at the horizon.
 
-Links and devices bound their own numbers (see :mod:`envs.cluster`), so that seconds are finite.
+Links and devices limit their own numbers (see :mod:`envs.cluster`), so that seconds are finite.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from envs.compiled import compiled_inline
 
 HORIZON_BITS: Final = 39
 HORIZON_NS: Final = 1 << HORIZON_BITS
-"""Steps stay below this, 550 s."""
+"""Upper bound on step times, 550 s."""
 
 
 def nanoseconds(seconds: float, at_most: int = HORIZON_NS) -> int:
@@ -27,12 +27,12 @@ def nanoseconds(seconds: float, at_most: int = HORIZON_NS) -> int:
 
 
 def each_in_nanoseconds(seconds: NDArray[np.floating[Any]]) -> NDArray[np.int64]:
-    """Return the same of every number of an array."""
+    """Return every element of an array of seconds as nanoseconds, at most ``HORIZON_NS``."""
     return np.asarray(np.rint(np.minimum(seconds * 1e9, float(HORIZON_NS))), np.int64)
 
 
 @compiled_inline
 def transfer_ns(latency_s: float, size: int, bandwidth_bytes_per_s: float) -> int:
-    """Return what a transfer of ``size`` bytes takes; the twin of :func:`nanoseconds` in loops."""
+    """Return the nanoseconds of a transfer of ``size`` bytes, rounded as in :func:`nanoseconds`."""
     seconds = latency_s + size / bandwidth_bytes_per_s
     return int(np.rint(min(seconds * 1e9, float(HORIZON_NS))))

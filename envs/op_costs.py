@@ -1,7 +1,7 @@
-"""What the ops of a step cost on the devices of a cluster, and where each number comes from.
+"""Costs of the ops of a step on the devices of a cluster, and the source of each number.
 
-A kind with a device on this machine is measured, or was measured before (envs/cost_cache.py); any
-other kind gets the roofline of its rates (envs/roofline.py).
+Kinds with a device on this machine are measured or taken from the cache (envs/cost_cache.py); all
+others get a roofline estimate from their rates (envs/roofline.py).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from graphs.extract import Extraction
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpCosts:
-    """Seconds of every op on one kind of device, (N,), and for each where it comes from."""
+    """Seconds of every op on one kind of device, (N,), and the source of each."""
 
     cost_s: NDArray[np.float64]
     sources: Sequence[str]
@@ -43,12 +43,13 @@ def op_costs(
     fresh: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, OpCosts]:
-    """Costs on every kind of device in a cluster, {device kind: costs}.
+    """Return the costs on every kind of device in a cluster, {device kind: costs}.
 
-    With ``fresh`` nothing is taken from the cache; what is measured is kept in it all the same.
+    ``fresh`` ignores the cache but still stores the new measurements.
 
     Raises:
-        ValueError: a device that is not here lacks rates, or its kind has devices of other rates.
+        ValueError: a device that is not on this machine lacks rates, or devices of its kind have
+            different rates.
         WorkerError: an op cannot run on a device.
         ExtractionError: the graph is of modules, and they cannot be timed.
     """
@@ -62,13 +63,13 @@ def op_costs(
 
 
 def check_cluster(cluster: Cluster) -> None:
-    """Make sure that every device is here or has rates.
+    """Check that every device is on this machine or has rates.
 
-    Devices of torch are run all together or not at all: where one is elsewhere, all need rates.
+    Torch devices run only if all devices are on this machine; otherwise they need rates, too.
 
     Raises:
-        ValueError: neither, or two devices share a core, or they are all here but of two sorts;
-            says what to change.
+        ValueError: a device has neither, two devices share a core, or all are on this machine but
+            mix cores with torch devices; says what to change.
     """
     if all(map(is_here, cluster.names)):
         check_devices(cluster.names)
@@ -78,16 +79,15 @@ def check_cluster(cluster: Cluster) -> None:
 
 
 def _runs_ops(name: str) -> bool:
-    """Whether a device is cores that are here, whose workers run op by op."""
     return is_core(name) and is_here(name)
 
 
 def load_devices(path: Path) -> Cluster:
-    """Read a cluster file whose devices can run the ops of a model, here or in a simulation.
+    """Read a cluster file whose devices can run the ops of a model, really or simulated.
 
     Raises:
-        ValueError: it is no cluster file, or :func:`check_cluster` refuses it; the message starts
-            with the file.
+        ValueError: it is not a cluster file, or :func:`check_cluster` rejects it; the message
+            starts with the path.
         OSError: it cannot be read.
     """
     cluster = load_cluster(path)
@@ -105,9 +105,8 @@ def _measured(
     fresh: bool,
     progress: Callable[[int, int], None] | None,
 ) -> dict[str, OpCosts]:
-    """Costs on one device of each kind; where the cache knows all ops, nothing is run."""
     today = datetime.date.today().isoformat()
-    if extraction.own_program is None:  # calls of modules have no signature to be known by
+    if extraction.own_program is None:  # module calls have no signature to cache them by
         sources = (f"measured {today}, module by module",) * len(extraction.graph)
         costs_s = profile_modules(extraction, list(devices.values()), progress=progress)
         return {kind: OpCosts(cost_s=costs_s[kind], sources=sources) for kind in devices}
@@ -123,10 +122,10 @@ def _measured(
 
 
 def known_op_costs(extraction: Extraction, cluster: Cluster) -> dict[str, OpCosts] | None:
-    """The same of cores that are here, None if any op would have to be measured.
+    """Return the cached costs on cores of this machine, or None unless all ops are cached.
 
     Raises:
-        ValueError: a device is not here.
+        ValueError: a device does not exist on this machine.
     """
     if extraction.own_program is None:
         return None
@@ -138,7 +137,6 @@ def known_op_costs(extraction: Extraction, cluster: Cluster) -> dict[str, OpCost
 def _known(
     signatures: Sequence[str], devices: Mapping[str, Device], cache: CostCache
 ) -> dict[str, OpCosts]:
-    """Costs on those kinds of device for which the cache knows all ops."""
     found: dict[str, OpCosts] = {}
     for kind, device in devices.items():
         known = cache.known(conditions_of(device), signatures)
@@ -148,7 +146,10 @@ def _known(
 
 
 def conditions_of(device: Device) -> Conditions:
-    """What times on a set of cores of this machine are valid for, whatever kind it is called."""
+    """Return the conditions under which times on a core set of this machine are valid.
+
+    The device kind is derived from the number of cores, whatever the cluster calls it.
+    """
     return Conditions(
         kind=kind_of(len(cores_of(device.name))),
         hardware=f"{host()}, {processor()}",
@@ -157,7 +158,7 @@ def conditions_of(device: Device) -> Conditions:
 
 
 def session_of(runs_s: NDArray[np.float64], signatures: Sequence[str], day: str) -> Session:
-    """What a cache keeps of a profile (runs, N)."""
+    """Return the cache entry for a profile (runs, N)."""
     ops = defaultdict(list)
     for op, signature in enumerate(signatures):
         ops[signature].append(op)

@@ -1,4 +1,4 @@
-"""What makes two ops cost the same on one device: the name under which their time is kept."""
+"""Signatures of ops, under which their times are cached: equal signatures, equal cost."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from graphs.extract.program import Call, Ref, StepProgram, Value
 
 
 def op_signatures(program: StepProgram) -> tuple[str, ...]:
-    """The signature of every op, (N,).
+    """Return the signature of every op, (N,).
 
-    It holds the operator, shape, stride and dtype of every tensor that goes in, which arguments
-    are the same tensor, all other arguments, which outputs anybody reads, and the same of the views
-    that are made for the call. It leaves out what else an op's time depends on in its step: what
-    the tensors hold (the rows that an embedding looks up), and what the ops before left in the
-    caches and in the allocator.
+    It covers the operator, shape, stride and dtype of every input tensor, which arguments are the
+    same tensor, all other arguments, which outputs are read, and the same for views made for the
+    call. It omits what else an op's time depends on in its step: tensor values (the rows that an
+    embedding looks up) and the state that earlier ops leave in caches and allocator.
     """
     signatures = [""] * program.op_count
     for instruction in single_list(program):
@@ -29,7 +28,7 @@ def op_signatures(program: StepProgram) -> tuple[str, ...]:
 
 
 def _signature(program: StepProgram, calls: Sequence[Call]) -> str:
-    numbers: dict[int, int] = {}  # by value: its number in this signature
+    numbers: dict[int, int] = {}  # {value: its number in this signature}
     lines = [_text(call, numbers) for call in calls]
     lines += [_tensor(program.values[value]) for value in numbers]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
@@ -48,7 +47,7 @@ def _argument(argument: Any, numbers: dict[int, int]) -> str:
             return f"t{numbers.setdefault(value, len(numbers))}"
         case list() | tuple():
             return f"[{', '.join(_argument(item, numbers) for item in argument)}]"
-        case _:  # numbers, text, and names of torch such as torch.float32
+        case _:  # numbers, strings, and torch constants such as torch.float32
             return repr(argument)
 
 

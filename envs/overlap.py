@@ -1,4 +1,4 @@
-"""Where copies between devices can be made while these compute."""
+"""Check whether copies between devices can overlap with compute."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from graphs.extract.module_map import ModuleMap
 
 
 def check_overlap(device_names: Sequence[str], calls: CallGraph | ModuleMap | None) -> None:
-    """Refuse to overlap copies where nothing can.
+    """Check that copies can overlap with compute.
 
     Args:
-        device_names: where it runs.
-        calls: what is placed there; None on pinned cores.
+        device_names: devices of the placement.
+        calls: graph to place; None on pinned cores.
 
     Raises:
-        ValueError: by pinned cores, or by hooks on modules; says what to do.
+        ValueError: not possible on pinned cores or with hooks on modules; says what to do.
     """
     if is_core(device_names[0]):
         raise ValueError(

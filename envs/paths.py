@@ -1,4 +1,4 @@
-"""Longest paths to and from every op on every device, with the transfers that they cannot avoid."""
+"""Longest paths to and from every op on every device, including unavoidable transfers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from envs.problem import Problem
 
 Longs = NDArray[np.int64]
 UNREACHABLE_NS: Final = 1 << 60
-"""Stands for a time that no placement reaches; sums of a few stay within 63 bits."""
+"""Stands for an impossible time; sums of a few such values stay within 63 bits."""
 
 
 class Paths(NamedTuple):
-    """Least nanoseconds before each op when it is on a device, and after it, (N, D) each.
+    """Lower bounds in ns on the time before (head) and after (tail) each op on each device, (N, D).
 
-    Each input is taken on the device from which it could be there first, whatever that means for
-    other paths, so these are lower bounds. ``UNREACHABLE_NS`` and more where nothing is allowed.
+    Each edge uses the best device for the op at its other end, independently of other paths, so
+    these are lower bounds. Values of ``UNREACHABLE_NS`` or more mean that no placement is allowed.
     """
 
     head_ns: Longs
@@ -28,7 +28,7 @@ class Paths(NamedTuple):
 
 
 def paths(problem: Problem) -> Paths:
-    """The paths of a problem, in time E * D * D."""
+    """Compute the paths of a problem, in time O(E * D * D)."""
     graph = problem.graph
     shape = (problem.op_count, problem.device_count)
     head, tail = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
@@ -62,7 +62,7 @@ def _fill_longest(
     head: Longs,
     tail: Longs,
 ) -> None:
-    """Find ``head`` and ``tail`` (N, D), given as 0; ``moved`` (D, D) is scratch space."""
+    # Fills ``head`` and ``tail`` (N, D), initially 0; ``moved`` (D, D) is scratch space.
     count, devices = cost_ns.shape
     for step in range(2 * count):
         forward = step < count

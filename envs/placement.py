@@ -1,4 +1,4 @@
-"""A placement: a device and a priority for every op, and what replays and validates it.
+"""A placement: a device and a priority for every op, and the provenance to reproduce it.
 
 ``placement.json``::
 
@@ -36,7 +36,7 @@ from graphs.whole_file import write_whole
 
 FORMAT: Final = "placer-placement/1"
 ROOT: Final = "(model)"
-"""Stands for the model among its modules: ops of its own code, which are in none of them."""
+"""Module name that stands for the model itself: ops of its own code, in no submodule."""
 OBJECTIVES: Final = ("latency", "throughput", "max-load")
 _KEYS: Final = frozenset(
     {"format", "graph", "cluster", "devices", "priority", "objective", "micro_batches"}
@@ -47,7 +47,7 @@ RECORD_RANGES: Final[Mapping[str, tuple[float, float]]] = {
     "contention": (0, 1e9),
     "rounds": (0, 10**9),
 }
-"""Of numbers in ``predicted`` and ``measured`` whose names have no unit."""
+"""Allowed ranges of unitless numbers in ``predicted`` and ``measured``."""
 _ENDINGS: Final[Mapping[str, tuple[float, float]]] = {"_s": (0, 1e9), "_bytes": (0, LARGEST_INT)}
 MOST_MICRO_BATCHES: Final = 4096
 MOST_NESTED: Final = 8
@@ -56,7 +56,7 @@ _MAKER_KEYS: Final = frozenset({"placer", "seed", "budget", "version"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MadeBy:
-    """Who made a placement, and what would make it again."""
+    """Provenance: the algorithm that made a placement, and the settings to reproduce it."""
 
     placer: str = ""
     seed: int | None = None
@@ -66,16 +66,16 @@ class MadeBy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """``ops[i]`` runs on ``device_names[devices[i]]``; of ready ops the highest ``priority`` first.
+    """``ops[i]`` runs on ``device_names[devices[i]]``; among ready ops, highest ``priority`` first.
 
-    The order of transfers follows: links serve them in order of request, or, with ``order =
-    "priority"``, by the most urgent op that waits for each. At most ``in_flight`` of the
-    ``micro_batches`` are under way at once; None is one for each device. With ``replicas`` it is
-    the placement of each of them.
+    Links serve transfers in order of request or, with ``order = "priority"``, by the highest
+    priority among the ops that wait for each. At most ``in_flight`` of the ``micro_batches`` are
+    active at once; None means one per device. With ``replicas`` it is the placement of each
+    replica.
 
-    ``predicted`` and ``measured`` hold at least ``step_s`` where they are known. Of their values,
-    those whose names end in ``_s`` are seconds, those in ``_bytes`` are bytes or map devices to
-    such, and those in RECORD_RANGES are numbers; others are as their writer likes.
+    ``predicted`` and ``measured`` hold at least ``step_s``, or are None if unknown. Values with
+    names ending in ``_s`` are seconds, those in ``_bytes`` are bytes or map devices to bytes, those
+    in RECORD_RANGES are numbers; others are free-form.
     """
 
     graph: str  # hash of the graph
@@ -124,7 +124,7 @@ class Placement:
         priority: NDArray[np.floating[Any] | np.integer[Any]],
         made_by: MadeBy | None = None,
     ) -> Placement:
-        """A placement from arrays (N,) of device indices and priorities."""
+        """Build a placement from arrays (N,) of device indices and priorities."""
         return cls(
             graph=graph.hash,
             cluster=cluster.name,
@@ -136,23 +136,23 @@ class Placement:
         )
 
     def arrays(self) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-        """Device indices (N,) and priorities (N,)."""
+        """Return device indices (N,) and priorities (N,)."""
         return np.array(self.devices, np.int32), np.array(self.priority, np.float64)
 
     def device_of(self, name: str) -> str:
-        """The device of an op; of a module: where its first op runs, the home of its parameters.
+        """Return the device of an op, or of the first op of a module, where its parameters live.
 
         ``"(model)"`` stands for the ops that are in no module.
 
         Raises:
-            KeyError: there is neither such an op nor such a module.
+            KeyError: there is no such op or module.
         """
         if name in self.ops:
             return self.device_names[self.devices[self.ops.index(name)]]
         return self.device_names[self.devices[self._inside(name)[0]]]
 
     def devices_of(self, module: str) -> dict[str, int]:
-        """How many ops of a module run on each device, most first.
+        """Return the number of ops of a module on each device, most first.
 
         Raises:
             KeyError: there is no such module.
@@ -161,7 +161,7 @@ class Placement:
         return dict(inside.most_common())
 
     def phases_of(self, module: str) -> dict[str, dict[str, int]]:
-        """{device: {phase: how many ops of a module}}, devices of most ops first.
+        """Return {device: {phase: number of ops of a module}}, devices with most ops first.
 
         Raises:
             KeyError: there is no such module.
@@ -188,11 +188,11 @@ class Placement:
         return inside
 
     def check(self, graph: GraphArrays, cluster: Cluster) -> None:
-        """Make sure that this placement belongs to a graph and a cluster.
+        """Check that this placement belongs to a graph and a cluster.
 
         Raises:
             ValueError: it is of another graph or cluster, splits a co-location group, or puts an op
-                where the graph does not allow it.
+                on a device that the graph forbids.
         """
         if self.graph != graph.hash:
             raise self._of_another(graph)
@@ -229,15 +229,15 @@ class Placement:
             )
 
     def aligned(self, graph: GraphArrays, cluster: Cluster) -> Placement:
-        """The same placement with its ops in the order of the graph, devices in the cluster's.
+        """Return this placement with ops in the graph's order and devices in the cluster's.
 
-        Placement files of other writers list ops in any order and need not know the graph's hash
-        (an empty one matches every graph); what comes back is complete and checked. Ops of an
-        optimizer that the graph has not are left out.
+        Placement files may list ops in any order and may leave the graph hash empty, which matches
+        every graph; the returned placement is complete and checked. Optimizer ops that the graph
+        lacks are dropped.
 
         Raises:
             ValueError: it lacks ops of the graph or has others, names a device that the cluster
-                has not, or :meth:`check` refuses it.
+                lacks, or :meth:`check` rejects it.
         """
         if self.graph and self.graph != graph.hash:
             raise self._of_another(graph)
@@ -298,7 +298,7 @@ class Placement:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The content of a placement file."""
+        """Return the content of a placement file."""
         return {
             "format": FORMAT,
             "graph": self.graph,
@@ -319,10 +319,10 @@ class Placement:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], device_names: tuple[str, ...] = ()) -> Placement:
-        """A placement from the content of a placement file.
+        """Build a placement from the content of a placement file.
 
-        ``device_names`` gives the order of devices (a cluster's). Without it those in use are in
-        the order that the file gives, or else of first use.
+        ``device_names`` sets the order of devices (that of a cluster). By default the devices in
+        use are in the order of ``device_order``, or else of first use.
 
         Raises:
             ValueError: unknown or missing keys, or values of a wrong type or out of range.
@@ -372,7 +372,7 @@ class Placement:
         """Write the placement as JSON; the file is complete or absent, never half-written.
 
         Raises:
-            ValueError: a text in it cannot be printed.
+            ValueError: it contains unprintable text.
             OSError: it cannot be written.
         """
         content = self.to_dict()
@@ -384,20 +384,20 @@ class Placement:
         """Read a placement file.
 
         Raises:
-            ValueError: it is not JSON or not a placement; the message starts with the file.
+            ValueError: it is not JSON or not a placement; the message starts with the path.
             OSError: it cannot be read.
         """
         return load_checked(path, lambda data: cls.from_dict(table(data, ""), device_names))
 
 
 def module_of(op_id: str) -> str:
-    """The module path in an op's id, ``module[@call]:[backward/]op[#occurrence]``; "" if none."""
+    """Return the module path in an op id, ``module[@call]:[backward/]op[#occurrence]``, or ""."""
     path, colon, _ = op_id.partition(":")
     return path.partition("@")[0] if colon else ""
 
 
 def phase_of(op_id: str) -> str:
-    """The phase in an op's id, one of :data:`graphs.graph.PHASES`."""
+    """Return the phase in an op id, one of :data:`graphs.graph.PHASES`."""
     phase, slash, _ = op_id.rpartition(":")[2].partition("/")
     return phase if slash and phase in PHASES else "forward"
 
@@ -407,7 +407,6 @@ def _optional(data: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:
 
 
 def _in_order(used: Collection[str], top: Mapping[str, Any]) -> tuple[str, ...]:
-    """The devices in use, in the order of the file; those that it does not name come last."""
     order = array(top.get("device_order", []), "device_order")
     named = [text(name, f"device_order[{i}]") for i, name in enumerate(order)]
     if repeated := [name for name, count in Counter(named).items() if count > 1]:
@@ -416,10 +415,10 @@ def _in_order(used: Collection[str], top: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def check_micro_batches(micro_batches: int, in_flight: int | None) -> None:
-    """Make sure that a step may have so many micro-batches, and so many of them under way.
+    """Check the number of micro-batches and how many of them may be active at once.
 
     Raises:
-        ValueError: it may not.
+        ValueError: one of them is out of range.
     """
     within(micro_batches, 1, MOST_MICRO_BATCHES, "micro_batches")
     if in_flight is not None:
@@ -427,7 +426,6 @@ def check_micro_batches(micro_batches: int, in_flight: int | None) -> None:
 
 
 def _check_record(record: Mapping[str, Any], where: str) -> None:
-    """Refuse times, bytes and numbers that are none, and what strict JSON cannot hold."""
     if "step_s" not in record:
         raise ValueError(f"{where} lacks step_s: give it, or null where the step is not known")
     for key, value in record.items():
@@ -443,7 +441,6 @@ def _check_record(record: Mapping[str, Any], where: str) -> None:
 
 
 def _check_json(value: object, where: str, deepest: int) -> None:
-    """Refuse numbers that strict JSON cannot hold, and what is nested too deeply to be written."""
     if isinstance(value, Mapping | list | tuple):
         if not deepest:
             raise ValueError(f"{where} is nested too deeply")
@@ -465,7 +462,6 @@ def _made_by(data: object) -> MadeBy:
 
 
 def _count(value: object, where: str) -> int:
-    """A whole number that is written as one."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise ValueError(f"{where} is {reprlib.repr(value)}, not a whole number")
     return value

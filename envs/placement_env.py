@@ -47,27 +47,29 @@ DEVICE_FEATURES: Final = (
     "allowed",
 )
 LARGEST_FEATURE: Final = 50.0
-"""More than the logarithm of any time or size here."""
+"""Upper bound of the observation space, above the logarithm of any time or size."""
 INVALID_REWARD: Final = -5.0
-"""Reward of a masked action, and of a placement that cannot run: a step 150 times the baseline."""
+"""Reward of a masked action or an infeasible placement: a step 150 times the baseline."""
 
 
 class PlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
-    """Puts one op, or one whole co-location group, on a device per step, in topological order.
+    """Place one op, or one whole co-location group, on a device per step, in topological order.
 
     Observation: (8 + 8 D,) float32: OP_FEATURES of the op to be placed, then DEVICE_FEATURES of
-                 device 0, 1, ..; times and bytes as log1p in units of the mean op, shares 0 .. 1.
-    Action:      index of a device, D of them; ``action_masks()`` (D,) bool: allowed, reached by
-                 every input, and with room for what is known to stay there.
+                 device 0, 1, ..; log1p of times in units of the mean op cost, of bytes in units of
+                 the mean edge, and of counts; shares 0 .. 1.
+    Action:      index of a device, D of them; ``action_masks()`` (D,) bool: allowed, linked to the
+                 devices of all inputs, and with room for the memory known to stay there.
     Reward:      0 until the last op, then log(baseline_s / step_s); higher is better. The baseline
-                 is the best single device, or all ops one after the other where none can hold them.
-    End:         after the last op. An action that is masked ends the episode at once with
-                 INVALID_REWARD, and so does a finished placement that cannot run.
+                 is the best single device, or the sum of the cheapest op costs if none is feasible.
+    End:         after the last op. A masked action ends the episode at once with INVALID_REWARD;
+                 an infeasible final placement gets INVALID_REWARD, too.
     Info:        in the last step ``step_s``, ``baseline_s``, ``feasible``, ``why``, ``parts`` of
                  the backend, and ``placement``.
 
-    Ops run by bottom level. The live features come from a list schedule without link queues; the
-    reward comes from ``backend`` alone, which may be a simulator or real devices::
+    Priorities are bottom levels (upward ranks). The features of a partial placement come from a
+    list schedule without link queues; the reward comes from ``backend`` alone, a simulator or real
+    devices::
 
         gymnasium.make(
             "placer/Placement-v0",
@@ -79,7 +81,7 @@ class PlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
         )
 
     On real devices every episode runs its placement; the baseline is measured once, and rewards are
-    as noisy as the machine is (``parts`` in the info). Close the environment to end the workers.
+    as noisy as the machine (``parts`` in the info). Close the environment to end the workers.
     """
 
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012 - declared so by Gymnasium
@@ -103,33 +105,33 @@ class PlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
         """Place a problem (default: two towers on three devices) or the ops of a model.
 
         Args:
-            problem: what is placed, if it is no model.
-            backend: what times placements: ``"simulated"``; ``"measured"``, which runs the model
-                on its devices; or one of your own, such as ``Simulated(problem, threads=N)``,
-                which times several placements at once.
-            model: the model that is placed. Its ops are timed on the devices, whatever the backend.
+            problem: the placement problem, if no model is given.
+            backend: evaluates placements: ``"simulated"``; ``"measured"``, which runs the model on
+                its devices; or your own, such as ``Simulated(problem, threads=N)``, which evaluates
+                several placements at once.
+            model: the model to place. Its ops are timed on the devices, whatever the backend.
             inputs: its example inputs, the target of the loss last.
-            loss: called with the model's output and the target, gives a scalar.
-            training: a step is forward and backward; with False the model's inference.
-            optimizer: a training step also updates the parameters, as ``"sgd"``, ``"momentum"``,
-                ``"adam"`` or ``"adamw"`` does.
+            loss: called with the model's output and the target, returns a scalar.
+            training: whether a step is forward and backward, or inference only.
+            optimizer: include parameter updates in a training step: ``"sgd"``, ``"momentum"``,
+                ``"adam"`` or ``"adamw"``.
             dtype: ``"bf16"`` puts forward pass and loss under ``torch.autocast``.
-            devices: of this machine, by name, or as a cluster.
-            memory: {device name: bytes} that placements may use there.
-            rounds: how often a placement is run to be measured.
-            overlap: run it with copies that overlap with compute, on devices of torch.
+            devices: devices of this machine, by name or as a cluster.
+            memory: {device name: bytes} that placements may use on each device.
+            rounds: number of runs per measured placement.
+            overlap: run with copies that overlap with compute, on torch devices.
 
         Raises:
-            ValueError: the backend has no such name, or lacks a model; there are both a problem and
-                a model; there is no such device, optimizer or dtype; or copies cannot overlap.
+            ValueError: there is no such backend, or it needs a model; both a problem and a model
+                are given; there is no such device, optimizer or dtype; or copies cannot overlap.
             ExtractionError: the model cannot be extracted.
-            WorkerError: workers do not come up, or cannot run the model.
+            WorkerError: workers do not start, or cannot run the model.
         """
         if model is not None and problem is not None:
             raise ValueError("give either a problem or a model, which makes one")
         placed = None
         if model is not None:
-            from envs.model_problem import ModelProblem  # torch loads here
+            from envs.model_problem import ModelProblem  # imports torch
             from graphs.extract import Step
 
             step = Step.of(
@@ -164,14 +166,14 @@ class PlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
         self._start()
 
     def close(self) -> None:
-        """End what was started to run the model; a backend of your own is left to you."""
+        """End what was started to run the model; a backend that was passed in stays open."""
         self._current = -1
         self._started.close()
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[NDArray[np.float32], dict[str, Any]]:
-        """Take every op off its device. There is nothing random in an episode."""
+        """Start a new episode with no op placed. Episodes contain no randomness."""
         super().reset(seed=seed)
         self._start()
         return self._observe(), {}
@@ -182,7 +184,7 @@ class PlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
         """Put the current op and its group on device ``action``.
 
         Raises:
-            RuntimeError: the episode has ended; reset first.
+            RuntimeError: the episode has ended; call :meth:`reset` first.
         """
         if self._current < 0:
             raise RuntimeError("the episode has ended: call reset() before step()")
@@ -215,7 +217,7 @@ class PlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
         return self._observe(), reward, True, False, info
 
     def action_masks(self) -> NDArray[np.bool_]:
-        """Devices that may be chosen, (D,); where none has room or is reached, all allowed ones."""
+        """Return the devices that may be chosen, (D,); if none is left, all allowed ones."""
         if self._current < 0:
             return np.ones(self.problem.device_count, np.bool_)
         allowed = self.problem.allowed[self._current]
@@ -227,7 +229,7 @@ class PlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
         return np.asarray(mask if mask.any() else allowed)
 
     def baseline_s(self) -> float:
-        """Step of the best single device by the backend, measured once."""
+        """Return the step time of the best single device, evaluated once."""
         if self._baseline_s is None:
             everywhere = np.flatnonzero(self.problem.allowed.all(axis=0))
             single = [
@@ -244,7 +246,7 @@ class PlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
         return self._baseline_s
 
     def _prepare(self) -> None:
-        """All that does not change from episode to episode."""
+        # Everything that stays the same across episodes.
         problem, graph = self.problem, self.problem.graph
         count = problem.op_count
         allowed_ns = np.where(problem.allowed, problem.cost_ns, 0).sum(axis=1)
@@ -302,7 +304,7 @@ class PlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
         self._advance()
 
     def _advance(self) -> None:
-        """Schedule ops that have a device, up to the next that has none: that one is current."""
+        # Schedules ops that have a device; the next one without becomes the current op.
         order = self.problem.graph.topological
         while self._position < len(order) and self._devices[order[self._position]] >= 0:
             op = int(order[self._position])
@@ -319,7 +321,7 @@ class PlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
         return graph.predecessors[graph.predecessor_start[op] : graph.predecessor_start[op + 1]]
 
     def _inputs_at_ns(self, op: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """When all inputs could be on each device, (D,), and the bytes to bring there, (D,)."""
+        # Earliest time of all inputs on each device, (D,), and the bytes to transfer there, (D,).
         problem, graph = self.problem, self.problem.graph
         arrival = np.zeros(problem.device_count)
         bring = np.zeros(problem.device_count)
@@ -336,7 +338,6 @@ class PlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
         return arrival, bring
 
     def _observe(self) -> NDArray[np.float32]:
-        """Features of the current op and of every device; zeros once the episode has ended."""
         if self._current < 0:
             return np.zeros(self.observation_space.shape or (), np.float32)
         op = self._current

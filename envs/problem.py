@@ -1,4 +1,4 @@
-"""A graph to be placed on a cluster, as the flat arrays that simulator and search work on.
+"""A graph and a cluster as flat arrays for the simulator and search.
 
 Time is integer nanoseconds: an op's cost (seconds on the device's kind + the device's launch
 overhead) and a transfer (latency + bytes / bandwidth) are each rounded once, half to even.
@@ -20,21 +20,21 @@ from graphs.graph import PHASES, GraphArrays
 
 NO_QUEUE = -1
 LARGEST_TOTAL_BYTES: Final = 2.0**62
-"""Of all ops and edges: whatever is summed up of them stays within 63 bits."""
+"""Limit on the bytes of all ops and edges, so that their sums stay within 63 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Problem:
     """N ops of ``graph`` to be placed on the D devices of ``cluster``.
 
-    Where ``allowed[i, d]`` is False, op i may not run on device d (no cost is known there, or the
-    graph forbids it) and ``cost_ns[i, d]`` is 0. ``queue[s, d]`` is the index of the queue (of
-    ``queue_count``) that transfers from s to d wait in, -1 where they never wait; queues with
+    Where ``allowed[i, d]`` is False, op i may not run on device d (its cost there is unknown, or
+    the graph forbids it) and ``cost_ns[i, d]`` is 0. ``queue[s, d]`` is the index of the queue (of
+    ``queue_count``) for transfers from s to d, -1 if they never queue; queues with
     ``queue_by_priority`` serve the transfer with the highest-priority consumer first.
-    ``second_queue[s, d]`` is -1 except on half-duplex "egress" links and those with ``ingress``:
-    there a transfer occupies the port of its sender (``queue``) and that of its receiver
-    (``second_queue``) at once; half duplex, the one of a device for both directions.
-    ``connected[s, d]`` is False where no link joins s to d.
+    ``second_queue[s, d]`` is -1 except on half-duplex "egress" links and links with ``ingress``:
+    there a transfer occupies the sender's port (``queue``) and the receiver's port
+    (``second_queue``) at the same time; with half duplex a device has one port for both directions.
+    ``connected[s, d]`` is False if no link joins s to d.
     """
 
     graph: GraphArrays
@@ -49,7 +49,7 @@ class Problem:
     queue_count: int
     queue_by_priority: NDArray[np.bool_]  # (queue_count,)
     memory_bytes: NDArray[np.int64]  # (D,)
-    held_bytes: NDArray[np.int64]  # (N,) stays on the op's device from its start to the step's end
+    held_bytes: NDArray[np.int64]  # (N,) on the op's device from its start to the end of the step
 
     def __post_init__(self) -> None:
         graph = self.graph
@@ -70,21 +70,21 @@ class Problem:
 
     @property
     def op_count(self) -> int:
-        """N."""
+        """Number of ops, N."""
         return len(self.graph)
 
     @property
     def device_count(self) -> int:
-        """D."""
+        """Number of devices, D."""
         return len(self.cluster)
 
     @classmethod
     def of(cls, graph: GraphArrays, cluster: Cluster) -> Problem:
-        """Join a graph and a cluster.
+        """Build the problem of placing a graph on a cluster.
 
         Raises:
-            ValueError: an op can run on no device, or a co-location group on no common device; the
-                message names it and says what is missing. Or all bytes together reach 2**62.
+            ValueError: an op can run on no device, or a co-location group on no common device (the
+                message says what is missing); or all bytes together reach 2**62.
         """
         allowed, cost_ns = _costs(graph, cluster)
         links = _Links.of(cluster)
@@ -105,12 +105,12 @@ class Problem:
         )
 
     def cheapest_ns(self) -> NDArray[np.int64]:
-        """Cost of every op on the fastest device that it may run on, (N,)."""
+        """Return the cost of every op on the fastest device that may run it, (N,)."""
         never = np.iinfo(np.int64).max
         return np.asarray(np.where(self.allowed, self.cost_ns, never).min(axis=1), np.int64)
 
     def transfer_ns(self, size: int, source: int, destination: int) -> int:
-        """Nanoseconds that ``size`` bytes take from one device to another, without queueing."""
+        """Return the nanoseconds that ``size`` bytes take between two devices, without queueing."""
         seconds = (
             self.latency_s[source, destination]
             + size / self.bandwidth_bytes_per_s[source, destination]
@@ -122,7 +122,7 @@ def _costs(graph: GraphArrays, cluster: Cluster) -> tuple[NDArray[np.bool_], NDA
     count = len(graph)
     allowed = np.ones((count, len(cluster)), np.bool_)
     cost_ns = np.zeros((count, len(cluster)), np.int64)
-    for d, device in enumerate(cluster.devices):  # one at a time: a float for each is much memory
+    for d, device in enumerate(cluster.devices):  # one device at a time, to save memory
         cost_s = graph.costs_for(device.kind) + device.launch_s
         allowed[:, d] = ~np.isnan(cost_s)
         cost_ns[:, d] = each_in_nanoseconds(np.minimum(np.nan_to_num(cost_s), LONGEST_S))
@@ -165,7 +165,7 @@ def _why_stuck(graph: GraphArrays, cluster: Cluster, op: int, count: int) -> str
 
 
 class _Links:
-    """What joins each ordered pair of devices, and the queues that its transfers wait in."""
+    """Latency, bandwidth and queues of each ordered pair of devices."""
 
     def __init__(self, count: int) -> None:
         self.latency_s = np.zeros((count, count))
@@ -217,7 +217,7 @@ class _Links:
                 pass
 
     def _queue(self, link: Link, *key: object) -> int:
-        """The queue that all transfers with this key (its link first) share."""
+        # ``key`` identifies the queue; transfers with equal keys share it.
         if key not in self._number:
             self._number[key] = len(self._number)
             self.by_priority.append(link.order == "priority")
@@ -225,7 +225,10 @@ class _Links:
 
 
 def held_bytes_of(graph: GraphArrays) -> NDArray[np.int64]:
-    """Saved bytes of ops whose backward is not in the graph; otherwise the edges keep them."""
+    """Return the saved bytes of ops without a backward op in the graph, (N,), and 0 for the others.
+
+    For the others, the edges to their backward ops keep the memory alive.
+    """
     backward = PHASES.index("backward")
     has_backward = np.zeros(len(graph), np.bool_)
     source = np.repeat(np.arange(len(graph)), np.diff(graph.successor_start))

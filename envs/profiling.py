@@ -1,7 +1,7 @@
-"""What ops cost, measured in context: the whole step runs on one device, every call is timed.
+"""Measure op costs in context: run the whole step on one device and time every call.
 
-In context, because the same call alone, again and again, finds its inputs in the cache and its
-memory mapped: sums of such times came out up to a fifth below the time of the step.
+A call repeated alone finds its inputs in the cache and its memory mapped: sums of such times came
+out up to a fifth below the step time.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Result = TypeVar("Result")
 
 
 class Profiler:
-    """A step on one pinned device, with the time of every op. Use as a context manager."""
+    """Runs a step on one pinned device and times every op. Use as a context manager."""
 
     def __init__(self, extraction: Extraction, device: Device) -> None:
         """Start its worker.
 
         Raises:
             ValueError: the device is not a set of cores of this machine.
-            WorkerError: the worker does not come up.
+            WorkerError: the worker does not start.
             OSError: there is too little memory, or too many processes or open files.
         """
         self._program = extraction.program
@@ -56,7 +56,6 @@ class Profiler:
             raise
 
     def __enter__(self) -> Profiler:
-        """Itself."""
         return self
 
     def __exit__(
@@ -65,14 +64,13 @@ class Profiler:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End the worker."""
         self._pool.close()
 
     def run(self) -> NDArray[np.float64]:
-        """Seconds of every op in one run, (N,): of its call, with the views made for it.
+        """Return the seconds of every op in one run, (N,): its call and the views made for it.
 
-        On one core it is the time of the thread's clock, which stands still while others run
-        there; on several the wall time, for that clock does not see the other threads.
+        On one core this is thread CPU time, which excludes time when other processes use the core;
+        on several cores it is wall time, since that clock does not include other threads.
 
         Raises:
             WorkerError: an op cannot run on the device, or the worker died.
@@ -86,7 +84,7 @@ class Profiler:
 
 
 def single_list(program: StepProgram) -> list[Instruction]:
-    """The instructions of a step that runs on one device, in the order of the program."""
+    """Return the instructions of a step that runs on one device, in program order."""
     return device_lists(program, [0] * program.op_count, range(program.op_count), 1)[0]
 
 
@@ -97,7 +95,7 @@ def profile_ops(
     repeats: int = REPEATS,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, NDArray[np.float64]]:
-    """Seconds of every op, in context, {device kind: (N,)}: the median of its runs.
+    """Return the seconds of every op in context, {device kind: (N,)}: the median of its runs.
 
     Raises:
         WorkerError: an op cannot run on a device, or its worker died twice.
@@ -113,7 +111,7 @@ def profile_runs(
     repeats: int = REPEATS,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, NDArray[np.float64]]:
-    """Seconds of every op in every run, {device kind: (repeats, N)}.
+    """Return the seconds of every op in every run, {device kind: (repeats, N)}.
 
     The whole step runs on the first device of each kind.
 
@@ -146,7 +144,7 @@ def _runs(
 
 
 def once_more(work: Callable[[], Result]) -> Result:
-    """Do something with workers, and again where they died: somebody may have killed one."""
+    """Call ``work`` and retry once after a WorkerError: something may have killed a worker."""
     try:
         return work()
     except WorkerError:

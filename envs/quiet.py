@@ -1,7 +1,4 @@
-"""How quiet this machine is: what else uses its cores, and how much a fixed piece of work scatters.
-
-Measured steps are as good as the machine is quiet; this tells beforehand.
-"""
+"""Measure how quiet this machine is: other load on its cores, and the noise of a fixed task."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ import numpy as np
 import torch
 
 SIZE: Final = 192
-"""Rows of the square product that is timed: a fifth to half a millisecond on a core."""
+"""Rows of the timed square matrix product, which takes 0.2 to 0.5 ms on a core."""
 BURSTS: Final = 200
 WARM_UP: Final = 20
 CPUS: Final = Path("/sys/devices/system/cpu")
@@ -24,16 +21,16 @@ GROUPS: Final = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noise:
-    """Equal pieces of work on one core, one after the other."""
+    """Timing statistics of equal tasks, run one after the other on one core."""
 
     core: int
     median_s: float
-    spread: float  # distance of the quartiles, relative to the median
-    contention: float  # wall time over CPU time of all of them: above 1, others had the core
+    spread: float  # interquartile range, relative to the median
+    contention: float  # wall over CPU time; above 1, others used the core
 
 
 def noise_of(core: int, *, bursts: int = BURSTS) -> Noise:
-    """Time ``bursts`` equal pieces of work on a core that this process may run on, 0.1 s in all."""
+    """Time ``bursts`` equal tasks on a core that this process may run on, about 0.1 s in all."""
     allowed, threads = os.sched_getaffinity(0), torch.get_num_threads()
     left = torch.full((SIZE, SIZE), 0.5)
     wall_s = np.empty(bursts)
@@ -61,7 +58,7 @@ def noise_of(core: int, *, bursts: int = BURSTS) -> Noise:
 
 
 def quota_cores(groups: Path = GROUPS) -> float | None:
-    """Cores' worth of time that the control group (version 2) leaves; None: no limit."""
+    """Return the CPU quota of the control group (version 2) in cores, or None without a limit."""
     try:
         limit, period = (groups / "cpu.max").read_text(encoding="ascii").split()
     except (OSError, ValueError):
@@ -70,6 +67,6 @@ def quota_cores(groups: Path = GROUPS) -> float | None:
 
 
 def governors(cores: list[int], cpus: Path = CPUS) -> set[str]:
-    """Who sets the frequencies of these cores; empty where the system does not tell."""
+    """Return the frequency governors of these cores; empty if the system does not report them."""
     paths = [cpus / f"cpu{core}" / "cpufreq" / "scaling_governor" for core in cores]
     return {path.read_text(encoding="ascii").strip() for path in paths if path.exists()}

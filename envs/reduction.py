@@ -1,4 +1,4 @@
-"""How replicas agree on one model: what is reduced, by which algorithm, and how often."""
+"""How replicas are kept in sync: what is reduced, by which algorithm, and how often."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from graphs.graph import LARGEST_BYTES
 from graphs.strict_json import within
 
 CHEAPEST: Final = "auto"
-"""Every bucket is reduced by the algorithm that is the fastest for its size."""
+"""Use the fastest algorithm for the size of each bucket."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduction:
-    """How replicas agree: the algorithm, what is sent of a gradient, and how often.
+    """How replicas are kept in sync: algorithm, payload of a gradient, and interval.
 
-    With ``every`` above 1 they do not reduce gradients but average parameters, after so many steps
-    (model averaging, BMUF): nothing of that overlaps with the steps.
+    With ``every`` above 1 replicas do not reduce gradients but average parameters every so many
+    steps (model averaging, BMUF); this does not overlap with the steps.
 
-    ``coding_bytes_per_s`` are the bytes of gradients (or parameters) that a rank makes ready to be
-    sent, and takes from what it is sent, in a second; None is no time at all. With bits that may
-    take longer than to send them: ``placer.parallel.coding`` measures it.
+    ``coding_bytes_per_s`` is the rate at which a rank encodes and decodes gradients (or
+    parameters); None means no time at all. Coding 1-bit payloads can take longer than sending them:
+    ``placer.parallel.coding`` measures it.
     """
 
     algorithm: str = CHEAPEST
@@ -52,7 +52,7 @@ class Reduction:
             within(self.coding_bytes_per_s, 1e-3, 1e18, "coding_bytes_per_s")
 
     def of(self, size_bytes: int, levels: Sequence[Level]) -> AllReduce:
-        """The reduction of a bucket of gradients over a network, innermost level first."""
+        """Return the all-reduce of a bucket over a network, given as levels, innermost first."""
         factor = PAYLOADS[self.payload]
         if self.algorithm == CHEAPEST:
             found = cheapest_all_reduce(size_bytes, levels, payload_factor=factor)
@@ -61,5 +61,5 @@ class Reduction:
         return replace(found, seconds=found.seconds + self.coding_s(size_bytes))
 
     def coding_s(self, size_bytes: int) -> float:
-        """Seconds that a rank takes to code a bucket of gradients, both ways."""
+        """Return the seconds that a rank takes to encode and decode a bucket of gradients."""
         return 0.0 if self.coding_bytes_per_s is None else size_bytes / self.coding_bytes_per_s

@@ -1,4 +1,4 @@
-"""What placements are compared with: the whole step in one process, on all cores together."""
+"""The baseline of measured placements: the whole step in one process, on all cores."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from envs.executor.worker_error import WorkerError
 from graphs.extract import Extraction
 
 SETTLE_S: Final = 0.02
-"""OpenMP's threads spin for a few milliseconds after their work, on cores that others need next."""
+"""OpenMP threads spin for a few milliseconds after their work, on cores that the next run needs."""
 
 
 class Reference:
     """The unplaced step, run by torch's threads on the cores of all devices of a cluster."""
 
     def __init__(self, extraction: Extraction, cluster: Cluster, *, step_timeout_s: float) -> None:
-        """Start its worker; what goes wrong, now or later, is told by ``failure``."""
+        """Start its worker; errors, now or later, are stored in ``failure``."""
         self.runs: list[StepRun] = []
         self.failure = ""
         self._pool: WorkerPool | None = None
@@ -50,7 +50,7 @@ class Reference:
             raise
 
     def run(self, *, keep: bool) -> None:
-        """Run the step once, if it did not fail before; with ``keep`` the run counts."""
+        """Run the step once, unless it failed before; the run counts if ``keep`` is set."""
         if self._pool is None or self.failure:
             return
         try:

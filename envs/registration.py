@@ -1,6 +1,6 @@
-"""Registers the environments of this floor with Gymnasium, by name, without loading them.
+"""Register this package's environments with Gymnasium, without importing them.
 
-Importing this module registers them, so that Gymnasium finds them without any other import::
+Importing this module registers them; Gymnasium can also import it by itself::
 
     gymnasium.make("envs.registration:placer/Placement-v0", problem=problem)
 """

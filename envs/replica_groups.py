@@ -1,4 +1,4 @@
-"""Which devices of a cluster replicas run on: groups of equally many that are near and alike."""
+"""Choose the devices of replicas: groups of equal size, near each other and alike."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from envs.topology import Block, nested_blocks
 
 
 def replica_groups(problem: Problem, size: int) -> list[list[Block]]:
-    """Disjoint groups of ``size`` devices, in classes that are alike; the largest class first.
+    """Return disjoint groups of ``size`` devices, by classes of alike groups, largest class first.
 
-    A group lies within a node if that has as many devices, else on as few nodes of the smallest
-    larger block (a rack, the cluster) as have them, which it shares with no other group, see
-    :func:`envs.topology.nested_blocks`. Devices of one kind come together, and those left over are
-    in no group. Groups are alike if devices in the same position are, with the links among them:
-    one placement then serves all.
+    A group lies within a node if the node is large enough, else on as few nodes as needed within
+    the smallest larger block (rack, cluster; see :func:`envs.topology.nested_blocks`), which it
+    shares with no other group. Devices of one kind are grouped together; leftover devices are in no
+    group. Groups are alike if devices at equal positions are, and the links among them: one
+    placement then serves all.
 
     Raises:
         ValueError: ``size`` is not within 1 .. number of devices.
@@ -40,7 +40,7 @@ def replica_groups(problem: Problem, size: int) -> list[list[Block]]:
 
 
 def _smallest_blocks(problem: Problem, size: int) -> list[list[Block]]:
-    """The innermost blocks that have so many devices, each as the blocks that it is made of."""
+    # The innermost blocks with at least ``size`` devices, each as the list of its sub-blocks.
     every = tuple(range(problem.device_count))
     nested = [*nested_blocks(problem, every), [every]]
     level = next(i for i, blocks in enumerate(nested) if len(blocks[0]) >= size)
@@ -53,10 +53,7 @@ def _smallest_blocks(problem: Problem, size: int) -> list[list[Block]]:
 
 
 def _sorts(problem: Problem) -> list[int]:
-    """Devices on which all ops cost the same share a number, (D,); those seen first have the least.
-
-    Their memory is the same, too.
-    """
+    # Devices of equal kind, memory and op costs share a number, (D,), in order of appearance.
     numbers: dict[tuple[object, ...], int] = {}
     found = []
     for d, device in enumerate(problem.cluster.devices):
@@ -71,7 +68,7 @@ def _sorts(problem: Problem) -> list[int]:
 
 
 def _shape(problem: Problem, sorts: Sequence[int], group: Block) -> tuple[object, ...]:
-    """What groups that are alike have in common, and others have not."""
+    # Equal for groups that are alike, different for others.
     own = np.ix_(group, group)
     of_pairs = (problem.latency_s, problem.bandwidth_bytes_per_s, problem.connected)
     return (
@@ -82,9 +79,9 @@ def _shape(problem: Problem, sorts: Sequence[int], group: Block) -> tuple[object
 
 
 def _renumbered(problem: Problem, queues: NDArray[np.int32]) -> tuple[tuple[int, bool], ...]:
-    """Queues by the order in which they are first seen, and whether they go by priority."""
+    # Queues numbered by first appearance, and whether they serve by priority.
     numbers: dict[int, int] = {}
-    by_priority = [*problem.queue_by_priority.tolist(), False]  # the last entry is that of NO_QUEUE
+    by_priority = [*problem.queue_by_priority.tolist(), False]  # the last entry is for NO_QUEUE
     return tuple(
         (numbers.setdefault(queue, len(numbers)), by_priority[queue])
         for queue in queues.ravel().tolist()

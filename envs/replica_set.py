@@ -1,4 +1,4 @@
-"""The replicas of a placement, as its file records them."""
+"""The replicas of a placement, as recorded in its file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graphs.strict_json import array, fields, number, text, whole, within
 
 Batch: TypeAlias = Literal["per-replica", "global"]
 BATCHES: Final[tuple[Batch, ...]] = ("per-replica", "global")
-"""Every replica has the whole batch of the step, or they share it."""
+"""Every replica processes a whole batch per step, or the replicas share one."""
 MOST_ACCUMULATED: Final = 10**6
 _KEYS: Final = frozenset({"groups", "batch", "accumulate", "reduction", "algorithms", "levels"})
 _READ: Final[Mapping[str, Callable[[object, str], Any]]] = {
@@ -24,18 +24,19 @@ _READ: Final[Mapping[str, Callable[[object, str], Any]]] = {
     "every": whole,
     "coding_bytes_per_s": number,
 }
-"""How the keys of a reduction are read."""
+"""Parsers of the keys of a reduction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicas:
-    """Groups of device names, one for each replica, and how they agree.
+    """Groups of device names, one per replica, and how the replicas are kept in sync.
 
-    The placement is for the first group; the k-th device of every group stands for the k-th of the
-    first. ``accumulate`` passes are added up before a reduction.
+    The placement is for the first group; the k-th device of every group corresponds to the k-th of
+    the first. Gradients of ``accumulate`` passes are added up before a reduction.
 
-    ``algorithms`` are what ``auto`` came to, that of the most bytes first. ``levels`` are ranks at
-    each level of the network, innermost first, where the plan reduces level by level. In a file::
+    ``algorithms`` are those that ``auto`` chose, the one with most bytes first. ``levels`` are the
+    ranks at each level of the network, innermost first, if the plan reduces level by level. In a
+    file::
 
         "replicas": {"groups": [["g0", "g1"], ["g2", "g3"]], "batch": "per-replica",
                      "accumulate": 1, "reduction": {"algorithm": "auto", "payload": "fp32",
@@ -66,11 +67,10 @@ class Replicas:
             raise ValueError(f"levels {told} are not of the {len(self.groups)} replicas there are")
 
     def __len__(self) -> int:
-        """Number of replicas."""
         return len(self.groups)
 
     def to_dict(self) -> dict[str, Any]:
-        """The content of its part of a placement file."""
+        """Return the ``replicas`` part of a placement file."""
         found = {
             "groups": [list(group) for group in self.groups],
             "batch": self.batch,
@@ -82,7 +82,7 @@ class Replicas:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], where: str) -> Replicas:
-        """Replicas from their part of a placement file.
+        """Build replicas from their part of a placement file.
 
         Raises:
             ValueError: unknown or missing keys, or values of a wrong type or out of range.
@@ -100,7 +100,7 @@ class Replicas:
         batch = text(top.get("batch", "per-replica"), f"{where}.batch")
         return cls(
             groups=groups,
-            batch=batch,  # type: ignore[arg-type]  # checked when it is made
+            batch=batch,  # type: ignore[arg-type]  # checked in __post_init__
             accumulate=whole(top.get("accumulate", 1), f"{where}.accumulate"),
             reduction=Reduction(**given),
             algorithms=tuple(_each(top, "algorithms", where, text)),
@@ -111,6 +111,5 @@ class Replicas:
 def _each(
     top: Mapping[str, object], key: str, where: str, read: Callable[[object, str], Any]
 ) -> list[Any]:
-    """What a list holds that may be missing."""
     values = array(top.get(key, []), f"{where}.{key}")
     return [read(value, f"{where}.{key}[{i}]") for i, value in enumerate(values)]

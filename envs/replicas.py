@@ -1,20 +1,20 @@
 """The step of R replicas of a placement, whose gradients are reduced over all of them.
 
-Every replica runs the placement on devices of its own. What is on slot k of one, its k-th device,
-is on slot k of all; these devices reduce its gradients, bucket by bucket, while the backward pass
-goes on. A gradient is ready when the last op that makes it has ended, with micro-batches in the
-last of them, and has been sent to where its parameters are; at the latest when the step of one
-replica ends, which counts no transfers that no op waits for. On pinned cores all of them are ready
-when the backward pass is over, and slot 0 stands for the process of the replica that reduces them.
-The optimizer runs when the reductions are over, also where a device would have had time for
-updates before: all those of a slot come after the pass, and after its last bucket,
+Every replica runs the placement on devices of its own; slot k is the k-th device of each. The
+devices of a slot reduce its gradients, bucket by bucket, during the backward pass. A gradient is
+ready when the last op that contributes to it has ended (with micro-batches, in the last of them)
+and it has been sent to the device of its parameters; at the latest at the end of the step of one
+replica, which excludes transfers that no op waits for. On pinned cores all gradients are ready at
+the end of the backward pass, and slot 0 stands for the process of the replica that reduces them.
+The optimizer runs after the reductions, even where a device would have had time for updates before:
+all updates of a slot come after the pass and after its last bucket,
 
     T = max(step alone, max over slots k of end of last bucket + updates).
 
 On pinned cores the process of the replica makes all updates, one after the other.
 
-Reductions and the transfers between devices of a replica do not slow each other down here, nor do
-reductions slow down ops.
+The model ignores contention between reductions and transfers within a replica, and between
+reductions and ops.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from graphs.frozen import frozen
 from graphs.gradients import Gradients, gradients_of
 
 LONGEST_NS: Final = 1 << 53
-"""Of a reduction, 104 days: sums of many stay within 63 bits."""
+"""Limit on the duration of a reduction, 104 days, so that sums stay within 63 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReplicaStep:
-    """What one replica does in a step, as simulated: P gradients, D slots."""
+    """The simulated step of one replica: P gradients, D slots."""
 
     step_ns: int  # the pass, then all updates
-    pass_ns: int  # until the end of the last op that is no update
+    pass_ns: int  # end of the last op that is not an update
     slot: NDArray[np.int32]  # (P,) the device that holds the gradient
     size_bytes: NDArray[np.int64]  # (P,)
     ready_ns: NDArray[np.int64]  # (P,)
-    update_ns: NDArray[np.int64]  # (D,) of all updates of a slot
-    trained_bytes: NDArray[np.int64]  # (D,) of parameters with a gradient
+    update_ns: NDArray[np.int64]  # (D,) sum of the updates of a slot
+    trained_bytes: NDArray[np.int64]  # (D,) parameters with a gradient
     peak_bytes: NDArray[np.int64]  # (D,)
 
     @classmethod
@@ -67,17 +67,17 @@ class ReplicaStep:
 
 
 def overlaps(cluster: Cluster) -> bool:
-    """Whether gradients are reduced while the backward pass goes on.
+    """Return whether gradients are reduced during the backward pass.
 
-    Workers of pinned cores hand all of them to the process of their replica when it is over.
+    Workers of pinned cores deliver all gradients to their replica's process after it.
     """
     return not any(is_core(split_name(name)[1]) for name in cluster.names)
 
 
 class ReplicaSimulator:
-    """Simulates one replica of several placements of a problem.
+    """Simulates one replica for placements of a problem.
 
-    ``gradients`` are by default what the graph says of them.
+    ``gradients`` are derived from the graph by default.
     """
 
     def __init__(self, problem: Problem, gradients: Gradients | None = None) -> None:
@@ -87,10 +87,10 @@ class ReplicaSimulator:
         self._simulators: dict[tuple[int, int | None], tuple[Simulator, Pipeline | None]] = {}
 
     def step(self, placement: Placement) -> ReplicaStep:
-        """What a replica with this placement does.
+        """Simulate the step of a replica with this placement.
 
         Raises:
-            ValueError: it is not for this problem, or not feasible; says why.
+            ValueError: it is not for this problem, or infeasible; says why.
         """
         problem, gradients = self.problem, self.gradients
         placement.check(problem.graph, problem.cluster)
@@ -121,7 +121,7 @@ class ReplicaSimulator:
         )
 
     def _run(self, placement: Placement) -> tuple[Schedule, NDArray[np.bool_], NDArray[np.int64]]:
-        """The schedule, which of its ops are updates, and the end of the last copy of each op."""
+        # The schedule, a mask of its update ops, and the end of the last copy of each op.
         key = placement.micro_batches, placement.in_flight
         if key not in self._simulators:
             self._simulators[key] = self._made(*key)
@@ -150,13 +150,13 @@ class ReplicaSimulator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotNetwork:
-    """What joins the devices of one slot over all replicas."""
+    """The network between the devices of one slot over all replicas."""
 
     levels: tuple[Level, ...]  # none for a single replica
-    queues: frozenset[int]  # that transfers between them wait in
+    queues: frozenset[int]  # used by transfers between them
 
     def repeated(self, factor: int) -> SlotNetwork:
-        """The same with the outermost level so many times as large."""
+        """Return the network with ``factor`` times as many ranks at the outermost level."""
         *inner, outermost = self.levels
         larger = Level(
             ranks=outermost.ranks * factor,
@@ -168,44 +168,44 @@ class SlotNetwork:
 
 
 def slot_networks(problem: Problem, groups: Sequence[Sequence[int]]) -> tuple[SlotNetwork, ...]:
-    """The networks of all slots, for replicas on these groups of equally many devices.
+    """Return the networks of all slots, for replicas on these groups of equal size.
 
     Raises:
-        ValueError: no link joins devices of one slot.
+        ValueError: devices of one slot have no link.
     """
     return tuple(_slot_network(problem, devices) for devices in zip(*groups, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReplicatedStep:
-    """A step of several replicas; ``alone_s`` is that of one without any other.
+    """A step of several replicas; ``alone_s`` is the step of a single one.
 
-    Of ``communication_s``, the largest sum of reductions that wait for each other, ``exposed_s``
-    makes the step longer, and ``hidden_s`` does not. The step is never longer than
-    ``no_overlap_s`` and never shorter than ``full_overlap_s``.
+    ``communication_s`` is the largest sum of reductions that share queues. Its part ``exposed_s``
+    makes the step longer, ``hidden_s`` does not. The step is at most ``no_overlap_s`` and at least
+    ``full_overlap_s``.
     """
 
     alone_s: float
     step_s: float
     communication_s: float
     full_overlap_s: float
-    reductions: tuple[tuple[int, AllReduce], ...]  # (bytes, how) of the buckets
+    reductions: tuple[tuple[int, AllReduce], ...]  # (bytes, all-reduce) of each bucket
     buckets: Buckets
-    end_ns: NDArray[np.int64]  # (B,) of the reductions, in the step
+    end_ns: NDArray[np.int64]  # (B,) end of each reduction within the step
 
     @cached_property
     def exposed_s(self) -> float:
-        """How much longer the step is than that of one replica."""
+        """Time by which the step is longer than that of one replica."""
         return self.step_s - self.alone_s
 
     @cached_property
     def hidden_s(self) -> float:
-        """Communication that costs no time."""
+        """Communication that overlaps with the step."""
         return max(0.0, round(self.communication_s - self.exposed_s, 12))
 
     @cached_property
     def no_overlap_s(self) -> float:
-        """The step if reductions began when the rest of it is over."""
+        """Step time if reductions started after everything else."""
         return self.alone_s + self.communication_s
 
 
@@ -216,11 +216,11 @@ def replicated(
     *,
     accumulate: int = 1,
 ) -> ReplicatedStep:
-    """The step of replicas, from what one of them does and what joins the devices of their slots.
+    """Compute the step of all replicas from the step of one and the networks of its slots.
 
     Args:
-        step: of one replica.
-        networks: by slot, see :func:`slot_networks`.
+        step: the step of one replica.
+        networks: one per slot, see :func:`slot_networks`.
         reduction: how gradients are reduced.
         accumulate: passes whose gradients are added up before a reduction and an update.
 
@@ -276,7 +276,6 @@ def _ready_ns(
     size: int,
     makers: Sequence[int],
 ) -> int:
-    """When a gradient is complete where its parameters are."""
     return max(
         int(end_ns[maker])
         + (

@@ -1,10 +1,9 @@
-"""Op costs on devices that are described but not here: the roofline of their rates.
+"""Op costs on devices that are not on this machine: the roofline of their rates.
 
-An op takes as long as its arithmetic or its memory traffic, whichever is slower (S. Williams,
-A. Waterman and D. Patterson, "Roofline: an insightful visual performance model for multicore
-architectures", CACM 52 (4), 2009). A device has one peak, whatever the dtype: give the one of the
-dtype that the model computes in. Rates that a device reaches in practice predict better than those
-of its data sheet.
+An op takes as long as its arithmetic or its memory traffic, whichever is slower (S. Williams, A.
+Waterman and D. Patterson, "Roofline: an insightful visual performance model for multicore
+architectures", CACM 52 (4), 2009). A device has a single peak: give that of the dtype that the
+model computes in. Rates achieved in practice predict better than those of the data sheet.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ RATES: Final = {"peak_flop_per_s": "60e12", "bandwidth_bytes_per_s": "3e12"}  # 
 def roofline_s(
     flops: NDArray[np.int64], moved_bytes: NDArray[np.int64], device: Device
 ) -> NDArray[np.float64]:
-    """Seconds of ops on a device, (N,): the slower of their arithmetic and their traffic.
+    """Return the seconds of ops on a device, (N,): the slower of arithmetic and memory traffic.
 
-    The device's ``launch_s`` is not in it: :class:`envs.problem.Problem` adds that to every op.
+    The device's ``launch_s`` is not included: :class:`envs.problem.Problem` adds it to every op.
 
     >>> gpu = Device(name="gpu:0", kind="gpu", memory_bytes=0, launch_s=5e-6,
     ...              peak_flop_per_s=1e12, bandwidth_bytes_per_s=1e9)
@@ -43,7 +42,7 @@ def roofline_s(
 def roofline_costs(
     graph: nx.DiGraph[str], devices: Sequence[Device]
 ) -> dict[str, NDArray[np.float64]]:
-    """Seconds of every op on each kind of these devices, {kind: (N,)}."""
+    """Return the seconds of every op on each kind of these devices, {kind: (N,)}."""
     nodes = [attributes_of(graph, op_id) for op_id in graph]
     flops = np.array([node["flops"] for node in nodes], np.int64)
     moved_bytes = np.array([node["moved_bytes"] for node in nodes], np.int64)
@@ -52,10 +51,10 @@ def roofline_costs(
 
 
 def check_rates(devices: Sequence[Device]) -> None:
-    """Make sure that devices have rates, the same for all of one kind.
+    """Check that devices have rates, equal for all devices of one kind.
 
     Raises:
-        ValueError: one has not; says what to add to the cluster file.
+        ValueError: rates are missing or differ; says what to change in the cluster file.
     """
     first_of: dict[str, Device] = {}
     for device in devices:

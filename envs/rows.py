@@ -1,4 +1,4 @@
-"""Placements as rows of arrays, checked before compiled code trusts them."""
+"""Validation of placement arrays before they are passed to compiled code."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from envs.problem import Problem
 
 
 def device_rows(problem: Problem, devices: ArrayLike) -> NDArray[np.int32]:
-    """Placements (B, N), or one (N,), as (B, N): contiguous and writable, one type of array.
+    """Return placements (B, N), or one (N,), as a contiguous, writable int32 array (B, N).
 
-    The array itself where it is one already, a copy otherwise.
+    Copies only if necessary.
 
     Raises:
-        ValueError: a wrong shape, what is no whole number, or a device that does not exist.
+        ValueError: wrong shape, values that are not integers, or a device that does not exist.
     """
     given, count = np.asarray(devices), problem.op_count
     if given.ndim > 2 or given.shape[-1:] != (count,):
@@ -31,10 +31,10 @@ def device_rows(problem: Problem, devices: ArrayLike) -> NDArray[np.int32]:
 
 
 def device_row(problem: Problem, devices: ArrayLike) -> NDArray[np.int32]:
-    """One placement, (N,) or (1, N), as (N,).
+    """Return one placement, (N,) or (1, N), as (N,).
 
     Raises:
-        ValueError: as for :func:`device_rows`, or it is not one placement.
+        ValueError: as for :func:`device_rows`, or there is not exactly one placement.
     """
     rows = device_rows(problem, devices)
     if len(rows) != 1:
@@ -43,10 +43,10 @@ def device_row(problem: Problem, devices: ArrayLike) -> NDArray[np.int32]:
 
 
 def priority_rows(problem: Problem, priority: ArrayLike) -> NDArray[np.float64]:
-    """Priorities (B, N) or (N,) as (B, N), like :func:`device_rows`.
+    """Return priorities (B, N) or (N,) as (B, N), like :func:`device_rows`.
 
     Raises:
-        ValueError: a wrong shape, what is no real number, or a number that is not finite.
+        ValueError: wrong shape, values that are not real numbers, or a number that is not finite.
     """
     given, count = np.asarray(priority), problem.op_count
     if given.ndim > 2 or given.shape[-1:] != (count,):

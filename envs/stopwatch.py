@@ -1,4 +1,4 @@
-"""Timing on devices that run behind Python's back: many calls in a row, waited for once."""
+"""Timing on asynchronous devices: many calls in a row, synchronized once."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def seconds_per_call(
     burst_s: float = BURST_S,
     repeats: int = REPEATS,
 ) -> float:
-    """Median seconds of a call among others of its kind.
+    """Return the median seconds per call when calls follow each other without waiting.
 
-    Calls follow each other without waiting, so that a call costs the longer of what the device
-    works and what launching it takes. A burst is as many calls as last about ``burst_s``, one at
-    least; the first call, which compiles and allocates, does not count.
+    A call thus costs the longer of its device time and its launch time. A burst is as many calls as
+    take about ``burst_s``, at least one; the first call, which compiles and allocates, is not
+    counted.
     """
     burst(work, devices, 1)
     count = calls_per_burst(burst(work, devices, 1), burst_s)
@@ -36,16 +36,16 @@ def seconds_per_call(
 
 
 def calls_per_burst(call_s: float, burst_s: float = BURST_S) -> int:
-    """How many calls make a burst."""
+    """Return the number of calls in a burst."""
     return min(max(math.ceil(burst_s / max(call_s, 1e-9)), 1), MOST_CALLS)
 
 
 def burst(work: Callable[[], object], devices: Sequence[torch.device], count: int) -> float:
-    """Seconds that ``count`` calls in a row take, until all devices are done.
+    """Return the seconds of ``count`` calls in a row, until all devices are done.
 
-    A CUDA device alone is timed by its own clock, from the first kernel to the end of the last:
-    neither the way of the first launch nor that of waiting counts, but gaps do in which the device
-    waits for a launch.
+    A single CUDA device is timed by events, from the first kernel to the end of the last: the
+    latency of the first launch and of the final wait is excluded, gaps in which the device waits
+    for a launch are included.
     """
     for device in devices:
         synchronize(device)
@@ -60,7 +60,7 @@ def burst(work: Callable[[], object], devices: Sequence[torch.device], count: in
 
 
 def _burst_by_events(work: Callable[[], object], device: torch.device, count: int) -> float:
-    event: Any = torch.cuda.Event  # torch leaves it untyped
+    event: Any = torch.cuda.Event  # untyped in torch
     with torch.cuda.device(device):
         start, end = event(enable_timing=True), event(enable_timing=True)
         start.record()

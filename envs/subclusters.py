@@ -1,8 +1,8 @@
-"""Parts of a cluster, and which of them are alike: what could be rented of it.
+"""Sub-clusters of a cluster, up to symmetry: the parts of it that one could rent.
 
 Two devices are alike if exchanging them changes nothing: kind, price, memory, costs of all ops,
 where the graph allows them, and links with their queues. Then only their number counts. The same
-holds for whole classes of such devices, as for two equal nodes.
+holds for whole classes of such devices, such as two equal nodes.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from envs.cluster import Cluster, Link
 from envs.problem import NO_QUEUE, Problem
 
 Counts: TypeAlias = tuple[int, ...]
-"""How many devices of each class, the largest number first among classes that are alike."""
+"""Number of devices of each class, in descending order among classes that are alike."""
 MOST_COMBINATIONS: Final = 20_000
-"""More are not even listed to see which of them links join; that takes a second."""
+"""Limit on the combinations to enumerate before checking which are connected; takes a second."""
 
 
 def part_of(cluster: Cluster, devices: Iterable[int]) -> Cluster:
-    """The cluster of some of its devices, by index, in its own order, with the links among them."""
+    """Return the sub-cluster of some devices (indices), in cluster order, with their links."""
     kept = [cluster.devices[d] for d in sorted(set(devices))]
     names = {device.name for device in kept}
     links = (_among(link, names) for link in cluster.links)
@@ -36,7 +36,6 @@ def part_of(cluster: Cluster, devices: Iterable[int]) -> Cluster:
 
 
 def _among(link: Link, names: set[str]) -> Link | None:
-    """A link among some of its devices; None where it joins none of them."""
     between = tuple(name for name in link.between if name in names)
     if len({link.port_of(name) for name in between}) < 2:
         return None
@@ -46,10 +45,10 @@ def _among(link: Link, names: set[str]) -> Link | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subclusters:
-    """All parts of a problem's cluster, where parts that are alike are one.
+    """All parts of a problem's cluster, with parts that are alike counted as one.
 
-    ``classes`` are devices by index; of one class any can stand for any other. ``orbits`` are
-    classes by index; of one orbit any can stand for any other as a whole.
+    ``classes`` are tuples of device indices; devices of a class are interchangeable. ``orbits`` are
+    tuples of class indices; classes of an orbit are interchangeable as a whole.
     """
 
     problem: Problem
@@ -58,7 +57,7 @@ class Subclusters:
 
     @classmethod
     def of(cls, problem: Problem) -> Subclusters:
-        """Find what is alike."""
+        """Find the classes and orbits of a problem's cluster."""
         classes: list[list[int]] = []
         for d in range(problem.device_count):
             own = next((c for c in classes if _alike(problem, c[:1], [d])), None)
@@ -80,7 +79,7 @@ class Subclusters:
         )
 
     def counts(self, devices: Iterable[int]) -> Counts:
-        """What parts that are alike have in common, and others have not."""
+        """Return a canonical key of a part, the same for all parts that are alike."""
         chosen = set(devices)
         found = [0] * len(self.classes)
         for orbit in self.orbits:
@@ -90,7 +89,7 @@ class Subclusters:
         return tuple(found)
 
     def joined(self, most: int) -> list[tuple[int, ...]]:
-        """One of each sort of parts that links join, devices by index; the smallest first.
+        """Return one connected part of each sort, as device indices; the smallest first.
 
         Raises:
             ValueError: there are more than ``most``; the message says how many, and what to do.
@@ -104,7 +103,6 @@ class Subclusters:
         return found
 
     def _parts(self) -> Iterator[tuple[int, ...]]:
-        """One of each sort."""
         ways = (
             combinations_with_replacement(range(len(self.classes[orbit[0]]), -1, -1), len(orbit))
             for orbit in self.orbits
@@ -116,7 +114,7 @@ class Subclusters:
             yield tuple(sorted(chain.from_iterable(taken)))
 
     def _is_joined(self, part: tuple[int, ...]) -> bool:
-        """Whether there are devices, and a way over links, in any direction, between any two."""
+        # Not empty, and connected by links in any direction.
         if not part:
             return False
         links = self.problem.connected[np.ix_(part, part)]
@@ -128,12 +126,12 @@ class Subclusters:
 
 
 def is_part(smaller: Counts, larger: Counts) -> bool:
-    """Whether devices like these are among those."""
+    """Return whether a part with the smaller counts is contained in one with the larger counts."""
     return all(few <= many for few, many in zip(smaller, larger, strict=True))
 
 
 def _alike(problem: Problem, some: Sequence[int], others: Sequence[int]) -> bool:
-    """Whether exchanging devices with others, the first with the first, changes nothing."""
+    # Whether exchanging devices pairwise (the first with the first, ...) changes nothing.
     if len(some) != len(others):
         return False
     devices = problem.cluster.devices
@@ -159,7 +157,7 @@ def _alike(problem: Problem, some: Sequence[int], others: Sequence[int]) -> bool
 def _same_but_for_numbers(
     problem: Problem, queues: NDArray[np.int32], others: NDArray[np.int32]
 ) -> bool:
-    """Whether the same transfers share queues that serve in the same order."""
+    # Whether the queues are the same up to their numbers, including their order of service.
     pairs = set(zip(queues.ravel().tolist(), others.ravel().tolist(), strict=True))
     ones, twos = zip(*pairs, strict=True)
     if len(set(ones)) != len(pairs) or len(set(twos)) != len(pairs):

@@ -1,4 +1,4 @@
-"""In which order a sweep places the ops of a problem, and what it has to know of each."""
+"""The order in which a sweep places the ops of a problem, and its per-op tables."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ Longs = NDArray[np.int64]
 class SweepPlan(NamedTuple):
     """Ops in the order of a sweep: N ops, D devices, R reads of outputs.
 
-    What is in use after an op, the device of an output or of a co-location group, has a slot.
+    While later ops depend on the device of an output or of a co-location group, it has a slot.
     """
 
     cost_ns: Longs  # (N, D), -1 where the op may not run
-    send_ns: Longs  # (N,) one transfer of the output, at the least
+    send_ns: Longs  # (N,) lower bound on one transfer of the output
     rest_ns: Longs  # (N + 1,) least work of op i and all after it
-    pays: Bools  # (D,) for transfers
-    alike: Ints  # (D,) equal for devices that differ in nothing
+    pays: Bools  # (D,) whether the device is charged for transfers
+    alike: Ints  # (D,) equal for interchangeable devices
     read_start: Ints  # (N + 1,)
-    read_slot: Ints  # (R,) of what op i reads
-    read_op: Ints  # (R,) that made it
-    read_last: Bools  # (R,) nobody reads it afterwards
-    own_slot: Ints  # (N,) of the output, -1 where nobody reads it
-    group_slot: Ints  # (N,) of the co-location group, -1 for none
-    group_last: Bools  # (N,) no member follows
+    read_slot: Ints  # (R,) slot of the output that is read
+    read_op: Ints  # (R,) op that produced it
+    read_last: Bools  # (R,) whether this is its last read
+    own_slot: Ints  # (N,) slot of the output, -1 if it is never read
+    group_slot: Ints  # (N,) slot of the co-location group, -1 for none
+    group_last: Bools  # (N,) whether this is the last op of the group
 
 
 def narrow_order(graph: GraphArrays) -> NDArray[np.int32]:
-    """All ops (N,), sources first, such that few outputs are in use at a time.
+    """Return all ops (N,) in a topological order that keeps few outputs in use at a time.
 
-    Always the op that frees most outputs; of several, the one that became ready last.
+    Greedy: always the op that frees most outputs; among equals, the one that became ready last.
     """
     unread = np.diff(graph.successor_start).tolist()
     missing = np.diff(graph.predecessor_start).tolist()
@@ -70,7 +70,7 @@ def narrow_order(graph: GraphArrays) -> NDArray[np.int32]:
 
 
 def sweep_plan(problem: Problem) -> tuple[SweepPlan, int]:
-    """The plan of a problem, and how many slots it has."""
+    """Return the plan of a problem, and its number of slots."""
     graph = problem.graph
     order = narrow_order(graph)
     cost = np.where(problem.allowed, problem.cost_ns, -1)
@@ -121,7 +121,7 @@ def sweep_plan(problem: Problem) -> tuple[SweepPlan, int]:
 
 
 class _Slots:
-    """Numbers for what is in use, given to others when it is no more."""
+    """Slot numbers, reused once they are free."""
 
     def __init__(self) -> None:
         self.count = 0

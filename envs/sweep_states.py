@@ -1,4 +1,4 @@
-"""States of a sweep, and what becomes of them when one more op is placed."""
+"""States of a sweep, and their transition when one more op is placed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from envs.sweep_plan import SweepPlan
 MOST_DEVICES: Final = 16
 HOME_SHIFT: Final = MOST_DEVICES
 MASK: Final = (1 << HOME_SHIFT) - 1
-"""Where an output is: a bit for each device that has it, and above them the one that made it."""
+"""Mask of an output's location: one bit per device that has it; the producing device is above."""
 EVERYWHERE: Final = MASK
 _PRIME: Final = np.uint64(0x100000001B3)
 _SPREAD: Final = np.uint64(29)
@@ -25,16 +25,16 @@ Longs = NDArray[np.int64]
 
 @by_pointer
 class States(NamedTuple):
-    """Room for S states, scratch for one more, and a hash table of 2**k > S entries."""
+    """Buffers for S states, scratch for one more, and a hash table of 2**k > S entries."""
 
-    where: Ints  # (S + 1, F) of each slot, 0 for unused
+    where: Ints  # (S + 1, F) location code of each slot, 0 for unused
     load_ns: Longs  # (S + 1, D)
-    spent_ns: Longs  # (S + 1,) sum of the loads, which mixing two states makes smaller by less
+    spent_ns: Longs  # (S + 1,) sum of the loads; merging lowers it less than the loads
     table: Ints  # -1 for empty
 
 
 def states_for(most: int, slots: int, devices: int) -> States:
-    """No state yet; as the first, the one without any op."""
+    """Allocate states; the first one is the state without any op."""
     return States(
         where=np.zeros((most + 1, slots), np.int32),
         load_ns=np.zeros((most + 1, devices), np.int64),
@@ -54,10 +54,10 @@ def advance(
     cell_ns: int,
     free_ns: int,
 ) -> int:
-    """Place op i in all ways that keep within the limit; how many states there are, -1: too many.
+    """Place op i in all ways within the limit; return the number of new states, -1 if too many.
 
-    States of equal outputs whose loads lie in the same cells become one. Outputs that are sent in
-    less than ``free_ns`` are everywhere at once.
+    States with equal outputs whose loads lie in the same cells are merged. Outputs that are sent in
+    less than ``free_ns`` count as being on all devices at once.
     """
     new.table[:] = -1
     size = 0
@@ -102,7 +102,7 @@ def _place(
     limit_ns: int,
     free_ns: int,
 ) -> bool:
-    """Write state s with op i on device d; False where that exceeds the limit."""
+    # Writes state s with op i on device d; returns False if that exceeds the limit.
     for f in range(new.where.shape[1]):
         new.where[at, f] = old.where[s, f]
     for e in range(new.load_ns.shape[1]):
@@ -142,7 +142,7 @@ def _add(new: States, at: int, d: int, ns: int) -> None:
 
 @compiled_inline
 def _order_devices(plan: SweepPlan, new: States, at: int) -> None:
-    """Put neighbours that are alike in the order of their loads, the largest first."""
+    # Canonical form: sorts neighbouring interchangeable devices by load, the largest first.
     for a in range(1, new.load_ns.shape[1]):
         b = a
         while (
@@ -171,7 +171,7 @@ def _swap(new: States, at: int, c: int, d: int) -> None:
 
 @compiled_inline
 def _find(new: States, at: int, cell_ns: int) -> int:
-    """The state that is as good as this one for the cells; itself, noted down, if there is none."""
+    # Returns the index of a state with equal outputs and load cells, or inserts this one.
     key = np.uint64(0xCBF29CE484222325)
     for f in range(new.where.shape[1]):
         key = (key ^ np.uint64(new.where[at, f])) * _PRIME

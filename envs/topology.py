@@ -1,15 +1,15 @@
-"""The levels of a network (node, rack, cluster), as they follow from the links of a cluster.
+"""Levels of a network (node, rack, cluster), derived from the links of a cluster.
 
-Two devices are as far from each other as :data:`NOMINAL_BYTES` take between them. Those nearest to
-each other are a block, the nearest of such blocks are one, and so on: every step at which all
-blocks are equally large is a level. So nodes need no names: links that are faster inside them make
-them, and where there are none, all devices are peers. Of the links across a level the slowest
-counts.
+The distance between two devices is the time that :data:`NOMINAL_BYTES` take between them. The
+devices nearest to each other form a block, the nearest of these blocks form a larger one, and so
+on; every step at which all blocks have equal size is a level. So nodes need no names: devices with
+faster links among them form a node, and without such links all devices are peers. A level is as
+slow as the slowest link across it.
 
-What devices of a block share is seen from the queues of their links. Let each device of every block
-send to its peer in the next one, all at once: the queue that most of these streams pass tells what
-is left for one of them. A network card for a node (``Link.ports``), one for each device, half
-duplex and a bus all come out of this.
+What the devices of a block share follows from the queues of their links. Let each device of every
+block send to its peer in the next block at once: the number of streams through the busiest queue
+determines the share of each. This covers one network card per node (``Link.ports``), one per
+device, half duplex, and a bus.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from envs.collectives import Level
 from envs.problem import NO_QUEUE, Problem
 
 NOMINAL_BYTES: Final = 25 << 20
-"""A bucket of gradients."""
+"""Size of a bucket of gradients."""
 Block: TypeAlias = tuple[int, ...]
-"""Devices by index."""
+"""Device indices."""
 
 
 def levels_of(problem: Problem, devices: Sequence[int]) -> tuple[Level, ...]:
-    """The levels of a network of some devices, innermost first; none for a single device.
+    """Return the levels of the network of some devices, innermost first; () for a single device.
 
     Raises:
-        ValueError: no link joins two of the devices; says which, and what to do.
+        ValueError: two of the devices have no link; says which, and what to do.
     """
     _check_joined(problem, devices)
     nested = nested_blocks(problem, devices)
@@ -43,7 +43,7 @@ def levels_of(problem: Problem, devices: Sequence[int]) -> tuple[Level, ...]:
 
 
 def nested_blocks(problem: Problem, devices: Sequence[int]) -> list[list[Block]]:
-    """Blocks of the devices, level by level: first every device alone, last all that are joined."""
+    """Return blocks of the devices by level: first each device alone, last all that are linked."""
     far_s = _far_s(problem, devices)
     nested: list[list[Block]] = [[(d,) for d in devices]]
     for limit_s in np.unique(far_s[(far_s > 0) & (far_s < np.inf)]):
@@ -65,10 +65,10 @@ def _check_joined(problem: Problem, devices: Sequence[int]) -> None:
 
 
 def _far_s(problem: Problem, devices: Sequence[int]) -> NDArray[np.float64]:
-    """Seconds between devices, (G, G), the longer of both ways; 0 on the diagonal."""
+    # Seconds between devices, (G, G), the slower direction; 0 on the diagonal.
     own = np.ix_(devices, devices)
     far_s = problem.latency_s[own] + NOMINAL_BYTES / problem.bandwidth_bytes_per_s[own]
-    # Devices between which nothing takes any time are still apart.
+    # distinct devices stay apart even if transfers between them take no time
     far_s = np.maximum(far_s, np.finfo(np.float64).tiny)
     far_s[~problem.connected[own]] = np.inf
     far_s = np.maximum(far_s, far_s.T)
@@ -77,7 +77,7 @@ def _far_s(problem: Problem, devices: Sequence[int]) -> NDArray[np.float64]:
 
 
 def _components(devices: Sequence[int], near: NDArray[np.bool_]) -> list[Block]:
-    """Devices that are near each other, directly or by others."""
+    # Connected components.
     left = np.ones(len(devices), np.bool_)
     blocks = []
     while left.any():
@@ -92,7 +92,7 @@ def _components(devices: Sequence[int], near: NDArray[np.bool_]) -> list[Block]:
 
 
 def _level(problem: Problem, inner: Sequence[Block], outer: Sequence[Block]) -> Level:
-    """The level at which inner blocks make up outer ones."""
+    # The level that joins inner blocks to outer blocks.
     of = {d: i for i, whole in enumerate(outer) for d in whole}
     rings: list[list[Block]] = [[] for _ in outer]
     for block in inner:
@@ -112,13 +112,13 @@ def _level(problem: Problem, inner: Sequence[Block], outer: Sequence[Block]) -> 
 
 
 def _numbers(blocks: Sequence[Block], devices: Sequence[int]) -> NDArray[np.int64]:
-    """The number of the block of every device, (G,)."""
+    # Index of each device's block, (G,).
     number = {d: i for i, block in enumerate(blocks) for d in block}
     return np.array([number[d] for d in devices])
 
 
 def _most_streams(problem: Problem, rings: Iterable[tuple[Sequence[Block], int]]) -> int:
-    """Streams in the queue that most of them pass, if so many devices of a block send at once."""
+    # Streams through the busiest queue if that many devices of each block send at once.
     passed: Counter[int] = Counter()
     for ring, senders in rings:
         for block, following in zip(ring, [*ring[1:], ring[0]], strict=True):

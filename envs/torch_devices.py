@@ -1,6 +1,6 @@
-"""Devices that torch itself knows: ``cpu`` with all of torch's threads, and ``cuda:0``.
+"""Torch devices: ``cpu`` with all of torch's threads, and ``cuda:0``.
 
-A backend that calls itself by another name (torch's PrivateUse1) counts as well, as ``name:0``.
+A backend renamed through torch's PrivateUse1 counts as well, as ``name:0``.
 """
 
 from __future__ import annotations
@@ -17,23 +17,26 @@ Found = TypeVar("Found")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether there was no memory for a tensor; of the host's, torch tells in words only."""
+    """Return whether an error means that memory ran out.
+
+    For host memory torch says so only in the text of a RuntimeError.
+    """
     named = isinstance(error, (torch.OutOfMemoryError, MemoryError))
     return named or "can't allocate memory" in str(error)
 
 
 def own_accelerators() -> list[str]:
-    """Names of all CUDA devices that torch can use."""
+    """Return the names of all CUDA devices that torch can use."""
     if not torch.cuda.is_available():
         return []
     return [f"cuda:{index}" for index in range(torch.cuda.device_count())]
 
 
 def torch_device(name: str) -> torch.device:
-    """The torch device of a name.
+    """Return the torch device of a name.
 
     Raises:
-        ValueError: the name has another form, or there is no such device here.
+        ValueError: the name has another form, or there is no such device on this machine.
     """
     if name == "cpu":
         return CPU
@@ -56,7 +59,7 @@ def torch_device(name: str) -> torch.device:
 
 
 def kind_of(device: torch.device) -> str:
-    """Device kind, such as ``cuda:NVIDIA H200`` or ``cpu*16``: one kind shares its op costs."""
+    """Return the device kind, such as ``cuda:NVIDIA H200`` or ``cpu*16``; op costs are by kind."""
     if device.type == "cpu":
         return f"cpu*{torch.get_num_threads()}"
     named = _call(device, "get_device_name", device)
@@ -64,7 +67,7 @@ def kind_of(device: torch.device) -> str:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Memory of an accelerator that is free now, torch's own cache included; None if unknown."""
+    """Return the free memory of an accelerator, torch's own cache included; None if unknown."""
     found = _call(device, "mem_get_info", device)
     if found is None:
         return None
@@ -73,54 +76,53 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def held_bytes(device: torch.device) -> int:
-    """Memory in tensors of this process; 0 where the device does not count it."""
+    """Return the memory in tensors of this process; 0 if the device does not report it."""
     return int(_call(device, "memory_allocated", device) or 0)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a device has done all that was asked of it; the CPU always has."""
+    """Wait until a device has finished all work; returns at once for the CPU."""
     if device.type != "cpu":
         _call(device, "synchronize", device)
 
 
 def release(device: torch.device) -> None:
-    """Give unused memory back, so that what comes next finds no pieces of it."""
+    """Release unused cached memory, to avoid fragmentation for what comes next."""
     _call(device, "empty_cache")
 
 
 def unless_out_of_memory(work: Callable[[], Found], device: torch.device) -> Found | None:
-    """What work returns; None where it finds no memory, when what it took is given back."""
+    """Return the result of ``work``, or None if it runs out of memory; then releases its memory."""
     try:
         return work()
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-    # Only here is the error gone, and with it the frames that hold tensors.
+    # only here the error is gone, and with it the frames that hold tensors
     gc.collect()
     release(device)
     return None
 
 
 def reset_peak(device: torch.device) -> None:
-    """Forget the peak of the memory in use."""
+    """Reset the peak memory statistics."""
     _call(device, "reset_peak_memory_stats", device)
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """Most memory in tensors since the last reset; None where the device does not count it."""
+    """Return the peak memory in tensors since the last reset; None if the device cannot tell."""
     found = _call(device, "max_memory_allocated", device)
     return None if found is None else int(found)
 
 
 @contextlib.contextmanager
 def limited(limits: dict[torch.device, int]) -> Iterator[None]:
-    """Let torch's allocators take only so many bytes more; afterwards as many as before.
+    """Limit how many more bytes torch's CUDA allocators may take; restore the old limits on exit.
 
-    What tensors of this process take already does not count, as in :func:`free_bytes`.
-    The limit holds for all that the allocator reserves, the gaps between tensors included, but
-    not for the context of the device itself (about half a GB with CUDA). That of the host cannot be
-    enforced: this process has more in its memory than the step, so what is to be run is held to it
-    by what the simulator predicts.
+    As in :func:`free_bytes`, memory already in tensors of this process does not count. The limit
+    covers everything that the allocator reserves, fragmentation included, but not the context of
+    the device (about 0.5 GB with CUDA). Host memory cannot be limited, since this process holds
+    more than the step: there, callers check placements against the simulator's prediction instead.
     """
     cuda = {device: size for device, size in limits.items() if device.type == "cuda"}
     before = {device: torch.cuda.get_per_process_memory_fraction(device) for device in cuda}
@@ -137,6 +139,6 @@ def limited(limits: dict[torch.device, int]) -> Iterator[None]:
 
 
 def _call(device: torch.device, function: str, *arguments: Any) -> Any:
-    """What a device's torch module answers; None where it lacks the function."""
+    # Calls a function of the device's torch module; None if it has no such function.
     found = getattr(getattr(torch, device.type, None), function, None)
     return None if found is None else found(*arguments)

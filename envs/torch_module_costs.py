@@ -1,4 +1,4 @@
-"""What the modules of a step cost on torch's own devices: measured, or modelled where none fits."""
+"""Costs of the modules of a step on torch devices: measured, or modelled if memory runs out."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def module_costs(
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, OpCosts]:
-    """Seconds of every op of a graph of modules, {device kind: costs (N,)}.
+    """Return the seconds of every op of a graph of modules, {device kind: costs (N,)}.
 
-    The whole step is run on one device of each kind. Where it has no room, the roofline of the
-    measured rates of the device counts. The launch cost, which is added to every op of a problem,
-    is taken off.
+    The whole step runs on one device of each kind. If it does not fit, the roofline of the measured
+    rates of the device is used. The launch overhead, which every op of a problem gets added, is
+    subtracted.
 
     Raises:
-        ValueError: a device is not here.
+        ValueError: a device does not exist on this machine.
     """
     first_of = {device.kind: device for device in reversed(cluster.devices)}
     limits = {torch_device(device.name): device.memory_bytes for device in cluster.devices}

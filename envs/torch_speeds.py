@@ -1,4 +1,4 @@
-"""Speeds of torch's own devices, and of the copies between them, measured."""
+"""Measure the speeds of torch devices, and of the copies between them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from envs.watchdog import timed_within_bounds
 
 SMALL_BYTES: Final = 64
 LARGE_BYTES: Final = 16 << 20
-STREAM_BYTES: Final = 96 << 20  # more than caches hold
+STREAM_BYTES: Final = 96 << 20  # exceeds the caches
 LONG_PRODUCT_S: Final = 2e-3
 SMALLEST_MATRIX: Final = 256
 LARGEST_MATRIX: Final = 8192
@@ -25,20 +25,20 @@ LARGEST_MATRIX: Final = 8192
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """What copying tensors from one device to another costs."""
+    """Cost of copying tensors from one device to another."""
 
     latency_s: float
     bytes_per_s: float
 
 
 def measured_speeds(cluster: Cluster) -> Cluster:
-    """The cluster with measured speeds, launch costs and links, as of today.
+    """Return the cluster with speeds, launch overheads and links measured now.
 
-    Devices of one kind are measured once, links once for each ordered pair of kinds. A link leads
-    one way, since copies from and to the host differ.
+    Devices of one kind are measured once, links once for each ordered pair of kinds. Links are
+    one-way, since copies from and to the host differ.
 
     Raises:
-        ValueError: a device is not here.
+        ValueError: a device does not exist on this machine.
         torch.OutOfMemoryError: a device has less than 0.3 GB free.
     """
     first_of = {device.kind: torch_device(device.name) for device in reversed(cluster.devices)}
@@ -62,12 +62,12 @@ def measured_speeds(cluster: Cluster) -> Cluster:
 
 
 def launch_s(device: torch.device) -> float:
-    """Seconds that an op takes which has next to nothing to do."""
+    """Return the seconds of an op with next to no work."""
     return seconds_per_call(partial(torch.neg, torch.ones(1).to(device)), [device])
 
 
 def flop_per_s(device: torch.device) -> float:
-    """Peak of float32 matrix products, in the precision that torch is set to."""
+    """Return the peak rate of float32 matrix products, in torch's current matmul precision."""
     size = SMALLEST_MATRIX
     while True:
         random = torch.Generator().manual_seed(0)  # products of ones take less power
@@ -80,7 +80,7 @@ def flop_per_s(device: torch.device) -> float:
 
 
 def memory_bytes_per_s(device: torch.device) -> float:
-    """Bytes read and written per second by an op that no cache helps."""
+    """Return the bytes read and written per second by an op whose data exceeds the caches."""
     source = torch.ones(STREAM_BYTES // 4).to(device)
     result = torch.empty_like(source)
     seconds = seconds_per_call(partial(torch.neg, source, out=result), [device])
@@ -88,12 +88,12 @@ def memory_bytes_per_s(device: torch.device) -> float:
 
 
 def copy_speed(source: torch.device, destination: torch.device, *, pinned: bool = False) -> Copies:
-    """Latency and bandwidth of copies into fresh memory, as placed modules make them.
+    """Measure latency and bandwidth of copies into fresh memory, as placed modules make them.
 
     Args:
-        source: where the tensor is.
-        destination: where it goes.
-        pinned: the tensor is in page-locked memory of the host, and nobody waits for the copy.
+        source: device of the tensor.
+        destination: device of the copy.
+        pinned: whether the tensor is in page-locked host memory and the copy is asynchronous.
     """
     seconds = []
     for size in (SMALL_BYTES, LARGE_BYTES):
@@ -105,9 +105,9 @@ def copy_speed(source: torch.device, destination: torch.device, *, pinned: bool 
 
 
 def copies_from(small_s: float, large_s: float) -> Copies:
-    """Latency and bandwidth from the times of a small and a large copy.
+    """Return latency and bandwidth from the times of a small and a large copy.
 
-    Where noise made the large copy as short as the small one, all its time counts as moving bytes.
+    If noise made the large copy no slower than the small one, its whole time counts as transfer.
 
     >>> copies_from(1e-5, 1e-5 + (LARGE_BYTES - SMALL_BYTES) / 1e10)
     Copies(latency_s=1e-05, bytes_per_s=10000000000.0)

@@ -1,4 +1,4 @@
-"""A problem that is small enough to be understood, for defaults, examples and warming up."""
+"""A small problem for defaults, examples and warm-up."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 
 
 def toy_problem() -> Problem:
-    """A small problem: two chains of six ops that meet, on three equal devices."""
+    """Return a problem of two chains of six ops that join, on three equal devices."""
     graph = new_graph("two-towers")
     add_op(graph, "input", cost_s={"*": 1e-4}, output_bytes=100_000)
     for tower in ("left", "right"):

@@ -10,7 +10,7 @@ from envs.measurement import Measurement
 
 
 class Turns:
-    """What the turns of one placement gave, or why there are none."""
+    """Results of the turns of one placement, or the reason why there are none."""
 
     def __init__(self, failure: str, *, overfull: bool = False) -> None:
         self.failure = failure
@@ -19,12 +19,12 @@ class Turns:
         self.peak_bytes: dict[str, int] = {}
 
     def keep_peaks(self, peaks: dict[str, int]) -> None:
-        """Add what was seen in one turn, {device name: bytes}: the largest counts."""
+        """Merge the peak memory of one turn, {device name: bytes}, keeping the maximum."""
         for name, size in peaks.items():
             self.peak_bytes[name] = max(size, self.peak_bytes.get(name, 0))
 
     def measurement(self, rounds: int) -> Measurement:
-        """What its first turns tell."""
+        """Return the measurement of the first ``rounds`` turns."""
         wall_s: Any = np.array(self.wall_s[:rounds])
         return Measurement(
             wall_s=wall_s,

@@ -1,4 +1,4 @@
-"""What the updates of an optimizer cost on torch's devices: its fused kernel, timed on zeros."""
+"""Costs of optimizer updates on torch devices: the fused kernel, timed on zeros."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from graphs.optimizer import STATE, Optimizer
 def update_costs(
     extraction: Extraction, calls: CallGraph, device: torch.device
 ) -> dict[int, float]:
-    """{node of a call graph: seconds of its updates}, nan where they have no room.
+    """Return the seconds of the updates of each call graph node; nan if memory does not suffice.
 
-    Parameters of one form cost the same, and are timed once.
+    Groups of parameters with equal shapes, strides and dtypes are timed once.
     """
     optimizer = extraction.step.optimizer
     if optimizer is None:

@@ -1,4 +1,4 @@
-"""Ends this process when work within it hangs: nothing else ends an op of torch that does."""
+"""End this process when work in it hangs: nothing else can end a hung torch op."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from contextlib import contextmanager
 from typing import Final
 
 STUCK: Final = 70
-"""Exit status of a process that was ended so: an internal error, as in sysexits.h."""
+"""Exit status of a process ended this way: an internal error, as in sysexits.h."""
 PIECE_S: Final = 1.0
 PROFILED_S: Final = 600.0
-"""More than timing one call, or one speed of a device, ever takes."""
+"""Longer than timing one call, or one speed of a device, ever takes."""
 
 
 @contextmanager
 def ended_after(seconds: float, why: str) -> Iterator[None]:
-    """End the process, saying why on stderr, should what is within take longer.
+    """End the process, with ``why`` on stderr, if the body takes longer than ``seconds``.
 
-    It must let other threads run meanwhile, as waiting for a device and most ops of torch do. Time
-    for which the process is stopped does not count.
+    The body must let other threads run, as waiting for a device and most torch ops do. Time during
+    which the process is suspended does not count.
     """
     over = threading.Event()
     threading.Thread(target=_watch, args=(over, seconds, why), daemon=True).start()
@@ -33,7 +33,7 @@ def ended_after(seconds: float, why: str) -> Iterator[None]:
 
 @contextmanager
 def timed_within_bounds(what: str, device: object) -> Iterator[None]:
-    """End the process should timing something on a device not come to an end."""
+    """End the process if timing something on a device hangs."""
     with ended_after(
         PROFILED_S,
         f"timing {what} on {device} was not over after {PROFILED_S:g} s: an op hangs, or the "
@@ -49,4 +49,4 @@ def _watch(over: threading.Event, seconds: float, why: str) -> None:
             return
         left_s -= PIECE_S
     print(why, file=sys.stderr, flush=True)
-    os._exit(STUCK)  # an exception would wait for the op
+    os._exit(STUCK)  # raising an exception would wait for the op

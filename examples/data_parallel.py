@@ -1,8 +1,8 @@
-"""Data parallelism times placement: ``python examples/data_parallel.py``.
+"""Data parallelism combined with placement: ``python examples/data_parallel.py``.
 
-How many replicas, of how many devices each, are best on eight H100s? That is planned on
-``8xh100.toml`` and needs none of them. Then two replicas really train on two cores of this machine,
-a rank of torchrun for each, which reduce their gradients as they were planned to.
+How many replicas, of how many devices each, are best on eight H100s? The plan for ``8xh100.toml``
+needs none of them. Then two replicas train on two cores of this machine, one torchrun rank each,
+and reduce their gradients as planned.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class TwoTowers(nn.Module):
 
 
 def build() -> tuple[nn.Module, tuple[Tensor, Tensor], Callable[..., Tensor]]:
-    """The model, its example inputs and the loss: what ``placer.run`` calls in every rank."""
+    """Return the model, example inputs and the loss; ``placer.run`` calls it in every rank."""
     torch.manual_seed(0)
     return TwoTowers(), (torch.randn(64, WIDTH), torch.randint(10, (64,))), F.cross_entropy
 
 
 def batch(number: int) -> tuple[Tensor, Tensor]:
-    """Batch ``number``: labels that can be learnt."""
+    """Return batch ``number``, with labels that can be learnt."""
     x = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(number))
     return x, (x[:, 0] > 0).long()
 

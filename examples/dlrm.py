@@ -12,11 +12,11 @@ from graphs.models import Dlrm, DlrmConfig
 
 BATCH = 512
 BAG = 4  # table rows per sample
-MOST_ROWS = 50_000  # of a table; the largest of the paper has ten million
+MOST_ROWS = 50_000  # per table; the largest of the paper has ten million
 
 
 def build() -> tuple[Dlrm, tuple[Tensor, Tensor, Tensor], Callable[..., Tensor]]:
-    """The model, (numbers, table rows, clicks), and the loss."""
+    """Return the model, (numbers, table rows, clicks), and the loss."""
     torch.manual_seed(0)
     config = DlrmConfig(rows=tuple(min(rows, MOST_ROWS) for rows in DlrmConfig().rows))
     model = Dlrm(config).train()

@@ -14,9 +14,9 @@ AUXILIARY_WEIGHT = 0.4  # of the auxiliary classifier's loss, as in common train
 
 
 def build() -> tuple[InceptionV3, tuple[Tensor, Tensor], Callable[..., Tensor]]:
-    """The model, (images, labels) of a batch of two, and the loss."""
+    """Return the model, (images, labels) of a batch of two, and the loss."""
     torch.manual_seed(0)
-    # Without dropout, so that a placed run can be compared with an unplaced one number by number.
+    # Without dropout, so that placed and unplaced runs give the same numbers.
     model = InceptionV3(InceptionConfig(dropout=0.0)).train()
     images = torch.randn(2, 3, 299, 299)
     labels = torch.randint(1000, (2,))
@@ -24,6 +24,6 @@ def build() -> tuple[InceptionV3, tuple[Tensor, Tensor], Callable[..., Tensor]]:
 
 
 def loss(output: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
-    """Cross-entropy of both classifiers."""
+    """Return the weighted sum of the cross-entropies of both classifiers."""
     logits, auxiliary = output
     return F.cross_entropy(logits, labels) + AUXILIARY_WEIGHT * F.cross_entropy(auxiliary, labels)

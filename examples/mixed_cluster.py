@@ -1,8 +1,8 @@
-"""Devices that are not equal: ``python examples/mixed_cluster.py``.
+"""Unequal devices: ``python examples/mixed_cluster.py``.
 
-``mixed.toml`` describes one fast and two slow GPUs. What is best on three equal ones
-(``equal.toml``) is run there as it is, and compared with a placement that knows the difference.
-Nothing of this needs a GPU: op costs are the roofline of the rates in the files.
+``mixed.toml`` describes one fast and two slow GPUs. The best placement for three equal ones
+(``equal.toml``) is simulated there unchanged and compared with a placement that is optimized for
+the unequal devices. No GPU is needed: op costs are the roofline of the rates in the files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WIDTHS = (512, 1024, 1024, 1536, 2048, 2048)
 
 
 class Experts(nn.Module):
-    """Experts of several sizes, all of which see all of the batch."""
+    """Experts of several sizes that all process the whole batch."""
 
     def __init__(self) -> None:
         super().__init__()

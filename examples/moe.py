@@ -1,7 +1,7 @@
 """Mixture of experts, one training step: ``placer optimize examples/moe.py:build``.
 
-Each expert is a module of its own, so that they can be placed one by one; ``build_stacked`` keeps
-those of a layer in one weight instead.
+Each expert is a separate module, so that they can be placed one by one; ``build_stacked`` keeps the
+experts of a layer in one weight instead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CONFIG = MoeConfig(
 
 
 def build(config: MoeConfig = CONFIG) -> tuple[Moe, tuple[Tensor, Tensor], Callable[..., Tensor]]:
-    """The model, (tokens, next tokens), and the loss."""
+    """Return the model, (tokens, next tokens), and the loss."""
     torch.manual_seed(0)
     model = Moe(config).train()
     text = torch.randint(config.vocabulary, (BATCH, TOKENS + 1))
@@ -31,10 +31,10 @@ def build(config: MoeConfig = CONFIG) -> tuple[Moe, tuple[Tensor, Tensor], Calla
 
 
 def build_stacked() -> tuple[Moe, tuple[Tensor, Tensor], Callable[..., Tensor]]:
-    """The same with the experts of a layer in one weight."""
+    """Return the same model with the experts of a layer in one weight, and its inputs and loss."""
     return build(replace(CONFIG, stacked=True))
 
 
 def loss(logits: Tensor, next_tokens: Tensor) -> Tensor:
-    """Cross-entropy of every next token."""
+    """Return the cross-entropy of all next tokens."""
     return F.cross_entropy(logits.flatten(0, 1), next_tokens.flatten())

@@ -15,9 +15,9 @@ PIXELS = 224  # per side
 
 
 def build() -> tuple[NasNet, tuple[Tensor, Tensor], Callable[..., Tensor]]:
-    """The model, (images, labels), and the loss."""
+    """Return the model, (images, labels), and the loss."""
     torch.manual_seed(0)
-    # Without dropout, so that a placed run can be compared with an unplaced one number by number.
+    # Without dropout, so that placed and unplaced runs give the same numbers.
     model = NasNet(NasNetConfig(dropout=0.0)).train()
     images = torch.randn(BATCH, 3, PIXELS, PIXELS)
     return model, (images, torch.randint(1000, (BATCH,))), F.cross_entropy

@@ -15,7 +15,7 @@ TOKENS = 10  # of each sentence, in both languages
 
 
 def build() -> tuple[Nmt, tuple[Tensor, Tensor, Tensor], Callable[..., Tensor]]:
-    """The model, (source, target, next tokens), and the loss."""
+    """Return the model, (source, target, next tokens), and the loss."""
     torch.manual_seed(0)
     config = NmtConfig()
     model = Nmt(config).train()
@@ -25,5 +25,5 @@ def build() -> tuple[Nmt, tuple[Tensor, Tensor, Tensor], Callable[..., Tensor]]:
 
 
 def loss(logits: Tensor, next_tokens: Tensor) -> Tensor:
-    """Cross-entropy of every next token."""
+    """Return the cross-entropy of all next tokens."""
     return F.cross_entropy(logits.flatten(0, 1), next_tokens.flatten())

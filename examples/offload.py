@@ -1,6 +1,6 @@
-"""More weights than the GPU has room for: ``python examples/offload.py``.
+"""A model with more weights than GPU memory: ``python examples/offload.py``.
 
-With CUDA the step really runs on ``cuda:0`` and ``cpu``; elsewhere it is simulated on
+With CUDA the step runs on ``cuda:0`` and ``cpu``; elsewhere it is simulated on
 ``small_gpu.toml``. The placement is exported for Hugging Face at the end.
 """
 
@@ -29,7 +29,7 @@ class Block(nn.Module):
 
 
 def build() -> nn.Sequential:
-    """Twelve blocks of 34 MB each."""
+    """Return a model of twelve blocks of 34 MB each."""
     torch.manual_seed(0)
     return nn.Sequential(*(Block() for _ in range(12)))
 

@@ -1,7 +1,7 @@
-"""An own model, placed, saved and trained as placed: ``python examples/own_model.py``.
+"""Place, save and train your own model: ``python examples/own_model.py``.
 
-On a machine with GPUs it is placed on them and the CPU, elsewhere on the cores. Two towers do not
-wait for each other, so that two devices have something to win; the head needs both.
+On a machine with GPUs it is placed on them and the CPU, elsewhere on the cores. The two
+towers are independent, so two devices can run them in parallel; the head needs both.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def tower() -> nn.Sequential:
 
 
 def batch(number: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Inputs of both towers, and the labels as the last."""
+    """Return the inputs of both towers and, last, the labels."""
     random = torch.Generator().manual_seed(number)
     x, y = (torch.randn(128, WIDTH, generator=random) for _ in range(2))
     return x, y, torch.randint(10, (128,), generator=random)
@@ -51,7 +51,7 @@ def main() -> None:
     found.save(FILE)
     print(f"saved: {FILE}")
 
-    # In another process this is how it goes on: the file, the model and an example of its inputs.
+    # Another process needs only the file, the model and example inputs.
     with placer.apply(model, FILE, batch(0), loss=F.cross_entropy) as placed:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for number in range(3):

@@ -1,8 +1,8 @@
-"""A placer of one's own beside the default: ``python examples/own_placer.py``.
+"""Write your own placer and compare it with the default: ``python examples/own_placer.py``.
 
-A class that keeps :class:`placer.placers.placer.Placer` goes straight into ``placer.optimize``. To
-have it in ``placer optimize --placer hill-climbing`` name it in a package's entry points, group
-``placer.placers``; :mod:`placer.placers.contract` checks what it promises.
+An object that implements the protocol :class:`placer.placers.placer.Placer` can be passed to
+``placer.optimize``. To use it as ``placer optimize --placer hill-climbing``, name it in the entry
+points of a package, group ``placer.placers``; :mod:`placer.placers.contract` holds contract tests.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ BUDGET = "500e"
 
 
 class HillClimbing(Sampling):
-    """Moves one group of ops at a time, and keeps what is not slower."""
+    """Moves one group of ops at a time and keeps the move if it is not slower."""
 
     name: ClassVar[str] = "hill climbing"
 
     def sample(self, tally: Tally, seed: int) -> None:
-        """Judge plans until the tally is over, which keeps the best."""
+        """Evaluate placements until the search budget is spent; ``tally`` keeps the best."""
         random = np.random.default_rng(seed)
         groups = at_most(tally.judge.problem, 64)
-        priority = tally.judge.outline.bottom_level  # of ready ops the one with most to come
-        best = groups.allowed.argmax(axis=1)  # the first device that each may use
+        priority = tally.judge.outline.bottom_level  # upward rank
+        best = groups.allowed.argmax(axis=1)  # the first device that is allowed
         lowest = tally.judged(groups.expand(best), priority)
         while not tally.over():
             group = random.integers(len(groups))
@@ -44,7 +44,7 @@ class HillClimbing(Sampling):
 
 
 class Cells(nn.Module):
-    """Cells of three branches each."""
+    """Eight cells of three parallel branches."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ PIXELS = 224  # per side
 
 
 def build() -> tuple[ResNet, tuple[Tensor, Tensor], Callable[..., Tensor]]:
-    """The model, (images, labels), and the loss."""
+    """Return the model, (images, labels), and the loss."""
     torch.manual_seed(0)
     model = ResNet().train()
     images = torch.randn(BATCH, 3, PIXELS, PIXELS)

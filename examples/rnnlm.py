@@ -15,9 +15,9 @@ TOKENS = 10  # the paper unrolls 35
 
 
 def build() -> tuple[Rnnlm, tuple[Tensor, Tensor], Callable[..., Tensor]]:
-    """The model, (tokens, next tokens), and the loss."""
+    """Return the model, (tokens, next tokens), and the loss."""
     torch.manual_seed(0)
-    # Without dropout, so that a placed run can be compared with an unplaced one number by number.
+    # Without dropout, so that placed and unplaced runs give the same numbers.
     config = RnnlmConfig(dropout=0.0)
     model = Rnnlm(config).train()
     text = torch.randint(config.vocabulary, (BATCH, TOKENS + 1))
@@ -25,5 +25,5 @@ def build() -> tuple[Rnnlm, tuple[Tensor, Tensor], Callable[..., Tensor]]:
 
 
 def loss(logits: Tensor, next_tokens: Tensor) -> Tensor:
-    """Cross-entropy of every next token."""
+    """Return the cross-entropy of all next tokens."""
     return F.cross_entropy(logits.flatten(0, 1), next_tokens.flatten())

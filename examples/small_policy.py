@@ -1,7 +1,8 @@
-"""Trains a small policy for half a minute and places with it: ``python examples/small_policy.py``.
+"""Train a small policy for half a minute and place with it: ``python examples/small_policy.py``.
 
-What it learns are the weights of a list scheduler. Half a minute is not enough for more than the
-idea; ``trained_policies/generalist.toml`` is the training of the policy that ships with placer.
+The policy learns the weights of a list scheduler. Half a minute only shows how it works;
+``trained_policies/generalist.toml`` is the training configuration of the policy that ships with
+placer.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ OUT = Path("policies") / "small"
 
 
 class Pyramid(nn.Module):
-    """Branches of growing depth."""
+    """Parallel branches of growing depth."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -12,7 +12,7 @@ from graphs.models import TwoTowers
 
 
 def build() -> tuple[TwoTowers, tuple[Tensor, Tensor, Tensor], Callable[..., Tensor]]:
-    """The model, (left, right, matches) of a batch of 256 pairs, and the loss."""
+    """Return the model, (left, right, matches) of a batch of 256 pairs, and the loss."""
     torch.manual_seed(0)
     model = TwoTowers().train()
     left, right = torch.randn(256, 1024), torch.randn(256, 1024)
@@ -21,5 +21,5 @@ def build() -> tuple[TwoTowers, tuple[Tensor, Tensor, Tensor], Callable[..., Ten
 
 
 def loss(logits: Tensor, matches: Tensor) -> Tensor:
-    """Binary cross-entropy: does the pair match?"""
+    """Return the binary cross-entropy of whether each pair matches."""
     return F.binary_cross_entropy_with_logits(logits, matches)

@@ -1,1 +1,1 @@
-"""What is placed: the computation graph of a step, its costs, and where graphs come from."""
+"""Computation graphs of one step: schema, costs, coarsening, extraction from models, generators."""

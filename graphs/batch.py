@@ -1,4 +1,4 @@
-"""A step with a part of its batch, where no model is at hand to be traced again."""
+"""Scaling the graph of a step to another batch size, without a model to trace again."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import networkx as nx
 from graphs.graph import attributes_of
 
 SCALED: Final = ("flops", "moved_bytes", "output_bytes", "saved_bytes", "workspace_bytes")
-"""What grows with the batch; parameters, gradients and optimizer state do not."""
+"""Attributes that scale with the batch; parameters, gradients and optimizer state do not."""
 
 
 def with_part_of_batch(graph: nx.DiGraph[str], parts: int | Fraction) -> nx.DiGraph[str]:
-    """The same step with a ``parts``-th of its batch, by proportion; below 1 with a larger one.
+    """Return the graph of the same step with its batch divided by ``parts`` (below 1: multiplied).
 
-    Costs and activations of forward and backward ops are divided; those of the optimizer stay. An
-    op whose time does not depend on the batch, or that needs a large one to use its device, takes
-    longer than that.
+    Costs and activations of forward and backward ops are divided; optimizer ops stay as they are.
+    Divided times are too low for ops that do not depend on the batch, or that need a large batch to
+    use their device.
 
     Raises:
         ValueError: ``parts`` is not above 0.

@@ -1,10 +1,11 @@
-"""Coarsening: a graph of fewer, larger ops that are placed as one, and the way back to the ops.
+"""Coarsening: merge ops into fewer groups that are placed as one, and expand groups back to ops.
 
-First ops that may not be split become one: co-location groups, and what the user keeps together.
-Then cheap ops join their only neighbour (:mod:`graphs.merging`), then a topological order is cut
-into as few pieces as asked for (:mod:`graphs.cutting`). Ops of different phases, allowed devices or
-device kinds never become one. Where a path leaves a co-location group and comes back, merging it
-would make a cycle: its ops stay apart, and ``colocate`` keeps them on one device.
+Ops that may not be split are merged first: co-location groups, and ops that the user keeps
+together. Then cheap ops join their only neighbour (:mod:`graphs.merging`), then a topological order
+is cut into at most the requested number of pieces (:mod:`graphs.cutting`). Ops of different phases,
+allowed devices or device kinds are never merged. Where a path leaves a co-location group and
+returns, merging the group would make a cycle: its ops stay separate, and ``colocate`` keeps them on
+one device.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ GROUP_OP: Final = "group"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Coarsened:
-    """N ops as G groups.
+    """N ops merged into G groups.
 
-    The ``i``-th node of ``graph`` is group ``i``; ``group_of`` (N,) int32 says which one each op is
-    in, and ``running`` (N,) int32 lists the ops by group, those of a group in topological order.
+    Node ``i`` of ``graph`` is group ``i``; ``group_of`` (N,) int32 is the group of each op;
+    ``running`` (N,) int32 lists the ops by group, those of a group in topological order.
 
-    Costs and sizes are those of :class:`graphs.group_sizes.GroupSizes`; a single op keeps its id
-    and all of its numbers. A device's launch overhead counts once for a group. Of two edges from
+    Costs and sizes are those of :class:`graphs.group_sizes.GroupSizes`; a group of one op keeps its
+    id and all of its numbers. A device's launch overhead counts once per group. Of two edges from
     one group the simulator sends only the larger to a device that needs both.
     """
 
@@ -55,24 +56,24 @@ class Coarsened:
     running: NDArray[np.int32]
 
     def __len__(self) -> int:
-        """Number of groups."""
+        """Return the number of groups."""
         return len(self.graph)
 
     def members(self, group: int) -> NDArray[np.int32]:
-        """The ops of a group, in topological order."""
+        """Return the ops of a group, in topological order."""
         ops: NDArray[np.int32] = self.running[self.group_of[self.running] == group]
         return ops
 
     def expand(
         self, devices_of_groups: NDArray[np.integer], priority_of_groups: NDArray[np.floating]
     ) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-        """Device and priority of every op, both (N,), from those of every group, both (G,).
+        """Return device and priority of every op, both (N,), from those of every group, both (G,).
 
-        The priorities count down from N to 1: groups in the order of theirs, ties by index as in
-        the simulator, and the ops of a group in topological order.
+        Priorities count down from N to 1: groups by descending priority, ties by index as in the
+        simulator, and the ops of a group in topological order.
 
         Raises:
-            ValueError: there are not as many devices and priorities as groups.
+            ValueError: the number of devices or priorities is not the number of groups.
         """
         count = len(self)
         if devices_of_groups.shape != (count,) or priority_of_groups.shape != (count,):
@@ -96,21 +97,21 @@ def coarsen(
     keep_together: Sequence[str] = (),
     kind: str | None = None,
 ) -> Coarsened:
-    """Merge ops into groups; the graph between groups is acyclic, and the same every time.
+    """Merge ops into groups, deterministically; the graph between groups is acyclic.
 
     Args:
         graph: any graph; it is not changed.
-        most_groups: as few groups are made; None for as many as there are after the first steps.
-        least_cost_s: ops up to this cost join a neighbour that is the only one on its side.
-        keep_together: op ids, module paths or globs such as ``layers.3.*``; what matches one of
-            them shares a device, see :func:`graphs.pins.keep_together`.
-        kind: the device kind whose costs say what is cheap and how much a group may hold; None for
-            the least known cost of each op.
+        most_groups: maximum number of groups; None for no limit.
+        least_cost_s: ops that cost at most this join their only predecessor or successor.
+        keep_together: op ids, module paths or globs such as ``layers.3.*``; the ops that match one
+            of them share a device, see :func:`graphs.pins.keep_together`.
+        kind: device kind whose costs decide which ops are cheap and balance the groups; None for
+            the lowest known cost of each op.
 
     Raises:
         ValueError: the graph is not valid, a pattern matches nothing, no costs are known for the
             kind, ops that must share a device cannot, ``least_cost_s`` is negative, or phases and
-            limits of devices do not allow so few groups.
+            allowed devices need more than ``most_groups`` groups.
     """
     if most_groups is not None and most_groups < 1:
         raise ValueError(f"most_groups is {most_groups}; give 1 or more")
@@ -129,7 +130,7 @@ def coarsen(
 
 
 def _costs(ops: GraphArrays, kind: str | None) -> NDArray[np.float64]:
-    """Seconds of every op, (N,), inf where nothing is known."""
+    """Return the cost in seconds of every op, (N,), inf where it is unknown."""
     if kind is None:
         known = [np.where(np.isnan(s), np.inf, s) for s in ops.cost_s.values()]
         least: NDArray[np.float64] = np.min([np.full(len(ops), np.inf), *known], axis=0)
@@ -149,10 +150,11 @@ def _few(
     cost_s: NDArray[np.float64],
     most: int,
 ) -> NDArray[np.int64]:
-    """At most so many groups, of about the same cost; co-location groups unite only if they must.
+    """Cut into at most ``most`` groups of similar cost, merging co-location groups only if needed.
 
-    Pieces of several co-location groups tie all that those hold to one device. Where they must
-    unite, the first phase decides which, and the others follow it; else chance would unite all.
+    A piece with ops of several co-location groups ties all ops of these groups to one device. Where
+    co-location groups must be merged, the first phase decides which, and the other phases follow;
+    independent choices per phase would end up merging all of them.
     """
     weight = np.where(np.isfinite(cost_s), cost_s, 0.0)
     if not weight.any():
@@ -174,7 +176,7 @@ def _few(
 def _by_label(
     ops: GraphArrays, group_of: NDArray[np.int64], classes: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Classes that tell co-location groups apart, too, (N,)."""
+    """Return classes that separate co-location groups, too, (N,)."""
     label_of = united_labels(ops, group_of)
     _, finer = np.unique(classes * (len(ops) + 1) + label_of + 1, return_inverse=True)
     return np.asarray(finer, np.int64)
@@ -187,7 +189,7 @@ def _first_phase(
     weight: NDArray[np.float64],
     most: int,
 ) -> NDArray[np.int64]:
-    """Groups of the first phase cut to its share, then what that unites in the other phases."""
+    """Cut the first phase to its share of the groups, and merge accordingly in the other phases."""
     is_first = ops.phase == ops.phase.min()
     count = int(group_of.max()) + 1
     others = len(np.unique(group_of[~is_first]))
@@ -234,7 +236,7 @@ def _built(
 
 
 def _sources(graph: nx.DiGraph[str], members: Sequence[str]) -> dict[str, str]:
-    """Where a sum of costs comes from, for kinds of which a member says that it differs."""
+    """Return the source of a group's summed costs, for kinds where a member has its own source."""
     kinds = {kind: None for op_id in members for kind in attributes_of(graph, op_id)["cost_source"]}
     return {
         kind: "; ".join(dict.fromkeys(cost_source(graph, op_id, kind) for op_id in members))
@@ -243,12 +245,11 @@ def _sources(graph: nx.DiGraph[str], members: Sequence[str]) -> dict[str, str]:
 
 
 def _label(graph: nx.DiGraph[str], first_op: Mapping[int, str], label: int) -> str | None:
-    """The name of a co-location group, None for -1."""
     return None if label < 0 else attributes_of(graph, first_op[label])["colocate"]
 
 
 def _group_id(graph: nx.DiGraph[str], first: str, count: int) -> str:
-    """An id that no op has: the first op's, and how many more there are."""
+    """Return an unused id: that of the first op, and the number of further ops."""
     group_id = f"{first} +{count - 1}"
     while group_id in graph:
         group_id += "+"
@@ -256,7 +257,7 @@ def _group_id(graph: nx.DiGraph[str], first: str, count: int) -> str:
 
 
 def _common_module(modules: Iterable[str]) -> str:
-    """The innermost module around all of these.
+    """Return the path of the innermost module that contains all ``modules``.
 
     >>> _common_module(["layers.3.attention", "layers.3.mlp"])
     'layers.3'

@@ -1,4 +1,4 @@
-"""What an op costs: FLOPs by torch's own formulas, and seconds that were measured elsewhere."""
+"""Op costs: FLOPs by torch's formulas, and seconds that were measured elsewhere."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from graphs.graph import attributes_of
 
 
 def call_flops(target: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """FLOPs of one torch call on fake tensors, 0 for operators that there is no formula for.
+    """Return the FLOPs of one torch call on fake tensors, 0 for operators without a formula.
 
-    A multiply-add counts as two, as in torch.utils.flop_counter, whose formulas these are, together
-    with those of :func:`further_formulas`. An operator that is made of others, such as linear,
-    counts as much as they do.
+    A multiply-add counts as two, as in torch.utils.flop_counter, whose formulas are used together
+    with those of :func:`further_formulas`. A composite operator, such as linear, counts as the sum
+    of its parts.
     """
     known = flops_by_formula(target, args, kwargs, result)
     if known is not None:
@@ -40,7 +40,7 @@ def call_flops(target: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 
 def flops_by_formula(target: Any, args: Any, kwargs: Any, result: Any) -> int | None:
-    """FLOPs of one torch call by the formula for its operator, None where there is none."""
+    """Return the FLOPs of one torch call by the formula of its operator, None if it has none."""
     packet = getattr(target, "_overloadpacket", None)
     if packet in flop_registry:
         return int(flop_registry[packet](*args, **kwargs, out_val=result))
@@ -51,10 +51,10 @@ def flops_by_formula(target: Any, args: Any, kwargs: Any, result: Any) -> int | 
 
 
 def further_formulas() -> dict[Any, Callable[..., Any]]:
-    """{operator: FLOPs from the shapes of its arguments}: what torch's counter has no formula for.
+    """Return {operator: FLOP formula on argument shapes} where torch's counter has no formula.
 
-    These are attention on CPUs (torch counts it on accelerators only), recurrent layers in one
-    call, and the products of stacked experts: torch's and, if it is loaded, those of transformers.
+    These are attention on CPUs (torch counts it on accelerators only), fused recurrent layers, and
+    the products of stacked experts: torch's and, if it is loaded, those of transformers.
     """
     return {
         getattr(getattr(torch.ops, space), name): formula
@@ -64,7 +64,7 @@ def further_formulas() -> dict[Any, Callable[..., Any]]:
 
 
 def is_composite(target: Any) -> bool:
-    """Whether an operator is made of others."""
+    """Return whether an operator is implemented by calls of other operators."""
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
     return (
         isinstance(target, torch._ops.OpOverload)
@@ -84,39 +84,37 @@ def _attention_backward_flops(
 
 
 def _for_every_head(queries: Any, *shared: Any) -> list[Any]:
-    """Shapes (batch, heads, length, features) of what several heads of queries may share."""
+    """Return the shapes of keys or values, repeated for all query heads that share them."""
     return [(*shape[:1], queries[1], *shape[2:]) for shape in shared]
 
 
 def _recurrent_flops(inputs: Any, *further: Any, **_: Any) -> int:
-    """Every step multiplies by every matrix, for inputs (..., features) of all steps."""
+    """Return the FLOPs for inputs (..., features) of all steps; each multiplies by all matrices."""
     parameters: list[Any] = [given for given in further if isinstance(given, list)][-1]
     weights = sum(math.prod(shape) for shape in parameters if len(shape) == 2)
     return int(2 * math.prod(inputs[:-1]) * weights)
 
 
 def _recurrent_kernel_flops(inputs: Any, of_inputs: Any, of_state: Any, *_: Any, **__: Any) -> int:
-    """One layer in one direction: every step multiplies by its two matrices of weights."""
+    """Return the FLOPs of one layer in one direction: two weight matrices per step."""
     return int(2 * math.prod(inputs[:-1]) * (math.prod(of_inputs) + math.prod(of_state)))
 
 
 def _recurrent_kernel_backward_flops(*inputs: Any, **_: Any) -> int:
-    """A product for the gradient of what each matrix is applied to, and one for its own."""
     return 2 * _recurrent_kernel_flops(*inputs[:3])
 
 
 def _grouped_product_flops(left: Any, right: Any, *_: Any, **__: Any) -> int:
-    """Products of G groups: a matrix stands for all groups at once, one of (G, ., .) for each.
+    """Return the FLOPs of the products of G groups.
 
-    (S, K) by (G, K, N) and (M, K) by (K, N) split one dimension among the groups, so that they cost
-    as much as one product.
+    (G, M, K) by (G, K, N) is one product per group. (S, K) by (G, K, N) and (M, K) by (K, N) split
+    one dimension among the groups, so that they cost as much as one product.
     """
     groups = left[0] if len(left) == len(right) == 3 else 1
     return int(2 * groups * left[-2] * left[-1] * right[-1])
 
 
 def _grouped_product_backward_flops(*inputs: Any, **_: Any) -> int:
-    """A product for the gradient of the rows, and one for that of the weights."""
     return 2 * _grouped_product_flops(*inputs[:2])
 
 
@@ -143,10 +141,10 @@ def with_costs(
     costs_s: Mapping[str, NDArray[np.float64]],
     sources: Mapping[str, str | Sequence[str]],
 ) -> nx.DiGraph[str]:
-    """A copy of a graph with seconds for further device kinds, {kind: (N,)} in node order.
+    """Return a copy of a graph with the costs of further device kinds, {kind: (N,)} in node order.
 
-    Where they are nan the op cannot run on that kind. ``sources`` says for each kind where its
-    numbers come from, in one text or one for every op: the most frequent one becomes that of the
+    Where a cost is nan, the op's costs stay as they were. ``sources`` gives the source of each
+    kind's costs, one text for all ops or one per op: the most frequent one becomes that of the
     kind, ops with another carry their own.
 
     Raises:

@@ -1,4 +1,4 @@
-"""At most so many groups: a topological order of the groups there are, cut into pieces."""
+"""Cutting a topological order of groups into a limited number of pieces."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from graphs.graph import GraphArrays
 from graphs.quotient import Quotient, edge_sources, renumbered
 
 JUMP: Final = -1
-"""Bond between groups without an edge: there the order goes to another branch."""
+"""Bond between consecutive groups without an edge, where the order jumps to another branch."""
 HALVINGS: Final = 30
 SLACK: Final = tuple(np.linspace(1.0, 1.5, 11).tolist())
-"""How much heavier than it must be the heaviest piece may be, for the sake of better cuts."""
+"""Multiples of the lowest possible weight limit that are tried for the sake of better cuts."""
 
 
 def cut(
@@ -26,19 +26,19 @@ def cut(
     weight: NDArray[np.float64],
     most: int,
 ) -> NDArray[np.int64] | None:
-    """At most ``most`` groups of about the same weight; None where the classes need more.
+    """Return the groups of all ops, (N,), at most ``most`` of about the same weight.
 
-    The order goes down one branch after another and stays within a class as long as it can. A
-    piece of it holds groups of one class and ends where the order jumps to another branch or,
-    where there is no such place, where the fewest bytes pass. All edges between pieces point
-    forward in the order, so no cycle can arise.
+    The result is None if the classes need more groups. The topological order follows one branch
+    after another and stays within a class as long as it can. A piece of it holds groups of one
+    class and ends where the order jumps to another branch or, if there is no such place, where the
+    fewest bytes pass. All edges between pieces point forward in the order, so no cycle can arise.
 
     Args:
         graph: N ops.
-        group_of: (N,), the groups that there are, without cycles between them.
-        classes: (N,), only ops of one class share a piece; ops of one group are of one class.
+        group_of: (N,), the groups to merge, without cycles between them.
+        classes: (N,), only ops of one class share a piece; all ops of a group are of one class.
         weight: (N,), finite and not negative.
-        most: pieces allowed, at least 1.
+        most: maximum number of pieces, at least 1.
     """
     quotient = Quotient.of(graph, group_of)
     class_of = np.empty(quotient.count, np.int64)
@@ -58,8 +58,8 @@ def cut(
 class _Pieces:
     """Cuts a sequence of G weights into pieces that weigh no more than a limit.
 
-    ``ends`` are where it must be cut, the last is G; ``bond`` (G+1,) is how many bytes pass
-    before each of the G, or JUMP.
+    ``ends`` are the mandatory cuts, the last is G; ``bond`` (G+1,) is the number of bytes that pass
+    before each of the G groups, or JUMP.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class _Pieces:
         self.bond = bond
 
     def best_cuts(self, most: int) -> list[int]:
-        """At most ``most`` pieces, most of them whole branches.
+        """Return the ends of at most ``most`` pieces, most of them whole branches.
 
-        The least limit with few enough pieces is searched for; of it and some larger ones, the
-        best cuts the smallest share of its pieces in the middle of a branch.
+        Bisects for the lowest weight limit with few enough pieces; of that limit and some larger
+        ones, takes the cuts with the smallest share in the middle of a branch.
         """
         low, high = 0.0, self.before[-1]
         for _ in range(HALVINGS):
@@ -83,7 +83,7 @@ class _Pieces:
             else:
                 high = middle
         found = [cuts for more in SLACK if (cuts := self.cuts(more * high, most)) is not None]
-        # With the sum of all weights as limit only the ends are cut; rounding must not hide that.
+        # Cutting at the ends alone is always possible, even if rounding hides it.
         return min(found or [list(self.ends)], key=self._share_within_branches)
 
     def _share_within_branches(self, cuts: list[int]) -> float:
@@ -91,10 +91,11 @@ class _Pieces:
         return float((inner != JUMP).mean()) if len(inner) else 0.0
 
     def cuts(self, heaviest: float, most: int) -> list[int] | None:
-        """Where pieces end, the last at G; None if there are more than ``most``.
+        """Return where pieces end, the last at G; None if there are more than ``most``.
 
-        Only a single weight may be above ``heaviest``. A piece ends where a branch does, the last
-        one after half of that weight; if there is none, at the weakest bond after four fifths.
+        Only a piece of one group may weigh more than ``heaviest``. A piece ends with the last
+        branch that ends after half of that weight; if none does, at the weakest bond after four
+        fifths.
         """
         cuts: list[int] = []
         start = 0
@@ -114,16 +115,15 @@ class _Pieces:
         return cuts
 
     def _place(self, start: int, weight: float, last: int) -> int:
-        """The first place up to ``last`` where a piece from ``start`` is as heavy as this."""
         return min(max(bisect_left(self.before, self.before[start] + weight), start + 1), last)
 
 
 def _bonds(
     graph: GraphArrays, group_of: NDArray[np.int64], order: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Bytes from each group in the order to the next one, (G+1,); JUMP where there is no edge.
+    """Return the bytes from each group in the order to the next, (G+1,); JUMP without an edge.
 
-    Entry p belongs to a cut between p-1 and p, those at both ends mean nothing.
+    Entry p belongs to a cut between p-1 and p; the entries at both ends are unused.
     """
     position = np.empty(len(order), np.int64)
     position[order] = np.arange(len(order))

@@ -1,4 +1,4 @@
-"""Graph files: JSON that others write too, read strictly.
+"""Graph files: JSON that other tools write too, read strictly.
 
 ::
 
@@ -9,8 +9,8 @@
 
 Of a node only ``id`` and ``cost_s`` are required; the rest is as in
 :class:`graphs.graph.OpAttributes`. An edge's ``bytes`` default to its source's ``output_bytes``.
-Beside ``name``, ``cost_source`` ({device kind: where its costs come from}) may be given; a node's
-own ``cost_source`` says the same of that op's costs, where they come from elsewhere.
+A graph may have a ``cost_source`` ({device kind: source of its costs}); a node's own
+``cost_source`` overrides it for that op.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ def load_graph(path: Path) -> nx.DiGraph[str]:
 
 
 def save_graph(graph: nx.DiGraph[str], path: Path) -> None:
-    """Write a graph file, one op or edge per line; it is complete or absent, never half-written.
+    """Write a graph file atomically, one op or edge per line.
 
     Raises:
-        ValueError: the graph is not a valid one, or has texts that cannot be printed.
-        OSError: it cannot be written.
+        ValueError: the graph is not valid, or has texts that cannot be printed.
+        OSError: the file cannot be written.
     """
     data = graph_to_dict(graph)
     check_printable(data)
@@ -82,9 +82,9 @@ def save_graph(graph: nx.DiGraph[str], path: Path) -> None:
 
 
 def graph_to_dict(graph: nx.DiGraph[str]) -> dict[str, Any]:
-    """The content of a graph file; :func:`graph_from_dict` gives the same graph back.
+    """Return the content of a graph file; :func:`graph_from_dict` restores the same graph.
 
-    Attributes at their defaults are left out, edges always say their bytes.
+    Attributes at their defaults are left out; edges always have ``bytes``.
 
     Raises:
         ValueError: the graph has a cycle.
@@ -102,11 +102,11 @@ def graph_to_dict(graph: nx.DiGraph[str]) -> dict[str, Any]:
 
 
 def graph_from_dict(data: object) -> nx.DiGraph[str]:
-    """A graph from the parsed content of a graph file: all of it, or none.
+    """Build a graph from the parsed content of a graph file.
 
     Raises:
         ValueError: unknown, missing or repeated keys, values of a wrong type or out of range, two
-            ops of one id, an edge without its ops, or a cycle. The message says where.
+            ops with the same id, an edge without its ops, or a cycle. The message says where.
     """
     top = fields(data, "", _GRAPH_KEYS, required=("format", "nodes"))
     if top["format"] != FORMAT:
@@ -147,7 +147,7 @@ def _node_to_dict(op_id: str, node: OpAttributes) -> dict[str, Any]:
 def _read_node(graph: nx.DiGraph[str], item: object, where: str) -> None:
     node = fields(item, where, _NODE_KEYS, required=("id", "cost_s"))
     costs = table(node["cost_s"], f"{where}.cost_s")
-    # A path is made only for what is not of the usual type: it takes longer than the check.
+    # Error paths are formatted for unusual types only: that takes longer than the check.
     given: dict[str, Any] = {
         "cost_s": {
             kind: s if type(s) is float else number(s, f"{where}.cost_s[{kind!r}]")

@@ -1,4 +1,4 @@
-"""Graphs made from arrays, without networkx: for a million ops and more."""
+"""Graphs made from arrays, without networkx, for a million ops and more."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ def flat_graph(
     edge_bytes: Longs | None = None,
     parameter_bytes: Longs | None = None,
 ) -> GraphArrays:
-    """A graph of N forward ops, "0", "1", ..., and E edges.
+    """Build a graph of N forward ops, "0", "1", ..., and E edges.
 
     Args:
-        name: of the graph.
-        cost_s: (N,) on every kind of device.
-        source: (E,) ops, each before its ``target`` (E,).
-        target: (E,) ops.
+        name: name of the graph.
+        cost_s: (N,), seconds on every device kind.
+        source: (E,), indices of ops, each below its ``target``.
+        target: (E,), indices of ops.
         output_bytes: (N,).
-        edge_bytes: (E,), the whole output of the source where it is not given.
-        parameter_bytes: (N,), 0 where it is not given.
+        edge_bytes: (E,), by default the whole output of the source.
+        parameter_bytes: (N,), by default 0.
 
     Raises:
-        ValueError: there are no ops, arrays differ in length, an edge does not lead from an op to
-            a later one or is there twice, or a number is negative, not finite or too large.
+        ValueError: there are no ops, arrays differ in length, an edge does not lead to a later op
+            or is repeated, or a number is negative, not finite or too large.
     """
     count = len(cost_s)
     if count == 0:

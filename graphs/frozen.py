@@ -1,4 +1,4 @@
-"""Arrays that nobody writes to any more."""
+"""Read-only arrays."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Item = TypeVar("Item", bound=np.generic)
 
 
 def frozen(array: NDArray[Item]) -> NDArray[Item]:
-    """The array, contiguous and read-only; the very same one where it was contiguous."""
+    """Return the array, contiguous and read-only; one that is contiguous is changed in place."""
     whole = np.ascontiguousarray(array)
     whole.setflags(write=False)
     return whole

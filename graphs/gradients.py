@@ -1,4 +1,4 @@
-"""Gradients of parameters in a graph: how large, where they belong, and which ops make them."""
+"""Gradients of the parameters in a graph: sizes, home ops, and the ops that produce them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from graphs.mirror import ACCUMULATES, backward_id
 class Gradients:
     """P gradients in the order in which they are expected: the last parameters first.
 
-    Gradient k, of all parameters that live with op ``home[k]``, is complete when the last of the
-    ops ``makers[k]`` has ended; it is kept where its parameters are.
+    Gradient k belongs to all parameters that live with op ``home[k]`` and is kept where they are.
+    It is complete when the last of the ops ``makers[k]`` has ended.
     """
 
     home: NDArray[np.int32]  # (P,)
@@ -27,26 +27,26 @@ class Gradients:
     makers: tuple[tuple[int, ...], ...]  # (P,) one or more ops each
 
     def __len__(self) -> int:
-        """P."""
+        """Return P, the number of gradients."""
         return len(self.home)
 
 
 def gradients_of(graph: GraphArrays, known: Mapping[str, Sequence[str]] | None = None) -> Gradients:
-    """The gradients of a training step, by what its ops say of themselves.
+    """Return the gradients of a training step, inferred from the attributes of its ops.
 
-    Sizes are ``gradient_bytes``; a graph without any, such as a file that gives costs and
-    parameters alone, has as many as ``parameter_bytes``. A graph does not say which op makes a
-    gradient. It is taken to be the mirror of the op that the parameters live with, as
-    :func:`graphs.mirror.with_backward` names it; else all backward ops of the same module that do
-    more than add up gradients; else those that read that op's output; else the last of the backward
-    ops. Without a backward pass an op is one of forward and backward together, and makes its own
-    gradient; the order is then that of the ops.
+    Sizes are ``gradient_bytes``, or ``parameter_bytes`` if the graph has no gradient sizes, such as
+    a file that gives costs and parameters alone. A graph does not say which ops produce a gradient.
+    Without ``known``, they are taken to be the mirror of the op that the parameters live with, as
+    named by :func:`graphs.mirror.with_backward`; else all backward ops of the same module, except
+    those that only add up gradients; else the backward ops that read that op's output; else the
+    last backward op. Without a backward pass an op stands for forward and backward together and
+    produces its own gradient; the order is then that of the ops.
 
     Args:
-        graph: of the step.
-        known: {op that parameters live with: ops that make their gradients}, as
-            :func:`graphs.extract.gradient_makers` finds them; ops that the graph has not do not
-            count.
+        graph: graph of the step.
+        known: {op that parameters live with: ops that produce their gradients}, as
+            :func:`graphs.extract.gradient_makers` finds them; ops that are not in the graph are
+            ignored.
     """
     own = graph.gradient_bytes if graph.gradient_bytes.any() else graph.parameter_bytes
     homes = np.flatnonzero(own)
@@ -65,7 +65,7 @@ def gradients_of(graph: GraphArrays, known: Mapping[str, Sequence[str]] | None =
 
 
 def no_gradients() -> Gradients:
-    """Those of a step that does not train."""
+    """Return the empty gradients of a step that does not train."""
     return Gradients(home=np.zeros(0, np.int32), size_bytes=np.zeros(0, np.int64), makers=())
 
 

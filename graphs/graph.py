@@ -1,12 +1,12 @@
 """The computation graph of one step: a documented schema over networkx, and flat arrays.
 
-A graph is an ``nx.DiGraph``. A node is an op; its key is a stable string. Node attributes are
-those of :class:`OpAttributes`, every edge carries ``bytes``: what its target needs of the output
-of its source. ``graph.graph`` holds ``name`` and ``cost_source`` ({device kind: where from}); ops
-whose costs come from elsewhere say so themselves.
+A graph is an ``nx.DiGraph``. A node is an op; its key is a stable string, and its attributes are
+those of :class:`OpAttributes`. Every edge has ``bytes``: the part of its source's output that its
+target needs. ``graph.graph`` holds ``name`` and ``cost_source`` ({device kind: source of its
+costs}); ops whose costs come from elsewhere have a ``cost_source`` of their own.
 
-The hot path never touches networkx: :class:`GraphArrays` is made once per graph. Op ``i`` is the
-``i``-th node in insertion order, everywhere: ties between ops are broken by this index.
+Hot paths use :class:`GraphArrays`, made once per graph, and never networkx. Op ``i`` is the
+``i``-th node in insertion order, everywhere; ties between ops are broken by this index.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ class OpAttributes(TypedDict):
     module: str  # path of the owning module, "" for the model itself
     flops: int
     moved_bytes: int  # inputs read + outputs written
-    output_bytes: int  # without gradients of parameters: those are gradient_bytes elsewhere
+    output_bytes: int  # without gradients of parameters, see gradient_bytes
     parameter_bytes: int  # parameters that live where this op runs
     gradient_bytes: int  # gradients of these parameters
-    optimizer_bytes: int  # what the optimizer keeps of them from step to step
+    optimizer_bytes: int  # optimizer state of these parameters
     saved_bytes: int  # part of the output that backward needs
     workspace_bytes: int  # scratch memory while it runs
     colocate: str | None  # ops with the same group id share a device
     devices: tuple[str, ...] | None  # the only devices allowed, None: all
     cost_s: Mapping[str, float]  # {device kind or "*": seconds}
-    cost_source: Mapping[str, str]  # {the same: where from}, if not from where the graph says
+    cost_source: Mapping[str, str]  # {same keys: source}, where it is not the graph's
 
 
 def add_op(
@@ -72,12 +72,12 @@ def add_op(
     colocate: str | None = None,
     devices: tuple[str, ...] | None = None,
 ) -> None:
-    """Add an op with checked attributes.
+    """Check the attributes of an op and add it.
 
     Raises:
-        ValueError: the id exists already or is not printable text, a number is negative, not
-            finite or too large, a source belongs to no cost, the phase is unknown, or a text cannot
-            be printed. The message starts with the op's id.
+        ValueError: the id exists already or is not printable text, a number is negative, not finite
+            or too large, ``cost_source`` names a kind without cost, the phase is unknown, the list
+            of devices is empty, or a text cannot be printed. The message starts with the op's id.
     """
     if not op_id or not op_id.isprintable():
         raise ValueError(f"op {op_id!r}: an id must be printable text, not empty")
@@ -125,7 +125,7 @@ def add_op(
 
 
 def add_edge(graph: nx.DiGraph[str], source: str, target: str, moved: int | None = None) -> None:
-    """Let ``target`` read ``moved`` bytes of ``source``'s output (default: all of it).
+    """Add an edge: ``target`` reads ``moved`` bytes of ``source``'s output (default: all of it).
 
     Raises:
         ValueError: an end is missing, the edge exists or is a loop, or the bytes are out of range.
@@ -143,14 +143,14 @@ def add_edge(graph: nx.DiGraph[str], source: str, target: str, moved: int | None
 
 
 def attributes_of(graph: nx.DiGraph[str], op_id: str) -> OpAttributes:
-    """The attributes of one op."""
+    """Return the attributes of one op."""
     return cast(OpAttributes, graph.nodes[op_id])
 
 
 def cost_source(graph: nx.DiGraph[str], op_id: str, kind: str) -> str:
-    """Where the cost of an op on a device kind comes from, "" if nobody said.
+    """Return the source of an op's cost on a device kind, "" if it is unknown.
 
-    As with the costs themselves, what is known of any kind holds for a kind that is not named.
+    As with the costs themselves, ``"*"`` covers the kinds that are not named.
     """
     own = attributes_of(graph, op_id)
     known = kind if kind in own["cost_s"] else ANY_KIND
@@ -159,7 +159,7 @@ def cost_source(graph: nx.DiGraph[str], op_id: str, kind: str) -> str:
 
 
 def new_graph(name: str, cost_source: Mapping[str, str] | None = None) -> nx.DiGraph[str]:
-    """An empty graph with the graph-level attributes that the schema asks for."""
+    """Return an empty graph with the graph-level attributes of the schema."""
     return nx.DiGraph(name=name, cost_source=dict(cost_source or {}))
 
 
@@ -168,9 +168,10 @@ class GraphArrays:
     """A graph as flat, read-only arrays: N ops, E edges, C co-location groups.
 
     ``successor_start`` (N+1) and ``successors`` (E) are the CSR form by source, both int32, with
-    successors ascending; ``edge_bytes`` (E) int64 belongs to ``successors``. ``predecessor_start``,
-    ``predecessors`` are the same by target, and ``predecessor_edge`` (E) says which entry of
-    ``successors`` each one is. ``topological`` (N) int32 lists the ops so that sources come first.
+    ascending successors; ``edge_bytes`` (E) int64 is parallel to ``successors``.
+    ``predecessor_start`` and ``predecessors`` are the CSR form by target, and ``predecessor_edge``
+    (E) holds each edge's index in ``successors``. ``topological`` (N) int32 is a topological order
+    of the ops.
     """
 
     name: str
@@ -199,7 +200,7 @@ class GraphArrays:
     topological: NDArray[np.int32]
 
     def __len__(self) -> int:
-        """Number of ops."""
+        """Return the number of ops."""
         return len(self.ids)
 
     @property
@@ -209,21 +210,21 @@ class GraphArrays:
 
     @property
     def resident_bytes(self) -> NDArray[np.int64]:
-        """What is on an op's device from before the step to its end, (N,).
+        """Bytes that an op keeps on its device during the whole step, (N,).
 
-        Parameters, their gradients and what the optimizer keeps of them. A gradient is counted
-        here, where its parameter lives, from the beginning, as if it were kept from step to step;
-        ``output_bytes`` of the op that makes it leave it out.
+        These are its parameters, their gradients and their optimizer state. A gradient is counted
+        with its parameter and for the whole step, as if it were kept from step to step;
+        ``output_bytes`` of the op that produces it exclude it.
         """
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
     @classmethod
     def from_graph(cls, graph: nx.DiGraph[str]) -> GraphArrays:
-        """Flatten a graph.
+        """Convert a networkx graph to arrays.
 
         Raises:
-            ValueError: the graph is empty, has a cycle (the message shows one), or has a node or
-                an edge without the attributes of the schema, or with a number out of range.
+            ValueError: the graph is empty, has a cycle (the message shows one), or has a node or an
+                edge without the attributes of the schema, or with a number out of range.
         """
         if len(graph) == 0:
             raise ValueError(f"graph {graph.graph.get('name', '')!r} has no ops")
@@ -282,7 +283,7 @@ class GraphArrays:
         )
 
     def costs_for(self, kind: str) -> NDArray[np.float64]:
-        """Seconds of every op on a device kind, (N,); nan where nothing is known."""
+        """Return the seconds of every op on a device kind, (N,); nan where they are unknown."""
         fallback = self.cost_s.get(ANY_KIND)
         own = self.cost_s.get(kind)
         if own is None:
@@ -291,10 +292,10 @@ class GraphArrays:
 
 
 def graph_hash(graph: nx.DiGraph[str]) -> str:
-    """SHA-256 of ids, edges and sizes, in insertion order.
+    """Return the SHA-256 of ids, edges, output and parameter sizes, in insertion order.
 
-    Costs are left out: a placement stays a placement of the same graph when costs are measured
-    again. So is the optimizer: a placement of a step that has one also holds for the step without.
+    Costs are left out, so that a placement stays valid when costs are measured again. Optimizer ops
+    are left out, too: a placement of a step with optimizer also holds for the step without.
     """
     digest = hashlib.sha256(b"placer-graph/1")
     hashed = [op_id for op_id in graph if attributes_of(graph, op_id)["phase"] != "optimizer"]
@@ -348,7 +349,7 @@ def _edges(
 def csr(
     rows: NDArray[np.int32], columns: NDArray[np.int32], count: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
-    """Row starts (count+1), columns sorted by row and column, and the permutation that did it."""
+    """Return row starts (count+1), columns sorted by row and column, and the permutation."""
     order = np.lexsort((columns, rows)).astype(np.int32)
     start = np.zeros(count + 1, np.int32)
     np.cumsum(np.bincount(rows, minlength=count), out=start[1:])

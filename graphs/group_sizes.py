@@ -1,4 +1,4 @@
-"""What a group of ops costs, holds and sends: exact, from the arrays of its ops."""
+"""Costs and sizes of groups of ops, computed exactly from the arrays of their ops."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ SUMMED: Final = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupSizes:
-    """Of G groups, as Python numbers: sums of large sizes must not overflow.
+    """Costs and sizes of G groups, as Python numbers: sums of large sizes must not overflow.
 
-    ``sums`` holds, for each name of ``SUMMED``, the sum over the group's ops. ``output_bytes`` is
-    what leaves the group: outputs of its ops that another group reads, or nobody (results of the
-    step). ``workspace_bytes`` is what else it needs while it runs, op by op in topological order:
-    the peak of scratch memory plus outputs that only the group reads, from the op that writes one
-    to the last that reads it. ``edges`` {(source, target): bytes} sends every output once to each
-    group that reads it; of unequal edges the largest counts.
+    ``sums`` holds, for each name of ``SUMMED``, the sum over the group's ops. ``output_bytes``
+    leave the group: outputs of its ops that another group reads, or that nothing reads (results of
+    the step). ``workspace_bytes`` is other memory that the group needs while it runs, op by op in
+    topological order: the peak of scratch memory plus outputs that only the group reads, from the
+    op that writes one to the last that reads it. ``edges`` {(source, target): bytes} count every
+    output once for each group that reads it; of unequal edges the largest counts.
     """
 
     sums: Mapping[str, list[int]]
@@ -45,7 +45,7 @@ class GroupSizes:
     def of(
         cls, graph: GraphArrays, group_of: NDArray[np.int64], running: NDArray[np.int64]
     ) -> GroupSizes:
-        """The sizes of groups numbered 0..G-1; ``running`` (N,) lists ops by group, in order."""
+        """Compute the sizes of groups 0..G-1; ``running`` (N,) lists the ops by group, in order."""
         starts = np.searchsorted(group_of[running], np.arange(int(group_of.max()) + 1))
         columns: Mapping[str, NDArray[np.int64]] = {n: getattr(graph, n) for n in SUMMED}
         internal = _internal(graph, group_of)
@@ -64,7 +64,7 @@ def _sums(values: NDArray[np.int64], starts: NDArray[np.intp]) -> list[int]:
 
 
 def _internal(graph: GraphArrays, group_of: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Whether an op's output is read, and only by its own group, (N,)."""
+    """Return whether an op's output is read, and only by its own group, (N,)."""
     source = edge_sources(graph)
     internal = np.diff(graph.successor_start) > 0
     internal[source[group_of[source] != group_of[graph.successors]]] = False
@@ -95,7 +95,7 @@ def _workspace(
 def _costs(
     graph: GraphArrays, running: NDArray[np.int64], starts: NDArray[np.intp]
 ) -> list[dict[str, float]]:
-    """Seconds by kind, as far as all ops of the group have them; each sum is rounded once."""
+    """Return seconds by kind where they are known for all ops of a group; a sum is rounded once."""
     bounds = [*starts.tolist(), len(running)]
     costs: list[dict[str, float]] = [{} for _ in starts]
     for kind, own in graph.cost_s.items():
@@ -127,6 +127,6 @@ def _edges(graph: GraphArrays, group_of: NDArray[np.int64]) -> dict[tuple[int, i
 
 
 def _run_starts(*keys: NDArray[Any]) -> NDArray[np.intp]:
-    """Where the first of equal neighbours stands, in arrays sorted together."""
+    """Return where each run of equal entries starts, in arrays that are sorted together."""
     changed = np.any([key[1:] != key[:-1] for key in keys], axis=0)
     return np.concatenate(([0], np.flatnonzero(changed) + 1))

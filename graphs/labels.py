@@ -1,4 +1,4 @@
-"""Co-location groups of a coarsened graph: which are still open, and which have become one."""
+"""Co-location groups of a coarsened graph: which are united, and which span several groups."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from graphs.graph import GraphArrays
 
 
 def united_labels(graph: GraphArrays, group_of: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Co-location group of every op, (N,): the first of those that became one, -1 for none.
+    """Return the co-location group of every op, (N,), -1 for none.
 
-    Co-location groups become one where ops of both are in one merged group. One that a merged group
-    holds entirely is none any more: nothing is left to keep on the same device.
+    Co-location groups become one, named by the first, where a merged group has ops of both. One
+    that lies within a single merged group is dropped: there is nothing left to keep together.
     """
     label_of = graph.group.astype(np.int64)
     count = int(label_of.max(initial=-1)) + 1
@@ -27,7 +27,7 @@ def united_labels(graph: GraphArrays, group_of: NDArray[np.int64]) -> NDArray[np
             one, other = _find(root, holder.setdefault(g, label)), _find(root, label)
             root[max(one, other)] = min(one, other)
     first = np.array([_find(root, i) if spread[i] > 1 else -1 for i in range(count)], np.int64)
-    # The whole group bears the label, with those of its ops that had none.
+    # Ops without a label get that of their merged group.
     label_of_group = np.full(int(group_of.max()) + 1, -1, np.int64)
     np.maximum.at(label_of_group, group_of[inside], first[label_of[inside]])
     return label_of_group[group_of]

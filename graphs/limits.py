@@ -1,4 +1,4 @@
-"""Which ops may become one: of one phase, for the same devices, with costs for the same kinds."""
+"""Which ops may be merged: those with the same phase, allowed devices and costed device kinds."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from graphs.graph import ANY_KIND, GraphArrays
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Limits:
-    """What each op's co-location group leaves of its choices.
+    """Classes of ops that may be merged, and the devices that each op's co-location group allows.
 
-    Ops of one class (N,) have one phase, the same ``devices`` to choose from and costs for the
-    same device kinds; classes are numbered in the order of the phases.
+    Ops of one class (N,) have one phase, the same ``devices`` to choose from and costs for the same
+    device kinds; classes are numbered in the order of the phases.
     """
 
     classes: NDArray[np.int64]
@@ -23,11 +23,11 @@ class Limits:
 
     @classmethod
     def of(cls, graph: GraphArrays) -> Limits:
-        """The limits of a graph's ops.
+        """Compute the limits of a graph's ops.
 
         Raises:
-            ValueError: the ops of a co-location group have no device, or no device kind with
-                costs, in common.
+            ValueError: the ops of a co-location group have no device, or no device kind with costs,
+                in common.
         """
         kinds = sorted({*graph.cost_s, ANY_KIND})
         known = np.stack([~np.isnan(graph.costs_for(kind)) for kind in kinds], axis=1)
@@ -57,7 +57,7 @@ class Limits:
 
 
 def _common(graph: GraphArrays, members: NDArray[np.int64]) -> tuple[str, ...] | None:
-    """The devices that all members allow, None for all."""
+    """Return the devices that all members allow, None for all devices."""
     limited = [names for i in members.tolist() if (names := graph.allowed[i]) is not None]
     if not limited:
         return None

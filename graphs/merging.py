@@ -1,6 +1,6 @@
-"""Which ops become one group: steps that leave the graph between groups acyclic.
+"""Merging ops into groups such that the graph between groups stays acyclic.
 
-A step maps ``group_of`` (N,), the group of every op, to another with as many groups or fewer.
+Each function maps ``group_of`` (N,), the group of every op, to one with as many groups or fewer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from graphs.graph import GraphArrays
 from graphs.quotient import Quotient, renumbered
 
 ROUNDS: Final = 16
-"""Passes in each direction; a pass takes whole chains and trees, so that few are needed."""
+"""Maximum passes in each direction; a pass merges whole chains and trees, so few are needed."""
 
 
 def colocated(
@@ -23,11 +23,11 @@ def colocated(
     label_of: NDArray[np.int64],
     classes: NDArray[np.int64],
 ) -> NDArray[np.int64]:
-    """Groups of one label (N,), -1 for none, and one class as one, except on cycles.
+    """Merge groups of one label (N,), -1 for none, and one class, except those on cycles.
 
-    A cycle is where a path leaves such a group and returns; its groups stay as they were. That
-    breaks every cycle: what cycle there is between the groups that remain would be one between all
-    groups, and those on one are gone.
+    A cycle arises where a path leaves a merged group and returns; what was merged into groups on a
+    cycle stays separate. That breaks every cycle: a cycle between the remaining groups would be one
+    between all groups, and the merged groups on cycles are gone.
     """
     by_label = label_of * (int(classes.max()) + 1) + classes
     merged = renumbered(np.where(label_of >= 0, by_label, -1 - group_of))
@@ -44,16 +44,16 @@ def absorbed(
     cost_s: NDArray[np.float64],
     least_cost_s: float,
 ) -> NDArray[np.int64]:
-    """Cheap groups merged into the only group that they read from, or that reads from them.
+    """Merge cheap groups into the only group that they read from, or that reads from them.
 
-    A group is cheap up to ``least_cost_s``; ``cost_s`` (N,) is inf where nothing is known. Of a
-    chain one end must be cheap. Elsewhere the merged group is, and all that one group takes in at
-    one place of its chain costs at most ``least_cost_s``: no more than that could have run beside
-    it. Neighbours that share a device anyway need not be cheap.
+    A group is cheap if it costs at most ``least_cost_s``; ``cost_s`` (N,) is inf where it is
+    unknown. In a chain one of two neighbours must be cheap. Elsewhere the absorbed group must be,
+    and all that a group absorbs at one place of its chain may cost ``least_cost_s`` at most, since
+    it could have run in parallel. Neighbours that share a device anyway need not be cheap.
 
-    No path runs outside: whatever leads to a group comes through the only one that it reads from.
-    Merging leaves every other group with at most as many to read from, so that a pass may merge
-    along all such edges at once; and the same holds for the other direction.
+    No path leaves and re-enters a merged group: whatever leads to the absorbed group comes through
+    its only predecessor. Merging never adds predecessors to another group, so that a pass may merge
+    along all such edges at once; the same holds for the other direction.
     """
     merger = _Merger(graph, group_of, classes, cost_s, least_cost_s)
     for _ in range(ROUNDS):
@@ -66,7 +66,7 @@ def absorbed(
 
 
 class _Merger:
-    """Groups that are merged pass by pass, and what limits that."""
+    """State of the groups while they are merged pass by pass."""
 
     def __init__(
         self,
@@ -87,21 +87,21 @@ class _Merger:
         self.label_of = self._of_groups(graph.group)
 
     def _of_groups(self, values: NDArray[Any]) -> list[int]:
-        """The value of each group, where all of its ops have the same."""
+        """Return the value of each group, which all of its ops share."""
         of_groups = np.empty(self.count, np.int64)
         of_groups[self.group_of] = values
         whole: list[int] = of_groups.tolist()
         return whole
 
     def merge(self, *, downwards: bool) -> None:
-        """One pass: into the group read from (downwards), or into the reader."""
+        """Run one pass: merge into the group read from (downwards), or into the reader."""
         quotient = Quotient.of(self.graph, self.group_of)
         into, back = quotient.only_predecessor().tolist(), quotient.only_successor().tolist()
         if not downwards:
             into, back = back, into
         self.root = list(range(self.count))
         hosts = [(back[host] != g, g, host) for g, host in enumerate(into) if host >= 0]
-        for is_side, g, host in sorted(hosts):  # chains first: what a side takes in is then whole
+        for is_side, g, host in sorted(hosts):  # chains first: sides are then absorbed whole
             self._try(self._find(g), self._find(host), is_chain=not is_side)
         kept, number = np.unique([self._find(g) for g in self.root], return_inverse=True)
         self.group_of, self.count = number[self.group_of], len(kept)

@@ -1,4 +1,4 @@
-"""The backward pass of a forward graph, mirrored: for graphs that have no model behind them."""
+"""Mirroring a forward graph into its backward pass, for graphs that have no model."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from graphs.graph import add_edge, add_op, attributes_of, new_graph
 from graphs.order import topological_order
 
 WEIGHT: str = "weight"
-"""Op that only holds parameters: its backward adds up the gradients of all who read it."""
+"""Op that only holds parameters; its backward op adds up the gradients of all its readers."""
 ACCUMULATES: str = ".gradient"
-"""End of the names of ops that add up the gradients of one parameter."""
+"""Suffix of the names of ops that add up the gradients of one tensor."""
 
 
 def backward_id(op_id: str) -> str:
-    """The id of an op's backward op.
+    """Return the id of an op's backward op.
 
     >>> backward_id("layers.3:linear")
     'layers.3:backward/linear'
@@ -26,11 +26,11 @@ def backward_id(op_id: str) -> str:
 def with_backward(
     forward: nx.DiGraph[str], *, cost_factor: float = 2.0, together: bool = False
 ) -> nx.DiGraph[str]:
-    """A training step: every forward op, then a backward op for each, in reverse order.
+    """Return a training step: all forward ops, then a backward op for each, in reverse order.
 
     A backward op costs ``cost_factor`` times its forward op. It reads the gradients of its op's
-    output (every forward edge turned around, with the same bytes), what its op saved for it, and
-    the weights that its op read.
+    output (every forward edge reversed, with the same bytes), what its op saved for it, and the
+    weights that its op read.
 
     Args:
         forward: a graph of forward ops only.

@@ -1,7 +1,7 @@
-"""Graphs of a random motif repeated: cells one after the other, recurrences over time, sequences.
+"""Graphs of a repeated random motif: cells in sequence, recurrences over time, sequence models.
 
-Costs and sizes are those of the motif, with a little noise; they stand for any device kind
-(``"*"``). Weights of what is unrolled over time cost nothing, and travel to where they are read.
+Costs and sizes are those of the motif, with a little noise; they hold for any device kind
+(``"*"``). Weights of ops that are unrolled over time cost nothing, and are sent to their readers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from graphs.mirror import WEIGHT, with_backward
 from graphs.shapes import Weights
 
 NOISE: Final = 0.1
-"""Deviation of the logarithm of costs and sizes between repetitions."""
+"""Standard deviation of the logarithm of costs and sizes between repetitions."""
 
 
 def cells(
@@ -26,10 +26,11 @@ def cells(
     nodes: int = 8,
     weights: Weights | None = None,
 ) -> nx.DiGraph[str]:
-    """One random cell, again and again: each reads the outputs of the two before it.
+    """Generate repetitions of one random cell; each reads the outputs of the two before it.
 
-    A node of a cell reads one or two earlier nodes or inputs of the cell; what no other node reads
-    is joined to the cell's output, as in the search spaces of Zoph et al. (arXiv 1707.07012).
+    A node of a cell reads one or two earlier nodes or inputs of the cell; nodes that no other node
+    reads are joined to the cell's output, as in the search spaces of Zoph et al. (arXiv
+    1707.07012).
 
     Raises:
         ValueError: a size is below 1.
@@ -37,7 +38,7 @@ def cells(
     if min(repeats, nodes) < 1:
         raise ValueError(f"{repeats} cells of {nodes} nodes: both must be above 0")
     motif = _Motif(rng, "cells", weights)
-    # An input of a node is an earlier node, or -1 or -2: the outputs of the last two cells.
+    # An input of a node is an earlier node, or -1 or -2 for the outputs of the last two cells.
     inputs = [
         sorted(set(rng.integers(-2, node, size=1 + int(rng.random() < 0.5)).tolist()))
         for node in range(nodes)
@@ -63,13 +64,15 @@ def recurrence(
     reuse: float = 4.0,
     weights: Weights | None = None,
 ) -> nx.DiGraph[str]:
-    """Layers unrolled over time: each op reads the layer below, the step before and its weights.
+    """Generate layers unrolled over time.
+
+    An op reads the layer below, its own layer at the previous step, and its weights.
 
     Args:
-        rng: the source of randomness.
+        rng: source of randomness.
         layers: ops per step.
-        steps: how many.
-        reuse: size of a layer's weights, in mean sizes of an output.
+        steps: number of steps.
+        reuse: size of a layer's weights, as a multiple of its output.
         weights: costs and sizes of all other ops.
 
     Raises:
@@ -103,18 +106,18 @@ def sequence(
     reuse: float = 30.0,
     weights: Weights | None = None,
 ) -> nx.DiGraph[str]:
-    """Stacks of layers unrolled over time, one after the other, and one total over all steps.
+    """Generate stacks of layers unrolled over time, in sequence, and one total over all steps.
 
-    A stack begins with the last states of the one before. What comes out of the last one passes
-    heads, the first of which also reads all that came out of the stack before, joined.
+    A stack starts from the last states of the one before. The outputs of the last stack pass
+    through ``heads`` ops, the first of which also reads the joined outputs of the stack before.
 
     Args:
-        rng: the source of randomness.
-        layers: ops per step, of each stack.
-        steps: how many.
-        stacks: recurrences, one after the other.
-        heads: ops that follow the top of the last stack at each step, one after the other.
-        reuse: size of the weights of a layer or head, in mean sizes of its output.
+        rng: source of randomness.
+        layers: ops per step in each stack.
+        steps: number of steps.
+        stacks: recurrences in sequence.
+        heads: ops in sequence after the top of the last stack at each step.
+        reuse: size of the weights of a layer or head, as a multiple of its output.
         weights: costs and sizes of all other ops.
 
     Raises:
@@ -154,7 +157,7 @@ class _Motif:
         self.graph = new_graph(name, {ANY_KIND: "drawn at random"})
 
     def draw(self) -> tuple[float, float]:
-        """Seconds and bytes of an op, log-normal; the mean transfer takes ``ratio`` mean costs."""
+        """Return seconds and bytes, log-normal; a mean transfer takes ``ratio`` mean costs."""
         weights = self.weights
         mean = np.exp(weights.spread**2 / 2.0)
         cost, size = self.rng.lognormal(0.0, weights.spread, 2) / mean
@@ -165,7 +168,7 @@ class _Motif:
     def add(
         self, path: str, inputs: list[str], shape: tuple[float, float], kind: str = "op"
     ) -> str:
-        """Add an op that costs and returns about what ``shape`` says."""
+        """Add an op with the cost and output size of ``shape``, with noise."""
         noisy = np.array(shape) * self.rng.lognormal(0.0, NOISE, 2)
         op_id = f"{path}:{kind}"
         size = round(float(noisy[1]))
@@ -186,7 +189,7 @@ class _Motif:
     def repeat(
         self, path: str, inputs: list[list[str]], reuse: float, state: list[str] | None = None
     ) -> list[str]:
-        """An op for each step's inputs, all with the same weights; with a state, each its next."""
+        """Add an op per step, all with the same weights; with a state, each reads the op before."""
         shape = self.draw()
         shared = self.add(path, [], (0.0, reuse * shape[1]), kind=WEIGHT)
         outputs: list[str] = []
@@ -196,5 +199,4 @@ class _Motif:
         return outputs
 
     def finished(self) -> nx.DiGraph[str]:
-        """The graph, with its backward pass where one is wanted."""
         return with_backward(self.graph) if self.weights.backward else self.graph

@@ -1,4 +1,4 @@
-"""The optimizer of a training step: which one, and with which numbers."""
+"""The optimizer of a training step and its hyperparameters."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ STATE: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "adamw": ("exp_avg", "exp_avg_sq"),
     }
 )
-"""By kind the tensors of a parameter's size that it keeps, under torch's names."""
+"""State tensors that each kind keeps per parameter, of its size, under torch's names."""
 NONE: Final = "none"
 ADAMW_DECAY: Final = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer:
-    """An optimizer of torch with torch's own defaults, all parameters in one group.
+    """A torch optimizer with torch's defaults, all parameters in one group.
 
-    ``momentum`` is for the kind of that name, ``betas`` and ``epsilon`` are for adam and adamw.
-    ``weight_decay`` None is torch's default: 0.01 for adamw, else 0.
+    ``momentum`` (torch's default is 0) is for the kind of that name, ``betas`` and ``epsilon`` are
+    for adam and adamw. ``weight_decay`` None is torch's default: 0.01 for adamw, else 0.
     """
 
     kind: str
@@ -56,7 +56,7 @@ class Optimizer:
 
     @classmethod
     def of(cls, given: str | Optimizer | None) -> Optimizer | None:
-        """An optimizer by its kind; None for None and "none".
+        """Return the optimizer of a kind, or the one given; None for None and "none".
 
         Raises:
             ValueError: there is no such kind.
@@ -67,17 +67,17 @@ class Optimizer:
 
     @property
     def decay(self) -> float:
-        """The weight decay that holds."""
+        """The effective weight decay."""
         if self.weight_decay is not None:
             return self.weight_decay
         return ADAMW_DECAY if self.kind == "adamw" else 0.0
 
     @property
     def kernel(self) -> tuple[str, dict[str, Any]]:
-        """Torch's fused kernel, and the numbers it takes besides the learning rate.
+        """Name of torch's fused kernel, and its arguments besides the learning rate.
 
-        The buffer of momentum starts at 0, so that the first step needs no rule of its own: without
-        dampening it becomes the gradient.
+        The momentum buffer starts at 0, so that the first step needs no rule of its own: without
+        dampening the buffer becomes the gradient.
         """
         if self.counts_steps:
             return f"_fused_{self.kind}_", {
@@ -99,5 +99,5 @@ class Optimizer:
 
     @property
     def counts_steps(self) -> bool:
-        """Whether an update depends on how many there were before."""
+        """Return whether an update depends on the number of updates before it."""
         return self.kind in ("adam", "adamw")

@@ -1,4 +1,4 @@
-"""The order of ops in which sources come first, and the cycle where there is none."""
+"""Topological order of the ops of a graph, or the cycle that prevents it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import networkx as nx
 
 
 def topological_order(graph: nx.DiGraph[str]) -> list[str]:
-    """All ops, sources first; among those that could come next, the one added first.
+    """Return all ops in topological order; of those that could come next, the one added first.
 
     Raises:
         ValueError: the graph has a cycle (the message shows one).
@@ -26,7 +26,7 @@ def topological_order(graph: nx.DiGraph[str]) -> list[str]:
 
 
 def _order(readers: Sequence[Sequence[int]]) -> list[int]:
-    """Op indices, sources first and low ones before high ones; without what a cycle holds up."""
+    """Return op indices in topological order, low ones first, without ops on or behind a cycle."""
     missing = [0] * len(readers)
     for reading in readers:
         for i in reading:
@@ -44,9 +44,9 @@ def _order(readers: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _cycle(readers: Sequence[Sequence[int]], order: Sequence[int]) -> list[int]:
-    """A cycle among the ops that the order lacks, each read by the next, from its lowest index."""
+    """Return a cycle of ops that the order lacks, each read by the next, lowest index first."""
     left = set(range(len(readers))).difference(order)
-    # Each of them waits for another, so that who goes back for long enough is on a cycle.
+    # Each of them waits for another, so that going back long enough ends on a cycle.
     source_of = {i: source for source in sorted(left, reverse=True) for i in readers[source]}
     seen: dict[int, int] = {}
     at = min(left)

@@ -1,4 +1,4 @@
-"""What users demand of a placement: ops on named devices, ops that stay together."""
+"""User constraints on a placement: ops pinned to devices, and ops kept together."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ WHY: Final[Mapping[str, str]] = {
     "call": "calls stay with their backward ops and with those that share their state",
     KEPT: "so it was demanded",
 }
-"""Reasons for a co-location group, by what its name starts with."""
+"""Reasons for a co-location group, by the prefix of its name."""
 
 
 def pin(graph: nx.DiGraph[str], devices: Mapping[str, str]) -> nx.DiGraph[str]:
-    """A copy of a graph in which the matching ops may only run on the given device.
+    """Return a copy of a graph in which the matching ops may only run on the given device.
 
     Args:
         graph: any graph.
         devices: {op id, module path or glob: device name}, see :func:`graphs.selection.matching`.
 
     Raises:
-        DemandError: a pattern matches nothing, two patterns want one op or one co-location group
-            on different devices, or the graph does not allow the device for an op.
+        DemandError: a pattern matches nothing, two patterns pin one op or one co-location group to
+            different devices, or the graph does not allow the device for an op.
     """
     pinned: nx.DiGraph[str] = graph.copy()
     pinned_by: dict[str, str] = {}
@@ -56,7 +56,7 @@ def pin(graph: nx.DiGraph[str], devices: Mapping[str, str]) -> nx.DiGraph[str]:
 def _check_groups(
     graph: nx.DiGraph[str], devices: Mapping[str, str], pinned_by: Mapping[str, str]
 ) -> None:
-    """Refuse pins, {op id: pattern}, that want one co-location group on different devices."""
+    """Raise if pins, {op id: pattern}, put one co-location group on different devices."""
     first: dict[str, str] = {}
     for op_id, pattern in pinned_by.items():
         group = attributes_of(graph, op_id)["colocate"]
@@ -73,7 +73,7 @@ def _check_groups(
 
 
 def keep_together(graph: nx.DiGraph[str], patterns: Sequence[str]) -> nx.DiGraph[str]:
-    """A copy of a graph in which the ops that match one pattern share a device.
+    """Return a copy of a graph in which the ops that match one pattern share a device.
 
     Patterns that overlap, and co-location groups that a pattern touches, become one group.
 

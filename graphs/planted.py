@@ -17,9 +17,9 @@ class Planted:
     """A graph and an optimal placement of it: op i runs on ``devices[i]``, in op order.
 
     No placement on as many equal devices is faster than ``step_s``, because none of them is ever
-    idle. It is reached if a transfer of ``largest_bytes`` takes ``gap_s`` or less, transfers do
-    not queue, and devices have no launch time. Where they queue, it is if all transfers together
-    take ``gap_s``: each waits for every other at most once.
+    idle. It is reached if a transfer of ``largest_bytes`` takes at most ``gap_s``, transfers do not
+    queue, and devices have no launch overhead. Where transfers queue, it is reached if all of them
+    together take at most ``gap_s``: each waits for every other at most once.
     """
 
     graph: nx.DiGraph[str]
@@ -39,10 +39,10 @@ def planted(
     gap_s: float = 20e-6,
     largest_bytes: int = 1 << 20,
 ) -> Planted:
-    """A graph cut out of a schedule without idle time, so that its optimum is known.
+    """Generate a graph from a schedule without idle time, so that its optimum is known.
 
     Each device's ``step_s`` is cut into ``ops_per_device`` ops at random; an op then reads ops that
-    end before it starts, by ``gap_s`` at least where they ran on another device.
+    end before it starts, at least ``gap_s`` before if they ran on another device.
 
     Raises:
         ValueError: a size is below 1, or step_s is too short for so many ops.

@@ -1,4 +1,4 @@
-"""The dtypes that a step may compute in: as the model is, or in mixed precision."""
+"""Compute dtypes of a step: those of the model, or mixed precision."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ DTYPES: Final = (FULL, *MIXED)
 
 
 def check_dtype(given: str) -> str:
-    """The name of a dtype, as it was given.
+    """Return the name of a dtype unchanged.
 
     Raises:
-        ValueError: it is none of :data:`DTYPES`; of fp16 it says why.
+        ValueError: it is not one of :data:`DTYPES`; for fp16 the message says why.
     """
     if given == "fp16":
         raise ValueError(

@@ -1,15 +1,15 @@
-"""Texts of others: which may be shown on a terminal, and how the rest is."""
+"""Check or escape texts from outside before they are shown on a terminal."""
 
 from __future__ import annotations
 
 
 def check_printable(value: object, where: str = "") -> None:
-    """Make sure that no text in nested dicts and lists, keys included, has control characters.
+    """Check that no text in nested dicts and lists, keys included, has control characters.
 
-    Such characters move the cursor of a terminal, clear it, or reverse what is read.
+    Such characters move the cursor of a terminal, clear it, or reverse the reading direction.
 
     Raises:
-        ValueError: one has; the message names its place and shows it escaped.
+        ValueError: a text has some; the message names its place and shows it escaped.
     """
     if not _is_printable(value):
         place, text = _unprintable(value, where)
@@ -18,7 +18,7 @@ def check_printable(value: object, where: str = "") -> None:
 
 
 def escaped(text: str) -> str:
-    r"""Return a text with ``\x1b`` and the like in place of what a terminal would obey.
+    r"""Return a text with control characters, except newline and tab, escaped as in ``\x1b``.
 
     >>> escaped("a\x1b[2Jb")
     'a\\x1b[2Jb'
@@ -37,7 +37,7 @@ def _is_printable(value: object) -> bool:
 
 
 def _unprintable(value: object, where: str) -> tuple[str, str]:
-    """The place of the first text that cannot be printed, and the text."""
+    """Return the place of the first text that cannot be printed, and the text."""
     if isinstance(value, dict):
         for key, item in value.items():
             if not _is_printable(key):

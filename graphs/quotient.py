@@ -1,4 +1,4 @@
-"""The graph between groups of ops: distinct edges, cycles, and an order that follows branches."""
+"""The graph between groups of ops: distinct edges, cycles, and a depth-first topological order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Quotient:
 
     @classmethod
     def of(cls, graph: GraphArrays, group_of: NDArray[np.int64]) -> Quotient:
-        """The quotient by ``group_of`` (N,), which numbers groups from 0 without gaps."""
+        """Build the quotient by ``group_of`` (N,), which numbers groups from 0 without gaps."""
         count = int(group_of.max()) + 1
         source = group_of[edge_sources(graph)]
         target = group_of[graph.successors]
@@ -32,15 +32,15 @@ class Quotient:
         return cls(count, keys // count, keys % count)
 
     def only_predecessor(self) -> NDArray[np.int64]:
-        """The one group that a group reads from, (G,); -1 where there are none or several."""
+        """Return the only group that each group reads from, (G,); -1 for none or several."""
         return _only(self.count, self.target, self.source)
 
     def only_successor(self) -> NDArray[np.int64]:
-        """The one group that reads from a group, (G,); -1 where there are none or several."""
+        """Return the only group that reads from each group, (G,); -1 for none or several."""
         return _only(self.count, self.source, self.target)
 
     def on_cycle(self) -> NDArray[np.bool_]:
-        """Which groups are on a cycle, (G,)."""
+        """Return whether each group is on a cycle, (G,)."""
         on_cycle = np.zeros(self.count, np.bool_)
         behind = np.ones(self.count, np.bool_)
         behind[self.depth_first(np.zeros(self.count, np.int64))] = False
@@ -52,10 +52,10 @@ class Quotient:
         return on_cycle
 
     def depth_first(self, classes: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Groups in a topological order that follows a branch to its end before the next one.
+        """Return groups in a topological order that follows each branch to its end.
 
-        It stays with groups of one of the ``classes`` (G,) as long as any of them is ready, so
-        that there are few runs of a class. What is on or behind a cycle is left out.
+        It stays within one of the ``classes`` (G,) as long as any of its groups is ready, so that
+        there are few runs of a class. Groups on or behind a cycle are left out.
         """
         start = np.searchsorted(self.source, np.arange(self.count + 1)).tolist()
         targets = self.target.tolist()
@@ -66,14 +66,14 @@ class Quotient:
             if waits_for[g] == 0:
                 ready[class_of[g]].append(g)
         order: list[int] = []
-        waiting = sorted(ready)  # a heap of classes, some of them twice
+        waiting = sorted(ready)  # a heap of classes, possibly repeated
         while waiting:
             current = heappop(waiting)
             stack = ready[current]
             while stack:
                 g = stack.pop()
                 order.append(g)
-                # Backwards, so that of several the first comes off the stack first.
+                # Reversed, so that the first comes off the stack first.
                 for t in reversed(targets[start[g] : start[g + 1]]):
                     waits_for[t] -= 1
                     if waits_for[t] == 0:
@@ -84,12 +84,12 @@ class Quotient:
 
 
 def edge_sources(graph: GraphArrays) -> NDArray[np.int64]:
-    """The source of every edge, (E,)."""
+    """Return the source of every edge, (E,)."""
     return np.repeat(np.arange(len(graph)), np.diff(graph.successor_start))
 
 
 def renumbered(group_of: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The same groups, (N,), numbered without gaps in the order of their first ops."""
+    """Return the same groups, (N,), numbered without gaps in the order of their first ops."""
     _, first, inverse = np.unique(group_of, return_index=True, return_inverse=True)
     rank = np.empty(len(first), np.int64)
     rank[np.argsort(first)] = np.arange(len(first))

@@ -1,4 +1,4 @@
-"""Ops by name: what people write on a command line, to the ops that they mean."""
+"""Selecting ops by op id, module path or glob, as users write them."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ from graphs.graph import attributes_of
 
 
 class DemandError(ValueError):
-    """What a user demands by name cannot be had; the message says why and what to do."""
+    """A user constraint that cannot be met; the message says why and what to do."""
 
 
 def matching(graph: nx.DiGraph[str], pattern: str) -> list[str]:
-    """The ops that a pattern names, in the graph's order.
+    """Return the ops that a pattern matches, in the graph's order.
 
     A pattern is an op id, a module path, or a glob of either (``*``, ``?``, ``[...]``). A module
-    stands for all that it holds, and ``layers.3.*`` for the module ``layers.3`` itself, too.
+    stands for all ops inside it, and ``layers.3.*`` matches the module ``layers.3`` itself, too.
 
     Raises:
-        DemandError: nothing matches; the message says what was probably meant.
+        DemandError: nothing matches; the message suggests similar names.
     """
     whole_module = pattern.removesuffix(".*")
     glob = re.compile(fnmatch.translate(pattern))
     known: dict[str, bool] = {}
 
     def in_module(path: str) -> bool:
-        """Whether the pattern names this module or one around it."""
         if path not in known:
             outer, dot, _ = path.rpartition(".")
             named = path in (pattern, whole_module) or glob.match(path) is not None
@@ -60,7 +59,7 @@ def _nothing_matches(graph: nx.DiGraph[str], pattern: str) -> str:
 
 
 def _and_outer(modules: Iterable[str]) -> Iterable[str]:
-    """Every module path with those of the modules around it."""
+    """Yield every module path and those of the modules around it."""
     for path in dict.fromkeys(modules):
         parts = path.split(".") if path else []
         yield from (".".join(parts[: i + 1]) for i in range(len(parts)))

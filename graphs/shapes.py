@@ -1,4 +1,4 @@
-"""Graphs of a simple shape with random costs, which stand for any device kind (``"*"``)."""
+"""Graphs of a simple shape with random costs, which hold for any device kind (``"*"``)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from graphs.mirror import with_backward
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """How dear the ops and edges of a shape are, and whether it has a backward pass.
+    """Random costs of the ops and edges of a shape, and whether it has a backward pass.
 
     ``ratio`` is the communication-to-computation ratio of Topcuoglu et al. (IEEE TPDS 13(3), 2002):
     the mean time of a forward edge at ``bandwidth_bytes_per_s``, over the mean cost of a forward
-    op. Costs and output sizes are log-normal; ``spread`` is the deviation of their logarithms.
+    op. Costs and output sizes are log-normal; ``spread`` is the standard deviation of their
+    logarithms.
     """
 
     mean_cost_s: float = 100e-6
@@ -42,7 +43,7 @@ class Weights:
 def chain(
     rng: np.random.Generator, *, ops: int = 20, weights: Weights | None = None
 ) -> nx.DiGraph[str]:
-    """Ops one after the other: more than one device can only lose.
+    """Generate ops in sequence: more than one device can only be slower.
 
     Raises:
         ValueError: a size is below 1.
@@ -61,18 +62,18 @@ def layered(
     skip: float = 0.1,
     weights: Weights | None = None,
 ) -> nx.DiGraph[str]:
-    """Layers of ``width`` ops, each op reading about ``degree`` ops of the layer before.
+    """Generate layers of ``width`` ops, each reading about ``degree`` ops of the layer before.
 
     Args:
-        rng: the source of randomness.
-        ops: how many forward ops.
+        rng: source of randomness.
+        ops: number of forward ops.
         width: ops per layer; the last layer takes the rest.
         degree: mean number of inputs, at least 1.
         skip: share of inputs that come from any earlier layer instead.
         weights: costs and sizes.
 
     Raises:
-        ValueError: a size is below 1, or skip is no share.
+        ValueError: a size is below 1, or skip is not within 0 .. 1.
     """
     _at_least_one(ops=ops, width=width, degree=degree)
     if not 0 <= skip <= 1:
@@ -95,7 +96,7 @@ def fork_join(
     depth: int = 3,
     weights: Weights | None = None,
 ) -> nx.DiGraph[str]:
-    """Stages of one fork, ``width`` branches of ``depth`` ops, and one join.
+    """Generate stages of one fork, ``width`` branches of ``depth`` ops, and one join.
 
     Raises:
         ValueError: a size is below 1.
@@ -123,7 +124,7 @@ def fork_join(
 def grid(
     rng: np.random.Generator, *, rows: int = 6, columns: int = 10, weights: Weights | None = None
 ) -> nx.DiGraph[str]:
-    """A wavefront: each op reads the op above it and the op before it.
+    """Generate a wavefront: each op reads the op above it and the op before it.
 
     Raises:
         ValueError: a size is below 1.
@@ -147,7 +148,6 @@ def _weighted(
     edges: Iterable[tuple[int, int]],
     weights: Weights | None,
 ) -> nx.DiGraph[str]:
-    """A graph of one op per path, with edges between their indices."""
     weights = weights or Weights()
     edges = list(edges)
     costs_s = rng.lognormal(0.0, weights.spread, len(paths))

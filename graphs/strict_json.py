@@ -1,7 +1,7 @@
-"""JSON and TOML that others write too, read strictly: a fault is refused with its place.
+"""Strict reading of JSON and TOML that other tools write too: errors name the faulty value.
 
-``where`` is always the path of a value within its file, such as ``nodes[3].cost_s``; "" is the
-file itself.
+``where`` is always the path of a value within its file, such as ``nodes[3].cost_s``; "" is the file
+itself.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from graphs.whole_file import read_limited
 
 Parsed = TypeVar("Parsed")
 MUCH: Final = 1 << 20
-"""Characters that take long to parse; where they are junk, it is better told before."""
+"""Texts with more characters than this are checked for a leading brace before they are parsed."""
 LARGEST_FILE_BYTES: Final = 1 << 29
-"""About four million ops; what is larger was hardly meant as a graph or a placement."""
+"""About four million ops; a larger file is hardly meant as a graph or a placement."""
 LARGEST_TOML_BYTES: Final = 10**6
 MOST_PARTS: Final = 64
 LONGEST_WORD: Final = 200
 LONGEST_MESSAGE: Final = 500
 _BETWEEN: Final = str.maketrans("", "", "\n\r\t")
-"""Control characters that JSON allows, between texts and not within."""
+"""Control characters that JSON allows between strings but not within them."""
 _LONG_WORD: Final = re.compile(
     rf"(?<![^\s/])[^\s/]{{{LONGEST_WORD + 1},}}+(?=\s|$)"  # a path stays whole
 )
@@ -42,13 +42,13 @@ _LONG_KEY: Final = re.compile(
 
 
 class _Repeating(dict[str, Any]):
-    """A JSON object with a key given twice, kept until its path is known."""
+    """A JSON object with a repeated key, kept until its path is known."""
 
     repeated: str
 
 
 def load_checked(path: Path, parse: Callable[[object], Parsed]) -> Parsed:
-    """What ``parse`` makes of the content of a JSON file.
+    """Return the result of ``parse`` on the content of a JSON file.
 
     Raises:
         ValueError: it is not JSON, is larger than 0.5 GB, or ``parse`` refuses it; the message
@@ -66,16 +66,16 @@ def load_checked(path: Path, parse: Callable[[object], Parsed]) -> Parsed:
 
 
 def load_toml(path: Path, parse: Callable[[dict[str, Any]], Parsed]) -> Parsed:
-    """Return what ``parse`` makes of the content of a TOML file.
+    """Return the result of ``parse`` on the content of a TOML file.
 
     Raises:
-        ValueError: it is not TOML, is larger than 1 MB, or ``parse`` refuses it; the message
-            starts with the file.
+        ValueError: it is not TOML, is larger than 1 MB, or ``parse`` refuses it; the message starts
+            with the file.
         OSError: it cannot be read.
     """
     with _told_of(path):
         text = read_limited(path, LARGEST_TOML_BYTES).decode()
-        if _LONG_KEY.search(text):  # tomllib takes the square of the parts
+        if _LONG_KEY.search(text):  # tomllib is quadratic in the parts
             raise ValueError(f"more than {MOST_PARTS} names are joined by dots")
         content = tomllib.loads(text)
         check_printable(content)
@@ -83,13 +83,13 @@ def load_toml(path: Path, parse: Callable[[dict[str, Any]], Parsed]) -> Parsed:
 
 
 def parse_json(text: str, parse: Callable[[object], Parsed], *, printable: bool = True) -> Parsed:
-    """Return what ``parse`` makes of JSON, whose objects have every key once.
+    """Return the result of ``parse`` on JSON whose objects have no repeated keys.
 
     With ``printable`` False its texts may have any characters, since they are never shown.
 
     Raises:
-        ValueError: it is not JSON, is nested too deeply, has a text that cannot be printed, or
-            ``parse`` refuses it.
+        ValueError: it is not JSON, is nested too deeply, repeats a key, has a text that cannot be
+            printed, or ``parse`` refuses it.
     """
     repeating: list[_Repeating] = []
 
@@ -111,20 +111,20 @@ def parse_json(text: str, parse: Callable[[object], Parsed], *, printable: bool 
         raise ValueError("the JSON is nested too deeply") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error}") from error
-    if repeating:  # where parse did not look
+    if repeating:  # in objects that parse did not look at
         raise ValueError(f"{repeating[0].repeated!r} is given twice in one object")
     return made
 
 
 def _is_plain(text: str) -> bool:
-    """Whether no text in some JSON can have control characters: quickly, since it is seldom so."""
+    """Return whether the JSON text is free of escapes and control characters (a quick check)."""
     return "\\" not in text and text.translate(_BETWEEN).isprintable()
 
 
 def brief(message: str) -> str:
     """Return a message as one line of readable length, without control characters.
 
-    Long names and lists lose their middle.
+    The middle of long words and messages is cut out.
 
     >>> len(brief(f"op {500 * 'a'} is there already"))
     206
@@ -142,7 +142,7 @@ def _shortened(text: str, longest: int) -> str:
 
 @contextmanager
 def _told_of(path: Path) -> Iterator[None]:
-    """Begin the message of what is refused inside with the file."""
+    """Prefix the message of errors raised inside with the file."""
     try:
         yield
     except RecursionError:
@@ -157,7 +157,7 @@ def _told_of(path: Path) -> Iterator[None]:
 def fields(
     value: object, where: str, known: frozenset[str], required: Iterable[str]
 ) -> dict[str, Any]:
-    """An object whose keys are among ``known``, the ``required`` ones present.
+    """Return an object whose keys are among ``known``, the ``required`` ones present.
 
     Raises:
         ValueError: it is not.
@@ -174,7 +174,7 @@ def fields(
 
 
 def table(value: object, where: str) -> dict[str, Any]:
-    """An object with any keys, none of them twice.
+    """Return an object with any keys, none of them repeated.
 
     Raises:
         ValueError: it is not.
@@ -187,7 +187,7 @@ def table(value: object, where: str) -> dict[str, Any]:
 
 
 def array(value: object, where: str) -> list[object]:
-    """A list.
+    """Return a list.
 
     Raises:
         ValueError: it is not.
@@ -198,7 +198,7 @@ def array(value: object, where: str) -> list[object]:
 
 
 def text(value: object, where: str) -> str:
-    """A string.
+    """Return a string.
 
     Raises:
         ValueError: it is not.
@@ -209,7 +209,7 @@ def text(value: object, where: str) -> str:
 
 
 def number(value: object, where: str) -> float:
-    """A number, perhaps not a finite one.
+    """Return a number as float, possibly not finite.
 
     Raises:
         ValueError: it is not.
@@ -223,7 +223,7 @@ def number(value: object, where: str) -> float:
 
 
 def whole(value: object, where: str) -> int:
-    """A whole number; 3.0 is one too.
+    """Return a whole number; 3.0 is one too.
 
     Raises:
         ValueError: it is not.
@@ -235,7 +235,7 @@ def whole(value: object, where: str) -> int:
 
 
 def within(value: float, low: float, high: float, where: str) -> None:
-    """Make sure that a number is in a range, both ends included.
+    """Check that a number is in a range, both ends included.
 
     Raises:
         ValueError: it is not.
@@ -247,7 +247,7 @@ def within(value: float, low: float, high: float, where: str) -> None:
 
 @contextmanager
 def _without_collecting() -> Iterator[None]:
-    """Without the garbage collector, which would look at a million live objects again and again."""
+    """Disable the garbage collector, which would scan a million live objects again and again."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -258,5 +258,5 @@ def _without_collecting() -> Iterator[None]:
 
 
 def inside(where: str, key: str) -> str:
-    """The path of a key of the object at ``where``."""
+    """Return the path of a key of the object at ``where``."""
     return f"{where}.{key[:80]}" if where else key[:80]

@@ -1,4 +1,4 @@
-"""What a graph holds, in a few numbers: ops, sizes, and what its costs leave to win."""
+"""Summary of a graph in a few numbers: ops, sizes, total work and critical path."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graphs.graph import PHASES, GraphArrays, cost_source
 
 @dataclass(frozen=True, slots=True)
 class CostedOp:
-    """An op, its seconds on a device kind and where they come from ("" if nobody said)."""
+    """An op, its seconds on a device kind and their source ("" if unknown)."""
 
     id: str
     cost_s: float
@@ -23,10 +23,10 @@ class CostedOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """The times of one device kind, transfers and launch overheads left out.
+    """Work of a graph on one device kind, without transfers and launch overheads.
 
-    ``critical_path_s`` is the longest path of costs: no number of such devices is faster.
-    ``dearest`` lists ops, the dearest first.
+    ``critical_path_s`` is the longest path of costs, a lower bound for any number of such devices.
+    ``dearest`` lists the most expensive ops, in descending order.
     """
 
     total_s: float
@@ -35,7 +35,7 @@ class Work:
 
     @property
     def headroom(self) -> float:
-        """Total work / critical path: no number of such devices is faster than one by more."""
+        """Total work / critical path: the largest possible speedup over one such device."""
         return self.total_s / self.critical_path_s if self.critical_path_s > 0 else 1.0
 
 
@@ -44,7 +44,7 @@ class GraphSummary:
     """Counts and sums over all ops of a graph.
 
     ``work`` has an entry for each device kind ("*": any other) that all ops have costs for,
-    ``partly_known`` says for the other kinds how many ops have one.
+    ``partly_known`` counts for the other kinds the ops that have one.
     """
 
     name: str
@@ -60,7 +60,7 @@ class GraphSummary:
 
     @classmethod
     def of(cls, whole: nx.DiGraph[str], *, dearest: int = 10) -> GraphSummary:
-        """Summarize a graph; ``dearest`` says how many ops to list."""
+        """Summarize a graph, with its ``dearest`` most expensive ops."""
         graph = GraphArrays.from_graph(whole)
         costs_s = {kind: graph.costs_for(kind) for kind in graph.cost_s}
         known = {kind: int((~np.isnan(cost_s)).sum()) for kind, cost_s in costs_s.items()}
@@ -95,7 +95,7 @@ def _dearest(
 
 
 def critical_path_s(graph: GraphArrays, cost_s: NDArray[np.float64]) -> float:
-    """Seconds of the dearest path through a graph, with the cost (N,) of every op."""
+    """Return the seconds of the longest path through a graph, given the cost (N,) of every op."""
     start, successors = graph.successor_start.tolist(), graph.successors.tolist()
     own: list[float] = cost_s.tolist()
     begins = [0.0] * len(graph)

@@ -1,7 +1,7 @@
-"""Made-up graphs by family, from a seeded generator: to train policies on, and to test against.
+"""Synthetic graphs by family, from a seeded generator, to train and to test policies.
 
-The families are the shapes of :mod:`graphs.shapes`, in random sizes with random costs, and the
-models of :mod:`graphs.sketches`, in random sizes.
+The families are the shapes of :mod:`graphs.shapes` and the motifs of :mod:`graphs.motifs`, in
+random sizes with random costs, and the models of :mod:`graphs.sketches`, in random sizes.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from graphs.shapes import Weights, chain, fork_join, grid, layered
 __all__ = ["FAMILIES", "FEWEST_OPS", "Weights", "chain", "draw", "fork_join", "grid", "layered"]
 
 Family: TypeAlias = Callable[[np.random.Generator, int], "nx.DiGraph[str]"]
-"""Draws a graph of at most so many ops."""
+"""Draws a graph of at most the given number of ops."""
 
 FEWEST_OPS: Final = 80
-"""Every family has members this small."""
+"""Smallest ``max_ops`` that every family can keep to."""
 
 MIN_OPS: Final = 8
-"""No drawn graph has fewer ops."""
+"""Fewest ops of a drawn graph."""
 
 
 def draw(
@@ -109,7 +109,7 @@ def _draw_recurrence(rng: np.random.Generator, max_ops: int) -> nx.DiGraph[str]:
     room = max_ops // 2 if weights.backward else max_ops
     layers = int(rng.integers(2, 9))
     steps = int(rng.integers(2, room // layers))
-    steps = max(steps, math.ceil(_fewest_forward(weights) / layers) - 1)  # and the weights
+    steps = max(steps, math.ceil(_fewest_forward(weights) / layers) - 1)  # the weights add one row
     reuse = _log_uniform(rng, 1.0, 30.0)
     return recurrence(rng, layers=layers, steps=steps, reuse=reuse, weights=weights)
 
@@ -119,7 +119,7 @@ def _draw_sequence(rng: np.random.Generator, max_ops: int) -> nx.DiGraph[str]:
     room = max_ops // 2 if weights.backward else max_ops
     stacks, heads = int(rng.integers(1, 3)), int(rng.integers(0, 4))
     layers = int(rng.integers(1, min(8, (room // 3 - heads - 1) // stacks) + 1))
-    # One op of each layer and head in every step, their weights, what joins them, the total.
+    # Each step has one op per layer and head; the rest are weights, the join and the total.
     rows, others = stacks * layers + heads, stacks
     steps = int(rng.integers(2, (room - 2) // rows))
     steps = max(steps, math.ceil((_fewest_forward(weights) - others) / rows) - 1)
@@ -189,7 +189,7 @@ def _fitting(
     smallest: tuple[int, ...],
     max_ops: int,
 ) -> nx.DiGraph[str]:
-    """Build at the sizes asked for, or at the largest scaled-down ones that keep to max_ops."""
+    """Build at the given sizes, or at the largest scaled-down ones with at most max_ops ops."""
     graph = build(sizes)
     while len(graph) > max_ops and sizes != smallest:
         sizes = tuple(max(low, int(0.85 * size)) for size, low in zip(sizes, smallest, strict=True))

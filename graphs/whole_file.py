@@ -1,4 +1,4 @@
-"""Files that are read and written whole or not at all."""
+"""Reading files up to a size limit, and writing them atomically."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from typing import Final
 MOST_LINKS: Final = 40
 SUFFIX: Final = ".partial"
 CHUNK_BYTES: Final = 1 << 16
-"""Read at once of what does not tell its size."""
+"""Bytes per read from a pipe, whose size is not known."""
 LONGEST_LABEL: Final = 100
-"""Bytes of the file's own name in that of a partial one; names have a limit."""
+"""Bytes of the file's own name in that of its partial file, since names have a limit."""
 
 
 def read_limited(path: Path, largest_bytes: int) -> bytes:
-    """The content of a file, or of a pipe, that may not be larger.
+    """Return the content of a file or pipe of at most ``largest_bytes``.
 
     Raises:
-        ValueError: it is larger; of a file nothing has been read then.
+        ValueError: it is larger; a regular file is refused before it is read.
         OSError: it cannot be read.
     """
     with path.open("rb") as file:
         size = path.stat().st_size
-        if size <= largest_bytes:  # 0 for a pipe, whatever comes out of it
-            # Memory is taken for as much as is asked for: never for all that would be allowed.
+        if size <= largest_bytes:  # 0 for a pipe
+            # read() allocates as much as is asked for, so never ask for the whole limit.
             content = file.read(size + CHUNK_BYTES)
             while len(content) <= largest_bytes and (more := file.read(CHUNK_BYTES)):
                 content += more
@@ -45,9 +45,9 @@ def read_limited(path: Path, largest_bytes: int) -> bytes:
 
 
 def checksum(text: str, parts: Mapping[str, memoryview]) -> str:
-    """Return a checksum of a text and of named parts, which tells a damaged file from a whole one.
+    """Return a checksum of a text and named parts, to detect damaged files.
 
-    It is no protection against who changes a file on purpose.
+    It does not protect against deliberate changes.
     """
     digest = hashlib.sha256(text.encode())
     for name in sorted(parts):
@@ -57,13 +57,13 @@ def checksum(text: str, parts: Mapping[str, memoryview]) -> str:
 
 
 def write_whole(path: Path, content: str | bytes, *, private: bool = False) -> None:
-    """Write a file so that a reader, also one after a crash, finds the old or the new one.
+    """Write a file such that readers, also after a crash, find the old or the new content.
 
-    A symbolic link stays one: what it points to is written. Text is written as UTF-8. A file that
-    is replaced keeps its mode; a new one that is ``private`` can be read by the user alone.
+    A symbolic link is kept, and its target is written. Text is written as UTF-8. A file that is
+    replaced keeps its mode; a new ``private`` one can be read by the user alone.
 
     Raises:
-        OSError: it cannot be written, is there and no regular file, or is a symbolic link of
+        OSError: it cannot be written, exists and is no regular file, or is a symbolic link of
             another user; carries the file's name.
     """
     data = content.encode() if isinstance(content, str) else content
@@ -77,13 +77,14 @@ def write_whole(path: Path, content: str | bytes, *, private: bool = False) -> N
 
 
 def written_file(path: Path) -> Path:
-    """Return the file that is replaced when ``path`` is written: the one that links lead to.
+    """Return the file that is replaced when ``path`` is written: ``path`` with links followed.
 
-    Links of folders are left to the kernel, which follows none of another user where all may write.
+    Links among its folders are left to the kernel, which does not follow those of other users in
+    folders that everyone may write to.
 
     Raises:
-        OSError: a link is another user's, who may have laid it to have a file of yours replaced; or
-            links go round in a circle.
+        OSError: a link is another user's, who could have a file of yours replaced; or links form a
+            cycle.
     """
     for _ in range(MOST_LINKS):
         try:
@@ -99,13 +100,13 @@ def written_file(path: Path) -> Path:
 
 
 def partial_name(name: str) -> str:
-    """Return the name of a new partial file; the next writer removes it if its writer is killed."""
+    """Return a new name for a partial file, which the next writer removes if this one is killed."""
     return f"{_partial_prefix(name)}{os.urandom(8).hex()}{SUFFIX}"
 
 
 def _replace(folder: int, name: str, data: bytes, mode: int) -> None:
     old = _existing(folder, name)
-    with suppress(OSError):  # not every file system knows files without names
+    with suppress(OSError):  # not every file system has unnamed files
         _write_and_rename(folder, name, data, mode, old, first_unnamed=True)
         return
     _write_and_rename(folder, name, data, mode, old, first_unnamed=False)
@@ -120,9 +121,9 @@ def _write_and_rename(
     *,
     first_unnamed: bool,
 ) -> None:
-    """Write a partial file, which gets its name at once or when it is whole; then rename it.
+    """Write a partial file, which is named at once or when it is complete, and rename it.
 
-    Without a name, nothing is left of it when its writer is killed.
+    An unnamed file vanishes if its writer is killed.
     """
     partial = partial_name(name)
     file = _unnamed(folder, mode) if first_unnamed else _named(folder, partial, mode)
@@ -133,7 +134,7 @@ def _write_and_rename(
             if old is not None:
                 _take_mode(file, old)
             os.fsync(file)
-            if first_unnamed:  # with a descriptor, so that the link in /proc is followed
+            if first_unnamed:  # dst_dir_fd makes it follow the link in /proc
                 os.link(f"/proc/self/fd/{file}", partial, dst_dir_fd=folder)
             os.rename(partial, name, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:
@@ -163,7 +164,7 @@ def _named(folder: int, partial: str, mode: int) -> int:
     while True:
         file = os.open(partial, flags, mode, dir_fd=folder)
         _lock(file)
-        if os.fstat(file).st_nlink:  # else another writer has removed it before it was locked
+        if os.fstat(file).st_nlink:  # otherwise another writer removed it before it was locked
             return file
         os.close(file)
 
@@ -175,7 +176,7 @@ def _lock(file: int) -> None:
 
 
 def _remove_stale(parent: Path, folder: int, name: str) -> None:
-    """Remove what writers of the same file left that were killed on this host."""
+    """Remove partial files of the same target whose writers were killed on this host."""
     prefix = _partial_prefix(name)
     with suppress(OSError):
         for other in parent.iterdir():
@@ -197,13 +198,13 @@ def _remove_unlocked(folder: int, name: str) -> None:
 
 
 def _partial_prefix(name: str) -> str:
-    """How names of partial files begin: with the file's, and the host where its locks are known."""
+    """Return how partial names begin: the file's name, and the host where its locks are known."""
     label = os.fsencode(name)[:LONGEST_LABEL].decode(errors="ignore")
     return f".{label}.{zlib.crc32(platform.node().encode()):08x}"
 
 
 def _take_mode(file: int, old: os.stat_result) -> None:
-    """Give a new file the mode of the user's old one, for its group if it can have that, too."""
+    """Give a new file the mode of the user's old one, and its group if that is allowed."""
     if old.st_uid != os.geteuid():
         return
     mode = stat.S_IMODE(old.st_mode) & 0o777

@@ -1,4 +1,4 @@
-"""Finds which op of a PyTorch model should run on which device, by measured step time.
+"""Find the device for each op of a PyTorch model that minimizes the measured step time.
 
 ::
 
@@ -9,9 +9,9 @@
     with placer.apply(model, placement) as placed:
         loss = placed.step(batch)
 
-Names load what they need when they are first used. With Gymnasium imported first, the environments
-``placer/Placement-v0``, ``placer/GeneratedPlacement-v0`` and ``placer/PlacementParams-v0`` are
-registered; otherwise ``import placer.registration`` does it.
+Submodules are imported on first use. If Gymnasium was imported before this package, the
+environments ``placer/Placement-v0``, ``placer/GeneratedPlacement-v0`` and
+``placer/PlacementParams-v0`` are registered; otherwise ``import placer.registration`` does it.
 """
 
 from __future__ import annotations
@@ -56,12 +56,11 @@ _HOMES = {
 }
 
 refuse_shadows()
-if "gymnasium" in sys.modules:  # who uses it finds our environments registered
+if "gymnasium" in sys.modules:  # make gymnasium.make("placer/...") work
     import placer.registration as _registration  # noqa: F401 - importing it registers them
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name from its home."""
     if name not in _HOMES:
         raise AttributeError(f"module 'placer' has no attribute {name!r}")
     from importlib import import_module
@@ -70,5 +69,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names, though they are imported when they are first used."""
     return sorted(__all__)

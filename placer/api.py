@@ -1,4 +1,7 @@
-"""The Python doors to searches: placements, devices to rent, policies; see also applying.py."""
+"""Public functions that search placements, compare devices and train policies.
+
+See :mod:`placer.applying` for running and exporting a placement.
+"""
 
 from __future__ import annotations
 
@@ -58,58 +61,59 @@ def optimize(
     replicas: int | str | Replication | None = None,
     progress: bool = True,
 ) -> Optimization:
-    """Find which op of a model should run on which device so that a step takes the least time.
+    """Find the placement of a model's ops that minimizes the step time.
 
     Args:
         model: the model; it is not changed.
-        example_inputs: a tensor, a tuple of arguments or a dict of keywords. Shapes count: the
-            placement is for steps of these shapes.
-        loss: called with the model's output and the target, gives a scalar. The target is the last
-            of the inputs, in a dict the one entry that the model does not take. Without a loss
-            a training step needs a model that returns its own.
-        training: a step is forward and backward; with False the model's inference.
-        optimizer: what updates the parameters in the step: ``"sgd"``, ``"momentum"``, ``"adam"``,
+        example_inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments.
+            The placement holds for steps with these shapes.
+        loss: called with the model's output and the target, returns a scalar. The target is the
+            last input; in a dict, the one entry that the model does not take. Without a loss, a
+            model in training must return its own.
+        training: True places forward and backward, False inference.
+        optimizer: the parameter update in the step: ``"sgd"``, ``"momentum"``, ``"adam"``,
             ``"adamw"`` or a :class:`placer.Optimizer`; None leaves it out.
         dtype: ``"bf16"`` for a step under ``torch.autocast``, ``"fp32"`` for the model as it is.
         devices: ``"auto"``, names such as ``"cuda:0,cpu"`` or ``"core:0,core:1"``, a cluster file
-            (``"cluster.toml"``), or a Cluster. With devices that are not on this machine it ends
-            with the simulator's answer.
-        memory: {device name: bytes, or a size such as ``"8GiB"``} that the model may use there, by
-            default what is free. A cluster says so itself.
-        budget: of the search: ``"60s"``, or evaluations, ``"4000e"``. Extraction, measuring op
-            costs and running the best candidates come on top.
-        seed: of everything random in the search.
-        policy: name of a trained policy, None to search without one; for placers that ask one.
-        placer: who searches, by its name; ``placer placers`` lists them. Or one of your own, a
-            :class:`placer.placers.placer.Placer`. Whatever it finds, trivial placements and classic
-            heuristics are compared with it.
-        measure: run the best candidates for real; without it the simulator's answer counts.
+            (``"cluster.toml"``) or a Cluster. With devices that are not on this machine, nothing is
+            run and the simulated step time counts.
+        memory: {device name: bytes, or a size such as ``"8GiB"``} that the model may use, by
+            default the free memory. Not allowed with a cluster, which has its own limits.
+        budget: search budget: wall time, ``"60s"``, or evaluations, ``"4000e"``. Extracting,
+            measuring op costs and running the best candidates come on top.
+        seed: seed of the search.
+        policy: name of a trained policy, None to search without one; only for placers that use one.
+        placer: search algorithm: a name that ``placer placers`` lists, or your own
+            :class:`placer.placers.placer.Placer`. Single devices and classic heuristics are always
+            among the candidates.
+        measure: run the best candidates and choose by measured step time; False chooses by the
+            simulated one.
         keep_together: op ids, module paths or globs such as ``"layers.3.*"``; all ops that match
-            one of them share a device.
-        pin: {op id, module path or glob: device name}; what matches runs there.
-        groups: merge ops into at most so many groups and place those, for large graphs.
-        fresh: measure devices and ops anew, whatever the cache knows of them.
+            the same pattern share a device.
+        pin: {op id, module path or glob: device name} for ops with a fixed device.
+        groups: merge ops into at most this many groups and place the groups, for large graphs.
+        fresh: measure devices and ops again and ignore the cache.
         extractor: how the graph is extracted: ``"export"``, ``"dispatch"`` or ``"modules"``;
-            ``"auto"`` is the first of these that takes the model.
-        overlap: run candidates with copies that overlap with compute: on CUDA devices a tensor is
-            sent as soon as it is made. Of models that can be exported.
-        start_from: what you have already: a placement, a Hugging Face device map, or a file of
-            either. It is one more candidate, and always run.
-        replicas: train so many replicas of a placement, each on devices of its own, or ``"auto"``,
-            as many as are best; a :class:`placer.Replication` says more. What is returned is the
-            placement of one; its ``replication`` has all that it was chosen from. Nothing is run.
-        progress: show on stderr what is going on.
+            ``"auto"`` takes the first of these that succeeds.
+        overlap: run candidates with copies that overlap compute: on CUDA devices a tensor is sent
+            as soon as it is computed. Only for models that can be exported.
+        start_from: warm start: a placement, a Hugging Face device map, or a file of either. It is
+            an additional candidate and is always run.
+        replicas: train this many replicas of a placement, each on its own devices; ``"auto"``
+            chooses the number; see :class:`placer.Replication` for more options. The result is the
+            placement of one replica; its ``replication`` holds all alternatives. Nothing is run.
+        progress: show progress on stderr.
 
     Returns:
-        The placement and what it was compared with. Stopped by Ctrl-C it is the best so far.
+        The placement and the candidates it was compared with. After Ctrl-C, the best so far.
 
     Raises:
-        ExtractionError: no extractor takes the model, or not the one asked for, or the model is on
-            the meta device; says why.
+        ExtractionError: no extractor accepts the model, or the requested one does not, or the model
+            is on the meta device.
         ValueError: a device, budget, policy, placer, optimizer, dtype or extractor does not exist,
-            the placer lacks something, asks no policy or refuses the graph, ``pin`` or
+            the placer lacks a requirement, uses no policy or rejects the graph, ``pin`` or
             ``keep_together`` matches nothing, or there are fewer devices than replicas.
-        PlacementError: no placement was found that fits, or no candidate could be run.
+        PlacementError: no placement that fits was found, or no candidate could be run.
         KeyboardInterrupt: stopped before there was any placement.
     """
     proposer = _proposer(policy, placer)
@@ -169,22 +173,22 @@ def weigh_devices(
     extractor: str = AUTO,
     progress: bool = True,
 ) -> Tradeoff:
-    """Find which devices are worth renting: the step against the price, on every sub-cluster.
+    """Compare step time and price of every sub-cluster, to decide which devices to rent.
 
-    Plans are simulated and not run. ``.fastest.found`` and ``.cheapest.found`` are what
-    :func:`optimize` would return, ``.front`` are the offers that no other beats.
+    Placements are simulated and not run. ``.fastest.found`` and ``.cheapest.found`` are what
+    :func:`optimize` would return, ``.front`` is the Pareto front.
 
     Args:
         model: as for :func:`optimize`.
         example_inputs: as for :func:`optimize`.
-        devices: the devices to choose from. Those without a ``price_per_hour`` count as free;
-            those that are alike are exchangeable.
+        devices: the devices to choose from. Those without a ``price_per_hour`` are free; devices
+            that are alike are interchangeable.
         loss: as for :func:`optimize`.
         training: as for :func:`optimize`.
         optimizer: as for :func:`optimize`.
         dtype: as for :func:`optimize`.
-        budget: of all searches together, ``"60s"`` or ``"4000e"``.
-        seed: of everything random in the searches.
+        budget: search budget of all searches together, ``"60s"`` or ``"4000e"``.
+        seed: seed of the searches.
         policy: as for :func:`optimize`.
         placer: as for :func:`optimize`.
         keep_together: as for :func:`optimize`.
@@ -192,13 +196,13 @@ def weigh_devices(
         groups: as for :func:`optimize`.
         fresh: as for :func:`optimize`.
         extractor: as for :func:`optimize`.
-        progress: show on stderr what is going on.
+        progress: show progress on stderr.
 
     Raises:
         ExtractionError: as for :func:`optimize`.
-        ValueError: as for :func:`optimize`; or no device has a price, or the devices make more
+        ValueError: as for :func:`optimize`; or no device has a price, or the devices form more
             than 64 different sub-clusters.
-        PlacementError: no placement was found that fits.
+        PlacementError: no placement that fits was found.
         KeyboardInterrupt: stopped before there was any placement.
     """
     proposer = _proposer(policy, placer)
@@ -229,7 +233,6 @@ def weigh_devices(
 
 
 def _proposer(policy: str | None, placer: str | Placer) -> Policy | None:
-    """The policy that the placer asks; the default is left aside where it asks none."""
     if policy is None:
         return None
     if isinstance(placer, str) and asks_policy(placer):
@@ -258,22 +261,24 @@ def train(
     families: Sequence[str] | None = None,
     fresh: bool = False,
 ) -> Policy:
-    """Train a policy by PPO on generated graphs and keep the best seed.
+    """Train a policy with PPO on generated graphs and keep the best seed.
 
-    Stopped or killed it goes on from ``out``.checkpoint when it is called again.
+    An interrupted training resumes from ``out``.checkpoint when it is called again.
 
     Args:
-        out: where ``out``.safetensors and its card ``out``.json go; the last part is the name.
-        config: a file that says what to train on and how, see
-            :mod:`placer.policies.training.config`; what follows goes before what it says.
-        seconds: of processor time for each seed, instead of so many decodes.
-        seeds: how many.
-        families: of :mod:`graphs.synthetic` to train on, or "reference"; by default all but chains.
-        fresh: begin anew, whatever checkpoint there is.
+        out: path of the policy, without suffix: ``out``.safetensors and its card ``out``.json are
+            written; the last part is the policy's name.
+        config: training configuration, see :mod:`placer.policies.training.config`; the arguments
+            below override it.
+        seconds: CPU time of each seed, instead of a number of decodes.
+        seeds: number of seeds.
+        families: families of :mod:`graphs.synthetic` to train on, or "reference"; by default all
+            but chains.
+        fresh: start from scratch even if there is a checkpoint.
 
     Raises:
-        ValueError: a family does not exist, seconds or seeds is not above 0, the file is no such
-            configuration, or the checkpoint is of another.
+        ValueError: a family does not exist, seconds or seeds is not above 0, the file is not a
+            valid configuration, or the checkpoint belongs to another one.
         OSError: a file cannot be read or written.
     """
     from placer.policies.training import TrainingConfig, load_config

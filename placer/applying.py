@@ -1,4 +1,4 @@
-"""The Python doors to what is done with a placement: run a model by it, hand it to others."""
+"""Public functions that run or export a placement."""
 
 from __future__ import annotations
 
@@ -45,36 +45,35 @@ def apply(
     extractor: str = AUTO,
     overlap: bool = False,
 ) -> Any:
-    """Make a model run as placed.
+    """Return the model, ready to run as placed.
 
-    On pinned cores that is a :class:`envs.executor.placed.PlacedModel`, whose workers run
-    ``placed.step(batch)``; close it, or use it as a context manager. On devices of torch it is a
-    :class:`envs.executor.placed_module.PlacedModule`, to be called like the model itself (with the
-    target, if there is a loss): ``placed(*inputs).backward()``. It has ``placed.step(batch)``, too,
-    and between epochs ``placed.eval()(*inputs)`` is what the model returns in eval mode. Where the
-    placement is of a graph of modules it is a :class:`envs.executor.hooked_module.HookedModule`,
-    which runs the model's own code, on any data.
+    On pinned cores the result is a :class:`envs.executor.placed.PlacedModel`: its workers run
+    ``placed.step(batch)``; close it, or use it as a context manager. On torch devices it is a
+    :class:`envs.executor.placed_module.PlacedModule`, called like the model itself (with the
+    target, if there is a loss): ``placed(*inputs).backward()``. It has ``placed.step(batch)`` as
+    well, and ``placed.eval()(*inputs)`` returns what the model returns in eval mode. For a
+    placement of a module graph it is a :class:`envs.executor.hooked_module.HookedModule`, which
+    runs the model's own code on any inputs.
 
     Args:
         model: the model that was placed, or one with the same architecture.
-        placement: what :func:`optimize` returned, or a placement (file) made before.
-        example_inputs: as for :func:`optimize`; needed with a placement (file).
+        placement: the result of :func:`optimize`, or a placement (file).
+        example_inputs: as for :func:`optimize`; required with a placement (file).
         loss: as for :func:`optimize`.
         training: as for :func:`optimize`.
-        optimizer: lets the placed step update the parameters, too; the placement must have been
-            searched with an optimizer of this kind. Without it any optimizer of torch can be used
-            beside the step, also where the search had one.
-        dtype: as for :func:`optimize`; needed with a placement (file).
-        extractor: as for :func:`optimize`; with what it returned, its own counts.
-        overlap: as for :func:`optimize`; give both the same, and what was timed is what runs.
+        optimizer: makes the placed step update the parameters; the placement must have been
+            searched with an optimizer of this kind. Without it, any torch optimizer can be used
+            beside the step, even if the search included one.
+        dtype: as for :func:`optimize`; required with a placement (file).
+        extractor: as for :func:`optimize`; ignored with a result of it, which knows its extractor.
+        overlap: as for :func:`optimize`; use the same value to run what was measured.
 
     Raises:
-        ExtractionError: the model cannot be extracted, or is on the meta device, or what was
-            extracted holds for the example inputs only, or is a graph of modules, which pinned
-            cores cannot run.
-        ValueError: the placement is of another graph, its devices are not here, the example inputs
-            are missing, or copies cannot overlap there.
-        WorkerError: the workers do not come up.
+        ExtractionError: the model cannot be extracted, is on the meta device, its extraction holds
+            for the example inputs only, or is a module graph, which pinned cores cannot run.
+        ValueError: the placement belongs to another graph, its devices are not on this machine, the
+            example inputs are missing, or copies cannot overlap on these devices.
+        WorkerError: the workers do not start.
     """
     if isinstance(placement, Optimization) and placement.extraction is not None:
         made_for = placement.extraction
@@ -102,13 +101,13 @@ def apply(
 def apply_extracted(
     extraction: Extraction, placement: Placement, *, overlap: bool = False
 ) -> PlacedModel | PlacedModule | HookedModule:
-    """The model of an extraction, running as a placement of its graph says.
+    """Return the model of an extraction, ready to run as placed.
 
     Raises:
         ExtractionError: as for :func:`apply`.
-        ValueError: the placement is of another graph, its devices are not here, or copies cannot
-            overlap there.
-        WorkerError: the workers do not come up.
+        ValueError: the placement belongs to another graph or has micro-batches, its devices are not
+            on this machine, or copies cannot overlap on them.
+        WorkerError: the workers do not start.
     """
     if placement.micro_batches != 1:
         raise ValueError(
@@ -158,28 +157,29 @@ def export_placement(
     renamed: Mapping[str, str] | None = None,
     main_device: str | None = None,
 ) -> Exported:
-    """A placement in the terms of another runtime: ``.content``, and ``.remarks`` on what it costs.
+    """Convert a placement to the format of another runtime: ``.content`` and ``.remarks``.
 
-    Of what :func:`optimize` returned the remarks tell the predicted step as exported, too.
+    For a result of :func:`optimize` the remarks include the predicted step time as exported.
 
     Args:
         model: the model that was placed.
-        placement: what :func:`optimize` returned, or a placement (file) made before.
+        placement: the result of :func:`optimize`, or a placement (file).
         format: ``"device-map"``, ``"pipeline"``, ``"layer-counts"`` or ``"override-regex"``; see
             :mod:`placer.export`.
-        example_inputs: as for :func:`optimize`; needed with a placement (file).
+        example_inputs: as for :func:`optimize`; required with a placement (file).
         loss: as for :func:`optimize`.
         training: as for :func:`optimize`.
         dtype: as for :func:`optimize`.
         extractor: as for :func:`optimize`.
         renamed: {device of the placement: device to write}, as in ``{"core:0": "cuda:0"}``.
-        main_device: where a model with a device map will be fed, by default the first accelerator.
+        main_device: device of the inputs of a model with a device map, by default the first
+            accelerator.
 
     Raises:
-        ExportError: the runtime cannot run such a placement; says which module is in the way.
+        ExportError: the runtime cannot run this placement; the message names the module.
         ExtractionError: the model cannot be extracted.
-        ValueError: the placement is of another graph, there is no such format, or the example
-            inputs are missing.
+        ValueError: the placement belongs to another graph, the format does not exist, or the
+            example inputs are missing.
     """
     write = format_named(format)
     if isinstance(placement, Optimization) and placement.extraction is not None:

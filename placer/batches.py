@@ -1,4 +1,4 @@
-"""Steps with a smaller batch: the protocol, and a graph that is scaled."""
+"""Sources of steps with a smaller batch: the protocol, and one that scales a graph."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ if TYPE_CHECKING:
 
 
 class StepSource(Protocol):
-    """A step with its whole batch or a part of it."""
+    """Provides a step with its whole batch or a part of it."""
 
     cluster: Cluster
     extraction: Extraction | None
-    makers: Mapping[str, Sequence[str]]  # of gradients, as far as they are known
+    makers: Mapping[str, Sequence[str]]  # {op with parameters: ops that compute their gradients}
     notes: dict[str, None]  # in order, each once
 
     def graph(self, parts: int) -> nx.DiGraph[str]:
-        """With costs, for the ``parts``-th part of the batch.
+        """Return the graph with costs for one of ``parts`` equal parts of the batch.
 
         Raises:
-            ValueError: the batch has no such part.
+            ValueError: the batch cannot be divided so.
         """
         ...
 
 
 class GraphSource:
-    """A graph file, which can only be scaled."""
+    """Scales the costs of a graph file."""
 
     extraction: Extraction | None = None
     makers: Mapping[str, Sequence[str]] = MappingProxyType({})
@@ -44,7 +44,7 @@ class GraphSource:
         self.notes: dict[str, None] = {}
 
     def graph(self, parts: int) -> nx.DiGraph[str]:
-        """See :func:`graphs.batch.with_part_of_batch`."""
+        """Return the scaled graph; see :func:`graphs.batch.with_part_of_batch`."""
         if parts > 1:
             self.notes[
                 "Costs and activations for a smaller batch are those of the whole one, divided: "

@@ -1,4 +1,4 @@
-"""The graph of a model with what its ops cost on the devices of a cluster."""
+"""Op costs of an extracted graph on the devices of a cluster."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def costed_graph(
     *,
     fresh: bool = False,
 ) -> nx.DiGraph[str]:
-    """A copy of an extraction's graph, with seconds for every kind of device in the cluster.
+    """Return a copy of an extraction's graph with op costs in seconds for each device kind.
 
-    They are measured, or known from earlier measurements unless ``fresh``; on kinds that are not
-    here they are modelled. See :func:`envs.op_costs.op_costs`.
+    Costs are measured, or taken from the cache unless ``fresh``; for device kinds that are not on
+    this machine they are modelled. See :func:`envs.op_costs.op_costs`.
 
     Raises:
-        ValueError: a device that is not here lacks rates.
+        ValueError: a device that is not on this machine lacks rates.
         WorkerError: an op cannot run on a device.
-        ExtractionError: the graph is of modules, and they cannot be timed.
+        ExtractionError: the graph is a module graph that cannot be timed.
     """
     costs = op_costs(
         extraction,

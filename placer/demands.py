@@ -1,4 +1,4 @@
-"""What the user demands of a placement, put into the graph."""
+"""User constraints on a placement, applied to the graph."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graphs.selection import DemandError
 def demanded(
     graph: nx.DiGraph[str], cluster: Cluster, together: Sequence[str], pins: Mapping[str, str]
 ) -> nx.DiGraph[str]:
-    """The graph with co-located and pinned ops; the very same one if nothing is demanded.
+    """Return the graph with co-located and pinned ops; the same object if there are no constraints.
 
     Args:
         graph: any graph.
@@ -23,8 +23,8 @@ def demanded(
         pins: {pattern: device name}, see :func:`graphs.pins.pin`.
 
     Raises:
-        DemandError: a device or what a pattern names is not there, or two pins contradict
-            each other or part ops that must share a device.
+        DemandError: a device does not exist, a pattern matches nothing, or pins contradict each
+            other or separate ops that must share a device.
     """
     for pattern, device in pins.items():
         if device not in cluster.names:

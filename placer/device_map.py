@@ -1,4 +1,4 @@
-"""Device maps of Hugging Face's: which placement one means, and whether accelerate could run it."""
+"""Hugging Face device maps: the placement one means, and whether accelerate could run it."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from placer.export.placed_modules import around, canonical_paths, parent
 from placer.given import GIVEN, GivenError
 
 MOST_NAMED: Final = 3
-"""How many modules a sentence names."""
+"""Number of modules that a message names."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMap:
-    """{module: device name}, where the modules inside it run that are not listed themselves.
+    """A Hugging Face device map, {module: device name}; it includes unlisted submodules.
 
-    The name of a parameter or buffer counts where no module of the map is around it: accelerate's
-    ``dispatch_model`` sends the tensors of a module of the map with it, and leaves others where
-    they were loaded, but for those of the model itself, which it sends to the main device.
+    An entry for a parameter or buffer counts only if no module of the map contains it. accelerate's
+    ``dispatch_model`` moves a tensor with its module in the map and leaves other tensors where they
+    were loaded, except those of the model itself, which it moves to the main device.
     """
 
     devices: Mapping[str, str]
 
     def conflict(self, extraction: Extraction) -> str:
-        """Why accelerate's dispatch_model could not run it, "" where a dry run finds nothing.
+        """Return why accelerate could not dispatch the map, "" if a dry run finds no conflict.
 
-        A model that was not exported has no dry run.
+        There is no dry run for a model that was not exported.
         """
         if told := self._overruled(canonical_paths(extraction.step.model)):
             return told
@@ -68,20 +68,20 @@ class DeviceMap:
 
     @property
     def device_names(self) -> tuple[str, ...]:
-        """The devices in order of first use."""
+        """Return the devices in order of first use."""
         return tuple(dict.fromkeys(self.devices.values()))
 
     def placed(self, extraction: Extraction, graph: GraphArrays, cluster: Cluster) -> Placement:
-        """The placement of a step's graph, of its ops or its calls, that the map means.
+        """Return the placement of a step's graph (of ops or calls) that the map means.
 
-        Ops outside of all its modules run where a tensor is that they read and the map names, or
-        else where most of their inputs' bytes come from; ops that must share a device run where the
-        first of them does. Order is that of the program.
+        An op outside all modules of the map runs with a tensor that it reads and the map names,
+        else where most of its input bytes come from. Ops that must share a device follow the first
+        of them. Priorities keep program order.
 
         Raises:
-            GivenError: it names modules that the model has not, leaves some with parameters out,
-                has devices that the cluster has not, or names a tensor outside of all its modules
-                while the graph is of modules.
+            GivenError: the map names modules that the model lacks, leaves out some with parameters,
+                has devices that the cluster lacks, or names a tensor outside all its modules
+                although the graph is a module graph.
         """
         model = extraction.step.model
         self._check(model)
@@ -109,11 +109,9 @@ class DeviceMap:
         return Placement.of(graph, cluster, devices, rank, MadeBy(placer=GIVEN))
 
     def _modules(self, path_of: Mapping[str, str]) -> dict[str, str]:
-        """The entries of modules, each by its first path."""
         return {path_of[path]: name for path, name in self.devices.items() if path in path_of}
 
     def _tensors(self, path_of: Mapping[str, str]) -> dict[str, str]:
-        """The entries of parameters and buffers, each by the first path of its module."""
         found: dict[str, str] = {}
         for path, name in self.devices.items():
             if path not in path_of:
@@ -122,7 +120,7 @@ class DeviceMap:
         return found
 
     def _dispatched(self, path_of: Mapping[str, str]) -> dict[str, str]:
-        """{path: device} as dispatch_model takes the entries: those that it heeds, and how."""
+        """Return {path: device} for the entries that dispatch_model uses."""
         modules = self._modules(path_of)
         main = main_device_of(self.device_names)
         tensors = {
@@ -133,7 +131,6 @@ class DeviceMap:
         return modules | tensors
 
     def _overruled(self, path_of: Mapping[str, str]) -> str:
-        """What dispatch_model makes of an entry of a tensor that it does not heed, "" if none."""
         modules, main = self._modules(path_of), main_device_of(self.device_names)
         for path, name in self._tensors(path_of).items():
             module = around(path, modules)
@@ -172,7 +169,6 @@ class DeviceMap:
 
 
 def _meant(name: str, cluster: Cluster) -> str:
-    """What to do about a device of a map that a cluster has not."""
     kind, _, index = name.partition(":")
     there = ", ".join(cluster.names)
     if kind != "cuda" or not index.isdecimal() or not all(map(is_core, cluster.names)):
@@ -186,10 +182,10 @@ def _meant(name: str, cluster: Cluster) -> str:
 def _of_readers(
     extraction: Extraction, graph: GraphArrays, tensors: Mapping[str, str]
 ) -> dict[str, str]:
-    """{op: device of the first of these tensors that it reads}, from {tensor: device}.
+    """Return {op: device of the first of these tensors that it reads}, from {tensor: device}.
 
     Raises:
-        GivenError: the graph is of modules, of which it is not known what they read.
+        GivenError: the graph is a module graph, where the tensors that an op reads are unknown.
     """
     program = extraction.own_program
     if program is None:
@@ -213,7 +209,6 @@ def _of_readers(
 
 
 def _inherited(graph: GraphArrays, devices: NDArray[np.int64], i: int) -> int:
-    """The device that most bytes of an op's inputs come from, 0 if it has none."""
     size: dict[int, int] = {}
     for k in range(graph.predecessor_start[i], graph.predecessor_start[i + 1]):
         device = int(devices[graph.predecessors[k]])

@@ -1,4 +1,4 @@
-"""Whether this machine is fit for measuring: what is installed, how quiet it is, what to mend."""
+"""Checks whether this machine is fit for measuring: versions, noise and what to fix."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ LEAST_FREE_BYTES: Final = 1_000_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkup:
-    """What was found out about a machine; ``advice`` follows from the rest."""
+    """The state of a machine for measuring; ``advice`` is derived from the other fields."""
 
     versions: Mapping[str, str]
     processor: str
     cluster: Cluster  # devices and links, with their speeds
-    noise: tuple[Noise, ...]  # of every core that its devices use
-    load: float  # processes that want to run, mean of the last minute
-    cores: int  # that this process may run on, one thread of each
+    noise: tuple[Noise, ...]  # one per core that the devices use
+    load: float  # 1-minute load average
+    cores: int  # physical cores that this process may use
     quota_cores: float | None
     governors: frozenset[str]
     free_bytes: int
@@ -42,27 +42,27 @@ class Checkup:
 
     @property
     def loud(self) -> list[Noise]:
-        """The cores that others use."""
+        """Return the cores that other processes use."""
         return [noise for noise in self.noise if noise.contention > CONTENDED]
 
     @property
     def uneven(self) -> list[Noise]:
-        """The other cores on which equal work scatters."""
+        """Return the other cores on which the time of equal work varies too much."""
         return [n for n in self.noise if n.spread > NOISY and n.contention <= CONTENDED]
 
     @property
     def is_throttled(self) -> bool:
-        """Whether the container has less time than its cores."""
+        """Return whether the container's CPU quota is below its number of cores."""
         return self.quota_cores is not None and self.quota_cores < self.cores
 
     @property
     def is_good(self) -> bool:
-        """Whether measurements will be steady."""
+        """Return whether measurements will be steady."""
         return not (self.loud or self.uneven or self.is_throttled)
 
     @property
     def verdict(self) -> str:
-        """One sentence: good to measure or not, why, by which thresholds, and what to do."""
+        """Return one sentence: fit for measuring or not, why, the thresholds and what to do."""
         if self.is_good:
             return (
                 f"Good to measure: on every core wall / CPU time is at most {CONTENDED} and the "
@@ -88,7 +88,7 @@ class Checkup:
 
     @property
     def advice(self) -> list[str]:
-        """What the verdict does not say and a user can act on, each in a sentence or two."""
+        """Return further advice that a user can act on, one or two sentences each."""
         found = [doubt] if (doubt := why_doubtful(self.cluster)) else []
         if self.loud:
             told = (
@@ -96,7 +96,7 @@ class Checkup:
                 f"as others use them, steps are judged by times {REBUILT}."
             )
             quiet = [n for n in self.noise if n not in self.loud and n not in self.uneven]
-            if len(quiet) > 1:  # one alone has nothing to place on
+            if len(quiet) > 1:  # placing needs at least two
                 told += f" Quieter are {_cores(quiet)}: name them with --devices."
             found.append(told)
         if self.uneven:
@@ -130,10 +130,10 @@ def _cores(noise: Sequence[Noise]) -> str:
 
 
 def check_machine(cluster: Cluster) -> Checkup:
-    """Look at this machine and time a little on every core that the devices of a cluster use."""
+    """Inspect this machine and time a short load on every core that the cluster's devices use."""
     used = [name for name in cluster.names if is_core(name)]
     cores = [core for name in used for core in cores_of(name)] if used else own_cores()
-    load, _, _ = os.getloadavg()  # before the cores are made busy
+    load, _, _ = os.getloadavg()  # before the timing below loads the cores
     return Checkup(
         versions=_versions(),
         processor=processor(),
@@ -156,7 +156,6 @@ def _versions() -> dict[str, str]:
 
 
 def _writable() -> bool:
-    """Whether the cache folder, or where it will be made, can be written."""
     folder = cache_folder()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     return existing.is_dir() and os.access(existing, os.W_OK)

@@ -1,4 +1,4 @@
-"""A placement that a user already has: a placement file, or a device map of Hugging Face's."""
+"""Placements that a user already has, as placement files or Hugging Face device maps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GIVEN: Final = "given"
 
 
 class GivenError(ValueError):
-    """What a user has does not fit what it is given for."""
+    """A placement or device map does not fit its graph, model or cluster."""
 
     def __init__(self, message: str) -> None:
         super().__init__(brief(message))
@@ -30,20 +30,20 @@ Given: TypeAlias = "Placement | DeviceMap"
 
 
 def load_given(path: Path) -> Given:
-    """Read a placement file, or a device map: ``{"model.layers.0": 0, "lm_head": "cpu"}``.
+    """Read a placement file or a device map, ``{"model.layers.0": 0, "lm_head": "cpu"}``.
 
     Raises:
-        ValueError: it is neither; the message starts with the file.
-        OSError: it cannot be read.
+        ValueError: the file is neither; the message starts with its path.
+        OSError: the file cannot be read.
     """
     return load_checked(path, lambda data: _given(table(data, "")))
 
 
 def check_here(given: Given) -> None:
-    """Make sure that the devices of a device map are on this machine.
+    """Check that the devices of a device map are on this machine.
 
     Raises:
-        ValueError: one is not; where it is a GPU's number, the message says what numbers mean.
+        ValueError: one is not; for a GPU number the message explains what numbers mean.
     """
     for name in () if isinstance(given, Placement) else given.device_names:
         if why := why_not_here(name):
@@ -54,10 +54,10 @@ def check_here(given: Given) -> None:
 
 
 def given_from(given: Placement | Mapping[str, int | str] | str | Path) -> Given:
-    """A placement as it is, a device map, or what :func:`load_given` reads.
+    """Convert a placement, a device map or the path of either.
 
     Raises:
-        ValueError: it is none of them.
+        ValueError: the argument is none of these.
         OSError: the file cannot be read.
     """
     if isinstance(given, Placement):
@@ -68,13 +68,13 @@ def given_from(given: Placement | Mapping[str, int | str] | str | Path) -> Given
 def placement_of(
     given: Given, extraction: Extraction | None, graph: GraphArrays, cluster: Cluster
 ) -> Placement:
-    """What is given as a placement of a graph's ops on a cluster's devices.
+    """Convert a placement or device map to a placement of a graph on a cluster.
 
-    ``extraction`` is what the graph is of, None for a graph file.
+    ``extraction`` is the source of the graph, None for a graph file.
 
     Raises:
-        GivenError: it is of another graph or model, or has other devices; or it is a device map,
-            and the graph is of no model.
+        GivenError: the argument belongs to another graph or model, has other devices, or is a
+            device map for a graph file, which has no modules.
     """
     if isinstance(given, Placement):
         try:
@@ -99,7 +99,6 @@ def _given(data: Mapping[str, object]) -> Given:
 
 
 def _name(device: object, module: str) -> str:
-    """A device as clusters call it: GPUs are numbers in device maps."""
     if isinstance(device, int) and not isinstance(device, bool) and device >= 0:
         return f"cuda:{device}"
     if not isinstance(device, str) or not device or device == "disk":

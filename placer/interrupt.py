@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a request: searches stop at the next look, and what was found is kept."""
+"""Ctrl-C and SIGTERM as stop requests: a search stops at its next check and keeps its results."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ SHOW_CURSOR: Final = "\x1b[?25h"
 
 
 class Interrupt:
-    """Use as a context manager around the main job.
+    """Context manager around a job that turns Ctrl-C into a stop request.
 
-    While a stage polls (``with interrupt.polled()``), the first Ctrl-C only sets ``requested``, a
-    second one raises; elsewhere KeyboardInterrupt is raised at once, as usual. In threads other
-    than the main one, where Python handles no signals, nothing changes. SIGTERM, which batch
-    systems send, counts as Ctrl-C.
+    Inside ``with interrupt.polled()`` the first Ctrl-C only sets ``requested`` and a second one
+    raises; elsewhere KeyboardInterrupt is raised at once, as usual. SIGTERM, which batch systems
+    send, counts as Ctrl-C. Outside the main thread, where Python handles no signals, this does
+    nothing.
     """
 
     def __init__(self) -> None:
@@ -33,23 +33,21 @@ class Interrupt:
         self._before: dict[signal.Signals, _Handler] = {}
 
     def __enter__(self) -> Interrupt:
-        """Take over SIGINT and SIGTERM."""
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give them back."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
     def asked(self) -> bool:
-        """Whether somebody asked to stop."""
+        """Return whether a stop was requested."""
         return self.requested
 
     @contextlib.contextmanager
     def polled(self) -> Iterator[None]:
-        """A stage that looks at :meth:`asked` itself, several times a second."""
+        """Mark a stage that calls :meth:`asked` itself, several times a second."""
         self._polled = True
         try:
             yield
@@ -67,11 +65,11 @@ class Interrupt:
 
 
 def leave_imports_at_once() -> None:
-    """Let Ctrl-C end this process at once while it imports modules; for the command line alone.
+    """Make Ctrl-C exit the process at once during imports; only for the command line.
 
-    Libraries catch what is raised within their imports, and go on half imported.
+    Libraries catch exceptions raised during their imports and continue half imported.
     """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it is not ignored
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # SIGINT is not ignored
         signal.signal(signal.SIGINT, _leave_imports)
 
 
@@ -87,9 +85,9 @@ def _leave_imports(_number: int, frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """A moment in which Ctrl-C does nothing, for writing what took long to find.
+    """Ignore Ctrl-C and SIGTERM in a block, for writing results that took long to compute.
 
-    In threads other than the main one, where Python handles no signals, nothing changes.
+    Outside the main thread, where Python handles no signals, this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,4 +1,4 @@
-"""Scores a placement that is there already: what it is predicted to take, and what it takes."""
+"""Predicts and measures the step time of an existing placement."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from placer.rigs import rig_for
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """A placement with its simulated step and its runs."""
+    """A placement with its predicted step and its measurement."""
 
     placement: Placement
     predicted: StepResult
     measurement: Measurement
-    cost_source: Mapping[str, str]  # {device kind: where its op costs are from}
-    conflict: str = ""  # why Hugging Face could not run it, of a device map that ran op by op
+    cost_source: Mapping[str, str]  # {device kind: source of its op costs}
+    conflict: str = ""  # why accelerate could not run the device map
 
     @property
     def loaded(self) -> bool:
-        """Whether the machine was loaded while it ran: then the rebuilt time counts."""
+        """Return whether the machine was loaded during the runs; CPU-clock times count then."""
         return contended([self.measurement])
 
     @property
     def step_s(self) -> float:
-        """The measured step; inf if it could not be run."""
+        """Return the measured step time; inf if the placement could not be run."""
         return self.measurement.step_s(contended=self.loaded)
 
     def to_dict(self) -> dict[str, Any]:
-        """The numbers, as JSON can hold them."""
+        """Return the numbers as plain data for JSON."""
         seen, predicted = self.measurement, self.predicted
         return {
             "predicted": {
@@ -77,22 +77,22 @@ def score(
     overlap: bool = False,
     progress: Progress | None = None,
 ) -> Score:
-    """Predict and run one step as it is placed, as :func:`placer.optimize` does with candidates.
+    """Predict and run one step as placed, in the way :func:`placer.optimize` runs candidates.
 
     Args:
         step: the model and its example inputs.
         given: a placement of its ops, or a device map of its modules.
         cluster: devices of this machine; speeds are calibrated.
-        fresh: measure devices and ops anew, whatever is known of them.
+        fresh: measure devices and ops again and ignore the cache.
         extractor: how the graph is extracted.
-        overlap: run it with copies that overlap with compute.
-        progress: hears what is going on.
+        overlap: run with copies that overlap compute.
+        progress: receives progress.
 
     Raises:
-        ExtractionError: the model cannot be extracted, or what was extracted cannot be run.
-        GivenError: the placement is of another model or has other devices.
-        ValueError: copies cannot overlap there.
-        WorkerError: the workers do not come up.
+        ExtractionError: the model cannot be extracted, or its extraction cannot be run.
+        GivenError: the placement belongs to another model or has other devices.
+        ValueError: copies cannot overlap on these devices.
+        WorkerError: the workers do not start.
     """
     hear = progress or Silent()
     check_has_memory(step)

@@ -1,6 +1,6 @@
-"""How times are told: in milliseconds with four digits, in every table and sentence alike.
+"""Formats times in milliseconds with four significant digits, for all tables and messages.
 
-The page of the report does the same in ``placer/report/assets/units.js``.
+The HTML report does the same in ``placer/report/assets/units.js``.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import Final
 
 DIGITS: Final = 4
 MOST_PLACES: Final = 6
-"""Of a millisecond: the simulator counts nanoseconds."""
+"""Decimal places of a millisecond: the simulator counts nanoseconds."""
 
 
 def milliseconds(seconds: float) -> str:
-    """A finite time in ms, without the unit; zeros at the end are kept, so that columns align.
+    """Format a finite time in ms, without unit; trailing zeros are kept so that columns align.
 
     >>> milliseconds(0.0261), milliseconds(0.35214), milliseconds(0.0)
     ('26.10', '352.1', '0')
@@ -22,12 +22,12 @@ def milliseconds(seconds: float) -> str:
     if seconds == 0:
         return "0"
     ms = seconds * 1e3
-    exponent = int(f"{ms:.{DIGITS - 1}e}".partition("e")[2])  # of what is left after rounding
+    exponent = int(f"{ms:.{DIGITS - 1}e}".partition("e")[2])  # exponent after rounding
     return f"{ms:.{min(max(DIGITS - 1 - exponent, 0), MOST_PLACES)}f}"
 
 
 def ratio_of(one_s: float, other_s: float) -> float:
-    """Return how many times as long one time is as another, which may be 0.
+    """Return one time divided by another, which may be 0.
 
     >>> ratio_of(3.0, 2.0), ratio_of(0.0, 0.0), ratio_of(1.0, 0.0)
     (1.5, 1.0, inf)

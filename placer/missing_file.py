@@ -1,4 +1,4 @@
-"""What to say about a file that is not there, or cannot be read."""
+"""Messages for files that are missing or cannot be read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def missing_file(path: Path) -> str:
-    """A sentence that names the file, and the neighbour of its kind that may have been meant."""
+    """Return a message that names the file and, if there is one, a similar file in its folder."""
     folder = path.parent
     if not folder.is_dir():
         return f"there is no file {path}: there is no folder {folder}"
@@ -20,7 +20,7 @@ def missing_file(path: Path) -> str:
 
 
 def why_not_read(error: OSError) -> str:
-    """A sentence for an error of the operating system, with the file if it names one."""
+    """Return a message for an OSError, with the file if the error names one."""
     if error.strerror is None:
         return str(error)
     if error.filename is None:

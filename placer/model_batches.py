@@ -1,4 +1,4 @@
-"""A model on a part of its batch: what one of several micro-batches or replicas computes."""
+"""Steps of a model with a part of its batch, for micro-batches and replicas."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from placer.rigs import TorchDevices
 
 
 class ModelSource:
-    """A model, which is extracted again with a part of its inputs: as it can be run."""
+    """Extracts a model again for each part of its batch."""
 
     def __init__(self, step: Step, cluster: Cluster, options: Options, hear: Progress) -> None:
         self.step = step
@@ -37,7 +37,11 @@ class ModelSource:
         self.notes: dict[str, None] = {}
 
     def graph(self, parts: int) -> nx.DiGraph[str]:
-        """Of the step on a part of its inputs."""
+        """Return the graph with costs for one of ``parts`` equal parts of the inputs.
+
+        Raises:
+            ValueError: the inputs cannot be divided so, or the smaller step cannot be extracted.
+        """
         if parts == 1:
             return self.whole
         smaller = with_part_of_inputs(self.step, parts)
@@ -55,14 +59,14 @@ class ModelSource:
 
 
 def batch_size(step: Step) -> int | None:
-    """The first dimension that all tensors among the inputs have in common, None if they differ."""
+    """Return the first dimension that all input tensors share, None if they differ."""
     sizes: set[int] = set()
     _mapped((step.inputs, dict(step.keywords)), lambda tensor: _noted(tensor, sizes))
     return sizes.pop() if len(sizes) == 1 else None
 
 
 def with_part_of_inputs(step: Step, parts: int) -> Step | None:
-    """The step on the first of ``parts`` equal parts of its batch; None where it has no such parts.
+    """Return the step on the first of ``parts`` equal parts of its batch; None if not divisible.
 
     The batch is the first dimension of all inputs, see :func:`batch_size`.
     """
@@ -84,7 +88,6 @@ def _noted(tensor: torch.Tensor, sizes: set[int]) -> torch.Tensor:
 
 
 def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same with every tensor in tuples, lists and dicts changed."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, dict):

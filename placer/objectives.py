@@ -1,4 +1,4 @@
-"""What a search makes small: the step, the pace of many micro-batches, or the largest load."""
+"""Objectives of a search: step time, time of each further micro-batch, or the largest load."""
 
 from __future__ import annotations
 
@@ -23,33 +23,36 @@ from placer.search.heuristics import ETF_NAME, heuristics
 from placer.search.judge import Judge
 
 BALANCING: Final = 0.3
-"""Share of a search for throughput that balances loads."""
+"""Share of a throughput search that balances loads."""
 BALANCED: Final = "balanced loads"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What the model says of a placement; ``value_s`` is that of the objective, inf: infeasible."""
+    """The simulator's prediction for a placement.
+
+    ``value_s`` is the value of the objective, inf if infeasible.
+    """
 
     value_s: float
-    times_s: Mapping[str, float]  # "step_s" and what else is known
+    times_s: Mapping[str, float]  # "step_s" and the other times that are known
     peak_memory_bytes: Mapping[str, int]
     why: str = ""
-    missing_bytes: int = 0  # memory that all devices together have too little
+    missing_bytes: int = 0  # memory shortfall summed over devices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """What to make small, how many micro-batches a step has and how many of them are in flight.
+    """The objective, the number of micro-batches of a step and how many are in flight.
 
-    ``latency`` is the time of one step, of all its micro-batches; ``throughput`` the time that each
-    further micro-batch takes, see :class:`envs.simulator.Simulated`; ``max-load`` the largest
-    load, see :mod:`envs.max_load`.
+    ``latency`` is the time of one step with all its micro-batches; ``throughput`` the time of each
+    further micro-batch, see :class:`envs.simulator.Simulated`; ``max-load`` the largest load, see
+    :mod:`envs.max_load`.
     """
 
     name: str = "latency"
     micro_batches: int = 1
-    in_flight: int | None = None  # one for each device
+    in_flight: int | None = None  # None: one per device
 
     def __post_init__(self) -> None:
         if self.name not in OBJECTIVES:
@@ -70,15 +73,15 @@ class Objective:
         progress: Progress | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> list[Candidate]:
-        """Plans of a placer for the ops of a problem; all heuristics are among them.
+        """Return the placer's candidates for a problem; the heuristics are always among them.
 
-        A step of micro-batches is searched as the problem of its copies; throughput, too, by the
-        step, whose length follows it. Priorities found for single copies are those of the first.
-        As the busiest device sets the pace, a placer that can balance loads does so for a part of
-        the budget, and its best plan comes last.
+        A step with micro-batches is searched as the problem of all its copies, for throughput as
+        well, since the step time follows it; the candidates keep the devices and priorities of the
+        first copy. For throughput, a placer that supports max-load spends a share of the budget on
+        balancing loads, as the busiest device sets the pace; its best candidate comes last.
 
         Raises:
-            ValueError: the placer does not take such a problem.
+            ValueError: the placer does not accept the problem.
         """
         balanced: list[Candidate] = []
         if self.name == "throughput" and MAX_LOAD in placer.objectives:
@@ -111,13 +114,12 @@ class Objective:
                 plan,
                 devices=plan.devices[:count],
                 priority=plan.priority[:count],
-                bound_ns=plan.bound_ns if self.name == LATENCY else None,  # it is that of a step
+                bound_ns=plan.bound_ns if self.name == LATENCY else None,  # a bound on the step
             )
             for plan in [*found, *balanced]
         ]
 
     def _with_heuristics(self, problem: Problem, found: list[Candidate]) -> list[Candidate]:
-        """What was found, and the heuristics where they are not among it, the best first."""
         names = {plan.name for plan in found}
         expected = {f"{SINGLE}{name}" for name in problem.cluster.names}
         if problem.device_count > 1:
@@ -128,7 +130,7 @@ class Objective:
         return sorted_for(self.name, problem, [*others, *found])
 
     def predict(self, simulated: Simulated, placement: Placement) -> Prediction:
-        """Simulate a placement and count its loads."""
+        """Simulate a placement and compute its largest load."""
         problem = simulated.problem
         [result] = simulated.evaluate([placement])
         _, schedule = simulated.run(placement)
@@ -154,12 +156,13 @@ class Objective:
         )
 
     def lower_bound_s(self, problem: Problem) -> float:
-        """What no placement can beat; for pipelines in steady state, the work of all devices.
+        """Return a lower bound on the objective over all placements.
 
-        The optimizer runs once a step, so it is no part of the time of a further micro-batch.
+        For throughput it is the work of the busiest device, without the optimizer, which runs once
+        per step.
 
         Raises:
-            ValueError: no placement can run, for want of a link.
+            ValueError: no placement can run because a link is missing.
         """
         if self.name == "max-load":
             return quick_load_bound_ns(problem) / 1e9
@@ -174,7 +177,6 @@ class Objective:
 
 
 def _between(progress: Progress | None, begin: float, end: float) -> Progress | None:
-    """Tells a part of a search as that of the whole."""
     if progress is None:
         return None
     return lambda share, text: progress(begin + (end - begin) * share, text)

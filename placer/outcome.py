@@ -1,4 +1,4 @@
-"""What an optimization found: the placement, what it was compared with, and how sure that is."""
+"""The result of an optimization: placement, candidates, and how certain the gain is."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from placer.replica_plan import ReplicaPlan
 
 NO_HEADROOM: Final = 0.02
-"""One device this close to the lower bound leaves nothing to win."""
+"""Relative gap to the lower bound below which a single device leaves no headroom."""
 NOISY: Final = 0.2
-"""Quartiles of the runs farther apart than this share of the median deserve a remark."""
+"""Spread (interquartile range over median) above which a measurement gets a remark."""
 PREDICTION_ERROR: Final = 0.15
 UNPREDICTED_BYTES: Final = 64 << 20
-"""What libraries and kernels may take, whatever the model."""
+"""Tolerated excess over predicted memory, for libraries and kernels of any model."""
 REBUILT: Final = "rebuilt from CPU clocks"
-"""What is said of every time that is no wall time, wherever it is told."""
+"""Label of CPU-clock times in every message."""
 SMALLEST_GAIN: Final = 0.01
-"""Steps that differ by less are as fast as each other, to people."""
+"""Relative difference below which two step times count as equal."""
 SIMPLEST_FIRST: Final = (
     "single",
     "given",
@@ -49,44 +49,45 @@ SIMPLEST_FIRST: Final = (
 
 
 class PlacementError(RuntimeError):
-    """No placement can be given; the message says what stands in the way."""
+    """No placement is possible; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Row:
-    """One candidate: its placement, predicted step and memory, and measurement if it was run.
+    """One candidate: placement, predicted step time and memory, measurement if it was run.
 
-    ``predicted_s`` is what counts: the step, unless the objective is another.
+    ``predicted_s`` is the predicted value of the objective: the step time unless another was
+    chosen.
     """
 
     name: str
     placement: Placement
-    predicted_s: float  # inf where it is not feasible
+    predicted_s: float  # inf if infeasible
     peak_memory_bytes: dict[str, int]
-    why: str = ""  # it is not feasible
-    missing_bytes: int = 0  # memory that its devices together have too little
+    why: str = ""  # why it is infeasible
+    missing_bytes: int = 0  # memory shortfall summed over its devices
     measurement: Measurement | None = None
-    times_s: Mapping[str, float] = field(default_factory=dict)  # predicted, besides the objective
-    bound_s: float | None = None  # proven of all placements by who found it; inf: none can run
+    times_s: Mapping[str, float] = field(default_factory=dict)  # predicted times by name
+    bound_s: float | None = None  # proved bound on all placements; inf: none can run
 
     @property
     def is_single(self) -> bool:
-        """Whether all ops are on one device."""
+        """Return whether all ops are on one device."""
         return len(set(self.placement.devices)) == 1
 
     @property
     def failure(self) -> str:
-        """Why it could not be run; "" if it was, or was not tried."""
+        """Return why it could not be run; "" if it ran or was not tried."""
         return "" if self.measurement is None else self.measurement.failure
 
     @property
     def can_run(self) -> bool:
-        """Whether it fits, and did not fail when it was run."""
+        """Return whether it is feasible and did not fail when it was run."""
         return bool(np.isfinite(self.predicted_s)) and not self.failure
 
     @property
     def simplicity(self) -> int:
-        """Lower is simpler: everything on one device, then fixed rules, then search."""
+        """Return a rank, lower is simpler: single device, then fixed rules, then search."""
         if self.is_single or self.name.endswith(WHERE_ALLOWED):
             return 0
         kinds = [i for i, name in enumerate(SIMPLEST_FIRST) if self.name.startswith(name)]
@@ -95,13 +96,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Optimization:
-    """The result of the main job: a placement map that knows how it came about.
+    """The result of an optimization: the chosen placement and all candidates.
 
-    ``rows`` are all candidates, ``best`` the chosen one; ``placement`` is its placement with
-    predicted and measured times filled in. ``lower_bound_s`` is what no placement can beat by the
-    simulator's model, and ``solved`` whether a solver had a part in it. ``all_cores`` is the
-    unplaced step in one process with torch's own threads on all the cores: what its user would do
-    without placing anything.
+    ``rows`` are the candidates, ``best`` the chosen one; ``placement`` is its placement, with
+    predicted and measured times filled in. ``lower_bound_s`` is the simulator's lower bound over
+    all placements; ``solved`` says whether a solver contributed to it. ``all_cores`` is the
+    baseline without placement: one process with torch's own threads on all cores.
     """
 
     placement: Placement
@@ -113,19 +113,19 @@ class Optimization:
     stopped: bool  # the user stopped it early
     extraction: Extraction | None = None
     all_cores: Measurement | None = None
-    cost_source: Mapping[str, str] = field(default_factory=dict)  # {device kind: where from}
-    trail: Trail = field(default_factory=Trail)  # how the search went
-    trouble: str = ""  # why nothing could be run, although it should have been
-    measuring_s: float = 0.0  # that running the best for real took
+    cost_source: Mapping[str, str] = field(default_factory=dict)  # {device kind: source}
+    trail: Trail = field(default_factory=Trail)  # search trace
+    trouble: str = ""  # why nothing could be run
+    measuring_s: float = 0.0  # time spent on running candidates
     solved: bool = False
-    replication: ReplicaPlan | None = None  # what it was chosen from, where replicas were asked for
+    replication: ReplicaPlan | None = None  # alternatives, with replicas
 
     def device_of(self, name: str) -> str:
-        """The device of an op, or the home of a module; see :meth:`Placement.device_of`."""
+        """Return the device of an op or module; see :meth:`Placement.device_of`."""
         return self.placement.device_of(name)
 
     def devices_of(self, module: str) -> dict[str, int]:
-        """How many ops of a module run on each device."""
+        """Return {device: number of ops} for a module."""
         return self.placement.devices_of(module)
 
     def save(self, path: str | Path) -> None:
@@ -134,24 +134,24 @@ class Optimization:
 
     @property
     def loaded(self) -> bool:
-        """Whether the machine was loaded while candidates ran: rebuilt times count then."""
+        """Return whether the machine was loaded during the runs; CPU-clock times count then."""
         return contended([row.measurement for row in self.rows if row.measurement is not None])
 
     @property
     def single(self) -> Row | None:
-        """The best single device: measured if one was, else predicted; None if none can run."""
+        """Return the best single-device candidate, measured ones first; None if none can run."""
         singles = [row for row in self.rows if row.is_single and row.can_run]
         measured = [row for row in singles if row.measurement is not None]
         return min(measured or singles, key=lambda r: judged_s(r, self.loaded), default=None)
 
     def step_s(self, row: Row) -> float:
-        """What a candidate is judged by: its measured step, else the predicted one."""
+        """Return the time that ranks a candidate: its measured step time or the predicted one."""
         return judged_s(row, self.loaded)
 
     def speed_up_of(self, row: Row) -> float:
-        """Step of the best single device over that of a candidate, like with like; nan if unknown.
+        """Return the best single device's step time over this candidate's; nan if unknown.
 
-        Measured times where both were run, else predicted ones.
+        Both are measured if both were run, else both are predicted.
         """
         single = self.single
         if single is None or not row.can_run:
@@ -162,19 +162,19 @@ class Optimization:
 
     @property
     def speed_up(self) -> float:
-        """Step of the best single device over that of the best placement; nan if unknown."""
+        """Return the speed-up of the best candidate over the best single device; nan if unknown."""
         return self.speed_up_of(self.best)
 
     @property
     def clock(self) -> str:
-        """How the step of the best is known: "measured", "rebuilt from CPU clocks", "predicted"."""
+        """Return the source of the best step time: "measured", REBUILT or "predicted"."""
         if self.best.measurement is None:
             return "predicted"
         return REBUILT if self.loaded else "measured"
 
     @property
     def verdict(self) -> str:
-        """For people: how much was won or why nothing was, how the unplaced step does, proofs."""
+        """Return sentences on the gain or its absence, the unplaced baseline and what is proved."""
         return " ".join(filter(None, (self._gain, self._against_unplaced, self._proof)))
 
     @property
@@ -206,14 +206,13 @@ class Optimization:
 
     @property
     def _against_unplaced(self) -> str:
-        """Which is faster, the best or the unplaced step; the latter has but the wall clock."""
         seen, unplaced = self.best.measurement, self.all_cores
         if seen is None or unplaced is None or not (seen.ok and unplaced.ok):
             return ""
-        # Threads of OpenMP have slow phases of their own, so the best steps decide.
+        # OpenMP threads have slow phases, so the shortest steps decide.
         gain, by_median = unplaced.min_s / seen.min_s, unplaced.median_s / seen.median_s
         what = "not placing the model, with torch's threads on all cores"
-        if self.loaded:  # wall times of a busy machine tell nothing, and the threads have no other
+        if self.loaded:  # the threads have wall times only, which mean little here
             return f"Whether {what}, is faster cannot be judged now: run again when it is quiet."
         if gain > 1 + SMALLEST_GAIN:
             return (
@@ -229,7 +228,6 @@ class Optimization:
 
     @property
     def _proof(self) -> str:
-        """What a solver proved of the shortest predicted step; "" if none was asked."""
         if not self.solved:
             return ""
         shortest = min(self.rows, key=lambda row: row.predicted_s)
@@ -243,7 +241,6 @@ class Optimization:
         )
 
     def _why_no_single(self) -> str:
-        """Why everything on one device is no candidate that can run: pins, costs or memory."""
         able = self.problem.allowed.all(axis=0)
         pinned_to = {name for names in self.problem.graph.allowed for name in names or ()}
         if able.any():
@@ -259,7 +256,6 @@ class Optimization:
 
     @property
     def _how_busy(self) -> str:
-        """How much of the time others had the cores, as far as known which, and what to do."""
         ran = [(row, m) for row in self.rows if (m := row.measurement) is not None and m.ok]
         times = float(np.median([seen.contention for _, seen in ran]))
         names = self.problem.cluster.names
@@ -276,7 +272,7 @@ class Optimization:
 
     @property
     def remarks(self) -> list[str]:
-        """What a reader of the numbers should know, each a sentence."""
+        """Return remarks that qualify the numbers, one sentence each."""
         found = [f"Nothing was measured: {self.trouble}"] if self.trouble else []
         phases = set(self.problem.graph.phase.tolist())
         if PHASES.index("backward") in phases and PHASES.index("optimizer") not in phases:
@@ -326,7 +322,7 @@ class Optimization:
 
 
 def extraction_remarks(extraction: Extraction) -> list[str]:
-    """How the graph came about, as far as it is not what was hoped for, each a sentence."""
+    """Return remarks on the extraction: fallbacks and limitations, one sentence each."""
     from graphs.extract.export import lstm_layers
     from graphs.extract.extraction import shown_lines
 
@@ -353,19 +349,18 @@ def extraction_remarks(extraction: Extraction) -> list[str]:
 
 
 def judged_s(row: Row, loaded: bool) -> float:
-    """Measured step of a candidate (rebuilt on a loaded machine), else the predicted one."""
+    """Return the measured step time (CPU-clock time if loaded), else the predicted one."""
     seen = row.measurement
     return row.predicted_s if seen is None else seen.step_s(contended=loaded)
 
 
 def choose(rows: Sequence[Row]) -> Row:
-    """The best candidate: measured before predicted, and of those in a tie the simplest.
+    """Return the best candidate: measured before predicted, and the simplest of those in a tie.
 
-    A candidate that noise cannot separate from the best single device, or that is slower, never
-    wins over it.
+    A candidate that is slower than the best single device, or within noise of it, never wins.
 
     Raises:
-        PlacementError: no candidate is feasible, or every one failed when it was run.
+        PlacementError: no candidate is feasible, or all failed when they were run.
     """
     seen = [row for row in rows if row.measurement is not None]
     if not seen:
@@ -397,7 +392,6 @@ def choose(rows: Sequence[Row]) -> Row:
 
 
 def _why_none(rows: Sequence[Row]) -> str:
-    """That nothing was found that can run; that nothing can only where a solver proved it."""
     if any(row.bound_s == np.inf for row in rows):
         return (
             "The model fits nowhere: the solver proved that no placement keeps to memory and "

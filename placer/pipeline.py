@@ -1,4 +1,4 @@
-"""The main job: extract, measure costs, search, run the best for real, choose."""
+"""The optimization pipeline: extract, measure costs, search, run the best candidates, choose."""
 
 from __future__ import annotations
 
@@ -46,44 +46,44 @@ if TYPE_CHECKING:
     from placer.rigs import Rig
 
 SMALLER: Final = (0.85, 0.7)
-"""Shares of the memory to plan for, one after the other, where plans for all of it do not fit."""
+"""Shares of device memory to search with, in turn, if candidates run out of memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How to optimize."""
+    """Options of an optimization."""
 
     budget: Budget = field(default_factory=lambda: Budget(seconds=20.0))
     seed: int = 0
-    policy: Proposer | None = None  # None: search without a learned policy
-    placer: Placer | None = None  # None: the portfolio, with the policy
+    policy: Proposer | None = None  # None: search without a policy
+    placer: Placer | None = None  # None: Portfolio(policy)
     measure: bool = True
     objective: Objective = field(default_factory=Objective)
-    keep_together: Sequence[str] = ()  # patterns: what matches one shares a device
+    keep_together: Sequence[str] = ()  # patterns: ops that match one share a device
     pins: Mapping[str, str] = field(default_factory=dict)  # {pattern: device name}
-    fresh: bool = False  # measure devices and ops anew, whatever is known of them
+    fresh: bool = False  # measure devices and ops again and ignore the cache
     extractor: str = AUTO  # how the graph is extracted
-    overlap: bool = False  # run it with copies that overlap with compute
-    groups: int | None = None  # search placements of this many groups of ops; None: of single ops
-    start_from: Given | None = None  # what the user has: one more candidate
+    overlap: bool = False  # run with copies that overlap compute
+    groups: int | None = None  # place at most this many groups of ops; None: single ops
+    start_from: Given | None = None  # warm start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outset:
-    """What a search begins with, besides its problem."""
+    """Inputs of a search besides its problem."""
 
-    coarse: Coarsened | None  # groups of ops to be placed, None: single ops
-    given: Placement | None  # what the user has
+    coarse: Coarsened | None  # groups of ops to place; None: single ops
+    given: Placement | None  # warm start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostedStep:
-    """A step with all that a search needs to know of it."""
+    """An extracted step with op costs, ready for a search."""
 
     extraction: Extraction
     rig: Rig
-    graph: nx.DiGraph[str]  # with costs, and what was demanded
-    cluster: Cluster  # calibrated, with the memory that placements may count on
+    graph: nx.DiGraph[str]  # with costs and user constraints
+    cluster: Cluster  # calibrated, with the memory that placements may use
     given: Placement | None
 
 
@@ -92,22 +92,22 @@ def optimize_step(
 ) -> Optimization:
     """Place one step of a model.
 
-    Where all devices are on this machine the best placements are run; otherwise the simulator's
-    answer counts.
+    If all devices are on this machine, the best candidates are run; otherwise the simulated step
+    time decides.
 
     Args:
         step: the model and its example inputs.
-        cluster: devices. If all are on this machine and there are no links, speeds of devices and
-            links are calibrated. Those that are not here need rates, see envs/roofline.py.
-        options: budget, seed and what to leave out.
-        progress: hears what is going on.
+        cluster: devices. If all are on this machine and there are no links, device and link speeds
+            are calibrated. Devices elsewhere need rates, see envs/roofline.py.
+        options: search budget, seed, constraints and the like.
+        progress: receives progress.
 
     Raises:
-        ExtractionError: the model cannot be exported, or is on the meta device.
-        DemandError: an option names ops or devices that are not there, or contradicts another.
-        ValueError: a device is neither here nor described, cores are mixed with devices of torch,
-            what to start from is of another model or cluster, or copies cannot overlap there.
-        PlacementError: no placement was found that fits, or nothing could be run.
+        ExtractionError: the model cannot be extracted, or is on the meta device.
+        DemandError: an option names ops or devices that do not exist, or contradicts another.
+        ValueError: a device is neither on this machine nor described, cores are mixed with torch
+            devices, the warm start belongs to another model or cluster, or copies cannot overlap.
+        PlacementError: no placement that fits was found, or nothing could be run.
         KeyboardInterrupt: stopped before there was any placement.
     """
     hear = progress or Silent()
@@ -129,11 +129,11 @@ def optimize_step(
 
 
 def costed_step(step: Step, cluster: Cluster, options: Options, hear: Progress) -> CostedStep:
-    """Extract a step and measure or look up what its ops cost.
+    """Extract a step and measure or look up its op costs.
 
     Raises:
-        ExtractionError: the model cannot be exported, or is on the meta device.
-        DemandError: an option names ops or devices that are not there, or contradicts another.
+        ExtractionError: the model cannot be extracted, or is on the meta device.
+        DemandError: an option names ops or devices that do not exist, or contradicts another.
         ValueError: as for :func:`optimize_step`.
     """
     from envs.calibrate import calibrated
@@ -170,13 +170,13 @@ def costed_step(step: Step, cluster: Cluster, options: Options, hear: Progress) 
 def optimize_graph(
     graph: nx.DiGraph[str], cluster: Cluster, options: Options, progress: Progress | None = None
 ) -> Optimization:
-    """Place a graph with known costs; ends with the simulator's answer, nothing is run.
+    """Place a graph with known costs; nothing is run, the simulated step time decides.
 
     Raises:
-        DemandError: an option names ops or devices that are not there, or contradicts another.
-        ValueError: an op has no cost on any device of the cluster, or what to start from is no
+        DemandError: an option names ops or devices that do not exist, or contradicts another.
+        ValueError: an op has no cost on any device of the cluster, or the warm start is no
             placement of the graph.
-        PlacementError: no placement was found that fits.
+        PlacementError: no placement that fits was found.
         KeyboardInterrupt: stopped before there was any placement.
     """
     hear = progress or Silent()
@@ -196,10 +196,10 @@ def optimize_problem(
     *,
     coarse: Coarsened | None = None,
 ) -> Optimization:
-    """Place a problem, by groups of its ops if there are; nothing is run.
+    """Place the ops of a problem, or the given groups of them; nothing is run.
 
     Raises:
-        PlacementError: no placement was found that fits.
+        PlacementError: no placement that fits was found.
         KeyboardInterrupt: stopped before there was any placement.
     """
     with Interrupt() as interrupt:
@@ -225,10 +225,10 @@ def _decided(
     *,
     outset: _Outset,
 ) -> Optimization:
-    """Search, run the best if there is something to run, choose.
+    """Search, run the best candidates if there is a runtime, and choose.
 
-    Once the search has begun nothing is lost: Ctrl-C ends the stage, and where workers cannot be
-    started the prediction decides.
+    From the search on no result is lost: Ctrl-C only ends the current stage, and if the workers
+    cannot be started, the prediction decides.
     """
     if why := why_too_large(problem):
         raise PlacementError(f"The model fits nowhere: {why}.")
@@ -291,7 +291,7 @@ def _decided(
 
 
 def grouped(graph: nx.DiGraph[str], options: Options) -> Coarsened | None:
-    """The ops in groups, if that was asked for."""
+    """Return the ops merged into groups, None if the options ask for none."""
     return None if options.groups is None else coarsen(graph, most_groups=options.groups)
 
 
@@ -303,7 +303,6 @@ def _searched(
     rig: Rig | None,
     outset: _Outset,
 ) -> list[Row]:
-    """The candidates of a search, on groups of ops if there are, simulated op by op."""
     searched = problem
     if outset.coarse is not None:
         searched = Problem.of(GraphArrays.from_graph(outset.coarse.graph), problem.cluster)
@@ -317,7 +316,7 @@ def _searched(
     )
     if outset.coarse is not None:
         candidates = [_expanded(plan, outset.coarse) for plan in candidates]
-        candidates += _by_op(problem)  # groups may forbid good plans
+        candidates += _by_op(problem)  # groups may exclude good placements
     if outset.given is not None:
         candidates.append(Judge(problem).candidate(GIVEN, *outset.given.arrays()))
     simulated = Simulated(problem)
@@ -325,20 +324,18 @@ def _searched(
 
 
 def _by_op(problem: Problem) -> list[Candidate]:
-    """The list schedulers' plans for single ops."""
     found = heuristics(Judge(problem))
     schedulers = [plan for plan in found if plan.name in (HEFT_NAME, ETF_NAME)]
     return [replace(plan, name=f"{plan.name} by op") for plan in schedulers]
 
 
 def _expanded(plan: Candidate, coarse: Coarsened) -> Candidate:
-    """A plan for groups as one for their ops, of which nothing is proven."""
+    """Return a candidate for groups as one for their ops; its bound does not carry over."""
     devices, priority = coarse.expand(plan.devices, plan.priority)
     return replace(plan, devices=devices, priority=priority, bound_ns=None)
 
 
 def _row(simulated: Simulated, candidate: Candidate, options: Options, rig: Rig | None) -> Row:
-    """A candidate with its schedule; the placement's priorities spell the simulated order out."""
     problem, objective = simulated.problem, options.objective
     schedule = simulated.simulator.run(candidate.devices, candidate.priority)
     priority = np.empty(problem.op_count)
@@ -370,7 +367,6 @@ def _row(simulated: Simulated, candidate: Candidate, options: Options, rig: Rig 
 
 
 def _seconds(bound_ns: int | None) -> float | None:
-    """A bound in seconds, inf where nothing can run."""
     if bound_ns is None:
         return None
     return bound_ns / 1e9 if bound_ns < INFEASIBLE_NS else np.inf

@@ -1,4 +1,4 @@
-"""What was predicted and measured, by clocks, as placement files and ``--json`` keep it."""
+"""Predicted and measured times, by clock, as placement files and ``--json`` hold them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from placer.outcome import Optimization, Row
 
 
 def with_record(found: Optimization) -> Optimization:
-    """The same with the best row's times in the placement."""
+    """Return the result with the best candidate's times recorded in its placement."""
     best = found.best
     predicted = {
         "step_s": best.predicted_s,
@@ -25,12 +25,11 @@ def with_record(found: Optimization) -> Optimization:
 
 
 def candidates_to_list(found: Optimization) -> list[dict[str, Any]]:
-    """All candidates as plain data for JSON; None is what is not known."""
+    """Return all candidates as plain data for JSON; None marks unknown values."""
     return [_candidate(found, row) for row in found.rows]
 
 
 def _measured(found: Optimization) -> dict[str, Any] | None:
-    """The runs of the best, of one device and of the unplaced step; None if nothing was run."""
     seen, single, unplaced = found.best.measurement, found.single, found.all_cores
     if seen is None:
         return None

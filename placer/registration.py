@@ -1,4 +1,4 @@
-"""Registers all environments with Gymnasium, by name, without loading them.
+"""Registers all environments with Gymnasium, without importing them.
 
 Importing this module registers them, so either of these works::
 
@@ -8,7 +8,7 @@ Importing this module registers them, so either of these works::
 
     gymnasium.make("placer.registration:placer/Placement-v0", problem=problem)
 
-Gymnasium 1.0 and later look for no plug-ins by themselves.
+Gymnasium 1.0 and later do not discover plug-ins.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ENTRIES: Final = {
 
 
 def register_environments() -> None:
-    """Register the environments of this floor and of the one below, where they are not yet."""
+    """Register the environments of ``placer`` and ``envs`` that are not registered yet."""
     registration.register_environments()
     for name, entry in _ENTRIES.items():
         if name not in gymnasium.registry:

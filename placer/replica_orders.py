@@ -1,8 +1,8 @@
-"""Plans of one replica that may be the best of many: those that are fast alone, in several orders.
+"""Candidates for replication: the fastest placements of one replica, in several op orders.
 
-A search that knows of one replica leaves gradients for last where nothing waits for them; all
-communication is then exposed. So each of the fastest plans is also tried with its ops in the order
-of the graph, which for a model is that of autograd, and with ops that make gradients first.
+A search for a single replica leaves gradients for last if nothing waits for them, which exposes
+all communication. So each of the fastest placements is also tried in graph order (autograd's, for
+a model) and with the ops that compute gradients first.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ MOST_PLANS: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A plan, and what one replica of it does in a step."""
+    """A candidate and the simulated step of one replica of it."""
 
     row: Row
     step: ReplicaStep
 
     def chosen_of(self, found: Optimization) -> Optimization:
-        """What was found, with this plan as the best of it."""
+        """Return an optimization result with this candidate as its best."""
         if self.row is found.best:
             return found
         predicted = {**(found.placement.predicted or {}), **self.row.times_s}
@@ -44,10 +44,10 @@ class Variant:
 
 
 def variants(problem: Problem, found: Optimization, gradients: Gradients) -> list[Variant]:
-    """The plans to try with reductions, what is the best alone first.
+    """Return the candidates to simulate with reductions, the best single-replica one first.
 
     Raises:
-        ValueError: that cannot be simulated.
+        ValueError: that one cannot be simulated.
     """
     simulator = ReplicaSimulator(problem, gradients)
     first = Variant(found.best, simulator.step(found.best.placement))
@@ -60,7 +60,6 @@ def variants(problem: Problem, found: Optimization, gradients: Gradients) -> lis
 
 
 def _orders(simulator: ReplicaSimulator, row: Row) -> Iterator[Variant]:
-    """One plan in other orders, as far as it still fits."""
     graph, cluster = simulator.problem.graph, simulator.problem.cluster
     in_order = np.empty(len(graph))
     in_order[graph.topological] = -np.arange(len(graph))
@@ -72,7 +71,7 @@ def _orders(simulator: ReplicaSimulator, row: Row) -> Iterator[Variant]:
         placement: Placement = replace(row.placement, priority=tuple(priority.tolist()))
         try:
             step = simulator.step(placement)
-        except ValueError:  # what runs earlier may need memory for longer
+        except ValueError:  # an op that runs earlier may hold memory longer
             continue
         yield Variant(
             replace(

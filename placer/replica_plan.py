@@ -1,4 +1,4 @@
-"""What replicating a placement gives: every split of the devices, the best, how it scales."""
+"""Plans for data-parallel replicas: splits of the devices, the best one, and its scaling curve."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ AUTO: Final = "auto"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replication:
-    """What is asked for.
+    """Options of data-parallel replicas.
 
-    ``per-replica``: every replica runs the step as it is given. ``global``: they share its batch,
-    and ``accumulate`` passes share that of a replica. ``samples`` are those of the step as it is
-    given; None is the first dimension of a model's inputs, and 1 for a graph.
+    ``per-replica``: every replica runs the step with its whole batch. ``global``: replicas share
+    the batch, and the ``accumulate`` passes of a replica share its part. ``samples`` is the batch
+    size of the given step; None is the first dimension of a model's inputs, and 1 for a graph.
     """
 
-    replicas: int | None = None  # None: as many as are best
+    replicas: int | None = None  # None: choose the best number
     batch: Batch = "per-replica"
     accumulate: int = 1
     reduction: Reduction = field(default_factory=Reduction)
@@ -55,10 +55,10 @@ class Replication:
 
     @classmethod
     def of(cls, given: int | str | Replication) -> Replication:
-        """What is asked for by a number of replicas or "auto".
+        """Convert a number of replicas or "auto".
 
         Raises:
-            ValueError: it is neither.
+            ValueError: the argument is neither.
         """
         if isinstance(given, Replication):
             return given
@@ -67,11 +67,11 @@ class Replication:
         return cls(replicas=None if isinstance(given, str) else given)
 
     def parts(self, replicas: int) -> int:
-        """By what the batch of the step is divided for one pass of one replica."""
+        """Return into how many parts the step's batch is divided for one pass of one replica."""
         return replicas * self.accumulate if self.batch == "global" else 1
 
     def why_not(self, parts: int) -> str:
-        """Why the batch cannot be cut into so many parts, "" if it can or nobody knows it."""
+        """Return why the batch cannot be divided so, "" if it can or its size is unknown."""
         if self.samples is None or self.samples % parts == 0:
             return ""
         if self.samples < parts:
@@ -82,64 +82,64 @@ class Replication:
         return f"{told} ({parts // self.accumulate} replicas x {passes})."
 
     def largest_part(self, replicas: int) -> Fraction:
-        """By what the batch is divided for the pass that has the most samples of it."""
+        """Return the batch size over the samples of the largest part."""
         parts = self.parts(replicas)
         if self.samples is None:
             return Fraction(parts)
         return Fraction(self.samples, -(-self.samples // parts))
 
     def step_samples(self, replicas: int) -> int:
-        """Samples of one update of the parameters."""
+        """Return the number of samples per parameter update."""
         times = replicas * self.accumulate if self.batch == "per-replica" else 1
         return (self.samples or 1) * times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Split:
-    """So many replicas on groups of so many devices each; without a plan it says why."""
+    """Replicas on groups of devices of equal size; without a placement ``why`` gives the reason."""
 
     groups: tuple[tuple[str, ...], ...]
-    samples: int  # of one update
+    samples: int  # per parameter update
     found: Optimization | None = None
     alone: ReplicaStep | None = None
     step: ReplicatedStep | None = None
-    one_samples_per_s: float = np.nan  # of a single replica, with the whole batch if it is shared
-    is_baseline: bool = False  # to compare with, not asked for
+    one_samples_per_s: float = np.nan  # of one replica, with the whole global batch
+    is_baseline: bool = False  # for comparison, not requested
     why: str = ""
 
     @property
     def replicas(self) -> int:
-        """How many there are."""
+        """Return the number of replicas."""
         return len(self.groups)
 
     @property
     def devices_each(self) -> int:
-        """Of one replica."""
+        """Return the number of devices per replica."""
         return len(self.groups[0])
 
     @property
     def devices(self) -> int:
-        """Of all replicas."""
+        """Return the number of devices of all replicas."""
         return self.replicas * self.devices_each
 
     @property
     def step_s(self) -> float:
-        """Of all replicas with their reductions; inf without a plan."""
+        """Return the step time with reductions; inf without a placement."""
         return np.inf if self.step is None else self.step.step_s
 
     @property
     def samples_per_s(self) -> float:
-        """0 without a plan."""
+        """Return the throughput; 0 without a placement."""
         return self.samples / self.step_s if self.step_s else np.inf
 
     @property
     def efficiency(self) -> float:
-        """Throughput over that of as many times one replica; nan without a plan."""
+        """Return the throughput over ``replicas`` times that of one; nan without a placement."""
         return share_of_ideal(self.samples_per_s, self.replicas * self.one_samples_per_s)
 
     @property
     def name(self) -> str:
-        """As people write it.
+        """Return replicas x devices of each.
 
         >>> Split(groups=(("a", "b"), ("c", "d")), samples=1).name
         '2 x 2'
@@ -149,7 +149,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurvePoint:
-    """The chosen placement on more or fewer replicas, which share the batch if the plan says so."""
+    """The chosen placement with another number of replicas; they share a global batch."""
 
     replicas: int
     devices: int
@@ -157,20 +157,20 @@ class CurvePoint:
     efficiency: float
     exposed_s: float
     hidden_s: float
-    beyond: bool  # the cluster has fewer devices
+    beyond: bool  # more devices than the cluster has
     fits: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReplicaPlan:
-    """All splits, the best of those that were asked for first; at least that one has a plan."""
+    """All splits, the best requested one first; at least that one has a placement."""
 
-    problem: Problem  # of the whole cluster, with the batch as it is given
+    problem: Problem  # of the whole cluster and batch
     wanted: Replication
     splits: tuple[Split, ...]
     curve: tuple[CurvePoint, ...]
     searched: int
-    left_out: int  # searches that were not made, since the user stopped it
+    left_out: int  # searches skipped because the user stopped
     search_s: float
     notes: tuple[str, ...] = ()
     extraction: Extraction | None = None
@@ -178,12 +178,12 @@ class ReplicaPlan:
 
     @property
     def best(self) -> Split:
-        """Of what was asked for the most samples per second; of equal ones the fewest devices."""
+        """Return the requested split with most samples per second; on ties, fewest devices."""
         return self.splits[0]
 
     @property
     def replicas(self) -> Replicas:
-        """As the placement's file records them."""
+        """Return the replicas as a placement file records them."""
         step, reduction = self.best.step, self.wanted.reduction
         assert step is not None
         sent: Counter[str] = Counter()
@@ -200,7 +200,6 @@ class ReplicaPlan:
         )
 
     def _levels(self, step: ReplicatedStep) -> tuple[int, ...]:
-        """Ranks at each level of the network of the slot that has the largest bucket."""
         index = self.problem.cluster.index
         groups = [[index(name) for name in group] for group in self.best.groups]
         slot = step.buckets.slot[step.buckets.size_bytes.argmax()]
@@ -208,7 +207,7 @@ class ReplicaPlan:
 
     @property
     def found(self) -> Optimization:
-        """The placement of one replica, which knows of the others."""
+        """Return the result for one replica, with the replicated step in its prediction."""
         best = self.best
         assert best.found is not None and best.step is not None  # noqa: PT018  # the first has both
         predicted = {
@@ -233,7 +232,7 @@ class ReplicaPlan:
 
     @property
     def shown(self) -> tuple[Split, ...]:
-        """Of every number of devices each the best split and the one with the most replicas."""
+        """Return, for each number of devices, the best split and the one with most replicas."""
         kept = []
         for size in sorted({split.devices_each for split in self.splits}):
             own = [split for split in self.splits if split.devices_each == size]
@@ -242,7 +241,10 @@ class ReplicaPlan:
         return tuple(kept)
 
     def pure(self, *, replicas: bool) -> Split | None:
-        """One device for each replica and as many as there are, or one replica on all devices."""
+        """Return the split for pure data parallelism (one device each) or pure placement.
+
+        Pure placement is one replica on all devices. None if that split was not planned.
+        """
         every = self.problem.device_count
         able = [s for s in self.splits if (s.devices_each if replicas else s.replicas) == 1]
         if not replicas:
@@ -251,7 +253,7 @@ class ReplicaPlan:
 
     @property
     def verdict(self) -> str:
-        """What is best, and why it beats pure data parallelism and pure placement."""
+        """Return the best split and how it compares to pure data parallelism and pure placement."""
         best, step = self.best, self.best.step
         assert step is not None
         text = (
@@ -277,7 +279,6 @@ class ReplicaPlan:
         return " ".join([f"{text}.", *compared])
 
     def _gain(self, split: Split) -> str:
-        """What devices gain together; none was simulated with all of a batch that is shared."""
         single, is_shared = self.pure(replicas=True), self.wanted.batch == "global"
         if single is None or single.step is None or split.devices == 1 or is_shared:
             return ""
@@ -298,7 +299,7 @@ class ReplicaPlan:
 
     @property
     def remarks(self) -> list[str]:
-        """What a reader of the numbers should know, each a sentence."""
+        """Return remarks that qualify the numbers, one sentence each."""
         found = ["Nothing was run: steps are the simulator's.", *self.notes]
         beyond = [point for point in self.curve if point.beyond]
         if beyond:
@@ -321,7 +322,7 @@ class ReplicaPlan:
 
 
 def share_of_ideal(samples_per_s: float, ideal: float) -> float:
-    """A throughput over what it would be at best; 1 where steps take no time."""
+    """Return a throughput over the ideal one; 1 if steps take no time."""
     return 1.0 if np.isinf(ideal) else samples_per_s / ideal
 
 

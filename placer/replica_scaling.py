@@ -1,4 +1,4 @@
-"""How the placement of a split does on more or fewer replicas."""
+"""Simulates the placement of a split with other numbers of replicas."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from graphs.graph import GraphArrays
 from placer.replica_plan import CurvePoint, Replication, Split, share_of_ideal
 
 CURVE_DEVICES: Final = 4096
-"""How far the curve goes at least."""
+"""Number of devices that the curve reaches at least."""
 _AMPLE_BYTES: Final = 2**60
 
 
@@ -27,8 +27,8 @@ _AMPLE_BYTES: Final = 2**60
 class Scaling:
     """Simulates a split with other numbers of replicas.
 
-    Replicas that share a batch have less of it the more they are: costs and activations of the
-    step that was placed are scaled in proportion, to those of the replica with the most samples.
+    With a global batch, more replicas have less of it each: costs and activations of the placed
+    step are scaled in proportion, to those of the replica with most samples.
     """
 
     problem: Problem  # of the whole cluster
@@ -37,12 +37,12 @@ class Scaling:
     gradients: Callable[[GraphArrays], Gradients]
 
     def one_samples_per_s(self, split: Split) -> float:
-        """The throughput of a single replica."""
+        """Return the throughput of a single replica."""
         group = [self.problem.cluster.index(name) for name in split.groups[0]]
         return self._point(split, 1, slot_networks(self.problem, [group])).samples_per_s
 
     def curve(self, split: Split) -> Iterator[CurvePoint]:
-        """On 1, 2, 4, ... replicas, on as many as there is room for, and in clusters beyond."""
+        """Yield points for 1, 2, 4, ... replicas up to all that the cluster holds, and beyond."""
         group = tuple(map(self.problem.cluster.index, split.groups[0]))
         alike = next(c for c in replica_groups(self.problem, len(group)) if c[0] == group)
         size, most = len(group), len(alike)
@@ -83,7 +83,6 @@ class Scaling:
         )
 
     def _replica(self, split: Split, replicas: int) -> ReplicaStep:
-        """One of so many replicas, with its part of the batch."""
         assert split.found is not None, "a split without a plan has no step"
         assert split.alone is not None, "as before"
         parts, own = self.wanted.largest_part(replicas), self.wanted.parts(split.replicas)

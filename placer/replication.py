@@ -1,10 +1,10 @@
-"""Plans replicas: how many, on how many devices each, placed how, and reduced how.
+"""Plans replicas: their number, devices, placement and gradient reduction.
 
-For every number of devices d that N // R can be, the placer is asked once for each sort of group of
-d devices (and each batch); then R replicas of what it found are simulated with their reductions.
-More devices never make a placement worse, so no other d is needed. Of R every number is tried up to
-MOST_REPLICAS, beyond that powers of two and the largest: with more, the curve is smooth. Where R is
-asked for, a replica on every device and one on all of them are planned as well, to compare with.
+For every number of devices d = N // R, one search is run for each kind of device group of size d
+(and each batch size); then R replicas of its result are simulated with their reductions. Other
+values of d are not needed, as more devices never make a placement worse. All R up to MOST_REPLICAS
+are tried; beyond that, powers of two and the largest, as the curve is smooth. For a requested R,
+one replica per device and one replica on all devices are planned for comparison.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ def plan_step(
     wanted: Replication,
     progress: Progress | None = None,
 ) -> ReplicaPlan:
-    """Plan replicas of one step of a model; costs may be measured, plans are not run.
+    """Plan replicas of one step of a model; op costs may be measured, plans are not run.
 
     Raises:
-        ExtractionError: the model cannot be exported, or is on the meta device.
-        ValueError: as for :func:`plan_graph`, or a device is neither here nor described.
+        ExtractionError: the model cannot be extracted, or is on the meta device.
+        ValueError: as for :func:`plan_graph`, or a device is neither on this machine nor described.
         PlacementError: no replica fits.
         KeyboardInterrupt: stopped before there was any plan.
     """
@@ -86,9 +86,9 @@ def plan_graph(
     """Plan replicas of a graph with known costs.
 
     Raises:
-        DemandError: an option names ops or devices that are not there, or contradicts another.
-        ValueError: there are fewer devices than replicas, an option is not for replicas, or an op
-            has no cost on any device.
+        DemandError: an option names ops or devices that do not exist, or contradicts another.
+        ValueError: there are fewer devices than replicas, an option does not apply to replicas, or
+            an op has no cost on any device.
         PlacementError: no replica fits.
         KeyboardInterrupt: stopped before there was any plan.
     """
@@ -98,7 +98,7 @@ def plan_graph(
 
 
 def check_options(options: Options) -> None:
-    """Make sure that replicas can be planned.
+    """Check that the options apply to replicas.
 
     Raises:
         ValueError: an option is for a single placement.
@@ -114,10 +114,10 @@ def check_options(options: Options) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """Replicas on these groups, of one of the searches."""
+    """Replicas on groups of devices, and the search that places one of them."""
 
     groups: Sequence[Block]
-    search: tuple[int, Block]  # parts of the batch, and the devices that are placed on
+    search: tuple[int, Block]  # parts of the batch, devices of one replica
     is_baseline: bool = False
 
 
@@ -127,7 +127,7 @@ def _rank(split: Split) -> tuple[bool, float, int, int]:
 
 @dataclass(slots=True)
 class _Searched:
-    """A placement for one sort of group, or why there is none."""
+    """The result of one search, or why there is none."""
 
     found: Optimization | None
     plans: Sequence[Variant] = ()
@@ -136,14 +136,14 @@ class _Searched:
 
 @dataclass(slots=True)
 class _Planner:
-    """Searches and simulations of one plan."""
+    """Runs the searches and simulations of one plan."""
 
     source: StepSource
     options: Options
     wanted: Replication
     hear: Progress
-    graphs: dict[int, nx.DiGraph[str]] = field(default_factory=dict)  # by parts of the batch
-    arrays: dict[int, GraphArrays] = field(default_factory=dict)  # the same
+    graphs: dict[int, nx.DiGraph[str]] = field(default_factory=dict)  # {parts of the batch: graph}
+    arrays: dict[int, GraphArrays] = field(default_factory=dict)
     searched: dict[tuple[int, Block], _Searched] = field(default_factory=dict)
     search_s: float = 0.0
 
@@ -181,7 +181,6 @@ class _Planner:
         return self.graphs[parts]
 
     def _jobs(self, problem: Problem) -> Iterator[_Job]:
-        """All that are compared."""
         count, asked = problem.device_count, self.wanted.replicas
         if asked is not None and asked > count:
             raise ValueError(
@@ -207,7 +206,7 @@ class _Planner:
         return _Job(groups, (self.wanted.parts(len(groups)), groups[0]), is_baseline)
 
     def _baselines(self, problem: Problem, replicas: int, size: int) -> Iterator[_Job]:
-        """A replica on every device and one on all, where they are not what was asked for."""
+        """Yield one replica per device and one on all devices, unless they were requested."""
         single, whole = replica_groups(problem, 1)[0], replica_groups(problem, problem.device_count)
         if (replicas, size) != (len(single), 1):
             yield self._job(single, is_baseline=True)
@@ -215,7 +214,7 @@ class _Planner:
             yield self._job(whole[0][:1], is_baseline=True)
 
     def _counts(self, most: int) -> list[int]:
-        """Numbers of replicas to try, of at most so many; a batch for each is a search for each."""
+        """Return the numbers of replicas to try; with a global batch each needs its own search."""
         if self.wanted.replicas is not None:
             return [r for r in (self.wanted.replicas,) if r <= most]
         if self.wanted.batch == "global":
@@ -230,9 +229,10 @@ class _Planner:
         searches: Sequence[tuple[int, Block]],
         asked: Collection[tuple[int, Block]],
     ) -> None:
-        """Ask the placer, in turn; where the user stops it, what was found until then counts.
+        """Run the searches in turn; if the user stops them, completed ones count.
 
-        Where nothing that was asked for was found to fit, most devices get the whole budget again.
+        If no requested search found a placement that fits, the one with most devices is repeated
+        with the whole search budget.
 
         Raises:
             KeyboardInterrupt: stopped before there was any placement.
@@ -259,7 +259,6 @@ class _Planner:
             )
 
     def _is_search(self, parts: int, group: Block) -> bool:
-        """Whether there is something to search for."""
         return len(group) > 1 and not self.wanted.why_not(parts)
 
     def _searched(self, parts: int, cluster: Cluster, budget: Budget, hear: Progress) -> _Searched:

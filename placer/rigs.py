@@ -1,7 +1,7 @@
-"""What the main job needs of devices: what can be placed on them, its costs, a backend to run it.
+"""Runtimes: which ops can be placed on a kind of device, their costs, and a backend to run them.
 
-Pinned cores run the joint graph op by op in workers, torch's own devices the calls of the exported
-forward pass in this process, or the model's own code module by module.
+Pinned cores run the joint graph op by op in worker processes. Torch devices run the calls of the
+exported forward pass in this process, or the model's own code module by module.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MOST_ROUNDS: Final = 41
 
 
 class MeasuringBackend(Protocol):
-    """Runs placements for real, in turn."""
+    """Runs placements in turn and measures their step times."""
 
     interrupted: bool
     reference: Measurement | None
@@ -47,45 +47,47 @@ class MeasuringBackend(Protocol):
         *,
         reference: bool = False,
     ) -> list[Measurement]:
-        """See :meth:`envs.measured.Measured.measure`."""
+        """Measure placements; see :meth:`envs.measured.Measured.measure`."""
         ...
 
     def close(self) -> None:
-        """End what it started."""
+        """Release the workers, or the copy of the model."""
         ...
 
 
 class Rig(Protocol):
-    """How an extraction is placed on one sort of devices."""
+    """The runtime of one kind of devices: what can be placed there, its costs and a backend."""
 
     graph: nx.DiGraph[str]
-    runs: bool  # whether there is a backend for what was extracted
+    runs: bool  # whether there is a backend for the extraction
 
     def costed(
         self, graph: nx.DiGraph[str], cluster: Cluster, hear: Progress, *, fresh: bool = False
     ) -> nx.DiGraph[str]:
-        """A copy of ``graph``, which has the same ops, with seconds for every kind of device."""
+        """Return a copy of ``graph``, which has the same ops, with costs for every device kind."""
         ...
 
     def planned(self, cluster: Cluster) -> Cluster:
-        """The cluster with the memory that placements may count on."""
+        """Return the cluster with the memory that placements may use."""
         ...
 
     def order(self, problem: Problem, schedule: Schedule) -> list[int]:
-        """All ops in the order that placements ask for, from what was simulated."""
+        """Return all ops in execution order, from a simulated schedule."""
         ...
 
     def backend(self, problem: Problem, longest_s: float, shortest_s: float) -> MeasuringBackend:
-        """What runs candidates whose steps are predicted to take between these times."""
+        """Return a backend for candidates with predicted step times between these."""
         ...
 
 
 def rig_for(extraction: Extraction, cluster: Cluster, *, overlap: bool = False) -> Rig:
-    """The rig for the devices of a cluster; what is elsewhere is simulated op by op, as cores are.
+    """Return the runtime for the devices of a cluster.
+
+    Devices that are not on this machine are simulated op by op, like cores.
 
     Raises:
-        ExtractionError: devices of torch cannot run what was extracted.
-        ValueError: copies are to overlap with compute where they cannot.
+        ExtractionError: torch devices cannot run the extraction.
+        ValueError: ``overlap`` is set, but copies cannot overlap on these devices.
     """
     on_torch = not any(map(is_core, cluster.names)) and all(map(is_here, cluster.names))
     if on_torch:
@@ -96,7 +98,7 @@ def rig_for(extraction: Extraction, cluster: Cluster, *, overlap: bool = False) 
 
 
 class Cores:
-    """Pinned cores: every op can be placed."""
+    """The runtime of pinned cores: every op can be placed."""
 
     def __init__(self, extraction: Extraction, cluster: Cluster) -> None:
         self.extraction = extraction
@@ -107,19 +109,19 @@ class Cores:
     def costed(
         self, graph: nx.DiGraph[str], cluster: Cluster, hear: Progress, *, fresh: bool = False
     ) -> nx.DiGraph[str]:
-        """Costs in context, by the clocks of the workers; without ``fresh`` known ones count."""
+        """Return the graph with op costs measured in context by the workers, or cached ones."""
         return costed_graph(self.extraction, graph, cluster, hear, fresh=fresh)
 
     def planned(self, cluster: Cluster) -> Cluster:
-        """All its memory."""
+        """Return the cluster with all its memory."""
         return cluster
 
     def order(self, problem: Problem, schedule: Schedule) -> list[int]:
-        """By start."""
+        """Return ops by start time."""
         return run_order(problem, schedule.start_ns)
 
     def backend(self, problem: Problem, longest_s: float, shortest_s: float) -> MeasuringBackend:
-        """Workers."""
+        """Return a backend of worker processes."""
         return Measured(
             self.extraction,
             problem,
@@ -131,9 +133,9 @@ class Cores:
 
 
 class TorchDevices:
-    """``cuda:*`` and ``cpu``: every call can be placed, its backward goes with it.
+    """The runtime of ``cuda:*`` and ``cpu``: every call can be placed, its backward runs with it.
 
-    Of a graph of modules every module can.
+    Of a module graph, every module can be placed.
     """
 
     runs = True
@@ -150,7 +152,7 @@ class TorchDevices:
     def costed(
         self, graph: nx.DiGraph[str], cluster: Cluster, hear: Progress, *, fresh: bool = False
     ) -> nx.DiGraph[str]:
-        """Costs of every call alone, of modules in context; without ``fresh`` known ones count."""
+        """Return the graph with costs of calls alone, of modules in context, or cached ones."""
         costs = call_costs(
             self.extraction,
             self.calls,
@@ -165,16 +167,16 @@ class TorchDevices:
         )
 
     def planned(self, cluster: Cluster) -> Cluster:
-        """Some of its memory is left for gaps and libraries."""
+        """Return the cluster with some memory reserved for fragmentation and libraries."""
         return plannable(cluster)
 
     def order(self, problem: Problem, schedule: Schedule) -> list[int]:
-        """By start, but those of the CPU by their end."""
+        """Return ops by start time, those on the CPU by end time."""
         return launch_order(problem, schedule)
 
     def backend(self, problem: Problem, longest_s: float, shortest_s: float) -> MeasuringBackend:
-        """A placed or hooked module in this process."""
-        del shortest_s  # its turns are as long as its steps need
+        """Return a backend that runs a placed or hooked module in this process."""
+        del shortest_s  # its turns adapt to the step time
         return MeasuredModule(
             self.extraction,
             self.calls,
@@ -186,5 +188,5 @@ class TorchDevices:
 
 
 def rounds_for(step_s: float) -> int:
-    """How often a candidate is run: short steps scatter more, and cost less."""
+    """Return how often a candidate is run: short steps are noisier and cheaper to repeat."""
     return int(min(max(MEASURED_S / step_s, FEWEST_ROUNDS), MOST_ROUNDS)) if step_s else MOST_ROUNDS

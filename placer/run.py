@@ -1,4 +1,4 @@
-"""Trains replicas of a placed model, one for each rank that torchrun starts.
+"""Train replicas of a placed model, one on each rank that torchrun starts.
 
 ::
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one rank; 0, 1 for a run that failed, 2 for bad usage."""
+    """Run one rank and return its exit status: 0, 1 if the run failed, 2 for bad usage."""
     args = build_parser().parse_args(arguments)
     if args.resume and args.checkpoint is None:
         return fail(BAD_USAGE, "--resume goes on from a checkpoint: give --checkpoint, too")
@@ -84,7 +84,7 @@ def _run(args: argparse.Namespace, options: SyncOptions) -> int:
             target=args.target,
         )
         own, is_shared = on_own_devices(placement)
-        torch.manual_seed(args.seed)  # all ranks make the same model
+        torch.manual_seed(args.seed)  # the same model on all ranks
         step = replace(load_step(args.target, training=True), dtype=args.dtype)
         batches: Batches = MadeUp(step, args.seed)
         if args.data is not None:
@@ -104,11 +104,6 @@ def _run(args: argparse.Namespace, options: SyncOptions) -> int:
 
 
 def _part_of(step: Step, parts: int) -> Step:
-    """The step that was placed: on a part of the batch.
-
-    Raises:
-        ValueError: the batch has no such parts.
-    """
     from placer.model_batches import batch_size, with_part_of_inputs
 
     part = with_part_of_inputs(step, parts)
@@ -139,11 +134,11 @@ def _train(run: Run, step: Step, batches: Batches) -> Trained:
     args, manner = run.args, run.manner
     cuda = [name for name in run.own.device_names if name.startswith("cuda")]
     if cuda:
-        torch.cuda.set_device(cuda[0])  # where NCCL puts what has no device of its own
-    nccl = bool(cuda) and not run.is_shared  # under which two ranks cannot share a GPU
+        torch.cuda.set_device(cuda[0])  # NCCL uses it for tensors without a device of their own
+    nccl = bool(cuda) and not run.is_shared  # NCCL does not let two ranks share a GPU
     with joined(args.timeout_s, nccl=nccl) as store:
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        # before NCCL's own watchdog, which ends the process with words of its own
+        # shorter than the timeout of NCCL's watchdog, which would end the process first
         silence_s = 0.8 * args.timeout_s if nccl else None
         liveness = Liveness(RunStore(store, shared_secret()), rank, ranks, silence_s=silence_s)
         liveness.start()
@@ -231,7 +226,7 @@ def _tell(run: Run, ranks: int) -> None:
 
 
 def _plain_steps(run: Run) -> tuple[str, ...]:
-    """A sentence on the steps before the method begins, unless the user has said how many."""
+    # Steps before the method begins, unless the user has set their number.
     steps, given = run.args.steps, run.manner.options.warmup_steps
     plain = method_named(run.manner.sync).warmup_steps if given is None else given
     if plain >= steps:
@@ -269,7 +264,7 @@ def _print(run: Run, found: Trained) -> None:
 
 
 def end_with(launcher: int) -> None:
-    """End this process when its launcher does: one that was killed ends no rank."""
+    """End this process when its launcher ends: a killed launcher does not stop its ranks."""
     gone = select.poll()
     gone.register(os.pidfd_open(launcher), select.POLLIN)
 
@@ -281,9 +276,9 @@ def end_with(launcher: int) -> None:
 
 
 def script() -> NoReturn:
-    """Entry of the module.
+    """Run the module as a script.
 
-    Leaves without a farewell: threads of gloo may abort a process that says one.
+    Exits without interpreter shutdown, in which gloo's threads may abort the process.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with(os.getppid())

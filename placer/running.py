@@ -1,4 +1,4 @@
-"""Runs the best candidates for real, and plans for less memory where it did not suffice."""
+"""Runs the best candidates, and plans for less memory if they run out of it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from placer.rigs import Rig
 
 MEASURED_CANDIDATES: Final = 5
-"""How many of the best are run for real, besides the best single device."""
+"""Number of best candidates to run besides the best single devices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runs:
-    """What running candidates for real gave."""
+    """Measurements of candidates that were run."""
 
     of_row: Mapping[int, Measurement] = field(default_factory=dict)
     all_cores: Measurement | None = None
@@ -33,10 +33,10 @@ class Runs:
 
 
 def run_best(rows: Sequence[Row], rig: Rig, problem: Problem, hear: Progress) -> Runs:
-    """Run the best few and the best single devices in turn.
+    """Run the best candidates and the best single devices in turn.
 
     Raises:
-        WorkerError: the workers do not come up.
+        WorkerError: the workers do not start.
     """
     chosen = worth_running(rows, problem.cluster)
     if not chosen:
@@ -56,13 +56,13 @@ def run_best(rows: Sequence[Row], rig: Rig, problem: Problem, hear: Progress) ->
 
 
 def overfull(rows: Sequence[Row], runs: Runs) -> bool:
-    """Whether memory did not suffice for any candidate that uses several devices."""
+    """Return whether all candidates on several devices ran out of memory."""
     several = [seen for i, seen in runs.of_row.items() if not rows[i].is_single]
     return bool(several) and all(seen.overfull for seen in several)
 
 
 def with_less_memory(problem: Problem, share: float) -> Problem:
-    """The same problem on devices with a share of their memory."""
+    """Return the problem with a share of each device's memory."""
     devices = tuple(
         replace(device, memory_bytes=int(device.memory_bytes * share))
         for device in problem.cluster.devices
@@ -73,9 +73,9 @@ def with_less_memory(problem: Problem, share: float) -> Problem:
 def joined(
     rows: Sequence[Row], runs: Runs, more: Sequence[Row], later: Runs
 ) -> tuple[list[Row], Runs]:
-    """What a later search and its runs gave, and of the earlier ones what failed.
+    """Return the candidates and runs of a later search, with the failed ones of an earlier search.
 
-    Runs are only compared with others of the same rounds.
+    Runs are only compared with runs of the same rounds.
     """
     failed = [i for i, seen in runs.of_row.items() if seen.failure]
     of_failed = {len(more) + k: runs.of_row[i] for k, i in enumerate(failed)}
@@ -84,9 +84,9 @@ def joined(
 
 
 def worth_running(rows: Sequence[Row], cluster: Cluster) -> list[int]:
-    """Indices of the candidates to be run: the best single device of each kind, the best others.
+    """Return indices of candidates to run: best single device of each kind and best others.
 
-    What the user has is run in any case.
+    A warm start is always run.
     """
     kind_of = {device.name: device.kind for device in cluster.devices}
     feasible = [i for i, row in enumerate(rows) if np.isfinite(row.predicted_s)]

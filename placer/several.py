@@ -1,4 +1,4 @@
-"""Several searches as one job: their shares of its budget and of its progress."""
+"""Shares of budget and progress for several searches of one job."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from placer.search.budget import Budget
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Progress of one of several searches as a part of the stage that they all are."""
+    """Reports the progress of one of several searches as part of their common stage."""
 
     whole: Progress
     number: int
     count: int
 
     def stage(self, title: str) -> None:
-        """Not told: there would be one for every sub-cluster."""
+        """Ignore the title: there would be one stage per search."""
 
     def advance(self, share: float, text: str = "") -> None:
-        """Told as a share of all."""
+        """Report the share of all searches."""
         shown = f"{self.number + 1} of {self.count}"
         self.whole.advance(
             (self.number + share) / self.count, f"{shown}: {text}" if text else shown
@@ -28,7 +28,7 @@ class Slice:
 
 
 def share_of(budget: Budget, several: int | None) -> Budget:
-    """The budget of each of several searches; on one device there is nothing to search for."""
+    """Return the budget of each of several searches; one evaluation if ``several`` is None."""
     if several is None:
         return Budget(evaluations=1)
     if budget.seconds is not None:

@@ -1,7 +1,6 @@
-"""The project's packages have short names; a user's folder of the same name may hide one.
+"""Check that no user folder shadows the packages ``envs`` and ``graphs``.
 
-Imports would then fail somewhere deep, with a message about a missing module. This check fails
-early, with what shadows what, and what to do.
+Imports would otherwise fail later, with a message about a missing module.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ FLOORS: Final = ("envs", "graphs")
 
 
 def refuse_shadows() -> None:
-    """Make sure that ``envs`` and ``graphs`` are those that belong to this ``placer``.
+    """Check that ``envs`` and ``graphs`` resolve to the packages beside this ``placer``.
 
     Raises:
         ImportError: another package or folder comes first on the import path.
@@ -37,7 +36,6 @@ def refuse_shadows() -> None:
 
 
 def _place_of(name: str) -> Path | None:
-    """The folder that ``import name`` takes, or has taken."""
     loaded = sys.modules.get(name)
     spec = loaded.__spec__ if loaded is not None else importlib.util.find_spec(name)
     if spec is None:

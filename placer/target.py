@@ -1,4 +1,4 @@
-"""What the user wants placed: a function that makes a model, ``hf:name``, a file."""
+"""Loads targets of the command line: a function that returns a model, ``hf:name``, or a file."""
 
 from __future__ import annotations
 
@@ -32,22 +32,21 @@ __all__ = [
 
 
 def load_step(target: str, *, training: bool, weights: bool = True) -> Step:
-    """The step that a target names.
+    """Load the step that a target names.
 
-    Without ``weights`` its graph is all that is wanted: a model may then be on the meta device, and
-    one of transformers is, which takes no memory. A function makes the model as it pleases.
+    * ``hf:name``: a transformers model, see :mod:`placer.sources.huggingface`;
+    * ``model.pt2``: an exported program, see :mod:`placer.sources.exported`;
+    * ``model.onnx``: an ONNX file, see :mod:`placer.sources.onnx`;
+    * otherwise a function without arguments that returns ``(model, inputs)`` or
+      ``(model, inputs, loss)``. ``inputs`` is a tensor, a tuple of positional arguments or a dict
+      of keyword arguments. With a loss the last input is the target (in a dict, the one entry that
+      the model does not take), see :meth:`graphs.extract.Step.of`.
 
-    ``hf:name`` is a model of transformers, see :mod:`placer.sources.huggingface`; ``model.pt2`` an
-    exported program, see :mod:`placer.sources.exported`; ``model.onnx`` a file of ONNX, see
-    :mod:`placer.sources.onnx`. Anything else names a function, which is
-    called: it takes no arguments and returns ``(model, inputs)`` or ``(model, inputs, loss)``;
-    ``inputs`` is a tensor, a tuple of arguments or a dict of keywords. With a loss function the
-    last of the inputs is the target, in a dict the one entry that the model does not take, see
-    :meth:`graphs.extract.Step.of`.
+    Without ``weights`` only the graph is needed: a model of transformers is then created on the
+    meta device, without memory; a function creates its model as always.
 
     Raises:
-        TargetError: there is no such model, file or function, it fails, or it returns something
-            else.
+        TargetError: the model, file or function does not exist, fails or returns something else.
     """
     if is_huggingface(target):
         from placer.sources import huggingface
@@ -75,10 +74,10 @@ def load_step(target: str, *, training: bool, weights: bool = True) -> Step:
 
 
 def check_target(target: str) -> None:
-    """Make sure that a target is of a known form and its file is there; nothing is read.
+    """Check the form of a target and that its file exists; nothing is read.
 
     Raises:
-        TargetError: it is not.
+        TargetError: the form is unknown or the file is missing.
     """
     if is_huggingface(target):
         return
@@ -93,10 +92,10 @@ def check_target(target: str) -> None:
 
 
 def load_function(reference: str) -> Callable[..., object]:
-    """The function that ``path/to/file.py:function`` names.
+    """Load the function that ``path/to/file.py:function`` names.
 
     Raises:
-        TargetError: there is no such file or function, or the file cannot be imported.
+        TargetError: the file or function does not exist, or the file cannot be imported.
     """
     path, _, name = reference.rpartition(":")
     if not path or not name:
@@ -105,7 +104,7 @@ def load_function(reference: str) -> Callable[..., object]:
 
 
 def is_graph_file(target: str) -> bool:
-    """Whether a target is a graph file, not a function or the configuration of a model."""
+    """Return whether a target is a graph file: .json without ``hf:``."""
     return target.endswith(".json") and not is_huggingface(target)
 
 
@@ -113,7 +112,7 @@ def load_graph_target(target: str) -> nx.DiGraph[str]:
     """Read the graph file that a target names.
 
     Raises:
-        TargetError: there is no such file, or it is not a graph.
+        TargetError: the file does not exist or is not a graph.
     """
     try:
         return load_graph(Path(target))
@@ -124,7 +123,6 @@ def load_graph_target(target: str) -> nx.DiGraph[str]:
 
 
 def _function_named(target: str) -> tuple[Path, str]:
-    """File and name of the function that a target names."""
     path, colon, name = target.rpartition(":")
     if target.removesuffix(":").endswith(".py"):
         raise TargetError(_without_function(Path(target.removesuffix(":"))))
@@ -143,7 +141,7 @@ def _module(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise TargetError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    # At the end: the target's neighbours must not hide packages that are installed.
+    # Appended, so that files beside the target do not shadow installed packages.
     sys.path.append(str(path.resolve().parent))
     sys.modules[spec.name] = module
     try:
@@ -184,7 +182,7 @@ def _function(module: ModuleType, name: str, path: str) -> Callable[[], object]:
 
 
 def _without_function(path: Path) -> str:
-    """What to say of a file without the name of a function in it; the file is not run."""
+    """Return a message for a target that lacks the name of a function; the file is not run."""
     if not path.is_file():
         return missing_file(path)
     meant = [f"{path}:{name}" for name in _makers(path)]
@@ -193,7 +191,6 @@ def _without_function(path: Path) -> str:
 
 
 def _makers(path: Path) -> list[str]:
-    """Public functions of a file that can be called without arguments and return something."""
     try:
         found = ast.parse(path.read_bytes()).body
     except (SyntaxError, ValueError):

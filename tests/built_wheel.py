@@ -1,5 +1,3 @@
-"""Builds the wheel, for tests of it."""
-
 from __future__ import annotations
 
 import subprocess
@@ -10,7 +8,6 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def build_wheel(out: Path) -> Path:
-    """Builds it with what is installed (hatchling), without the network; gives its path."""
     build = [sys.executable, "-m", "pip", "wheel", str(ROOT), "--no-deps", "--wheel-dir", str(out)]
     offline = ["--no-build-isolation", "--no-index"]
     subprocess.run([*build, *offline], check=True, capture_output=True)

@@ -1,4 +1,4 @@
-"""A real browser for tests of pages, where there is one, and what is asked of every page."""
+"""A real browser for tests of HTML pages, if installed, and checks that apply to every page."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ QUIET = (
     "--disable-sync",
 )
 
-PATIENCE_MS = 120_000  # only a failure takes so long
+PATIENCE_MS = 120_000  # reached only by failures
 
-# Playwright's own wait evaluates a string on every look but the first, which the page forbids.
+# Playwright's own wait evaluates a string on all looks but the first; the page's policy forbids
+# that.
 DRAWN = """async (patience_ms) => {
   const end = performance.now() + patience_ms;
   while (!(graph.view.width > 0 && gantt.view.width > 0)) {
@@ -40,7 +41,7 @@ DRAWN = """async (patience_ms) => {
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    """Debian's Chromium by Playwright; a test that finds none is skipped."""
+    """Yield Debian's Chromium driven by Playwright; skip the test if either is missing."""
     reason = "needs chromium (apt-get install chromium) and playwright"
     api = pytest.importorskip("playwright.sync_api", reason=reason)
     found = shutil.which("chromium")
@@ -58,7 +59,7 @@ def chromium() -> Iterator[Browser]:
 def opened(
     browser: Browser, report: Path, *, width: int = 1280, dark: bool = False
 ) -> Iterator[Page]:
-    """A report without a network, drawn; fails at the end if anything complained."""
+    """Yield a drawn report, offline; fail at the end if the page logged or requested anything."""
     context = browser.new_context(
         viewport={"width": width, "height": 800},
         color_scheme="dark" if dark else "light",
@@ -79,7 +80,7 @@ def opened(
 
 
 def cut_labels(page: Page) -> list[str]:
-    """Labels of charts that are not all within their chart."""
+    """Return the labels that extend beyond their chart."""
     cut: list[str] = page.evaluate(
         """[...document.querySelectorAll("svg text")].filter((label) => {
           const [own, all] = [label, label.ownerSVGElement].map((e) => e.getBoundingClientRect());
@@ -91,7 +92,7 @@ def cut_labels(page: Page) -> list[str]:
 
 
 def covered_labels(page: Page) -> list[str]:
-    """Labels of charts that are over each other."""
+    """Return the pairs of labels that overlap."""
     covered: list[str] = page.evaluate(
         """[...document.querySelectorAll("svg")].flatMap((svg) => {
           const labels = [...svg.querySelectorAll("text")];
@@ -106,7 +107,7 @@ def covered_labels(page: Page) -> list[str]:
 
 
 def ink_of(page: Page, png: bytes) -> tuple[int, float]:
-    """How many colours an image has, and the share of pixels unlike the most frequent colour."""
+    """Return the number of colours, and the share of pixels unlike the most frequent colour."""
     source = "data:image/png;base64," + base64.b64encode(png).decode()
     found: list[Any] = page.evaluate(
         """async (source) => {

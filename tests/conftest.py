@@ -1,4 +1,4 @@
-"""What several test files need."""
+"""Hypothesis profiles and fixtures shared by test files."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from vdev import vdev  # before the first backward pass of any test
 from graphs.files import save_graph
 from graphs.synthetic import layered
 
-# A shell that starts the tests in the background has them ignore Ctrl-C, which tests send.
+# A shell makes its background jobs ignore Ctrl-C, which tests send.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Every run draws the same examples, however busy the machine. `--hypothesis-profile=fuzz` draws
-# new ones; it wins over what is loaded here, since pytest reads it later.
+# Every run draws the same examples, whatever the machine's load. `--hypothesis-profile=fuzz` draws
+# new ones; it overrides the profile loaded here, because pytest reads it later.
 settings.register_profile(
     "repeatable",
     derandomize=True,
@@ -41,13 +41,13 @@ settings.load_profile("repeatable")
 
 
 def pytest_collection_finish() -> None:
-    """Spare garbage collections the objects of imports, which are a million."""
+    """Exempt the million objects of imports from garbage collection."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say in one line for each reason what was skipped, and not for each test."""
+    """Print one line per skip reason instead of one per test."""
     skipped = terminalreporter.getreports("skipped")
     reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in skipped)
     for reason, count in reasons.most_common():
@@ -56,7 +56,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keeps what tests measure out of the user's cache, and the user's cache out of tests."""
+    """Keep the measurements of tests out of the user's cache, and the user's cache out of tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PLACER_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -64,7 +64,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def same_random_numbers() -> None:
-    """Seeds what models and inputs are drawn from, whichever tests ran before."""
+    """Seed the generators of models and inputs, so that the order of tests does not matter."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -72,13 +72,12 @@ def same_random_numbers() -> None:
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of this checkout."""
     return build_wheel(tmp_path_factory.mktemp("dist"))
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
-    """Writes a graph and a cluster of two devices."""
+    """Return a function that writes a graph and a cluster of two devices."""
 
     def write(memory_bytes: int = 1 << 40) -> tuple[Path, Path]:
         graph, cluster = tmp_path / "graph.json", tmp_path / "cluster.toml"
@@ -93,7 +92,7 @@ def files(tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
 def second_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Iterator[None]:
-    """A fake second device of torch, and calibration that is quick and kept for one test."""
+    """Provide a fake second torch device and a quick calibration that is kept for one test."""
     from envs import measured_module, torch_speeds
 
     monkeypatch.setenv("PLACER_CACHE", str(tmp_path / "cache"))
@@ -111,6 +110,5 @@ def second_device(
 
 @pytest.fixture
 def device() -> Iterator[torch.device]:
-    """A fake second device of torch."""
     with vdev() as found:
         yield found

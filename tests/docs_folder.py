@@ -1,4 +1,4 @@
-"""A folder with the files that README and docs name, real and small."""
+"""A folder with the files that README and docs name, with small contents."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from placer.cli.main import main
 
 
 def file_blocks() -> list[Block]:
-    """Blocks of all pages that are files."""
+    """Return the blocks of all pages that are files."""
     return [block for page in PAGES for block in blocks(page) if block.file]
 
 
 def furnish(folder: Path) -> None:
-    """What every page takes for granted: its own files, and what the quickstart makes of them.
+    """Write the files that every page requires: its own, and the results of the quickstart.
 
-    ``placement.json`` is of ``graph.json`` and of ``model.py:build``, whose graph that is.
+    ``placement.json`` belongs to ``graph.json``, the graph of ``model.py:build``.
     """
     for block in file_blocks():
         (folder / block.file).parent.mkdir(parents=True, exist_ok=True)
@@ -33,7 +33,7 @@ def furnish(folder: Path) -> None:
 
 
 def furnish_models(folder: Path) -> None:
-    """Models of other forms, and a file in a folder of its own."""
+    """Write models of other formats, and a file in a nested folder."""
     (folder / "path" / "to").mkdir(parents=True)
     shutil.copy(folder / "model.py", folder / "path" / "to" / "model.py")
     model, inputs = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8)), torch.ones(2, 32)

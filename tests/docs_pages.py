@@ -1,4 +1,4 @@
-"""README and docs as tests read them: fenced blocks, command lines, links and headings."""
+"""Parser of README and docs: fenced blocks, command lines, links and headings."""
 
 from __future__ import annotations
 
@@ -13,54 +13,52 @@ DOCS = ROOT / "docs"
 PAGES = (ROOT / "README.md", *sorted(DOCS.glob("*.md")))
 NAMES_A_FILE = re.compile(r"# ([\w./-]+\.(?:py|toml))(?:[ :].*)?")
 FENCE = re.compile(r"```(\w*)")
-SLOW = ("hf:", "examples/", "policies/")  # in a command line: large models, and what training makes
+SLOW = ("hf:", "examples/", "policies/")  # large models, results of training
 MARK = re.compile(r"<!-- (slow|gpu) -->")
 LINK = re.compile(r"(?<!\\)\[[^\]]*\]\(([^)\s]+)\)|<img[^>]* src=\"([^\"]+)\"|srcset=\"([^\"]+)\"")
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A fenced block; ``mark`` is that of the comment in front of it, "slow" or "gpu"."""
+    """A fenced block; ``mark`` is the preceding comment, "slow" or "gpu"."""
 
     page: Path
-    line: int  # of its first line, from 1
+    line: int  # number of the first line, from 1
     language: str
     text: str
     mark: str = ""
 
     @property
     def file(self) -> str:
-        """The file that its first line says it is, as in ``# model.py``; "" if it is none."""
+        """Return the file that the first line names, as in ``# model.py``, or ""."""
         found = NAMES_A_FILE.fullmatch(self.text.partition("\n")[0])
         return found[1] if found else ""
 
     @property
     def where(self) -> str:
-        """For people: page and line."""
+        """Return page and line."""
         return f"{self.page.name}:{self.line}"
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command line of a block."""
-
     where: str
     words: tuple[str, ...]
 
     @property
     def needs_gpu(self) -> bool:
-        """Whether it runs on CUDA; names to be written into an export are only names."""
+        """Return whether it runs on CUDA; device names that are only exported do not count."""
         pairs = zip(("", *self.words), self.words, strict=False)
         return any("cuda:" in word for before, word in pairs if before != "--as")
 
     @property
     def is_setup(self) -> bool:
-        """Whether it installs something or is a target of make, which tests do not run."""
+        """Return whether it installs something or runs a make target; tests do not run these."""
         return self.words[0] in ("pip", "make")
 
     @property
     def is_quick(self) -> bool:
-        """Whether it neither measures a step nor starts processes."""
+        """Return whether it neither measures a step nor starts processes."""
         text = " ".join(self.words)
         if self.words[0] != "placer" or any(it in text for it in SLOW):
             return False
@@ -73,12 +71,12 @@ class Command:
             case "extract":
                 return True
             case "optimize" | "report":
-                return rest[name == "report"].endswith(".json")  # the target: a graph
+                return rest[name == "report"].endswith(".json")  # the target is a graph
         return False
 
 
 def blocks(page: Path) -> Iterator[Block]:
-    """The fenced blocks of a page, in order."""
+    """Yield the fenced blocks of a page in order."""
     inside: list[str] | None = None
     mark, language, first = "", "", 0
     for number, line in enumerate(page.read_text().splitlines(), 1):
@@ -96,7 +94,7 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def commands(block: Block) -> list[Command]:
-    """The command lines of a block of the shell; a backslash joins two lines."""
+    """Return the command lines of a shell block; a backslash joins two lines."""
     if block.language != "sh":
         return []
     found, before, first = [], "", block.line
@@ -112,7 +110,7 @@ def commands(block: Block) -> list[Command]:
 
 
 def prose(page: Path) -> str:
-    """A page without its fenced blocks."""
+    """Return a page without its fenced blocks."""
     text, inside = [], False
     for line in page.read_text().splitlines():
         if line.startswith("```"):
@@ -123,13 +121,13 @@ def prose(page: Path) -> str:
 
 
 def links(page: Path) -> list[str]:
-    """Where the links and pictures of a page lead, those to other sites aside."""
+    """Return the targets of the links and pictures of a page, without other sites."""
     text = re.sub(r"`[^`]*`", "", prose(page))
     found = ["".join(match.groups("")) for match in LINK.finditer(text)]
     return [link for link in found if not link.startswith(("http://", "https://"))]
 
 
 def anchors(page: Path) -> set[str]:
-    """Names of the headings of a page, as GitHub makes them."""
+    """Return the heading anchors of a page, as GitHub makes them."""
     headings = re.findall(r"^#{1,6} +(.+?) *$", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

@@ -1,4 +1,4 @@
-"""Extractions of the tiny steps, each with a model of its own, and simple placements of them."""
+"""Extractions of the tiny steps, each with its own copy of the model, and simple placements."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEPS: dict[str, Callable[[], Step]] = {
     "nasnet": functools.partial(tiny_reference_models.nasnet, dropout=0.3),
 }
 DOUBLE = ("inception", "nasnet")
-"""Batch norm over few tiny images magnifies what is rounded: gradients are as large as 600."""
+"""Batch norm over few tiny images magnifies rounding errors: gradients reach 600."""
 
 
 @functools.cache
@@ -43,7 +43,7 @@ def made(name: str) -> Step:
 
 
 def fresh(name: str) -> Extraction:
-    """An extraction with a model of its own, for tests that change it."""
+    """Return an extraction with its own copy of the model, for tests that change it."""
     return copied(extracted(name))
 
 
@@ -56,6 +56,6 @@ def copied(extraction: Extraction) -> Extraction:
 def on(
     extraction: Extraction, device: torch.device, chosen: Callable[[str], bool]
 ) -> dict[str, torch.device | str]:
-    """Calls with a chosen key on the device, others on the CPU."""
+    """Return a placement with the chosen calls on the device and the others on the CPU."""
     calls = extraction.forward.placed_calls
     return {call.key: device if chosen(call.key) else "cpu" for call in calls}

@@ -1,6 +1,6 @@
-"""Golden files: what is optimized, simulated and trained, so that no change of it is an accident.
+"""Golden results of optimization, simulation and training, to detect unintended changes.
 
-`python tests/golden_cases.py` writes the files anew.
+`python tests/golden_cases.py` rewrites the files.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ CASES: Final = {
 }
 MODELS: Final = ("conv_net", "tied_weights", "attention", "weighted_loss", "frozen_norm")
 PLACED: Final = ("devices", "priority")
-"""What is kept of a placement op by op, in the order of ops."""
+"""Placement data that is stored as one string, in the order of ops."""
 UNLIKE: Final = ("command", "measuring_s", "out", "search_s", "total_s")
-"""What is not the same in every run."""
+"""Result keys that differ from run to run."""
 PROSE: Final = ("cost_source", "remarks", "verdict", "why")
 
 
 def graph_of(family: str, cluster: str) -> nx.DiGraph[str]:
-    """Draw a graph of about 80 ops; on unequal devices each op has costs of its own for each."""
+    """Draw a graph of about 80 ops; on unequal devices each op has its own cost per device kind."""
     rng = np.random.default_rng(list(FAMILIES).index(family))
     graph = draw(rng, family, max_ops=80)
     if cluster == "unequal":
@@ -60,7 +60,7 @@ def graph_of(family: str, cluster: str) -> nx.DiGraph[str]:
 
 
 def answers(case: str) -> dict[str, Any]:
-    """Optimize for every objective and simulate what comes out."""
+    """Optimize for every objective and simulate the results."""
     family, cluster = CASES[case]
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -83,7 +83,7 @@ def answers(case: str) -> dict[str, Any]:
 
 
 def loss_curve(model: str) -> list[float]:
-    """Train a model whose ops are spread over two devices of torch at random, by SGD."""
+    """Train a model by SGD, with its ops randomly placed on two torch devices."""
     torch.manual_seed(0)
     extraction = extract(TRAINING[model]())
     step, devices = extraction.step, [torch.device("cpu"), torch.device("vdev", 0)]
@@ -100,7 +100,7 @@ def loss_curve(model: str) -> list[float]:
 
 
 def text(found: dict[str, Any]) -> str:
-    """Write a line for each part, so that differences can be read."""
+    """Format results as JSON with a line per part, so that differences are readable."""
     lines = [
         f'"{objective} {part}": {json.dumps(value)}'
         for objective, parts in found.items()
@@ -115,7 +115,7 @@ def golden(case: str) -> Path:
 
 
 def _numbers(result: dict[str, Any]) -> dict[str, Any]:
-    """Keep of each candidate its step, and neither sentences nor the critical path."""
+    """Keep the step time of each candidate; drop sentences and the critical path."""
     kept = {k: v for k, v in result.items() if k not in (*UNLIKE, *PROSE, "critical_path")}
     if "candidates" in kept:
         kept["candidates"] = {c["name"]: c["predicted_step_s"] for c in kept["candidates"]}

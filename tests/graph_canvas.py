@@ -1,4 +1,4 @@
-"""What is on the canvas of a report's graph, and a plain twin of its layers."""
+"""Contents of the graph canvas of a report, and a plain twin of its layering."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def edges_that_do_not_go_down(page: Page) -> list[tuple[str, str]]:
-    """Edges between shown nodes, none of them in a cycle, that end no lower than they begin."""
+    """Return the acyclic edges between visible nodes whose target is not below their source."""
     nodes: list[dict[str, Any]] = page.evaluate(
         """graph.layout.nodes.map(({ number, label, layer, y }) => ({ number, label, layer, y }))"""
     )
@@ -40,7 +40,7 @@ def nodes_over_each_other(page: Page) -> list[tuple[str, str]]:
 
 
 def drawn_texts(page: Page) -> list[dict[str, Any]]:
-    """``text``, ``font_px`` and the box of all that is written on the canvas of the graph."""
+    """Return ``text``, ``font_px`` and the box of every text on the graph canvas."""
     drawn: list[dict[str, Any]] = page.evaluate(
         """(() => {
           const { context } = graph.view;
@@ -70,7 +70,7 @@ def texts_over_each_other(page: Page) -> list[tuple[str, str]]:
 
 
 def labels_in_view(page: Page) -> list[str]:
-    """Labels of the nodes that are all in the frame."""
+    """Return the labels of the nodes that are entirely in view."""
     labels: list[str] = page.evaluate(
         """graph.layout.nodes.filter((node) => {
           const [{ x, y }, s] = [toScreen(node), graph.scale / 2];

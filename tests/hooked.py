@@ -1,5 +1,3 @@
-"""Small training steps whose modules are placed by hooks."""
-
 from __future__ import annotations
 
 import copy
@@ -16,12 +14,12 @@ from graphs.extract import Step, extract
 
 
 def placed_at(step: Step, devices: Mapping[str, torch.device | str]) -> tuple[Step, HookedModule]:
-    """The step, and a copy of it with its modules on these devices."""
+    """Return the step and a hooked copy of it with its modules on these devices."""
     return step, HookedModule(extract(copy.deepcopy(step), "modules"), devices)
 
 
 def two_linear(function: Any, **modules: nn.Module) -> Step:
-    """What ``function`` computes with two linear layers, and other modules."""
+    """Return a step of ``function`` with two linear layers and the given modules."""
     torch.manual_seed(0)
     model = Plain(function, first=nn.Linear(4, 4), second=nn.Linear(4, 4), **modules)
     return Step.of(model, (torch.randn(3, 4), torch.randn(3, 4)), tiny_models.squared)

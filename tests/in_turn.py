@@ -1,5 +1,3 @@
-"""Parameters of a test, those that take long marked as slow."""
-
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
@@ -13,10 +11,9 @@ LARGE: Final = frozenset(
         *("resnet", "rnnlm", "roberta", "separate_moe", "t5", "vit", "whisper"),
     }
 )
-"""Models that take more than about half a second to extract. What every model must do is tested
-with the others first; with these it is a slow test."""
+"""Models that take more than half a second to extract: slow tests where ``in_turn`` is used."""
 
 
 def in_turn(names: Iterable[str], *, slow: Collection[str] = LARGE) -> list[Any]:
-    """Return every name as a parameter; slow ones run with the slow tests."""
+    """Return every name as a parameter; those in ``slow`` are marked as slow tests."""
     return [pytest.param(n, marks=pytest.mark.slow) if n in slow else n for n in names]

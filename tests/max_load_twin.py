@@ -1,4 +1,4 @@
-"""The objective max-load, plainly, from graph and cluster."""
+"""Plain implementation of the max-load objective, from graph and cluster."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from simulator_twin import Sending, _cost_ns, _link, _may_run, _transfer_ns
 from envs.cluster import Cluster
 
 KEPT = ("parameter", "gradient", "optimizer", "output", "workspace")
-"""What counts as memory of a device: the sum over its ops."""
+"""Op attributes whose sum is the memory used on a device."""
 
 
 def twin_loads(
     graph: nx.DiGraph[str], cluster: Cluster, devices: list[int]
 ) -> tuple[list[int], bool]:
-    """Nanoseconds of load by device, and whether the placement is feasible."""
+    """Return the load of each device in nanoseconds, and whether the placement is feasible."""
     where = dict(zip(graph, devices, strict=True))
     names = list(cluster.names)
     load = [0] * len(names)

@@ -1,4 +1,4 @@
-"""Reductions played message by message, with numbers that are added: slow, and plainly right."""
+"""Reductions executed message by message on real numbers: slow, but plainly correct."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class Message:
     source: int
     target: int
     chunks: tuple[int, ...]
-    adds: bool  # to what the target has; else it takes the place of it
+    adds: bool  # to the target's value, instead of replacing it
 
 
 Round: TypeAlias = list[Message]
-"""Messages that are under way at the same time; they send what there was before."""
+"""Concurrent messages; they all send the values from before the round."""
 
 
 def ring(ranks: Sequence[int], chunks: Sequence[Sequence[int]]) -> tuple[list[Round], list[Round]]:
-    """Rounds of a reduce-scatter and of an all-gather; rank i ends up with part i + 1 between."""
+    """Return the rounds of reduce-scatter and all-gather; between them rank i holds part i + 1."""
     p = len(ranks)
 
     def step(t: int, adds: bool) -> Round:
@@ -49,7 +49,7 @@ def halving_doubling(p: int) -> list[Round]:
     every = tuple(range(p))
     power = 1 << (p.bit_length() - 1)
     before, after = _folded(p, power, every)
-    parts = np.array_split(np.arange(p), power)  # equal for a power of two
+    parts = np.array_split(np.arange(p), power)  # equal sizes for a power of two
     halving: list[Round] = []
     doubling: list[Round] = []
     held = dict.fromkeys(range(power), (0, power))
@@ -90,7 +90,7 @@ def tree(p: int) -> list[Round]:
 
 
 def hierarchy(sizes: Sequence[int]) -> list[Round]:
-    """Rings at every level, innermost first: reduce-scatters outwards, all-gathers back."""
+    """Return rings at every level: reduce-scatters from the innermost out, all-gathers back."""
     count = prod(sizes)
     held = {r: list(range(count)) for r in range(count)}
     scatters: list[Round] = []
@@ -122,7 +122,7 @@ PLAYED: dict[str, Callable[[int], list[Round]]] = {
 
 
 def is_reduction(rounds: list[Round], ranks: int) -> bool:
-    """Whether every rank ends with every chunk of all ranks, once."""
+    """Return whether every rank ends with the sum of all ranks in every chunk."""
     values = np.array([[7**r % 1009 + 10_000 * c for c in range(ranks)] for r in range(ranks)])
     expected = values.sum(axis=0)
     for one in rounds:
@@ -135,7 +135,7 @@ def is_reduction(rounds: list[Round], ranks: int) -> bool:
 
 
 def seconds_of(rounds: list[Round], size_bytes: float, levels: Sequence[Level]) -> float:
-    """Time of all rounds, each as long as its busiest port."""
+    """Return the seconds of all rounds, each as long as its busiest port."""
     ranks = prod(level.ranks for level in levels)
     total_s = 0.0
     for one in rounds:
@@ -154,7 +154,7 @@ def seconds_of(rounds: list[Round], size_bytes: float, levels: Sequence[Level]) 
 
 
 def _crossing(message: Message, levels: Sequence[Level]) -> tuple[int, int]:
-    """The outermost level at which two ranks differ, and how many ranks share a port there."""
+    """Return the outermost level where two ranks differ, and the ranks that share a port there."""
     inside = prod(level.ranks for level in levels)
     for at in range(len(levels) - 1, -1, -1):
         inside //= levels[at].ranks
@@ -164,7 +164,7 @@ def _crossing(message: Message, levels: Sequence[Level]) -> tuple[int, int]:
 
 
 def _folded(p: int, power: int, every: tuple[int, ...]) -> tuple[list[Round], list[Round]]:
-    """What the ranks beyond a power of two send before, and get after."""
+    """Return the messages of the ranks beyond a power of two, before and after the main rounds."""
     if p == power:
         return [], []
     beyond = range(power, p)

@@ -1,4 +1,4 @@
-"""The specification of micro-batches: a step of m as one plain graph, op by op and edge by edge."""
+"""Specification of micro-batches: a step of m micro-batches as one plain graph."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from graphs.graph import add_edge, new_graph
 def twin_graph(
     graph: nx.DiGraph[str], cluster: Cluster, m: int, in_flight: int
 ) -> tuple[nx.DiGraph[str], list[str], list[int]]:
-    """The graph of m micro-batches; and of each of its ops the op that it copies, and its batch."""
+    """Return the graph of m micro-batches, and for each of its ops the copied op and its batch."""
     whole = new_graph("whole")
     ids = list(graph)
     phase = {op: graph.nodes[op]["phase"] for op in ids}
@@ -43,7 +43,7 @@ def twin_graph(
     for k in range(m):
         for u, v in graph.edges:
             if whole.has_edge(copy(u, k), copy(v, k)):
-                continue  # both are there once
+                continue  # both ops exist only once
             if u in sums and k < m - 1:
                 continue
             add_edge(whole, copy(u, k), copy(v, k), graph.edges[u, v]["bytes"])
@@ -66,9 +66,9 @@ def twin_graph(
 
 
 def last_backward(graph: nx.DiGraph[str], cluster: Cluster) -> str | None:
-    """The backward op that ends last on unlimited fastest devices without transfers.
+    """Return the backward op that ends last on unlimited fastest devices without transfers.
 
-    An op may use those devices that all ops of its group may use.
+    An op may use the devices that are allowed for its whole co-location group.
     """
     end: dict[str, int] = {}
     order = list(nx.lexicographical_topological_sort(graph, key=list(graph).index))
@@ -92,7 +92,7 @@ def twin_priority(
     graph: nx.DiGraph[str], whole: nx.DiGraph[str], origin: list[str], batch: list[int],
     priority: list[float],
 ) -> list[float]:  # fmt: skip
-    """Priorities that put the ops into the order of 1F1B."""
+    """Return priorities that order the ops as in 1F1B."""
     own = dict(zip(graph, priority, strict=True))
     place = {op: i for i, op in enumerate(graph)}
 

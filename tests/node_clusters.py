@@ -1,4 +1,4 @@
-"""Clusters of nodes of equal devices: a link inside every node, a network card for each node."""
+"""Clusters of nodes of equal devices: a link inside every node and a network card per node."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def nodes(
     own_cards: bool = False,
     memory_bytes: int = 10**15,
 ) -> Cluster:
-    """``count`` nodes; with ``own_cards`` every device has a network card."""
+    """Return ``count`` nodes; with ``own_cards`` every device has its own network card."""
     names = [[f"n{n}:g{g}" for g in range(per_node)] for n in range(count)]
     every = tuple(name for node in names for name in node)
     links = [

@@ -1,4 +1,4 @@
-"""Runs the instruction lists of a placement within this process, the devices taking turns."""
+"""Execute the instruction lists of a placement in this process, the devices taking turns."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from graphs.extract.export import Position
 
 
 def turns(lists: Sequence[Sequence[Instruction]]) -> Iterator[tuple[int, int]]:
-    """(device, position) of every instruction in an order that the lists allow.
+    """Yield (device, position) of every instruction in an order that the lists allow.
 
-    A device runs until it must wait for a signal; then the next one goes on.
+    A device runs until it must wait for a signal; then the next device runs.
     """
     position = [0] * len(lists)
     sent: Counter[tuple[int, int]] = Counter()
@@ -45,7 +45,7 @@ def turns(lists: Sequence[Sequence[Instruction]]) -> Iterator[tuple[int, int]]:
 def run(
     extraction: Extraction, lists: Sequence[Sequence[Instruction]], *, steps: int = 1
 ) -> Outcome:
-    """Steps from the model's present state, on one batch; the model is left alone.
+    """Run steps on one batch from the model's current state; the model is not changed.
 
     Output and gradients are those of the last step.
     """
@@ -90,7 +90,7 @@ def run(
 def _taken(
     arena: Arena, state: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], dict[int, torch.Tensor]]:
-    """Gradients and outputs of a step, after the new state went into the old one's place."""
+    """Copy the new state over the old one; return the gradients and outputs of the step."""
     gradients, outputs = {}, {}
     for index, result in enumerate(arena.program.results):
         tensor = arena.result(index).clone()

@@ -1,4 +1,4 @@
-"""One of two processes whose placed modules DistributedDataParallel keeps alike."""
+"""One of two processes that train placed modules with DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ REPLICAS = 2
 
 
 def shard(number: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The batch of a replica in a step."""
+    """Return the batch of a rank in a step."""
     torch.manual_seed(10 * number + rank)
     return torch.randn(4, 3, 16, 16), torch.randint(5, (4,))
 
 
 def of_replica(rank: int) -> Step:
-    """A step of a model of the replica's own, batch norm included."""
+    """Return a step whose parameters and buffers, batch norm included, differ by rank."""
     step = tiny_models.conv_net()
     with torch.no_grad():
         for tensor in step.named_state().values():
@@ -34,7 +34,7 @@ def of_replica(rank: int) -> Step:
 
 
 def trained(rank: int) -> dict[str, object]:
-    """What the replica has after some steps, and the gradients of the last."""
+    """Return the state after some steps, the last gradients, and the error for mixed devices."""
     extraction = extract(of_replica(rank))
     placed = PlacedModule(extraction, {call.key: "cpu" for call in extraction.forward.placed_calls})
     replica = DistributedDataParallel(placed)
@@ -51,7 +51,7 @@ def trained(rank: int) -> dict[str, object]:
 
 
 def refusal(placed: PlacedModule) -> str:
-    """What torch says of parameters on the CPU and on another type of device."""
+    """Return torch's error for parameters on the CPU and on another device type."""
     from vdev import vdev
 
     with vdev() as device:
@@ -73,7 +73,7 @@ def main(rank: int, folder: Path) -> None:
     distributed.barrier()
     distributed.destroy_process_group()
     sys.stderr.flush()
-    os._exit(0)  # threads of gloo may still be there
+    os._exit(0)  # threads of gloo may still be running
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Files of ONNX as torch's own exporter writes them."""
+"""ONNX files, written by torch's own exporter."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import nn
 
 
 def exported(model: nn.Module, inputs: tuple[Any, ...], path: Path, **options: Any) -> Path:
-    """Export by the exporter that needs no further package; inputs are called x0, x1, ..."""
+    """Export with the exporter that needs no other package; inputs are named x0, x1, ..."""
     names = [f"x{i}" for i in range(len(inputs))]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it is deprecated, but the other one needs onnxscript
+        warnings.simplefilter("ignore")  # deprecated, but the new exporter needs onnxscript
         torch.onnx.export(model.eval(), inputs, path, dynamo=False, input_names=names, **options)
     return path

@@ -1,4 +1,4 @@
-"""Placements of tiny steps for tests of exports: at random, or cut somewhere along the program."""
+"""Placements of tiny steps for tests of exports: random, or cut along the program."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def cluster_of(names: tuple[str, ...]) -> Cluster:
 def random_placement(
     extraction: Extraction, names: tuple[str, ...], seed: int, *, by: str = "op"
 ) -> Placement:
-    """A random device for every call, for all calls of a module, or of a layer."""
+    """Return a placement with a random device for every call, module or layer."""
     graph = call_graph(extraction).graph
     found = stacks(extraction.step.model)
     randomly = random.Random(seed)
@@ -39,7 +39,7 @@ def random_placement(
 def cut_placement(
     extraction: Extraction, names: tuple[str, ...], cuts: tuple[str, ...], *, of_calls: bool
 ) -> Placement:
-    """Device by device along the forward pass, the next from each of these modules on."""
+    """Return a placement that moves to the next device at each of these modules in forward."""
     graph = call_graph(extraction).graph if of_calls else extraction.graph
     device, waiting = 0, list(cuts)
     devices = []
@@ -54,7 +54,7 @@ def cut_placement(
 
 
 def placement_of(graph: nx.DiGraph[str], names: tuple[str, ...], devices: list[int]) -> Placement:
-    """A placement of a graph; those of a co-location group go with the first."""
+    """Return a placement of a graph; co-location groups go to the device of their first op."""
     arrays = GraphArrays.from_graph(graph)
     home: dict[int, int] = {}
     together = [

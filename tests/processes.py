@@ -1,4 +1,4 @@
-"""What becomes of processes that a test started, from what the kernel tells of them."""
+"""State of the processes that a test started, from /proc."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def state_of(process_id: int) -> str:
-    """As the kernel has it, "T" for stopped; "" for no such process."""
+    """Return the state letter in /proc, "T" for stopped; "" if there is no such process."""
     try:
         return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -22,7 +22,7 @@ def is_alive(process_id: int) -> bool:
 
 
 def becomes_true(condition: Callable[[], bool]) -> bool:
-    """Wait for it; at most a minute, which only a failure takes."""
+    """Wait up to a minute, which only failures take, and return whether the condition holds."""
     end_s = time.monotonic() + 60
     while not condition():
         if time.monotonic() > end_s:
@@ -36,7 +36,7 @@ def all_end(process_ids: Iterable[int]) -> bool:
 
 
 def descendants() -> set[int]:
-    """Processes that this one, or one of those, has started and that have not been waited for."""
+    """Return the ids of all direct and indirect child processes."""
     found, unread = set[int](), [os.getpid()]
     while unread:
         started = _children(unread.pop()) - found

@@ -1,4 +1,4 @@
-"""Random placements of calls, which keep together what must be."""
+"""Random placements of calls that keep co-location groups together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graphs.graph import attributes_of
 def random_devices(
     extraction: Extraction, devices: Sequence[torch.device | str], seed: int
 ) -> dict[str, torch.device | str]:
-    """{key of a call: device}, every co-location group on one; every device has a call."""
+    """Return {call key: device} with co-location groups kept together; every device gets a call."""
     calls = call_graph(extraction)
     groups = [attributes_of(calls.graph, node)["colocate"] or node for node in calls.graph]
     randomly = random.Random(seed)
@@ -25,7 +25,7 @@ def random_devices(
 
 
 def random_order(extraction: Extraction, seed: int) -> list[str]:
-    """All calls in any order, which the launches follow as far as they can."""
+    """Return all calls in random order, for launches to follow as far as possible."""
     keys = [call.key for call in extraction.forward.placed_calls]
     random.Random(seed).shuffle(keys)
     return keys

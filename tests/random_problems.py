@@ -1,5 +1,3 @@
-"""Small random problems for tests of search and policies."""
-
 from __future__ import annotations
 
 from itertools import product
@@ -23,7 +21,7 @@ def random_problem(
     order: LinkOrder = "fifo",
     memory_bytes: int = 10**12,
 ) -> Problem:
-    """A random layered graph; groups couple some ops, pins forbid some devices for some ops."""
+    """Return a random layered graph; groups colocate some ops, pins restrict some devices."""
     rng = np.random.default_rng(seed)
     graph = new_graph(f"random-{seed}")
     names = tuple(f"device:{d}" for d in range(devices))
@@ -67,7 +65,7 @@ def random_problem(
 
 
 def every_placement(problem: Problem) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
-    """All placements (B, N) that keep groups together."""
+    """Return all placements (B, N) that keep groups together."""
     every = np.array(list(product(range(problem.device_count), repeat=problem.op_count)), np.int32)
     group = problem.graph.group
     kept = np.ones(len(every), np.bool_)
@@ -80,7 +78,7 @@ def every_placement(problem: Problem) -> np.ndarray[tuple[int, ...], np.dtype[np
 def keeps_groups(
     problem: Problem, devices: np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 ) -> bool:
-    """Whether all members of every group share a device."""
+    """Return whether all members of every group are on one device."""
     group = problem.graph.group
     return all(len(set(devices[group == g].tolist())) == 1 for g in set(group[group >= 0].tolist()))
 
@@ -88,5 +86,5 @@ def keeps_groups(
 def keeps_limits(
     problem: Problem, devices: np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 ) -> bool:
-    """Whether every op is on a device that it may use."""
+    """Return whether every op is on a device that is allowed for it."""
     return bool(problem.allowed[np.arange(problem.op_count), devices].all())

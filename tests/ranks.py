@@ -1,4 +1,4 @@
-"""Runs a function in several processes that are the ranks of one process group."""
+"""Run a function in several processes that are the ranks of one process group."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ PRELOADED = [
     *("torch._dynamo", "torch.distributed.tensor", "torch.export", "torch.testing"),
     *("pytest", "hypothesis", "placer.api"),
 ]
-"""What ranks would else import one by one; optimizers and DDP do the first on first use."""
+"""Modules that ranks would otherwise import one by one, some of them on first use."""
 
 
 class RankError(AssertionError):
-    """A rank failed; the message has its traceback."""
+    """A rank failed; the message contains its traceback."""
 
 
 def on_ranks(
@@ -41,13 +41,13 @@ def on_ranks(
     joined: bool = True,
     network: Path | None = None,
 ) -> list[Any]:
-    """What ``work(*arguments)`` returns on each of ``count`` ranks of a gloo group, by rank.
+    """Run ``work(*arguments)`` on ``count`` ranks of a gloo group and return the results by rank.
 
-    With ``joined`` False the ranks have no group yet, but the environment that torchrun sets. With
-    a ``network`` they are in that network namespace.
+    With ``joined`` False the ranks have no group yet, only the environment that torchrun sets. With
+    a ``network`` they run in that network namespace.
 
-    Ranks are forked from a server that has torch loaded. Each hands its result over, waits for the
-    others and leaves at once: threads of gloo may abort a process that says farewell.
+    Ranks are forked from a server that has torch loaded. Each returns its result, waits for the
+    others and exits at once, because gloo's threads may abort a process that shuts down normally.
 
     Raises:
         RankError: a rank raised, died, or took longer than ``timeout_s``.
@@ -93,7 +93,7 @@ def _results(pipes: list[Connection], timeout_s: float) -> list[Any]:
                 ok, payload = False, "it died without a word"
             (results if ok else failures)[rank] = payload
         if failures:
-            end_s = min(end_s, time.monotonic() + 60.0)  # others may hang for its sake
+            end_s = min(end_s, time.monotonic() + 60.0)  # others may hang because of it
     if failures:
         raise RankError("\n".join(f"rank {r}: {why}" for r, why in sorted(failures.items())))
     return [results[rank] for rank in range(len(pipes))]
@@ -101,12 +101,12 @@ def _results(pipes: list[Connection], timeout_s: float) -> list[Any]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is."""
+    """Environment of one rank."""
 
     rank: int
     count: int
     port: int
-    store: str  # of its group, "" for none
+    store: str  # file of the group's store, "" for no group
     network: Path | None
     timeout_s: float
 
@@ -130,7 +130,7 @@ class Place:
                 init_method=f"file://{self.store}",
                 rank=self.rank,
                 world_size=self.count,
-                timeout=timedelta(seconds=self.timeout_s / 2),  # so that ranks tell themselves
+                timeout=timedelta(seconds=self.timeout_s / 2),  # so that ranks report it themselves
             )
 
 
@@ -150,7 +150,7 @@ def _rank(
 
 
 def free_port() -> int:
-    """A port of this host that nobody listens on."""
+    """Return a port of this host that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""What tests of replicas train: a small model with all that can go wrong, and its data."""
+"""A small model with difficult parameters, and its data, for tests of replicas."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BATCH = 4
 
 
 class Branches(nn.Module):
-    """A branch that is frozen, one that is not always used, a shared layer."""
+    """A model with a frozen layer, one that is not always used, and a shared one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,18 +44,18 @@ def mlp(width: int = 32) -> nn.Sequential:
 
 
 def batches(number: int, replicas: int, features: int = 6, outputs: int = 4) -> list[list[Tensor]]:
-    """One batch (inputs, targets) for each replica, of a step."""
+    """Return one batch [inputs, targets] of a step for each replica."""
     torch.manual_seed(1000 + number)
     return [[torch.randn(BATCH, features), torch.randn(BATCH, outputs)] for _ in range(replicas)]
 
 
 def own_batch(number: int, features: int = 6, outputs: int = 4) -> list[Tensor]:
-    """That of this rank."""
+    """Return the batch of this rank."""
     return batches(number, dist.get_world_size(), features, outputs)[dist.get_rank()]
 
 
 def mean_gradients(losses: Iterable[Tensor]) -> None:
-    """The plain way in one process: the gradient of the mean of all replicas' losses."""
+    """Compute in one process the gradient of the mean loss of all replicas."""
     torch.autograd.backward(torch.stack(list(losses)).mean())
 
 

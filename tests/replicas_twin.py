@@ -1,4 +1,4 @@
-"""The step of replicas in plain Python, instant by instant: the specification."""
+"""Specification of the step of replicas in plain Python, instant by instant."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from envs.replicas import ReplicaStep
 
 
 def twin_buckets(step: ReplicaStep, cap_bytes: int) -> list[tuple[int, int, int]]:
-    """(slot, bytes, ready) of all buckets, slot by slot."""
+    """Return (slot, bytes, ready) of all buckets, slot by slot."""
     found = []
     for slot in sorted(set(step.slot.tolist())):
         own = [p for p in range(len(step.slot)) if step.slot[p] == slot]
@@ -28,7 +28,7 @@ def twin_ends(
     duration_ns: list[int],
     queues: Sequence[AbstractSet[int]],
 ) -> list[int]:
-    """When every reduction ends, by looking at every instant at which something can change."""
+    """Return the end of every reduction, checking every instant at which anything changes."""
     end: list[int | None] = [None] * len(buckets)
     instants = {ready for _, _, ready in buckets}
     while None in end:
@@ -62,7 +62,6 @@ def twin_step_ns(
     buckets: list[tuple[int, int, int]],
     ends: list[int],
 ) -> int:
-    """The end of the step."""
     last = [
         end + int(step.update_ns[slot]) for (slot, _, _), end in zip(buckets, ends, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""Runs of several ranks on a small target, as their command line starts them."""
+"""Runs of several ranks on a small target, started through the command line."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def written(folder: Path, dropout: float = 0.0, deadly: int = -1, signal: str = 
 
 
 def placed(target: str, path: Path, *names: str, shift: int = 0) -> Path:
-    """A placement of the target's ops on devices in turn, groups on the first."""
+    """Save a placement of the target's ops on devices in turn, with groups on the first device."""
     extraction = extract(load_step(target, training=True))
     is_core = names[0].startswith("core")
     graph = GraphArrays.from_graph(extraction.graph if is_core else call_graph(extraction).graph)
@@ -78,7 +78,7 @@ def rank(arguments: Sequence[str]) -> tuple[int, str, str]:
 
 
 def ran(ranks: int, *arguments: str) -> dict[str, Any]:
-    """The JSON that rank 0 prints."""
+    """Return the JSON that rank 0 prints."""
     results = on_ranks(ranks, rank, [*arguments, "--json"], joined=False)
     for code, _, err in results:
         assert code == 0, err
@@ -100,7 +100,7 @@ def arguments(target: str, placement: Path, steps: int, **options: object) -> li
 
 
 def told_to(path: Path, given: list[str]) -> None:
-    """Run, and write down what is told: the test is over when a rank is gone."""
+    """Run and save the error output to a file, because the rank itself ends with the test."""
     code, _, err = rank(given)
     path.with_suffix(f".{os.environ['RANK']}").write_text(err)
     assert code == 1

@@ -1,4 +1,4 @@
-"""What autograd keeps for the backward pass of a real step."""
+"""Tensors that autograd saves for the backward pass of a real step."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from graphs.extract import Step
 
 
 def saved_bytes(step: Step) -> int:
-    """Bytes kept from forward to backward; the step is left alone.
+    """Return the bytes saved from forward to backward; the step is not changed.
 
-    Parameters, buffers and inputs are there anyway and do not count.
+    Parameters, buffers and inputs exist anyway and do not count.
     """
     step = copy.deepcopy(step)
     leaves = tree_leaves((step.inputs, dict(step.keywords)))
     there = [*step.named_state().values(), *(x for x in leaves if isinstance(x, Tensor))]
     known = {tensor.untyped_storage().data_ptr() for tensor in there}
     saved: dict[int, int] = {}
-    alive = []  # so that no memory is used twice
+    alive = []  # keeps storages from being reused
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()

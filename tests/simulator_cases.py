@@ -1,4 +1,4 @@
-"""Random problems for the simulator, with every option of its input, and small ones by hand."""
+"""Problems for tests of the simulator: random ones with every input option, and small ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def simulated_ns(
     memory: int,
     limit_ns: int = NO_LIMIT_NS,
 ) -> int:
-    """The step of one placement, as compiled callers of ``simulate_core`` get it."""
+    """Simulate one placement the way compiled callers of ``simulate_core`` do."""
     step_ns = np.empty(1, np.int64)
     simulate_batch(arrays, work, devices[None], priority[None], limit_ns, memory, step_ns)
     return int(step_ns[0])
@@ -43,7 +43,7 @@ def simulated_ns(
 def random_graph(
     rng: random.Random, cluster: Cluster, *, bad_places: bool, plain: bool, large: bool
 ) -> nx.DiGraph[str]:
-    """Up to 16 ops, or up to 300, in random order of insertion; ties and, unless plain, zeros."""
+    """Return up to 16 (large: 300) ops in random order; with ties and, unless plain, zero costs."""
     graph = new_graph("random")
     count = rng.choice([70, 130, 200, 300]) if large else rng.randint(1, 16)
     names = [f"op{i}" for i in range(count)]
@@ -81,7 +81,7 @@ def random_graph(
 
 
 def random_ports(rng: random.Random, between: list[str]) -> tuple[tuple[str, ...], ...]:
-    """Some of the devices in two lists; never all in one."""
+    """Return two ports of some of the devices; no port has all of them."""
     cut, end = sorted(rng.sample(range(len(between) + 1), 2))
     lists = (tuple(between[:cut]), tuple(between[cut:end]))
     return tuple(port for port in lists if 0 < len(port) < len(between))
@@ -104,7 +104,7 @@ def random_link(rng: random.Random, between: list[str], *, plain: bool) -> Link:
 
 
 def random_cluster(rng: random.Random, *, plain: bool, large: bool) -> Cluster:
-    """Up to 5 devices, or up to 9; unless plain, links may take no time or serve by priority."""
+    """Return up to 5 (large: 9) devices; unless plain, links may take no time or use priorities."""
     devices = tuple(
         Device(
             name=f"d{k}",
@@ -126,7 +126,7 @@ def random_cluster(rng: random.Random, *, plain: bool, large: bool) -> Cluster:
         if links and any(link.ports for link in links) and rng.random() < 0.8:
             links.append(
                 replace(random_link(rng, names, plain=plain), ports=())
-            )  # for devices of one port
+            )  # for devices that share a port
     return Cluster(
         name="random",
         devices=devices,
@@ -136,9 +136,9 @@ def random_cluster(rng: random.Random, *, plain: bool, large: bool) -> Cluster:
 
 
 def random_case(seed: int, *, bad_places: bool = True, large: bool = False) -> Case:
-    """A graph, a cluster, devices that keep groups together, and priorities.
+    """Return a graph, a cluster, devices that keep groups together, and priorities.
 
-    Every second case is plain: most of those are such that the simulator goes its short way.
+    Every second case is plain: most of those take the fast path of the simulator.
     """
     rng = random.Random(seed)
     plain = rng.random() < 0.5
@@ -147,7 +147,7 @@ def random_case(seed: int, *, bad_places: bool = True, large: bool = False) -> C
         graph = random_graph(rng, cluster, bad_places=bad_places, plain=plain, large=large)
         try:
             Problem.of(GraphArrays.from_graph(graph), cluster)
-        except ValueError:  # an op that no device may run
+        except ValueError:  # an op has no allowed device
             continue
         break
     home = {group: rng.randrange(len(cluster)) for group in ("g", "h")}
@@ -166,7 +166,7 @@ def problem_of(case: Case) -> tuple[Problem, np.ndarray, np.ndarray]:
 
 
 def one_kind(count: int, **link: Any) -> Cluster:
-    """Devices d0, d1, ... without launch cost; 1 GB/s and 1 us between them unless told."""
+    """Return devices d0, d1, ... without launch cost; by default with 1 GB/s and 1 us links."""
     names = tuple(f"d{k}" for k in range(count))
     options: dict[str, Any] = {"latency_s": 1e-6, "bandwidth_bytes_per_s": 1e9, **link}
     links = (Link(between=names, **options),) if count > 1 else ()
@@ -175,7 +175,7 @@ def one_kind(count: int, **link: Any) -> Cluster:
 
 
 def fork(width: int, moved: int = 1000) -> nx.DiGraph[str]:
-    """Op s of 1 us feeds ops 0, 1, ... of 1 us each with ``moved`` bytes."""
+    """Return a graph where op s feeds ``moved`` bytes to ops 0, 1, ...; each op takes 1 us."""
     graph = new_graph("fork")
     add_op(graph, "s", cost_s={"*": 1e-6}, output_bytes=moved)
     for k in range(width):

@@ -1,7 +1,7 @@
-"""The specification of the simulator: one step, plainly and slowly, from graph and cluster.
+"""Specification of the simulator: one step, plain and slow, from graph and cluster.
 
-It shares nothing with the compiled simulator but the two files that describe its input. Ops and
-devices are numbered in their order of insertion. ``twin_step`` is the rule book; read it first.
+It shares nothing with the compiled simulator but the two modules that describe its input. Ops and
+devices are numbered in order of insertion. ``twin_step`` holds the rules; read it first.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Sending:
 
 @dataclass
 class Step:
-    """What ``twin_step`` found out; ``blocked`` if the placement cannot run at all."""
+    """Result of ``twin_step``; ``blocked`` if the placement cannot run at all."""
 
     blocked: bool = False
     step_ns: int = 0
@@ -68,7 +68,7 @@ def twin_step(
             for k in range(len(names))]  # fmt: skip
     step.peak_bytes = list(used)
     missing = [len(p) for p in producers]
-    needs_output: list[set[object]] = [set() for _ in ids]  # what keeps an output where it was made
+    needs_output: list[set[object]] = [set() for _ in ids]  # users of an output on its own device
     needs_copy: dict[int, set[int]] = {}  # id of a sending -> consumers that keep its copy
     carrier: dict[tuple[int, int], Sending] = {}
     ready = {i for i in range(len(ids)) if not producers[i]}
@@ -90,7 +90,7 @@ def twin_step(
     while events:
         now = heapq.heappop(events)
         if events and events[0] == now:
-            continue  # one round for all that ends now
+            continue  # handle everything that ends now in one round
         # 1. Everything that ends now, ops and transfers.
         ended_sendings = [s for s in flying if s.end_ns == now]
         flying = [s for s in flying if s.end_ns > now]
@@ -142,7 +142,7 @@ def twin_step(
             heapq.heappush(events, step.end_ns[i])
             allocate(d, nodes[i]["output_bytes"] + nodes[i]["workspace_bytes"])
             allocate(d, _held_bytes(graph, ids[i]))
-        # 3. Waiting transfers in queue order: each starts whose part of the link is idle.
+        # 3. Waiting transfers in queue order: each starts if its part of the link is idle.
         occupied = {port for s in flying for port in _ports(cluster, names, s)}
         for s in sorted(waiting, key=queue_order):
             ports = _ports(cluster, names, s)
@@ -169,7 +169,7 @@ def _sendings(
     devices: list[int],
     edge_number: dict[tuple[int, int], int],
 ) -> list[Sending]:
-    """The transfers of an output: one for each other device, or one for each edge."""
+    """Return the transfers of an output: one per other device, or one per edge."""
     sent: list[Sending] = []
     for v in consumers:
         if devices[v] == devices[i]:
@@ -185,9 +185,9 @@ def _sendings(
 
 
 def _link(cluster: Cluster, names: list[str], source: int, destination: int) -> Link | None:
-    """The first listed link that names both devices, in this order if it leads only one way.
+    """Return the first listed link from source to destination, or None.
 
-    It does not lead from a port to itself.
+    A link joins no two devices of the same port.
     """
     ends = (names[source], names[destination])
     for link in cluster.links:
@@ -199,12 +199,11 @@ def _link(cluster: Cluster, names: list[str], source: int, destination: int) -> 
 
 
 def _port(link: Link, name: str) -> object:
-    """The place of a device on a link, its own or one of those that several share."""
     return next((k for k, port in enumerate(link.ports) if name in port), name)
 
 
 def _ports(cluster: Cluster, names: list[str], s: Sending) -> set[object]:
-    """What a transfer needs for itself; two transfers with a common port exclude each other."""
+    """Return the resources that a transfer occupies; one resource serves one transfer at a time."""
     link = _link(cluster, names, s.source, s.destination)
     assert link is not None
     which = cluster.links.index(link)
@@ -240,7 +239,7 @@ def _cost_ns(graph: nx.DiGraph[str], cluster: Cluster, op: str, d: int) -> int:
 
 
 def _may_run(graph: nx.DiGraph[str], cluster: Cluster, op: str, d: int) -> bool:
-    """An op runs where its cost is known and nothing forbids it to any op of its group."""
+    """Return whether the cost of the op is known there and its whole group may use the device."""
     group = graph.nodes[op]["colocate"]
     members = [v for v in graph if v == op or (group and graph.nodes[v]["colocate"] == group)]
     device = cluster.devices[d]
@@ -252,11 +251,11 @@ def _may_run(graph: nx.DiGraph[str], cluster: Cluster, op: str, d: int) -> bool:
 
 
 def _resident_bytes(node: Mapping[str, Any]) -> int:
-    """What lives on the op's device all the time."""
+    """Return the bytes that stay on the op's device permanently."""
     return int(node["parameter_bytes"] + node["gradient_bytes"] + node["optimizer_bytes"])
 
 
 def _held_bytes(graph: nx.DiGraph[str], op: str) -> int:
-    """What backward needs of an output stays to the end, unless backward itself is in the graph."""
+    """Return the saved bytes that stay to the end, 0 if the graph contains the backward op."""
     phases = {graph.nodes[v]["phase"] for v in graph.successors(op)}
     return 0 if "backward" in phases else int(graph.nodes[op]["saved_bytes"])

@@ -1,4 +1,4 @@
-"""A disk on which there is room for small files alone."""
+"""Limit on the size of files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def largest_file(size_bytes: int) -> Iterator[None]:
-    """Files longer than this cannot be written."""
+    """Make writes beyond this file size fail."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
     try:

@@ -1,4 +1,4 @@
-"""What cannot be simulated is refused with the numbers, and never crashes or hangs."""
+"""Invalid input is refused with the numbers; it causes no crash and no hang."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_placements_of_a_wrong_length_or_device_are_refused(
 
 
 def with_link(**link: Any) -> Problem:
-    """A fork of three on two devices, with edges of no bytes and as large as they may be."""
+    """Return a fork on two devices with one edge of the largest size and the others of 0 bytes."""
     devices = one_kind(2).devices
     graph = fork(3, moved=0)
     graph.edges["s", "0"]["bytes"] = LARGEST_BYTES

@@ -1,5 +1,3 @@
-"""``placer bench``: its figures, its tables, and where they go."""
-
 from __future__ import annotations
 
 import json

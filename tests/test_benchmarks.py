@@ -1,4 +1,4 @@
-"""Benchmarks run through, in small; those of torch devices on a fake one where there is no GPU."""
+"""Small runs of the benchmarks; without a GPU those of torch devices use a fake device."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_part_that_takes_longer_than_is_left_is_not_begun(
     record = Record(None, limit_s=100.0)
     record.part("one: profile", lasting(40.0))
     record.part("two: 50%", lasting(30.0))
-    record.part("three: profile", lasting(20.0))  # 30 s are left: enough for no second of 40
+    record.part("three: profile", lasting(20.0))  # 30 s are left, this kind took up to 40 s
     record.part("four: 50%", lasting(30.0))
     record.part("five: overhead", lasting(0.0))
     parts = record.data["parts"]

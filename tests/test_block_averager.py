@@ -1,4 +1,4 @@
-"""Block by block averaging: the equations it is made from, and what its settings amount to."""
+"""Block averaging: its defining equations and the limiting cases of its settings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RANKS = 2
 def trained(
     steps: int, update: BlockUpdate, period: int = PERIOD, momentum: float = 0.0, warmup: int = 0
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Parameters before and after finish()."""
+    """Return the parameters before and after finish()."""
     worker = mlp()
     inner = torch.optim.SGD(worker.parameters(), lr=LR, momentum=momentum)
     averager = BlockAverager(worker, update, period=period, inner=inner, warmup_steps=warmup)
@@ -51,7 +51,7 @@ def local_step(worker: nn.Module, inner: torch.optim.Optimizer, number: int) -> 
 def block_by_hand(
     blocks: int, momentum: float, rate: float, nesterov: bool
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """All workers in one process by the equations: W_g and W after so many blocks."""
+    """Compute W_g and W after some blocks by the equations, all workers in one process."""
     start = mlp()
     common = parameters(start)  # W
     looked_ahead = dict(common)  # W_g
@@ -87,7 +87,7 @@ def test_blocks_follow_the_equations(momentum: float, rate: float, nesterov: boo
         torch.testing.assert_close(before, start_of_next, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(after, result, rtol=1e-5, atol=1e-6)
     moved = max(float((result[name] - start_of_next[name]).abs().max()) for name in result)
-    assert (moved > 1e-3) == nesterov  # the model to use is not where the next block begins
+    assert (moved > 1e-3) == nesterov  # the result is not the start of the next block
 
 
 def averaged_plainly(steps: int) -> dict[str, Tensor]:
@@ -110,7 +110,7 @@ def test_momentum_0_and_rate_1_is_model_averaging_bit_for_bit() -> None:
 
 
 def outer_sgd(blocks: int, nesterov: bool) -> dict[str, Tensor]:
-    """Blocks whose progress, negated, is the gradient of an SGD of torch."""
+    """Return blocks whose negated progress is the gradient of torch's SGD."""
     worker = mlp()
     common = copy.deepcopy(worker)
     outer = torch.optim.SGD(common.parameters(), lr=1.0, momentum=1 - 1 / RANKS, nesterov=nesterov)
@@ -159,7 +159,7 @@ def test_averaging_after_every_step_of_sgd_is_synchronous_sgd(warmup: int) -> No
 
 
 def stopped_and_resumed(at: int, steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A run in one go; one that stops and goes on in new objects."""
+    """Return the results of an uninterrupted run and of one that is resumed in new objects."""
     whole = trained(steps, BMUF, momentum=0.5)[1]
     saved: dict[str, Any] = {}
     for first, last in ((0, at), (at, steps)):
@@ -191,7 +191,7 @@ def test_a_run_that_stops_and_goes_on_ends_bit_for_bit_the_same(at: int) -> None
 
 
 def after_a_block(update: BlockUpdate) -> tuple[list[float], Tensor]:
-    """Largest local momentum, and the running mean of a batch norm."""
+    """Return the largest local momentum and the running mean of a batch norm."""
     norm = nn.BatchNorm1d(8)
     worker = nn.Sequential(nn.Linear(16, 8), norm)
     inner = torch.optim.SGD(worker.parameters(), lr=LR, momentum=0.9)
@@ -219,7 +219,7 @@ def test_a_block_that_is_open_is_ended_by_finish() -> None:
 
 
 def stacked(steps: int) -> dict[str, Tensor]:
-    """Both workers in one process: any mean over any workers will do."""
+    """Run both workers in one process; the mean function is a parameter."""
     worker = nn.Module()
     worker.register_parameter("all", nn.Parameter(torch.zeros(RANKS, 3)))
     pair = worker.get_parameter("all")

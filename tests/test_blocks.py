@@ -1,5 +1,3 @@
-"""Data sets that are served block by block."""
-
 from __future__ import annotations
 
 import pytest
@@ -47,7 +45,7 @@ def test_a_sweep_takes_every_sample_of_its_blocks_once(
 def test_a_rank_goes_through_a_shard_of_its_own_whatever_is_accumulated(
     batch: int, ranks: int, period: int, accumulate: int, block: int
 ) -> None:
-    """The same shards as those of longer blocks of steps without accumulation."""
+    """The shards are those of longer blocks without accumulation."""
     data = (torch.arange(2 * batch * ranks * period * accumulate),)
     serve = Blocks(data, batch=batch, ranks=ranks, period=period, accumulate=accumulate)
     plain = Blocks(data, batch=batch, ranks=ranks, period=period * accumulate)

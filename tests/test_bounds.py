@@ -1,4 +1,4 @@
-"""Lower bounds hold for every step, and are as good as they claim on small problems."""
+"""Lower bounds hold for every simulated step, and are tight on small problems as claimed."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_independent_ops_are_bounded_by_their_share_of_the_work() -> None:
 def test_slow_devices_do_not_count_as_fast_ones(slow_s: float) -> None:
     graph = independent(400, {"gpu": 1e-6, "cpu": slow_s})
     devices = [Device(name=kind, kind=kind, memory_bytes=1) for kind in ("gpu", "cpu")]
-    best_s = 400 / (1 / 1e-6 + 1 / slow_s)  # both busy all the time
+    best_s = 400 / (1 / 1e-6 + 1 / slow_s)  # both always busy
     bound_s = bound_of(graph, Cluster(name="mixed", devices=tuple(devices))) / 1e9
     assert 0.97 * best_s < bound_s <= best_s
 
@@ -98,7 +98,7 @@ def test_one_device_is_bounded_by_all_work() -> None:
 
 
 def two_kinds() -> Cluster:
-    """One device of kind x and one of kind y, 1 us and 1 GB/s apart."""
+    """Return one device of kind x and one of kind y, linked with 1 us and 1 GB/s."""
     pair = one_kind(2)
     devices = tuple(replace(d, kind=k) for d, k in zip(pair.devices, "xy", strict=True))
     return replace(pair, devices=devices)
@@ -111,9 +111,9 @@ def test_a_path_counts_transfers_that_no_placement_avoids() -> None:
     add_op(graph, "c", cost_s={"y": 1e-6})
     add_edge(graph, "a", "b")
     add_edge(graph, "b", "c")
-    # b moves on y: 1 + (1 + 1) + 1 + 1; on x it would be 1 + 9 + (1 + 2) + 1.
+    # Moving to y for b: 1 + (1 + 1) + 1 + 1; staying on x: 1 + 9 + (1 + 2) + 1.
     assert bound_of(graph, two_kinds()) == 5000
-    graph.edges["a", "b"]["bytes"] = 30_000  # then b is better on x
+    graph.edges["a", "b"]["bytes"] = 30_000  # now b is better on x
     assert bound_of(graph, two_kinds()) == 14_000
 
 
@@ -124,7 +124,7 @@ def test_a_path_stays_where_moving_costs_more_than_it_saves() -> None:
         add_op(graph, str(i), cost_s=kinds, output_bytes=1000)
         if i:
             add_edge(graph, str(i - 1), str(i))
-    assert bound_of(graph, two_kinds()) == 6000  # not 4000, the sum of the fastest
+    assert bound_of(graph, two_kinds()) == 6000  # not 4000, the sum of the fastest costs
 
 
 def test_every_bound_holds_for_the_best_of_all_placements() -> None:
@@ -154,13 +154,13 @@ def test_planted_placements_reach_the_bound_exactly(devices: int, seed: int) -> 
         sharing="none",
     )
     problem = Problem.of(GraphArrays.from_graph(made.graph), cluster)
-    order = -np.arange(problem.op_count, dtype=np.float64)  # ops are listed by their start
+    order = -np.arange(problem.op_count, dtype=np.float64)  # ops are listed by start time
     schedule = Simulator(problem, memory=False).run(np.array(made.devices, np.int32), order)
     assert schedule.step_ns == round(made.step_s * 1e9) == lower_bound_ns(problem)
 
 
 def apart(*limits: tuple[str, ...]) -> Problem:
-    """A chain of ops with the devices that each may use; of d0, d1 and d2 the first two linked."""
+    """Return a chain of ops with these allowed devices; of d0, d1, d2 only d0 and d1 are linked."""
     graph = independent(0, {})
     for i, names in enumerate(limits):
         add_op(graph, str(i), cost_s={"*": 1e-6}, devices=names)
@@ -180,16 +180,16 @@ def test_ops_that_no_link_can_join_are_named_instead_of_a_bound() -> None:
     )
     with pytest.raises(ValueError, match="op '1' may run on d2 and needs the output of '0'"):
         lower_bound_ns(problem)
-    # Each edge has a way, but whatever is chosen for 1, one of them is cut.
+    # Each edge has a link, but any device for op 1 cuts one of them.
     chain = apart(("d0",), ("d1", "d2"), ("d2",))
     assert "op '0' may run on d0, but wherever it does, links lead to no" in why_apart(chain)
     assert why_apart(problem_of(random_case(3))[0]) == ""
 
 
 def replayed(made: Planted, cluster: Cluster) -> tuple[Problem, Schedule]:
-    """The step of the planted placement."""
+    """Return the simulated step of the planted placement."""
     problem = Problem.of(GraphArrays.from_graph(made.graph), cluster)
-    order = -np.arange(problem.op_count, dtype=np.float64)  # ops are listed by their start
+    order = -np.arange(problem.op_count, dtype=np.float64)  # ops are listed by start time
     return problem, Simulator(problem).run(np.array(made.devices, np.int32), order)
 
 
@@ -211,7 +211,7 @@ def test_planted_placements_reach_the_bound_on_links_that_are_shared(
     made = planted(np.random.default_rng(devices), devices=devices, ops_per_device=12)
     home = dict(zip(made.graph, made.devices, strict=True))
     sent = len({(u, home[v]) for u, v in made.graph.edges if home[u] != home[v]})
-    # A transfer waits for every other at most once, so all of them together fit into the gap.
+    # A transfer waits at most once for every other one, so all of them together fit into the gap.
     each_s = made.gap_s / (sent + 1)
     cluster = one_kind(
         devices,
@@ -225,7 +225,7 @@ def test_planted_placements_reach_the_bound_on_links_that_are_shared(
 
 
 def with_memory(cluster: Cluster, *memory_bytes: int) -> Cluster:
-    """The same devices with other memory, one size for each or one for all."""
+    """Return the cluster with other memory sizes, one for each device or one for all."""
     sizes = memory_bytes * (len(cluster) if len(memory_bytes) == 1 else 1)
     devices = (
         replace(device, memory_bytes=size)

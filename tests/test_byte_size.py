@@ -1,5 +1,3 @@
-"""Sizes that people write are read to the byte."""
-
 from __future__ import annotations
 
 import re

@@ -1,4 +1,4 @@
-"""Calibration: really measured speeds and op costs, and the cache of them."""
+"""Calibration: measured speeds and op costs, and their cache."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[Cluster]:
-    """Clusters that were measured, with made-up numbers, on a machine of eight cores."""
+    """Replace measurement by made-up numbers, on eight cores; return the measured clusters."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     seen: list[Cluster] = []
 
@@ -72,9 +72,9 @@ def made_up(*names: str, memory_bytes: int = 1000) -> Cluster:
 
 
 class Pool:
-    """Workers that take made-up times: a product 10 ms of CPU, an addition 20 ms, a hand-off more.
+    """Workers with made-up times: a product takes 10 ms of CPU, an addition 20 ms, a hand-off more.
 
-    On the wall clock all takes ``BUSY`` times that.
+    Wall times are ``BUSY`` times as long.
     """
 
     BUSY = 1.0

@@ -1,4 +1,4 @@
-"""What calls cost on torch's devices, with a fake second one, and what memory they take."""
+"""Costs and memory of calls on torch devices, with a fake second one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from graphs.optimizer import Optimizer
 torch.set_num_threads(1)
 pytestmark = pytest.mark.usefixtures("second_device")
 QUICK = {k: make for k, make in tiny_models.STEPS.items() if k not in ("inception", "nmt")}
-"""Without the two that have many calls: Python runs each on the second device."""
+"""Without the two that have many calls, each of which Python runs on the second device."""
 
 
 # --- costs

@@ -1,4 +1,4 @@
-"""Graphs at the grain of exported calls: complete, exact, acyclic, and what they keep together."""
+"""Graphs of exported calls: complete, exact, acyclic, with the right co-location groups."""
 
 from __future__ import annotations
 

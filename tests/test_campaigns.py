@@ -1,4 +1,4 @@
-"""What campaigns of faults and mutated files would find: their checks can fail."""
+"""The checks of the campaigns detect faults."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""Checkpoints of runs that share a folder."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -10,7 +8,7 @@ from placer.parallel.checkpoint import Checkpoint
 
 
 def written_in_turn(folder: Path, *writes: tuple[str, int]) -> list[str]:
-    """What is in the folder after runs of these names wrote these steps."""
+    """Let runs of these names write these steps and return the files in the folder."""
     for name, step in writes:
         Checkpoint(folder / name, {"run": name}).write(step, {"step": step})
     return sorted(path.name for path in folder.iterdir())

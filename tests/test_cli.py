@@ -1,4 +1,4 @@
-"""The command line as a user meets it: answers, exit codes, and nothing lost."""
+"""Command line from the user's view: output, exit codes, no lost results."""
 
 from __future__ import annotations
 

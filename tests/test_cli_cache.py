@@ -1,5 +1,3 @@
-"""``placer cache`` as a user meets it."""
-
 from __future__ import annotations
 
 import json
@@ -24,7 +22,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def filled(folder: Path) -> Path:
-    """Op times of two kinds, and one calibration."""
+    """Store op times of two device kinds and one calibration."""
     for kind, cost_s in (("core", {"a": 1.0, "b": 2.0}), ("core*2", {"a": 1.0})):
         CostCache().store(
             Conditions(kind=kind, hardware="some host", torch="2.13.0"),

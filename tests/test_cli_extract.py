@@ -1,4 +1,4 @@
-"""``placer extract`` as a user meets it, and what ``optimize`` makes of its graph."""
+"""``placer extract``, and ``optimize`` on its graph."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_model_is_placed_on_a_cluster_that_is_only_partly_here(
     assert found["cost_source"]["gpu"] == "roofline of the cluster's rates"
     assert found["cost_source"]["core"].startswith("measured 20")
     assert found["step_s"] < 2.0
-    # Two seconds for every launch: nothing can be won on the described device.
+    # With two seconds per launch, the described device is never worth using.
     assert set(json.loads(placement.read_text())["devices"].values()) == {f"core:{CORE}"}
 
 

@@ -1,4 +1,4 @@
-"""``--extractor`` as a user meets it, and the reason for every fall-back."""
+"""``--extractor``, and the reasons for every fall-back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the command line says where the system fails it."""
+"""Messages of the command line for failures of the system."""
 
 from __future__ import annotations
 

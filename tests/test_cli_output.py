@@ -1,4 +1,4 @@
-"""What goes where: results to stdout, talk to stderr, colours to terminals only."""
+"""Output streams: results to stdout, messages to stderr, colours only to terminals."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def commands() -> dict[str, Any]:
 
 @pytest.fixture
 def folder(files: Callable[..., tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where graph.json, cluster.toml, model.py and a placement of each are."""
+    """Return a folder with graph.json, cluster.toml, model.py and a placement of each."""
     graph, _ = files()
     monkeypatch.chdir(graph.parent)
     assert main(OPTIMIZE) == 0
@@ -99,7 +99,7 @@ def test_json_is_all_there_is_on_stdout_and_quiet_leaves_nothing_else(
         assert main([*run.split(), "--json", "--quiet"]) == 0, run
         told = capfd.readouterr()
         assert told.err == "", run
-        assert json.loads(told.out), run  # a second word would be refused
+        assert json.loads(told.out), run  # a second JSON value would fail
 
 
 def test_talk_goes_to_stderr_and_quiet_stops_it(
@@ -223,7 +223,7 @@ def test_rates_that_are_not_finite_are_null(tmp_path: Path) -> None:
 def printed(
     command: Sequence[str], folder: Path, *, terminal: bool, environment: Mapping[str, str]
 ) -> str:
-    """stdout and stderr of a command, to a terminal of 100 columns or to a pipe."""
+    """Return stdout and stderr of a command on a terminal of 100 columns or a pipe."""
     given = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}
     given |= {"TERM": "xterm-256color", "COLUMNS": "100", **environment}
     if not terminal:
@@ -237,7 +237,7 @@ def printed(
     ) as running:
         os.close(theirs)
         read = b""
-        with contextlib.suppress(OSError):  # the end of a terminal
+        with contextlib.suppress(OSError):  # how a terminal ends
             while chunk := os.read(ours, 65536):
                 read += chunk
         os.close(ours)
@@ -275,6 +275,6 @@ def test_a_terminal_of_eighty_columns_shows_bars_with_time_left_and_a_table(
     command = [sys.executable, "-m", "placer.cli.main", *OPTIMIZE[:-1], "2s"]
     given = {"COLUMNS": "80", **environment}
     text = printed(command, graph.parent, terminal=True, environment=given)
-    assert "\u2501" * 20 in text  # a whole bar
+    assert "\u2501" * 20 in text  # a full bar
     assert "Best: " in text
     assert bool(COLOUR.search(text)) == (not environment)

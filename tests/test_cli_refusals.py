@@ -1,4 +1,4 @@
-"""What the command line refuses, and how: in a sentence, with exit code 2, before any work."""
+"""Arguments that the command line refuses: one sentence, exit code 2, before any work."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def test_options_of_models_are_refused_for_a_graph_file(
     [
         ("optimize m.py:f --raport r.html", "no option --raport; did you mean --report?"),
         ("optimize m.py:f --device core:0", "no option --device; did you mean --devices?"),
-        ("optimize --bugdet 5s", "no option --bugdet; did you mean --budget?"),  # nor a target
+        ("optimize --bugdet 5s", "no option --bugdet; did you mean --budget?"),  # and no target
         ("export p.json m.py:f --formt pipeline", "no option --formt; did you mean --format?"),
         ("show p.json embed -q", "unrecognized arguments: -q"),
     ],
@@ -361,7 +361,7 @@ def test_a_file_that_is_missing_is_told_with_its_neighbour(
         message = capsys.readouterr().err
         assert told in message
         assert "Errno" not in message
-        assert "This takes" not in message  # it takes nothing
+        assert "This takes" not in message  # it has no options
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Clusters: what is written as TOML is read back, and what is wrong is refused with its place."""
+"""Clusters: TOML round trip, and refusals that name the place of the error."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def link(**changes: Any) -> dict[str, Any]:
 
 
 def pair(**changes: Any) -> dict[str, Any]:
-    """The content of a valid file of two cores and a link, with changed top-level keys."""
+    """Return a valid file of two cores and a link, with changed top-level keys."""
     devices = [device(), device(name="core:1")]
     return {"format": FORMAT, "name": "pair", "device": devices, "link": [link()]} | changes
 

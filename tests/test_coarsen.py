@@ -1,4 +1,4 @@
-"""Groups of ops: acyclic, exact, the same every time, and back to the ops."""
+"""Coarsening: acyclic, exact and deterministic groups, and the way back to ops."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ seeds = st.integers(0, 10**7)
 def random_graph(
     seed: int, *, limits: bool = True, kinds: tuple[str, ...] = ("*", "gpu")
 ) -> nx.DiGraph[str]:
-    """Ops in a shuffled order, with groups, limits, unequal edges and costs of whole nanoseconds.
+    """Return ops in shuffled order, with groups, allowed devices, unequal edges and integer ns.
 
     Ops of one group have a common device, and all ops have a cost for any kind.
     """
@@ -66,7 +66,7 @@ def random_graph(
 
 
 def small_flops(graph: nx.DiGraph[str]) -> nx.DiGraph[str]:
-    """Sums of flops stay within what the schema allows."""
+    """Reduce flops so that their sums stay within the limit of the schema."""
     for op_id in graph:
         graph.nodes[op_id]["flops"] >>= 10
     return graph
@@ -200,7 +200,7 @@ def test_coarsening_again_gives_the_same(seed: int) -> None:
 
 
 @settings(max_examples=100)
-@given(seed=seeds, most=st.integers(3, 40))  # one for each phase is always possible
+@given(seed=seeds, most=st.integers(3, 40))  # one group for each phase is always possible
 def test_there_are_no_more_groups_than_asked_for(seed: int, most: int) -> None:
     graph = small_flops(random_graph(seed, limits=False, kinds=("*",)))
     found = coarsen(graph, most_groups=most)
@@ -257,7 +257,7 @@ def line(count: int, cost_s: float = 1e-3) -> nx.DiGraph[str]:
 
 
 def branches(count: int, length: int) -> nx.DiGraph[str]:
-    """A fork, equal chains, a join."""
+    """Return a fork, equal chains and a join."""
     graph = new_graph("branches")
     add_op(graph, "fork", cost_s={"*": 1e-6})
     for b in range(count):
@@ -295,7 +295,7 @@ def test_a_group_takes_in_no_more_side_work_than_is_cheap() -> None:
     for i in range(9):
         add_op(graph, f"cheap{i}", cost_s={"*": 1e-3})
         add_edge(graph, "input", f"cheap{i}")
-    assert len(coarsen(graph, least_cost_s=4.5e-3)) == 6  # four of the nine
+    assert len(coarsen(graph, least_cost_s=4.5e-3)) == 6  # groups of four ops
 
 
 def test_cheap_by_one_kind_may_be_dear_by_another() -> None:

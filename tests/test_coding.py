@@ -1,4 +1,4 @@
-"""Rates of coding: which payloads have one, and what is timed."""
+"""Encoding rates: which payloads have one, and what is timed."""
 
 from __future__ import annotations
 

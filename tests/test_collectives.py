@@ -1,4 +1,4 @@
-"""Costs of reductions: by hand, and what holds for all of them."""
+"""Costs of reductions: calculated by hand, and properties of all of them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SIZES = st.integers(0, 10**10)
 def test_a_single_reducer_takes_in_all_bytes_of_all_others() -> None:
     assert single_reducer_s(GRADIENT_BYTES, level(2)) == pytest.approx(1.2)
     assert single_reducer_s(GRADIENT_BYTES, level(10)) == pytest.approx(10.8)
-    assert single_reducer_s(0, level(3, latency_s=0.5)) == 2.0  # two messages each way
+    assert single_reducer_s(0, level(3, latency_s=0.5)) == 2.0  # two messages in each direction
 
 
 def test_a_ring_sends_twice_all_bytes_but_one_part() -> None:
@@ -66,13 +66,13 @@ def test_a_tree_sends_all_bytes_at_every_step() -> None:
 def test_halving_doubling_sends_the_bytes_of_a_ring_in_fewer_messages() -> None:
     assert halving_doubling_s(1e9, level(8)) == ring_s(1e9, level(8)) == 1.75
     assert halving_doubling_s(0, level(8, latency_s=0.5)) == 3.0
-    # Two of six hand everything over first and get it back last: 1.5 s for four, and 2 s.
+    # Two of six hand everything over first and receive it last: 1.5 s for four, plus 2 s.
     assert halving_doubling_s(1e9, level(6)) == 3.5
 
 
 def test_recursive_doubling_sends_all_bytes_in_the_fewest_messages() -> None:
     assert recursive_doubling_s(1e9, level(8, latency_s=0.5)) == 3 * 1.5
-    assert recursive_doubling_s(1e9, level(6, latency_s=0.5)) == 4 * 1.5  # two of four, and two
+    assert recursive_doubling_s(1e9, level(6, latency_s=0.5)) == 4 * 1.5  # two for four, plus two
 
 
 def test_two_trees_cost_what_their_best_number_of_chunks_does() -> None:
@@ -98,7 +98,7 @@ def test_a_flat_reduction_takes_what_its_messages_take(size: int, one: Level, na
 def test_ranks_beyond_a_power_of_two_send_everything_twice(ranks: int) -> None:
     power = 1 << (ranks.bit_length() - 1)
     assert is_reduction(PLAYED["halving-doubling"](ranks), ranks)
-    # The chunks of the twin are thirds and so on; of a power of two they are whole parts.
+    # The twin's chunks are thirds etc.; for a power of two they are whole parts.
     inner_s = seconds_of(PLAYED["halving-doubling"](power), 1e9, [level(power, 0.5)])
     assert halving_doubling_s(1e9, level(ranks, 0.5)) == pytest.approx(inner_s + 2 * 1.5)
 
@@ -135,7 +135,7 @@ def test_a_hierarchy_chooses_by_level_and_says_what() -> None:
 
 
 def test_inside_the_outermost_level_every_rank_gets_an_equal_part() -> None:
-    # Three ranks cannot halve: handing everything over would leave one of them without a part.
+    # Three ranks cannot halve: one of them would be left without a part.
     inside = level(3, latency_s=1.0)
     found = hierarchical(9e3, [inside, level(2)])
     assert found.by_level[0] == "ring"
@@ -165,7 +165,7 @@ def test_a_node_with_a_port_for_each_device_does_not_share_one() -> None:
 def test_reductions_took_as_long_on_an_emulated_network(
     algorithm: str, nodes: tuple[int, int], megabytes: int, measured_s: float, share: float
 ) -> None:
-    """Gloo's over links of 200 Mbit/s for each host, best of three; (ranks of a host, hosts)."""
+    """Times of gloo over links of 200 Mbit/s per host, best of three; (ranks of a host, hosts)."""
     inside, across = nodes
     network = [level(inside, bandwidth_bytes_per_s=1e10), level(across, 0.0, 200e6 / 8)]
     predicted_s = all_reduce_s(algorithm, megabytes * 1e6, network)
@@ -180,10 +180,10 @@ def test_payloads_are_what_is_sent_of_a_byte() -> None:
 
 def test_a_hierarchy_sends_only_its_part_to_other_nodes() -> None:
     inside, across = level(4, bandwidth_bytes_per_s=1e10), level(2)
-    # 1.5 x 1 GB at 10 GB/s; then each of four has 0.25 GB for a quarter of 1 GB/s.
+    # 1.5 x 1 GB at 10 GB/s; then each of four has 0.25 GB and a quarter of 1 GB/s.
     assert hierarchical(1e9, [inside, across]).seconds == pytest.approx(0.15 + 1.0)
     assert all_reduce_s("ring", 1e9, [inside, across]) == pytest.approx(1.75)
-    # A rack of eight ranks holds an eighth each and shares its port by eight.
+    # A rack of eight ranks: each holds an eighth, and all share its port.
     rack = level(3, bandwidth_bytes_per_s=5e8)
     assert hierarchical(1e9, [inside, across, rack]).seconds == pytest.approx(1.15 + 4 / 3 * 2)
 

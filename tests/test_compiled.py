@@ -1,4 +1,4 @@
-"""Compiled functions are cached on disk, and compiled again when what they use has changed."""
+"""Compiled functions are cached on disk and recompiled when their dependencies change."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def start_caller(folder: Path) -> subprocess.Popen[str]:
 
 
 def run_caller(folder: Path, *, factor: int, shift: int) -> list[int]:
-    """What the function returns for 10, and how often its code came from the cache."""
+    """Return the function's result for 10, and how often its code came from the cache."""
     (folder / "caller.py").write_text(CALLER)
     (folder / "callee.py").write_text(CALLEE.format(factor=factor, shift=shift))
     printed, _ = start_caller(folder).communicate()
@@ -153,7 +153,7 @@ def test_arrays_that_compiled_functions_cannot_take_by_pointer_are_refused(
 
 def test_an_inline_function_refuses_to_be_called_from_python() -> None:
     sums = sums_of(np.zeros((4, 2)))
-    for _ in range(2):  # before compiled functions know it, and after
+    for _ in range(2):  # before and after compiled functions have used it
         with pytest.raises(TypeError, match="last_of can only be called by compiled functions"):
             last_of(sums, 0)
         total(sums)

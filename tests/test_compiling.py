@@ -1,4 +1,4 @@
-"""Compiling what searches run, beside another process."""
+"""Compilation of the search functions in a parallel process."""
 
 from __future__ import annotations
 

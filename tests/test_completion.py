@@ -1,4 +1,4 @@
-"""Completion scripts: bash really completes with its own; of zsh and fish at least the syntax."""
+"""Completion scripts: executed by bash; for zsh and fish only the syntax is checked."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def completions(script: Path, folder: Path, *words: str) -> set[str]:
-    """What bash offers for the last of the words; it finds the function as a user's shell does."""
+    """Return bash's completions of the last word; the function is found as in a user's shell."""
     told = ["bash", "-c", f"source {shlex.quote(str(script))}; complete -p placer"]
     said = subprocess.run(told, capture_output=True, text=True, check=True).stdout.split()
     ask = ASK.format(

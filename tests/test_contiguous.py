@@ -28,7 +28,7 @@ def chain(
     parameter_bytes: int = 10**6,
     host: bool = False,
 ) -> Problem:
-    """A random chain on unequal devices, with a link of its own between every two of them."""
+    """Return a random chain on unequal devices, with a separate link between every two of them."""
     rng = np.random.default_rng(seed)
     graph = new_graph("chain")
     for i in range(ops):
@@ -63,7 +63,7 @@ def chain(
 
 
 def all_splits(ops: int, devices: int) -> NDArray[np.int32]:
-    """Every contiguous split, with as many parts as devices or less, on devices in every order."""
+    """Return every contiguous split into at most one part per device, in every device order."""
     splits = []
     for order in permutations(range(devices)):
         for cuts in np.ndindex(*(ops + 1,) * (devices - 1)):
@@ -106,7 +106,8 @@ def test_a_split_can_be_computed_in_the_head() -> None:
     problem = Problem.of(
         GraphArrays.from_graph(graph), Cluster(name="pair", devices=devices, links=(link,))
     )
-    # In the middle: 4 ms + 1.1 ms of transfer. One op earlier or later: 5 ms + 0.1 ms, no better.
+    # Cut in the middle: 4 ms + 1.1 ms of transfer. One op earlier or later: 5 ms + 0.1 ms, no
+    # better.
     found = contiguous(problem)
     assert found is not None
     assert int(max_load_ns(problem, found)[0]) == 5_100_000

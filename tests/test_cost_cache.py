@@ -1,4 +1,4 @@
-"""The cache of op times: what counts as known, two processes at once, files that are none."""
+"""The cache of op times: known entries, concurrent processes, and files that are not caches."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def cost_s(cache: CostCache, signature: str = "a", conditions: Conditions = HERE
     return found[signature].cost_s if found else None
 
 
-# --- what counts
+# --- known entries
 
 
 def test_a_calm_session_is_known_at_once_with_its_day(cache: CostCache) -> None:
@@ -185,7 +185,7 @@ def test_a_file_that_is_locked_for_long_is_no_failure(
     assert list(cache.known(HERE, "ab")) == ["a"]
 
 
-# --- files that are none
+# --- files that are not caches
 
 
 def foreign(path: Path) -> None:

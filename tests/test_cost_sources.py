@@ -1,4 +1,4 @@
-"""Costs of further kinds, and where the cost of every op comes from."""
+"""Costs for other device kinds, and the source of each op's cost."""
 
 from __future__ import annotations
 

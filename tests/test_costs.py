@@ -1,4 +1,4 @@
-"""What a graph says that a step costs, against what torch counts and keeps in a real run."""
+"""Costs in the graph, compared with what torch counts and saves in a real run."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def total(extraction: Extraction, attribute: str) -> int:
 @EITHER_MODE
 @EVERY_MODEL
 def test_flops_are_those_that_torch_counts_in_a_real_run(name: str, training: bool) -> None:
-    """Torch's counter is given the formulas that it lacks: attention on CPUs, grouped products."""
+    """Torch's counter gets the formulas that it lacks: CPU attention, grouped products."""
     extraction = extracted(name, training)
     with FlopCounterMode(display=False, custom_mapping=further_formulas()) as counter:
         output = forward(copy.deepcopy(extraction.step))
@@ -99,7 +99,7 @@ def test_a_recurrent_layer_multiplies_by_its_weights_at_every_step(layer: type[n
 
 
 def test_a_recurrent_kernel_multiplies_by_its_weights_and_thrice_in_training() -> None:
-    """Of oneDNN, as bf16 has it and as eager training on CPUs runs it: one layer, one direction."""
+    """One layer, one direction; oneDNN's kernel, which bf16 and eager training on CPUs use."""
     model = Plain(lambda m, x: m.rnn(x)[0], rnn=nn.LSTM(3, 5))
     steps = torch.randn(7, 2, 3)
     by_hand = 2 * (7 * 2) * (4 * 5) * (3 + 5)  # four gates of 5 for each of 7 steps of 2 sequences
@@ -132,17 +132,16 @@ def test_grouped_products_cost_as_much_as_their_parts(
 def fused_dropout(
     x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
-    """What GPUs do, and what a traced step does: the mask is kept as bool, not as numbers."""
+    """Apply dropout as GPUs and traced steps do: the mask is saved as bool."""
     assert not inplace
     return torch.native_dropout(x, p, True)[0] if training and p else x
 
 
 @EVERY_MODEL
 def test_saved_bytes_are_what_autograd_saves(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What forward ops make and backward ops read: storages, each once.
+    """Storages that forward ops write and backward ops read, each counted once.
 
-    A traced step keeps no copy of indices that it can compute from its inputs, hence not all is
-    equal.
+    A traced step saves no copy of indices that it can compute from its inputs, hence the tolerance.
     """
     monkeypatch.setattr(F, "dropout", fused_dropout)
     extraction = extracted(name)
@@ -165,7 +164,7 @@ def test_parameter_bytes_are_those_of_the_model(name: str, training: bool) -> No
     assert total(extraction, "parameter_bytes") == expected
 
 
-# --- where an op comes from
+# --- origin of ops
 
 DIFFERENTIATES = {
     "_log_softmax_backward_data": {"_log_softmax"},
@@ -188,7 +187,7 @@ DIFFERENTIATES = {
     "tanh_backward": {"tanh"},
     "threshold_backward": {"relu"},
 }
-"""What an op differentiates, of those that differentiate one kind of op."""
+"""Forward ops of the backward ops that differentiate one kind of op."""
 
 
 @EITHER_MODE

@@ -1,5 +1,3 @@
-"""The critical path of a simulated step, and what it waits for."""
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -77,7 +75,7 @@ def test_a_path_has_no_gap_from_start_to_end(seed: int) -> None:
 
 
 def holds(problem: Problem, schedule: Schedule, holder: Holder, part: Stretch) -> int:
-    """How many ops or transfers of the holder occupy what the part waits for till it has it."""
+    """Count the ops or transfers of the holder that block the part until it starts."""
     if part.kind == "compute":
         assert holder.source == holder.destination == part.source
         return int(schedule.end_ns[holder.op] == part.start_ns)

@@ -14,7 +14,7 @@ from placer.search.judge import Judge
 
 def test_probabilities_move_to_how_often_the_elite_chose() -> None:
     drawn = np.array([[0, 1]] * 2 + [[1, 0]] * 18)
-    costs = np.array([1, 2, *range(10, 28)])  # of twenty, two are the elite
+    costs = np.array([1, 2, *range(10, 28)])  # the elite is two of twenty
     before = np.full((2, 2), 0.5)
     expected = SMOOTHING * np.array([[1.0, 0.0], [0.0, 1.0]]) + (1 - SMOOTHING) * before
     assert moved(before, drawn, costs) == pytest.approx(expected)

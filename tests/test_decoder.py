@@ -14,7 +14,7 @@ from placer.search.outline import outline, soft_log
 
 
 def heft_twin(problem: Problem) -> tuple[list[int], list[int]]:
-    """Devices by op, and ops in order: HEFT on first-come links, in plain Python."""
+    """Return devices and order of ops by HEFT on first-come links, in plain Python."""
     graph, devices = problem.graph, range(problem.device_count)
     count = problem.op_count
     inputs: list[list[tuple[int, int]]] = [[] for _ in range(count)]

@@ -1,4 +1,4 @@
-"""What the user demands holds for every placement that a search finds."""
+"""The user's constraints hold for every placement that a search returns."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ PAIR = pair("a", "b", kind="x")
 
 
 def two_branches() -> nx.DiGraph[str]:
-    """Two equal chains that nothing joins: best on two devices, "left" and "right" apart."""
+    """Return two equal independent chains: best on two devices, "left" and "right" apart."""
     graph = new_graph("two branches")
     for module in ("left", "right"):
         for i in range(6):
@@ -59,7 +59,7 @@ def two_branches() -> nx.DiGraph[str]:
 
 
 def devices_by_module(options: Options) -> list[tuple[set[str], set[str]]]:
-    """Devices of left and of right in every feasible candidate, the best one first."""
+    """Return the devices of left and right in every feasible candidate, the best first."""
     found = optimize_graph(two_branches(), PAIR, options)
     placements = [row.placement for row in found.rows if np.isfinite(row.predicted_s)]
     return [
@@ -81,13 +81,10 @@ def test_pins_hold_for_every_candidate_though_no_single_device_can_take_all() ->
 
 
 class Stages(Silent):
-    """Keeps what stages there were."""
-
     def __init__(self) -> None:
         self.titles: list[str] = []
 
     def stage(self, title: str) -> None:
-        """A new stage."""
         self.titles.append(title)
 
 

@@ -1,4 +1,4 @@
-"""The dry run of device maps, against accelerate's own run of them over two devices."""
+"""The dry run of device maps, compared with real runs by accelerate on two devices."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="vdev would 
 
 
 class Inner(nn.Module):
-    """Two layers with a function of the module's own between them."""
+    """Two layers with a function of the module's code between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def outer() -> Extraction:
 
 
 def random_map(model: nn.Module, seed: int) -> dict[str, str]:
-    """Modules on either device, some inside others that are on the CPU: vdev cannot send again."""
+    """Return a random map; nested modules only inside ones on the CPU: vdev cannot send again."""
     randomly, found = random.Random(seed), dict[str, str]()
 
     def walk(module: nn.Module, path: str) -> None:
@@ -78,7 +78,7 @@ def random_map(model: nn.Module, seed: int) -> dict[str, str]:
 
 
 class Recorded(TorchFunctionMode):
-    """On which device every function of torch computes, in order."""
+    """Records the device of every torch function call, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Recorded(TorchFunctionMode):
 
 
 def dispatched(extraction: Extraction, devices: dict[str, str]) -> dict[str, str]:
-    """{call: device} of a run by accelerate: calls of one function are in the same order there."""
+    """Return {call: device} of a run by accelerate; calls of one function have the same order."""
     step, recorded, found = extraction.step, Recorded(), dict[str, str]()
     with vdev():
         model = accelerate.dispatch_model(copy.deepcopy(step.model), devices, main_device="cpu")
@@ -146,7 +146,7 @@ def test_an_export_tells_how_many_ops_accelerate_runs_elsewhere_than_placed(by: 
 
 
 def chain(*, training: bool = False) -> Extraction:
-    """A layer, two functions in the code of the model, a layer."""
+    """Return two layers with two functions of the model's code between them."""
     torch.manual_seed(0)
     layers = {"first": nn.Linear(4, 4), "second": nn.Linear(4, 4)}
     model = Plain(lambda m, x: m.second(torch.exp(torch.sin(m.first(x)))), **layers)
@@ -168,7 +168,7 @@ def test_functions_outside_of_modules_are_told_with_where_they_would_run_and_pri
         "the code of the model (cuda:1 -> cuda:0), since what is outside of the modules of the map "
         "runs where its inputs are"
     )
-    # Four ops of 1 ms; three changes of device become one.
+    # Four ops of 1 ms; three device changes become one.
     assert priced.startswith(
         "as exported a step is predicted to take 5.000 ms, 28.6% less than the 7.000 ms as placed"
     )

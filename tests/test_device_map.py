@@ -1,4 +1,4 @@
-"""Device maps, as accelerate dispatches them over the CPU and a fake second device."""
+"""Device maps, dispatched by accelerate over the CPU and a fake second device."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ GPUS = ("cuda:0", "cuda:1")
 
 
 class Meeting(nn.Module):
-    """Two towers whose outputs meet in an op of the model's own, and a head."""
+    """Two towers whose outputs meet in an op of the model's code, and a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,14 +58,14 @@ def meeting() -> Step:
 
 
 class Concatenation(nn.Module):
-    """``cat`` as a module: what goes into modules is moved."""
+    """``cat`` as a module: accelerate moves the inputs of modules."""
 
     def forward(self, *parts: Tensor) -> Tensor:
         return torch.cat(parts, 1)
 
 
 class Branches(nn.Module):
-    """Two branches side by side, ended by modules without parameters or not, and ``cat``."""
+    """Two parallel branches, optionally ended by parameterless modules, and ``cat``."""
 
     def __init__(self, *, ends: bool = False, whole: bool = False) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def extracted(name: str) -> Extraction:
 
 
 def trained(step: Step, model: nn.Module) -> dict[str, Any]:
-    """The loss and all gradients of one step, on the CPU."""
+    """Return the loss and all gradients of one step, on the CPU."""
     output = model(*step.model_inputs, **step.keywords)
     loss = output.loss if step.loss is None else step.loss(output, step.inputs[-1])
     loss.backward()
@@ -136,7 +136,7 @@ def test_accelerate_trains_whatever_was_placed(name: str, by: str) -> None:
             assert len(homes) == 1
         with vdev():
             model = accelerate.dispatch_model(copy.deepcopy(step.model), found, main_device="cpu")
-            if len(set(found.values())) == 1:  # its user is to feed it there
+            if len(set(found.values())) == 1:  # the user has to feed it on its device
                 assert {str(p.device) for p in model.parameters()} == set(found.values())
                 continue
             seen = trained(step, model)
@@ -188,7 +188,7 @@ def test_only_what_meets_is_joined_and_its_price_is_told() -> None:
     extraction = extracted("meeting")
     placement = cut_placement(extraction, GPUS, ("right",), of_calls=True)
     found = device_map(PlacedModules.of(extraction, placement))
-    # left.2 and right.2 have as many FLOPs on either device, and the first device wins.
+    # left.2 and right.2 have equal FLOPs on both devices; ties go to the first device.
     assert found.content == {"left": 0, "right.0": 1, "right.2": 0, "head": 1}
     told, backward, advice = found.remarks
     # right.2: 3 x 8 x 4 of 3 x (4 x 8 + 8 x 4) x 2 + 3 x 4 x 2 multiplications.
@@ -200,7 +200,7 @@ def test_only_what_meets_is_joined_and_its_price_is_told() -> None:
 
 
 def rights_apart(name: str) -> Exported:
-    """The map of a placement with every right branch on the second GPU."""
+    """Return the map of a placement with every right branch on the second GPU."""
     extraction = extracted(name)
     graph = call_graph(extraction).graph
     devices = [int(".right" in attributes_of(graph, node)["module"]) for node in graph]
@@ -237,7 +237,7 @@ def test_a_module_without_parameters_at_the_end_of_a_branch_is_all_that_meets() 
 def test_what_is_added_layer_after_layer_joins_layers_and_one_reason_is_told_for_all() -> None:
     extraction = extracted("gpt2")
     graph = call_graph(extraction).graph
-    ends = ("attn.c_proj", "mlp.c_proj")  # what they give is added to what comes in
+    ends = ("attn.c_proj", "mlp.c_proj")  # their outputs are added to the inputs
     devices = [int(attributes_of(graph, node)["module"].endswith(ends)) for node in graph]
     moved = device_map(PlacedModules.of(extraction, placement_of(graph, GPUS, devices))).remarks[0]
     assert moved.count("add in GPT2Block.forward wants its inputs on one device") == 1

@@ -1,5 +1,3 @@
-"""Discovery: the devices of this machine, by name."""
-
 from __future__ import annotations
 
 import os

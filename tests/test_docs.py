@@ -1,11 +1,10 @@
-"""README and docs say what is true: their commands run, their links lead somewhere.
+"""README and docs are tested: commands run, and links are valid.
 
-Every line of a ``sh`` block is run, and every ``python`` snippet, page by page and in order, in a
-folder with the files that they name. A block whose first line names a file (``# model.py``) is that
-file. Lines that measure steps or start processes are slow, those with ``cuda:`` need a GPU, and so
-it is with blocks after a comment that says so, ``<!-- slow -->`` or ``<!-- gpu -->``. What
-installs is not run, and neither are targets of make, which run the tests themselves: it is only
-looked up that they exist.
+Every line of a ``sh`` block and every ``python`` snippet is run, page by page and in order, in a
+folder with the files that the pages name. A block whose first line names a file (``# model.py``) is
+that file. Lines that measure steps or start processes are slow tests, and those with ``cuda:`` need
+a GPU; a preceding comment ``<!-- slow -->`` or ``<!-- gpu -->`` marks a whole block. Installations
+and make targets are not run (the targets run tests themselves); targets must only exist.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def with_snippets() -> list[Path]:
 
 
 def without_searches() -> list[Path]:
-    """Return the pages whose quick parts do not search for seconds; the slow tests run them all."""
+    """Return the pages with quick parts that search for less than seconds; slow tests run all."""
     return [page for page in with_snippets() if page.stem not in ("README", "simulator")]
 
 
@@ -71,7 +70,7 @@ def furnished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(
     furnished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[], Path]]:
-    """Goes into a folder of its own with all files; modules from there are forgotten afterwards."""
+    """Return a function that enters a folder of all files; modules from it are unloaded later."""
     known = set(sys.modules)
 
     def enter() -> Path:
@@ -87,7 +86,7 @@ def folder(
 
 
 def run_page(page: Path, wanted: Callable[[Block, Command | None], bool]) -> int:
-    """Run what is wanted of a page, in order; how much that was."""
+    """Run the wanted blocks and commands of a page in order; return their number."""
     names: dict[str, Any] = {"__name__": page.stem}
     count = 0
     for block in blocks(page):
@@ -96,7 +95,7 @@ def run_page(page: Path, wanted: Callable[[Block, Command | None], bool]) -> int
                 run_command(command)
                 count += 1
         if block.language == "python" and not block.file and wanted(block, None):
-            source = "\n" * (block.line - 1) + block.text  # so that errors name lines of the page
+            source = "\n" * (block.line - 1) + block.text  # errors name lines of the page
             exec(compile(source, str(page), "exec"), names)
             count += 1
     return count

@@ -1,5 +1,3 @@
-"""What ``placer doctor`` finds, and what it advises."""
-
 from __future__ import annotations
 
 import json

@@ -1,4 +1,4 @@
-"""What is said of how long an optimization takes, before and after it."""
+"""Messages about the duration of an optimization."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""Suites, and evaluating policies on them."""
-
 from __future__ import annotations
 
 import errno

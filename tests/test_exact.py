@@ -29,7 +29,7 @@ from placer.search.judge import Judge
 
 
 def best_of_all(problem: Problem) -> int:
-    """The shortest step over all placements and all orders."""
+    """Return the shortest step over all placements and all orders."""
     judge, count = Judge(problem), problem.op_count
     orders = np.array(list(permutations(range(count))), np.float64)
     steps = [
@@ -41,7 +41,7 @@ def best_of_all(problem: Problem) -> int:
 
 
 def solved(problem: Problem) -> tuple[Candidate, bool]:
-    """The best plan, and whether it is proven to be."""
+    """Return the best candidate and whether it is proven to be optimal."""
     told: list[str] = []
     [found] = placer_named("exact").place(
         problem, Budget(evaluations=3000), 0, progress=lambda _, text: told.append(text)
@@ -117,7 +117,7 @@ def test_the_bound_of_a_solver_that_was_stopped_holds(seed: int, sharing: Sharin
 def test_that_parameters_fit_nowhere_is_proven() -> None:
     problem = random_problem(0, ops=9, devices=2)
     size = np.sort(problem.graph.resident_bytes)
-    room = int(size.sum()) // 2 + 1  # for all together, but no half is exactly as large as this
+    room = int(size.sum()) // 2 + 1  # enough in total, but no half has exactly this size
     tight = random_problem(0, ops=9, devices=2, memory_bytes=room)
     assert not why_too_large(tight)
     options = Options(placer=placer_named("exact"), budget=Budget(evaluations=3000))
@@ -127,7 +127,7 @@ def test_that_parameters_fit_nowhere_is_proven() -> None:
 
 @pytest.fixture
 def small(tmp_path: Path) -> list[str]:
-    """A command that places twelve ops on two devices."""
+    """Return a command that places twelve ops on two devices."""
     graph, cluster = tmp_path / "graph.json", tmp_path / "cluster.toml"
     save_graph(layered(np.random.default_rng(0), ops=12, width=4), graph)
     problem = random_problem(0, ops=2, devices=2)

@@ -1,4 +1,4 @@
-"""Examples run as their first line says, and what they print holds together."""
+"""Examples run as their first line says and print consistent results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 
 def printed(name: str, folder: Path) -> str:
-    """What an example prints in a folder of its own."""
+    """Return what an example prints, run in ``folder``."""
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / name)],
         cwd=folder,

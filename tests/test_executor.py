@@ -1,4 +1,4 @@
-"""Pinned workers: placed models run as unplaced ones, and trouble is seen and cleaned up."""
+"""Pinned workers: placed models compute the same as unplaced ones; failures are handled."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def placed_at_random(step: Step, seed: int = 0) -> PlacedModel:
 
 
 def placed_on(step: Step, cluster: Cluster, seed: int) -> PlacedModel:
-    """Every op of the step on a random device."""
+    """Return the step with every op on a random device."""
     extraction = extract(step)
     randomly = random.Random(seed)
     devices = [randomly.randrange(len(cluster)) for _ in range(extraction.program.op_count)]
@@ -113,14 +113,14 @@ def test_the_examples_in_full_size_are_bit_for_bit_the_unplaced_step(target: str
 
 @pytest.fixture(scope="module")
 def conv() -> Iterator[PlacedModel]:
-    """A placed convolutional network; whoever uses it leaves it able to run."""
+    """Yield a placed convolutional network; tests leave it able to run."""
     with placed_at_random(tiny_models.conv_net()) as placed:
         yield placed
 
 
 @pytest.fixture
 def twins(conv: PlacedModel) -> tuple[PlacedModel, nn.Module, Step]:
-    """The placed model without gradients, and an unplaced copy of the step's model as it is."""
+    """Return the placed model without gradients, an unplaced copy of its model, and that step."""
     conv.model.zero_grad()
     step = copy.deepcopy(conv._step)
     return conv, step.model, step
@@ -165,7 +165,7 @@ def test_training_is_bit_for_bit_the_unplaced_training(
 
 @pytest.fixture
 def four_devices(monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    """Four devices; where there are fewer cores, their workers take turns on these."""
+    """Return four devices; with fewer cores, their workers share the cores."""
     if len(CORES) >= 4:
         return discover(",".join(f"core:{core}" for core in CORES[:4]))
 
@@ -303,7 +303,7 @@ def test_a_placed_model_tells_the_memory_that_its_workers_held() -> None:
 
 
 def shared_areas() -> list[range]:
-    """Addresses of this process's mappings of arenas."""
+    """Return the address ranges of arenas that this process has mapped."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     bounds = [line.split()[0].split("-") for line in lines if "placer-arena" in line]
     return [range(int(low, 16), int(high, 16)) for low, high in bounds]
@@ -320,11 +320,11 @@ def test_workers_outlive_the_thread_that_started_them() -> None:
         assert_same(placed.step(*step.inputs), eager(step).output.detach())
 
 
-# --- trouble
+# --- failures
 
 
 class Pool(WorkerPool):
-    """Workers of a step of many products; its last op, or every other one, is on device 1."""
+    """Workers of a step of many products; the last op, or every other one, is on device 1."""
 
     def __init__(self, *, alternating: bool = False) -> None:
         def forward(model: nn.Module, x: Tensor) -> Tensor:
@@ -353,7 +353,7 @@ def run_for_ever(pool: Pool) -> None:
 
 
 def kill_within_a_step(pool: Pool, device: int) -> None:
-    """Stop the worker, look whether it is between the first and last op of its list, kill it."""
+    """Kill the worker while it is between the first and the last op of its list."""
     process_id, length = worker_ids(pool)[device], len(pool._lists[pool.number][device])
     while True:
         os.kill(process_id, signal.SIGSTOP)
@@ -416,7 +416,7 @@ def test_a_hang_is_noticed_after_the_timeout() -> None:
 
 
 def test_an_interrupted_step_ends_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the answer that was not waited for would pass for that of the next step."""
+    """Otherwise the pending answer would be taken for that of the next step."""
 
     def interrupted(*_: object) -> list[object]:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Placements as pipelines, layer counts and overrides, and the command that writes them."""
+"""Placements exported as pipelines, layer counts and overrides, and the export command."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def test_models_without_one_stack_have_no_counts() -> None:
 
 
 def experts_on(name: str, device_of_layer: tuple[str, ...]) -> PlacedModules:
-    """All on cuda:0, but the experts of each layer on a device."""
+    """Return all modules on cuda:0, except the experts of each layer on these devices."""
     extraction = extracted(name)
     names = tuple(dict.fromkeys(("cuda:0", *device_of_layer)))
     devices = []
@@ -289,7 +289,7 @@ def test_models_without_experts_have_nothing_to_override() -> None:
 
 @pytest.fixture
 def target(tmp_path: Path) -> tuple[str, Path]:
-    """A model in a file, and a placement of its ops on two cores."""
+    """Return a model file and a placement of its ops on two cores."""
     path = tmp_path / "model.py"
     path.write_text(
         "import torch\nfrom torch import nn\n\n"
@@ -480,7 +480,7 @@ def test_python_exports_what_the_command_does(target: tuple[str, Path]) -> None:
         model, target[1], "device-map", inputs, loss=nn.MSELoss(), renamed=renamed
     )
     assert found.content == {"0": 0, "1": 1, "2": 1}
-    (backward,) = found.remarks  # it is cut in the forward pass, what follows is on core:1
+    (backward,) = found.remarks  # cut in the forward pass; everything after the cut is on core:1
     assert backward.startswith("3 of 12 backward ops are not where the placement has them")
     assert backward.endswith("the backward of a module runs where its forward does: 0 (3)")
     with pytest.raises(ValueError, match="example_inputs are needed"):

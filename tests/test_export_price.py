@@ -1,4 +1,4 @@
-"""What an export costs, told as a predicted step."""
+"""Cost of an export, given as the predicted step time."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ MILLISECOND = 1e-3
 
 
 def block() -> Extraction:
-    """A module with two calls that only op-level placements can part, and a layer after it."""
+    """Return a module whose two calls only op-level placements can split, then a layer."""
 
     def forward(m: nn.Module, x: Tensor) -> Tensor:
         return torch.sin(m.get_submodule("first")(x)) + torch.cos(x)
@@ -56,7 +56,7 @@ def block() -> Extraction:
 def problem_of(
     extraction: Extraction, memory_bytes: int = 1 << 30, *, of_calls: bool = True
 ) -> Problem:
-    """A millisecond for every call or op on either device, and one for every transfer."""
+    """Return a problem where each call or op, and each transfer, takes one millisecond."""
     graph = call_graph(extraction).graph if of_calls else extraction.graph
     costed = with_costs(graph, {"x": np.full(len(graph), MILLISECOND)}, {"x": "made up"})
     devices = tuple(Device(name=n, kind="x", memory_bytes=memory_bytes) for n in NAMES)
@@ -71,7 +71,7 @@ def alternating(extraction: Extraction) -> Placement:
 
 
 def calls_on(extraction: Extraction, device_of: dict[str, str]) -> dict[str, str]:
-    """{call: device} where every module has one."""
+    """Return {call: device} for modules on these devices."""
     placed = PlacedModules.of(extraction, alternating(extraction))
     return placed.by_module(device_of)
 
@@ -108,7 +108,7 @@ def test_ops_of_a_graph_of_ops_and_of_one_of_calls_have_the_same_calls() -> None
 
 
 def four_calls() -> Extraction:
-    """A chain, of which N calls take N ms on one device; every change of device takes one more."""
+    """Return a chain: N calls on one device take N ms, and every change of device takes 1 ms."""
     layers = (nn.Sequential(nn.Tanh(), nn.Linear(4, 4)) for _ in "12")
     return extract(Step.of(nn.Sequential(*layers), torch.ones(2, 4), training=False))
 
@@ -158,7 +158,7 @@ def test_what_wins_back_most_of_a_loss_is_known() -> None:
     problem = problem_of(extraction)
     price = price_of(problem, placed_on(problem, 0, 0, 0, 0), extraction, {})
     first, *_, last = problem.graph.ids
-    two = {first: "cuda:1", last: "cuda:1"}  # changes of device
+    two = {first: "cuda:1", last: "cuda:1"}  # two changes of device
     assert price.is_won_back(two, {})
     assert not price.is_won_back(two, {first: "cuda:1"}), "half is not most"
     assert not price.is_won_back({}, {})
@@ -183,7 +183,7 @@ def test_what_is_moved_is_told_of_both_passes_by_module() -> None:
 
 
 def two_branches() -> Extraction:
-    """Two branches that meet in a module."""
+    """Return two branches whose outputs meet in a module."""
     branches = {
         name: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
         for name in ("left", "right")
@@ -329,7 +329,7 @@ def test_the_command_holds_exports_to_the_memory_that_it_is_given(
 def test_the_command_predicts_on_the_devices_of_the_placement(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("envs.calibrate.CONTENDED", np.inf)  # speeds are kept, busy or not
+    monkeypatch.setattr("envs.calibrate.CONTENDED", np.inf)  # accept speeds measured under load
     cores = tuple(f"core:{core}" for core in CORES[:2])
     model = tmp_path / "model.py"
     model.write_text(MODEL)

@@ -1,4 +1,4 @@
-"""Programs saved by torch.export as targets."""
+"""Programs saved by torch.export as workloads."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_what_would_have_to_be_unpickled_or_run_is_refused(saved: Path, member: 
 
 
 class Touch:
-    """Unpickled, it makes a file."""
+    """Creates a file when unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

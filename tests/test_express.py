@@ -1,4 +1,4 @@
-"""The simulator's short way gives what its long way gives, to the last digit."""
+"""The simulator's fast path gives exactly the results of its slow path."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SEEDS = st.integers(10**6, 10**7)
 
 
 class BothWays:
-    """A simulation by the short way where that applies, and by the long way."""
+    """Simulator with the fast path where it applies, and one with the slow path."""
 
     def __init__(self, problem: Problem) -> None:
         arrays = arrays_of(problem)
@@ -51,7 +51,7 @@ class BothWays:
         memory: int,
         limit_ns: int = NO_LIMIT_NS,
     ) -> int:
-        """The answer of both, after a comparison of all that they leave."""
+        """Compare all results of both paths and return the step."""
         short, long = (
             simulated_ns(arrays, work, devices, priority, memory, limit_ns)
             for arrays, work in self.ways
@@ -109,7 +109,7 @@ def test_memory_that_does_not_hold_everything_at_once_is_followed_the_short_way(
         both = BothWays(replace(problem, memory_bytes=np.full(2, room)))
         answer = both.step_ns(devices, priority, STOP_WHEN_FULL)
         assert both.went_express() == express
-        # On its device an op needs its output and the copy of its input.
+        # An op needs its output and the copy of its input on its device.
         assert (answer < INFEASIBLE_NS) == (room >= 2_000)
 
 
@@ -134,7 +134,7 @@ def test_sets_hold_64_devices(count: int, express: bool) -> None:
         (fork(count - 1), one_kind(count), place[::-1], [0.0] * count)
     )
     both = BothWays(problem)
-    # The last transfer of the queue ends after 2 us each; then its op takes 1 us.
+    # Each transfer in the queue takes 2 us; after the last one its op takes 1 us.
     assert both.step_ns(devices, priority, IGNORE_MEMORY) == 1000 + 2000 * (count - 1) + 1000
     assert both.went_express() == express
 

@@ -1,4 +1,4 @@
-"""Extraction: graphs and programs of models, what they know, and what is refused."""
+"""Extraction: graphs and programs of models, their attributes, and refusals."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def total(graph: nx.DiGraph[str], name: str) -> int:
     return sum(data[name] for _, data in graph.nodes(data=True))
 
 
-# --- the program does what the model does
+# --- the program computes what the model computes
 
 
 @pytest.mark.parametrize("name", in_turn(tiny_models.STEPS))
@@ -238,7 +238,7 @@ def test_a_plain_chain_has_no_groups() -> None:
     assert not groups_of(extracted("conv_net").graph)
 
 
-# --- the model is left alone
+# --- the model is not changed
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -279,7 +279,7 @@ def test_torch_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     assert out == err == ""
 
 
-# --- what comes out
+# --- outputs
 
 
 def test_a_tensor_that_is_given_twice_is_two_inputs() -> None:
@@ -306,7 +306,7 @@ def test_numbers_among_the_inputs_are_part_of_the_graph() -> None:
 
 
 class Scaled(nn.Module):
-    """Takes a keyword that is no position."""
+    """Takes a keyword-only argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -343,7 +343,7 @@ def test_keywords_without_one_target_are_refused_with_what_to_give_instead(
         Step.of(model, inputs, squared)
 
 
-# --- what is refused, and how
+# --- refusals
 
 
 def refusal(step: Step) -> str:

@@ -1,4 +1,4 @@
-"""The ways in besides torch.export: what they take, what they know, and how one follows another."""
+"""Extractors other than torch.export: accepted models, attributes, and the order of fall-backs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ EVERY_STEP = pytest.mark.parametrize(
         pytest.param(name, training, marks=[pytest.mark.slow] * (name in LARGE))
         for name in STEPS
         for training in (True, False)
-        if training or name != "own_loss"  # whose output is an object of its own
+        if training or name != "own_loss"  # its output is a custom object
     ],
 )
 EVERY_MODEL = pytest.mark.parametrize("name", in_turn(STEPS))
@@ -104,7 +104,7 @@ def test_a_recorded_step_computes_what_torch_computes(name: str, training: bool)
     extraction = extracted(name, "dispatch", training)
     assert extraction.extractor == "dispatch"
     found, expected = run(extraction), eager(extraction.step)
-    # In inference torch runs a whole layer of attention as one op, which adds up in another order.
+    # In inference torch runs an attention layer as one op with another order of additions.
     if (
         name not in tiny_transformers.STEPS
         and name != "lstm"
@@ -139,7 +139,7 @@ def test_flops_and_parameters_are_those_of_a_real_run(
         output = forward(step)
         if training:
             output.backward()
-    # Attention in inference and LSTM layers are one op to torch's counter, which has no formula.
+    # To torch's counter, attention in inference and LSTM layers are one op without a formula.
     if name != "lstm" and (name, training) != ("attention", False):
         assert total(extraction, "flops") == counter.get_total_flops() > 0
     parameters = list(step.model.parameters())
@@ -162,7 +162,7 @@ def test_dropout_draws_the_numbers_that_an_exported_step_draws() -> None:
 
 
 class Experts(nn.Module):
-    """Every expert computes the tokens that the router sends to it, and no others."""
+    """Every expert computes only the tokens that the router sends to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -262,7 +262,7 @@ def test_a_placed_model_refuses_a_recording_that_depends_on_data() -> None:
 
 
 class Average(nn.Module):
-    """A running mean that is assigned; and two buffers that change places."""
+    """A running mean that is reassigned, and two buffers that are swapped."""
 
     mean: Tensor
     odd: Tensor
@@ -348,7 +348,7 @@ def test_a_tensor_that_is_no_buffer_is_not_replaced_but_refused(held: Callable[.
             self.seen: Tensor | None = None
 
         def forward(self, x: Tensor) -> Tensor:
-            self.seen = x  # what nobody reads can be kept
+            self.seen = x  # never read, so it may be kept
             (mean,) = tree_leaves(self.mean)
             self.mean = held(0.9 * mean + 0.1 * x.mean(0))
             out: Tensor = self.linear(x - mean).sum()
@@ -424,7 +424,7 @@ def test_the_own_code_of_a_module_is_one_op_between_two_calls() -> None:
 def test_a_backward_op_is_at_home_with_its_forward_op(name: str) -> None:
     extraction = extracted(name, "modules")
     nodes = [data for _, data in extraction.graph.nodes(data=True)]
-    GraphArrays.from_graph(extraction.graph)  # it has no cycle
+    GraphArrays.from_graph(extraction.graph)  # raises if there is a cycle
     for data, forward_op in zip(nodes, extraction.forward_of, strict=True):
         assert (forward_op is None) == (data["phase"] == "forward")
         if forward_op is not None:
@@ -454,7 +454,7 @@ def test_calls_that_share_parameters_or_state_stay_together() -> None:
 
 
 class NumpyTanh(torch.autograd.Function):
-    """Computed outside of torch, both ways."""
+    """Forward and backward computed outside of torch."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -554,7 +554,7 @@ def test_modules_without_memory_cannot_be_timed() -> None:
         profile_modules(extraction, [device])
 
 
-# --- one after another
+# --- fall-backs
 
 
 def test_an_exported_step_fell_back_to_nothing() -> None:
@@ -652,7 +652,7 @@ def test_a_program_with_dynamic_sizes_is_placed_for_the_example(extractor: str) 
 
 
 class Logged(torch.Tensor):
-    """A tensor that hands every op on to another one."""
+    """A tensor that forwards every op to another one."""
 
     own: Tensor
 

@@ -1,4 +1,4 @@
-"""What goes wrong while a placed step runs is told, and leaves nothing behind."""
+"""Failures in a placed step are reported and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 
 
 def own_shared_memory() -> set[str]:
-    """Files of ours in the folder of shared memory, and this process's mappings of arenas."""
+    """Return our files in /dev/shm and the arenas that this process has mapped."""
     ours = ("placer", f"_{os.getpid()}_")
     names = (path.name for path in Path("/dev/shm").iterdir())
     named = {name for name in names if any(part in name for part in ours)}
@@ -76,7 +76,7 @@ def test_training_ends_with_the_name_of_a_worker_that_was_killed() -> None:
 
 
 def limit_memory_of(process_id: int, more_bytes: int) -> None:
-    """Let a process take only so much memory beyond what it has."""
+    """Limit the memory of a process to ``more_bytes`` above its current size."""
     status = Path(f"/proc/{process_id}/status").read_text()
     has = next(line.split()[1] for line in status.splitlines() if line.startswith("VmData"))
     limit = int(has) * 1024 + more_bytes

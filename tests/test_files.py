@@ -1,4 +1,4 @@
-"""Graph files: what is written is read back, and what is wrong is refused with its place."""
+"""Graph files: round trip, and refusals that name the place of the error."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def graphs(draw: st.DrawFn) -> nx.DiGraph[str]:
 
 
 def small(**changes: Any) -> dict[str, Any]:
-    """The content of a valid file: a -> b -> c, with changed top-level keys."""
+    """Return a valid file of a -> b -> c with changed top-level keys."""
     return {
         "format": FORMAT,
         "name": "small",
@@ -69,14 +69,14 @@ def small(**changes: Any) -> dict[str, Any]:
 
 
 def node(**changes: Any) -> dict[str, Any]:
-    """A file whose second node is changed."""
+    """Return a file whose second node is changed."""
     whole = small()
     whole["nodes"][1] |= changes
     return whole
 
 
 def edge(**changes: Any) -> dict[str, Any]:
-    """A file whose second edge is changed."""
+    """Return a file whose second edge is changed."""
     whole = small()
     whole["edges"][1] |= changes
     return whole

@@ -1,4 +1,4 @@
-"""Layers in order, as many on each device as fit: what people do by hand, and what to beat."""
+"""The baseline that fills devices with layers in order, as people do by hand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from placer.search.judge import Judge
 
 
 def chain(memory_bytes: tuple[int, ...], *, tied: bool = False) -> Problem:
-    """Six layers of two ops with 10 bytes of parameters each, and no outputs."""
+    """Return six layers of two ops with 10 bytes of parameters each, and no outputs."""
     graph = new_graph("chain")
     names = [f"layers.{i}.{part}:op" for i in range(6) for part in ("a", "b")]
     for name in names:

@@ -1,5 +1,3 @@
-"""Fitting the simulator to measured steps."""
-
 from __future__ import annotations
 
 import numpy as np
@@ -15,7 +13,7 @@ from envs.simulator import Simulator
 
 
 def plans(problem: Problem, count: int) -> list[Placement]:
-    """Every single device, then random ones."""
+    """Return all single-device placements, then random ones."""
     rng = np.random.default_rng(0)
     devices = [np.full(problem.op_count, d) for d in range(problem.device_count)]
     devices += [

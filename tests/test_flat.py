@@ -1,4 +1,4 @@
-"""Graphs made from arrays: the same as those made op by op, and a million ops."""
+"""Graphs made from arrays: equal to those made op by op, up to a million ops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers are forked by one server, which can be lost and ends with its parent."""
+"""Workers are forked by one server, which may die and which ends with its parent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from envs.executor.fork_server import ForkServer, renumber
 
 @pytest.fixture
 def numbers() -> Iterator[list[int]]:
-    """Eight descriptors of pipes that hold their position in this list."""
+    """Yield eight pipe descriptors, each holding its position in the list."""
     found = []
     for position in range(8):
         source, sink = os.pipe()

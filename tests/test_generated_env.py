@@ -1,4 +1,4 @@
-"""Environments that draw problems: op by op, as a batch, and for as long as one likes."""
+"""Environments that draw problems: op by op, batched, and without end."""
 
 from __future__ import annotations
 

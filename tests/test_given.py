@@ -1,4 +1,4 @@
-"""What users already have: device maps as placements, and their step times."""
+"""Existing user placements: device maps as placements, and their step times."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def layers() -> Step:
 
 @pytest.fixture(autouse=True)
 def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calibration that is quick and kept for one test."""
+    """Make calibration quick and keep it for one test."""
     monkeypatch.setenv("PLACER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(torch_speeds, "STREAM_BYTES", 1 << 20)
     monkeypatch.setattr(torch_speeds, "LARGE_BYTES", 1 << 20)
@@ -75,7 +75,7 @@ def test_ops_run_where_the_map_has_their_module_and_others_where_their_inputs_ar
     for op_id, module, phase in zip(graph.ids, graph.modules, graph.phase, strict=True):
         expected = {"0": "a", "2": "b"}.get(module)
         if expected is None and PHASES[phase] == "forward":
-            expected = "a" if module == "1" else "b"  # the loss reads what the last layer makes
+            expected = "a" if module == "1" else "b"  # the loss reads the output of the last layer
         if expected is not None:
             assert found.device_of(op_id) == expected, op_id
 
@@ -142,7 +142,7 @@ def test_a_map_of_another_model_is_refused() -> None:
 
 
 class Doubled(nn.Module):
-    """A sum of two layers, which Hugging Face cannot run where they are on two devices."""
+    """A sum of two layers, which Hugging Face cannot run with the layers on two devices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ def test_what_dispatch_model_would_not_run_is_told_and_nothing_else() -> None:
 
 
 class Scaled(nn.Module):
-    """A layer whose input is scaled by a parameter and shifted by a buffer of the module's own."""
+    """A layer whose input is scaled by a parameter and shifted by a buffer of the same module."""
 
     shift: Tensor
 
@@ -186,7 +186,7 @@ class Scaled(nn.Module):
 
 
 class Around(nn.Module):
-    """The same inside of a model."""
+    """``Scaled`` inside of a model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -291,7 +291,7 @@ def test_of_a_graph_of_modules_it_is_not_known_what_reads_a_tensor() -> None:
     DeviceMap(whole).placed(extraction, graph, cluster_of(PAIR))
 
 
-# --- where a search starts from
+# --- warm starts
 
 
 @pytest.mark.usefixtures("second_device")

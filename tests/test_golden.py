@@ -1,4 +1,4 @@
-"""Placements, predictions and losses are those of the golden files; golden_cases writes them."""
+"""Placements, predictions and losses equal the golden files that golden_cases writes."""
 
 from __future__ import annotations
 

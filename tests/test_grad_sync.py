@@ -1,4 +1,4 @@
-"""Gradients that replicas reduce are those of one process and those of DDP."""
+"""Gradients reduced across replicas equal those of one process and of DDP."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def train_with_ddp(steps: int, accumulate: int) -> tuple[dict[str, Tensor], Any]
 
 
 def beside_ddp(steps: int, accumulate: int) -> Any:
-    # small buckets: several of them are under way at once
+    # small buckets, so that several are in flight at once
     ours = train(steps, accumulate=accumulate, bucket_bytes=1024)
     return ours, train_with_ddp(steps, accumulate)
 
@@ -82,7 +82,7 @@ def test_four_replicas_train_as_under_ddp_but_for_the_order_of_additions() -> No
 
 
 def branched_losses(number: int, replicas: int, module: nn.Module) -> list[Tensor]:
-    """Of every replica; one of them uses a branch that the others do not."""
+    """Return the losses of all replicas; only one replica uses a certain branch."""
     return [
         F.mse_loss(module(x, use_seldom=rank == 1), y)
         for rank, (x, y) in enumerate(batches(number, replicas))
@@ -90,10 +90,10 @@ def branched_losses(number: int, replicas: int, module: nn.Module) -> list[Tenso
 
 
 def one_branched_step(zero: str) -> dict[str, Tensor | None]:
-    replica = model(seed=dist.get_rank())  # the parameters of rank 0 count
+    replica = model(seed=dist.get_rank())  # replicas start from the parameters of rank 0
     sync = GradSync(replica, bucket_bytes=600)
     sgd = torch.optim.SGD(replica.parameters(), lr=0.0)
-    for number in (7, 8):  # what the first step leaves must be gone
+    for number in (7, 8):  # no gradient of the first step may remain
         if zero == "own":
             sync.zero_grad()
         else:
@@ -117,7 +117,7 @@ def test_gradients_equal_those_of_one_process(ranks: int, zero: str) -> None:
 
 
 class TwoDevices(nn.Module):
-    """First half on one device, second on another; the output is on the first again."""
+    """First half on one device, second on the other, and the output on the first again."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ def test_a_replica_on_two_types_of_devices_trains_as_one_process_does(groups: bo
 
 
 def starts_where_half_of_a_replica_is_done(slots: bool) -> dict[str, bool]:
-    """By device type, whether its bucket has started when all gradients on the CPU are there."""
+    """Return for each device type whether its bucket has started once all CPU gradients exist."""
     with vdev() as device:
         replica = TwoDevices(device)
         groups = groups_of_slots([torch.device("cpu"), device]) if slots else lambda device: None
@@ -180,7 +180,7 @@ def test_with_a_group_for_each_device_none_waits_for_another(slots: bool) -> Non
 
 
 def starts_of_a_backward_pass() -> tuple[int, int]:
-    """How many buckets have started when backward returns, and how many there are."""
+    """Return the number of buckets started when backward returns, and the number of all buckets."""
     replica = mlp()
     sync = GradSync(replica, bucket_bytes=1024)
     backward(mse(replica, own_batch(0, 16, 8)))
@@ -276,7 +276,7 @@ def test_gradients_stay_views_of_the_bucket_whatever_is_done_to_them() -> None:
     layer.bias.grad = None
     bucket.flat.fill_(7.0)
     bucket.adopt_all()
-    assert bucket.flat.tolist() == [0.0] * 2 + [2.0] * 6  # the bias comes first: it is last
+    assert bucket.flat.tolist() == [0.0] * 2 + [2.0] * 6  # the bias comes first, so it is last
     for parameter in layer.parameters():
         assert parameter.grad is not None
         assert parameter.grad.untyped_storage().data_ptr() == bucket.flat.data_ptr()

@@ -1,4 +1,4 @@
-"""Which ops make the gradients of a graph, and in which order."""
+"""Ops that produce the gradients of a graph, and their order."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_of_exported_calls_too(make: Callable[[], Step]) -> None:
 
 
 def test_gradients_of_residual_connections_are_not_those_of_the_norm_behind_them() -> None:
-    """Of a stack with a norm at its end, which is the first to have its gradients."""
+    """The norm at the end of the stack gets its gradients first."""
     torch.manual_seed(0)
     step = Step.of(Residual(), (torch.randn(3, 8), torch.randn(3, 8)), F.mse_loss)
     extraction = extract(step, "export")
@@ -133,7 +133,7 @@ def test_early_gradients_are_thought_to_be_ready_early() -> None:
 
 
 class Residual(nn.Module):
-    """Layers that are added to what they read, then a norm."""
+    """Residual layers followed by a norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class Residual(nn.Module):
 
 
 def first_reader(program: StepProgram, name: str) -> int:
-    """The op that a parameter lives with."""
+    """Return the op that a parameter is resident with."""
     same = program.ties.get(name, name)
     own = {
         s.value

@@ -1,4 +1,4 @@
-"""The graph's schema, and its flat arrays against networkx."""
+"""Schema of the graph, and its flat arrays compared with networkx."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from graphs.order import topological_order
 
 
 def diamond() -> nx.DiGraph[str]:
-    """A fork and a join: a -> b, c -> d, added out of order."""
+    """Return a fork and a join a -> b, c -> d, with ops added out of order."""
     graph = new_graph("diamond", {"*": "by hand"})
     for op_id, seconds in {"d": 4.0, "b": 2.0, "a": 1.0, "c": 3.0}.items():
         add_op(graph, op_id, cost_s={"*": seconds}, output_bytes=10)
@@ -35,7 +35,7 @@ def diamond() -> nx.DiGraph[str]:
 
 @st.composite
 def random_dags(draw: st.DrawFn) -> nx.DiGraph[str]:
-    """Up to twelve ops in an order of insertion that is no topological one."""
+    """Return up to twelve ops whose order of insertion is not topological."""
     count = draw(st.integers(1, 12))
     graph = new_graph("random")
     for i in draw(st.permutations(range(count))):
@@ -150,7 +150,7 @@ def test_hash_leaves_out_costs_names_and_the_order_of_edges() -> None:
 
 
 def test_hash_does_not_change_between_runs() -> None:
-    """Placement files name it: a change would make every stored one invalid."""
+    """Placement files contain the hash: a change would invalidate all stored ones."""
     assert graph_hash(diamond()).startswith("002fe08d71b4f785")
 
 

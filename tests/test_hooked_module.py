@@ -1,4 +1,4 @@
-"""Models that run their own code, their modules on two torch devices: they compute the same."""
+"""Models that run their own code with modules on two torch devices compute the same results."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="vdev would ta
 
 
 def seeds() -> list[Any]:
-    """Two seeds of the quick ones, four of all that are slow."""
+    """Return four seeds per model; two of each quick model are quick tests, all others slow."""
     return [
         pytest.param(name, seed, marks=() if name in QUICK and seed < 2 else pytest.mark.slow)
         for name in TRAINING
@@ -54,14 +54,14 @@ def by_modules(name: str) -> Extraction:
 
 
 def own(extraction: Extraction) -> Extraction:
-    """The same with a model of its own."""
+    """Return a copy with its own model."""
     return copy.deepcopy(extraction)
 
 
 def at_random(
     extraction: Extraction, devices: Sequence[torch.device | str], seed: int
 ) -> dict[str, torch.device | str]:
-    """{path of a module: device}, what must be together on one."""
+    """Return {module path: random device}, with colocated modules on one device."""
     modules = module_map(extraction)
     groups = [attributes_of(modules.graph, op)["colocate"] or op for op in modules.graph]
     randomly = random.Random(seed)
@@ -119,7 +119,7 @@ def test_inference_on_two_devices_is_that_of_the_model(
 
 
 class Until(nn.Module):
-    """Grows what it is given until it is long enough."""
+    """Grows its input until it is large enough."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class Until(nn.Module):
 
 
 class Experts(nn.Module):
-    """Every row goes to the expert that its router likes best; its share is kept as a loss."""
+    """Sends every row to the expert that its router prefers; stores a balancing loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ def test_what_depends_on_the_data_is_trained_on_any_data(
     placed = HookedModule(extraction, at_random(extraction, ["cpu", device], seed))
     paths = set()
     for scale in (1.0, 0.05, 8.0):
-        inputs = (scale * torch.randn(7, 4), torch.randn(7, 3))  # of other shapes, too
+        inputs = (scale * torch.randn(7, 4), torch.randn(7, 3))  # also of another shape
         other = Step.of(copy.deepcopy(step.model), inputs, step.loss)
         other.model.load_state_dict(placed.state_dict())
         assert_trains_alike(other, placed)
@@ -196,11 +196,11 @@ def test_what_depends_on_the_data_is_trained_on_any_data(
     assert len(paths) > 1
 
 
-# --- tensors that meet
+# --- tensors on different devices
 
 
 class Doubled(nn.Module):
-    """In place."""
+    """In-place operation."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.mul_(2)
@@ -240,7 +240,7 @@ def test_what_a_models_code_brings_together_meets_on_one_device(
 
 
 class Writer(nn.Module):
-    """Writes what it is given, or reads it."""
+    """Writes to its inputs or reads them."""
 
     def __init__(self, kind: str, at: int) -> None:
         super().__init__()
@@ -309,7 +309,7 @@ def test_a_step_in_bf16_is_under_autocast_on_each_of_its_devices(device: torch.d
     assert found["cpu"] == found[device] == forward(copy.deepcopy(step)).item()
 
 
-# --- the life of a placed model
+# --- lifetime of a placed model
 
 
 def test_dropout_is_switched_off_in_eval_mode_and_on_again(device: torch.device) -> None:
@@ -350,7 +350,7 @@ def test_closed_it_leaves_the_model_as_it_was(device: torch.device) -> None:
     model = extraction.step.model
     with HookedModule(extraction, {"": device}) as placed:
         assert {p.device for p in model.parameters()} == {device}
-        loss = model(*extraction.step.model_inputs).sum()  # runs placed, called directly
+        loss = model(*extraction.step.model_inputs).sum()  # runs placed although called directly
         assert loss.device == device
     assert {t.device.type for t in model.state_dict().values()} == {"cpu"}
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())

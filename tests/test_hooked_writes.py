@@ -1,4 +1,4 @@
-"""What hooked modules write into what they were given, on one device and on two."""
+"""Writes of hooked modules into their inputs, on one device and on two."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="vdev would ta
 
 
 class Grown(nn.Module):
-    """Appends to a list what it makes of all that is in it."""
+    """Appends to a list a value computed from all its entries."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def grows_a_deque(m: Any, x: Tensor) -> Tensor:
 
 
 class Cached(nn.Module):
-    """Keeps keys as a decoder does: grows those of before, and notes its own."""
+    """Keeps keys as a decoder does: extends the previous ones and stores its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ def reorders(m: Any, x: Tensor) -> Tensor:
 
 
 class Keeping(nn.Module):
-    """Goes on with a list of its own that others were given."""
+    """Continues to use its own list after passing it to others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ def test_after_an_error_lists_hold_what_they_held(
     assert_trains_alike(step, placed)
 
 
-# --- what functions write without telling
+# --- undeclared writes of functions
 
 
 def normed(m: Any, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Models of transformers as targets: their sizes, their steps, and what is refused."""
+"""Models of transformers as workloads: sizes, steps, and refusals."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PUBLISHED = {
     "whisper-tiny": 37_760_640,
     "whisper-base": 72_593_920,
 }
-"""Parameters of the published models, with the head that predicts words."""
+"""Parameter counts of the published models, including the word prediction head."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -198,7 +198,7 @@ def test_a_model_of_too_many_modules_is_not_made(
     monkeypatch.setattr(huggingface, "MOST_PARTS", 1000)
     with pytest.raises(TargetError, match="more than 1000 modules and parameters"):
         load(f"hf:{target}")
-    made = nn.Sequential(*(nn.Linear(1, 1) for _ in range(400)))  # they are counted there only
+    made = nn.Sequential(*(nn.Linear(1, 1) for _ in range(400)))  # counted only inside load
     assert len(made) == 400
 
 

@@ -1,4 +1,4 @@
-"""Why devices are idle in a simulated step."""
+"""Reasons for idle devices in a simulated step."""
 
 from __future__ import annotations
 

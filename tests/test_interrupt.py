@@ -1,5 +1,3 @@
-"""Ctrl-C while results are written."""
-
 from __future__ import annotations
 
 import contextlib
@@ -30,7 +28,7 @@ def test_ctrl_c_does_nothing_while_results_are_written() -> None:
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """Give Ctrl-C back as it was."""
+    """Restore the handler of Ctrl-C after the test."""
     before = signal.getsignal(signal.SIGINT)
     yield
     signal.signal(signal.SIGINT, before)

@@ -1,4 +1,4 @@
-"""A learner: its network is PPO's, and what it gives away is an average of it."""
+"""A learner: it trains PPO's network and returns an average of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Instruction lists: what each device does, in which order, and how long it would take."""
+"""Instruction lists: what each device runs, in which order, and the rebuilt step time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Placed: TypeAlias = tuple[StepProgram, list[int], list[int], int]
 
 
 class Builder:
-    """Puts programs together, call by call; all tensors are alike."""
+    """Builds programs call by call; all tensors are alike."""
 
     def __init__(self, sources: int) -> None:
         self.roots = list(range(sources))
@@ -39,7 +39,7 @@ class Builder:
         self.ops = 0
 
     def op(self, *reads: int, outputs: tuple[bool, ...] = (True,)) -> list[int]:
-        """A call that computes; a False among ``outputs`` is a member that nobody reads."""
+        """Add a call that computes; False in ``outputs`` marks an output that nothing reads."""
         made = [self._value(None) if wanted else None for wanted in outputs]
         self._call(self.ops, reads, tuple(made))
         self.ops += 1
@@ -72,7 +72,7 @@ class Builder:
 
 
 def random_program(seed: int, calls: int) -> StepProgram:
-    """Ops with one or two inputs and one to three outputs, views, and views of views."""
+    """Return ops with one or two inputs and one to three outputs, views, and views of views."""
     randomly = random.Random(seed)
     builder = Builder(sources=2)
     readable = [0, 1]
@@ -88,7 +88,7 @@ def random_program(seed: int, calls: int) -> StepProgram:
 
 
 def diamond() -> StepProgram:
-    """Op 0 feeds ops 1 and 2 (the latter through a view), op 3 joins them."""
+    """Return a program where op 0 feeds ops 1 and 2 (via a view), and op 3 joins them."""
     builder = Builder(sources=1)
     (first,) = builder.op(0)
     (left,) = builder.op(first)
@@ -99,7 +99,7 @@ def diamond() -> StepProgram:
 
 @st.composite
 def placed_programs(draw: st.DrawFn) -> Placed:
-    """A program, the devices of its ops, an order of them, and how many devices there are."""
+    """Draw a program, the devices of its ops, their order, and the number of devices."""
     program = random_program(draw(st.integers(0, 10**6)), draw(st.integers(0, 25)))
     device_count = draw(st.integers(1, 4))
     randomly = random.Random(draw(st.integers(0, 10**6)))
@@ -220,7 +220,7 @@ def test_lists_never_wait_for_each_other(
 
 
 def instructions(lists: list[list[Instruction]]) -> list[tuple[int, Instruction]]:
-    """Every instruction with its device."""
+    """Return every instruction with its device."""
     return [(d, instruction) for d, own in enumerate(lists) for instruction in own]
 
 

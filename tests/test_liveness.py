@@ -1,4 +1,4 @@
-"""Who is gone, and who only waits, is told from the signs that ranks give."""
+"""Ranks that are gone are told from ranks that only wait, by their heartbeats."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run_store() -> RunStore:
 
 
 class Ranks:
-    """Ranks on one clock, which goes on while one of them sleeps."""
+    """Ranks with one clock, which advances while one of them sleeps."""
 
     def __init__(self, count: int, *, silence_s: float | None = None) -> None:
         self.now_s = 0.0
@@ -63,7 +63,7 @@ def test_ranks_that_fall_silent_are_named_by_all_others() -> None:
     told = ranks.error(2, "[gloo] connection closed by peer\nmore")
     assert told.startswith("rank 1 died or hangs: pid ")
     assert told.endswith("(step 4 of rank 2 failed: [gloo] connection closed by peer)")
-    del ranks.living[2]  # it leaves for the sake of rank 1, and is not to blame
+    del ranks.living[2]  # it leaves because of rank 1 and is not to blame
     assert ranks.error(0).startswith("rank 1 died or hangs: ")
 
 

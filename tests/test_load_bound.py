@@ -1,4 +1,4 @@
-"""What is proven of the largest load, and the best contiguous parts, against brute force."""
+"""Bounds on the max-load, and the best contiguous parts, compared with brute force."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def optimum_ns(problem: Problem) -> int:
 
 
 def chain(seed: int, ops: int, devices: int) -> Problem:
-    """Unequal ops in a row, whose outputs take about as long as they do."""
+    """Return unequal ops in a row, whose outputs take about as long to send as the ops take."""
     rng = np.random.default_rng(seed)
     graph = new_graph("chain")
     for i in range(ops):

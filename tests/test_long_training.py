@@ -1,4 +1,4 @@
-"""Two hundred steps of training a translation model: placed, the losses are those of the model."""
+"""Two hundred training steps of a translation model: placed and unplaced losses agree."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.slow
 
 
 def batch(number: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sentences to be copied, three words each: source, target so far, next words of the target."""
+    """Return three-word sentences to copy: source, target prefix, next words of the target."""
     generator = torch.Generator().manual_seed(number)
     source = torch.randint(1, VOCABULARY, (4, 3), generator=generator)
     begun = torch.cat([torch.zeros_like(source[:, :1]), source[:, :-1]], 1)
@@ -56,7 +56,7 @@ def nmt(dropout: float = 0.0) -> Step:
 
 
 def unplaced_losses(step: Step, make: Made) -> list[float]:
-    """Of 200 steps with an optimizer, which change the step's model."""
+    """Return the losses of 200 steps with an optimizer; changes the step's model."""
     optimizer = make(list(step.model.parameters()))
     losses = []
     for number in range(STEPS):
@@ -69,7 +69,7 @@ def unplaced_losses(step: Step, make: Made) -> list[float]:
 
 
 def on_two_cores(extraction: Extraction) -> PlacedModel:
-    """Every op on a random one of two cores, in random order."""
+    """Place every op on a random one of two cores, in random order."""
     randomly = random.Random(7)
     count = extraction.program.op_count
     order = priority_order(extraction.program, [randomly.random() for _ in range(count)])
@@ -125,7 +125,7 @@ def device() -> Iterator[torch.device]:
 def test_on_two_devices_of_torch_losses_are_the_same_up_to_rounding(
     make: Made, dropout: float, device: torch.device
 ) -> None:
-    """Both devices share the generator of random numbers, so dropout can be on."""
+    """Both devices share the random number generator, so dropout may be on."""
     step = nmt(dropout)
     twin = copy.deepcopy(step)
     extraction = extract(step)

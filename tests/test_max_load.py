@@ -1,4 +1,4 @@
-"""The objective max-load: by hand, against its plain twin, and its search against the optimum."""
+"""The max-load objective: by hand, against its plain twin, and its search against the optimum."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from placer.search.budget import Budget
 
 def test_both_ends_pay_for_a_transfer_once() -> None:
     problem, devices, _ = problem_of((fork(4), one_kind(3), [0, 0, 1, 1, 2], [0.0] * 5))
-    # d0: s, one op, one transfer out of 2 us; d1: two ops, one transfer in; d2: one and one.
+    # d0: s, one op, one 2 us transfer out; d1: two ops, one transfer in; d2: one op, one in.
     assert loads_ns(problem, devices).tolist() == [4000, 4000, 3000]
     assert max_load_ns(problem, devices).tolist() == [4000]
 

@@ -1,4 +1,4 @@
-"""The Measured backend: what it measures, what it calls a tie, and what it survives."""
+"""The Measured backend: measurements, ties, and failures that it survives."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def small_problem() -> tuple[Extraction, Problem]:
 
 
 def priced(extraction: Extraction, memory_bytes: int | None = None) -> Problem:
-    """The step with made-up costs on two cores."""
+    """Return the step with made-up costs on two cores."""
     graph = with_costs(
         extraction.graph, {"core": np.full(len(extraction.graph), 1e-5)}, {"core": "made up"}
     )
@@ -144,7 +144,7 @@ def backend() -> Iterator[Measured]:
 
 
 def candidates(backend: Measured) -> list[Placement]:
-    """All on the first device; alternating; all on the second."""
+    """Return three placements: all on the first device; alternating; all on the second."""
     problem = backend.problem
     index = np.arange(problem.op_count)
     arrays = [np.zeros_like(index), index % 2, np.ones_like(index)]
@@ -183,7 +183,7 @@ def test_evaluate_tells_time_memory_and_noise(backend: Measured) -> None:
 
 
 def wide_problem(memory_bytes: int) -> tuple[Extraction, Problem]:
-    """Two products of 8 MB each that both read 16 MB of inputs, and their sum."""
+    """Return two products of 8 MB each that both read 16 MB of inputs, and their sum."""
 
     def forward(_: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return (x @ y + (x.t() @ y).sin()).sum()
@@ -205,7 +205,7 @@ def test_the_memory_that_workers_held_is_near_the_prediction() -> None:
             for name, predicted in zip(problem.cluster.names, schedule.peak_bytes, strict=True):
                 held = seen.peak_memory_bytes[name]
                 tensor_bytes = 1448 * 1448 * 4
-                # Predictions leave out inputs, the shared copy of what is sent, and gaps.
+                # Predictions exclude inputs, the shared copy of sent tensors, and gaps.
                 most = predicted + (2 + 1 + 5) * tensor_bytes + UNCOUNTED_BYTES
                 assert predicted <= held <= (most if predicted else UNCOUNTED_BYTES)
 
@@ -234,7 +234,7 @@ def test_a_placement_that_held_more_than_it_may_is_infeasible_with_the_amount() 
 @needs_two_cores
 def test_a_candidate_whose_worker_dies_fails_and_the_others_go_on(backend: Measured) -> None:
     def progress(done: int, total: int) -> None:
-        if done == 4:  # the second round has begun with the second candidate, the third is next
+        if done == 4:  # second round: the second candidate is done, the third is next
             kill_a_worker(backend)
 
     first, second, third = backend.measure(candidates(backend), progress)
@@ -307,13 +307,13 @@ def test_without_new_workers_what_was_measured_counts_and_the_rest_failed(
     backend: Measured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def progress(done: int, total: int) -> None:
-        if done == 4:  # the first round that counts began with the second, the third is next
+        if done == 4:  # first counted round: the second candidate is done, the third is next
             kill_a_worker(backend)
 
     def refuse() -> WorkerPool:
         raise OSError("too many open files")
 
-    backend.measure(candidates(backend)[:1])  # there are workers now
+    backend.measure(candidates(backend)[:1])  # start workers
     with monkeypatch.context() as patch:
         patch.setattr(backend, "_new_pool", refuse)
         first, second, third = backend.measure(candidates(backend), progress)

@@ -1,4 +1,4 @@
-"""Placements that are really run and timed on torch's devices, with a fake second one."""
+"""Placements that are run and timed on torch devices, with a fake second one."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("second_device")
 
 @pytest.fixture(scope="module")
 def small() -> tuple[Step, Problem, list[Placement]]:
-    """A problem with made-up costs; placements on vdev, alternating by group, and on the CPU."""
+    """Return a problem with made-up costs, placed on vdev, alternating by group, and on the CPU."""
     if torch.cuda.is_available():
         pytest.skip("vdev would take CUDA's place")
     step = tiny_models.conv_net()
@@ -348,7 +348,7 @@ def test_a_model_that_keeps_computed_tensors_is_measured(extractor: str) -> None
 
 
 class Growing(nn.Module):
-    """Appends to the list that it is given."""
+    """Appends to the list that it is passed."""
 
     def __init__(self) -> None:
         super().__init__()

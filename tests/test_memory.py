@@ -1,4 +1,4 @@
-"""Predicted peaks of memory, against what torch allocates during a real step."""
+"""Predicted memory peaks, compared with what torch allocates during a real step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ONE = Cluster(name="one", devices=(Device(name="a", kind="x", memory_bytes=1 << 
 
 
 def predicted_bytes(graph: nx.DiGraph[str]) -> int:
-    """The simulated peak of a step whose ops run in their order on one device."""
+    """Return the simulated peak of a step whose ops run in order on one device."""
     costed = with_costs(graph, {"x": np.full(len(graph), 1e-6)}, {"x": "made up"})
     problem = Problem.of(GraphArrays.from_graph(costed), ONE)
     rank = np.empty(problem.op_count)
@@ -38,7 +38,7 @@ def predicted_bytes(graph: nx.DiGraph[str]) -> int:
 
 
 def large_vocabulary() -> Step:
-    """One projection, called once a token, whose gradients are most of what there is."""
+    """Return a step of one projection, called per token, whose gradients dominate the memory."""
     torch.manual_seed(0)
     config = NmtConfig(vocabulary=4000, hidden=32, layers=1)
     source, target = torch.randint(4000, (2, 4)), torch.randint(4000, (2, 9))
@@ -54,7 +54,7 @@ STEPS = tiny_reference_models.STEPS | {
     "large_vocabulary": large_vocabulary,
 }
 LEAST, MOST = 0.85, 1.2
-"""Predicted over tracked. Kernels have scratch memory, and may keep fewer tensors than a trace."""
+"""Predicted over tracked: kernels use scratch memory and may keep fewer tensors than a trace."""
 
 
 SLOW = ("large_vocabulary", "nasnet", "nmt", "resnet", "separate_moe")
@@ -73,7 +73,7 @@ def test_the_predicted_peak_is_near_what_torch_allocates(name: str) -> None:
 
 
 def test_gradients_of_a_parameter_that_is_used_many_times_are_not_held_at_once() -> None:
-    """Of all uses, the gradients are added to the first one's, one at a time."""
+    """The gradients of all uses are added to that of the first use, one at a time."""
     weight = nn.Linear(64, 64, bias=False)
 
     def forward(m: nn.Module, x: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ def test_gradients_of_a_parameter_that_is_used_many_times_are_not_held_at_once()
 
 
 def test_a_gradient_that_something_else_reads_is_held_until_it_is_added() -> None:
-    """Of ``x + f(x)``, what the sum gets as its gradient goes into ``f``, too."""
+    """In ``x + f(x)`` the gradient of the sum is also the output gradient of ``f``."""
 
     def forward(m: nn.Module, x: Tensor) -> Tensor:
         hidden = m.get_submodule("first")(x)

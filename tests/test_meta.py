@@ -1,4 +1,4 @@
-"""Extraction of models that have no memory: built on the meta device."""
+"""Extraction of models without memory, built on the meta device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Micro-batches: pipelines that can be checked by hand, and the plain expansion of any graph."""
+"""Micro-batches: pipelines calculated by hand, and the plain expansion of any graph."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FREE = {"latency_s": 0.0, "bandwidth_bytes_per_s": math.inf}
 
 
 def stages(count: int, *, training: bool = False, optimizer: bool = False) -> nx.DiGraph[str]:
-    """Stage i: f of 1 us and 1000 bytes, b of 2 us, w that makes a gradient, o of 5 us."""
+    """Return stages i: f of 1 us and 1000 bytes, b of 2 us, w makes a gradient, o of 5 us."""
     graph = new_graph("stages")
     for i in range(count):
         add_op(graph, f"f{i}", cost_s={"*": 1e-6}, output_bytes=1000, parameter_bytes=7)
@@ -46,7 +46,6 @@ def stages(count: int, *, training: bool = False, optimizer: bool = False) -> nx
 
 
 def devices_of(graph: nx.DiGraph[str]) -> np.ndarray:
-    """Stage i on device i."""
     return np.array([int(op[1:]) for op in graph], np.int32)
 
 
@@ -83,7 +82,7 @@ def test_as_many_micro_batches_are_in_flight_as_there_are_devices(d: int) -> Non
         peaks = run_stages(graph, d, m).peak_bytes
         # Parameters, the sum of gradients, and one output for each micro-batch in flight.
         assert peaks[0] == 7 + 100 + 1000 * d
-        assert (peaks <= 7 + 200 + 2000 * d).all()  # elsewhere also its received input
+        assert (peaks <= 7 + 200 + 2000 * d).all()  # other devices also hold a received input
     if d > 1:
         eager = run_stages(graph, d, 12, in_flight=12)
         assert eager.peak_bytes[0] > peaks[0] + 1000
@@ -103,7 +102,7 @@ def test_gradients_accumulate_into_one_buffer() -> None:
     graph = new_graph("gradients")
     add_op(graph, "w", cost_s={"*": 1e-6}, phase="backward", output_bytes=100)
     assert run_peak(graph, 1) == 100
-    assert run_peak(graph, 2) == run_peak(graph, 9) == 200  # the sum, and what is added to it
+    assert run_peak(graph, 2) == run_peak(graph, 9) == 200  # the sum and one addend
 
 
 def run_peak(graph: nx.DiGraph[str], m: int) -> int:

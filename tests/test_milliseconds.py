@@ -1,4 +1,4 @@
-"""One rule for the digits of a time, wherever people read it."""
+"""Number of digits of displayed times."""
 
 from __future__ import annotations
 

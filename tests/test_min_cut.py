@@ -15,7 +15,7 @@ from placer.search.outline import outline
 
 
 def two_blocks(costs_s: dict[str, float], kinds: tuple[str, str]) -> Problem:
-    """Twice ten ops that exchange much with each other, and little with the other ten."""
+    """Return two blocks of ten ops that exchange much within a block and little across."""
     graph = new_graph("blocks")
     for block in range(2):
         for i in range(10):

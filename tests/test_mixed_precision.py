@@ -37,7 +37,7 @@ CORES = sorted(os.sched_getaffinity(0))
 
 
 def composites() -> Step:
-    """Inference by operators that torch's export leaves whole, though autocast looks into them."""
+    """Return inference with operators that torch.export keeps whole but autocast decomposes."""
 
     def forward(m: Any, x: Tensor) -> list[Tensor]:
         return [
@@ -58,7 +58,7 @@ def composites() -> Step:
 
 
 def asks_for_its_dtype() -> Step:
-    """A model that computes with the dtype of what it has computed, and leaves autocast a while."""
+    """Return a model that uses the dtype of its own results and disables autocast for a part."""
 
     def forward(m: Any, x: Tensor) -> Tensor:
         hidden = m.first(x)
@@ -102,7 +102,7 @@ def run(extraction: Extraction, steps: int = 1) -> tiny_models.Outcome:
 
 
 class Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types there
-    """Counts casts that are really made."""
+    """Counts casts that are executed."""
 
     count = 0
 
@@ -130,7 +130,7 @@ def test_a_step_is_bit_for_bit_that_of_autocast(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["conv_net", "attention", "asks_for_its_dtype"])
 def test_a_recorded_step_is_that_of_autocast_but_for_rounding(name: str) -> None:
-    """Every reader of a parameter casts it anew, so that its gradient is rounded more often."""
+    """Every reader of a parameter casts it again, so that its gradient is rounded more often."""
     extraction = extract(replace(STEPS[name](), dtype="bf16"), "dispatch")
     expected, found = eager(extraction.step), run(extraction)
     assert_same(found.output, expected.output.detach())
@@ -141,7 +141,7 @@ def test_a_recorded_step_is_that_of_autocast_but_for_rounding(name: str) -> None
 
 @pytest.mark.parametrize("name", in_turn(["llama", "lstm"]))
 def test_some_steps_differ_from_autocast_by_rounding(name: str) -> None:
-    """Llama adds gradients up in another order, in fp32 too; an LSTM is traced cell by cell."""
+    """Llama adds gradients in another order, in fp32 too; an LSTM is traced cell by cell."""
     extraction = extracted(name)
     expected, found = eager(extraction.step), run(extraction)
     torch.testing.assert_close(found.output, expected.output.detach(), rtol=1e-2, atol=1e-2)
@@ -174,12 +174,12 @@ def test_workers_train_as_autocast_does() -> None:
     assert {own.dtype for own in gradients_of(twin).values()} == {torch.float32}
 
 
-# --- what is in the graph
+# --- the graph
 
 
 @EXACT
 def test_the_casts_are_those_that_autocast_makes(name: str) -> None:
-    """Each parameter once, however many read it; and as many again in the backward pass."""
+    """Each parameter once, whatever its number of readers, and as many again in backward."""
     extraction = extracted(name)
     with Casts() as casts:  # type: ignore[no-untyped-call]  # as above
         output = forward(copy.deepcopy(extraction.step))
@@ -231,7 +231,7 @@ def test_casts_too_have_a_module_and_what_they_differentiate(name: str) -> None:
     assert all(op is not None and nodes[op]["phase"] == "forward" for op in casts)
 
 
-# --- what is left as it was, and what is refused
+# --- state that must not change, and refusals
 
 
 def test_autocast_is_off_after_an_extraction_that_failed() -> None:

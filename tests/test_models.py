@@ -1,4 +1,4 @@
-"""The reference models: published sizes, shapes in both modes, and that they train."""
+"""The reference models: published sizes, output shapes in both modes, and training."""
 
 import runpy
 from pathlib import Path
@@ -20,7 +20,7 @@ def parameter_count(model: nn.Module) -> int:
 
 
 def assert_trains(model: nn.Module, loss: Tensor) -> None:
-    """The loss is finite and every parameter has a gradient that is."""
+    """Assert that the loss and the gradient of every parameter are finite."""
     assert loss.ndim == 0
     assert torch.isfinite(loss)
     torch.autograd.backward(loss)

@@ -1,4 +1,4 @@
-"""Models whose graph is of modules, from the search to the training that runs as placed."""
+"""Models with a graph of modules, from the search to placed training."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("second_device")
 
 
 class Loop(nn.Module):
-    """As many turns as the data asks for."""
+    """Runs as many iterations as its data requires."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def assert_applied(
     inputs: tuple[Tensor, Tensor],
     extractor: str = "auto",
 ) -> HookedModule:
-    """The placed model computes what the model does; gives the placed one."""
+    """Assert that the placed model computes the same as the model, and return the placed one."""
     alone = copy.deepcopy(model)
     expected = tiny_models.squared(alone(inputs[0]), inputs[1])
     torch.autograd.backward(expected)
@@ -215,4 +215,4 @@ def test_modules_that_have_no_room_cost_what_the_rates_of_the_device_say(
         known = costs[device.kind]
         expected = "roofline" if device.name.startswith("vdev") else "module by module"
         assert all(expected in source for source in known.sources)
-        assert np.isfinite(known.cost_s).all()  # a module without costs could not be placed there
+        assert np.isfinite(known.cost_s).all()  # without costs a module could not be placed there

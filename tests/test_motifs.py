@@ -1,4 +1,4 @@
-"""Graphs of a repeated motif, and sharded matrix programs: what they promise."""
+"""Graphs of a repeated motif, and sharded matrix programs."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_every_cell_is_wired_alike_and_only_its_costs_vary_a_little() -> None:
     costs = np.array(
         [[graph.nodes[f"cells.{c}.{n}:op"]["cost_s"]["*"] for n in range(6)] for c in range(5)]
     )
-    assert np.log(costs).std(axis=0).max() < 0.3  # within a node
-    assert np.log(costs).mean(axis=0).std() > 0.3  # between nodes
+    assert np.log(costs).std(axis=0).max() < 0.3  # for one node across cells
+    assert np.log(costs).mean(axis=0).std() > 0.3  # between nodes of a cell
 
 
 def test_a_cell_hands_on_all_that_its_nodes_do_not_read() -> None:

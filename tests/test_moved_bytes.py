@@ -1,5 +1,3 @@
-"""Bytes that ops read and write, counted by hand."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -12,7 +10,7 @@ from graphs.extract import Step, extract
 
 
 def moved(forward: Any, *inputs: Tensor) -> dict[str, int]:
-    """{op: moved bytes} of an inference step."""
+    """Return {op: moved bytes} of an inference step."""
     extraction = extract(Step.of(Plain(forward), inputs, training=False))
     return {node["op"]: node["moved_bytes"] for _, node in extraction.graph.nodes(data=True)}
 

@@ -1,4 +1,4 @@
-"""Objectives other than the step of one device, from the command line to the file."""
+"""Objectives other than latency, from the command line to the file."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_full_device_has_its_own_reason_in_each_objective() -> None:
 
 
 def phased(seed: int) -> Case:
-    """A random case whose ops belong to all three phases."""
+    """Return a random case whose ops belong to all three phases."""
     rng = random.Random(seed)
     graph, cluster, devices, priority = random_case(seed, bad_places=False)
     for op in graph:
@@ -171,7 +171,7 @@ def test_a_period_is_not_the_difference_of_two_short_steps_where_no_pace_is_as_f
     placement = Placement.of(problem.graph, problem.cluster, where, levels)
     simulated = Simulated(problem)
     two, four = (simulated.run(replace(placement, micro_batches=m))[1].step_ns for m in (2, 4))
-    # The busiest device has 2.5 us to do for each, and any placement has one with 1.464 us.
+    # The busiest device works 2.5 us per micro-batch; in any placement some device has 1.464 us.
     assert (four - two) / 2 == 1250
     objective = Objective(name="throughput", micro_batches=2)
     assert objective.lower_bound_s(problem) == 1.464e-6

@@ -1,4 +1,4 @@
-"""Files of ONNX as targets: what torch exports is read back, what cannot be placed is refused."""
+"""ONNX files as workloads: torch's exports are read back, unsupported models are refused."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Convolutions(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A recurrent layer between two others, the batch first."""
+    """A recurrent layer between two others, batch first."""
 
     def __init__(self, kind: Callable[..., nn.Module], **options: Any) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def test_an_exported_model_computes_what_the_original_does_placed_on_two_devices
     torch.manual_seed(0)
     make, shape = MODELS[name]
     model, x = make(), torch.randn(shape)
-    model(x)  # makes what is lazy
+    model(x)  # initializes lazy modules
     path = exported(model, (x,), tmp_path / "model.onnx")
     step = load_step(str(path), training=False)
     with torch.no_grad():
@@ -128,7 +128,7 @@ def single(
     domain: str = "",
     **attributes: Any,
 ) -> Any:
-    """A model of one node with inputs of these shapes and known ones."""
+    """Return a model of one node with inputs of these shapes and constant inputs."""
     held = known or {}
     node = helper.make_node(
         op, [*inputs, *held], ["y"], name=f"the/{op}", domain=domain, **attributes
@@ -152,7 +152,7 @@ def refusal(target: object, *, training: bool = False) -> str:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Of a valid file with two sizes left open, one of them twice."""
+    """Return a valid file with two symbolic sizes, one of them used twice."""
     found = tmp_path / "model.onnx"
     onnx.save(single("Add", {"a": ("batch", "width"), "b": ("batch", 1)}), found)
     return found

@@ -1,4 +1,4 @@
-"""Every operator against the cases that ONNX itself publishes for it."""
+"""Every operator, tested on the cases that ONNX publishes for it."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ PARTLY = frozenset(
         *("ReduceMin", "Resize", "ScatterND", "Selu", "Shrink", "SpaceToDepth"),
     ]
 )
-"""Operators with cases that are refused: outputs for training, modes that torch does not have."""
+"""Operators with refused cases: training outputs, modes that torch lacks."""
 NO_CASES = frozenset(["GRU", "Scatter", "Upsample"])
-"""Operators that later versions of ONNX do not have, and the one whose cases are all refused."""
+"""Operators that later versions of ONNX lack, and the one whose cases are all refused."""
 SHAPED = ("ConstantOfShape", "NonZero", "Range")
-"""Operators whose first input decides sizes."""
+"""Operators whose first input determines sizes."""
 
 
 def cases() -> list[Any]:
@@ -43,7 +43,7 @@ def cases() -> list[Any]:
 
 
 def known_and_data(graph: Any, inputs: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """The graph with all inputs but the first, and those of truth values, known beforehand."""
+    """Return the graph with all inputs constant but the first and boolean ones, and the data."""
     data: dict[str, torch.Tensor] = {}
     for i, (one, value) in enumerate(zip(list(graph.input), inputs, strict=True)):
         if (i == 0 or value.dtype == bool) and graph.node[0].op_type not in SHAPED:

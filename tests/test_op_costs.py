@@ -1,4 +1,4 @@
-"""What ops cost on a cluster: measured once, known afterwards, modelled for what is not here."""
+"""Op costs on a cluster: measured once, then cached, and modelled for devices elsewhere."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CostCache:
 
 @pytest.fixture
 def profiled(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Devices that were profiled, time after time."""
+    """Record the devices of each profiling run."""
     seen: list[list[str]] = []
 
     def spy(extraction: Extraction, devices: list[Device], **options: object) -> object:
@@ -96,7 +96,7 @@ def test_signatures_are_the_same_in_every_extraction_of_a_model() -> None:
     assert first == second
 
 
-# --- measured, then known
+# --- measured, then cached
 
 
 def test_a_session_takes_the_median_over_runs_and_ops_of_a_signature() -> None:
@@ -162,7 +162,7 @@ def test_ops_that_were_measured_on_different_days_say_so(
 
 
 def stored(cache: CostCache, extraction: Extraction, days: dict[int, str]) -> None:
-    """A second for every op, measured on the first of January but for some ops."""
+    """Store one second for every op, measured on the first of January except for some ops."""
     (device,) = discover(CORE).devices
     on_day: dict[str, dict[str, float]] = {}
     for op, signature in enumerate(op_signatures(extraction.program)):
@@ -181,7 +181,7 @@ def test_kinds_that_are_here_are_measured_and_others_get_the_roofline(
 ) -> None:
     extraction = extract(tiny_models.conv_net())
     core = Device(name=CORE, kind="processor", memory_bytes=0)
-    away = replace(GPU, name="core:9999", kind="processor")  # of a kind that is here
+    away = replace(GPU, name="core:9999", kind="processor")  # of a kind that this machine has
     cluster = Cluster(name="both", devices=(GPU, away, core))
     costs = op_costs(extraction, cluster)
     assert costs.keys() == {"processor", "gpu"}

@@ -1,4 +1,4 @@
-"""Attacks by files: opening one must never run what its author wrote into it."""
+"""Security of opening files: none may execute code that its author wrote into it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ torch.set_num_threads(1)
 
 Program = dict[str, Any]
 ANY: Any = torch
-"""Functions of torch that have no types."""
+"""Untyped alias, for functions of torch without types."""
 
 
 class Shifted(nn.Module):
@@ -64,12 +64,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def mark(tmp_path: Path) -> Path:
-    """A file that is there once code of the opened one has run."""
+    """Return a file that exists only after code of an opened file was executed."""
     return tmp_path / "ran"
 
 
 def with_members(saved: Path, path: Path, changes: dict[str, Callable[[Any], Any]]) -> Path:
-    """A copy of an archive, the JSON of some members changed."""
+    """Copy an archive with the JSON of some members changed."""
     with zipfile.ZipFile(saved) as before, zipfile.ZipFile(path, "w") as after:
         for name in before.namelist():
             content = before.read(name)
@@ -86,7 +86,7 @@ def ran(path: Path) -> None:
 
 
 def opened(path: Path) -> str:
-    """Load a program and run it; gives why it is refused."""
+    """Load and run a program, and return the reason of its refusal."""
     with pytest.raises(TargetError) as refused:
         ran(path)
     assert "\n" not in str(refused.value)
@@ -107,7 +107,7 @@ def test_long_texts_are_refused_in_short_messages(saved: Path, tmp_path: Path, t
 def test_a_damaged_member_is_told(saved: Path, tmp_path: Path, member: str) -> None:
     path = tmp_path / "damaged.pt2"
     content = saved.read_bytes()
-    at = content.index(f"model/{member}".encode())  # behind the 30 bytes of its header
+    at = content.index(f"model/{member}".encode())  # after the 30 bytes of its header
     path.write_bytes(content[: at - 30] + b"XX" + content[at - 28 :])
     assert f"lacks {member}, or it is damaged" in opened(path)
 
@@ -118,7 +118,7 @@ def signature(program: Program) -> dict[str, Any]:
 
 
 def container(program: Program, **values: object) -> Program:
-    """The program with the container of its outputs described otherwise."""
+    """Return the program with another description of its output container."""
     version, spec = json.loads(signature(program)["out_spec"])
     signature(program)["out_spec"] = json.dumps([version, {**spec, **values}])
     return program
@@ -204,7 +204,7 @@ def test_an_exported_program_runs_no_code_of_its_own(
 
 
 def input_spec(change: Callable[[Any, Any, Any], object]) -> Callable[[Program], Program]:
-    """What changes the containers of the inputs: all of them, the arguments, the keywords."""
+    """Return a change of the input containers: all of them, the arguments, the keywords."""
 
     def changed(program: Program) -> Program:
         version, spec = json.loads(signature(program)["in_spec"])
@@ -319,14 +319,16 @@ def test_torch_logs_nothing_of_what_it_refuses(
 
 
 def records(archive: bytes) -> tuple[int, int]:
-    """Where the list of the members of an archive begins, and its size."""
+    """Return the start and the size of an archive's member list."""
     size, begin = struct.unpack("<II", archive[-10:-2])
     return begin, size
 
 
 def two_archives(for_torch: bytes, for_python: bytes) -> bytes:
-    """One file of two archives: torch looks for the members where the end of the file says that
-    their list begins, Python directly before that end.
+    """Return two archives in one file.
+
+    Torch looks for the member list where the end of the file says it begins, Python directly before
+    that end.
     """
     begin, size = records(for_torch)
     other_begin, other_size = records(for_python)
@@ -334,7 +336,7 @@ def two_archives(for_torch: bytes, for_python: bytes) -> bytes:
     end = len(for_torch) + other_begin
     missing = size - other_size
     assert missing >= 0, "a longer list for torch"
-    # the last member gets a comment of as many bytes as are missing
+    # pad the list with a comment of the last member
     last = listed.rindex(b"PK\x01\x02")
     commented = bytearray(listed + b" " * missing)
     struct.pack_into("<H", commented, last + 32, missing)
@@ -533,7 +535,7 @@ TINY: Program = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "
 
 @pytest.fixture
 def folder(tmp_path: Path, mark: Path) -> Path:
-    """A folder with a model of transformers and classes of its own, which mark."""
+    """Return a transformers model folder with custom classes that create the mark."""
     pytest.importorskip("transformers")
     own = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
     config = {**TINY, "auto_map": own, "trust_remote_code": True, "code_revision": "main"}
@@ -645,7 +647,7 @@ def test_kernels_of_the_hub_are_neither_fetched_nor_run(tmp_path: Path) -> None:
 
 
 def onnx_file(path: Path, *, weights: str = "weights", node: str = "", location: str = "") -> Path:
-    """A file with one multiplication; its weights are where ``location`` says."""
+    """Write a file with one multiplication whose weights are at ``location``."""
     onnx = pytest.importorskip("onnx")
     tensor = onnx.numpy_helper.from_array(torch.ones(2, 2).numpy(), weights)
     if location:

@@ -1,4 +1,4 @@
-"""A step with its optimizer: what it updates, what it keeps, where it runs."""
+"""Steps with an optimizer: updates, state, and placement."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ EVERY_MODEL = pytest.mark.parametrize(
 
 
 def at_random(extraction: Extraction, count: int, seed: int) -> tuple[list[int], list[int]]:
-    """Every co-location group, and every other op, on a device by chance; and an order."""
+    """Return random devices, one for each co-location group or other op, and a random order."""
     randomly = random.Random(seed)
     home: dict[str, int] = {}
     devices = [
@@ -56,7 +56,7 @@ def placed(extraction: Extraction, count: int, seed: int = 0) -> PlacedModel:
 
 
 def trained(step: Step, steps: int, *, count: int = 2, seed: int = 0) -> dict[str, Tensor]:
-    """The state after some placed steps, the devices taking turns in this process."""
+    """Return the state after some placed steps, with the devices taking turns in this process."""
     extraction = extract(step)
     devices, order = at_random(extraction, count, seed)
     lists = device_lists(extraction.program, devices, order, count)
@@ -64,7 +64,7 @@ def trained(step: Step, steps: int, *, count: int = 2, seed: int = 0) -> dict[st
 
 
 def eager_training(step: Step, steps: int, *, fused: bool = True) -> dict[str, Tensor]:
-    """The state after some steps with torch's own optimizer."""
+    """Return the state after some steps with torch's own optimizer."""
     step = copy.deepcopy(step)
     assert step.optimizer is not None
     optimizer = torch_optimizer(step.model, step.optimizer, fused=fused)
@@ -75,7 +75,7 @@ def eager_training(step: Step, steps: int, *, fused: bool = True) -> dict[str, T
     return state_of(step)
 
 
-# --- what a step does
+# --- updates
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_torchs_unfused_optimizer_leaves_the_same_up_to_rounding(kind: str) -> N
 
 
 def other_layouts() -> Step:
-    """Parameters whose gradients are made in another layout than autograd keeps them in."""
+    """Return a step whose gradients are computed in another layout than autograd keeps them in."""
 
     def forward(m: Any, x: Tensor, y: Tensor) -> Tensor:
         out: Tensor = (m.across * x).sum() + (m.spread.sum() * y).sum()
@@ -176,7 +176,7 @@ def test_a_step_without_optimizer_has_no_learning_rate() -> None:
 
 @pytest.mark.parametrize("kind", ["momentum", "adamw"])
 def test_measuring_costs_often_leaves_every_number_finite(kind: str) -> None:
-    """Also the first update of adam, which divides by 0 if it is counted as none."""
+    """Includes adam's first update, which divides by 0 if its count is 0."""
     step = with_optimizer(tiny_models.conv_net(), kind, learning_rate=1e9)
     before = state_of(step)
     extraction = extract(step)
@@ -187,7 +187,7 @@ def test_measuring_costs_often_leaves_every_number_finite(kind: str) -> None:
     assert_same(state_of(step), before)
 
 
-# --- what is in the graph
+# --- the graph
 
 
 @EVERY_KIND
@@ -214,7 +214,7 @@ def test_sizes_are_those_of_torchs_optimizer(kind: str, name: str) -> None:
 
 @EVERY_MODEL
 def test_a_gradient_is_counted_once(name: str) -> None:
-    """At the home of its parameter, not also as output of the op that makes it."""
+    """It counts at its parameter's home, not also as the output of the op that makes it."""
     extraction = extract(tiny_models.STEPS[name]())
     program = extraction.program
     calls = [call for call in program.calls if call.op >= 0]
@@ -338,7 +338,7 @@ def test_what_was_searched_with_an_optimizer_is_applied_with_or_without() -> Non
         placer.apply(model, found, optimizer="sgd")
 
 
-# --- what is refused
+# --- refusals
 
 
 def test_an_optimizer_that_there_is_not_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""The order of ops, and the cycle that is shown where there is none."""
+"""Topological order of ops, and the cycle that is reported if there is none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies that overlap with compute: sent when made, awaited where read, and the same results."""
+"""Copies that overlap with compute: sent once computed, awaited when read, same results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def second() -> torch.device:
 
 
 def chain() -> Step:
-    """What the second device makes first, the host reads last."""
+    """Return a step whose first result on the second device is the last one read on the host."""
 
     def compute(m: nn.Module, x: Tensor) -> Tensor:
         early: Tensor = m.get_submodule("far")(x)
@@ -65,7 +65,7 @@ def test_random_placements_compute_the_same_and_send_as_much(name: str, seed: in
 
 
 class Log(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """Notes ops and copies between devices in the order in which they are begun."""
+    """Records ops and copies between devices in launch order."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # as above
@@ -84,7 +84,7 @@ def test_a_tensor_is_sent_when_it_is_made_not_where_it_is_read(overlap: bool) ->
     calls = extraction.forward.placed_calls
     where = {c.key: CPU if c.key.startswith(on_host) else second() for c in calls}
     placed = PlacedModule(extraction, where, overlap=overlap)
-    placed(*extraction.step.inputs)  # the weights are sent
+    placed(*extraction.step.inputs)  # sends the weights
     with torch.no_grad(), Log() as log:
         placed(*extraction.step.inputs)
     made = log.names.index("addmm")
@@ -176,7 +176,7 @@ def test_random_placements_on_a_gpu_compute_the_same(name: str, seed: int) -> No
 @needs_cuda
 @pytest.mark.parametrize("seed", range(3))
 def test_large_tensors_that_meet_long_kernels_arrive_whole(seed: int) -> None:
-    """A copy that ran early, late or from reused memory would show."""
+    """An early or late copy, or one of reused memory, would change the result."""
 
     def compute(m: nn.Module, x: Tensor) -> Tensor:
         for i in range(6):

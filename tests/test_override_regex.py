@@ -1,4 +1,4 @@
-"""Overrides of llama.cpp against the names that its own library gives to tensors."""
+"""Overrides of llama.cpp, tested on the tensor names of its own library."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ WITH_EXPERTS = [
     for arch, tensors in MODEL_TENSORS.items()
     if any(TENSOR_NAMES[tensor].endswith("_exps") for tensor in tensors)
 ]
-NO_WEIGHTS_OF_EXPERTS = {"ffn_norm_exps"}  # what experts read, not what they are
+NO_WEIGHTS_OF_EXPERTS = {"ffn_norm_exps"}  # read by experts, but not part of them
 
 
 @pytest.fixture(scope="module")
 def rules() -> list[tuple[str, str]]:
-    """(pattern, buffer) of two layers of experts, the first on the CPU, the second on cuda:1."""
+    """Return (pattern, buffer) pairs of two expert layers, on the CPU and on cuda:1."""
     text = override_regex(experts_on("separate_moe", ("cpu", "cuda:1"))).content
     return [(rule.rpartition("=")[0], rule.rpartition("=")[2]) for rule in text.split(",")]
 

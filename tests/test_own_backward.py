@@ -1,4 +1,4 @@
-"""Models that settle their backward pass themselves: taken as torch runs them, or refused."""
+"""Models with a custom backward pass: extracted as torch runs them, or refused."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def reentrant(m: Any, x: Tensor) -> Any:
 
 
 class StraightThrough(Function):
-    """Rounds, and lets gradients through as if it had not."""
+    """Rounds, with the gradient of the identity."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ def rounded(m: Any, x: Tensor) -> Any:
 
 
 class Hidden(Function):
-    """Runs what it is given, and later the backward pass of that by itself."""
+    """Runs its input function, and later the backward pass of that itself."""
 
     @staticmethod
     def forward(ctx: Any, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

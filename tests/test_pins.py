@@ -1,4 +1,4 @@
-"""What users demand by name: ops on a device, ops together; and what a name stands for."""
+"""Pins and colocation by name, and what the names match."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The main job on real models and real cores, and how it chooses."""
+"""The main job on real models and cores, and its decision rule."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ PAIR = Cluster(
 
 
 def row(name: str, predicted_s: float, runs_s: list[float] | None, *, single: bool = False) -> Row:
-    """A candidate of two ops with hand-made measurements; rebuilt time is wall time."""
+    """Return a candidate of two ops with these measurements; rebuilt time equals wall time."""
     placement = Placement(
         graph="",
         cluster="pair",
@@ -124,7 +124,7 @@ def test_what_noise_cannot_tell_from_one_device_does_not_win_over_it() -> None:
 
 
 def outcome(rows: list[Row]) -> Optimization:
-    """An optimization of two ops that found these candidates."""
+    """Return an optimization of two ops with these candidates."""
     graph = new_graph("two")
     for op_id in ("x", "y"):
         add_op(graph, op_id, cost_s={"*": 1.0})
@@ -277,7 +277,7 @@ def test_independent_ops_are_split_and_the_gain_is_told() -> None:
 
 
 class Towers(nn.Module):
-    """Two independent branches that are heavy enough for two cores to pay."""
+    """Two independent branches, heavy enough for two cores to pay off."""
 
     def __init__(self) -> None:
         super().__init__()

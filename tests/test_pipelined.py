@@ -1,4 +1,4 @@
-"""Pipelines of replicas: gradients of two stages times two replicas are those of one process."""
+"""Pipelines of replicas: two stages times two replicas give the gradients of one process."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
 
 
 def chain() -> tuple[Extraction, Placement]:
-    """The model on two devices, one after the other."""
+    """Place the model on two devices, one after the other."""
     extraction = extract(Step.of(model(), batch(0), F.mse_loss))
     graph = GraphArrays.from_graph(extraction.graph)
     devices = np.array([int(module.startswith(SECOND_STAGE)) for module in graph.modules])
@@ -65,7 +65,7 @@ def trained(schedule: Any, name: str, options: SyncOptions) -> tuple[dict[str, T
         sgd = setup.make_optimizer(replica.module.parameters())
         inner = replica.module
         ddp: Any = DistributedDataParallel(inner, process_group=mesh["dp"].get_group())
-        ddp.graph = inner.graph  # of a traced stage, where torch reads the shapes
+        ddp.graph = inner.graph  # graph of a traced stage, from which torch reads the shapes
         replica.stage.submod = ddp
         for number in range(STEPS):
             sgd.zero_grad()

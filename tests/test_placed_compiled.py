@@ -1,4 +1,4 @@
-"""torch.compile of placed modules: the same losses and gradients, in one graph."""
+"""torch.compile of placed modules: same losses and gradients, without graph breaks."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ STEPS = tiny_models.STEPS | tiny_transformers.STEPS
 
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
-    """What was compiled for other tests counts towards a limit of dynamo's."""
+    """Reset dynamo, whose limit also counts what other tests compiled."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
 
 
 def placed_on(extraction: Extraction, *devices: torch.device) -> PlacedModule:
-    """At random, but what must be together is."""
+    """Place calls at random, with colocated ones together."""
     randomly = random.Random(0)
     chosen = {c.key: randomly.choice(devices) for c in extraction.forward.placed_calls}
     for keys in extraction.forward.together():
@@ -89,7 +89,7 @@ def test_a_step_in_bf16_is_one_graph_to_dynamo() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch of itself
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
 @pytest.mark.skipif(
     not (shutil.which("c++") or shutil.which("g++")), reason="inductor needs a C++ compiler"
 )

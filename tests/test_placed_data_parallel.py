@@ -1,4 +1,4 @@
-"""DistributedDataParallel around placed modules, in two real processes."""
+"""DistributedDataParallel around placed modules, in two processes."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def replicas(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def in_one_process() -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
-    """Gradients of the last step, averaged over the replicas, and the state of each at its end.
+    """Return the last gradients, averaged over the replicas, and the final state of each.
 
-    All start as the first replica does, and buffers are those of the first before every step.
+    All start from the state of the first replica, whose buffers are copied before every step.
     """
     models = [of_replica(0) for _ in range(REPLICAS)]
     for number in range(STEPS):

@@ -1,4 +1,4 @@
-"""Placed modules in train and eval mode: the loop that trains and validates is the usual one."""
+"""Placed modules in train and eval mode, in usual loops that train and validate."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="vdev would ta
 
 
 def dropping() -> Step:
-    """Dropout and batch norm."""
+    """Return a step with dropout and batch norm."""
     torch.manual_seed(0)
     model = nn.Sequential(
         *(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5)),
@@ -42,14 +42,14 @@ def host_only(found: Any) -> Any:
 
 
 def answer(step: Step) -> Any:
-    """What the model returns in eval mode."""
+    """Return the model's output in eval mode."""
     model = copy.deepcopy(step.model).eval()
     with torch.no_grad():
         return model(*step.model_inputs, **step.keywords)
 
 
 def trained(step: Step, module: Callable[..., Any], rounds: int, validate: bool) -> list[Tensor]:
-    """Losses of a usual loop, and in between what the model answers."""
+    """Return the losses of a usual training loop and the validation outputs in between."""
     assert isinstance(module, nn.Module)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     seen = []
@@ -84,7 +84,7 @@ def test_in_eval_mode_it_answers_as_the_model_does(seed: int, device: torch.devi
         assert placed.train() is placed
         assert all(module.training for module in placed.modules())
         assert placed(*plain.inputs).dim() == 0, "the loss again"
-        plain.model(*plain.model_inputs)  # its statistics, too, have seen the batch
+        plain.model(*plain.model_inputs)  # updates its statistics with the batch as well
     assert placed.state_dict().keys() == names
     assert all(own is objects[name] for name, own in placed.named_parameters())
     torch.testing.assert_close(on_cpu(placed.state_dict()), state_of(plain), rtol=1e-5, atol=1e-6)
@@ -176,13 +176,13 @@ def test_a_call_that_training_lacks_goes_where_its_module_is(device: torch.devic
 
 
 class Clamped(nn.Linear):
-    """A layer that limits what it answers."""
+    """A layer that limits its output."""
 
     def __init__(self) -> None:
         super().__init__(4, 4)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Without the limit in training."""
+        """Return the output, limited in eval mode only."""
         made = super().forward(input)
         return made if self.training else made.clamp(-0.1, 0.1)
 

@@ -1,4 +1,4 @@
-"""Placed modules on two torch devices: what they compute is what the model computes."""
+"""Placed modules on two torch devices compute the same as the model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="vdev would ta
 
 
 def seeds(names: tuple[str, ...] | list[str]) -> list[Any]:
-    """Two seeds of the quick ones, four of all that are slow."""
+    """Return four seeds per model; two of each quick model are quick tests, all others slow."""
     return [
         pytest.param(name, seed, marks=() if name in QUICK and seed < 2 else pytest.mark.slow)
         for name in names
@@ -90,11 +90,11 @@ def test_inference_on_two_devices_is_that_of_the_model(
     assert TRANSFERS
 
 
-# --- what is written in place
+# --- in-place writes
 
 
 def written_through_views(writes: list[tuple[str, int]]) -> Step:
-    """Writes and reads of one tensor, through views of it; results are added up."""
+    """Return a step that writes and reads one tensor through views and sums the results."""
 
     def forward(m: nn.Module, x: Tensor) -> Any:
         held = m.get_submodule("linear")(x) * 2
@@ -154,7 +154,7 @@ def test_calls_that_write_one_tensor_may_not_be_apart(device: torch.device) -> N
         PlacedModule(extraction, devices)
 
 
-# --- what is sent
+# --- transfers
 
 
 def fork() -> Step:
@@ -203,7 +203,7 @@ def test_intermediate_tensors_are_let_go_of_after_their_last_use(device: torch.d
     assert made >= ended
 
 
-# --- the model stays the model
+# --- state of the model
 
 
 def test_state_keeps_its_names_ties_and_values(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Placed modules on cuda:0 and the CPU: what they compute is what the model computes on the CPU."""
+"""Placed modules on cuda:0 and the CPU compute the same as the model on the CPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = [
 ]
 STEPS = tiny_models.STEPS | tiny_reference_models.STEPS
 DOUBLE = ("conv_net", "resnet", "inception")
-"""The convolutions of accelerators round 32-bit inputs further by default."""
+"""Models in double precision: by default accelerators round 32-bit convolutions more."""
 TRANSFORMERS = ("bert", "gpt2", "t5", "mixtral")
 OTHERS = (
     *("conv_net", "tied_weights", "norm_twice", "views", "attention", "decaying_weight", "nmt"),
@@ -40,7 +40,7 @@ OTHERS = (
 
 
 def extracted(name: str) -> Extraction:
-    """Without dropout: every kind of device draws numbers of its own."""
+    """Extract without dropout, because every device type has its own random numbers."""
     torch.manual_seed(0)
     if name in TRANSFORMERS:
         target = tiny_transformers.TARGETS[name] + tiny_transformers.WITHOUT_DROPOUT.get(name, "")
@@ -60,7 +60,7 @@ def all_on(extraction: Extraction, device: torch.device | str) -> dict[str, torc
 
 
 def assert_trains_alike(plain: Step, placed: PlacedModule, tolerance: float = 1e-4) -> None:
-    """Loss, gradients and state of two steps are those of the model on the CPU."""
+    """Assert that loss, gradients and state of two steps are those of the model on the CPU."""
     inputs, keywords = plain.inputs, plain.keywords
     plain_sgd = torch.optim.SGD(plain.model.parameters(), lr=0.01)
     placed_sgd = torch.optim.SGD(placed.parameters(), lr=0.01)

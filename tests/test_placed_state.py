@@ -1,4 +1,4 @@
-"""Placed models whose state is moved about: a step always sees what the model says now."""
+"""Placed models whose state is moved: a step always uses the model's current state."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def worker_ids(model: PlacedModel) -> list[int]:
     return [worker.process.pid for worker in model._pool._workers]
 
 
-# --- whose memory the state lies in
+# --- memory of the state
 
 
 def test_a_saved_model_holds_its_parameters_and_nothing_else_of_the_shared_memory(
@@ -157,7 +157,7 @@ def test_weights_that_are_tied_no_longer_are_refused(name: str) -> None:
             model.step(*step.inputs)
 
 
-# --- what is let go of
+# --- released resources
 
 
 @pytest.mark.slow
@@ -174,7 +174,7 @@ def test_placed_models_that_are_dropped_leave_no_worker_and_no_descriptor() -> N
         del model
         gc.collect()
         assert not any(map(is_alive, ids))
-        # The state still lies in the last mapping, which holds its file.
+        # The state is still in the last mapping, which keeps its file open.
         assert open_descriptors() <= before + 1
     expected = state_of(step)
     for tensor in step.named_state().values():

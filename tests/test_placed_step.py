@@ -1,4 +1,4 @@
-"""Whole steps of placed modules: with an optimizer, in bf16, or both, are those of the model."""
+"""Whole steps of placed modules, with an optimizer, in bf16, or both, equal the model's."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def two_devices() -> list[torch.device]:
 
 
 def apart(extraction: Extraction, seed: int = 1) -> PlacedModule:
-    """The step placed at random on both devices."""
+    """Place the step at random on both devices."""
     order = random_order(extraction, seed) if seed % 2 else ()
     return PlacedModule(extraction, random_devices(extraction, two_devices(), seed), order)
 
@@ -58,7 +58,7 @@ def here(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def steps_of_torch(step: Step, rates: list[float], *, fused: bool = True) -> list[Tensor]:
-    """Losses of the model and torch's own optimizer."""
+    """Return the losses of the model with torch's own optimizer."""
     assert step.optimizer is not None
     optimizer = torch_optimizer(step.model, step.optimizer, fused=fused)
     losses = []
@@ -361,7 +361,7 @@ def test_a_step_with_optimizer_in_bf16_is_optimized_and_runs_as_placed() -> None
         progress=False,
     )
     assert found.best.measurement is not None
-    assert found.device_of("0") == "cpu"  # 32 kB, and three times as much beside it
+    assert found.device_of("0") == "cpu"  # 32 kB, plus gradients and optimizer state
     assert not any("No optimizer is in the step" in remark for remark in found.remarks)
     placed = placer.apply(model, found, optimizer="adamw")
     plain = Step.of(alone, batch, nn.MSELoss(), dtype="bf16")

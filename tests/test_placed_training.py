@@ -1,4 +1,4 @@
-"""Placed modules trained as people train: any optimizer, clipping, scalers, checkpoints."""
+"""Usual training of placed modules: any optimizer, clipping, scalers, checkpoints."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def placed_and_plain(make: Callable[[], Step], seed: int = 1) -> tuple[PlacedMod
 
 
 def loss_of(step: Step) -> Tensor:
-    """As a user computes it: whatever context is on holds."""
+    """Return the loss as a user computes it, within the current contexts."""
     assert step.loss is not None
     return step.loss(step.model(*step.model_inputs), step.inputs[-1])
 
 
 def both(placed: PlacedModule, plain: Step) -> list[tuple[nn.Module, Callable[[], Tensor]]]:
-    """The model and the placed module, and the loss of each."""
+    """Return the model and the placed module, each with a function that computes its loss."""
     return [(plain.model, lambda: loss_of(plain)), (placed, lambda: placed(*plain.inputs))]
 
 

@@ -1,4 +1,4 @@
-"""Placements: what replays them, what they answer, and what they refuse."""
+"""Placements: replay data, queries, and refusals."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def nest(depth: int) -> list[Any]:
 
 
 def chain(**changes: Any) -> GraphArrays:
-    """The ops of IDS one after the other; ``changes`` go to each of them."""
+    """Return the ops of IDS in a chain; ``changes`` apply to each of them."""
     graph = new_graph("chain")
     for op_id in IDS:
         add_op(graph, op_id, cost_s={"*": 1.0}, **changes)

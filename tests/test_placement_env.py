@@ -188,15 +188,14 @@ def test_a_group_is_placed_in_one_step() -> None:
 
 
 class Constant:
-    """A backend that finds every step equally long."""
+    """A backend for which every step takes two seconds."""
 
     def evaluate(self, placements: Sequence[Placement]) -> list[StepResult]:
-        """Two seconds each."""
         return [StepResult(step_s=2.0, peak_memory_bytes={}, parts={"all": 2.0})] * len(placements)
 
 
 def two_cores() -> Cluster:
-    """Complete, so that nothing has to be calibrated."""
+    """Return a cluster with all speeds, so that nothing has to be calibrated."""
     names = tuple(f"core:{core}" for core in CORES[:2])
     devices = tuple(
         Device(

@@ -1,4 +1,4 @@
-"""Every placer by its name: the contract, how names are looked up, and the doors to them."""
+"""All placers by name: the contract tests, the lookup of names, and the interfaces to them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from placer.search.tally import Tally
 POLICY = load("generalist")
 NAMES = [listing.name for listing in registry.OWN]
 BASELINES = ("exact", "sequence-to-sequence")
-"""They learn or prove what they find, which takes long."""
+"""Slow, because they learn or prove."""
 Files = Callable[..., tuple[Path, Path]]
 
 
@@ -65,27 +65,24 @@ def test_a_search_keeps_to_memory_where_it_is_short(name: str) -> None:
 
 
 class Anywhere(Rule):
-    """Ignores where ops may run."""
+    """Ignores where ops are allowed to run."""
 
     def plans(self, judge: Judge) -> list[Plan]:
-        """All on the first device."""
         count = judge.problem.op_count
         return [("anywhere", np.zeros(count, np.int32), np.zeros(count))]
 
 
 class Boastful(Turns):
-    """Says that its steps are shorter than they are."""
+    """Reports shorter steps than the real ones."""
 
     def place(self, *args: Any, **named: Any) -> list[Candidate]:
-        """Half of the truth."""
         return [replace(plan, step_ns=plan.step_ns // 2) for plan in super().place(*args, **named)]
 
 
 class Optimist(Turns):
-    """Calls plans feasible that the simulator does not."""
+    """Reports infeasible candidates as feasible."""
 
     def place(self, *args: Any, **named: Any) -> list[Candidate]:
-        """What does not fit takes no time."""
         return [
             replace(plan, step_ns=0 if plan.step_ns == INFEASIBLE_NS else plan.step_ns)
             for plan in super().place(*args, **named)
@@ -93,25 +90,23 @@ class Optimist(Turns):
 
 
 class Moody(Sampling):
-    """Draws with random numbers of its own, whatever the seed."""
+    """Uses its own random numbers, whatever the seed."""
 
     name: ClassVar[str] = "moody"
     random: ClassVar[np.random.Generator] = np.random.default_rng(0)
 
     def sample(self, tally: Tally, seed: int) -> None:
-        """One plan with random priorities."""
         problem = tally.judge.problem
         home = problem.allowed.argmax(axis=1).astype(np.int32)
         tally.judged(home, self.random.random(problem.op_count))
 
 
 class Tireless(Sampling):
-    """Judges a thousand plans, whatever the budget and whoever asks it to stop."""
+    """Evaluates a thousand placements, whatever the budget and requests to stop."""
 
     name: ClassVar[str] = "tireless"
 
     def sample(self, tally: Tally, seed: int) -> None:
-        """The same plan again and again."""
         problem = tally.judge.problem
         home = problem.allowed.argmax(axis=1).astype(np.int32)
         tally.meter.over()
@@ -120,12 +115,11 @@ class Tireless(Sampling):
 
 
 class Unbalanced(Annealed):
-    """Takes a hundred times the budget for the objective max-load."""
+    """Exceeds the budget a hundredfold for the max-load objective."""
 
     def place(
         self, problem: Problem, budget: Budget, seed: int, *, objective: str = LATENCY, **named: Any
     ) -> list[Candidate]:
-        """Only steps are searched within the budget."""
         if objective == "max-load":
             seconds, evaluations = budget.seconds, budget.evaluations
             budget = Budget(seconds and 100 * seconds, evaluations and 100 * evaluations)
@@ -133,18 +127,16 @@ class Unbalanced(Annealed):
 
 
 class Backward(Single):
-    """Has the worst plan first."""
+    """Returns the worst candidate first."""
 
     def place(self, *args: Any, **named: Any) -> list[Candidate]:
-        """The other way round."""
         return super().place(*args, **named)[::-1]
 
 
 class Silent(Turns):
-    """Has no plans."""
+    """Returns no candidates."""
 
     def place(self, *args: Any, **named: Any) -> list[Candidate]:
-        """Nothing."""
         return []
 
 
@@ -257,21 +249,20 @@ def test_a_plug_in_that_cannot_be_loaded_says_why(monkeypatch: pytest.MonkeyPatc
 
 
 class Demanding(Turns):
-    """Is not made without arguments."""
+    """Cannot be made without arguments."""
 
     def __init__(self, patience: int) -> None:
-        """Keep it."""
         self.patience = patience
 
 
 class Listless:
-    """Names no objectives."""
+    """Has a string instead of a list of objectives."""
 
     objectives: ClassVar[str] = LATENCY
 
 
 class Idle:
-    """Places nothing."""
+    """Has no method ``place``."""
 
     objectives: ClassVar[tuple[str, ...]] = STEPS
 
@@ -296,7 +287,7 @@ def test_a_plug_in_that_is_no_placer_is_refused(
 
 
 def installed(folder: Path, **values: str) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """A package with placers, and what runs commands where it is installed."""
+    """Install a package with placers and return a function that runs commands with it."""
     code = "from placer.placers.round_robin import Turns as Mine\n\ndef broken(): pass\n"
     (folder / "my_placer.py").write_text(code)
     metadata = folder / "my_package-0.1.dist-info"

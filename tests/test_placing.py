@@ -1,4 +1,4 @@
-"""Placing modules again and again, the order of launches, and what is refused."""
+"""Placing modules repeatedly, the order of launches, and refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ torch.set_num_threads(1)
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="vdev would take CUDA's place")
 
 
-# --- placing it again
+# --- placing again
 
 
 def test_it_can_be_placed_again_and_again(device: torch.device) -> None:
@@ -156,7 +156,7 @@ def branches() -> Step:
 
 
 def lines_of(placed: PlacedModule, *names: str) -> list[int]:
-    """The line in which each call of an operator starts."""
+    """Return the line in which each call of an operator starts."""
     program = placed._program
     calls = {call.op: f"= f{i}(" for i, call in enumerate(program.calls)}
     lines = placed.source.splitlines()
@@ -176,7 +176,7 @@ def test_work_for_accelerators_is_launched_before_the_cpu_starts(device: torch.d
     assert sin < cos, "a given order goes first"
 
 
-# --- what is refused
+# --- refusals
 
 
 def test_placements_that_do_not_fit_are_refused(device: torch.device) -> None:

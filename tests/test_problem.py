@@ -1,4 +1,4 @@
-"""A graph and a cluster joined: costs in nanoseconds, allowed devices, links and their queues."""
+"""A graph joined with a cluster: costs in ns, allowed devices, links and their queues."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def problem_of(cluster: Cluster, **op: Any) -> Problem:
 def test_costs_include_the_launch_and_are_rounded_half_to_even() -> None:
     problem = problem_of(cluster_of())
     assert problem.cost_ns[0].tolist() == [1000, 2000, 3000, 4000]
-    assert problem.cost_ns[1, 0] == 2  # of 1.5
+    assert problem.cost_ns[1, 0] == 2  # rounded from 1.5
 
 
 def test_the_cost_of_the_own_kind_comes_before_that_of_any_kind() -> None:

@@ -1,4 +1,4 @@
-"""Sizes of a program's values, against what torch says of such tensors."""
+"""Sizes of a program's values, compared with those of torch tensors."""
 
 from __future__ import annotations
 

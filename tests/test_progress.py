@@ -1,4 +1,4 @@
-"""Progress on a terminal and elsewhere: how far a stage is, and how long it still takes."""
+"""Progress on a terminal and elsewhere: the state of a stage and the time left."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_what_is_left_is_told_in_a_fitting_unit(left_s: float, told: str) -> Non
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time that progress sees, in its only item."""
+    """Return the fake clock that progress reads, as a list of one item."""
     now = [100.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     return now
@@ -30,7 +30,7 @@ def test_time_left_is_told_from_the_pace_of_a_stage(clock: list[float]) -> None:
     clock[0] += 50.0  # while nothing was done
     assert pace.left(0.2) == ""
     clock[0] += 10.0
-    assert pace.left(0.3) == ""  # one step tells little
+    assert pace.left(0.3) == ""  # one step is too little
     clock[0] += 10.0
     assert pace.left(0.4) == "60 s left"
 

@@ -1,4 +1,4 @@
-"""The reference models after published ones: their published sizes, and what they compute."""
+"""The published reference models: their published sizes and their results."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_rnnlm_drops_out_between_layers_but_not_between_steps() -> None:
 
 
 def small_moe(seed: int = 0, **sizes: int) -> tuple[Moe, Moe]:
-    """The same model with separate and with stacked experts."""
+    """Return the same model with separate and with stacked experts."""
     torch.manual_seed(seed)
     config = replace(TINY_MOE, **sizes)  # type: ignore[arg-type]  # mypy takes sizes for any field
     separate, stacked = Moe(config), Moe(replace(config, stacked=True))
@@ -196,7 +196,7 @@ def test_moe_cannot_see_later_tokens() -> None:
 
 
 def test_attention_depends_on_the_distance_of_tokens_only() -> None:
-    """Shifted by two positions: rotary angles turn, the products of queries and keys do not."""
+    """Shifted by two positions, rotary angles change, but products of queries and keys do not."""
     torch.manual_seed(0)
     attention = Moe(TINY_MOE).layers[0].get_submodule("self_attn")
     x = torch.randn(1, 5, 8)

@@ -1,4 +1,4 @@
-"""One bit per number: what is decoded is what was promised, and the best that two values can do."""
+"""1-bit encoding: decoding returns the promised values, the optimal two per segment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any)
 
 
 def plain_row(row: Tensor, segment_of: Tensor) -> Tensor:
-    """The same, number by number."""
+    """Encode and decode a row in plain Python, number by number."""
     decoded = torch.empty_like(row)
     for segment in set(segment_of.tolist()):
         for negative in (True, False):

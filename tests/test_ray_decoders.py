@@ -1,4 +1,4 @@
-"""Decoding on a Ray cluster: two nodes on this machine, one of which dies."""
+"""Decoding on a Ray cluster of two nodes on this machine, one of which dies."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONFIG = replace(TINY, length=Length(decodes=800))
 
 @pytest.fixture
 def two_nodes() -> Iterator[tuple[Any, Any]]:
-    """A cluster of two nodes with a processor each, and the second of them."""
+    """Yield a cluster of two nodes with one processor each, and its second node."""
     from ray.cluster_utils import Cluster
 
     cluster: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
@@ -42,7 +42,7 @@ def two_nodes() -> Iterator[tuple[Any, Any]]:
 
 
 def curve(path: Path) -> list[dict[str, str]]:
-    """The log without what the clock says."""
+    """Return the training log without times."""
     with path.with_name(f"{path.name}.csv").open() as file:
         return [{k: v for k, v in row.items() if k != "spent_s"} for row in csv.DictReader(file)]
 
@@ -80,9 +80,7 @@ def test_a_cluster_of_this_machine_is_not_reached_from_others() -> None:
         assert host == "127.0.0.1"
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:
-                probe.connect(
-                    ("192.0.2.1", 9)
-                )  # sends nothing, but chooses the address to send from
+                probe.connect(("192.0.2.1", 9))  # sends nothing, but chooses the source address
             except OSError:
                 pytest.skip("no network")
             own = probe.getsockname()[0]

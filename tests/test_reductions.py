@@ -1,4 +1,4 @@
-"""Ways to reduce a bucket: how far the result may be from the mean, and what they remember."""
+"""Reductions of a bucket: their error against the mean, and their state."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_levels_that_do_not_fit_the_ranks_are_refused() -> None:
         ("aabb", (2, 2)),
         ("aabbcc", (2, 3)),
         ("aaabbb", (3, 2)),
-        ("abab", (4,)),  # no neighbours
+        ("abab", (4,)),  # not contiguous
         ("aaab", (4,)),
         ("aabbc", (5,)),
         ("abba", (4,)),
@@ -120,7 +120,7 @@ def test_levels_are_the_ranks_of_a_host_and_hosts_where_all_have_as_many(
 
 
 def levels_of_groups() -> dict[str, tuple[int, ...]]:
-    """By default, on four hosts of two ranks each, as far as their names go."""
+    """Return the default levels on simulated hosts of two ranks each."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("socket.gethostname", lambda: f"host{rank // 2}")
@@ -151,14 +151,14 @@ def test_bits_and_what_they_leave_out_add_up_to_all_gradients(ranks: int) -> Non
     left += torch.cat([kept["stripe"] for _, kept in results])
     sent = torch.stack(results[0][0]).sum(0)
     torch.testing.assert_close(sent + left.flatten()[: len(sent)], truth, rtol=1e-5, atol=1e-5)
-    assert left.abs().max() > 0.1  # bits do leave something out
+    assert left.abs().max() > 0.1  # encoding in bits leaves errors
     for means, _ in results:
         torch.testing.assert_close(means, results[0][0], rtol=0, atol=0)
     torch.testing.assert_close(results[0][0][0], flat_mean(ranks))  # the warm-up step
 
 
 def interrupted(make: Callable[[], Reduction]) -> bool:
-    """Whether steps after a reload are those of a run without it."""
+    """Return whether steps after a reload equal those of an uninterrupted run."""
     whole = reduced(make, 8)
     first = make()
     reduced(lambda: first, 5)
@@ -207,7 +207,7 @@ def train(
 def test_reductions_serve_ddp_as_they_serve_grad_sync(
     make: Callable[[dist.ProcessGroup | None], Reduction],
 ) -> None:
-    # one bucket in both, whose parameters DDP orders alike after its first step
+    # one bucket in both; DDP keeps its parameters in the same order after the first step
     for found, expected in zip(
         on_ranks(2, train, 8, make, False), on_ranks(2, train, 8, make, True), strict=True
     ):
@@ -215,7 +215,7 @@ def test_reductions_serve_ddp_as_they_serve_grad_sync(
 
 
 def wrapped_powersgd(group: dist.ProcessGroup | None) -> HookReduction:
-    """What torch's documentation recommends: factors are sent in fp16."""
+    """Return the wrapper that torch's documentation recommends: factors are sent in fp16."""
     state = PowerSGDState(group or dist.group.WORLD, 2, start_powerSGD_iter=2)
     return HookReduction(default_hooks.fp16_compress_wrapper(powerSGD_hook), state)
 

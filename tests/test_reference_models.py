@@ -1,4 +1,4 @@
-"""The reference models after published ones as graphs: extracted, placed, and as examples."""
+"""The published reference models as graphs: extracted, placed, and as examples."""
 
 from __future__ import annotations
 

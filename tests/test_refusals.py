@@ -1,4 +1,4 @@
-"""What extraction says of steps that it cannot take, or not in full, and what it leaves behind."""
+"""Errors and warnings of extraction for unsupported steps, and state that must not change."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 EVERY_WAY = pytest.mark.parametrize("extractor", ["auto", *EXTRACTORS])
 
 
-# --- what an extractor did not foresee
+# --- unexpected failures of an extractor
 
 
 def vmapped() -> Step:
@@ -62,7 +62,7 @@ def test_a_formula_that_fails_is_a_refusal_with_what_it_says() -> None:
         del flop_registry[packet]
 
 
-# --- steps at fault
+# --- faulty steps
 
 
 @EVERY_WAY
@@ -107,7 +107,7 @@ def test_what_fails_under_autocast_only_is_told_to_leave_it(extractor: str) -> N
     assert "under torch.autocast in bf16" in str(refused.value)
 
 
-# --- the words
+# --- wording of messages
 
 
 def test_a_file_name_that_torch_cannot_take_is_told_as_such() -> None:
@@ -157,11 +157,11 @@ def test_a_long_reason_is_cut_between_words() -> None:
     assert told.endswith("word [...]")
 
 
-# --- the model is left as it was
+# --- the model is not changed
 
 
 class Remembering(nn.Module):
-    """Keeps what it computes in attributes that are no buffers."""
+    """Keeps results in attributes that are not buffers."""
 
     def __init__(self) -> None:
         super().__init__()

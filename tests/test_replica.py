@@ -1,4 +1,4 @@
-"""Which devices a replica takes, and which batches."""
+"""Devices and batches of a replica."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_replicas_share_devices_where_there_are_no_others() -> None:
     whole = on(*(f"core:{core}" for core in CORES))
     assert on_next_devices(whole, 1, 2) == (whole, True)
     assert on_next_devices(whole, 0, 1) == (whole, False)
-    assert on_next_devices(on("cuda:90"), 0, 1) == (on("cuda:90"), False)  # told when it is placed
+    assert on_next_devices(on("cuda:90"), 0, 1) == (on("cuda:90"), False)  # reported on placement
 
 
 def test_the_cpu_is_every_replicas() -> None:

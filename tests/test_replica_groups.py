@@ -1,4 +1,4 @@
-"""Groups of devices for replicas: near each other, alike, and as many as there are."""
+"""Groups of devices for replicas: close to each other, alike, and as many as possible."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def problem_on(cluster: Cluster) -> Problem:
 
 
 def with_hosts(count: int, gpus: int) -> Cluster:
-    """Nodes whose last device is a CPU, which slower links join to the GPUs."""
+    """Return nodes whose last device is a CPU with slower links to the GPUs."""
     cluster = nodes(count, gpus + 1)
     devices = [
         replace(d, kind="cpu") if d.name.endswith(f"g{gpus}") else d for d in cluster.devices
@@ -40,11 +40,11 @@ def test_groups_lie_within_nodes_while_they_fit() -> None:
     problem = problem_on(nodes(2, 4))
     assert replica_groups(problem, 1) == [[(d,) for d in range(8)]]
     assert replica_groups(problem, 2) == [[(0, 1), (2, 3), (4, 5), (6, 7)]]
-    assert replica_groups(problem, 3) == [[(0, 1, 2), (4, 5, 6)]]  # none straddles nodes
+    assert replica_groups(problem, 3) == [[(0, 1, 2), (4, 5, 6)]]  # no group straddles nodes
     assert replica_groups(problem, 4) == [[(0, 1, 2, 3), (4, 5, 6, 7)]]
     assert replica_groups(problem, 5) == [[(0, 1, 2, 3, 4)]]
     assert replica_groups(problem, 8) == [[tuple(range(8))]]
-    many = problem_on(nodes(4, 2))  # a group begins on a node of its own
+    many = problem_on(nodes(4, 2))  # each group begins on a new node
     assert replica_groups(many, 3) == [[(0, 1, 2), (4, 5, 6)]]
 
 

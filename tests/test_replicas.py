@@ -1,4 +1,4 @@
-"""Steps of replicas: by hand, against a plain twin, and what holds for all of them."""
+"""Steps of replicas: by hand, against a plain twin, and properties of all of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RING = Reduction(algorithm="ring")
 
 
 def training_step(layers: int = 3, *, updates: bool = True) -> GraphArrays:
-    """A chain of layers: 1 ms forward, 2 ms backward, 10 MB of parameters, 0.5 ms of update."""
+    """Return a chain of layers: 1 ms forward, 2 ms backward, 10 MB of parameters, 0.5 ms update."""
     forward = new_graph("chain")
     for i in range(layers):
         add_op(forward, f"l{i}", cost_s={"*": 1e-3}, output_bytes=1, parameter_bytes=10 * MB)
@@ -45,7 +45,7 @@ def training_step(layers: int = 3, *, updates: bool = True) -> GraphArrays:
 
 
 def placed(problem: Problem, devices: ArrayLike, *, micro_batches: int = 1) -> Placement:
-    """Ops in their own order."""
+    """Return a placement with ops in graph order."""
     order = -np.arange(problem.op_count)
     placement = Placement.of(problem.graph, problem.cluster, np.asarray(devices), order)
     return replace(placement, micro_batches=micro_batches)
@@ -79,7 +79,7 @@ NETWORKS = st.tuples(
 def networks_of(
     drawn: tuple[int, int, float, float, bool],
 ) -> tuple[SlotNetwork, ...]:
-    """Networks of replicas on a node each, whose devices share its card or have their own."""
+    """Return networks of replicas, each on a node whose devices share a card or have their own."""
     devices, replicas, bandwidth, latency_s, own_cards = drawn
     cluster = nodes(
         replicas, devices, across_bytes_per_s=bandwidth, across_s=latency_s, own_cards=own_cards
@@ -93,7 +93,7 @@ def test_two_replicas_by_hand() -> None:
     """The last layer is ready after 5 ms, 10 MB take 10 ms; then two more, and an update."""
     alone = Problem.of(training_step(), nodes(1, 1))
     step = ReplicaStep.of(alone, placed(alone, [0] * alone.op_count))
-    assert step.step_ns == 10.5e6  # 3 + 6 ms, and updates in order after all that
+    assert step.step_ns == 10.5e6  # 3 + 6 ms, then the updates
     assert step.ready_ns.tolist() == [5e6, 7e6, 9e6]
     pair = Problem.of(training_step(), nodes(2, 1, across_bytes_per_s=1e9))
     how = replace(RING, bucket_bytes=10 * MB)
@@ -106,7 +106,7 @@ def test_two_replicas_by_hand() -> None:
     assert found.full_overlap_s == pytest.approx(30e-3)
     assert [how.algorithm for _, how in found.reductions] == ["ring"] * 3
     one_bucket = replicated(step, slot_networks(pair, [[0], [1]]), replace(how, bucket_bytes=MB))
-    assert one_bucket.end_ns.tolist() == found.end_ns.tolist()  # no gradient is cut in two
+    assert one_bucket.end_ns.tolist() == found.end_ns.tolist()  # gradients are never split
     two_buckets = replicated(step, slot_networks(pair, [[0], [1]]), RING)  # 20 MB, then 10
     assert two_buckets.end_ns.tolist() == [27e6, 37e6]
 
@@ -117,7 +117,7 @@ def test_updates_come_after_all_reductions_though_the_placement_has_them_early()
     early = replace(late, priority=tuple(range(problem.op_count)))
     first, last = Simulator(problem).run(*early.arrays()), Simulator(problem).run(*late.arrays())
     is_update = np.array([name.startswith("u") for name in problem.graph.ids])
-    assert first.start_ns[is_update].min() < last.start_ns[is_update].min()  # it is about those
+    assert first.start_ns[is_update].min() < last.start_ns[is_update].min()
     pair = Problem.of(training_step(), nodes(2, 1, across_bytes_per_s=1e9))
     networks = slot_networks(pair, [[0], [1]])
     found = [ReplicaStep.of(problem, placement) for placement in (early, late)]
@@ -127,7 +127,7 @@ def test_updates_come_after_all_reductions_though_the_placement_has_them_early()
 
 
 def test_updates_of_an_idle_device_wait_for_the_pass() -> None:
-    """The last layer on a device of its own, whose update could be made while others go back."""
+    """The last layer has its own device, which could update it while the others run backward."""
     problem = Problem.of(training_step(updates=True), nodes(1, 2, inside_bytes_per_s=1e15))
     step = ReplicaStep.of(problem, placed(problem, [0, 0, 1, 1, 0, 0, 0, 0, 1]))
     assert step.update_ns.tolist() == [1e6, 0.5e6]
@@ -167,7 +167,7 @@ def test_a_gradient_made_elsewhere_is_sent_to_its_parameters_before_the_step_end
     step = ReplicaStep.of(problem, placed(problem, [0, 0, 1, 1]))
     assert step.slot.tolist() == [0, 0]
     assert step.step_ns == 6e6
-    assert step.ready_ns.tolist() == [4e6 + 1e6, 6e6]  # 10 MB at 10 GB/s, and no time for them
+    assert step.ready_ns.tolist() == [4e6 + 1e6, 6e6]  # 10 MB at 10 GB/s; updates take no time
 
 
 def test_with_micro_batches_a_gradient_is_ready_in_the_last() -> None:
@@ -219,7 +219,7 @@ def test_only_the_last_of_accumulated_passes_reduces() -> None:
     step = ReplicaStep.of(problem, placed(problem, [0] * problem.op_count))
     networks = networks_of((1, 2, 1e9, 0.0, False))
     one, four = replicated(step, networks), replicated(step, networks, accumulate=4)
-    assert four.alone_s - one.alone_s == pytest.approx(3 * 9e-3)  # without their updates
+    assert four.alone_s - one.alone_s == pytest.approx(3 * 9e-3)  # without updates
     assert four.exposed_s == pytest.approx(one.exposed_s)
 
 
@@ -274,7 +274,7 @@ def test_what_is_no_reduction_of_replicas_is_refused() -> None:
 def test_reductions_end_as_in_the_twin(
     rows: list[tuple[int, int, int]], queues: list[AbstractSet[int]]
 ) -> None:
-    """Of (slot, ready, duration); buckets of a slot may be ready in any order."""
+    """Rows are (slot, ready, duration); buckets of a slot may be ready in any order."""
     buckets = Buckets(
         slot=np.array([slot for slot, _, _ in rows], np.int32),
         size_bytes=np.ones(len(rows), np.int64),
@@ -352,7 +352,7 @@ def test_slots_of_a_node_share_its_card_and_no_others() -> None:
 
 @pytest.mark.parametrize(("updates", "devices"), [(False, 2), (True, 1)])
 def test_the_step_alone_is_what_the_simulator_says(updates: bool, devices: int) -> None:
-    """But for updates that the simulator makes beside the pass, on another device."""
+    """Except for updates that the simulator runs during the pass on another device."""
     problem = Problem.of(training_step(updates=updates), nodes(1, devices))
     where = [i % devices for i in range(problem.op_count)]
     placement = placed(problem, where)

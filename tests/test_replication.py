@@ -1,4 +1,4 @@
-"""Plans of replicas: against every split tried by hand, and what holds for all of them."""
+"""Plans of replicas: compared with every split, and properties of all plans."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ OPTIONS = Options(budget=Budget(evaluations=400))
 
 
 def layers(count: int = 8, *, towers: str = "a") -> nx.DiGraph[str]:
-    """Towers, each for a device, of layers of 1 ms forward, 2 ms backward and 10 MB."""
+    """Return towers, one per device, of layers of 1 ms forward, 2 ms backward and 10 MB."""
     forward = new_graph("towers")
     for tower, i in product(towers, range(count)):
         add_op(
@@ -98,7 +98,7 @@ def test_a_slow_network_between_nodes_places_within_them_or_leaves_one_idle() ->
 
 
 def test_what_does_not_fit_on_one_device_is_placed_on_several() -> None:
-    room = 110 * MB  # for 80 MB of parameters on each side, not for 160 MB together
+    room = 110 * MB  # enough for the 80 MB of parameters of one tower, not for 160 MB
     graph = layers(8, towers="ab")
     cluster = nodes(1, 4, inside_bytes_per_s=1e13, memory_bytes=room)
     found = plan(graph, cluster)
@@ -134,7 +134,7 @@ def test_the_placement_tells_of_its_replicas_and_survives_its_file(tmp_path: Pat
 
 
 def test_the_placement_tells_what_auto_came_to(tmp_path: Path) -> None:
-    """On two hosts of four devices, each with a card of 10 Gbit/s."""
+    """Two hosts of four devices, each host with a card of 10 Gbit/s."""
     cluster = nodes(2, 4, inside_bytes_per_s=1e11, across_bytes_per_s=1.25e9, across_s=1e-5)
     found = plan(layers(), cluster, Replication(replicas=8)).found
     replicas = found.placement.replicas
@@ -196,7 +196,7 @@ def test_micro_batches_hide_reductions_behind_the_rest_of_the_pipeline() -> None
 
 
 def test_a_placement_that_is_slower_alone_wins_where_it_hides_more() -> None:
-    """One device runs ops in any order in the same time; only with early gradients they hide."""
+    """One device takes the same time for any order; only early gradients hide communication."""
     found = plan(layers(), nodes(1, 2, inside_bytes_per_s=5e9), Replication(replicas=2))
     step = found.best.step
     assert step is not None
@@ -232,7 +232,7 @@ def test_the_curve_repeats_the_outermost_level_and_never_gets_more_efficient() -
 
 @pytest.mark.parametrize("devices", [2, 3, 6])
 def test_the_curve_of_a_global_batch_keeps_the_batch(devices: int) -> None:
-    """Steps of 24 ms for 48 samples; more replicas than samples are no faster than one for each."""
+    """Steps take 24 ms for 48 samples; more replicas than samples are no faster than one each."""
     cluster = nodes(1, devices, inside_bytes_per_s=1e15)
     found = plan(layers(), cluster, Replication(batch="global", samples=48))
     assert found.best.replicas == devices
@@ -417,7 +417,7 @@ def test_a_plan_fits_and_is_what_its_simulation_says(
 @settings(max_examples=8)
 @given(seed=st.integers(0, 999), bandwidth=st.sampled_from([1e8, 1e9, 1e10, 1e12]))
 def test_on_tiny_clusters_no_split_is_better_than_the_plan(seed: int, bandwidth: float) -> None:
-    """Every R and d with the best placement of the exact placer; costs know no order here."""
+    """Compares every R and d, placed by the exact placer; costs do not depend on the order here."""
     graph = random_training(seed, ops=3)
     cluster = nodes(1, 3, inside_bytes_per_s=bandwidth)
     options = replace(OPTIONS, placer=placer_named("exact", None))
@@ -490,7 +490,7 @@ def test_the_command_prints_the_plan_and_writes_the_placement(
     shown = shown_of(capsys)
     assert "replicas x devices" in shown
     assert f"> {best['replicas']} x {best['devices_each']} " in shown
-    assert shown.count("> ") == 2  # and in the legend
+    assert shown.count("> ") == 2  # the other one is in the legend
     assert data["verdict"] in shown
 
 
@@ -576,12 +576,12 @@ def test_from_python_replicas_come_with_the_placement() -> None:
 
 
 def shown_of(capsys: pytest.CaptureFixture[str]) -> str:
-    """What was printed, in one line."""
+    """Return the printed output as one line."""
     return " ".join(capsys.readouterr().out.split())
 
 
 def rated(count: int) -> Cluster:
-    """Devices that are elsewhere, with rates."""
+    """Return devices of another machine, with rates."""
     cluster = nodes(1, count)
     devices: Iterator[Device] = (
         replace(device, peak_flop_per_s=1e12, bandwidth_bytes_per_s=1e11)

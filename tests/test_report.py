@@ -1,4 +1,4 @@
-"""What a report shows, against the schedule that it is of; and the commands that write it."""
+"""Content of a report, compared with its schedule, and the commands that write it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from placer.search.budget import Budget
 
 
 def placed(problem: Problem, seed: int = 0) -> Placement:
-    """A placement at random; groups stay together."""
+    """Return a random placement that keeps groups together."""
     rng = np.random.default_rng(seed)
     unit = np.where(problem.graph.group < 0, np.arange(problem.op_count), -1 - problem.graph.group)
     devices = rng.integers(problem.device_count, size=problem.op_count).astype(np.int32)[unit]
@@ -220,15 +220,15 @@ def test_what_was_measured_when_a_placement_was_made_is_told_again() -> None:
     assert single["measured"]["step_s"] == 1.0
     assert (chosen["measured"]["min_s"], single["measured"]["min_s"]) == (0.45, 0.9)
     of_best_and_single = {chosen["name"], data["best_single"]}
-    for row in data["candidates"]:  # others were not run, and are compared by what is predicted
+    for row in data["candidates"]:  # the others were not run and are compared by prediction
         is_known = row["name"] in of_best_and_single
         assert row["speed_up_is"] == ("measured" if is_known else "predicted")
     assert data["speed_up_is"] == "measured"
     assert chosen["measured_memory_bytes"] == [7_000_000, None, None]
     rebuilt = reviewed(problem, replace(placed(problem), measured={**measured, "step_s": 0.4}))
     [chosen] = [row for row in report_data(rebuilt)["candidates"] if row["best"]]
-    assert chosen["measured"]["low_s"] is chosen["measured"]["high_s"] is None  # not its spread
-    assert chosen["measured"]["min_s"] is None  # nor the shortest by another clock
+    assert chosen["measured"]["low_s"] is chosen["measured"]["high_s"] is None  # of the other clock
+    assert chosen["measured"]["min_s"] is None  # likewise
 
 
 def test_quartiles_that_a_file_does_not_keep_are_not_drawn_and_its_two_clocks_are_told() -> None:

@@ -1,4 +1,4 @@
-"""The graph of a report: what stands where, and what is one node, by small graphs."""
+"""The graph of a report: layout and grouping of nodes, on small graphs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def page(request: pytest.FixtureRequest, browser: Browser, tmp_path: Path) -> Iterator[Page]:
-    """A report of the graph that a test asks for, its ops on two devices in turn."""
+    """Yield a report of the graph in the test's parameter, its ops on two devices in turn."""
     graph = GraphArrays.from_graph(request.param)
     problem = Problem.of(graph, one_kind(2))
     devices = (np.arange(len(graph)) % 2).astype(np.int32)
@@ -53,7 +53,7 @@ def page(request: pytest.FixtureRequest, browser: Browser, tmp_path: Path) -> It
 
 
 def graph_of(*chains: list[str]) -> nx.DiGraph[str]:
-    """Ops named ``module:op`` or ``module:op#occurrence``, each reading the one before it."""
+    """Return ops named ``module:op`` or ``module:op#occurrence``, each reading its predecessor."""
     graph = new_graph("small")
     for op_id in dict.fromkeys(op_id for chain in chains for op_id in chain):
         module, _, op = op_id.partition("#")[0].rpartition(":")
@@ -64,7 +64,7 @@ def graph_of(*chains: list[str]) -> nx.DiGraph[str]:
 
 
 def stem() -> nx.DiGraph[str]:
-    """Convolutions as in Inception's stem: a counter of each reads nothing and is not read."""
+    """Return convolutions as in Inception's stem, each with an unconnected counter."""
     convolutions = [[f"conv{k}:{op}" for op in ("conv", "norm", "relu")] for k in range(5)]
     path = [op for convolution in convolutions for op in convolution]
     path[9:9] = [":pool"]
@@ -72,25 +72,25 @@ def stem() -> nx.DiGraph[str]:
 
 
 def unrolled() -> nx.DiGraph[str]:
-    """Two modules called in turn, a cycle when they are closed, before and after others."""
+    """Return two modules called in turn, a cycle when collapsed, between other modules."""
     calls = [f"{module}:mm#{t}" for t in range(4) for module in ("lower", "upper")]
     return graph_of(["embed:rows", *calls, ":loss"], ["embed:rows", "upper:mm#2"])
 
 
 def losses(count: int = 12) -> nx.DiGraph[str]:
-    """A loss for each of many calls of a module, and their sum."""
+    """Return a loss for each of many calls of a module, and their sum."""
     calls = [f"head:mm#{t}" for t in range(count)]
     each = [[call, f":loss#{t}", ":sum"] for t, call in enumerate(calls)]
     return graph_of([":embed", *calls], *each)
 
 
 def unlike() -> nx.DiGraph[str]:
-    """Twelve ops side by side, of a kind each."""
+    """Return twelve parallel ops of different kinds."""
     return graph_of(*[[":input", f":kind{k}", ":sum"] for k in range(12)])
 
 
 def scattered(seed: int) -> nx.DiGraph[str]:
-    """A random graph, its ops in modules at random: nearly all that is closed is in cycles."""
+    """Return a random graph with ops in random modules: nearly all collapsed ones form cycles."""
     rng = np.random.default_rng(seed)
     graph = layered(rng, ops=60, width=6)
     for op_id in graph:
@@ -177,7 +177,7 @@ def test_labels_can_be_read_when_the_page_opens_however_wide_the_graph_is(page: 
 
 
 def long_names() -> nx.DiGraph[str]:
-    """A short chain of ops with the long names that small models have."""
+    """Return a short chain of ops with long names, as in small models."""
     ops = ("native_layer_norm_backward", "convolution", "addmm")
     return graph_of([f"classifier.features.{k}:{op}" for k in range(2) for op in ops])
 

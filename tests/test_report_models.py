@@ -1,4 +1,4 @@
-"""Reports of three models on four devices, as they open at 1280 pixels."""
+"""Reports of three models on four devices, as first shown at 1280 pixels."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module", params=["inception", "nmt", "transformer"])
 def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As the command writes it, simulated."""
+    """Return a simulated report that the command wrote."""
     folder = tmp_path_factory.mktemp(request.param)
     model = EXAMPLES / f"{request.param}.py"
     if not model.exists():

@@ -1,4 +1,4 @@
-"""The report in a real browser: it opens, answers clicks and keys, and nothing is cut off."""
+"""The report in a real browser: it opens, reacts to clicks and keys, and cuts nothing off."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RUDE = "</script><img src=x onerror=alert(1)>:loss"
 
 
 def measured(found: Optimization) -> Optimization:
-    """The same with runs of the best and of one device that scatter a little, on GPUs."""
+    """Add measurements with a little scatter to the best and the single-device rows, on GPUs."""
     scatter = np.linspace(0.95, 1.1, 9)
     rows = tuple(
         replace(
@@ -53,7 +53,7 @@ def measured(found: Optimization) -> Optimization:
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Inception on two GPUs and a CPU with too little memory; an op has a rude name."""
+    """Write a report of Inception on two GPUs and a small CPU; one op has a hostile name."""
     cluster = Cluster(
         name="three",
         devices=tuple(
@@ -93,7 +93,7 @@ def page(request: pytest.FixtureRequest, browser: Browser, report: Path) -> Iter
 
 
 def where(page: Page, node: str) -> dict[str, float]:
-    """Place of a node (JavaScript) of the graph on its canvas."""
+    """Return the position of a node (JavaScript) on the graph canvas."""
     place: dict[str, float] = page.evaluate(f"toScreen({node})")
     return place
 
@@ -283,7 +283,7 @@ def test_a_label_keeps_last_names_and_is_cut_in_the_middle(page: Page, label: st
     for text in shown[1:-1]:
         assert len(text) >= 5
         begin, dots, end = text.partition("…")
-        if dots and not begin:  # whole names are left out, no parts of one
+        if dots and not begin:  # only whole name parts are left out
             assert label.removesuffix(end)[-1] == "."
         elif dots:
             assert last.startswith(begin)
@@ -434,7 +434,7 @@ def test_a_click_in_the_timeline_tells_why_a_device_is_idle(page: Page) -> None:
 def test_the_tables_hold_what_is_drawn(page: Page) -> None:
     page.get_by_text("The numbers").first.click()
     rows = page.locator("#won tbody tr")
-    rows.first.wait_for()  # made when they are first shown
+    rows.first.wait_for()  # rendered when first shown
     assert rows.count() == page.evaluate("data.candidates.length")
     assert "chosen" in page.locator("#won tbody").inner_text()
     assert page.locator("#when tbody tr").count() == len(NAMES)

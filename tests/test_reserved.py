@@ -1,4 +1,4 @@
-"""Submodules that are called like an attribute of what torch.export makes."""
+"""Submodules named like an attribute of torch.export's modules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LIKELY = ("meta", "graph", "code")
 
 
 class Named(nn.Module):
-    """Two layers with a norm between them, the last of a given name."""
+    """Two layers with a norm between them; the last has a given name."""
 
     def __init__(self, name: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a decode earns."""
+"""Rewards of decodes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from placer.search.decoder import HEFT
 
 
 class Steps:
-    """Costs that alternate around a level, by problem."""
+    """Evaluator with costs that alternate around a level for each problem."""
 
     levels = np.array([1000.0, 1000.0, 50.0])
     spreads = np.array([0.5, 0.001, 0.1])
@@ -33,14 +33,13 @@ class Steps:
     def costs(
         self, numbers: NDArray[np.int64], weights: NDArray[np.floating[Any]]
     ) -> NDArray[np.int64]:
-        """One below, one above."""
         self.weights.append(weights)
         sign = 1.0 - 2.0 * (np.arange(len(numbers)) % 2)
         steps = 1e9 * self.levels[numbers] * np.exp(self.spreads[numbers] * sign)
         return np.asarray(steps.round(), np.int64)
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Do nothing."""
 
 
 def test_a_plain_reward_is_ten_times_the_logarithm_of_the_gain() -> None:
@@ -86,7 +85,7 @@ def test_seeds_are_kept_that_add_most_to_the_best() -> None:
         row(0.9, [0.9, 0.9, 0.8]),
         row(0.8, [0.8, 0.8, 0.8]),  # the best
         row(0.85, [0.8, 0.8, 0.79]),
-        row(2.0, [0.4, 3.0, 3.0]),  # bad, but of help
+        row(2.0, [0.4, 3.0, 3.0]),  # bad on average, but complementary
     ]
     assert most_helpful(rows, 1) == [1]
     assert most_helpful(rows, 3) == [1, 3, 2]

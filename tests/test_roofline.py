@@ -1,4 +1,4 @@
-"""The roofline: by hand, how it must behave, and what a described device must say."""
+"""The roofline: by hand, its properties, and the rates that a described device needs."""
 
 from __future__ import annotations
 

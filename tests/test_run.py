@@ -1,4 +1,4 @@
-"""Runs of several ranks, from the command's arguments to its output."""
+"""Runs of several ranks, from command-line arguments to output."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from placer.replication import plan_step
 from placer.search.budget import Budget
 from placer.target import load_function, load_step
 
-NORM = "nn.BatchNorm1d(16), "  # statistics are of a pass
+NORM = "nn.BatchNorm1d(16), "  # its statistics are per pass
 
 
 def losses_in_one_process(target: str, data: str, steps: int, ranks: int, lr: float) -> list[float]:
-    """Of rank 0's batches, while training on the mean of all ranks' losses."""
+    """Return the losses of rank 0's batches while training on the mean loss of all ranks."""
     torch.manual_seed(0)
     step = load_step(target, training=True)
     batch = load_function(data)
@@ -122,7 +122,7 @@ def test_a_run_says_when_its_method_begins(
 
 
 def planned(target: str, path: Path, names: Sequence[str], wanted: Replication) -> Replicas:
-    """What the planner finds for a target on devices of this machine, written to a file."""
+    """Write the plan for a target on devices of this machine and return its replicas."""
     cluster = present(names)
     devices = tuple(
         replace(d, memory_bytes=10**12, peak_flop_per_s=1e10, bandwidth_bytes_per_s=1e10)
@@ -162,7 +162,7 @@ def test_a_plan_runs_as_it_was_planned(batch: Batch, tmp_path: Path) -> None:
 def losses_of_passes(
     target: str, data: str, steps: int, *, ranks: int, passes: int, cut: int
 ) -> list[float]:
-    """Mean losses of rank 0's passes in one process; ``cut`` parts of each batch are passes."""
+    """Return mean losses of rank 0's passes in one process; ``cut`` is the passes per batch."""
     torch.manual_seed(0)
     step = load_step(target, training=True)
     batch = cast("Callable[[int], tuple[Tensor, ...]]", load_function(data))
@@ -263,7 +263,7 @@ def test_dropout_on_pinned_cores_goes_on_from_a_checkpoint_and_differs_between_r
     later = ran(2, *arguments(target, placement, 6, checkpoint=kept, **options), "--resume")
     assert later["losses"] == whole["losses"]
     mine, theirs = (read_state(tmp_path / f"whole.json.6.{r}")["losses"][0] for r in range(2))
-    assert mine != theirs  # of the same batch and the same model
+    assert mine != theirs  # same batch, same model
 
 
 def with_own_placement(folder: Path, given: list[str]) -> tuple[int, str, str]:

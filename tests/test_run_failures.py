@@ -1,4 +1,4 @@
-"""Runs of which a rank is killed, hangs or is stopped: the others say which."""
+"""Runs with a rank that is killed, hangs or is stopped: the others name it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_rank_that_stands_still_is_named_after_the_timeout(tmp_path: Path) -> 
 
 
 def told_and_killing(path: Path, given: list[str]) -> None:
-    """Write down what is told, then kill the process that it names."""
+    """Write the error output to a file, then kill the process that it names."""
     told_to(path, given)
     found = re.search(r"died or hangs: pid (\d+)", told_by(0, path.parent))
     assert found is not None
@@ -93,7 +93,7 @@ def build():
 
 
 def stopped(folder: Path) -> list[str]:
-    """What runs a model of which the launcher stops a rank while it is extracted."""
+    """Return the arguments of a run whose launcher stops a rank during extraction."""
     target = folder / "target.py"
     target.write_text(STOPPED)
     placement = placed(f"{target}:build", folder / "placement.json", "cpu")

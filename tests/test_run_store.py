@@ -1,4 +1,4 @@
-"""Attacks on a training run through its store, to which anyone who reaches its port can write."""
+"""Attacks on a training run through its store, which anyone who reaches its port can write to."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_stranger_ends_no_run() -> None:
 
 
 def attacked(rank_of_stranger: int) -> tuple[bytes, str | None]:
-    """What a rank has after a stranger has overwritten every key that the store lists."""
+    """Return what a rank reads after a stranger has overwritten every key in the store."""
     with joined(60.0) as store:
         secret = shared_secret()
         ours = RunStore(store, secret)

@@ -1,4 +1,4 @@
-"""The model that a run writes is the one that it has trained."""
+"""Saved models of runs equal the trained models."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_next_loss_of_a_model_that_was_saved_is_that_of_the_run(tmp_path: Pa
 def trained_by_blocks(
     target: str, placement: Path, saved: Path
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """What a rank has after two blocks, and the parameters that a third would begin from."""
+    """Return a rank's parameters after two blocks, and those that a third would start from."""
     step = load_step(f"{target}:build", training=True)
     replica = placed_replica(step, Placement.load(placement))
     setup = Setup(
@@ -70,7 +70,7 @@ def test_of_block_updates_the_result_is_saved_not_where_the_next_would_begin(
 
 
 class Tied(nn.Module):
-    """Two names of one weight, a buffer that is saved and one that is not."""
+    """Two names of one weight, a persistent buffer and a non-persistent one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def test_tied_weights_are_written_once_and_stay_tied_when_they_are_loaded(tmp_pa
     one, other = Tied(), Tied()
     write_model(tmp_path / "model.safetensors", one)
     assert set(load_file(tmp_path / "model.safetensors")) == {"embed.weight", "scale"}
-    load_model(other, tmp_path / "model.safetensors")  # strictly
+    load_model(other, tmp_path / "model.safetensors")  # strict
     assert other.head.weight is other.embed.weight
     assert torch.equal(other.head.weight, one.head.weight)
     assert torch.equal(other.get_buffer("scale"), one.get_buffer("scale"))
@@ -102,7 +102,7 @@ def test_a_model_of_pinned_cores_is_saved_too(tmp_path: Path) -> None:
     first = saved.read_bytes()
     saved.unlink()
     ran(1, *arguments(target, placement, 2, checkpoint=kept, save=saved), "--resume")
-    assert saved.read_bytes() == first  # nothing was left to do but to write it
+    assert saved.read_bytes() == first  # all steps were done; only the file is written
 
 
 def test_a_file_that_cannot_be_written_is_told_before_anything_starts(

@@ -1,4 +1,4 @@
-"""Predicted scaling beside published figures; what stands for what is in benchmarks/scaling.py."""
+"""Predicted scaling against published figures; assumptions are in benchmarks/scaling.py."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_every_published_efficiency_lies_between_no_and_full_overlap() -> None:
     tpu, vgg = found["TPU v2, ResNet-50, 1 -> 32"], found["Horovod, VGG-16, 512 GPUs"]
     assert tpu[1].in_buckets >= 0.95
     others = [by_model for name, (_, by_model) in found.items() if "Horovod" in name]
-    assert vgg[1].in_buckets == min(one.in_buckets for one in others)  # as was published
+    assert vgg[1].in_buckets == min(one.in_buckets for one in others)  # as published
     for name in ("BMUF, LSTM, 16 workers", "BMUF, DNN, 64 workers"):
         published, by_model = found[name]
         assert by_model.in_buckets == pytest.approx(published, abs=0.01)

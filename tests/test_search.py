@@ -18,18 +18,17 @@ from placer.search.trivial import layer_split, round_robin, single_device, trivi
 
 
 class Fixed:
-    """A policy that always proposes the same."""
+    """Policy with constant proposals."""
 
     def propose(
         self, judge: Judge, known: list[Candidate]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """HEFT, and a little around it."""
         assert known[0].name.startswith("single")
         return np.array([HEFT]), np.full((1, WEIGHT_COUNT), 0.3)
 
 
 class Several:
-    """A policy that proposes nonsense first, and what is known to be good last."""
+    """Policy that proposes bad weights first and the good ones last."""
 
     def __init__(self, good: NDArray[np.float64]) -> None:
         self.good = good
@@ -37,7 +36,6 @@ class Several:
     def propose(
         self, judge: Judge, known: list[Candidate]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Three proposals."""
         means = np.stack([-HEFT, 0 * HEFT, self.good])
         return means, np.zeros_like(means)
 

@@ -1,5 +1,3 @@
-"""Seeds of ranks and their workers."""
-
 from __future__ import annotations
 
 from itertools import product

@@ -20,7 +20,7 @@ def test_the_probabilities_of_all_placements_add_up_to_one() -> None:
     groups = at_most(problem, 4)
     shares, features = described(groups)
     network = SequenceNetwork(shares.shape[1], features.shape[1], 2)
-    network.device.weight.data *= 5.0  # far from even
+    network.device.weight.data *= 5.0  # far from uniform
     chances = torch.rand((4000, len(groups)))
     with torch.no_grad():
         drawn, logs = network(shares, features, torch.from_numpy(groups.allowed), chances)
@@ -39,7 +39,7 @@ def test_the_probabilities_of_all_placements_add_up_to_one() -> None:
 def test_features_say_what_reads_what() -> None:
     problem = random_problem(0, ops=3, devices=2)
     shares, features = described(at_most(problem, 3))
-    assert shares.tolist() == np.eye(3).tolist()  # every op is a type of its own
+    assert shares.tolist() == np.eye(3).tolist()  # every op has its own type
     graph = problem.graph
     for target in range(3):
         first, end = graph.predecessor_start[target], graph.predecessor_start[target + 1]

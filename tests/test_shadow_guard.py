@@ -1,4 +1,4 @@
-"""The built wheel, in an environment of its own, beside folders that carry our packages' names."""
+"""The built wheel in its own environment, next to folders named like our packages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The unpacked wheel, as pip would install it."""
+    """Unpack the wheel as pip would install it."""
     site = tmp_path_factory.mktemp("site")
     zipfile.ZipFile(wheel).extractall(site)
     return site
@@ -21,8 +21,8 @@ def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(site: Path, folder: Path, code: str) -> subprocess.CompletedProcess[str]:
     """Run code in a folder, with the wheel instead of the checkout on the path.
 
-    -S leaves out this environment's site-packages, and with them the editable checkout; -c puts the
-    current folder first, as a user's ``python -c`` and notebooks do.
+    -S excludes this environment's site-packages and so the editable checkout; -c puts the current
+    folder first, as a user's ``python -c`` and notebooks do.
     """
     return subprocess.run(
         [sys.executable, "-S", "-c", code],

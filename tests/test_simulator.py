@@ -1,4 +1,4 @@
-"""The compiled simulator keeps to its specification, and to what holds for every step."""
+"""The compiled simulator agrees with its specification and with properties of all steps."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_random_cases_cover_every_option() -> None:
         seen["held"] += any(node["saved_bytes"] for node in graph.nodes.values())
         seen["express"] += len(set(devices)) > 1 and goes_express(graph, cluster)
         seen["workspace"] += any(node["workspace_bytes"] for node in graph.nodes.values())
-        for u, v in graph.edges:  # of links, those that something is sent over
+        for u, v in graph.edges:  # count links that carry transfers
             ends = {cluster.names[devices[list(graph).index(op)]] for op in (u, v)}
             link = cluster.link_between(*sorted(ends)) if len(ends) > 1 else None
             if link is not None:
@@ -211,10 +211,10 @@ def test_a_step_fits_into_its_peaks_and_no_byte_less(seed: int) -> None:
     if not schedule.step_ns < INFEASIBLE_NS:
         return
     peaks = schedule.peak_bytes
-    plenty = peaks + 2**40  # that nothing runs out of it is seen before the first op starts
+    plenty = peaks + 2**40  # enough memory, which is checked before the first op starts
 
     def measured(memory_bytes: NDArray[np.int64], memory: int) -> tuple[int, list[int]]:
-        """The step, and the bytes that every device lacks."""
+        """Return the step and the bytes missing on every device."""
         arrays = arrays_of(replace(problem, memory_bytes=memory_bytes))
         work = workspace_for(problem)
         step_ns = simulated_ns(arrays, work, devices, priority, memory)
@@ -270,7 +270,7 @@ def test_an_aborted_step_is_above_the_limit_and_any_other_exact(
     limit_ns = int(exact * share)
     answer = step_ns(limit_ns)
     assert answer == exact if exact <= limit_ns else answer > limit_ns
-    assert step_ns(exact) == exact  # an aborted step leaves nothing behind
+    assert step_ns(exact) == exact  # an aborted step leaves no state
 
 
 def test_a_batch_gives_what_single_placements_give() -> None:

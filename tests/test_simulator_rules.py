@@ -1,4 +1,4 @@
-"""The rules of the simulator on steps that can be checked by hand, and what it refuses."""
+"""The rules of the simulator on steps calculated by hand, and its refusals."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def test_half_duplex_ports_let_a_later_transfer_pass_one_that_has_to_wait() -> N
     for source, target in ("ax", "by", "cz"):
         add_edge(graph, source, target)
     cluster = one_kind(4, sharing="egress", full_duplex=False)
-    # a: 0 -> 1 from 1 us to 11 us; b: 2 -> 1 needs port 1; c: 2 -> 3 is asked for later but free.
+    # a: 0 -> 1 from 1 us to 11 us; b: 2 -> 1 needs port 1; c: 2 -> 3 is requested later, but free.
     schedule = run(graph, cluster, [0, 2, 2, 1, 1, 3], [0, 1, 0, 0, 0, 0])
     assert schedule.transfers.producer.tolist() == [0, 2, 1]
     assert schedule.transfers.start_ns.tolist() == [1000, 5000, 15000]
 
 
 def nodes(**options: Any) -> Cluster:
-    """Two nodes of two devices; those of a node share a port of the only link."""
+    """Return two nodes of two devices; devices of a node share a port of the only link."""
     return one_kind(4, ports=(("d0", "d1"), ("d2", "d3")), **options)
 
 
@@ -88,7 +88,7 @@ def test_devices_of_a_node_share_its_network_card() -> None:
     # a on d0 and b on d1 send 10 us each to the other node, one after the other.
     assert run(graph, nodes(), [0, 1, 2, 3]).transfers.start_ns.tolist() == [1000, 11000]
     assert run(graph, one_kind(4), [0, 1, 2, 3]).transfers.start_ns.tolist() == [1000, 1000]
-    # In opposite directions they only wait for each other on a half-duplex card.
+    # In opposite directions they exclude each other only on a half-duplex card.
     assert run(graph, nodes(), [0, 2, 3, 1]).transfers.start_ns.tolist() == [1000, 1000]
     half = nodes(full_duplex=False)
     assert run(graph, half, [0, 2, 3, 1]).transfers.start_ns.tolist() == [1000, 11000]
@@ -106,7 +106,7 @@ def test_ingress_lets_a_receiver_take_one_transfer_at_a_time() -> None:
     where = [0, 1, 1, 2, 0]  # a: 0 -> 2; b: 1 -> 2 and, made after it, c: 1 -> 0
     free = run(graph, one_kind(3), where)
     assert free.transfers.start_ns.tolist() == [1000, 1000, 11000]
-    # b waits for the way into d2, and c passes it on the way out of d1, into d0 that only sends.
+    # b waits to enter d2; c overtakes it on the way out of d1, into d0, which only sends.
     ingress = run(graph, one_kind(3, ingress=True), where)
     assert ingress.transfers.producer.tolist() == [0, 2, 1]
     assert ingress.transfers.start_ns.tolist() == [1000, 2000, 12000]
@@ -128,7 +128,7 @@ def test_peak_memory_counts_what_is_alive() -> None:
 def test_gradients_and_optimizer_state_are_there_throughout() -> None:
     graph = fork(2, moved=100)
     graph.nodes["1"].update(parameter_bytes=1000, gradient_bytes=1000, optimizer_bytes=2000)
-    # d1 holds them with nothing running, then op 1 and its copy of what s made.
+    # d1 holds them while idle, then op 1 and its copy of the output of s.
     assert run(graph, one_kind(2), [0, 0, 1]).peak_bytes.tolist() == [100, 4100]
     assert run(graph, one_kind(1), [0, 0, 0]).peak_bytes.tolist() == [4100]
 

@@ -1,4 +1,4 @@
-"""Single placers against what they are known to do; the contract is in test_placers."""
+"""Known results of single placers; the contract tests are in test_placers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank goes on from, written to a file and read again."""
+"""State files of ranks: written and read back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps are copied with what their model keeps of earlier passes."""
+"""Steps are copied together with the state that their model keeps of earlier passes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ torch.set_num_threads(1)
 
 
 class Keeping(nn.Module):
-    """Keeps what it computes in attributes; its second layer is its first."""
+    """Keeps results in attributes; its second layer is its first one."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Files that others write are read strictly, and what is wrong is told in one line."""
+"""Strict JSON reading: errors are reported in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sub-clusters: links among the devices that are left, and one of each sort."""
+"""Sub-clusters: links among the remaining devices, and one sub-cluster of each class."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def problem_of(devices: Sequence[Device], links: Sequence[Link]) -> Problem:
 
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
-    """Up to five devices of few sorts, and links that leave some apart."""
+    """Draw up to five devices of few classes, with links that leave some unconnected."""
     names = tuple("abcde"[: draw(st.integers(1, 5))])
     devices = [
         device(
@@ -73,7 +73,7 @@ def subsets(count: int) -> list[tuple[int, ...]]:
 
 
 def queues(problem: Problem, order: Sequence[int]) -> list[Any]:
-    """Queue numbers of all pairs, as the place where each comes first, and who is served first."""
+    """Return the queues of all pairs, numbered by first occurrence, and their service order."""
     pairs = np.ix_(order, order)
     numbers = [
         *problem.queue[pairs].ravel().tolist(),
@@ -85,7 +85,7 @@ def queues(problem: Problem, order: Sequence[int]) -> list[Any]:
 
 
 def looks(problem: Problem, order: Sequence[int]) -> list[Any]:
-    """All that can be seen of some devices, in this order."""
+    """Return all properties of these devices that a placement can observe, in this order."""
     order = list(order)
     pairs = np.ix_(order, order)
     devices = [problem.cluster.devices[d] for d in order]
@@ -101,7 +101,7 @@ def looks(problem: Problem, order: Sequence[int]) -> list[Any]:
 
 
 def is_joined(problem: Problem, part: Sequence[int]) -> bool:
-    """Whether no split of the devices in two is without a link across."""
+    """Return whether every split of the devices in two has a link across."""
     links = problem.connected | problem.connected.T
     splits = chain.from_iterable(combinations(part, k) for k in range(1, len(part)))
     return all(any(links[a, b] for a in ones for b in part if b not in ones) for ones in splits)

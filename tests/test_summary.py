@@ -1,4 +1,4 @@
-"""The summary of a graph, on numbers that a reader can check in the head."""
+"""The summary of a graph, on numbers for mental arithmetic."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from placer.report.summary import print_summary
 
 
 def diamond() -> nx.DiGraph[str]:
-    """a -> (b, c) -> d, costs 1, 2, 4, 1 on "x"; only d costs something else on "y"."""
+    """Return a -> (b, c) -> d, costs 1, 2, 4, 1 on "x"; only d costs something else on "y"."""
     graph = new_graph("diamond")
     for name, seconds in zip("abcd", (1.0, 2.0, 4.0, 1.0), strict=True):
         add_op(

@@ -1,4 +1,4 @@
-"""Every way of keeping replicas one model, by its name."""
+"""All methods that synchronize replicas, by name."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ sgd = partial(torch.optim.SGD, lr=0.1)
 
 
 def options_of(name: str) -> SyncOptions:
-    """Short blocks and warm-up for those that take them."""
+    """Return short blocks and warm-up for methods with these options."""
     taken = method_named(name).options
     return SyncOptions(**{key: getattr(QUICK, key) for key in QUICK.given if key in taken})
 
 
 def train(name: str, options: SyncOptions, slow_rank: int = -1) -> tuple[Any, Any, Any]:
-    """Losses on one batch before and after, parameters, report."""
+    """Return losses on one batch before and after, the parameters and the report."""
     torch.manual_seed(dist.get_rank())
     replica = mlp()
     for parameter in replica.parameters():
@@ -53,13 +53,13 @@ def train(name: str, options: SyncOptions, slow_rank: int = -1) -> tuple[Any, An
 def test_a_method_trains_and_leaves_all_ranks_with_one_model(name: str) -> None:
     results = on_ranks(2, train, name, options_of(name))
     for (before, after), found, _ in results:
-        assert before == results[0][0][0]  # all begin as rank 0
+        assert before == results[0][0][0]  # all start from the parameters of rank 0
         assert after < 0.9 * before
         torch.testing.assert_close(found, results[0][1], rtol=0, atol=0)
 
 
 def parameters_that_moved(name: str) -> set[str]:
-    """Of a model with a frozen layer; weight decay moves whatever the optimizer is given."""
+    """Return which parameters change, with a frozen layer; weight decay changes all others."""
     replica = model()
     before = parameters(replica)
     decaying = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)

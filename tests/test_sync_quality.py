@@ -1,4 +1,4 @@
-"""The benchmark of losses runs what ranks run."""
+"""The benchmark of losses uses the same code as ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Made-up graphs: what their parameters promise."""
+"""Generated graphs have the properties that their parameters specify."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables on narrow terminals and with odd names: no number is cut, no name is markup."""
+"""Tables on narrow terminals and with odd names: numbers are not cut, names are not markup."""
 
 from __future__ import annotations
 

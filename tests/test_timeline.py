@@ -1,5 +1,3 @@
-"""A simulated step as a Chrome trace."""
-
 from __future__ import annotations
 
 import itertools
@@ -27,7 +25,7 @@ torch.set_num_threads(1)
 @given(seed=st.integers(10**6, 10**7))
 def test_the_trace_shows_every_op_transfer_and_the_peak_memory(seed: int) -> None:
     graph, cluster, devices, priority = random_case(seed, bad_places=False)
-    for node in graph.nodes.values():  # nothing without duration: one round for each instant
+    for node in graph.nodes.values():  # no zero durations: one round per instant
         node["cost_s"] = {"*": 1e-6}
     problem, where, levels = problem_of((graph, cluster, devices, priority))
     schedule = Simulator(problem).run(where, levels)
@@ -63,7 +61,7 @@ def test_the_trace_shows_every_op_transfer_and_the_peak_memory(seed: int) -> Non
 
 
 def link_tracks(cluster: Cluster, devices: list[int]) -> dict[str, list[str]]:
-    """What goes to which op from op s, by the name of the track of a link."""
+    """Return {link track: transfers from op s to other ops}."""
     case = (fork(len(devices) - 1), cluster, devices, [0.0] * len(devices))
     problem, where, levels = problem_of(case)
     events = chrome_trace(problem, Simulator(problem).run(where, levels))["traceEvents"]

@@ -1,4 +1,4 @@
-"""Levels of networks from the links of clusters, by hand."""
+"""Network levels derived from the links of clusters, checked by hand."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_nodes_that_are_not_equally_large_are_peers_at_the_slowest_link() -> Non
         ({"sharing": "pair"}, 1e9),
         ({"sharing": "none"}, 1e9),
         ({"sharing": "egress", "full_duplex": False}, 1e9 / 2),  # a port sends and receives
-        ({"sharing": "bus"}, 1e9 / 4),  # all four send over one
+        ({"sharing": "bus"}, 1e9 / 4),  # all four share it
     ],
 )
 def test_what_devices_share_is_seen_from_their_queues(

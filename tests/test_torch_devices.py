@@ -1,4 +1,4 @@
-"""Torch's own devices: found by name, limited in memory, and measured."""
+"""Torch devices: lookup by name, memory limits, and measurement."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_limit_of_cuda_memory_holds_and_is_lifted() -> None:
 
 @pytest.fixture
 def fractions(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """The share of a device with 100 bytes that torch may take, 0.9 at first."""
+    """Replace torch's memory fraction of a device with 100 bytes, 0.9 at first, and return it."""
     fractions = {"now": 0.9}
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(

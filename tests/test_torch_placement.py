@@ -1,4 +1,4 @@
-"""Placements on torch's devices, with a fake second one: calibration, and the main job."""
+"""Placements on torch devices, with a fake second one: calibration, and the main job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many bytes the ways of keeping replicas one model really send."""
+"""Bytes that the methods to synchronize replicas send."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def model() -> nn.Module:
 
 
 def sent_by_all() -> int:
-    """Bytes so far, while no rank is still receiving or already goes on."""
+    """Return the bytes sent so far; barriers make sure that no rank is sending."""
     dist.barrier()
     found = sent_bytes()
     dist.barrier()
@@ -50,7 +50,7 @@ def sent_by_all() -> int:
 
 
 def bytes_per_step(name: str, warm_steps: int, steps: int) -> float:
-    """Sent by all ranks together in a step, after some that do not count."""
+    """Return the bytes that all ranks send in a step, after uncounted warm-up steps."""
     replica = model()
     given: dict[str, Any] = {"period": PERIOD, "warmup_steps": warm_steps}
     options = SyncOptions(**{k: v for k, v in given.items() if k in method_named(name).options})
@@ -74,12 +74,12 @@ def ranks(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(scope="module")
 def synchronous(ranks: int, network: Path) -> float:
-    """Of all-reduce in full precision."""
+    """Return the bytes per step of all-reduce in full precision."""
     return on_ranks(ranks, bytes_per_step, "allreduce", 2, PERIOD, network=network)[0]  # type: ignore[no-any-return]
 
 
 def least_bytes(ranks: int) -> float:
-    """What a ring sends in all: each rank 2 (p - 1) / p of its gradients."""
+    """Return the total bytes of a ring: each rank sends 2 (p - 1) / p of its gradients."""
     return 2 * (ranks - 1) * SIZE_BYTES
 
 
@@ -102,7 +102,7 @@ def test_synchronous_replicas_send_what_a_ring_must(ranks: int, synchronous: flo
 def test_others_send_so_many_times_less(
     ranks: int, synchronous: float, network: Path, name: str, least: float, most: float
 ) -> None:
-    # blocks are counted from the first step, so that whole ones are counted
+    # whole blocks must be counted, and they start with the first step
     warm = 0 if name in ("bmuf", "ma", "diloco") else 2
     counted = on_ranks(ranks, bytes_per_step, name, warm, PERIOD, network=network)[0]
     assert least <= synchronous / counted <= most

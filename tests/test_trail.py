@@ -1,5 +1,3 @@
-"""How a search went."""
-
 from __future__ import annotations
 
 from itertools import pairwise

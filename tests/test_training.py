@@ -1,4 +1,4 @@
-"""Training: its checkpoints, its log, its workers, and that it can be had again."""
+"""Training: checkpoints, log, workers, and reproducibility."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ torch.set_num_threads(1)
 
 
 def curve(path: Path) -> list[dict[str, str]]:
-    """The log without what the clock says."""
+    """Return the training log without times."""
     with path.with_name(f"{path.name}.csv").open() as file:
         rows = list(csv.DictReader(file))
     for row in rows:
@@ -157,7 +157,7 @@ def test_a_checkpoint_of_another_configuration_is_refused_with_the_difference(
 
 
 def stopped(out: Path, config: TrainingConfig) -> None:
-    """Train until there is a checkpoint, and stop as Ctrl-C does."""
+    """Train until there is a checkpoint, then stop as Ctrl-C does."""
 
     def stop(share: float, text: str) -> None:
         if out.with_name(f"{out.name}.checkpoint").exists():
@@ -298,7 +298,7 @@ def test_curves_that_cannot_be_written_are_an_error_and_no_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     records = pytest.importorskip("tensorboard.summary.writer.record_writer")
-    before = threading.excepthook  # pytest's, which has a failing thread fail the test
+    before = threading.excepthook  # pytest's, which makes the test of a failing thread fail
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -318,7 +318,7 @@ def test_evolved_weights_are_no_worse_than_those_it_began_with() -> None:
     assert np.abs(actions).max() <= 1.0
     heft = decoders.costs(numbers, np.tile(HEFT, (4, 1)))
     found = decoders.costs(numbers, weights_of(actions))
-    assert (found <= heft * 1.02).all()  # actions are of single precision
+    assert (found <= heft * 1.02).all()  # actions have single precision
     assert found.sum() < heft.sum()
 
 

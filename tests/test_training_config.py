@@ -1,4 +1,4 @@
-"""The configuration of a training, in a file, by options and from Python."""
+"""The configuration of a training, from a file, options and Python."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_configuration_with_a_fault_is_refused_with_its_path(
 
 
 def numbers(annotation: Any, where: str) -> Iterator[tuple[str, Within | None]]:
-    """Every number that a value of a type may hold, with its range."""
+    """Yield every number that a value of a type may hold, with its range."""
     arguments = get_args(annotation)
     if is_dataclass(annotation):
         for name, own in get_type_hints(annotation, include_extras=True).items():
@@ -106,7 +106,7 @@ def numbers(annotation: Any, where: str) -> Iterator[tuple[str, Within | None]]:
 
 
 def nested(path: str, value: object) -> dict[str, Any]:
-    """The content of a file that has this value at a path."""
+    """Return the content of a file with this value at a path."""
     for key in reversed(path.replace("[0]", ".0").split(".")):
         value = [value, value] if key == "0" else {key: value}
     assert isinstance(value, dict)

@@ -1,5 +1,3 @@
-"""Tuning a policy by measured steps."""
-
 from __future__ import annotations
 
 import json
@@ -89,7 +87,7 @@ def test_what_no_plan_fits_is_not_said_to_fit_nowhere() -> None:
 
 
 class Machine:
-    """A backend whose steps take what a simulator of other factors says, with noise."""
+    """A backend whose steps follow a simulator with other factors, with noise."""
 
     interrupted = False
     reference = None
@@ -102,7 +100,7 @@ class Machine:
     def measure(
         self, placements: Sequence[Placement], progress: Any = None, *, reference: bool = False
     ) -> list[Measurement]:
-        """Nine rounds, with noise of 0.1 %."""
+        """Return nine rounds with 0.1 % noise."""
         if self.failing:
             return [Measurement(wall_s=np.array([]), rebuilt_s=np.array([]), failure="it died")] * (
                 len(placements)
@@ -112,13 +110,13 @@ class Machine:
         return [Measurement(wall_s=run, rebuilt_s=run) for run in runs]
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Do nothing."""
 
 
 def tuner_on(
     problem: Problem, factors: Sequence[float], *, failing: bool = False
 ) -> tuple[Tuner, Machine]:
-    """A tuner for a machine that is not what the simulator takes it for."""
+    """Return a tuner for a machine that differs from the simulator's assumptions."""
     machine = Machine(problem, factors, failing)
 
     class Rig:

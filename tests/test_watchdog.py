@@ -1,4 +1,4 @@
-"""Work that hangs ends its process; work that was only stopped does not."""
+"""A hanging job ends its process; a job that was only paused does not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from envs.watchdog import STUCK, ended_after
 
 @pytest.fixture
 def left(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Set once the process would have ended."""
+    """Return an event that is set when the process would have ended."""
     event = threading.Event()
 
     def leave(status: int) -> None:
@@ -42,7 +42,7 @@ def test_work_that_is_done_ends_the_watch(left: threading.Event) -> None:
 
 
 class Waits(threading.Event):
-    """Notes how long it was asked to wait, however long that took by the clock."""
+    """Records the requested wait times, whatever the real ones."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Weighing devices: what is listed, what is best of it, and what is refused."""
+"""Weighing devices: the listed offers, the best ones, and refusals."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SHOP = cluster_of(
 
 
 def branches(count: int, cost_s: float = 1e-3) -> nx.DiGraph[str]:
-    """Chains of three ops that have nothing to do with each other; slower on old and cpu."""
+    """Return independent chains of three ops that are slower on old and cpu."""
     graph = new_graph("branches")
     for b in range(count):
         for i in range(3):
@@ -94,7 +94,7 @@ def test_steps_and_prices_by_hand() -> None:
     assert both.price_per_million_steps == pytest.approx(6.0)
     assert found.front == found.offers
     assert found.fastest is both
-    assert found.cheapest is both  # at the same price a step, the faster one
+    assert found.cheapest is both  # at the same price per step, the faster one
 
 
 def test_what_a_plan_leaves_idle_is_not_rented() -> None:
@@ -114,7 +114,7 @@ def test_more_devices_are_always_faster_and_the_fastest_is_no_slower_than_withou
         for smaller in found.offers:
             if set(smaller.cluster.names) < set(larger.cluster.names):
                 assert larger.step_s < smaller.step_s
-    budget = Budget(evaluations=600 // 8)  # of its share: 8 of 11 sub-clusters have 2 and more
+    budget = Budget(evaluations=600 // 8)  # its share: 8 of 11 sub-clusters have 2 or more devices
     whole = optimize_graph(graph, SHOP, replace(OPTIONS, budget=budget))
     assert found.fastest.step_s <= whole.best.predicted_s
     for offer in found.offers:
@@ -147,7 +147,7 @@ def test_what_does_not_fit_or_cannot_run_is_listed_with_the_reason() -> None:
 
 
 class StoppedAt(Silent):
-    """A user who presses Ctrl-C when one of the searches is under way."""
+    """A user who presses Ctrl-C during one of the searches."""
 
     def __init__(self, number: int) -> None:
         self.begins = f"{number} of "
@@ -285,7 +285,7 @@ def test_offers_as_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 def test_options_that_do_not_fit_are_refused(
     more: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if "--cluster" not in more:  # a model, which has devices of this machine
+    if "--cluster" not in more:  # a model, with devices of this machine
         more = ["--devices", "core:0", *more]
         arguments = ["optimize", "never/loaded.py:build", "--out", str(tmp_path / "p.json")]
         assert main([*arguments, *more]) == 2

@@ -1,4 +1,4 @@
-"""The wheel: what it holds, and that it is enough, in an environment and a folder of its own."""
+"""The wheel: its files, and that it suffices in its own environment and folder."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ print(pathlib.Path(placer.__file__).parent)
 
 
 def shipped_files() -> set[str]:
-    """Policies, their configurations and the suites, without what trainings leave beside them."""
+    """Return policies, their configurations and the suites, without other results of trainings."""
     folder = ROOT / "trained_policies"
     return {p.name for p in folder.iterdir() if p.suffix in (".json", ".safetensors", ".toml")}
 
@@ -62,10 +62,10 @@ def test_the_wheel_forgets_no_policy_and_takes_no_log_of_a_training() -> None:
 
 @pytest.fixture
 def installed(wheel: Path, tmp_path: Path) -> Run:
-    """Runs a command in an environment where only the wheel is installed, in an empty folder.
+    """Return a function that runs a command where only the wheel is installed, in an empty folder.
 
-    What the wheel depends on is lent by this environment, through a .pth file: a folder on such a
-    list does not bring its own .pth files, and with them the editable checkout.
+    The dependencies come from this environment through a .pth file: a folder that is listed there
+    does not process its own .pth files, and so not the editable checkout.
     """
     home, folder = tmp_path / "environment", tmp_path / "elsewhere"
     venv.create(home, symlinks=True)
@@ -94,7 +94,7 @@ def installed(wheel: Path, tmp_path: Path) -> Run:
 
 
 def steps_of_the_quickstart() -> list[Block]:
-    """What a new user does, from the model to the training; the rest of the page is reference."""
+    """Return the steps of a new user, from the model to the training; the rest is reference."""
     page = DOCS / "quickstart.md"
     end = page.read_text().splitlines().index("## What next")
     return [block for block in blocks(page) if block.line < end]

@@ -1,4 +1,4 @@
-"""Placements are found, run and measured where no reinforcement-learning library is installed."""
+"""Placements are searched, run and measured without any reinforcement-learning library."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ VDEV.__enter__()
 
 
 def done_without(code: str, folder: Path) -> str:
-    """What the code prints where nothing of reinforcement learning can be imported."""
+    """Return the output of code that cannot import any reinforcement-learning library."""
     (folder / "model.py").write_text(MODEL)
     paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(

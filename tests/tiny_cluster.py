@@ -1,4 +1,4 @@
-"""A cluster file of two devices; ``memory`` is to be filled in."""
+"""A cluster file of two devices, as a template with ``memory`` to fill in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small models, one for each thing that extraction and the executor must get right."""
+"""Small models, one for each case that extraction and the executor must handle."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from graphs.models import InceptionConfig, InceptionV3, Nmt, NmtConfig
 
 
 class Plain(nn.Module):
-    """Whatever ``function(model, *inputs)`` computes, with the modules it uses."""
+    """Module that computes ``function(model, *inputs)`` with the given submodules."""
 
     def __init__(self, function: Callable[..., Any], **modules: nn.Module) -> None:
         super().__init__()
@@ -34,7 +34,6 @@ def squared(output: Tensor, target: Tensor) -> Tensor:
 
 
 def conv_net() -> Step:
-    """Convolutions, batch norm, dropout of nothing, a bias."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1, bias=False),
@@ -50,7 +49,7 @@ def conv_net() -> Step:
 
 
 def channels_last() -> Step:
-    """The same with the channels innermost in memory."""
+    """Return ``conv_net`` in channels-last memory format."""
     step = conv_net()
     images, labels = step.inputs
     model = step.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's overloads forget it
@@ -59,7 +58,7 @@ def channels_last() -> Step:
 
 
 def tied_weights() -> Step:
-    """An embedding that is also the projection."""
+    """Return a model whose embedding is also its output projection."""
     torch.manual_seed(1)
     model = Plain(
         lambda m, tokens: m.head(torch.tanh(m.middle(m.embedding(tokens)))),
@@ -75,7 +74,7 @@ def tied_weights() -> Step:
 
 
 def norm_twice() -> Step:
-    """A batch norm that is called twice: the second call reads what the first wrote."""
+    """Return a model that calls a batch norm twice; the second call reads the first's update."""
     torch.manual_seed(2)
     model = Plain(
         lambda m, x: m.norm(m.first(x)) + m.norm(m.second(x) * 2),
@@ -87,8 +86,6 @@ def norm_twice() -> Step:
 
 
 def views() -> Step:
-    """Slices, select, split, expand, chunk, transpose, unbind and views of views."""
-
     def forward(m: Any, x: Tensor) -> Tensor:
         left, right = m.first(x).chunk(2, 1)
         part = m.second(left[:, 1:].transpose(0, 1).reshape(5, -1)).split([1, 2], 1)
@@ -102,21 +99,21 @@ def views() -> Step:
 
 
 def transposed_output() -> Step:
-    """A loss whose gradient torch lays out otherwise than the trace says: a view becomes a copy."""
+    """Return a loss whose gradient has another layout than in the trace: a view becomes a copy."""
     torch.manual_seed(13)
     model = Plain(lambda m, x: m.linear(x).transpose(0, 1), linear=nn.Linear(4, 3))
     return Step.of(model, (torch.randn(5, 2, 4), torch.randn(2, 5, 3)), nn.functional.mse_loss)
 
 
 def lstm() -> Step:
-    """A recurrent layer, which torch runs as one kernel and traces cell by cell."""
+    """Return a recurrent layer, which torch runs as one kernel and traces cell by cell."""
     torch.manual_seed(4)
     model = Plain(lambda m, x: m.rnn(x)[0], rnn=nn.LSTM(4, 3, 2))
     return Step.of(model, (torch.randn(3, 2, 4), torch.randn(3, 2, 3)), squared)
 
 
 def gru(*, bias: bool = True) -> Step:
-    """Two recurrent layers, the second of which runs both ways from a state that the model has."""
+    """Return two recurrent layers; the second is bidirectional with a computed initial state."""
     torch.manual_seed(14)
 
     def forward(m: Any, x: Tensor) -> Tensor:
@@ -135,14 +132,14 @@ def gru(*, bias: bool = True) -> Step:
 
 
 def attention() -> Step:
-    """A transformer layer, whose projection is cut into query, key and value."""
+    """Return a transformer layer, whose projection is split into query, key and value."""
     torch.manual_seed(5)
     model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     return Step.of(model, (torch.randn(2, 3, 8), torch.randn(2, 3, 8)), squared)
 
 
 def own_loss() -> Step:
-    """Keywords that are not in the order of the signature, numbers, and an output with a loss."""
+    """Return a step with keywords out of signature order, numbers, and an output with a loss."""
 
     class Scorer(nn.Module):
         def __init__(self) -> None:
@@ -166,7 +163,7 @@ def own_loss() -> Step:
 
 
 def weighted_loss() -> Step:
-    """A loss that is a module with state, of a model whose own module is called loss."""
+    """Return a step whose loss is a module with state, while a submodule is named loss."""
     torch.manual_seed(7)
     model = Plain(lambda m, x: m.loss(x), loss=nn.Linear(4, 3))
     loss = nn.CrossEntropyLoss(weight=torch.tensor([0.2, 1.0, 3.0]))
@@ -174,7 +171,7 @@ def weighted_loss() -> Step:
 
 
 def decaying_weight() -> Step:
-    """A forward pass that changes a parameter."""
+    """Return a step whose forward pass changes a parameter."""
 
     def forward(m: Any, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -188,7 +185,7 @@ def decaying_weight() -> Step:
 
 
 def frozen_norm() -> Step:
-    """A model in training whose batch norm is in eval mode, as in fine-tuning."""
+    """Return a training step with batch norm in eval mode, as in fine-tuning."""
     torch.manual_seed(9)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
     model[1].eval()
@@ -196,7 +193,6 @@ def frozen_norm() -> Step:
 
 
 def nmt() -> Step:
-    """The translation model, tiny."""
     torch.manual_seed(10)
     model = Nmt(NmtConfig(vocabulary=13, hidden=4, layers=2))
     source, target = torch.randint(13, (2, 3)), torch.randint(13, (2, 4))
@@ -208,14 +204,14 @@ def nmt() -> Step:
 
 
 def inception(dropout: float = 0.0) -> Step:
-    """Inception-V3 with a sixty-fourth of its channels, on the smallest image that it takes."""
+    """Return Inception-V3 with 1/64 of its channels, on the smallest image that it accepts."""
     torch.manual_seed(11)
     model = InceptionV3(InceptionConfig(classes=5, width=1 / 64, dropout=dropout, auxiliary=False))
     return Step.of(model, (torch.randn(2, 3, 75, 75), torch.tensor([1, 3])), F.cross_entropy)
 
 
 def structured_output() -> Step:
-    """Inference that returns inputs, parameters, constants and nested containers."""
+    """Return an inference step that outputs inputs, parameters, constants and nested containers."""
 
     def forward(m: Any, x: Tensor) -> dict[str, Any]:
         hidden = m.linear(x)
@@ -233,7 +229,7 @@ def structured_output() -> Step:
 
 
 def inference(make: Callable[[], Step]) -> Callable[[], Step]:
-    """The same step without gradients."""
+    """Return a function that makes the same step without gradients."""
 
     def made() -> Step:
         step = make()
@@ -268,12 +264,12 @@ INFERENCE: dict[str, Callable[[], Step]] = {
     },
 }
 STEPS = {**TRAINING, **INFERENCE}
-"""By name; placed, they all give bit for bit what torch gives."""
+"""Steps by name; placed, they all give bit for bit the results of torch."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step leaves behind."""
+    """Results of a step."""
 
     output: Any
     gradients: dict[str, Tensor]
@@ -281,7 +277,7 @@ class Outcome:
 
 
 def eager(step: Step) -> Outcome:
-    """What torch itself makes of a step; the step's model is left alone."""
+    """Run the step in eager torch; the step's model is not changed."""
     step = copy.deepcopy(step)
     output = forward(step)
     if step.training:
@@ -290,7 +286,7 @@ def eager(step: Step) -> Outcome:
 
 
 def forward(step: Step) -> Any:
-    """The loss of a training step, the output of an inference step; changes the model's state."""
+    """Return the loss (training) or the output (inference); changes the model's state."""
     if step.model.training is not step.training:
         step.model.train(step.training)
     mixed = torch.autocast("cpu", dtype=torch.bfloat16, enabled=step.dtype == "bf16")
@@ -312,7 +308,7 @@ def state_of(step: Step) -> dict[str, Tensor]:
 
 
 def assert_same(found: Any, expected: Any) -> None:
-    """Bit for bit, in any nesting."""
+    """Assert bitwise equality, in nested containers too."""
     if isinstance(expected, Tensor):
         assert isinstance(found, Tensor)
         assert torch.equal(found, expected), (found - expected).abs().max()
@@ -332,7 +328,7 @@ def assert_same(found: Any, expected: Any) -> None:
 
 
 def tied_gradients(gradients: dict[str, Tensor], step: Step) -> dict[str, Tensor]:
-    """Gradients by the object that has them: tied parameters share theirs under all names."""
+    """Return gradients under all names of the state; tied parameters share one."""
     state = step.named_state()
     return {
         name: gradients[first]

@@ -1,4 +1,4 @@
-"""The reference models after published ones, with a step each, so small that tests are quick."""
+"""Tiny versions of the published reference models, with a step each."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""Trainings so small that tests are quick."""
-
 from __future__ import annotations
 
 import json
@@ -37,12 +35,11 @@ TWO_STAGES = replace(
 
 
 def toml(config: TrainingConfig) -> str:
-    """A configuration as a file."""
     return inline_toml(plain(config))
 
 
 def inline_toml(data: Mapping[str, Any]) -> str:
-    """A TOML file with a line for each key, tables inline; what is None is left out."""
+    """Return TOML with one line per key and inline tables; None values are omitted."""
 
     def shown(value: object) -> str:
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Models of transformers, so small that tests are quick, as targets and as steps."""
+"""Tiny transformer models, as targets and as steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ OTHERS = {
     "&decoder_attention_heads=2&encoder_ffn_dim=24&decoder_ffn_dim=24&pad_token_id=0"
     "&decoder_start_token_id=1",
 }
-"""Models of images and of speech."""
 WITHOUT_DROPOUT = {
     "bert": "&hidden_dropout_prob=0.0&attention_probs_dropout_prob=0.0",
     "distilbert": "&dropout=0.0&attention_dropout=0.0",

@@ -1,4 +1,4 @@
-"""Steps with an optimizer, and the same optimizer as torch has it."""
+"""Steps with an optimizer, and the same optimizers in torch."""
 
 from __future__ import annotations
 

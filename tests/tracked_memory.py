@@ -1,4 +1,4 @@
-"""What torch allocates during a real, unplaced step."""
+"""Memory that torch allocates during a real, unplaced step."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from graphs.extract import Step
 
 
 def peak_bytes(step: Step) -> int:
-    """Parameters, their gradients, and the most that a step holds besides; the step is left alone.
+    """Return the bytes of parameters, their gradients and the peak of a step; step is unchanged.
 
-    The gradients are kept from the step before, and added to. Inputs and buffers do not count.
+    Gradients are kept from a previous step and accumulated into. Inputs and buffers do not count.
     """
     step = copy.deepcopy(step)
     _run(step)
@@ -43,7 +43,7 @@ def _run(step: Step) -> None:
 
 
 def _allocations(events: Iterable[Any]) -> Iterator[tuple[int, int]]:
-    """(time, bytes) of every allocation, negative where memory is given back."""
+    """Yield (time, bytes) of every allocation, with negative bytes where memory is freed."""
     for event in events:
         if "Allocation" in str(event.tag):
             yield event.start_time_ns, event.extra_fields.alloc_size

@@ -1,4 +1,4 @@
-"""Where the bytes that ranks send each other can be counted: in a network of their own."""
+"""A network namespace in which the bytes that ranks send each other can be counted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 @contextmanager
 def own_network() -> Iterator[Path | None]:
-    """A network namespace with nothing but a loopback device; None where there may be none."""
+    """Yield a network namespace with only a loopback device, or None where not permitted."""
     if os.geteuid() != 0 or shutil.which("nsenter") is None or shutil.which("ip") is None:
         yield None
         return
@@ -21,7 +21,7 @@ def own_network() -> Iterator[Path | None]:
         namespace = Path("/proc", str(holder.pid), "ns", "net")
         own = Path("/proc/self/ns/net").readlink()
         while holder.poll() is None and namespace.readlink() == own:
-            pass  # until unshare has come to it
+            pass  # until unshare has made it
         up = ["nsenter", "-t", str(holder.pid), "-n", "ip", "link", "set", "lo", "up"]
         fails = holder.poll() is not None or subprocess.run(up, check=False).returncode
         yield None if fails else namespace

@@ -1,4 +1,4 @@
-"""A placed module beside its model: what they compute and learn is the same."""
+"""Comparison of the training of a placed module with that of its model."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ def assert_trains_alike(
     tolerance: float = 1e-6,
     rate: float = 0.01,
 ) -> None:
-    """Loss, gradients, parameters and buffers of some steps of SGD are those of the model.
+    """Assert that losses, gradients, parameters and buffers of some SGD steps equal the model's.
 
-    ``step`` is on the CPU and left as it is; ``run`` is what is called, by default ``placed``.
+    ``step`` is on the CPU and is not changed; ``run`` is called for each step, by default
+    ``placed``.
     """
     plain = copy.deepcopy(step)
     plain_sgd = torch.optim.SGD(plain.model.parameters(), lr=rate)

@@ -1,5 +1,3 @@
-"""A cluster of the fake second device and the CPU."""
-
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,8 +1,8 @@
-"""A second torch device for tests: ``vdev`` computes on the CPU and is a device of its own.
+"""A second torch device for tests: ``vdev`` computes on the CPU but is a separate device.
 
-It refuses to mix devices in one op as an accelerator does, and writes down what is sent. Autograd
-allows it one index only. Its random numbers are those of the CPU, and so are the casts of autocast,
-though it casts a parameter anew for every reader.
+It refuses to mix devices in one op, as an accelerator does, and records transfers. Autograd allows
+it one index only. It uses the random numbers and the autocast casts of the CPU, except that it
+casts a parameter again for every reader.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 CPU = torch.device("cpu")
 TRANSFERS: list[tuple[torch.device, torch.device, int]] = []
-"""What was sent: from where, to where, bytes."""
+"""Recorded transfers: (source, destination, bytes)."""
 
 
 @dataclass
 class _Link:
-    """All copies from and to vdev; with a limit of its speed they take at least that time."""
+    """Link of all copies from and to vdev; a speed limit makes them take at least that time."""
 
     bytes_per_s: float = math.inf
 
@@ -42,7 +42,7 @@ LINK = _Link()
 
 
 class _Module:
-    """What torch asks of a device's module."""
+    """Functions that torch requires of a device module."""
 
     def is_initialized(self) -> bool:
         return True
@@ -63,7 +63,7 @@ class _Module:
         assert index == 0
 
     def manual_seed_all(self, seed: int) -> None:
-        """The CPU's generator has the seed."""
+        """Do nothing: torch seeds the generator of the CPU itself."""
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.float32, torch.bfloat16]
@@ -76,7 +76,7 @@ class _Module:
 
 
 class VTensor(Tensor):
-    """A tensor of vdev around the CPU tensor that holds its elements."""
+    """Tensor on vdev that wraps the CPU tensor with its elements."""
 
     elements: Tensor
 
@@ -104,7 +104,7 @@ class VTensor(Tensor):
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """Sees what no VTensor takes part in: factories on vdev, and copies from the CPU to it."""
+    """Handles ops without a VTensor argument: factories on vdev, and copies from the CPU to it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(func, args, kwargs or {})
@@ -112,10 +112,10 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves
 
 @contextmanager
 def vdev(link_bytes_per_s: float = math.inf) -> Iterator[torch.device]:
-    """The device, while the context lasts, with copies that are no faster than this.
+    """Yield the device, with copies no faster than ``link_bytes_per_s``.
 
     Raises:
-        RuntimeError: there is a CUDA device, which could not be used any more.
+        RuntimeError: there is a CUDA device, which would stop working.
     """
     if torch.cuda.is_available():
         raise RuntimeError("torch knows one accelerator: with vdev, CUDA would fail")
@@ -163,7 +163,7 @@ def _elements(leaf: Any) -> Any:
 def _lstm_cell(
     inputs: Tensor, hidden: Tensor, cell: Tensor, *biases: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What accelerators have as one kernel: new hidden state, new cell, the gates for backward."""
+    """Return hidden state, cell and gates as the fused kernel of accelerators does."""
     gates = inputs + hidden + sum(bias for bias in biases if bias is not None)
     i, f, g, o = gates.chunk(4, 1)
     i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
@@ -200,7 +200,7 @@ def _gru_cell(
     input_bias: Tensor | None = None,
     hidden_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What accelerators have as one kernel: new hidden state, and what backward needs."""
+    """Return hidden state and saved tensors as the fused kernel of accelerators does."""
     inputs = inputs if input_bias is None else inputs + input_bias
     hidden = hidden if hidden_bias is None else hidden + hidden_bias
     (ir, iz, i_new), (hr, hz, h_new) = inputs.chunk(3, 1), hidden.chunk(3, 1)
@@ -223,7 +223,7 @@ def _gru_cell_backward(
 
 
 def _histc(counted: Tensor, *limits: Any, **named: Any) -> Tensor:
-    """What accelerators count integers with, too."""
+    """Return a histogram, of integers too, as accelerators do."""
     return torch.histc(counted.float(), *limits, **named).to(counted.dtype)
 
 
@@ -243,7 +243,7 @@ WIDER = (
     *("cross_entropy_loss", "nll_loss", "mse_loss", "l1_loss", "huber_loss", "smooth_l1_loss"),
     *("kl_div", "binary_cross_entropy", "binary_cross_entropy_with_logits", "prod"),
 )
-"""Some of what autocast on CPUs computes in lower precision, and in 32 bits."""
+"""Some of the ops that autocast on CPUs runs in lower precision, and in 32 bits."""
 
 
 def _add_autocast() -> list[Any]:
@@ -269,8 +269,8 @@ def _autocast(func: Any, lower: bool, *args: Any, **kwargs: Any) -> Any:
         return func(*tree_map(cast, args), **tree_map(cast, kwargs))
 
 
-# Before the first backward pass, or autograd does not know it; not where there is a CUDA device,
+# Before the first backward pass, or autograd does not know the device. Not with a CUDA device,
 # whose place as the accelerator it would take.
 if not torch.cuda.is_available():
     _setup_privateuseone_for_python_backend("vdev", backend_module=_Module())
-    _LIBRARIES = _add_autocast()  # they hold as long as somebody keeps them
+    _LIBRARIES = _add_autocast()  # effective only while this reference lives

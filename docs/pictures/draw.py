@@ -1,6 +1,6 @@
-"""Draws the pictures of the docs from a run on this machine: ``python docs/pictures/draw.py``.
+"""Draw the pictures of the docs from a run on this machine: ``python docs/pictures/draw.py``.
 
-The model is that of ``docs/quickstart.md``, placed on two cores and really measured.
+The model is that of ``docs/quickstart.md``, placed on two cores and measured.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def placed(budget: str) -> Optimization:
-    """The quickstart's model on two cores."""
+    """Optimize the quickstart's model on two cores."""
     page = (HERE.parent / "quickstart.md").read_text()
     [source] = re.findall(r"```python\n(# model\.py\n.*?)```", page, re.DOTALL)
     policy = load("generalist")
@@ -70,7 +70,7 @@ def placed(budget: str) -> Optimization:
 
 
 def timeline(found: Optimization) -> str:
-    """The step on one core, and as placed: a track per core and one for what is sent."""
+    """Return an SVG of the step on one core and as placed: a track per core, one for transfers."""
     assert found.single is not None
     simulated = Simulated(found.problem)
     parts: list[str] = []
@@ -90,7 +90,7 @@ def timeline(found: Optimization) -> str:
 def _step(
     parts: list[str], found: Optimization, row: Row, schedule: Schedule, scale: float, top: float
 ) -> float:
-    """Draw one step from ``top`` on; where it ends."""
+    """Draw one step below ``top`` and return its bottom."""
     graph, names = found.problem.graph, found.problem.cluster.names
     used = sorted({int(d) for d in schedule.devices})
     title = f"{row.name}: {schedule.step_ns / 1e6:.1f} ms"
@@ -146,7 +146,7 @@ def _step(
 
 
 def gain(found: Optimization) -> str:
-    """Every candidate, predicted and measured, and the lower bound."""
+    """Return an SVG of all candidates, predicted and measured, and the lower bound."""
     rows = sorted(found.rows, key=found.step_s)
     longest_s = max(max(row.predicted_s, found.step_s(row)) for row in rows)
     scale = (WIDTH - LEFT - 110) / longest_s

@@ -1,1 +1,1 @@
-"""Runs a placed step for real: one pinned worker process per device."""
+"""Execution of placed steps: pinned workers for cores, one process for torch devices."""

@@ -1,8 +1,8 @@
 """Memory that the parent and all workers share: one anonymous file, mapped by each of them.
 
-It has no name in the file system, so nothing is left behind however the processes end. Every
-source and result of a step, and every tensor that may move between devices, has a fixed place in
-it; pages that are never touched take no memory.
+It has no name in the file system, so nothing is left behind however the processes end. Every source
+and result of a step, and every tensor that may move between devices, has a fixed place in it; pages
+that are never touched take no memory.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ class Arena:
             raise
 
     def value(self, value: int) -> torch.Tensor:
-        """The shared tensor of a source, or of an op's output."""
+        """Return the shared tensor of a source, or of an op's output."""
         return self._tensor(self.program.values[value], self.values[value])
 
     def result(self, index: int) -> torch.Tensor:
-        """The shared tensor that a result of the step is handed back in."""
+        """Return the shared tensor that receives a result of the step."""
         return self._tensor(
             self.program.values[self.program.results[index].value], self.results[index]
         )
 
     def let_go(self) -> None:
-        """Take its pages out of this process, until they are read again; what is in them stays."""
+        """Drop the pages from this process until they are read again; their content stays."""
         if self._mapping is not None:
             self._mapping.madvise(mmap.MADV_DONTNEED)
 
     def close(self) -> None:
-        """Let go of the mapping, which goes when the last tensor on it does; safe to call twice."""
+        """Release the mapping, which ends with the last tensor on it; safe to call twice."""
         self.file.close()
         self._mapping = None
 
@@ -89,7 +89,7 @@ class Arena:
         return -(-max(size, 1) // ALIGNMENT) * ALIGNMENT
 
     def _tensor(self, value: Value, offset: int) -> torch.Tensor:
-        """A tensor with a storage of its own: saving it must not save the whole arena."""
+        """Return a tensor with a storage of its own: saving it must not save the whole arena."""
         assert self._mapping is not None, "the arena was closed"
         count = _elements(value)
         if count == 0:
@@ -111,7 +111,7 @@ def _resize(descriptor: int, size: int) -> None:
 
 
 def _elements(value: Value) -> int:
-    """Room for a value with the strides it has at home, gaps included.
+    """Return the elements of a value with its original strides, gaps included.
 
     Kernels sum in an order that depends on strides: packed, a moved part of a tensor would give
     results that differ in the last bits.

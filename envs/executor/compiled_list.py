@@ -1,11 +1,11 @@
-"""An instruction list -> Python functions, one per instruction, over a table of live tensors.
+"""Compiles an instruction list into one Python function per instruction.
 
-The source of each function is generated: looking arguments up in nested containers for every call
-would cost more than the small ops themselves.
+The functions work on a table of live tensors. Their source is generated: looking up arguments in
+nested containers for every call would cost more than the small ops themselves.
 
-Kernels may lay their results out otherwise than the trace says (the gradient of mse_loss does), so
-that what was a view need not be possible: it becomes ``reshape``, which copies then. Where strides
-are given as numbers, the tensor is brought into the traced layout first.
+Kernels may lay their results out differently from the trace (the gradient of mse_loss does), so a
+traced view may be impossible: it becomes ``reshape``, which then copies. Where strides are given as
+numbers, the tensor is brought into the traced layout first.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ BY_STRIDES: Final = "aten.as_strided.default"
 
 
 def operator(target: str) -> Callable[..., Any]:
-    """The torch operator of a name such as "aten.mm.default".
+    """Return the torch operator with a name such as "aten.mm.default".
 
     Raises:
-        ValueError: this process knows no such operator.
+        ValueError: this process has no such operator.
     """
     namespace, packet, overload = target.split(".")
     try:
@@ -45,7 +45,7 @@ def operator(target: str) -> Callable[..., Any]:
 
 
 def laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """The tensor with these strides: itself, or a copy."""
+    """Return the tensor with these strides: itself, or a copy."""
     if tensor.stride() == stride:
         return tensor
     copied = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
@@ -53,7 +53,7 @@ def laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
 
 
 class CompiledList:
-    """One device's list, ready to run again and again."""
+    """The compiled instruction list of one device, for repeated runs."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class CompiledList:
         self.results = [i.result for i in instructions if isinstance(i, Give)]
 
     def forget(self) -> None:
-        """Drop every tensor of the last run; sources stay."""
+        """Drop every tensor of the last run, except sources."""
         for value in self.made:
             self.table.pop(value, None)
 
@@ -112,7 +112,7 @@ class CompiledList:
                 return []
 
     def _last_uses(self, instructions: Sequence[Instruction]) -> list[list[int]]:
-        """For every instruction the values that nothing after it reads; results never die."""
+        """Return the values that are dead after each instruction; results stay alive."""
         made = set(self.made)
         last: dict[int, int] = {}
         for position, instruction in enumerate(instructions):

@@ -1,4 +1,4 @@
-"""Tensors within lists, dicts and whatever else torch knows as a tree."""
+"""Replacement of tensors in lists, dicts and other torch pytrees."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 WRITABLE: Final = (list, dict, OrderedDict, defaultdict, deque)
-"""Containers of which it matters which one it is: others see what is put into it."""
+"""Mutable containers whose identity matters: others see what is put into them."""
 
 
 def replaced(
@@ -18,10 +18,10 @@ def replaced(
     tensor_for: Callable[[torch.Tensor], torch.Tensor],
     into: list[Any] | None = None,
 ) -> Any:
-    """The tree with every tensor replaced; whatever holds none that differs is the same object.
+    """Return the tree with every tensor replaced; parts without changes are the same objects.
 
-    Without ``into`` the others are made anew. With it, those that can be written are written, and
-    appended to it whether they had to be or not.
+    Without ``into``, changed containers are created anew. With it, mutable ones are changed in
+    place, and appended to it whether changed or not.
     """
     if isinstance(tree, torch.Tensor):
         return tensor_for(tree)

@@ -9,7 +9,7 @@ import torch
 
 
 class Copies:
-    """What a call on a device gets for tensors that are elsewhere; others it gets as they are."""
+    """Provides a call on a device with copies of the tensors that are elsewhere."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -17,7 +17,7 @@ class Copies:
         self._originals: dict[int, torch.Tensor] = {}  # by their own id and that of the copy
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor on the device; the same one whenever it is asked for."""
+        """Return the tensor on the device; the same one at every call."""
         self._originals[id(tensor)] = tensor
         if tensor.device == self.device:
             return tensor
@@ -29,18 +29,18 @@ class Copies:
         return self._copies[id(tensor)].tensor
 
     def original(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The tensor that was given, for itself or its copy; None for what the call made."""
+        """Return the original of a tensor or its copy, or None if the call made it."""
         return self._originals.get(id(tensor))
 
     def given_back(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The original of a copy; others as they are."""
+        """Return the original of a copy; other tensors are returned as they are."""
         return self._originals.get(id(tensor), tensor)
 
     def write_back(self, *, uncounted: bool = False) -> None:
-        """Write into the originals what was written into their copies.
+        """Write what was written to the copies into their originals.
 
-        ``uncounted`` if the call may have written without raising the version of a tensor, as torch
-        does with running statistics: then values are compared.
+        With ``uncounted``, the call may have written without raising the version of a tensor, as
+        torch does with running statistics: then values are compared.
         """
         for copy in self._copies.values():
             if copy.is_written(uncounted=uncounted):
@@ -54,9 +54,9 @@ class _Copy:
     original: torch.Tensor
     tensor: torch.Tensor
     version: int | None
-    """As it was made; None where torch counts none, in inference mode."""
+    """Version counter when copied; None in inference mode, where torch counts none."""
     made_by: Any
-    """Its node of autograd."""
+    """Its autograd node when copied."""
 
     def is_written(self, *, uncounted: bool) -> bool:
         if self.version is not None and self.tensor._version != self.version:

@@ -47,7 +47,7 @@ class ServerEndedError(OSError):
 
 
 class ForkedProcess:
-    """One forked worker; its pidfd never stands for another process."""
+    """One forked worker, identified by a pidfd, which never refers to another process."""
 
     def __init__(self, server: ForkServer, pid: int, descriptor: int) -> None:
         """Take a process id and its pidfd, which is closed with :meth:`close`."""
@@ -57,13 +57,13 @@ class ForkedProcess:
         self._status: int | None = None
 
     def poll(self) -> int | None:
-        """Return the exit status, minus the signal that ended it, or None while it runs."""
+        """Return the exit status (if killed, minus the signal), or None while it runs."""
         if self._status is None and self.wait(0.0):
             self._status = self._server.status_of(self.pid)
         return self._status
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Return whether it ended within the timeout, by default waiting for ever."""
+        """Wait up to the timeout, by default forever; return whether the process has ended."""
         if self._descriptor < 0:
             return True
         ended = select.poll()
@@ -78,7 +78,7 @@ class ForkedProcess:
             signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
 
     def close(self) -> None:
-        """Let go of the pidfd; safe to call again."""
+        """Close the pidfd; safe to call again."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -115,11 +115,11 @@ class ForkServer:
     def fork(
         self, cores: Sequence[int], pipe: int, errors: int, shared: Sequence[int], timeout_s: float
     ) -> ForkedProcess:
-        """Return a new worker; see :func:`fork_worker`.
+        """Fork a worker; see :func:`fork_worker`.
 
         Raises:
-            ServerEndedError: the last line that it wrote is the text.
-            OSError: it did not answer.
+            ServerEndedError: the server ended; the message is the last line of its stderr.
+            OSError: the server did not answer.
         """
         request = tuple(cores), (pipe, *shared)
         with self._lock:
@@ -133,7 +133,7 @@ class ForkServer:
                     self._note(message)
             except BaseException as error:
                 reason = self._last_line()
-                self.end()  # the answer to this request would pass for that to the next one
+                self.end()  # a late answer would be taken for the next one
                 if isinstance(error, EOFError | ConnectionError):
                     ended = reason or "the process that starts workers ended"
                     raise ServerEndedError(ended) from None
@@ -153,7 +153,7 @@ class ForkServer:
             return self._statuses.pop(pid)
 
     def end(self) -> None:
-        """Kill the server; workers that it forked go on."""
+        """Kill the server; its workers continue."""
         self._socket.close()
         self._process.kill()
         self._process.wait()
@@ -179,10 +179,10 @@ def fork_worker(
     """Fork a worker that runs :func:`envs.executor.worker.work`.
 
     Args:
-        cores: where it is pinned.
+        cores: cores to pin the worker to.
         pipe: file descriptor of its end of the pipe.
-        errors: file descriptor of what becomes its stderr.
-        shared: file descriptors that it gets under the same numbers.
+        errors: file descriptor that becomes its stderr.
+        shared: file descriptors that it inherits under the same numbers.
         timeout_s: how long the server may take, imports included.
 
     Raises:
@@ -190,12 +190,12 @@ def fork_worker(
     """
     try:
         return running_server().fork(cores, pipe, errors, shared, timeout_s)
-    except ServerEndedError:  # killed just now, for one; another one may fare better
+    except ServerEndedError:  # it may just have been killed: try another one
         return running_server().fork(cores, pipe, errors, shared, timeout_s)
 
 
 def running_server() -> ForkServer:
-    """Return the server of this process; start one where none runs."""
+    """Return the server of this process; start it if it does not run."""
     global _server  # noqa: PLW0603 - one server serves all pools of a process
     with _starting:
         if _server is None or not _server.runs:
@@ -205,8 +205,8 @@ def running_server() -> ForkServer:
 
 
 def _started(theirs: socket.socket, errors: IO[bytes]) -> subprocess.Popen[bytes]:
-    # The server must find this package, whatever lies in its working directory (hence -P); last on
-    # the path, where what lies beside the package hides nothing.
+    # The server must find this package, whatever is in its working directory (hence -P); last on
+    # the path, so that files beside the package hide no other module.
     root = str(Path(__file__).resolve().parents[2])
     start = (
         f"import sys; sys.path.append({root!r}); "
@@ -232,7 +232,7 @@ def serve(descriptor: int) -> None:
     with socket.socket(fileno=descriptor) as parent:
         with _ending_with(parent):
             import envs.executor.worker  # noqa: F401 - what every worker needs
-        gc.freeze()  # what a collection marks would be copied in every worker
+        gc.freeze()  # pages that a collection marks would be copied in every worker
         workers: dict[int, int] = {}  # process ids by pidfd
         events = select.poll()
         events.register(parent, select.POLLIN)
@@ -261,7 +261,7 @@ def serve(descriptor: int) -> None:
 
 @contextmanager
 def _ending_with(parent: socket.socket) -> Iterator[None]:
-    """End this process when the parent ends meanwhile; without a thread, so that forks are safe."""
+    """End this process if the parent ends meanwhile; without a thread, so that forks are safe."""
 
     def look(*_: object) -> None:
         events = select.poll()
@@ -282,7 +282,7 @@ def _ending_with(parent: socket.socket) -> Iterator[None]:
 def _work(
     cores: Sequence[int], numbers: Sequence[int], received: Sequence[int], servers: Iterable[int]
 ) -> NoReturn:
-    """Be a worker in a forked process: pipe and stderr come first among what was received."""
+    """Run a worker in a forked process; ``received`` begins with its pipe and stderr."""
     from envs.executor import worker
 
     status = 1
@@ -302,7 +302,7 @@ def _work(
 
 
 def renumber(current: Sequence[int], wanted: Sequence[int]) -> None:
-    """Give open descriptors the wanted numbers, which may be those of others among them."""
+    """Move open descriptors to the wanted numbers, which may overlap with the current ones."""
     now = dict(zip(wanted, current, strict=True))
     for number in wanted:
         if now[number] == number:

@@ -1,9 +1,9 @@
-"""A forward pass and a device for each of its calls -> the Python function that runs it.
+"""Generates the Python function that runs a forward pass with a device for each call.
 
 A tensor that is needed on another device is sent there once; where it is written in between, once
-for each state that is read. What free calls make is made on every device that reads it. A tensor is
-let go of after its last use. Where copies are to overlap with compute, a tensor is sent as soon as
-it is made, and awaited where it is read.
+for each state that is read. Free calls run on every device that reads their outputs. A tensor is
+deleted after its last use. With ``overlap`` a tensor is sent as soon as it is made, and awaited
+where it is read.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ FILE: Final = "<placed forward>"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardSource:
-    """The text of ``forward(states, inputs, constants)`` and the names that it uses.
+    """The source of ``forward(states, inputs, constants)`` and the names that it uses.
 
     ``states`` are the tensors of the program's parameters and buffers, each on its home device;
     ``inputs`` all leaves of the inputs; ``constants[device]`` the constants there. It returns the
-    results of the program as a list. ``transfers`` counts the tensors that it sends, inputs left
-    out, which may be where they are needed.
+    results of the program as a list. ``transfers`` counts the tensors that it sends, without
+    inputs, which may already be where they are needed.
     """
 
     text: str
@@ -40,14 +40,14 @@ class ForwardSource:
     transfers: int
 
     def compiled(self) -> Callable[..., list[Any]]:
-        """The function."""
+        """Return the compiled function."""
         namespace = dict(self.names)
         exec(compile(self.text, FILE, "exec"), namespace)
         function: Callable[..., list[Any]] = namespace[NAME]
         return function
 
     def line_of(self, error: BaseException) -> str:
-        """The line in which the function failed, "" if it did not."""
+        """Return the line in which the function failed, or "" if it did not."""
         lines = self.text.splitlines()
         walked = traceback.walk_tb(error.__traceback__)
         at = [number for frame, number in walked if frame.f_code.co_filename == FILE]
@@ -55,7 +55,7 @@ class ForwardSource:
 
 
 class ForwardWriter:
-    """Writes the source for one placement after another; what they share is made once."""
+    """Generates the source for one placement after another; shared parts are made once."""
 
     def __init__(self, program: ForwardProgram) -> None:
         self.program = program
@@ -71,7 +71,7 @@ class ForwardWriter:
         *,
         overlap: bool = False,
     ) -> ForwardSource:
-        """The source for calls in launch order, with ``devices`` by key and ``homes`` by value."""
+        """Return the source for calls in launch order, ``devices`` by key, ``homes`` by value."""
         if not overlap:
             return self._written(launched, devices, homes, {}).finished()
         overlapping = self._written(launched, devices, homes, {}, overlap=True).sent
@@ -93,8 +93,6 @@ class ForwardWriter:
 
 
 class _Writer:
-    """Writes one function line by line."""
-
     def __init__(
         self,
         shared: ForwardWriter,
@@ -126,7 +124,7 @@ class _Writer:
         self.constants = {source.value: i for i, source in enumerate(constants)}
 
     def launch(self, index: int) -> None:
-        """Write a call, and before it whatever brings its inputs to its device."""
+        """Write a call, preceded by whatever brings its inputs to its device."""
         call = self.program.calls[index]
         device = self.devices[call.key]
         self.where |= {value: device for value in call.outputs if value is not None}
@@ -139,13 +137,12 @@ class _Writer:
             self.writes[storage] += 1
 
     def finished(self) -> ForwardSource:
-        """The whole function."""
         results = [self._result(result) for result in self.program.results]
         self.lines.append((f"return [{', '.join(results)}]", results, []))
         return ForwardSource(_text(self.lines), self.names, self.transfers)
 
     def _result(self, result: Any) -> str:
-        """The name of a leaf of the output; what is no tensor is known without a run."""
+        """Return the name of an output leaf; other values than tensors are known without a run."""
         if not isinstance(result, Ref):
             return "None"
         source = self.sources.get(result.value)
@@ -179,7 +176,7 @@ class _Writer:
             self._keep(value, device, name)
 
     def _value(self, value: int, device: torch.device) -> str:
-        """The name that a value has on a device, once it is there."""
+        """Return the name of a value on a device, once it has been brought there."""
         if (known := self.there.get(self._state(value, device))) is not None:
             return known
         maker = self.shared.makers.get(value)
@@ -206,8 +203,8 @@ class _Writer:
             way = self.on_the_way.get((value, device)) or self._send(value, given, device)
             self.lines.append((f"{name} = arrived({way})", [way], [name]))
             return self._keep(value, device, name)
-        # What comes from an accelerator must be there before the CPU goes on, and what the CPU
-        # may write to next must have left.
+        # A copy to the CPU must have arrived before the CPU goes on, and a tensor that the CPU
+        # may write next must have been sent.
         leaves = home.type != "cpu" or self._is_stable(value)
         waits = "" if device.type == "cpu" or not leaves else ", non_blocking=True"
         self.lines.append((f"{name} = {given}.to({on}{waits})", [given], [name]))
@@ -215,7 +212,7 @@ class _Writer:
         return self._keep(value, device, name)
 
     def _send(self, value: int, given: str, device: torch.device) -> str:
-        """Start to send a value, which is awaited where it is read first."""
+        """Write the start of a transfer, which is awaited at the first read; return its name."""
         on = self._device(device)
         name = f"s{value}_{on}"
         self.lines.append((f"{name} = sending({given}, {on})", [given], [name]))
@@ -224,16 +221,16 @@ class _Writer:
         return name
 
     def _may_overlap(self, value: int, home: torch.device, device: torch.device) -> bool:
-        """Whether nobody writes a value before its copy is made.
+        """Return whether a value cannot be written before its copy is made.
 
-        A copy that the host makes or reads is awaited soon. Between accelerators it is not, and
-        what is done with a parameter after the pass would not wait for it.
+        A copy to or from the host is awaited soon. A copy between accelerators is not, and a write
+        to a parameter after the pass would not wait for it.
         """
         on_accelerators = "cpu" not in (home.type, device.type)
         return self._is_stable(value) and not (value in self.states and on_accelerators)
 
     def _is_stable(self, value: int) -> bool:
-        """Whether nobody ever writes it."""
+        """Return whether no call ever writes the value."""
         return self.program.storage_of[value] not in self.shared.written
 
     def _keep(self, value: int, device: torch.device, name: str) -> str:
@@ -241,12 +238,12 @@ class _Writer:
         return name
 
     def _state(self, value: int, device: torch.device) -> tuple[int, torch.device, int]:
-        """A value on a device; on a foreign one also after how many writes it was sent."""
+        """Return the key of a value on a device; away from home it counts the writes so far."""
         is_home = self.where.get(value) == device
         return value, device, 0 if is_home else self.writes[self.program.storage_of[value]]
 
     def _home(self, value: int) -> torch.device:
-        """Where a value is: where its call or its state is, of a free call where it reads from."""
+        """Return the device of a value's call or state; for a free call that of its first input."""
         if value in self.where:
             return self.where[value]
         if value in self.homes:
@@ -261,7 +258,7 @@ class _Writer:
 
 
 def arriving(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """An input on the device that reads it; from pinned memory without waiting."""
+    """Return an input on the device that reads it; pinned memory is sent without waiting."""
     if tensor.device == device:
         return tensor
     waits = device.type == "cpu" or not tensor.is_pinned()
@@ -269,7 +266,7 @@ def arriving(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _text(lines: Sequence[tuple[str, list[str], list[str]]]) -> str:
-    """The function: its lines, and after the last use of a name the end of it."""
+    """Return the function with its lines, and a ``del`` after the last use of every name."""
     made = {name for _, _, names in lines for name in names}
     last = {name: i for i, (_, reads, makes) in enumerate(lines) for name in (*makes, *reads)}
     ending: defaultdict[int, list[str]] = defaultdict(list)

@@ -1,7 +1,7 @@
-"""Where parameters and buffers live: each on one device, at home with the call that reads it first.
+"""Home devices of parameters and buffers: each lives with the call that reads it first.
 
-They stay the objects that they are wherever torch allows it, so that optimizers, hooks and ties
-hold; gradients move along.
+They stay the same objects wherever torch allows it, so that optimizers, hooks and ties remain
+valid; gradients move along.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from graphs.extract.step import LOSS
 class Homes:
     """The state of a step that a forward program reads, in the order of its sources.
 
-    With ``keep_copies`` a tensor that moves on stays where it was, too, and is not sent there
-    again as long as its value is the same. What the program itself writes is always sent, and so
-    is what has a gradient or had one since: fused optimizers write unseen. Writes through
-    ``tensor.data`` are not seen. ``moved_bytes`` counts what was sent so far.
+    With ``keep_copies`` a tensor that moves also stays where it was, and is not sent there again as
+    long as its value is the same. State that the program itself writes is always sent, and so is
+    state that has a gradient or got one: writes of fused optimizers are not detected. Neither are
+    writes through ``tensor.data``. ``moved_bytes`` counts the bytes sent so far.
     """
 
     def __init__(self, step: Step, program: ForwardProgram, *, keep_copies: bool) -> None:
@@ -43,7 +43,7 @@ class Homes:
         self.moved_bytes = 0
 
     def place(self, homes: Mapping[int, torch.device]) -> None:
-        """Set the home of every state, by value, and move it; one without stays where it is."""
+        """Set the home of every state, by value, and move it; a state without one stays put."""
         before = self._homes
         self._homes = [homes.get(source.value) for source in self._sources]
         try:
@@ -53,10 +53,10 @@ class Homes:
             raise
 
     def tensors(self) -> list[torch.Tensor]:
-        """All states at home; what was moved elsewhere is moved back.
+        """Return all states at home; those that were moved elsewhere are moved back.
 
         Raises:
-            ValueError: names of one tensor have been given several.
+            ValueError: names that were tied now refer to several tensors.
         """
         found = []
         for i, (slots, home) in enumerate(zip(self._slots, self._homes, strict=True)):
@@ -74,7 +74,7 @@ class Homes:
     def _move(self, index: int, tensor: torch.Tensor, home: torch.device) -> torch.Tensor:
         kept, known = self._kept[index], self._known[index]
         if not _same(known, tensor):
-            kept.clear()  # it has another value now
+            kept.clear()  # its value has changed
         kept[tensor.device] = tensor.detach()
         if home not in kept:
             kept[home] = tensor.detach().to(home)
@@ -91,8 +91,8 @@ class Homes:
         return tensor
 
     def _watch(self, index: int, tensor: torch.Tensor) -> None:
-        """Forget copies of a tensor once it gets a gradient."""
-        own = weakref.ref(self)  # the model must not keep what is kept of it
+        """Drop the copies of a tensor once it gets a gradient."""
+        own = weakref.ref(self)  # the model's hook must not keep the copies alive
 
         def arrived(_: torch.Tensor) -> None:
             homes = own()
@@ -104,9 +104,9 @@ class Homes:
 
 
 def put_back(step: Step, values: Mapping[str, torch.Tensor]) -> None:
-    """Give parameters and buffers that are elsewhere these values, by name; gradients are dropped.
+    """Set parameters and buffers that are elsewhere to these values, by name; drop all gradients.
 
-    Nothing is sent: where a value is, its tensor is from now on.
+    Nothing is copied: a tensor that was elsewhere takes over the memory of its value.
     """
     for name, slots in _slots(step).items():
         holder, own = slots[0]
@@ -121,14 +121,14 @@ _Known: TypeAlias = tuple["weakref.ref[torch.Tensor]", int, bool]
 
 
 def _same(known: _Known | None, tensor: torch.Tensor) -> bool:
-    """Whether it is that tensor, and nobody was seen to write it or to let it train."""
+    """Return whether it is the known tensor, with no change of value or requires_grad seen."""
     if known is None or known[0]() is not tensor:
         return False
     return known[1:] == (tensor._version, tensor.requires_grad)
 
 
 def with_data(slots: _Slots, tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    """The tensor with other data, as the same object if torch allows it on that device."""
+    """Return the tensor with other data, as the same object if torch allows it."""
     if torch._has_compatible_shallow_copy_type(tensor, data):
         tensor.data = data
         return tensor
@@ -139,7 +139,7 @@ def with_data(slots: _Slots, tensor: torch.Tensor, data: torch.Tensor) -> torch.
 
 
 def _slots(step: Step) -> dict[str, _Slots]:
-    """Where modules hold each parameter and buffer, by every name that it has."""
+    """Return where modules hold each parameter and buffer, by every name of its tensor."""
     roots = {"": step.model}
     if step.training and isinstance(step.loss, nn.Module):
         roots[f"{LOSS}."] = step.loss

@@ -1,4 +1,4 @@
-"""A placed model in one process that runs its own code: its modules on torch devices, by hooks."""
+"""A placed model that runs its own code in one process: hooks put its modules on torch devices."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from graphs.extract.trial import forward_of
 
 
 class HookedModule(nn.Module):
-    """Runs a model as it stands, each of its modules on the torch device of a placement.
+    """Runs a model unchanged, each of its modules on the torch device of a placement.
 
-    For models that cannot be exported: what their code does may depend on the data, and inputs may
+    For models that cannot be exported: their control flow may depend on the data, and inputs may
     have other shapes than the example. Called with the inputs of the step, it returns what the
-    model returns, for a training step the loss, which is ready for ``backward()``.
+    model returns; for a training step that is the loss, ready for ``backward()``.
 
-    Hooks send the inputs of a module to its device, and what it returns to that of the module that
-    called it, where the code between two calls runs. Of what that code brings together by other
-    ways, such as attributes, the foreign part is sent there, too. So whatever the placement is, the
-    result is that of the model; how often tensors are sent depends on it.
+    Hooks send the inputs of a module to its device, and its outputs to the device of the module
+    that called it, where the code between two calls runs. Other tensors that this code combines,
+    such as attributes, are sent there, too. So the result is that of the model for every placement;
+    only the number of transfers depends on it.
 
     Parameters and buffers are those of the model, under the same names: train it with any torch
     optimizer, made after placing. They live with their module, tied ones with the first that has
-    them, and are moved back there by the next call if they were moved elsewhere. The hooks are on
-    the model itself until :meth:`close`, so it runs placed, too, if it is called directly.
+    them; the next call moves them back there if they were moved elsewhere. The hooks are on the
+    model itself until :meth:`close`, so direct calls of the model run placed, too.
 
-    ``eval()`` of a training step lets it return what the model returns in eval mode, without
-    gradients; a target may be given or left out. ``train()`` goes back. Every kind of device draws
-    random numbers of its own: what a model drops out depends on the placement. A model that writes
-    its own backward pass, or computes outside of torch, must do so on any device.
+    ``eval()`` of a training step makes it return what the model returns in eval mode, without
+    gradients; a target may be given or left out. ``train()`` switches back. Every kind of device
+    has its own random numbers, so dropout depends on the placement. A model that writes its own
+    backward pass, or computes outside of torch, must support any device.
     """
 
     def __init__(
@@ -51,15 +51,15 @@ class HookedModule(nn.Module):
         devices: Mapping[str, torch.device | str],
         order: Sequence[str] = (),
     ) -> None:
-        """Move the state and put the hooks on.
+        """Move the state and register the hooks.
 
         Args:
             extraction: the step that was placed; its model must not be on the meta device.
-            devices: {path of a module: device}, as :meth:`place` takes it.
-            order: of no use here: the model's own code decides.
+            devices: {path of a module: device}, see :meth:`place`.
+            order: unused: the model's own code decides the order.
 
         Raises:
-            ValueError: as :meth:`place`; or a parameter or buffer is on the meta device.
+            ValueError: as for :meth:`place`; or a parameter or buffer is on the meta device.
         """
         super().__init__()
         step = extraction.step
@@ -75,16 +75,16 @@ class HookedModule(nn.Module):
         self.place(devices, order)
 
     def place(self, devices: Mapping[str, torch.device | str], order: Sequence[str] = ()) -> None:
-        """Place it anew.
+        """Apply another placement.
 
-        A module that is not named is where the nearest one around it is; "" stands for the model
-        and the code that calls it, the loss.
+        A module that is not named is on the device of the nearest one around it; "" stands for the
+        model and the code that calls it, the loss.
 
         Raises:
-            ValueError: there is no such module, a device cannot be used, or modules that share a
-                buffer are on several devices. The old placement stays.
+            ValueError: there is no such module, a device cannot be used, or modules that share
+                a buffer are on several devices. The old placement stays.
             torch.OutOfMemoryError: a device has no room for its parameters. The old placement
-                stays; its parameters are moved back by the next call.
+                stays; the next call moves its parameters back.
         """
         del order
         placed = self._checked(devices)
@@ -98,25 +98,23 @@ class HookedModule(nn.Module):
         self._types = sorted({device.type for device in placed.values()})
 
     def close(self) -> None:
-        """Take the hooks off, move parameters and buffers to where they were at first."""
+        """Remove the hooks and move parameters and buffers back to their first devices."""
         if self._visits is not None:
             self._visits.close()
             self._visits = None
             self._homes.restore()
 
     def __enter__(self) -> HookedModule:
-        """The module itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
         self.close()
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Run the step's forward pass.
 
         Raises:
-            RuntimeError: it is closed.
+            RuntimeError: the placed model is closed.
             Exception: as the model raises it.
         """
         if self._visits is None:
@@ -125,23 +123,23 @@ class HookedModule(nn.Module):
         step = replace(self._step, inputs=inputs, keywords=keywords)
         with ExitStack() as entered:
             if not (step.training and self.training):
-                if step.loss is not None:  # with or without target
+                if step.loss is not None:  # drop the target, if it was given
                     inputs = inputs[: len(self._step.model_inputs)]
                 step = replace(step, inputs=inputs, loss=None, training=False)
-                entered.enter_context(torch.inference_mode(False))  # its tensors count no writes
+                entered.enter_context(torch.inference_mode(False))  # no version counters
                 entered.enter_context(torch.no_grad())
             entered.enter_context(autocast(step.dtype, self._types))
             entered.enter_context(self._visits.of_own_code())
             return forward_of(step)
 
     def step(self, *batch: Any, **keywords: Any) -> Any:
-        """Run one step on a batch, given as a data loader gives it.
+        """Run one step on a batch as a data loader gives it.
 
         A training step returns the loss (detached) and adds to the parameters' gradients; an
         inference step returns what the model returns.
 
         Raises:
-            RuntimeError: it is closed.
+            RuntimeError: the placed model is closed.
             Exception: as the model raises it.
         """
         positional, named = unpacked(self._step, batch, keywords)
@@ -153,7 +151,7 @@ class HookedModule(nn.Module):
         return loss.detach()
 
     def train(self, mode: bool = True) -> HookedModule:
-        """Choose the mode. Modules that were in eval mode within a training step are so again."""
+        """Set the mode. Modules that were in eval mode within a training step return to it."""
         if mode is not self.training:
             if not mode:
                 self._modes = {module: module.training for module in self._paths}
@@ -163,7 +161,6 @@ class HookedModule(nn.Module):
         return self
 
     def _checked(self, devices: Mapping[str, torch.device | str]) -> dict[str, torch.device]:
-        """The device of every module that is named, with its index."""
         if not devices:
             raise ValueError("no module has a device; give '' one, which stands for the model")
         known = set(self._paths.values())
@@ -179,7 +176,7 @@ class HookedModule(nn.Module):
 
 
 def _seat(module: nn.Module, path: str, placed: Mapping[str, torch.device]) -> Seat:
-    """The device of a module: its own, else that of the nearest one around it that has one."""
+    """Return the seat of a module, on its own device or that of the nearest one around it."""
     around = (placed[outer] for outer in and_outer(path) if outer in placed)
     device = next(around, next(iter(placed.values())))
     is_leaf = next(module.children(), None) is None

@@ -12,11 +12,11 @@ from graphs.extract.forward import ForwardProgram
 
 
 class LaunchOrder:
-    """What every placed call waits for, found once; calls are numbered as in the program.
+    """Dependencies between placed calls, found once; calls are numbered as in the program.
 
-    A call comes after those whose results it reads, after writes to storage that it reads, and
-    before later ones. Calls that draw random numbers keep their order, so that a seed gives the
-    same numbers in any order of launches.
+    A call comes after those whose results it reads and after earlier writes to storage that it
+    reads, and before later writes. Calls that draw random numbers keep their order, so that a seed
+    gives the same numbers in any launch order.
     """
 
     def __init__(self, program: ForwardProgram) -> None:
@@ -29,11 +29,11 @@ class LaunchOrder:
                 self.followers[earlier].append(call)
 
     def of(self, devices: Mapping[str, torch.device], order: Sequence[str]) -> list[int]:
-        """All placed calls in the order of their launch.
+        """Return all placed calls in launch order.
 
-        Of those that may come next the first in ``order`` comes first, keys that are not in it
-        last. Without an order, work for accelerators is launched before the CPU starts on its own,
-        which would hold up further launches.
+        Of those that may come next the first in ``order`` is launched first, calls that are not in
+        it last. Without an order, work for accelerators is launched before work on the CPU, which
+        would delay further launches.
         """
         rank = {self.number[key]: i for i, key in enumerate(order)}
         last = len(rank)
@@ -54,9 +54,7 @@ class LaunchOrder:
 
 
 def _waits_for(program: ForwardProgram) -> dict[int, set[int]]:
-    made_by: dict[
-        int, set[int]
-    ] = {}  # by value: placed calls that it takes, free ones looked through
+    made_by: dict[int, set[int]] = {}  # by value: placed calls it depends on
     last_write: dict[int, int] = {}
     reads_since: defaultdict[int, set[int]] = defaultdict(set)
     waits_for: dict[int, set[int]] = {}

@@ -1,4 +1,4 @@
-"""A program and a placement -> one instruction list per device.
+"""Instruction lists: a program split over the devices of a placement.
 
 Lists are read strictly in order. They follow one order of all ops in which every op comes after
 what it reads, so workers that wait for each other always make progress.
@@ -17,7 +17,7 @@ from graphs.extract.program import VIEW, StepProgram
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Run a call, after the views that it is the first to need here."""
+    """Run a call, after the views that it is the first to need on this device."""
 
     call: int
     views: tuple[int, ...] = ()
@@ -42,7 +42,7 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class Give:
-    """Hand a result of the step back, after the views that it needs."""
+    """Return a result of the step, after the views that it needs."""
 
     result: int
     views: tuple[int, ...] = ()
@@ -54,13 +54,13 @@ Instruction: TypeAlias = Run | Send | Receive | Give
 def device_lists(
     program: StepProgram, devices: Sequence[int], order: Sequence[int], device_count: int
 ) -> list[list[Instruction]]:
-    """Instruction lists, by device.
+    """Return the instruction lists, by device.
 
     Args:
         program: the step.
         devices: device index of every op, (N,).
         order: all ops, each after the ops it reads from; usually by simulated start time. An op
-            that writes in place waits for all that read what it writes.
+            that writes in place is moved after all that read what it writes.
         device_count: number of devices; a device without ops gets an empty list.
 
     Raises:
@@ -70,7 +70,7 @@ def device_lists(
 
 
 def priority_order(program: StepProgram, priority: Sequence[float]) -> list[int]:
-    """All ops, each after those it reads from; of those that may come next the highest priority.
+    """Return all ops by priority, highest first, but each after those it reads from.
 
     ``priority`` is by op, (N,); ties go by index.
     """
@@ -100,9 +100,9 @@ def priority_order(program: StepProgram, priority: Sequence[float]) -> list[int]
 
 
 def _updates_last(program: StepProgram, order: Sequence[int]) -> list[int]:
-    """The same order, but no op that writes in place comes before one that reads what it writes.
+    """Move ops that write in place after the ops that read what they write.
 
-    They share a device, and nothing reads what the op makes: to run it later is always possible.
+    They share a device, and nothing reads what the op makes: it can always run later.
     """
     position = {op: i for i, op in enumerate(order)}
     readers = program.overwritten()
@@ -111,7 +111,7 @@ def _updates_last(program: StepProgram, order: Sequence[int]) -> list[int]:
 
 
 class _Lists:
-    """The lists under construction: what each device has already made or received."""
+    """Builds the lists; tracks what each device has already made or received."""
 
     def __init__(self, program: StepProgram, devices: Sequence[int], device_count: int) -> None:
         self.program = program
@@ -134,7 +134,7 @@ class _Lists:
         return self.lists
 
     def _destinations(self) -> dict[int, tuple[int, ...]]:
-        """{root value: devices other than its own that read it}."""
+        """Return {root value: devices other than its own that read it}."""
         wanted: defaultdict[int, set[int]] = defaultdict(set)
         for call in self.program.calls:
             if call.op == VIEW:
@@ -146,7 +146,7 @@ class _Lists:
         return {root: tuple(sorted(devices)) for root, devices in wanted.items()}
 
     def _home(self, value: int) -> int:
-        """The device that makes the tensor under a value; 0 for what is there from the start."""
+        """Return the device that makes the tensor under a value; 0 for sources."""
         root = self.program.values[value].root
         if root not in self.producer:
             return 0
@@ -170,7 +170,7 @@ class _Lists:
                     self.number[value, destination] = self.signals[device, destination]
 
     def _bring(self, value: int, device: int) -> list[int]:
-        """Receive what a value rests on, if need be; the view calls that then make it here."""
+        """Receive the root of a value if needed; return the view calls that then make it here."""
         if value in self.here[device]:
             return []
         root = self.program.values[value].root

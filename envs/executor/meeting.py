@@ -1,4 +1,4 @@
-"""Tensors that meet in one operation of a model's own code meet on one device."""
+"""Moves tensors that meet in one operation of a model's own code to one device."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ APART: Final = frozenset(
         *("type_as", "view_as", "expand_as", "reshape_as"),
     }
 )
-"""What takes tensors of several devices as it is, or is a view of its first one."""
+"""Operations that accept tensors on several devices, or use the data of the first one only."""
 UNCOUNTED: Final = frozenset({"batch_norm", "instance_norm", "native_batch_norm"})
-"""What writes running statistics, of which autograd does not know."""
+"""Operations that write running statistics, which autograd does not track."""
 
 
 class Meeting(TorchFunctionMode):
-    """Sends what an operation gets from several devices to the one where the code is running.
+    """Sends the inputs of an operation that are on several devices to the one where the code runs.
 
-    What is written in place stays, and the others come to it; what an operation writes besides is
-    written back. Tensors whose device is the same are left where they are.
+    The target of an in-place operation stays, and the others are sent to it; other tensors that an
+    operation writes are written back. Tensors that share one device are left where they are.
     """
 
     def __init__(self, running_on: Callable[[], torch.device]) -> None:
@@ -36,7 +36,6 @@ class Meeting(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run one operation."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "").partition(".")[0]
         if name in APART or name.startswith("_foreach"):
@@ -54,12 +53,12 @@ class Meeting(TorchFunctionMode):
 
 
 def sent(tensors: Any, device: torch.device) -> Any:
-    """The same with all tensors on a device; those that are there already are the same ones."""
+    """Return the tree with all tensors on a device; those already there are the same objects."""
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), tensors)
 
 
 def _written(name: str, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """The tensor that an operation writes; None where it makes one."""
+    """Return the tensor that an operation writes in place or as ``out``, or None."""
     in_place = name.endswith("_") and not name.endswith("__")
     if in_place or name == "__setitem__" or name.startswith("__i"):
         found = args[0] if args else kwargs.get("input")

@@ -1,4 +1,4 @@
-"""What parent and worker say to each other: one message each way, in turn."""
+"""Messages between parent and worker: one each way, in turn."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from graphs.extract.program import StepProgram
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """The first message: the step, and the file descriptors of what is shared."""
+    """The first message: the program of the step, and file descriptors of shared resources."""
 
     device: int
     threads: int
@@ -42,32 +42,33 @@ class RunStep:
 
 @dataclass(frozen=True, slots=True)
 class CountMemory:
-    """Give back unused memory and count its peak from here on."""
+    """Release unused memory and count its peak from here on."""
 
 
 @dataclass(frozen=True, slots=True)
 class TellMemory:
-    """Answer with the peak of memory."""
+    """Answer with the peak memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class TellRandom:
-    """Answer with the state of the generator of random numbers."""
+    """Answer with the state of the random number generator."""
 
 
 @dataclass(frozen=True, slots=True)
 class SetRandom:
-    """Draw random numbers from this state on."""
+    """Set the state of the random number generator."""
 
     state: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """It worked. Of a step: its start and end, and the thread's CPU clock around instructions.
+    """Success. Of a step: its start and end, and the clock around its instructions.
 
-    ``peak_bytes`` is the peak of memory where it was asked for, if the kernel tells it; ``random``
-    the state of the generator, where that was asked for.
+    The clock is the thread's CPU time, on several cores the wall clock. ``peak_bytes`` is the peak
+    memory if requested and if the kernel can count it; ``random`` the generator's state if
+    requested.
     """
 
     start_ns: int = 0

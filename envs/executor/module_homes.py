@@ -1,4 +1,4 @@
-"""Where parameters and buffers live whose modules have a device each."""
+"""Home devices of parameters and buffers whose modules have a device each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from graphs.extract.calls import module_paths
 
 @dataclass(slots=True, eq=False)
 class _State:
-    """A parameter or buffer: the modules that have it, the first of which it lives with."""
+    """A parameter or buffer and the modules that have it; it lives with the first of them."""
 
     name: str
     is_buffer: bool
@@ -26,7 +26,7 @@ class _State:
 
 
 class ModuleHomes:
-    """The state of a step, each on the device of its module; tied ones where the first is.
+    """The state of a step, each tensor on the device of its module; tied ones with the first.
 
     Raises:
         ValueError: a parameter or buffer is on the meta device.
@@ -38,11 +38,11 @@ class ModuleHomes:
         self._first_homes = [state.home for state in self._states]
 
     def place(self, devices: Mapping[nn.Module, torch.device]) -> None:
-        """Move everything to the devices of all modules.
+        """Move all state to the devices of its modules.
 
         Raises:
             ValueError: modules on several devices share a buffer.
-            torch.OutOfMemoryError: a device has no room; then all stay at home where they were.
+            torch.OutOfMemoryError: a device has no room; then all homes stay as they were.
         """
         for state in self._states:
             used = {devices[owner] for owner in state.owners}
@@ -54,11 +54,11 @@ class ModuleHomes:
         self._move([devices[state.owners[0]] for state in self._states])
 
     def restore(self) -> None:
-        """Move everything to where it was at the beginning."""
+        """Move all state back to its first devices."""
         self._move(self._first_homes)
 
     def settle(self) -> None:
-        """Move back home what was moved elsewhere.
+        """Move state home that was moved elsewhere.
 
         Raises:
             ValueError: modules that shared a parameter or buffer no longer do.
@@ -88,7 +88,7 @@ class ModuleHomes:
             raise
 
     def _renew_lists(self) -> None:
-        """Renew torch's own list of the weights that kernels of recurrent layers get."""
+        """Renew the lists of weights that torch passes to kernels of recurrent layers."""
         for module in self._recurrent:
             module._init_flat_weights()
 
@@ -99,7 +99,6 @@ class ModuleHomes:
 
 @torch.no_grad()
 def _send(state: _State, tensor: torch.Tensor) -> None:
-    """Let a state be at home, with its gradient."""
     gradient, tensor.grad = tensor.grad, None
     tensor = with_data(state.slots, tensor, tensor.detach().to(state.home))
     if gradient is not None:

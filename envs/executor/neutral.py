@@ -1,10 +1,10 @@
-"""Exported calls without the device they were traced on: as text with places for tensors.
+"""Exported calls as text that does not depend on the device they were traced on.
 
-Kernels of another device may lay their results out in another way, so that what was a view need not
-be possible there: ``view`` becomes ``reshape``, except where somebody writes into the storage.
+Kernels of another device may lay their results out differently, so a traced view may be impossible
+there: ``view`` becomes ``reshape``, except where the storage is written.
 
-The device is burned into factories and conversions, by keyword (``arange(8, device=cpu)``) or by
-position (``to(x, cpu, float32)``), and into the nested graphs of higher-order operators.
+The traced device is fixed in factories and conversions, by keyword (``arange(8, device=cpu)``) or
+by position (``to(x, cpu, float32)``), and in the nested graphs of higher-order operators.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DEVICE: Final = "device"
 
 
 class CallText:
-    """A call as the text of a Python expression; what is no literal is a name in ``names``.
+    """A call as the text of a Python expression; non-literals are names in ``names``.
 
     ``template`` has a field ``{v3}`` for value 3, ``{device}`` for the device. Nested graphs are
     made for a device when :meth:`on` first asks for them.
@@ -46,7 +46,7 @@ class CallText:
         self.template = f"f{number}({', '.join(texts)})"
 
     def on(self, device: torch.device, device_name: str) -> dict[str, Any]:
-        """Further names that the text needs on a device: its nested graphs."""
+        """Return further names that the text needs on a device: its nested graphs."""
         made: dict[str, Any] = {}
         for name, body in self._bodies.items():
             key = f"{name}_{device_name}"
@@ -80,15 +80,15 @@ class CallText:
 
 
 class _Device:
-    """Stands for the device of the call."""
+    """Placeholder for the device of the call."""
 
 
 class _DeviceType:
-    """Stands for the type of the device of the call."""
+    """Placeholder for the type of the device of the call."""
 
 
 def on_device(body: fx.GraphModule, device: torch.device) -> fx.GraphModule:
-    """A copy of a nested graph for a device; tensors that it holds are copied there."""
+    """Return a copy of a nested graph for a device, with its tensors there."""
     copied = copy.deepcopy(body)
     for name, inner in list(copied.named_children()):
         if isinstance(inner, fx.GraphModule):
@@ -116,7 +116,7 @@ def _put_device(
     *,
     is_factory: bool,
 ) -> None:
-    """Put a device where arguments name one; a factory that names none would take the CPU."""
+    """Set a device where arguments name one; a factory that names none would use the CPU."""
     for i, argument in enumerate(target._schema.arguments):
         if argument.name == DEVICE:
             if i < len(args):

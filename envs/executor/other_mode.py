@@ -1,7 +1,7 @@
 """A placed step in its other mode: the same model for validation between epochs of training.
 
-It is another program with calls of its own. Each goes where the same call is in the step that was
-placed, or where most calls of its module are.
+It is another program with its own calls. Each goes where the same call of the placed step is, or
+where most calls of its module are.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from graphs.extract.keys import and_outer
 
 
 def extracted_in_other_mode(extraction: Extraction) -> Extraction:
-    """The extraction of the same model as inference, or of a step of inference as training.
+    """Extract the model of a training step for inference, or of an inference step for training.
 
     Raises:
         ExtractionError: it cannot be extracted in that mode.
@@ -30,11 +30,11 @@ def extracted_in_other_mode(extraction: Extraction) -> Extraction:
 def devices_in_other_mode(
     program: ForwardProgram, devices: Mapping[str, torch.device], other: ForwardProgram
 ) -> dict[str, torch.device]:
-    """A device for every placed call of the other program, by key.
+    """Return a device for every placed call of the other program, by key.
 
     Args:
-        program: what was placed.
-        devices: where its calls are, by key.
+        program: the program that was placed.
+        devices: devices of its calls, by key.
         other: the program of the other mode.
     """
     used: defaultdict[str, Counter[torch.device]] = defaultdict(Counter)

@@ -1,4 +1,4 @@
-"""A placed model: the user's own model, its steps run by pinned workers."""
+"""A placed model whose steps are run by pinned workers."""
 
 from __future__ import annotations
 
@@ -30,16 +30,18 @@ class PlacedModel:
 
     Parameters and buffers of the model move into memory that the workers share, under the same
     names and as the same objects: any torch optimizer on ``model.parameters()`` works as before,
-    and gradients appear in ``parameter.grad`` as ``backward()`` would leave them (added to what
-    is there). A gradient lies in shared memory until the next step: clone what you keep longer.
-    State that was moved elsewhere (``model.to``, ``load_state_dict(assign=True)``, another placed
-    model on the same one) is copied back by the next step; taking turns costs that copy each time.
-    The memory is shared with processes forked from this one, too: what they write into parameters
-    is written here (a spawned process has its own copy).
-    A step that was extracted with an optimizer also updates the parameters, by ``learning_rate``,
-    and uses the gradients up: ``parameter.grad`` is left alone.
+    and gradients appear in ``parameter.grad`` as ``backward()`` would leave them (accumulated). A
+    gradient lies in shared memory until the next step: clone it to keep it longer. State that was
+    moved elsewhere (``model.to``, ``load_state_dict(assign=True)``, another placed model on the
+    same one) is copied back by the next step; taking turns costs that copy each time. Processes
+    forked from this one share the memory, too: what they write into parameters is written here (a
+    spawned process has its own copy).
+
+    A step that was extracted with an optimizer also updates the parameters, with ``learning_rate``,
+    and consumes the gradients: ``parameter.grad`` is not touched.
+
     Use as a context manager, or call :meth:`close`, which gives the model its own memory back.
-    Without either the workers end when the placed model is dropped.
+    Without either the workers end when the placed model is garbage-collected.
     """
 
     def __init__(
@@ -61,9 +63,9 @@ class PlacedModel:
             step_timeout_s: a step that takes longer counts as hung.
 
         Raises:
-            ExtractionError: the step holds for its example inputs only, or has no program.
-            ValueError: a device is not a set of cores of this machine, or the order is none.
-            WorkerError: a worker did not come up.
+            ExtractionError: the step is valid for its example inputs only, or has no program.
+            ValueError: a device is not a set of cores of this machine, or the order is invalid.
+            WorkerError: a worker did not start.
             OSError: there is too little memory, or too many processes or open files.
         """
         extraction.check_any_data()
@@ -101,7 +103,6 @@ class PlacedModel:
             raise
 
     def __enter__(self) -> PlacedModel:
-        """The placed model itself."""
         return self
 
     def __exit__(
@@ -110,21 +111,20 @@ class PlacedModel:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close it."""
         self.close()
 
     def step(self, *batch: Any, **keywords: Any) -> Any:
-        """Run one step on a batch shaped as the example inputs.
+        """Run one step on a batch shaped like the example inputs.
 
         A training step returns the loss (detached) and adds to the parameters' gradients, or with
         an optimizer updates the parameters; an inference step returns what the model returns.
-        ``step((x, y))`` is ``step(x, y)``, and a
-        single mapping is taken as keywords (unless the example inputs were one such argument), so
-        that a data loader's batch can be given as it is.
+        ``step((x, y))`` is ``step(x, y)``, and a single mapping is taken as keywords (unless the
+        example inputs are one such argument), so that batches of a data loader can be passed as
+        they are.
 
         Raises:
-            ValueError: the batch does not fit the example inputs, or a parameter or buffer has
-                another shape, dtype or device than when the model was placed.
+            ValueError: the batch does not match the example inputs, or a parameter or buffer
+                has another shape, dtype or device than when the model was placed.
             WorkerError: a worker died, hung, or could not run an op.
         """
         if self._pool.closed:
@@ -137,9 +137,9 @@ class PlacedModel:
         return self._take_results(state)
 
     def peak_memory_bytes(self) -> dict[str, int]:
-        """Most memory that the worker of each device has held so far, beyond its start.
+        """Return the peak resident memory of each device's worker so far, beyond its start.
 
-        Resident memory: see :meth:`WorkerPool.peak_memory_bytes` for what is in it.
+        See :meth:`WorkerPool.peak_memory_bytes` for what it includes.
 
         Raises:
             WorkerError: the workers have ended.
@@ -147,7 +147,7 @@ class PlacedModel:
         return self._pool.peak_memory_bytes()
 
     def random_state(self) -> list[torch.Tensor]:
-        """Where the workers are in their random numbers, in the order of devices.
+        """Return the states of the workers' random number generators, in the order of devices.
 
         Raises:
             WorkerError: the workers have ended.
@@ -155,17 +155,17 @@ class PlacedModel:
         return self._pool.random_state()
 
     def load_random_state(self, states: Sequence[torch.Tensor]) -> None:
-        """Go on from what :meth:`random_state` gave: dropout drops the same again.
+        """Load the states from :meth:`random_state`: dropout drops the same again.
 
         Raises:
-            ValueError: it is of another number of devices.
+            ValueError: the number of devices differs.
             WorkerError: the workers have ended.
         """
         self._pool.load_random_state(states)
 
     @property
     def learning_rate(self) -> float:
-        """Of the step's optimizer, from the next step on; set it as a schedule wants.
+        """Learning rate of the step's optimizer; a new value is used from the next step on.
 
         Raises:
             ValueError: the step has no optimizer, or the rate is negative or not finite.
@@ -183,14 +183,14 @@ class PlacedModel:
         raise ValueError('the placed step has no optimizer: give apply one, such as "adamw"')
 
     def optimizer_state(self) -> dict[str, torch.Tensor]:
-        """A copy of what the step's optimizer keeps, such as ``exp_avg.<parameter>``; {} of none.
+        """Return a copy of the optimizer's state, such as ``exp_avg.<parameter>``; {} without one.
 
         ``step.<parameter>`` counts the updates of adam and adamw.
         """
         return {name: tensor.clone() for name, tensor in self._kept().items()}
 
     def load_optimizer_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Go on from what :meth:`optimizer_state` gave.
+        """Load the state from :meth:`optimizer_state`.
 
         Raises:
             ValueError: it is the state of another optimizer or model.
@@ -221,7 +221,7 @@ class PlacedModel:
 
     @torch.no_grad()
     def _share(self) -> dict[str, torch.Tensor]:
-        """The model's state by name, all of it in the arena: what lies elsewhere is copied in."""
+        """Return the model's state by name, all of it in the arena: the rest is copied in."""
         state = self._step.named_state()
         for name, first in self.program.ties.items():
             if state.get(name) is not state.get(first):
@@ -240,7 +240,7 @@ class PlacedModel:
         return state
 
     def _keep_gradients(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Gradients that still lie in the arena would be overwritten by the next step."""
+        """Clone gradients that still lie in the arena; the next step would overwrite them."""
         for name, shared in self._gradients.items():
             parameter = state.get(name)
             if parameter is None:

@@ -1,4 +1,4 @@
-"""A placed model in one process: its calls on torch devices, the backward pass by autograd."""
+"""A placed model in one process: calls run on torch devices, the backward pass by autograd."""
 
 from __future__ import annotations
 
@@ -31,35 +31,35 @@ SHARED: Final = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-"""What a placed module has in common with its model: state and modules under the same names."""
+"""Attributes that a placed module shares with its model: state and modules, by the same names."""
 
 
 class PlacedModule(nn.Module):
-    """Runs what was extracted on the torch devices of a placement.
+    """Runs an extracted step on the torch devices of a placement.
 
-    Called with the inputs of the step, it returns what the model returns, for a training step the
-    loss, which is ready for ``backward()``. Inputs may be on any device; one in pinned memory is
-    sent without waiting, so leave it as it is until the step is over.
+    Called with the inputs of the step, it returns what the model returns; for a training step that
+    is the loss, ready for ``backward()``. Inputs may be on any device; one in pinned memory is sent
+    without waiting, so do not change it until the step is over.
 
     Parameters and buffers are those of the model, under the same names: train it with any torch
     optimizer, clip gradients, save its ``state_dict``. Each is moved to the device where it is
-    first read, and moved back there by the next call if it was moved elsewhere. State of an
-    optimizer does not follow: make it after placing, or let it load its own ``state_dict()``.
-    :meth:`step` runs a whole step instead, with the optimizer that is part of it, if one is; what
-    that one keeps does follow.
+    first read; the next call moves it back there if it was moved elsewhere. The state of an
+    external optimizer does not follow: make it after placing, or let it load its own
+    ``state_dict()``. :meth:`step` runs a whole step, with the optimizer that is part of it, if any,
+    whose state does follow.
 
-    ``torch.compile`` takes it as one graph, which it makes anew after :meth:`place`.
-    ``DistributedDataParallel`` takes it once it is placed, if all its parameters are on one type of
-    device (torch refuses a mix of ``cpu`` and ``cuda``) and all replicas are placed alike.
+    ``torch.compile`` compiles it as one graph, again after :meth:`place`.
+    ``DistributedDataParallel`` accepts it once it is placed, if all its parameters are on one type
+    of device (torch refuses a mix of ``cpu`` and ``cuda``) and all replicas are placed alike.
 
-    A step in bf16 runs under ``torch.autocast`` on each of its devices. Every kind of device draws
-    random numbers of its own: what a model drops out depends on the placement. Shapes of the inputs
-    are those of the example.
+    A step in bf16 runs under ``torch.autocast`` on each of its devices. Every kind of device has
+    its own random numbers, so dropout depends on the placement. Shapes of the inputs must be those
+    of the example.
 
-    ``eval()`` of a training step lets it return what the model returns in eval mode, without
-    gradients; a target may be given or left out. ``train()`` goes back. The first switch extracts
-    the step in the other mode; its state stays where it is, and its calls are where the placement
-    has the same ones, or most of their module.
+    ``eval()`` of a training step makes it return what the model returns in eval mode, without
+    gradients; a target may be given or left out. ``train()`` switches back. The first switch
+    extracts the step in the other mode; its state stays where it is, and its calls go where the
+    same calls of the placement are, or most calls of their module.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class PlacedModule(nn.Module):
         keep_copies: bool = False,
         overlap: bool = False,
     ) -> None:
-        """Move the state and write the forward pass.
+        """Move the state and generate the forward pass.
 
         Args:
             extraction: the step that was placed; its model must not be on the meta device.
@@ -79,11 +79,11 @@ class PlacedModule(nn.Module):
             order: keys of calls, the first to be launched first; see :meth:`place`.
             keep_copies: leave copies of parameters where they were, so that placing them there
                 again sends nothing; for searches, as long as there is memory.
-            overlap: send tensors as soon as they are made, with CUDA on streams of their own
+            overlap: send tensors as soon as they are made, with CUDA on separate streams
                 through page-locked memory, so that copies overlap with compute.
 
         Raises:
-            ValueError: as :meth:`place`; or a parameter is on the meta device.
+            ValueError: as for :meth:`place`; or a parameter is on the meta device.
         """
         super().__init__()
         step = extraction.step
@@ -108,23 +108,22 @@ class PlacedModule(nn.Module):
         self.place(devices, order)
 
     def __enter__(self) -> PlacedModule:
-        """Itself, so that a placed model is used alike on all devices."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing: there are no workers to stop, and the state stays where it is."""
+        """Do nothing: there are no workers to stop, and the state stays where it is."""
 
     def place(self, devices: Mapping[str, torch.device | str], order: Sequence[str] = ()) -> None:
-        """Place it anew.
+        """Apply another placement.
 
         Calls are launched in the given order as far as their inputs allow, others after them.
-        Without an order, work for accelerators is launched before the CPU starts on its own.
+        Without an order, work for accelerators is launched before work on the CPU.
 
         Raises:
-            ValueError: a call has no device, a key is unknown, a device cannot be used, or calls
-                that write one tensor are on several devices. The old placement stays.
+            ValueError: a call has no device, a key is unknown, a device cannot be used, or
+                calls that write one tensor are on several devices. The old placement stays.
             torch.OutOfMemoryError: a device has no room for its parameters. The old placement
-                stays; its parameters are moved back by the next call.
+                stays; the next call moves its parameters back.
         """
         placed = _checked(self._launch.number, devices)
         if unknown := [key for key in order if key not in placed]:
@@ -151,24 +150,24 @@ class PlacedModule(nn.Module):
 
     @property
     def source(self) -> str:
-        """The forward pass as Python: every line a call with its key, a transfer or an end."""
+        """Return the forward pass as Python: one call with key, transfer or ``del`` per line."""
         return self._source.text
 
     @property
     def transfers(self) -> int:
-        """How many tensors a forward pass sends between devices, inputs left out."""
+        """Return how many tensors a forward pass sends between devices, without inputs."""
         return self._source.transfers
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes of parameters and buffers that were sent between devices so far."""
+        """Return the bytes of parameters and buffers sent between devices so far."""
         return self._homes.moved_bytes
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Run the step's forward pass.
 
         Raises:
-            ValueError: the inputs do not fit the example inputs.
+            ValueError: the inputs do not match the example inputs.
             Exception: as torch raises it, with a note that names the call.
         """
         if self._is_in_other_mode:
@@ -187,14 +186,14 @@ class PlacedModule(nn.Module):
         )
 
     def step(self, *batch: Any, **keywords: Any) -> Any:
-        """Run one step on a batch shaped as the example inputs, given as a data loader gives it.
+        """Run one step on a batch shaped like the example inputs, as a data loader gives it.
 
         A training step returns the loss (detached) and adds to the parameters' gradients, or with
         an optimizer updates the parameters and leaves no gradients; an inference step returns what
         the model returns. A step with an optimizer that fails may have updated some parameters.
 
         Raises:
-            ValueError: the batch does not fit the example inputs.
+            ValueError: the batch does not match the example inputs.
             Exception: as torch raises it.
         """
         if self._is_in_other_mode:
@@ -214,7 +213,7 @@ class PlacedModule(nn.Module):
 
     @property
     def learning_rate(self) -> float:
-        """Of the step's optimizer, from the next step on; set it as a schedule wants.
+        """Learning rate of the step's optimizer; a new value is used from the next step on.
 
         Raises:
             ValueError: the step has no optimizer, or the rate is negative or not finite.
@@ -226,7 +225,7 @@ class PlacedModule(nn.Module):
         self._optimizer().learning_rate = checked_rate(rate)
 
     def optimizer_state(self) -> dict[str, torch.Tensor]:
-        """A copy of what the step's optimizer keeps, such as ``exp_avg.<parameter>``; {} of none.
+        """Return a copy of the optimizer's state, such as ``exp_avg.<parameter>``; {} without one.
 
         ``step.<parameter>`` counts the updates of adam and adamw.
         """
@@ -236,7 +235,7 @@ class PlacedModule(nn.Module):
         return {name: tensor.clone() for name, tensor in self._updates.state().items()}
 
     def load_optimizer_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Go on from what :meth:`optimizer_state` gave; of {} anew.
+        """Load the state from :meth:`optimizer_state`; {} starts anew.
 
         Raises:
             ValueError: it is the state of another optimizer or model.
@@ -252,10 +251,11 @@ class PlacedModule(nn.Module):
         return self._updates
 
     def train(self, mode: bool = True) -> PlacedModule:
-        """Choose the mode. Modules that were in eval mode within a training step are so again.
+        """Set the mode. Modules that were in eval mode within a training step return to it.
 
         Raises:
-            ExtractionError: the step cannot be extracted in the other mode; it stays in its own.
+            ExtractionError: the step cannot be extracted in the other mode; it stays in its
+                own.
         """
         self.training = self._step.training
         model = self._step.model
@@ -278,17 +278,17 @@ class PlacedModule(nn.Module):
         return len(self._others) > 0 and self.training is not self._step.training
 
     def _in_other_mode(self, other: ForwardProgram) -> tuple[dict[str, torch.device], list[str]]:
-        """Where its calls are, and those of the order that it has, too."""
+        """Return the devices of the other program's calls, and the keys of the order among them."""
         devices = devices_in_other_mode(self._program, self._placed, other)
         return devices, [key for key in self._order if key in devices]
 
     def _homes_of(self, placed: Mapping[str, torch.device]) -> dict[int, torch.device]:
-        """Where states are at home, by value: with the calls that read them first."""
+        """Return the home of every state, by value: with the call that reads it first."""
         return {value: placed[key] for value, key in self._readers.items()}
 
 
 class _Beside(PlacedModule):
-    """A placed module in its other mode: what it only reads stays where that one has it."""
+    """A placed module in its other mode: state that it only reads stays with the first one."""
 
     def _homes_of(self, placed: Mapping[str, torch.device]) -> dict[int, torch.device]:
         state = self._step.named_state()
@@ -304,7 +304,6 @@ class _Beside(PlacedModule):
 def _checked(
     calls: Mapping[str, int], devices: Mapping[str, torch.device | str]
 ) -> dict[str, torch.device]:
-    """The device of every call, with its index."""
     if missing := [key for key in calls if key not in devices]:
         raise ValueError(f"{len(missing)} calls have no device, such as {missing[0]!r}")
     if unknown := [key for key in devices if key not in calls]:
@@ -314,10 +313,10 @@ def _checked(
 
 
 def full_device(device: torch.device | str) -> torch.device:
-    """A device as its tensors name it: cuda is cuda:0, cpu:0 is cpu.
+    """Return a device as its tensors name it: cuda is cuda:0, cpu:0 is cpu.
 
     Raises:
-        ValueError: it is not here.
+        ValueError: the device is not on this machine.
     """
     try:
         return torch.empty(0, device=device).device

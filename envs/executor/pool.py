@@ -1,4 +1,4 @@
-"""The parent's side of the pinned workers: starts them, loads lists, runs steps, sees trouble."""
+"""The parent's side of the pinned workers: starts them, runs steps, detects failures."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from envs.executor.worker_error import WorkerError, WorkerMemoryError
 from graphs.extract.program import StepProgram
 
 LEAD_NS: Final = 300_000
-"""Workers start a step this long after it was announced, all at the same instant."""
+"""Time from announcing a step to its start, which is at the same instant for all workers."""
 START_TIMEOUT_S: Final = 120.0
 NOT_STARTED: Final = -1
 
 
 @dataclass(frozen=True, slots=True)
 class StepRun:
-    """One run: wall seconds from the common start to the last end, CPU seconds per instruction."""
+    """One run: wall seconds from the first start to the last end, CPU seconds per instruction."""
 
     wall_s: float
     cpu_s: tuple[NDArray[np.float64], ...]  # per device, (instructions of its list,)
@@ -53,8 +53,8 @@ class StepRun:
 class WorkerPool:
     """One worker per device for one program. Use as a context manager.
 
-    Any WorkerError closes the pool: the others may be waiting for a signal that never comes. A pool
-    that is dropped without being closed ends its workers, too.
+    Any WorkerError closes the pool: other workers may be waiting for a signal that never comes. A
+    pool that is dropped without being closed ends its workers, too.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class WorkerPool:
 
         Raises:
             ValueError: a device is not a set of cores of this machine, or two share a core.
-            WorkerError: a worker did not come up.
+            WorkerError: a worker did not start.
             OSError: there is too little memory, or too many processes or open files.
         """
         cores = [cores_of(device.name) for device in devices]
@@ -97,7 +97,6 @@ class WorkerPool:
             raise
 
     def __enter__(self) -> WorkerPool:
-        """The pool itself."""
         return self
 
     def __exit__(
@@ -106,16 +105,15 @@ class WorkerPool:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close the pool."""
         self.close()
 
     @property
     def closed(self) -> bool:
-        """Whether the workers are gone."""
+        """Return whether the workers have ended."""
         return not self._open
 
     def load(self, lists: Sequence[Sequence[Instruction]]) -> int:
-        """Give every worker its list; the number runs them.
+        """Give every worker its list; return the number that runs them.
 
         Raises:
             WorkerError: a worker could not compile its list.
@@ -126,7 +124,7 @@ class WorkerPool:
         return self._number
 
     def run(self, number: int, *, give: bool = False) -> StepRun:
-        """Run one step on all devices; with ``give`` the arena's results are filled afterwards.
+        """Run one step on all devices; with ``give`` its results are then in the arena.
 
         Raises:
             WorkerError: a worker died, an op raised, or the step took longer than the timeout.
@@ -146,7 +144,7 @@ class WorkerPool:
         return StepRun((max(answer.end_ns for answer in busy) - first) * 1e-9, cpu_s)
 
     def count_memory(self) -> None:
-        """Let all workers give back memory that they do not use, and count its peaks anew.
+        """Release unused memory in all workers, and count their peaks from here on.
 
         Raises:
             WorkerError: a worker died.
@@ -154,11 +152,11 @@ class WorkerPool:
         self._ask([CountMemory()] * len(self._workers))
 
     def peak_memory_bytes(self) -> dict[str, int]:
-        """Most resident memory of every worker beyond its start, or since it was counted anew.
+        """Return each worker's peak resident memory beyond its start or :meth:`count_memory`.
 
         Shared memory counts in every worker that touches it: parameters that it reads, values that
-        it sends or receives. So do scratch memory of kernels, and what libraries keep. By device
-        name; {} where the kernel does not count peaks anew.
+        it sends or receives. So do workspaces of kernels, and what libraries keep. By device name;
+        {} where the kernel cannot reset peaks.
 
         Raises:
             WorkerError: a worker died.
@@ -168,7 +166,7 @@ class WorkerPool:
         return {d.name: a.peak_bytes for d, a in told if a.peak_bytes is not None}
 
     def random_state(self) -> list[torch.Tensor]:
-        """The state of each worker's generator of random numbers, uint8, in the order of devices.
+        """Return the state of each worker's random number generator, uint8, by device.
 
         Raises:
             WorkerError: a worker died.
@@ -177,18 +175,18 @@ class WorkerPool:
         return [torch.frombuffer(bytearray(a.random), dtype=torch.uint8) for a in answers]
 
     def load_random_state(self, states: Sequence[torch.Tensor]) -> None:
-        """Let workers draw what they would have drawn after :meth:`random_state` gave this.
+        """Load the states from :meth:`random_state`.
 
         Raises:
-            ValueError: it is of another number of workers.
-            WorkerError: a worker died, or took it for no state.
+            ValueError: the number of workers differs.
+            WorkerError: a worker died, or refused a state.
         """
         if len(states) != len(self._workers):
             raise ValueError(f"{len(states)} states are not for {len(self._workers)} workers")
         self._ask([SetRandom(state.numpy().tobytes()) for state in states])
 
     def close(self) -> None:
-        """End the workers, at once; safe to call twice."""
+        """End the workers at once; safe to call twice."""
         self._open = False
         self._holdings.release()
         self.arena.close()
@@ -235,7 +233,7 @@ class WorkerPool:
             worker.bound(self.step_timeout_s)
 
     def _kept(self, descriptor: int) -> int:
-        """The descriptor, which is from now on closed with the pool."""
+        """Return the descriptor, which will be closed with the pool."""
         self._holdings.files.append(os.fdopen(descriptor, "rb", buffering=0))
         return descriptor
 
@@ -247,7 +245,7 @@ class WorkerPool:
         try:
             return self._exchange(messages, number, timeout_s or self.step_timeout_s)
         except BaseException:
-            self.close()  # interrupted in between, an old answer would pass for the next one
+            self.close()  # after an interruption an old answer would be taken for the next one
             raise
 
     def _exchange(
@@ -288,13 +286,13 @@ class WorkerPool:
         return answer
 
     def _hung(self, late: Sequence[int], number: int | None, timeout_s: float) -> WorkerError:
-        """Of the late workers, blame one that does not wait for a value that was never sent."""
+        """Blame one of the late workers that does not wait for a value that was never sent."""
         guilty = next((d for d in late if number is None or not self._waits(number, d)), late[0])
         text = f"did not answer within {timeout_s:g} s"
         return self._failure(self._workers[guilty], text, number)
 
     def _waits(self, number: int, device: int) -> bool:
-        """Whether a worker rightly stands still: its sender has not come to the send."""
+        """Return whether a worker rightly waits: its sender has not come to the send."""
         own, position = self._lists[number][device], self._board[device]
         if not 0 <= position < len(own):
             return False
@@ -306,7 +304,7 @@ class WorkerPool:
         return self._board[instruction.source] <= sent[instruction.value]
 
     def _failure(self, worker: WorkerProcess, what: str, number: int | None) -> WorkerError:
-        """Close the pool and say what happened where."""
+        """Close the pool and return an error that says what happened where."""
         d = self._workers.index(worker)
         text = f"the worker of {worker.device.name} {what}"
         if number is not None:

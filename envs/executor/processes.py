@@ -1,4 +1,4 @@
-"""The worker processes of a pool and the files they share, let go of whatever happens."""
+"""Worker processes of a pool and the files they share, released whatever happens."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from envs.executor.fork_server import fork_worker
 
 
 class WorkerProcess:
-    """One started worker: the device it is for, its process, the pipe to it, what it writes."""
+    """One started worker: its device, its process, the pipe to it and its stderr."""
 
     def __init__(
         self, device: Device, cores: Sequence[int], shared: Sequence[int], timeout_s: float
     ) -> None:
-        """Start it.
+        """Start the worker.
 
         Args:
-            device: what it stands for.
-            cores: where it is pinned.
+            device: device that it drives.
+            cores: cores to pin it to.
             shared: file descriptors that it inherits.
             timeout_s: see :meth:`bound`.
 
@@ -47,9 +47,9 @@ class WorkerProcess:
             theirs.close()
 
     def bound(self, timeout_s: float) -> None:
-        """Let no send or receive block for longer: it then raises BlockingIOError.
+        """Limit how long a send or receive may block: it then raises BlockingIOError.
 
-        A worker that stands still while the pipe is full would hold the parent for ever.
+        A worker that stands still while the pipe is full would block the parent forever.
         """
         microseconds = max(round(timeout_s * 1e6), 1)  # 0 would mean for ever
         limit = struct.pack("ll", *divmod(microseconds, 1_000_000))
@@ -59,13 +59,13 @@ class WorkerProcess:
             pipe.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
     def last_line(self) -> str:
-        """The last line that it wrote to stderr, empty if there is none."""
+        """Return the last line that the worker wrote to stderr, or ""."""
         self.errors.seek(0)
         lines = self.errors.read().decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else ""
 
     def end(self) -> None:
-        """Kill it and let go of it; safe to call again, also when interrupted."""
+        """Kill the worker and release it; safe to call again, also when interrupted."""
         self.process.kill()
         self.process.wait()
         self.process.close()
@@ -74,7 +74,7 @@ class WorkerProcess:
 
 
 class Holdings:
-    """What a pool must give back: processes, and files (whose closing may be repeated)."""
+    """Resources that a pool must release: processes, and files (which may be closed repeatedly)."""
 
     def __init__(self) -> None:
         self.workers: list[WorkerProcess] = []

@@ -1,8 +1,8 @@
-"""The step time that a run would have taken on a quiet machine, from its CPU times.
+"""Step time of a run without contention, computed from its CPU times.
 
-On a loaded machine a worker loses its core now and then, and the wall clock counts that. The
-thread's CPU clock does not: replaying the lists with CPU times gives the step without the load.
-Holds for devices of one core: the thread's clock misses the other threads of a core set.
+On a busy machine a worker loses its core now and then, and the wall clock counts that. The thread's
+CPU clock does not: replaying the lists with CPU times gives the step time on a quiet machine. This
+holds for devices of one core: the thread's clock misses the other threads of a core set.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def rebuilt_s(
     cpu_s: Sequence[NDArray[np.float64]],
     latency_s: float,
 ) -> float:
-    """Seconds of a step: every device runs its list in order, a receiver waits for its sender.
+    """Return the seconds of a step in which every device runs its list in order.
 
     Args:
         lists: one instruction list per device, as run.

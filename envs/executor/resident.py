@@ -1,4 +1,4 @@
-"""Memory that a worker process has in use, as the kernel counts it."""
+"""Resident memory of a worker process, as the kernel counts it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from envs.executor.arena import Arena
 STATUS: Final = Path("/proc/self/status")
 CLEAR_REFS: Final = Path("/proc/self/clear_refs")
 RESET_PEAK: Final = "5"
-"""What tells the kernel to count the peak of resident memory anew, see proc(5)."""
+"""Makes the kernel reset the peak of resident memory, see proc(5)."""
 
 
 class Resident:
-    """The most that this process holds beyond its start, shared memory that it touches included.
+    """Peak memory of this process beyond its start, including shared memory that it touches.
 
-    Beside tensors that is scratch memory of kernels and what libraries keep.
+    Besides tensors that includes workspaces of kernels and what libraries keep.
     """
 
     def __init__(self, arena: Arena) -> None:
@@ -27,7 +27,7 @@ class Resident:
         self._is_known = True
 
     def restart(self) -> None:
-        """Give back what is not in use, and count from here on."""
+        """Release unused memory, and count from here on."""
         self._arena.let_go()
         with contextlib.suppress(AttributeError):  # only glibc has it
             ctypes.CDLL(None).malloc_trim(0)
@@ -38,7 +38,7 @@ class Resident:
         self._start_bytes = _bytes("VmRSS")
 
     def peak_bytes(self) -> int | None:
-        """The peak since the last restart, or since the start; None if the kernel does not tell."""
+        """Return the peak since the last restart or the start; None if it could not be reset."""
         return max(_bytes("VmHWM") - self._start_bytes, 0) if self._is_known else None
 
 

@@ -1,4 +1,4 @@
-"""Seeds of those who draw random numbers side by side."""
+"""Independent seeds derived from a shared one."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import numpy as np
 
 
 def spread_seed(seed: int, number: int) -> int:
-    """The 64-bit seed of the ``number``-th of those who share a seed.
+    """Return the 64-bit seed of process ``number`` among those that share a seed.
 
-    Seeds that are neighbours, and numbers, give seeds that have nothing in common: those of a
-    worker of a rank can be spread from the spread seed of the rank.
+    Neighboring seeds or numbers give unrelated seeds, so the seeds of a rank's workers can be
+    spread from the spread seed of the rank.
     """
     [found] = np.random.SeedSequence([seed % 2**64, number]).generate_state(1, np.uint64)
     return int(found)

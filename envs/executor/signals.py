@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from typing import Final
 
 SPIN_NS: Final = 200_000
-"""A receiver looks again and again for so long before it sleeps: waking a sleeping core takes
-several times as long as going on. ``placer devices --again`` prints the latency of a hop."""
+"""Time for which a receiver polls before it sleeps: waking a sleeping core takes several times
+as long as going on. ``placer devices --again`` prints the latency of a hop."""
 
 
 class Signals:
-    """One device's ends of the counters, none of which may block."""
+    """One device's ends of the counters, whose descriptors must not block."""
 
     def __init__(self, device: int, counters: Mapping[tuple[int, int], int]) -> None:
         """Take the counters of all pairs, {(source, destination): file descriptor}."""
@@ -30,11 +30,11 @@ class Signals:
             self._sleep[source].register(descriptor, select.POLLIN)
 
     def reset(self) -> None:
-        """Forget the signals of the last step; all of them were received."""
+        """Reset the counts; all signals of the last step were received."""
         self.arrived = dict.fromkeys(self.into, 0)
 
     def send(self, destinations: tuple[int, ...]) -> None:
-        """Tell devices that the next value for them is there."""
+        """Signal devices that the next value for them is there."""
         for destination in destinations:
             os.eventfd_write(self.out[destination], 1)
 
@@ -44,7 +44,7 @@ class Signals:
             self.arrived[source] += self._next(source)
 
     def _next(self, source: int) -> int:
-        """How many signals came since the last time, at least one."""
+        """Wait for at least one new signal; return how many came."""
         spin_until_ns = time.perf_counter_ns() + SPIN_NS
         while True:
             try:

@@ -1,4 +1,4 @@
-"""What a step reads: a model's parameters and buffers, and a batch, copied into an arena."""
+"""Copies the inputs of a step into an arena: parameters, buffers and a batch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from graphs.extract import Step
 
 
 def load_example(arena: Arena, step: Step) -> None:
-    """Copy the parameters and buffers of a step into the arena, and its example inputs.
+    """Copy the parameters, buffers and example inputs of a step into the arena.
 
-    An optimizer begins, and stays at its first step with a learning rate of 0: it does all its
-    work, and however often the step runs, parameters stay as they are.
+    An optimizer starts, and stays, at its first step with a learning rate of 0: it does all its
+    work, but the parameters stay as they are however often the step runs.
     """
     load_state(arena, step)
     load_batch(arena, step, step.inputs, step.keywords)
@@ -26,7 +26,7 @@ def load_example(arena: Arena, step: Step) -> None:
 
 
 def begin_updates(arena: Arena, learning_rate: float) -> None:
-    """Let the optimizer of a step, if it has one, start from nothing."""
+    """Reset the state of the step's optimizer, if it has one, and set its learning rate."""
     for source in arena.program.sources:
         if source.role in ("optimizer", "step_count"):
             arena.value(source.value).zero_()
@@ -35,14 +35,14 @@ def begin_updates(arena: Arena, learning_rate: float) -> None:
 
 
 def count_update(arena: Arena) -> None:
-    """Let the optimizer know that the next step is one further."""
+    """Increment the optimizer's step counts for the next step."""
     for source in arena.program.sources:
         if source.role == "step_count":
             arena.value(source.value).add_(1.0)
 
 
 def checked_rate(rate: float) -> float:
-    """A learning rate.
+    """Return a learning rate that is valid.
 
     Raises:
         ValueError: it is negative or not finite.
@@ -53,7 +53,7 @@ def checked_rate(rate: float) -> float:
 
 
 def load_kept(kept: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:
-    """Copy what an optimizer kept elsewhere into what it keeps here.
+    """Copy the state of an optimizer into the one kept here.
 
     Raises:
         ValueError: names, shapes or dtypes differ.
@@ -92,16 +92,16 @@ def load_batch(
 
 
 def matched_leaves(step: Step, inputs: Sequence[Any], keywords: Mapping[str, Any]) -> list[Any]:
-    """The leaves of a batch in the order of those of the example inputs.
+    """Return the leaves of a batch in the order of those of the example inputs.
 
     Args:
         step: the step that was extracted, with its example inputs.
-        inputs: positional inputs; of an inference step that has a loss, with or without target.
+        inputs: positional inputs; of an inference step with a loss, with or without target.
         keywords: further inputs, in any order.
 
     Raises:
-        ValueError: an input is missing, there is one too many, it has another shape or dtype than
-            in the example, or it is no tensor and has another value.
+        ValueError: an input is missing or unexpected, has another shape or dtype than in the
+            example, or is not a tensor and has another value.
     """
     if len(inputs) == len(step.inputs) > len(step.step_inputs):
         inputs = inputs[:-1]
@@ -120,7 +120,7 @@ def matched_leaves(step: Step, inputs: Sequence[Any], keywords: Mapping[str, Any
 def unpacked(
     step: Step, batch: tuple[Any, ...], keywords: Mapping[str, Any]
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Arguments and keywords, also of a batch that came as one tuple, list or mapping."""
+    """Return positional and keyword inputs, also of a batch that is one tuple, list or mapping."""
     expected = leaves_by_path(step.step_inputs, step.keywords).keys()
     if len(batch) == 1 and not keywords and leaves_by_path(batch, {}).keys() != expected:
         only = batch[0]
@@ -132,7 +132,7 @@ def unpacked(
 
 
 def leaves_by_path(inputs: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Every leaf of a batch under its place in it, such as ``[0]`` or ``['mask']``."""
+    """Return every leaf of a batch by its path, such as ``[0]`` or ``['mask']``."""
     positional = tree_flatten_with_path(tuple(inputs))[0]
     named = tree_flatten_with_path(dict(keywords))[0]
     return {keystr(path): leaf for path, leaf in (*positional, *named)}

@@ -1,15 +1,15 @@
-"""Copies between devices that overlap with what these compute.
+"""Copies between devices that overlap with compute.
 
-With CUDA a copy runs on a stream of its own. It starts as soon as its tensor is made, and who reads
-the copy waits for it alone: a stream by an event, the CPU until the event has happened. From the
-host copies go through page-locked memory. The gradient comes back the same way. Between other
-devices a copy is a plain one.
+With CUDA a copy runs on a stream of its own. It starts as soon as its tensor is made, and only its
+reader waits for it: a stream by an event, the CPU until the event has happened. Copies from the
+host go through page-locked memory. The gradient comes back the same way. Between other devices a
+copy is a plain one.
 
-Memory that one stream takes and another uses is marked (``record_stream``), so that it is not given
-away meanwhile. Between two accelerators torch makes a copy on the stream that is current on the
-source, and lets it and the one that is current on the destination wait for each other; so the
-destination, too, has a stream of its own for that. A tensor that is written in place must not be
-sent this way: the write would not wait for the copy.
+Memory that one stream allocates and another uses is marked (``record_stream``), so that it is not
+reused meanwhile. Between two accelerators torch copies on the current stream of the source, and
+makes it and the current stream of the destination wait for each other; so the destination, too, has
+a stream of its own for that. A tensor that is written in place must not be sent this way: the write
+would not wait for the copy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sent:
-    """A copy on its way; ``event`` is None once it is there."""
+    """A copy in flight; ``event`` is None if it has already arrived."""
 
     copy: torch.Tensor
     event: torch.cuda.Event | None
@@ -45,13 +45,13 @@ def sending(tensor: torch.Tensor, destination: torch.device) -> Sent:
 
 
 def arrived(sent: Sent) -> torch.Tensor:
-    """The copy, for calls that are launched from here on."""
+    """Return the copy, for calls that are launched from here on."""
     _wait(sent.event, sent.copy.device)
     return sent.copy
 
 
 def staged(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of a tensor of the host in memory that CUDA, if there is any, reads on its own.
+    """Return a copy of a host tensor, in page-locked memory if CUDA is available.
 
     It is dense even where elements of the tensor share memory, as in one that was expanded.
     """
@@ -60,7 +60,7 @@ def staged(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Trip:
-    """A tensor's way to another device, and its gradient's way back."""
+    """The transfer of a tensor to another device, and of its gradient back."""
 
     def __init__(self, source: torch.device, destination: torch.device) -> None:
         self.source = source
@@ -69,7 +69,6 @@ class _Trip:
         self.reader = torch.cuda.current_stream(source) if source.type == "cuda" else None
 
     def out(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
-        """Start the copy of the tensor."""
         copy, self.event = _copied(tensor, self.destination)
         if copy.is_cuda:
             copy.record_stream(torch.cuda.current_stream(self.destination))
@@ -79,15 +78,15 @@ class _Trip:
         """Start the copy of the gradient; a stream that reads it waits, the CPU does not yet."""
         copy, self.event = _copied(gradient, self.source)
         if self.reader is not None:
-            # Earlier than need be: what else the source computes meanwhile waits, too. To wait
-            # where the gradient is read takes a node like _Awaited; to be tried on a GPU.
+            # Earlier than needed: other work of the source waits, too. Waiting where the gradient
+            # is read would take a node like _Awaited; to be tried on a GPU.
             self.reader.wait_event(self.event)
             copy.record_stream(self.reader)
         return copy
 
 
 class _Carried(torch.autograd.Function):
-    """The copy of a tensor, and backward that of its gradient."""
+    """Copies a tensor, and backward its gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, trip: _Trip) -> torch.Tensor:
@@ -101,9 +100,9 @@ class _Carried(torch.autograd.Function):
 
 
 class _Awaited(torch.autograd.Function):
-    """A tensor of the host, and backward its gradient, once that has come back.
+    """Identity on a tensor of the host; backward waits for its gradient to come back.
 
-    Backward of what it is copied to runs in the thread of an accelerator, which must not wait.
+    Backward of its copy runs in the thread of an accelerator, which must not wait.
     """
 
     @staticmethod
@@ -121,7 +120,7 @@ class _Awaited(torch.autograd.Function):
 def _copied(
     tensor: torch.Tensor, destination: torch.device
 ) -> tuple[torch.Tensor, torch.cuda.Event]:
-    """A copy that a stream of its own makes once the tensor is there, and the end of that."""
+    """Copy a tensor on a separate stream once it is made; return the copy and its end."""
     from_host = tensor.device.type == "cpu"
     stream = _stream(destination, "from host") if from_host else _stream(tensor.device, "away")
     if from_host:
@@ -151,6 +150,6 @@ def _wait(event: torch.cuda.Event | None, reader: torch.device) -> None:
 
 @functools.cache
 def _stream(device: torch.device, direction: str) -> torch.cuda.Stream:
-    """One stream per device and direction: devices copy both ways at once."""
+    """Return one stream per device and direction: devices copy both ways at once."""
     del direction
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it so

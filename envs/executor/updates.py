@@ -1,8 +1,8 @@
-"""The optimizer of a placed module's step: parameters are updated where they are at home.
+"""The optimizer of a placed module's step: parameters are updated on their home devices.
 
 Torch's fused kernel updates the parameters of a call together, as soon as their gradients are
-complete and while the backward pass goes on elsewhere. That is when the graph of the step has its
-updates; the gradients are let go of at once.
+complete and while the backward pass goes on elsewhere. The updates in the graph of the step are at
+the same place. The gradients are freed at once.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from graphs.optimizer import STATE, Optimizer
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """Parameters that are updated at once, by name."""
+    """Parameters that are updated together, by name."""
 
     names: tuple[str, ...]
-    waits: bool  # until the backward pass is over
+    waits: bool  # for the end of the backward pass
 
 
 @dataclass(slots=True, eq=False)
 class _Together:
-    """The same by index among the states, and of how many a gradient is missing yet."""
+    """Such a group, by index among the states, and its number of missing gradients."""
 
     members: list[int]
     waits: bool
@@ -42,8 +42,8 @@ class _Together:
 class Updates:
     """Updates the parameters among the states of a forward program, in the order of its sources.
 
-    What the optimizer keeps of a parameter is made, or moved to its device, by :meth:`settle`.
-    A parameter that is read without a gradient, too, is updated after the backward pass, which may
+    The optimizer state of a parameter is made, or moved to its device, by :meth:`settle`. A
+    parameter that is also read without a gradient is updated after the backward pass, which may
     need its value until then.
     """
 
@@ -65,7 +65,7 @@ class Updates:
         weakref.finalize(self, _remove, self._hooks)
 
     def settle(self, states: Sequence[torch.Tensor]) -> None:
-        """Take the states as they are now, and what is kept of them to where they are."""
+        """Register the current states, and move their optimizer state to their devices."""
         moved = False
         for together in self._groups:
             for i in together.members:
@@ -84,7 +84,7 @@ class Updates:
 
     @contextmanager
     def during(self) -> Iterator[None]:
-        """Update what a backward pass within finds gradients of; those from before are dropped."""
+        """Update parameters during a backward pass in this context; old gradients are dropped."""
         for counts in self._by_device:
             torch._foreach_add_(counts, 1.0)
         for together in self._groups:
@@ -101,7 +101,7 @@ class Updates:
                 self._update(together)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What is kept, ``<slot>.<parameter>`` and ``step.<parameter>``, where it is."""
+        """Return the optimizer state itself, as ``<slot>.<parameter>`` and ``step.<parameter>``."""
         slots = STATE[self.optimizer.kind]
         found = {
             f"{slot}.{self._names[i]}": tensor
@@ -113,7 +113,7 @@ class Updates:
         return found
 
     def load(self, states: Sequence[torch.Tensor], kept: Mapping[str, torch.Tensor]) -> None:
-        """Go on from what :meth:`state` gave; of nothing anew, letting go of all that is kept.
+        """Load the state from :meth:`state`; {} drops all optimizer state.
 
         Raises:
             ValueError: it is the state of another optimizer or model.
@@ -134,7 +134,7 @@ class Updates:
     def _hook(self, index: int, parameter: torch.Tensor, together: _Together) -> None:
         if index in self._hooks:
             self._hooks[index].remove()
-        own = weakref.ref(self)  # the model must not keep what is kept of it
+        own = weakref.ref(self)  # the model's hook must not keep the optimizer state alive
 
         def arrived(_: torch.Tensor) -> None:
             updates = own()
@@ -185,7 +185,7 @@ def fused_update(
     kept: Sequence[Sequence[torch.Tensor]],
     counts: Sequence[torch.Tensor],
 ) -> None:
-    """Torch's fused kernel on parameters of one device and dtype, and what is kept of each."""
+    """Run torch's fused kernel on parameters of one device and dtype, and their optimizer state."""
     name, numbers = optimizer.kernel
     slots: list[Any] = [list(slot) for slot in zip(*kept, strict=True)] or [[]]
     if optimizer.counts_steps:
@@ -194,9 +194,9 @@ def fused_update(
 
 
 def updated_together(extraction: Extraction) -> list[Together]:
-    """Parameters that have a gradient, by the call that reads them first and by dtype.
+    """Group parameters that have a gradient by the call that reads them first and by dtype.
 
-    One that is read without a gradient, too, waits for the end of the backward pass.
+    One that is also read without a gradient waits for the end of the backward pass.
     """
     program, state = extraction.forward, extraction.step.named_state()
     trained = {id(state[name]) for name in extraction.program.gradients}
@@ -216,7 +216,7 @@ def _remove(hooks: Mapping[int, torch.utils.hooks.RemovableHandle]) -> None:
 
 
 def _read_without_gradient(program: ForwardProgram) -> set[int]:
-    """Storages that are read by calls which autograd does not differentiate, or may not."""
+    """Return the storages read by calls that autograd does not differentiate, or may not."""
     return {
         program.storage_of[value]
         for call in program.calls

@@ -1,4 +1,4 @@
-"""Hooks that run every module of a step on its device, whatever calls it."""
+"""Hooks that run every module of a step on its device, for any caller."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from envs.executor.meeting import Meeting
 class Seat:
     """The device of a module.
 
-    One that does ``gather`` has its inputs and what it gets from its modules sent there; a mere
-    container of others has not.
+    If it ``gathers``, its inputs and the outputs of its submodules are sent there; a mere container
+    of other modules does not.
     """
 
     device: torch.device
@@ -30,14 +30,14 @@ class Seat:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Visit:
-    """A call of a module, what was sent for it, and the lists and dicts that it was given."""
+    """A call of a module, what was sent for it, and the lists and dicts it was given."""
 
     seat: Seat
     copies: Copies
     given: list[Any] = field(default_factory=list)
 
     def give_back(self) -> None:
-        """Let lists and dicts have the tensors again that they had before."""
+        """Put the original tensors back into the lists and dicts."""
         for container in self.given:
             replaced(container, self.copies.given_back, [])
 
@@ -47,8 +47,8 @@ class Visits:
 
     What a module writes in place into a tensor that was sent to it is written back, and where it
     returns that tensor its caller gets the original. Lists and dicts that it is given are those of
-    its caller, who finds in them what it puts there; for the time of the call their tensors are
-    the ones that were sent.
+    its caller, who sees what the module puts into them; during the call they hold the tensors that
+    were sent.
 
     Args:
         seats: of all modules; may change between steps.
@@ -70,17 +70,17 @@ class Visits:
 
     @contextmanager
     def of_own_code(self) -> Iterator[None]:
-        """Run the code that calls the outermost modules."""
+        """Run the code that calls the outermost modules in this context."""
         depth = len(self._stack())
         self._enter(self.own)
         try:
             yield
         finally:
-            while len(self._stack()) > depth:  # hooks do not hear of Ctrl-C
+            while len(self._stack()) > depth:  # hooks are not called on Ctrl-C
                 self._leave()
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 

@@ -1,7 +1,7 @@
 """One pinned worker process: maps the arena, compiles instruction lists, runs them on demand.
 
-Forked for a WorkerPool by envs/executor/fork_server.py; the messages on its pipe are those
-of envs/executor/messages.py. It never outlives its parent.
+It is forked for a WorkerPool by envs/executor/fork_server.py; envs/executor/messages.py defines the
+messages on its pipe. It never outlives its parent.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from envs.torch_devices import is_out_of_memory
 
 
 class Worker:
-    """Answers every message with one message."""
+    """State of a worker process: its arena, its signals and its compiled lists."""
 
     def __init__(self, setup: Setup, progress: memoryview) -> None:
         torch.set_num_threads(setup.threads)
@@ -51,7 +51,7 @@ class Worker:
         self.clock = time.thread_time_ns if setup.threads == 1 else time.perf_counter_ns
 
     def load(self, message: Load) -> None:
-        """Compile a list under a number."""
+        """Compile an instruction list under a number."""
         self.lists[message.number] = CompiledList(
             message.instructions, self.program, self.arena, self.signals
         )
@@ -117,7 +117,7 @@ def _answer(worker: Worker, message: object) -> Done:
 
 
 def _progress(setup: Setup) -> memoryview:
-    """This worker's cell of the shared progress board: the position of its current instruction."""
+    """Return this worker's cell of the shared progress board: its current position in the list."""
     import mmap
 
     board = memoryview(mmap.mmap(setup.board, setup.board_bytes)).cast("q")
@@ -127,7 +127,7 @@ def _progress(setup: Setup) -> memoryview:
 def _end_with_parent(descriptor: int) -> None:
     """End this process, whatever it waits for, when the parent's end of the pipe is closed.
 
-    (A death signal would come too early: when the thread ends that started the worker.)
+    (A death signal would come too early: when the thread that started the worker ends.)
     """
     hang_up = select.poll()
     hang_up.register(descriptor, 0)

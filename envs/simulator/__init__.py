@@ -1,8 +1,8 @@
 """Event-driven simulation of one step: exact, deterministic, compiled.
 
-:class:`Simulator` times arrays of placements, :class:`Simulated` is the backend. Compiled code
+:class:`Simulator` simulates arrays of placements, :class:`Simulated` is the backend. Compiled code
 calls :func:`simulate_core` with the named tuples of :func:`arrays_of` and :func:`workspace_for`.
-The semantics are told in ``envs.simulator.kernel``.
+``envs.simulator.kernel`` describes the semantics.
 """
 
 from envs.simulator.arrays import (

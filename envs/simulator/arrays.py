@@ -1,7 +1,7 @@
-"""What the compiled simulator reads and writes: named tuples of flat arrays.
+"""Inputs and workspace of the compiled simulator: named tuples of flat arrays.
 
 N ops, E edges, D devices, Q queues. Make both once per problem, see ``envs.simulator.tables``:
-compiled code is specialised on their exact types.
+compiled code is specialized on their exact types.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ Table = NDArray[np.void]
 CODE_BITS: Final = 63 - HORIZON_BITS
 """An event is one integer, ``time << CODE_BITS | code``."""
 NO_EVENT: Final = (1 << 63) - 1
-"""Later than every event; none has its code."""
+"""Later than every event; no event has its code."""
 INFEASIBLE_NS: Final = (1 << 63) - 1
-"""Step of a placement that cannot run."""
+"""Step time of a placement that cannot run."""
 NO_LIMIT_NS: Final = INFEASIBLE_NS
 OVERFULL_NS: Final = HORIZON_NS
-"""Steps from here on are placements that need too much memory: more, the more they need."""
+"""Least step time of placements that exceed memory with ``RANK_EXCESS``; it grows with the
+excess."""
 
 IGNORE_MEMORY: Final = 0
 STOP_WHEN_FULL: Final = 1
@@ -55,7 +56,7 @@ COUNTS: Final = 9
 
 
 def _table(**columns: str) -> np.dtype[np.void]:
-    """A record of these columns; what one row holds lies side by side in memory."""
+    """Return a record dtype; the columns of a row are adjacent in memory."""
     return np.dtype(list(columns.items()), align=True)
 
 
@@ -65,7 +66,7 @@ OP: Final = _table(
     workspace_bytes="i8",
     output_bytes="i8",
     start_bytes="i8",  # output, workspace and held bytes
-    most_bytes="i8",  # all that the op can need on its device: with copies of all its inputs
+    most_bytes="i8",  # most that the op can need on its device, with copies of all inputs
     successor_start="u4",
     predecessor_start="u4",
 )
@@ -81,36 +82,36 @@ PAIR: Final = _table(
     bandwidth_bytes_per_s="f8",
     source="u4",
     destination="u4",
-    queue="i4",  # what a transfer occupies, -1 for nothing
-    second_queue="i4",  # what it occupies besides, -1 for nothing
-    line="i4",  # where it waits: its queue, or the first of the ports that are one link's
+    queue="i4",  # that a transfer occupies, -1 for none
+    second_queue="i4",  # that it occupies, too, -1 for none
+    line="i4",  # where it waits: its queue, or the first of the link's ports
     connected="?",
     by_priority="?",
 )
 QUEUE: Final = _table(
-    ports="i4",  # how many queues take their transfers from this line
+    ports="i4",  # number of queues that take their transfers from this line
     by_priority="?",
 )
 OP_STATE: Final = _table(
-    remaining="i4",  # inputs not yet there; express: those of unknown arrival
+    remaining="i4",  # inputs not yet there; express: inputs of unknown arrival
     rank="u4",  # by priority
-    latest="i8",  # express: the last of the known arrivals
+    latest="i8",  # express: latest known arrival
 )
 DEVICE_STATE: Final = _table(
     work_left_ns="i8",  # cost of the ops that have not started
     used_bytes="i8",
     peak_bytes="i8",
-    most_bytes="i8",  # all that its ops can need, if they need it at once
+    most_bytes="i8",  # sum of most_bytes of its ops
     running="i4",  # op, or -1
-    previous="i4",  # last op that ended, or -1; express: that started
+    previous="i4",  # last op that ended, or -1; express: last that started
     opened="i4",  # last transfer that was opened to this device, or -1
-    ready="i4",  # how many ops are ready
-    lone="i4",  # the only one, in no bitmap, or -1
-    ready_first="i4",  # no word of ready_words before this one is set
+    ready="i4",  # number of ready ops
+    lone="i4",  # the only ready op, which is in no bitmap, or -1
+    ready_first="i4",  # words of ready_words before this one are 0
     touched="?",
     busy_until_ns="i8",  # express: end of the last op that started
-    sent_bytes="i8",  # express: of the output that is sent, what is read here
-    arrival="i8",  # express: of that output here
+    sent_bytes="i8",  # express: bytes of the current output that are read here
+    arrival="i8",  # express: arrival of the current output here
 )
 QUEUE_STATE: Final = _table(
     idle_ports="i4",
@@ -121,7 +122,7 @@ QUEUE_STATE: Final = _table(
 )
 COPY_STATE: Final = _table(
     size="i8",
-    users="i4",  # consumers on the device, and transfers from it, that still need this copy
+    users="i4",  # consumers on the device, and transfers from it, that need this copy
 )
 TRANSFER_STATE: Final = _table(  # by edge; a transfer has the number of one of its edges
     start_ns="i8",  # while it waits: when it was requested
@@ -135,7 +136,7 @@ TRANSFER_STATE: Final = _table(  # by edge; a transfer has the number of one of 
 
 @by_pointer
 class ProblemArrays(NamedTuple):
-    """What a simulation only reads."""
+    """Inputs of a simulation, which does not change them."""
 
     cost_ns: Longs  # (N, K) one column for all devices with the same costs, -1: not allowed
     column: Indices  # (D,) of cost_ns
@@ -150,15 +151,14 @@ class ProblemArrays(NamedTuple):
 
 @by_pointer
 class Workspace(NamedTuple):
-    """What a simulation writes; use it for one simulation at a time, as often as you like.
+    """Output and scratch arrays of a simulation; one at a time may use them, any number of times.
 
-    After a simulation that reached its end, ``start_ns`` (N) holds when every op started, and
-    ``cause`` (N) the op that made it start then (the one before it on its device, or the producer
-    of its last input; -1 for a start at 0). After one with ``RECORD_MEMORY``,
-    ``devices["peak_bytes"]`` (D) is the peak memory of every device, and the first
-    ``counts[SENT]`` entries of ``sent`` are the transfers, each named by one of its edges, with
-    ``start_ns`` and ``duration_ns`` in ``transfers``. ``counts[EXPRESS]`` is 1 for a step that
-    went the short way.
+    After a simulation that reached its end, ``start_ns`` (N) holds the start of every op, and
+    ``cause`` (N) the op that determined this start (the previous one on its device, or the producer
+    of its last input; -1 for a start at 0). With ``RECORD_MEMORY``, ``devices["peak_bytes"]`` (D)
+    is then the peak memory of every device, and the first ``counts[SENT]`` entries of ``sent`` are
+    the transfers, each named by one of its edges, with ``start_ns`` and ``duration_ns`` in
+    ``transfers``. ``counts[EXPRESS]`` is 1 for a step that took the express path.
 
     A copy is what consumers on one device read: copy i is the output of op i where it was made,
     copy N + e what transfer e brings.
@@ -174,10 +174,10 @@ class Workspace(NamedTuple):
     copies: Table  # (N + E,) of COPY_STATE
     copy_read: Indices  # (E,) the copy that the target of an edge reads
     order: Indices  # (N,) ops by rank
-    ranked_priority: Floats  # (N,) the priorities for which ranks and order hold
+    ranked_priority: Floats  # (N,) priorities for which ranks and order are valid
     merged: Indices  # (N,)
     run_start: Indices  # (N + 1,)
-    ready: Longs  # (D, words) bit r of a row: the op of rank r is ready, and not alone
+    ready: Longs  # (D, words) bit r of a row: the op of rank r is ready, and not the only one
     ready_words: Longs  # (D, words of words) which words of ready are not 0
     touched_devices: Indices  # (D,)
     touched_queues: Indices  # (Q,)
@@ -187,6 +187,6 @@ class Workspace(NamedTuple):
     unqueued_events: Longs  # (E,) binary heap
     ends: Longs  # express: (2 P,) the next end of every device, a tree like events
     ready_later: Longs  # express: (N + 1,) heap of when ops become ready
-    received_bytes: Longs  # express: (N,) sent to every op until it ends
+    received_bytes: Longs  # express: (N,) received for every op until it ends
     rests: Longs  # (2,) see envs.simulator.kernel
     counts: Longs  # (COUNTS,)

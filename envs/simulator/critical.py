@@ -1,4 +1,4 @@
-"""The critical path of a simulated step: without a gap from its start to its end."""
+"""The critical path of a simulated step, without gaps from its start to its end."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ Reason: TypeAlias = Literal["start", "input", "transfer", "device busy", "link b
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """What held a device, an op, or a link, the transfer of an op's output, until then."""
+    """The op that kept a device busy, or the op whose output's transfer kept a link busy."""
 
     op: int
     source: int  # device
-    destination: int  # device; of an op the same
+    destination: int  # device; equal to source for an op
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """A part of the critical path: an op, a transfer of its output, or the wait for the link.
+    """One segment of the critical path: an op, a transfer of its output, or a wait for the link.
 
-    ``after`` says what it could not start before: the start of the step, an input made on the same
-    device, a transfer, or that its device or link was busy. ``holder`` is who held it then: the op
-    that the device ran before, or the last transfer on the link during a wait for it.
+    ``after`` names what it had to wait for: the start of the step, an input made on the same
+    device, a transfer, or a busy device or link. ``holder`` is what kept that busy: the previous op
+    on the device, or the last transfer on the link during a wait for it.
     """
 
     kind: Kind
-    op: int  # that runs, or whose output is sent
+    op: int  # the op that runs, or whose output is sent
     source: int  # device
-    destination: int  # device; of an op the same
+    destination: int  # device; equal to source for an op
     start_ns: int
     end_ns: int
     after: Reason
@@ -45,10 +45,10 @@ class Stretch:
 
 
 def critical_path(problem: Problem, schedule: Schedule) -> list[Stretch]:
-    """Stretches from 0 to the end of the step, each begins where the one before it ends.
+    """Return the segments from 0 to the end of the step; each begins where the last one ends.
 
-    Nothing but them decides how long the step is: make one shorter, or avoid what it waits for.
-    Empty for a placement that cannot run. Linear in ops and edges (times log, for transfers).
+    They alone determine the step time: make one shorter, or avoid what it waits for. Empty for a
+    placement that cannot run. Linear in ops and edges (times log, for transfers).
     """
     if schedule.step_ns == INFEASIBLE_NS:
         return []
@@ -84,7 +84,7 @@ def critical_path(problem: Problem, schedule: Schedule) -> list[Stretch]:
 
 
 def critical_path_to_list(problem: Problem, path: list[Stretch]) -> list[dict[str, Any]]:
-    """The path as plain data for JSON, with names and seconds."""
+    """Return the path as plain data for JSON, with names and seconds."""
     names, ids = problem.cluster.names, problem.graph.ids
 
     def place(part: Stretch | Holder) -> dict[str, str]:
@@ -115,13 +115,13 @@ class Sent:
         self.of_edge[sent.edge] = np.arange(len(sent))
         pair = (sent.source, sent.destination)
         self.queues = np.stack([problem.queue[pair], problem.second_queue[pair]]).astype(np.int64)
-        # Of those that end at one instant the longest first: others took no time.
+        # Of transfers that end at one instant the longest first: the others took no time.
         ends = (self.queues * HORIZON_NS + sent.end_ns).ravel()
         self.order = np.lexsort((np.tile(sent.start_ns, 2), ends))
         self.ends = ends[self.order]
 
     def stretches(self, producer: int, reader: int) -> list[Stretch]:
-        """What the reader, on another device, waited for: the transfer, before it for its link."""
+        """Return the wait for the link, if any, and the transfer of an output to its reader."""
         sent = self.schedule.transfers
         k = self._carrier(producer, reader)
         request_ns, start_ns = int(sent.request_ns[k]), int(sent.start_ns[k])
@@ -147,11 +147,10 @@ class Sent:
         return [wait, transfer] if waits else [transfer]
 
     def _carrier(self, producer: int, reader: int) -> int:
-        """The transfer that brings the output of producer to reader."""
         graph, devices = self.problem.graph, self.schedule.devices
         edges = range(graph.successor_start[producer], graph.successor_start[producer + 1])
         if self.problem.cluster.once_per_destination:
-            # It has the number of the first edge to that device.
+            # The transfer has the number of the first edge to that device.
             there = devices[reader]
             return int(
                 next(self.of_edge[e] for e in edges if devices[graph.successors[e]] == there)
@@ -159,7 +158,7 @@ class Sent:
         return int(next(self.of_edge[e] for e in edges if graph.successors[e] == reader))
 
     def _holder(self, k: int) -> Holder:
-        """The transfer that occupied what transfer k needs until k began."""
+        """Return the transfer that occupied the link of transfer k until k began."""
         sent = self.schedule.transfers
         queues = self.queues[:, k]
         keys = queues[queues != NO_QUEUE] * HORIZON_NS + sent.start_ns[k]

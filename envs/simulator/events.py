@@ -1,8 +1,8 @@
-"""What ends next: the earliest event of every device and queue, and of all other transfers.
+"""The next event of every device and queue, and of all other transfers.
 
 A device runs one op at a time and a queue serves one transfer, so each has one slot; transfers that
-never wait share one, with a heap behind it. Slots are the leaves of a tournament tree whose root
-is the earliest event: an update walks up one path and makes no guesses.
+never wait share one, with a heap behind it. Slots are the leaves of a tournament tree whose root is
+the earliest event: an update walks up one path without unpredictable branches.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from envs.simulator.arrays import NO_EVENT, Longs
 
 @compiled_inline
 def set_event(events: Longs, slot: int, event: int) -> None:
-    """The next event of a slot, ``time << CODE_BITS | code`` or ``NO_EVENT``."""
+    """Set the next event of a slot, ``time << CODE_BITS | code`` or ``NO_EVENT``."""
     at = slot + (len(events) >> 1)
     events[index(at)] = event
     while at > 1:
@@ -24,7 +24,7 @@ def set_event(events: Longs, slot: int, event: int) -> None:
 
 @compiled_inline
 def add_event(events: Longs, slot: int, event: int) -> None:
-    """Give an event to a slot that has none; no level of the tree waits for the one below."""
+    """Set the event of a slot that has none; the levels of the tree are updated independently."""
     at = slot + (len(events) >> 1)
     while at > 0:
         events[index(at)] = min(event, events[index(at)])
@@ -33,7 +33,7 @@ def add_event(events: Longs, slot: int, event: int) -> None:
 
 @compiled_inline
 def push_event(heap: Longs, count: int, event: int) -> int:
-    """Add an event to a heap of ``count``; returns how many it has now."""
+    """Add an event to a heap of ``count``; return the new count."""
     hole = count
     while hole > 0:
         parent = (hole - 1) >> 1
@@ -47,7 +47,7 @@ def push_event(heap: Longs, count: int, event: int) -> int:
 
 @compiled_inline
 def pop_event(heap: Longs, count: int) -> int:
-    """Remove the earliest event of a heap of ``count``, above 0; returns how many are left.
+    """Remove the earliest event of a heap of ``count``, above 0; return the new count.
 
     An empty heap has ``NO_EVENT`` on top. The hole left at the top walks down to a leaf and the
     last event is sifted up from there, which compares less than sifting it down: it came from a

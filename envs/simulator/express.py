@@ -1,23 +1,22 @@
-"""The short way through a step: no transfer is an event, for it is known ahead when it ends.
+"""The express path: the end of a transfer is known in advance, so transfers are no events.
 
 It applies where ``ProblemArrays.express`` is set: every op and every transfer takes at least a
-nanosecond, outputs are sent once to each device, of which there are at most 64, and each queue
-serves one transfer at a time in order of request. What ends at an instant is then one round, and
-the requests of a queue arrive in the order in which it serves them, so a request can be answered
-at once: the transfer starts now, or when the last one before it ends. An op is ready at the latest
-of its inputs' arrivals, known when the last of its producers ends. If its device is busy until
-then, it may count as ready right away; if not, that is an event, one for the op and not one for
-each transfer.
+nanosecond, outputs are sent once per destination, there are at most 64 devices, and each queue
+serves one transfer at a time in order of request. Everything that ends at an instant is then one
+round, and requests reach a queue in the order in which it serves them, so a request can be answered
+at once: the transfer starts now, or when the previous one ends. An op is ready at the latest
+arrival of its inputs, known when the last of its producers ends. If its device is busy until then,
+it counts as ready right away; otherwise that is an event, one per op instead of one per transfer.
 
-Memory is followed on the safe side: a copy for each reader, from the request of its transfer until
-the reader ends; an output until its last reader ends, wherever that is. If that suffices on every
-device, so does what is really needed. If not, or where the horizon is near, this way gives up and
-the long way decides.
+Memory is bounded from above: a copy for each reader, from the request of its transfer until the
+reader ends; an output until its last reader on any device ends. If this fits on every device, so
+does the exact amount. If not, or near the horizon, the express path gives up and the full path
+(``envs.simulator.full``) decides.
 
-Starts and causes are those of the long way. The *arrival* of an input is ``time << CODE_BITS``,
-plus 1 + its producer if that ran on another device: of inputs that arrive at once, the one from
-elsewhere with the last producer is the cause. An op whose last input was made on its own device, or
-that waited for its device, has the op before it there as its cause, which made that input.
+Starts and causes equal those of the full path. The *arrival* of an input is ``time << CODE_BITS``,
+plus 1 + its producer if that ran on another device: of inputs that arrive at once, the cause is the
+remote one with the last producer. An op whose last input was made on its own device, or that waited
+for its device, has the previous op there as its cause, which made that input.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _CODE_MASK: Final = (1 << CODE_BITS) - 1
 def express_core(
     arrays: ProblemArrays, work: Workspace, devices: Ints, limit_ns: int, follows_memory: bool
 ) -> int:
-    """What ``simulate_core`` returns, or ``GIVES_UP``; the workspace is reset for this step.
+    """Return what ``simulate_core`` returns, or ``GIVES_UP``; the workspace must be reset.
 
     Sets of devices are words of 64 bits.
     """
@@ -76,7 +75,7 @@ def express_core(
 
 @compiled_inline
 def _reset(work: Workspace, follows_memory: bool) -> int:
-    """Nothing started; the set of devices that have ready ops."""
+    """Reset the express fields; return the set of devices that have ready ops."""
     for k in range(len(work.ends)):
         work.ends[k] = NO_EVENT
     work.ready_later[0] = NO_EVENT
@@ -103,7 +102,7 @@ def _start_op(
     limit_ns: int,
     follows_memory: bool,
 ) -> int:
-    """Device d starts its next op if it is idle and has one."""
+    """Start the next op of device d, if it is idle; return ``_GOES_ON`` or the final answer."""
     device = work.devices[d]
     if device.busy_until_ns > now:
         return _GOES_ON
@@ -138,7 +137,7 @@ def _start_op(
 
 @compiled_inline
 def _make_ready(work: Workspace, devices: Ints, now: int) -> int:
-    """Ops whose last input arrives now are ready; the set of their devices."""
+    """Make ops ready whose last input arrives now; return the set of their devices."""
     found = 0
     while work.ready_later[0] >> CODE_BITS == now and work.ready_later[0] != NO_EVENT:
         v = index(work.ready_later[0] & _CODE_MASK)
@@ -151,7 +150,7 @@ def _make_ready(work: Workspace, devices: Ints, now: int) -> int:
 
 @compiled_inline
 def _stop_devices(work: Workspace, now: int) -> int:
-    """List the devices whose op ends now, by op; returns how many there are."""
+    """List the devices whose op ends now, by op; return their number."""
     ended = 0
     while work.ends[1] >> CODE_BITS == now and work.ends[1] != NO_EVENT:
         d = index(work.ends[1] & _CODE_MASK)
@@ -177,7 +176,7 @@ def _end_op(
     now: int,
     follows_memory: bool,
 ) -> int:
-    """The op that ran on d has ended: send its output, and tell its readers when it arrives."""
+    """End the op on d: send its output, and tell its readers when it arrives."""
     i = index(work.devices[d].previous)
     if follows_memory:
         _release(arrays, work, devices, i, d)
@@ -218,7 +217,7 @@ def _end_op(
 
 @compiled_inline
 def _send(arrays: ProblemArrays, work: Workspace, i: int, d: int, readers: int, now: int) -> int:
-    """Request the transfers of op i from d to a set of devices, in their order."""
+    """Request the transfers of op i from d to a set of devices, in index order."""
     while readers != 0:
         to = index(lowest_set_bit(readers))
         readers &= readers - 1
@@ -239,7 +238,7 @@ def _send(arrays: ProblemArrays, work: Workspace, i: int, d: int, readers: int, 
 
 @compiled_inline
 def _release(arrays: ProblemArrays, work: Workspace, devices: Ints, i: int, d: int) -> None:
-    """Op i, which ran on d, needs its workspace and its inputs no more.
+    """Free the workspace and the inputs of op i, which ran on d.
 
     ``remaining`` of an op that has started counts readers that have not ended.
     """

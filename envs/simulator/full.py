@@ -1,6 +1,6 @@
-"""The long way through a step: the end of every op and every transfer is an event.
+"""The full path: the end of every op and every transfer is an event.
 
-It takes every link, and follows memory in time.
+It supports every link, and follows memory over time.
 """
 
 from __future__ import annotations
@@ -39,11 +39,10 @@ def full_core(
     limit_ns: int,
     memory: int,
 ) -> int:
-    """What ``simulate_core`` returns; the workspace is reset for this step."""
+    """Return what ``simulate_core`` returns; the workspace must be reset."""
     device_count = len(arrays.memory_bytes)
     now = int64(0)
     while True:
-        # As long as the limit holds, start what can start.
         beyond = _start_ops(arrays, work, devices, now, limit_ns, memory)
         if beyond >= 0:
             return beyond
@@ -53,7 +52,6 @@ def full_core(
         event = work.events[1]
         if event == NO_EVENT:
             return now
-        # Handle everything that ends next.
         now = event >> CODE_BITS
         while event >> CODE_BITS == now and event != NO_EVENT:
             code = index(event & _CODE_MASK)
@@ -69,7 +67,7 @@ def full_core(
 def _start_ops(
     arrays: ProblemArrays, work: Workspace, devices: Ints, now: int, limit_ns: int, memory: int
 ) -> int:
-    """Every touched idle device starts its next op; returns -1, or a step above the limit."""
+    """Start the next op of every touched idle device; return -1, or the final answer."""
     for k in range(work.counts[TOUCHED_DEVICES]):
         d = work.touched_devices[index(k)]
         device = work.devices[d]
@@ -111,7 +109,7 @@ def _end_op(
     now: int,
     memory: int,
 ) -> bool:
-    """The op that runs on d ends; False where a consumer is on a device that no link leads to."""
+    """End the op on d; return False if no link leads from d to a consumer's device."""
     i = index(work.devices[d].running)
     work.devices[d].running = -1
     work.devices[d].previous = i
@@ -172,7 +170,7 @@ def _end_op(
 
 @compiled_inline
 def _release_inputs(arrays: ProblemArrays, work: Workspace, i: int, d: int) -> None:
-    """Op i, which ran on d, needs its workspace and its inputs no more."""
+    """Free the workspace and the inputs of op i, which ran on d."""
     freed = arrays.ops[i].workspace_bytes
     for k in range(arrays.ops[i].predecessor_start, arrays.ops[index(i + 1)].predecessor_start):
         copy = work.copies[work.copy_read[arrays.edges[index(k)].predecessor_edge]]

@@ -1,4 +1,4 @@
-"""Why devices are idle in a simulated step: what each of their gaps waits for."""
+"""Idle times of the devices in a simulated step, and what they wait for."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Idle:
     """A time in which a device runs nothing, for one reason.
 
     It waits for the output of ``producer`` on another device, which its next op, ``reader``, needs:
-    until it is made ("producer"), until its link is free of the transfer of ``holder`` ("link
-    busy"), or while it is sent ("transfer"). After the last op of the device nothing is left; then
-    there is neither producer nor reader.
+    until it is made ("producer"), until the transfer of ``holder`` leaves its link ("link busy"),
+    or while it is sent ("transfer"). After the last op of the device nothing is left; then there is
+    neither producer nor reader.
     """
 
     device: int
@@ -35,7 +35,7 @@ class Idle:
 
 
 def idle_times(problem: Problem, schedule: Schedule) -> list[Idle]:
-    """All of them, by device, then time; with its ops they fill the step of every device.
+    """Return all idle times by device, then time; with the ops they fill the step of every device.
 
     Empty for a placement that cannot run.
     """
@@ -65,9 +65,9 @@ def idle_times(problem: Problem, schedule: Schedule) -> list[Idle]:
 
 
 def _gap(schedule: Schedule, sent: Sent, reader: int, begin_ns: int) -> list[Idle]:
-    """The gap before an op that started when a transfer ended, cut by what went on with that."""
+    """Split the gap before an op that started when a transfer ended, by what it waited for."""
     while schedule.devices[schedule.cause[reader]] == schedule.devices[reader]:
-        reader = int(schedule.cause[reader])  # which took no time
+        reader = int(schedule.cause[reader])  # skip ops that took no time
     found: list[Idle] = []
     for part in sent.stretches(int(schedule.cause[reader]), reader):
         if not found and part.start_ns > begin_ns:

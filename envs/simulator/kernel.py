@@ -1,20 +1,19 @@
 """The compiled core: one step of a placed graph in integer nanoseconds.
 
-A step goes the short way of ``envs.simulator.express`` where that is exact, else the long way of
-``envs.simulator.full``; their answers, starts and causes are the same.
+A step takes the express path (``envs.simulator.express``) where that is exact, else the full path
+(``envs.simulator.full``); their answers, starts and causes are the same.
 
 Time advances from instant to instant. An instant is a number of rounds (more than one only where
 something takes no time): first everything that ends is handled, then every idle device picks its
 ready op of highest priority, and every idle queue its first waiting transfer. A queue serves in
-order of request (instants first, then producer, destination and edge), or, by priority, the
-transfer whose highest-priority consumer on the destination is highest, ties in order of request.
-On a half-duplex "egress" link, or one with ``ingress``, a transfer needs the ports of both its
-ends; waiting transfers of the link are looked at in queue order, and each whose two ports are idle
-starts.
+order of request (instant, then producer, destination and edge), or, by priority, the transfer whose
+highest-priority consumer on the destination is highest, ties in order of request. On a half-duplex
+"egress" link, or one with ``ingress``, a transfer needs the ports of both its ends; waiting
+transfers of the link are checked in queue order, and each with two idle ports starts.
 
-Memory of a device, frees before allocations in a round: parameters, gradients and optimizer state
-of its ops throughout; held bytes of an op from its start on; its output from its start until the
-last consumer there and the last transfer of it have ended (to the end of the step without
+Memory of a device (in a round, frees come before allocations): parameters, gradients and optimizer
+state of its ops throughout; held bytes of an op from its start on; its output from its start until
+the last consumer there and the last transfer of it have ended (to the end of the step without
 consumers); its workspace while it runs; a received copy from the start of its transfer until its
 last consumer there has ended.
 
@@ -64,25 +63,25 @@ def simulate_core(
     limit_ns: int,
     memory: int,
 ) -> int:
-    """Nanoseconds of one step.
+    """Simulate one step and return its nanoseconds.
 
     Args:
-        arrays: of the problem, see ``arrays_of``.
-        work: a workspace for it, see ``workspace_for``; holds the schedule afterwards, unless the
-            step was aborted.
+        arrays: arrays of the problem, see ``arrays_of``.
+        work: a workspace for the problem, see ``workspace_for``; holds the schedule afterwards,
+            unless the step was aborted.
         devices: (N,) int32, each in 0 .. D-1 (not checked).
         priority: (N,) float64 without nan (not checked).
         limit_ns: abort as soon as the step provably takes longer; ``NO_LIMIT_NS`` for never.
         memory: ``IGNORE_MEMORY``, ``STOP_WHEN_FULL`` (a placement that does not fit is
             infeasible), ``RECORD_MEMORY`` (peaks are recorded and never stop anything) or
-            ``RANK_EXCESS`` (peaks above a device's memory are recorded; a placement that does not
-            fit takes ``OVERFULL_NS`` and more, by how much memory it lacks).
+            ``RANK_EXCESS`` (peaks above a device's memory are recorded; a placement that does
+            not fit takes ``OVERFULL_NS`` and more, growing with the memory that is missing).
 
     Returns:
-        The step if it is at most ``limit_ns``, else some number above ``limit_ns`` (the largest of
-        all cannot be exceeded). ``INFEASIBLE_NS``: an op is where it may not run, an edge joins
-        devices without a link, or memory does not suffice. The same with
-        ``work.counts[BEYOND_HORIZON]`` set: the step reaches ``HORIZON_NS``.
+        The step if it is at most ``limit_ns``, else some number above ``limit_ns`` (unless that
+        is the largest number). ``INFEASIBLE_NS``: an op is where it may not run, an edge joins
+        devices without a link, or memory does not suffice; or, with
+        ``work.counts[BEYOND_HORIZON]`` set, the step reaches ``HORIZON_NS``.
     """
     rank_ops(work, priority)
     ranks_excess = memory == RANK_EXCESS
@@ -121,10 +120,11 @@ def simulate_batch(
     memory: int,
     step_ns: Longs,
 ) -> int:
-    """Steps of B placements (B, N) into ``step_ns`` (B,), see :func:`simulate_core`.
+    """Simulate B placements (B, N) into ``step_ns`` (B,), see :func:`simulate_core`.
 
     Returns:
-        -1, or the first placement whose step reaches ``HORIZON_NS``; those after it are not timed.
+        -1, or the first placement whose step reaches ``HORIZON_NS``; those after it are not
+        simulated.
     """
     for b in range(len(devices)):
         step_ns[b] = simulate_core(arrays, work, devices[b], priority[b], limit_ns, memory)
@@ -135,7 +135,7 @@ def simulate_batch(
 
 @compiled_inline
 def _reset(arrays: ProblemArrays, work: Workspace, devices: Ints, memory: int) -> bool:
-    """Time 0, nothing started; False where an op may not run on its device or does not fit."""
+    """Reset to time 0; return False where an op may not run on its device or does not fit."""
     for k in range(COUNTS):
         work.counts[k] = 0
     for k in range(len(work.events)):
@@ -185,7 +185,7 @@ def _reset(arrays: ProblemArrays, work: Workspace, devices: Ints, memory: int) -
 
 @compiled_inline
 def _fits_anyway(arrays: ProblemArrays, work: Workspace) -> bool:
-    """No device can run out of memory, in whatever order its ops run."""
+    """Return whether no device can run out of memory, for any order of its ops."""
     for d in range(len(work.devices)):
         if work.devices[d].most_bytes > arrays.memory_bytes[d]:
             return False
@@ -194,7 +194,7 @@ def _fits_anyway(arrays: ProblemArrays, work: Workspace) -> bool:
 
 @compiled_inline
 def _ranked(arrays: ProblemArrays, work: Workspace, step_ns: int) -> int:
-    """The step, or by the recorded peaks a number from ``OVERFULL_NS`` on."""
+    """Return the step, or ``OVERFULL_NS`` and more if the recorded peaks exceed memory."""
     missing = 0.0
     room = 0.0
     for d in range(len(arrays.memory_bytes)):
@@ -208,9 +208,9 @@ def _ranked(arrays: ProblemArrays, work: Workspace, step_ns: int) -> int:
 
 @compiled_inline
 def _takes_express(work: Workspace, memory: int) -> bool:
-    """Not where peaks are recorded, and not for some steps after memory made it give up.
+    """Return whether to try the express path: a failed attempt costs time.
 
-    It soon would again, and both ways take longer than one.
+    Not where peaks are recorded, and not for some steps after memory made it give up.
     """
     if memory in (IGNORE_MEMORY, RECORD_MEMORY):
         return memory == IGNORE_MEMORY
@@ -220,6 +220,6 @@ def _takes_express(work: Workspace, memory: int) -> bool:
 
 @compiled_inline
 def _rest_if(work: Workspace, gave_up: bool) -> None:
-    """Go the long way for the next 1, 3, 7 and then 15 steps, as long as it gives up."""
+    """Skip the express path for the next 1, 3, 7 and then 15 steps, as long as it gives up."""
     work.rests[RESTED] = min(2 * work.rests[RESTED] + 1, LONGEST_REST) if gave_up else 0
     work.rests[TO_REST] = work.rests[RESTED]

@@ -1,4 +1,4 @@
-"""How much memory every device has in use, from instant to instant of a simulated step."""
+"""Memory in use on every device over the time of a simulated step."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from envs.simulator.schedule import Schedule
 
 
 def memory_curves(problem: Problem, schedule: Schedule) -> list[list[tuple[int, int]]]:
-    """(ns, bytes in use from then on) of every device, in order of time.
+    """Return (ns, bytes in use from then on) of every device, in order of time.
 
-    The first entry is at 0. The largest of a device is its ``schedule.peak_bytes``, as long as
-    every op takes time: of what comes and goes within one instant the curve knows nothing.
+    The first entry is at 0. The largest value of a device is its ``schedule.peak_bytes`` if every
+    op takes time: the curve omits what comes and goes within one instant.
     """
     change: list[dict[int, int]] = [defaultdict(int) for _ in range(problem.device_count)]
     resident = problem.graph.resident_bytes.tolist()

@@ -8,10 +8,10 @@ from envs.simulator.arrays import Floats, Indices, Workspace
 
 @compiled_inline
 def rank_ops(work: Workspace, priority: Floats) -> None:
-    """Bring ``rank`` and ``order`` of the workspace up to date with ``priority`` (N,).
+    """Update ``rank`` and ``order`` of the workspace for ``priority`` (N,).
 
-    A natural merge sort that begins with the order of last time: nothing to do for the same
-    priorities, one or two merges after a few changes.
+    A natural merge sort that begins with the previous order: nothing to do for the same priorities,
+    one or two merges after a few changes.
     """
     ranked, order = work.ranked_priority, work.order
     changed = False
@@ -39,7 +39,7 @@ def _precedes(a: int, b: int, priority: Floats) -> bool:
 
 @compiled_inline
 def _find_runs(order: Indices, priority: Floats, run_start: Indices) -> int:
-    """Cut ``order`` into sorted runs; returns how many, their starts and the end in run_start."""
+    """Cut ``order`` into sorted runs, with their bounds in run_start; return their number."""
     runs = 1
     run_start[0] = 0
     for k in range(1, len(order)):
@@ -54,7 +54,7 @@ def _find_runs(order: Indices, priority: Floats, run_start: Indices) -> int:
 def _merge_pairs(
     source: Indices, target: Indices, priority: Floats, run_start: Indices, runs: int
 ) -> int:
-    """Merge runs 0 and 1, 2 and 3, ... of source into target; returns how many are left."""
+    """Merge runs 0 and 1, 2 and 3, ... of source into target; return how many are left."""
     left_over = 0
     for first in range(0, runs, 2):
         a, a_end = run_start[first], run_start[first + 1]
@@ -63,7 +63,7 @@ def _merge_pairs(
         run_start[left_over] = a
         left_over += 1
         k = a
-        while a < a_end and b < b_end:  # its body is free of branches: they would be guesses
+        while a < a_end and b < b_end:  # branch-free body: branches would be unpredictable
             one, other = source[a], source[b]
             p, q = priority[one], priority[other]
             takes_one = (p > q) | ((p == q) & (one < other))

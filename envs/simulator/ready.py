@@ -1,4 +1,4 @@
-"""Ready ops of every device, one or a bitmap over ranks; devices that may have one to start."""
+"""Ready ops per device (one op, or a bitmap over ranks), and devices that may start one."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _LOW_BITS: Final = (1 << WORD_BITS) - 1
 
 @compiled_inline
 def make_ready(work: Workspace, i: int, d: int) -> None:
-    """All inputs of op i are on its device d."""
+    """Make op i ready on its device d, and let the device pick an op."""
     add_ready(work, i, d)
     touch_device(work, d)
 
 
 @compiled_inline
 def add_ready(work: Workspace, i: int, d: int) -> None:
-    """Let device d start op i when it next picks; a lone op needs no bitmap."""
+    """Add op i to the ready ops of device d; a lone op needs no bitmap."""
     device = work.devices[d]
     device.ready += 1
     if device.ready == 1:
@@ -33,7 +33,7 @@ def add_ready(work: Workspace, i: int, d: int) -> None:
 
 @compiled_inline
 def pop_ready(work: Workspace, d: int) -> int:
-    """The ready op of lowest rank on a device, or -1."""
+    """Remove and return the ready op of lowest rank on a device, or -1."""
     device = work.devices[d]
     if device.ready == 0:
         return -1
@@ -45,7 +45,6 @@ def pop_ready(work: Workspace, d: int) -> int:
 
 @compiled_inline
 def _set_bit(work: Workspace, rank: int, d: int) -> None:
-    """The op of this rank is ready on device d."""
     word = index(rank >> WORD_BITS)
     group = index(word >> WORD_BITS)
     work.ready[d, word] |= 1 << (rank & _LOW_BITS)
@@ -56,7 +55,7 @@ def _set_bit(work: Workspace, rank: int, d: int) -> None:
 
 @compiled_inline
 def _pop_bit(work: Workspace, d: int) -> int:
-    """The lowest rank whose bit is set, which there must be."""
+    """Remove and return the lowest rank in the bitmap, which must not be empty."""
     group = work.devices[d].ready_first
     while work.ready_words[d, index(group)] == 0:
         group += 1
@@ -72,7 +71,7 @@ def _pop_bit(work: Workspace, d: int) -> int:
 
 @compiled_inline
 def clear_ready(work: Workspace) -> None:
-    """Forget ready ops that will not run; a step that ends leaves none."""
+    """Clear ready ops that will not run; a completed step leaves none."""
     for d in range(work.ready.shape[0]):
         for word in range(work.ready.shape[1]):
             work.ready[d, word] = 0
@@ -82,7 +81,7 @@ def clear_ready(work: Workspace) -> None:
 
 @compiled_inline
 def arrive(work: Workspace, v: int, d: int, producer: int, now: int) -> None:
-    """One input of v is on its device now."""
+    """Count one more input of v as arrived on its device now."""
     op = work.ops[v]
     op.remaining -= 1
     if op.remaining == 0:
@@ -93,7 +92,7 @@ def arrive(work: Workspace, v: int, d: int, producer: int, now: int) -> None:
 
 @compiled_inline
 def touch_device(work: Workspace, d: int) -> None:
-    """Let a device pick an op when all that ends now has been handled."""
+    """Let a device pick an op once everything that ends now has been handled."""
     device = work.devices[d]
     if not device.touched:
         device.touched = True

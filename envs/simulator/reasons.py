@@ -1,4 +1,4 @@
-"""Why a placement is infeasible, for people."""
+"""Messages that explain why a placement is infeasible."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def why_full(
     peak_bytes: NDArray[np.int64],
     room_bytes: NDArray[np.int64] | None = None,
 ) -> str:
-    """Which devices lack how much memory and the largest ops there; "" where all fits.
+    """Return which devices lack how much memory, with the largest ops there, or "" if all fits.
 
-    ``room_bytes`` (D,) is what the devices have, if that is not what the problem says.
+    ``room_bytes`` (D,) overrides the devices' memory in the problem.
     """
     room = problem.memory_bytes if room_bytes is None else room_bytes
     return " ".join(
@@ -45,7 +45,7 @@ def _lack(problem: Problem, devices: NDArray[np.int32], d: int, peak: int, room:
 
 
 def why_blocked(problem: Problem, devices: NDArray[np.int32]) -> str:
-    """Which op is where it may not run, or which edge has no link; "" where nothing is wrong."""
+    """Return which op may not run on its device or which edge has no link, or "" if none."""
     graph, names = problem.graph, problem.cluster.names
     wrong = np.flatnonzero(~problem.allowed[np.arange(len(graph)), devices])
     if len(wrong):
@@ -67,7 +67,7 @@ def why_blocked(problem: Problem, devices: NDArray[np.int32]) -> str:
 
 
 def human_bytes(size: int) -> str:
-    """A size in decimal units, as data sheets give them.
+    """Return a size in decimal units, as in data sheets.
 
     >>> human_bytes(21_400_000_000)
     '21.4 GB'

@@ -1,4 +1,4 @@
-"""The full result of one simulated step."""
+"""The full schedule of one simulated step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from envs.problem import NO_QUEUE, Problem
 class Transfers:
     """T transfers between devices, by start, then producer, destination and edge; all (T,)."""
 
-    edge: NDArray[np.int32]  # of the graph; the first of those that it serves
+    edge: NDArray[np.int32]  # first edge of the graph that it serves
     producer: NDArray[np.int32]  # op whose output is sent
     source: NDArray[np.int32]  # device
     destination: NDArray[np.int32]  # device
@@ -25,31 +25,30 @@ class Transfers:
     bytes: NDArray[np.int64]
 
     def __len__(self) -> int:
-        """T."""
         return len(self.producer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Schedule:
-    """One step of N ops on D devices; times are from the start of the step.
+    """The schedule of one step of N ops on D devices; times are from the start of the step.
 
     A placement that does not fit into memory is not ``feasible``, yet has its times and peaks. One
-    that cannot run at all (see ``why``) has ``step_ns`` ``INFEASIBLE_NS``, 0 elsewhere and no
-    transfers.
+    that cannot run at all (see ``why``) has ``step_ns`` ``INFEASIBLE_NS``, times and peaks of 0,
+    causes of -1 and no transfers.
     """
 
     devices: NDArray[np.int32]  # (N,)
     step_ns: int
     start_ns: NDArray[np.int64]  # (N,)
     end_ns: NDArray[np.int64]  # (N,)
-    cause: NDArray[np.int32]  # (N,) the op that made this one start then; -1 for a start at 0
+    cause: NDArray[np.int32]  # (N,) the op that determined its start; -1 for a start at 0
     peak_bytes: NDArray[np.int64]  # (D,)
     transfers: Transfers
     feasible: bool
     why: str = ""
 
     def critical_chain(self) -> list[int]:
-        """Ops from the start of the step to its end, each the cause of the next.
+        """Return ops from the start of the step to its end, each the cause of the next.
 
         Between two of them there is no gap, or a transfer (and what it waited for).
         """
@@ -61,7 +60,7 @@ class Schedule:
 
 
 def busy_ns(problem: Problem, schedule: Schedule) -> NDArray[np.int64]:
-    """Nanoseconds that every device runs ops, then that every queue is occupied, (D + Q,)."""
+    """Return the nanoseconds that every device, then every queue, is occupied, (D + Q,)."""
     sent = schedule.transfers
     busy = np.zeros(problem.device_count + problem.queue_count + 1, np.int64)
     np.add.at(busy, schedule.devices, schedule.end_ns - schedule.start_ns)
@@ -73,7 +72,7 @@ def busy_ns(problem: Problem, schedule: Schedule) -> NDArray[np.int64]:
 
 
 def no_transfers() -> Transfers:
-    """Nothing was sent."""
+    """Return an empty set of transfers."""
     whole: NDArray[Any] = np.zeros(0, np.int64)
     index = np.zeros(0, np.int32)
     return Transfers(
@@ -89,7 +88,7 @@ def no_transfers() -> Transfers:
 
 
 def run_order(problem: Problem, start_ns: NDArray[np.int64]) -> list[int]:
-    """All ops by simulated start; at one instant sources before their readers."""
+    """Return all ops by simulated start; at one instant producers come before their readers."""
     rank = np.empty(problem.op_count, np.int64)
     rank[problem.graph.topological] = np.arange(problem.op_count)
     order: list[int] = np.lexsort((rank, start_ns)).tolist()

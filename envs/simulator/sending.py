@@ -41,7 +41,7 @@ def request(arrays: ProblemArrays, work: Workspace, number: int, now: int) -> No
 
 @compiled_inline
 def start_transfers(arrays: ProblemArrays, work: Workspace, now: int, memory: int) -> None:
-    """Start what never waits, and what the touched lines let through."""
+    """Start transfers that never wait, and the next ones of all touched lines."""
     for k in range(work.counts[UNQUEUED]):
         _start_transfer(arrays, work, work.unqueued[index(k)], now, memory)
     work.counts[UNQUEUED] = 0
@@ -62,7 +62,7 @@ def start_transfers(arrays: ProblemArrays, work: Workspace, now: int, memory: in
 def end_transfer(
     arrays: ProblemArrays, work: Workspace, number: int, now: int, memory: int
 ) -> None:
-    """The copy is there: free the link, feed the consumers."""
+    """End a transfer: free the link, and deliver the copy to its consumers."""
     pair = arrays.pairs[work.transfers[number].pair]
     if pair.line < 0:
         count = pop_event(work.unqueued_events, work.counts[UNQUEUED_EVENTS])
@@ -90,7 +90,7 @@ def end_transfer(
 
 @compiled_inline
 def _serve_ports(arrays: ProblemArrays, work: Workspace, line: int, now: int, memory: int) -> None:
-    """Look at a line in order; each transfer whose two ports are idle starts."""
+    """Start the transfers of a line whose two ports are idle, in order."""
     queue = work.queues[line]
     passed_over = 0
     while queue.idle_ports > 1 and queue.waiting >= 0:
@@ -113,7 +113,7 @@ def _serve_ports(arrays: ProblemArrays, work: Workspace, line: int, now: int, me
 def _start_transfer(
     arrays: ProblemArrays, work: Workspace, number: int, now: int, memory: int
 ) -> None:
-    """Occupy the destination's memory from now on, and end in time."""
+    """Start a transfer: allocate its copy at the destination, and schedule its end."""
     transfer = work.transfers[number]
     transfer.start_ns = now
     end = now + transfer.duration_ns
@@ -135,7 +135,7 @@ def _start_transfer(
 
 @compiled_inline
 def _touch_queue(work: Workspace, line: int) -> None:
-    """Let a line serve when all that ends now has been handled."""
+    """Let a line serve once everything that ends now has been handled."""
     queue = work.queues[line]
     if not queue.touched:
         queue.touched = True
@@ -145,7 +145,7 @@ def _touch_queue(work: Workspace, line: int) -> None:
 
 @compiled_inline
 def allocate(arrays: ProblemArrays, work: Workspace, d: int, size: int, memory: int) -> None:
-    """Take memory on a device; past its end, set ``counts[FULL]`` if that is to stop the step."""
+    """Allocate memory on a device; set ``counts[FULL]`` if too little is to stop the step."""
     device = work.devices[d]
     device.used_bytes += size
     if device.used_bytes > device.peak_bytes:

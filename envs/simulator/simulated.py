@@ -1,4 +1,4 @@
-"""The simulator for arrays of placements, and the backend that answers with it."""
+"""The simulator for arrays of placements, and the simulated backend."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from envs.simulator.schedule import Schedule, Transfers, busy_ns, no_transfers
 from envs.simulator.tables import arrays_of, workspace_for
 
 BLOCKS_PER_THREAD: Final = 32
-"""Blocks of a batch that a thread takes on average: some placements take longer than others."""
+"""Average number of blocks of a batch per thread: some placements take longer than others."""
 
 
 class Simulator:
-    """Times placements of one problem. Not for several threads at once: make one for each.
+    """Simulates placements of one problem. Not thread-safe: make one for each thread.
 
-    With ``memory`` False, no placement is infeasible for want of memory, and timing is faster. A
-    batch is spread over ``threads`` threads, each with a workspace of its own; the answers are the
-    same, and with fewer than about a millisecond of work in a batch so is the time.
+    With ``memory`` False, no placement is infeasible for want of memory, and simulation is faster.
+    A batch is spread over ``threads`` threads, each with a workspace of its own; the results are
+    the same. Batches of less than about a millisecond of work get no faster.
 
     Every placement is simulated from the start. After a change only what happened before it could
     be reused, half on average, at the price of storing states; stopping at a limit, as
-    :func:`simulate_core` does for searches, saves more. Loads are counted by change, see
+    :func:`simulate_core` does for searches, saves more. Loads are updated incrementally, see
     :mod:`envs.max_load`.
     """
 
@@ -62,19 +62,20 @@ class Simulator:
     def step_ns(
         self, devices: NDArray[np.int32], priority: NDArray[np.float64]
     ) -> NDArray[np.int64]:
-        """Steps of a batch of placements.
+        """Simulate a batch of placements and return their step times.
 
         Args:
             devices: (B, N) or (N,), device of every op.
-            priority: (B, N) or (N,), the same shape; of ready ops the highest first, ties by index.
+            priority: the same shape; the ready op of highest priority runs first, ties by
+                index.
 
         Returns:
-            (B,), B is 1 for (N,); ``INFEASIBLE_NS`` for a placement that does not fit into memory,
-            has an op where it may not run, or needs a link that is not there.
+            Nanoseconds (B,), B is 1 for (N,); ``INFEASIBLE_NS`` for a placement that does not
+            fit into memory, has an op where it may not run, or needs a link that is not there.
 
         Raises:
-            ValueError: a wrong shape, a device that does not exist, a priority that is not finite,
-                or a step of 550 s and more.
+            ValueError: a wrong shape, a device that does not exist, a priority that is not
+                finite, or a step of 550 s and more.
         """
         devices, priority = self._checked(devices, priority)
         steps = np.empty(len(devices), np.int64)
@@ -99,10 +100,7 @@ class Simulator:
         steps: NDArray[np.int64],
         threads: int,
     ) -> int:
-        """Simulate blocks of a batch, whichever thread is free the next; as ``simulate_batch``.
-
-        Compiled code runs without the interpreter lock.
-        """
+        """Simulate blocks on whichever thread is free; compiled code runs without the GIL."""
         while len(self._works) < threads:
             self._works.append(workspace_for(self.problem))
         size = max(len(devices) // (BLOCKS_PER_THREAD * threads), 1)
@@ -134,7 +132,7 @@ class Simulator:
         *,
         transfers: bool = True,
     ) -> Schedule:
-        """The whole step of one placement, (N,) each; faster if its transfers are not listed.
+        """Simulate one placement, (N,) each; faster if its transfers are not listed.
 
         Raises:
             ValueError: as for :meth:`step_ns`.
@@ -142,7 +140,7 @@ class Simulator:
         devices, priority = self._checked(devices, priority)
         if len(devices) != 1:
             raise ValueError(f"run takes one placement, not {len(devices)}")
-        where = devices[0].copy()  # the schedule's own, whatever becomes of the caller's
+        where = devices[0].copy()  # a copy: the caller may change its array
         steps = np.empty(1, np.int64)
         beyond = simulate_batch(
             self.arrays, self.work, devices, priority, NO_LIMIT_NS, RECORD_MEMORY, steps
@@ -211,17 +209,17 @@ class Simulator:
 
 
 class Simulated:
-    """The backend that simulates: deterministic, and the same on every machine.
+    """The simulated backend: deterministic, and the same on every machine.
 
-    ``parts`` of a result are ``compute``, the ops of the critical chain, and ``transfer``, what it
-    spends on transfers and on waiting for their links; they add up to the step.
+    ``parts`` of a result are ``compute``, the ops of the critical chain, and ``transfer``, its
+    transfers and waits for their links; they add up to the step.
 
-    A placement in m micro-batches is a step that takes the graph m times, see
+    A placement in m micro-batches is a step that runs the graph m times, see
     :mod:`envs.micro_batches`. Its period is (step of 2 m - step of m) / m: filling and draining the
-    pipeline cost both the same, and the end of a single step would show the drain alone. With few
-    micro-batches the two steps may still differ in how they fill it. The period is therefore never
-    less than what the busiest device or link has to do for a further micro-batch, which no
-    steady state can undercut; the optimizer, which runs once a step, is no part of it.
+    pipeline cost both the same, while the end of a single step would show the drain alone. With few
+    micro-batches the two steps may still fill it differently. The period is therefore never less
+    than the work of the busiest device or link for a further micro-batch, which no steady state can
+    undercut; the optimizer, which runs once per step, is no part of it.
     """
 
     def __init__(self, problem: Problem, *, threads: int = 1) -> None:
@@ -234,10 +232,10 @@ class Simulated:
         self._others: list[Simulated] = []  # one for each further thread
 
     def evaluate(self, placements: Sequence[Placement]) -> list[StepResult]:
-        """Time every placement, in order; one that is not for this problem is infeasible.
+        """Evaluate every placement, in order; one that is not for this problem is infeasible.
 
-        Several are spread over ``threads`` threads, with the same answers. It pays for large
-        graphs: what is told of a step besides its time is found by the interpreter.
+        Several are spread over ``threads`` threads, with the same results. This pays off for large
+        graphs only: everything but the simulation itself holds the interpreter lock.
         """
         threads = min(self.threads, len(placements))
         if threads < 2:
@@ -256,7 +254,7 @@ class Simulated:
         return [results[i] for i in range(len(placements))]
 
     def run(self, placement: Placement) -> tuple[Problem, Schedule]:
-        """The whole step of a placement, and the problem that it is a schedule of.
+        """Simulate a placement; return its problem (of all micro-batches, if several) and schedule.
 
         Raises:
             ValueError: the placement is not for this problem, or as for :meth:`Simulator.run`.
@@ -305,7 +303,7 @@ class Simulated:
     def _period_s(
         self, placement: Placement, problem: Problem, schedule: Schedule
     ) -> tuple[float | None, str]:
-        """The period, or None and why there is none."""
+        """Return the period, or None and the reason why there is none."""
         m = placement.micro_batches
         if m == 1:
             return None, ""

@@ -1,4 +1,4 @@
-"""The arrays of a problem for the compiled simulator, and workspaces that fit them."""
+"""Builds the arrays of a problem for the compiled simulator, and workspaces that fit them."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from envs.simulator.arrays import (
 from graphs.graph import GraphArrays
 
 EXPRESS_DEVICES: Final = 64
-"""Sets of devices are one word there."""
+"""Most devices of the express path, where a set of devices is one word."""
 
 
 def arrays_of(problem: Problem) -> ProblemArrays:
-    """The arrays of a problem.
+    """Return the arrays of a problem.
 
     Raises:
         ValueError: there are too many edges to number their events.
@@ -65,7 +65,7 @@ def arrays_of(problem: Problem) -> ProblemArrays:
 
 
 def workspace_for(problem: Problem) -> Workspace:
-    """A fresh workspace that fits a problem; about 80 bytes per op and 76 per edge."""
+    """Return a new workspace that fits a problem; about 80 bytes per op and 76 per edge."""
     n, e = problem.op_count, problem.graph.edge_count
     d, q = problem.device_count, problem.queue_count
     words = (n >> WORD_BITS) + 1
@@ -105,7 +105,7 @@ def workspace_for(problem: Problem) -> Workspace:
 
 
 def _may_express(problem: Problem) -> bool:
-    """Whether ``envs.simulator.express`` is exact where memory suffices: see there why."""
+    """Return whether the express path is exact where memory suffices; see its module for why."""
     joined = problem.connected & ~np.eye(problem.device_count, dtype=np.bool_)
     least_bytes = problem.graph.edge_bytes.min(initial=np.iinfo(np.int64).max)
     least_s = problem.latency_s + least_bytes / problem.bandwidth_bytes_per_s
@@ -122,7 +122,7 @@ def _may_express(problem: Problem) -> bool:
 
 
 def _cost_columns(problem: Problem) -> tuple[Longs, Indices]:
-    """The different columns of costs, (N, K), and which of them each device has, (D,)."""
+    """Return the distinct columns of costs, (N, K), and the column of each device, (D,)."""
     different: list[Longs] = []
     number: dict[bytes, int] = {}
     column = np.zeros(problem.device_count, np.uint32)
@@ -196,7 +196,7 @@ def _queues(problem: Problem) -> Table:
 
 
 def _lines(problem: Problem) -> list[int]:
-    """The line of every queue: ports that some transfer needs together share the lowest's."""
+    """Return the line of every queue: ports that one transfer needs together share the lowest."""
     line = list(range(problem.queue_count))
     for s, d in np.argwhere(problem.second_queue != NO_QUEUE).tolist():
         a, b = line[problem.queue[s, d]], line[problem.second_queue[s, d]]
@@ -205,5 +205,5 @@ def _lines(problem: Problem) -> list[int]:
 
 
 def _plain(array: NDArray[Any]) -> NDArray[Any]:
-    """A writable, contiguous copy: one array type for compiled code, whoever made the array."""
+    """Return a writable, contiguous copy, so that compiled code sees one array type."""
     return np.array(array, order="C", copy=True)

@@ -1,9 +1,9 @@
-"""A simulated step as a Chrome trace: opens in Perfetto (ui.perfetto.dev) and chrome://tracing.
+"""Chrome trace of a simulated step, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
 Devices and links are two processes of the trace. A device's track shows its ops, a link's track its
-transfers, one that occupies two ports shows on both; where transfers of a link do not wait for each
-other, it has as many tracks as overlap.
-Every device has a counter of the memory in use. Times are microseconds.
+transfers; one that occupies two ports appears on both. A link whose transfers do not wait for each
+other has as many tracks as overlap. Every device has a counter of the memory in use. Times are in
+microseconds.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Event = dict[str, Any]
 
 
 def chrome_trace(problem: Problem, schedule: Schedule) -> dict[str, Any]:
-    """The trace as the content of a JSON file.
+    """Return the trace as the content of a JSON file.
 
     Raises:
-        ValueError: the placement could not run at all, so there is nothing to show.
+        ValueError: the placement cannot run at all, so there is nothing to show.
     """
     if schedule.step_ns == INFEASIBLE_NS:
         raise ValueError(f"there is no timeline of a placement that cannot run: {schedule.why}")
@@ -79,7 +79,6 @@ def _transfers(problem: Problem, schedule: Schedule) -> Iterator[Event]:
 
 
 def _memory(problem: Problem, schedule: Schedule) -> Iterator[Event]:
-    """Bytes in use after each instant at which they change."""
     curves = memory_curves(problem, schedule)
     for name, curve in zip(problem.cluster.names, curves, strict=True):
         for at, used in curve:

@@ -1,4 +1,4 @@
-"""Which links a simulated step occupies when: rows of transfers that do not overlap."""
+"""Tracks of a simulated step's links: rows of transfers that do not overlap."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from envs.problem import NO_QUEUE, Problem
 from envs.simulator.schedule import Schedule
 
 _Way: TypeAlias = tuple[int, ...]
-"""Of transfers: a queue, or two devices."""
+"""A queue, or a pair of devices whose transfers never wait."""
 
 
 @dataclass(slots=True)
 class Track:
     """Transfers of one queue of a link, or of one ordered pair where they never wait.
 
-    Where those of a pair overlap it has several tracks, numbered in their titles.
+    A pair whose transfers overlap has several tracks, numbered in their titles.
     """
 
     title: str
@@ -27,7 +27,7 @@ class Track:
 
 
 def link_tracks(problem: Problem, schedule: Schedule) -> list[Track]:
-    """The tracks of all transfers, what sends before what receives, in the order of devices.
+    """Return the tracks of all transfers in device order, senders before receivers.
 
     A transfer that occupies two ports at once is on the tracks of both.
     """
@@ -53,14 +53,14 @@ def link_tracks(problem: Problem, schedule: Schedule) -> list[Track]:
 
 
 def _ways(problem: Problem, source: int, destination: int) -> list[_Way]:
-    """The queues that a transfer occupies, or the two devices where it never waits."""
+    """Return the queues that a transfer occupies, or its two devices if it never waits."""
     pair = (source, destination)
     queues = [int(queue[pair]) for queue in (problem.queue, problem.second_queue)]
     return [(queue,) for queue in queues if queue != NO_QUEUE] or [pair]
 
 
 def _place(problem: Problem, way: _Way) -> tuple[int, int, int]:
-    """Where a queue stands among others: by its first sender, or by its first receiver."""
+    """Return the sort key of a queue: its first sender, or else its first receiver."""
     if len(way) == 2:
         return (0, *way)
     sent, received = (np.argwhere(of == way[0]) for of in (problem.queue, problem.second_queue))
@@ -70,7 +70,6 @@ def _place(problem: Problem, way: _Way) -> tuple[int, int, int]:
 
 
 def _title(problem: Problem, way: _Way) -> str:
-    """Names a queue by the devices that share it."""
     if len(way) == 2:
         return f"{problem.cluster.names[way[0]]} → {problem.cluster.names[way[1]]}"
     out = np.argwhere(problem.queue == way[0]).tolist()
@@ -88,7 +87,7 @@ def _title(problem: Problem, way: _Way) -> str:
 
 
 def _listed(problem: Problem, devices: set[int]) -> str:
-    """Devices by name; "all" but one."""
+    """Return device names, or "all" for all but one."""
     names = problem.cluster.names
     if 1 < len(devices) == len(names) - 1:
         return "all"

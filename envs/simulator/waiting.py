@@ -8,7 +8,7 @@ from envs.simulator.arrays import ProblemArrays, Workspace
 
 @compiled_inline
 def merge_waiting(arrays: ProblemArrays, work: Workspace, line: int, a: int, b: int) -> int:
-    """Merge two skew heaps of transfers (-1: empty), first to serve at the root; the new root."""
+    """Merge two skew heaps of transfers (-1: empty), first to serve on top; return the root."""
     if a < 0:
         return b
     if b < 0:
@@ -41,7 +41,7 @@ def pop_waiting(arrays: ProblemArrays, work: Workspace, line: int) -> int:
 
 @compiled_inline
 def push_waiting(arrays: ProblemArrays, work: Workspace, line: int, transfer: int) -> None:
-    """Let a transfer wait in a line."""
+    """Add a transfer to a line."""
     work.transfers[transfer].left = -1
     work.transfers[transfer].right = -1
     queue = work.queues[line]
@@ -50,7 +50,7 @@ def push_waiting(arrays: ProblemArrays, work: Workspace, line: int, transfer: in
 
 @compiled_inline
 def _waits_before(arrays: ProblemArrays, work: Workspace, line: int, one: int, other: int) -> bool:
-    """By urgency where the line goes by that, then instant, producer, destination and edge."""
+    """Compare by urgency if the line uses it, then instant, producer, destination and edge."""
     if arrays.queues[line].by_priority and work.urgency[index(one)] != work.urgency[index(other)]:
         return bool(work.urgency[index(one)] > work.urgency[index(other)])
     a, b = work.transfers[index(one)], work.transfers[index(other)]

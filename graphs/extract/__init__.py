@@ -1,7 +1,7 @@
-"""A model and example inputs -> the graph of one step and the program that runs it.
+"""Extraction of the graph of one step, and of the program that runs it, from a model.
 
-The names are loaded when they are first used: a worker process needs the program alone, and what
-traces models takes longer to import than all of the rest.
+Names are loaded on first use: a worker process needs only the program, and the modules that trace
+models take longer to import than all the rest.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from graphs.extract.step import ExtractionError, Step, StepError
 
 AUTO: Final = "auto"
-"""The first extractor that takes the step."""
+"""The first extractor that accepts the step."""
 
 __all__ = ["AUTO", "Extraction", "ExtractionError", "FallBack", "Step", "StepError", "extract"]
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name, the first time it is asked for."""
+    """Load a public name on first use."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = "extraction" if name in ("Extraction", "FallBack", "extract") else "step"

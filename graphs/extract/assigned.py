@@ -20,10 +20,10 @@ _Buffers: TypeAlias = dict[tuple[nn.Module, str], torch.Tensor]
 
 @contextlib.contextmanager
 def written_when_assigned(root: nn.Module, named: Callable[[str], str]) -> Iterator[None]:
-    """What is assigned to buffers of submodules is written into them at the end of each forward.
+    """Write tensors assigned to buffers of submodules into the buffers after each forward.
 
-    torch.export follows assignments to buffers of the module that it exports itself, and forgets
-    those to buffers of its submodules. ``named`` tells people's names of these from their paths.
+    torch.export follows assignments to buffers of the module that it exports itself, and ignores
+    those to buffers of its submodules. ``named`` maps paths of buffers to names for messages.
     """
     own = root.forward
 
@@ -44,9 +44,9 @@ def written_when_assigned(root: nn.Module, named: Callable[[str], str]) -> Itera
 
 
 class PlainTensors:
-    """The tensors that modules keep in attributes of their own, which are not part of their state.
+    """Tensors in attributes of modules that are neither parameters nor buffers.
 
-    What a recording reads of them is a constant in it, so that none may be replaced.
+    Those that a recording reads are constants in it, so that none may be replaced.
     """
 
     def __init__(self, step: Step) -> None:
@@ -54,13 +54,13 @@ class PlainTensors:
         self.before = self._now()
 
     def check(self, read: Container[int]) -> None:
-        """Refuse that a tensor was read and replaced.
+        """Raise if a tensor was read and replaced.
 
         Args:
             read: ids of the tensors that the step has read.
 
         Raises:
-            ExtractionError: one was; says which.
+            ExtractionError: one was; the message names it.
         """
         now = self._now()
         for name, tensors in self.before.items():
@@ -82,7 +82,7 @@ class PlainTensors:
 
 
 def check_same_form(name: str, before: torch.Tensor, now: torch.Tensor) -> None:
-    """Refuse state that changes its form.
+    """Raise if state changes its form.
 
     Raises:
         ExtractionError: it has another shape or dtype.
@@ -113,7 +113,7 @@ def _write_back(root: nn.Module, before: _Buffers, named: Callable[[str], str]) 
         if now is None or now is buffer:
             continue
         check_same_form(named(f"{paths[module]}.{name}"), buffer, now)
-        found.append((buffer, now.clone() if id(now) in known else now))  # they may be swapped
+        found.append((buffer, now.clone() if id(now) in known else now))  # buffers may be swapped
         module._buffers[name] = buffer
     with torch.no_grad():
         for buffer, now in found:

@@ -1,13 +1,13 @@
-"""Mixed precision: tracing a step as it runs under ``torch.autocast``, casts and all.
+"""Mixed precision: tracing a step with the casts that it makes under ``torch.autocast``.
 
-Forward pass and loss are under autocast, the backward pass is not, as torch advises. Export keeps
-composite operators, which autocast looks into; the casts appear when these are taken apart, so that
-both have to happen under autocast: export, because a model may ask for the dtype of what it
-computed, and the tracing that follows.
+Forward pass and loss run under autocast, the backward pass does not, as torch advises. Export keeps
+composite operators, and autocast applies to the operators that they consist of: casts appear when
+composites are decomposed. Both must therefore happen under autocast: export, because a model may
+ask for the dtype of what it computed, and the tracing that follows.
 
-Autocast casts a parameter once in a step and keeps the result. While torch traces it casts anew for
-every reader, and gradients would be added up in another dtype than they are; so the trace is given
-the one cast.
+Autocast casts a parameter once per step and keeps the result. While torch traces, it casts again
+for every reader, and gradients would be added up in another dtype than they are; so the trace is
+given a single cast.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import fx, nn
 
 CAST: Final = torch.ops.aten._to_copy.default
 FROM: Final = "cast_in"
-"""Key of a node's own name, in what the nodes traced from it inherit."""
+"""Key of a node's own name in the metadata that nodes traced from it inherit."""
 Result = TypeVar("Result")
 TORCH_DTYPE: Final[Mapping[str, torch.dtype]] = {"bf16": torch.bfloat16}
 
@@ -31,9 +31,9 @@ TORCH_DTYPE: Final[Mapping[str, torch.dtype]] = {"bf16": torch.bfloat16}
 def autocast(
     dtype: str, device_types: Iterable[str] = ("cpu",), *, keeps_casts: bool = True
 ) -> Iterator[None]:
-    """``torch.autocast`` on devices for the name of a dtype; nothing for fp32.
+    """Enter ``torch.autocast`` on devices for the name of a dtype; do nothing for fp32.
 
-    Unless it ``keeps_casts``, a parameter is cast anew for every reader.
+    With ``keeps_casts`` False, a parameter is cast anew for every reader.
     """
     with contextlib.ExitStack() as entered:
         for device_type in device_types if dtype in TORCH_DTYPE else ():
@@ -46,7 +46,7 @@ def autocast(
 def autocasting(
     run: Callable[..., Result], dtype: str, device_types: Iterable[str]
 ) -> Callable[..., Result]:
-    """A function that runs under autocast, such that dynamo can look into it, too."""
+    """Return a function that runs under autocast in a way that dynamo can trace, too."""
     for device_type in device_types if dtype in TORCH_DTYPE else ():
         run = _within(run, TORCH_DTYPE[dtype], device_type)
     return run
@@ -64,7 +64,7 @@ def _within(
 
 @contextlib.contextmanager
 def runs_under(module: fx.GraphModule, dtype: str) -> Iterator[None]:
-    """Let an exported module enter autocast when it is run, and leave it at its end."""
+    """Make an exported module enter autocast when it is run, and leave it at its end."""
     entered = contextlib.ExitStack()
 
     def enter() -> None:
@@ -80,14 +80,14 @@ def runs_under(module: fx.GraphModule, dtype: str) -> Iterator[None]:
     try:
         yield
     finally:
-        entered.close()  # where tracing failed in between
+        entered.close()  # in case tracing failed in between
         for node in added:
             module.graph.erase_node(node)
         module.recompile()
 
 
 def name_nodes(module: fx.GraphModule) -> None:
-    """Let every node that is traced from a node of an exported module carry its name."""
+    """Tag the nodes of an exported module so that nodes traced from them carry their names."""
     for node in module.graph.nodes:
         if node.op == "call_function":
             node.meta["custom"] = {**node.meta.get("custom", {}), FROM: node.name}
@@ -97,7 +97,7 @@ def cast_once(module: fx.GraphModule, joint: fx.Graph) -> list[fx.Node]:
     """Cast each parameter once where its trace, ``joint``, has casts of it for several readers.
 
     Returns:
-        The casts that were added to the exported module: with any, it must be traced again.
+        The casts added to the exported module; if there are any, it must be traced again.
     """
     wanted: defaultdict[tuple[int, torch.dtype], list[str]] = defaultdict(list)
     for node in joint.nodes:
@@ -117,7 +117,7 @@ def cast_once(module: fx.GraphModule, joint: fx.Graph) -> list[fx.Node]:
 
 
 def without_casts(module: fx.GraphModule, added: Iterable[fx.Node]) -> None:
-    """Undo what :func:`cast_once` did: where autocast is on, it casts once by itself."""
+    """Undo :func:`cast_once`: where autocast is on, it casts once by itself."""
     for cast in added:
         cast.replace_all_uses_with(cast.all_input_nodes[0])
         module.graph.erase_node(cast)
@@ -125,7 +125,7 @@ def without_casts(module: fx.GraphModule, added: Iterable[fx.Node]) -> None:
 
 
 def _trained(module: nn.Module, node: Any) -> nn.Parameter | None:
-    """The parameter that a node of a joint graph stands for, if it requires a gradient."""
+    """Return the parameter of a node of a joint graph, if it requires a gradient."""
     description = node.meta.get("desc") if isinstance(node, fx.Node) else None
     if type(description).__name__ != "ParamAOTInput":
         return None
@@ -136,7 +136,7 @@ def _trained(module: nn.Module, node: Any) -> nn.Parameter | None:
 def _share(
     module: fx.GraphModule, tensor_id: int, dtype: torch.dtype, readers: list[fx.Node]
 ) -> fx.Node:
-    """Give the readers of a parameter, the first one first, one cast of it to read."""
+    """Let all readers of a parameter read one cast of it, made before the first of them."""
     first = readers[0]
 
     def is_parameter(node: fx.Node) -> bool:
@@ -153,7 +153,7 @@ def _share(
 
 
 def share_casts(graph: fx.Graph, parameters: set[fx.Node]) -> None:
-    """Let one cast of each of the parameters stand for all, in a graph without gradients."""
+    """Replace all equal casts of each parameter by the first, in a graph without gradients."""
     first: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
     for node in list(graph.nodes):
         if node.target is CAST and node.args[0] in parameters:

@@ -1,7 +1,7 @@
-"""The graph of a step at the grain of its exported calls: what can be placed on torch devices.
+"""The graph of a step with its exported calls as nodes: what can be placed on torch devices.
 
 Autograd runs the backward of a call on the device of the call. A call is therefore a forward node
-and, where it has backward ops, a backward node in the same co-location group.
+and, if it has backward ops, a backward node in the same co-location group.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Device = TypeVar("Device")
 class CallGraph:
     """N ops of an extraction as G nodes, each the ops of one exported call in one phase.
 
-    The ``i``-th node of ``graph`` is node ``i``; ``node_of`` (N,) int32 says which one each op is
-    in. Sizes are those of :class:`graphs.group_sizes.GroupSizes`, sums are exact; gradients are
-    added up in place (:mod:`graphs.extract.sums`). ``node_of_call`` gives, for the key of every
-    call that has a device, the node whose device it has.
+    ``node_of`` (N,) int32 is the node of each op, by its position in ``graph``. Sizes are those of
+    :class:`graphs.group_sizes.GroupSizes`, sums are exact; gradients are added up in place
+    (:mod:`graphs.extract.sums`). ``node_of_call`` gives, for the key of every call that has a
+    device, the node whose device it has.
     """
 
     graph: nx.DiGraph[str]
@@ -41,20 +41,20 @@ class CallGraph:
     node_of_call: Mapping[str, int]
 
     def devices_of_calls(self, devices: Sequence[Device]) -> dict[str, Device]:
-        """{key of a call: its device} from the device of every node, (G,).
+        """Return {key of a call: its device}, given the device of every node, (G,).
 
         Raises:
-            ValueError: there are not as many devices as nodes.
+            ValueError: the number of devices is not the number of nodes.
         """
         if len(devices) != len(self.graph):
             raise ValueError(f"{len(devices)} devices are not for {len(self.graph)} nodes")
         return {key: devices[node] for key, node in self.node_of_call.items()}
 
     def launch_order(self, priority: Sequence[float]) -> tuple[str, ...]:
-        """Keys of all calls, those of the highest priority first, from that of every node, (G,).
+        """Return the keys of all calls by descending priority, given that of every node, (G,).
 
         Raises:
-            ValueError: there are not as many priorities as nodes.
+            ValueError: the number of priorities is not the number of nodes.
         """
         if len(priority) != len(self.graph):
             raise ValueError(f"{len(priority)} priorities are not for {len(self.graph)} nodes")
@@ -63,10 +63,10 @@ class CallGraph:
 
 
 def call_graph(extraction: Extraction) -> CallGraph:
-    """The graph of an extraction with calls as nodes, acyclic, and the same every time.
+    """Build the graph of an extraction with calls as nodes, acyclic and deterministic.
 
-    A free call has no node: its backward ops belong to the first call that reads what it makes.
-    Nodes on a cycle, which an in-place write through views may cause, become one.
+    A free call has no node: its backward ops belong to the first call that reads its output. Nodes
+    on a cycle, which an in-place write through views may cause, are merged.
     """
     program = extraction.forward
     arrays = GraphArrays.from_graph(extraction.graph)
@@ -93,10 +93,10 @@ def call_graph(extraction: Extraction) -> CallGraph:
 
 
 def _carriers(program: ForwardProgram, computing: Iterable[str]) -> dict[str, str]:
-    """{key of a call: the call that its ops go with}: itself, if it computes anything in forward.
+    """Return {key of a call: the call that its ops belong to}: itself, if it has forward ops.
 
-    Else one that it must share a device with; else the first that reads what it makes, or that
-    reads what is made of that; else the one whose output it reads.
+    Otherwise a call that it must share a device with; else the first that reads its output,
+    directly or through other calls; else the one whose output it reads.
     """
     carrier = {key: key for key in computing}
     last_resort = next(iter(carrier))
@@ -120,7 +120,7 @@ def _carriers(program: ForwardProgram, computing: Iterable[str]) -> dict[str, st
 
 
 def _acyclic(arrays: GraphArrays, node_of: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The same nodes, those on a cycle as one."""
+    """Merge the nodes on each cycle."""
     quotient = Quotient.of(arrays, node_of)
     if not quotient.on_cycle().any():
         return node_of
@@ -138,7 +138,7 @@ def _graph(
     keys: Mapping[int, tuple[str, int]],
     groups: Mapping[int, str],
 ) -> nx.DiGraph[str]:
-    """The nodes by number, named by the call and phase in ``keys``, and the edges between them."""
+    """Build the nodes by number, named by call and phase in ``keys``, and their edges."""
     position = np.empty(len(arrays), np.int64)
     position[arrays.topological] = np.arange(len(arrays))
     in_place = summed_in_place(arrays, extraction.program, node_of)
@@ -178,7 +178,7 @@ def _together(
     node_of: NDArray[np.int64],
     node_of_call: Mapping[str, int],
 ) -> nx.Graph[int]:
-    """Nodes with links between those that must share a device."""
+    """Return a graph with links between nodes that must share a device."""
     links: nx.Graph[int] = nx.Graph()
     for key, node in zip(extraction.call_of, node_of.tolist(), strict=True):
         links.add_edge(node, node_of_call[key])
@@ -190,7 +190,7 @@ def _together(
 
 
 def _groups(links: nx.Graph[int], names: Sequence[str]) -> dict[int, str]:
-    """{node: co-location group} for linked nodes, groups named by their first."""
+    """Return {node: co-location group} for linked nodes, groups named by their first node."""
     return {
         node: f"calls with {names[min(component)]}"
         for component in nx.connected_components(links)

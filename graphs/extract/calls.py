@@ -1,4 +1,4 @@
-"""Which call of which module is running: told by hooks on every module of a step."""
+"""Tracking which call of which module is running, by hooks on every module of a step."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from torch import nn
 from graphs.extract.step import Step
 
 OWN_CODE: Final = -1
-"""The number of the call that stands for the step's own code."""
+"""Number of the call that stands for the step's own code."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleCall:
-    """The ``number``-th call, from 0, of the module that the model knows as ``path``."""
+    """The ``number``-th call, from 0, of the module with the path ``path`` in the model."""
 
     path: str
     number: int
     kind: str  # class of the module
-    is_leaf: bool  # the module has no others in it
+    is_leaf: bool  # the module has no submodules
 
     @property
     def key(self) -> str:
-        """The path, from the second call on with its number: ``layers.0@1``."""
+        """The path, with the call's number from the second call on: ``layers.0@1``."""
         return f"{self.path}@{self.number}" if self.number > 0 else self.path
 
 
 class Calls:
-    """Follows the calls of a step's modules, in every thread that makes some.
+    """Tracks the calls of a step's modules, in every thread that makes some.
 
     The step's own code, outside of the model and its loss, is a call of the path "".
     """
@@ -47,7 +47,7 @@ class Calls:
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
-        """Put the hooks on, and take them off at the end."""
+        """Install the hooks, and remove them on exit."""
         with contextlib.ExitStack() as hooks:
             for module, path in self._paths.items():
                 before = module.register_forward_pre_hook(
@@ -74,14 +74,14 @@ class Calls:
 
     @property
     def depth(self) -> int:
-        """How many calls this thread is in."""
+        """Number of calls that this thread is in."""
         return len(self._stack())
 
     def entered(self, call: ModuleCall, inputs: Any) -> None:
-        """Called once ``call`` is running."""
+        """Handle that ``call`` is now running (for subclasses)."""
 
     def left(self, call: ModuleCall, outputs: Any) -> None:
-        """Called once ``call`` is no longer running; outputs are None where it failed."""
+        """Handle the end of ``call`` (for subclasses); outputs are None if it failed."""
 
     def _stack(self) -> list[ModuleCall]:
         stack: list[ModuleCall] = self._threads.__dict__.setdefault("stack", [])
@@ -99,7 +99,7 @@ class Calls:
 
 
 def module_paths(step: Step) -> dict[nn.Module, str]:
-    """{module: its path in the model}; those of a loss that is a module start with "loss"."""
+    """Return {module: its path in the model}; paths of a loss module start with "loss"."""
     paths: dict[nn.Module, str] = {}
     for path, module in step.model.named_modules():
         paths.setdefault(module, path)

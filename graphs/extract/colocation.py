@@ -1,11 +1,11 @@
-"""Which ops of a step may not be split over devices, because they share state.
+"""Ops of a step that must share a device because they share state.
 
 Four reasons: a view of a part shares its tensor's storage; ops read or write the same buffer that
 the step updates (BatchNorm statistics of a module that is called twice); they read one parameter
-that has several names (tied weights); or one that the step's optimizer updates. Such a parameter
-has one home, where all that read it run with its update: read elsewhere it would have to be sent
-there after every update, which no edge of the graph stands for. Other views and members of tuples
-need no group: they are not ops (see program.py).
+that has several names (tied weights); or they read one that the step's optimizer updates. Such a
+parameter has one home, where all its readers run with its update: read elsewhere it would have to
+be sent there after every update, which no edge of the graph stands for. Other views and members of
+tuples need no group, because they are not ops (see program.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from graphs.extract.program import VIEW, StepProgram
 def colocation_groups(
     program: StepProgram, facts: Sequence[OpFacts], ids: Sequence[str]
 ) -> dict[int, str]:
-    """{op: group id} for ops in groups of two or more; the id names the shared state.
+    """Return {op: group id} for ops in groups of two or more; the id names the shared state.
 
     ``ids`` are the keys of the ops, (N,).
     """
@@ -90,7 +90,7 @@ def _updated_parameters(program: StepProgram) -> Iterable[tuple[str, set[int]]]:
 
 
 def _forward_readers(program: StepProgram, facts: Sequence[OpFacts]) -> defaultdict[int, set[int]]:
-    """{root value: forward ops that read it, directly or through views}."""
+    """Return {root value: forward ops that read it, directly or through views}."""
     readers: defaultdict[int, set[int]] = defaultdict(set)
     for call in program.calls:
         if call.op != VIEW and facts[call.op].phase == "forward":
@@ -100,7 +100,7 @@ def _forward_readers(program: StepProgram, facts: Sequence[OpFacts]) -> defaultd
 
 
 def _between(program: StepProgram, first: set[int], last: int) -> set[int]:
-    """Ops on a path of calls from any of ``first`` to ``last``, for chains of updates."""
+    """Return ops on a path of calls from any of ``first`` to ``last``, for chains of updates."""
     if first == {last}:
         return set()
     below: set[int] = set(first)

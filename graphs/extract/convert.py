@@ -1,10 +1,9 @@
-"""A traced aten graph -> the program that runs it, and what the trace knows of its ops.
+"""Converting a traced aten graph to the program that runs it, and the facts of its ops.
 
-An op of the DAG is every call that computes something, and every view of a part of what another
-op computed. Other views belong to no op (see program.py), members of tuples to the call that
-returns the tuple. Backward convolutions are split into the part
-for the input and the part for the weight: torch computes them apart anyway, and apart they can run
-on two devices.
+An op of the DAG is every call that computes something, and every view of a part of what another op
+computed. Other views belong to no op (see program.py), members of tuples to the call that returns
+the tuple. Backward convolutions are split into the part for the input and the part for the weight:
+torch computes them separately anyway, and then they can run on two devices.
 """
 
 from __future__ import annotations
@@ -29,13 +28,12 @@ from graphs.mirror import ACCUMULATES
 
 MAYBE_COPIES: Final = ("reshape", "contiguous", "to", "_reshape_alias")
 ALSO_VIEWS: Final = ("_unsafe_view",)
-"""Ends the name of an op that adds up gradients of one tensor, which differentiates no op."""
 IGNORED: Final = ("_assert_tensor_metadata", "_assert_async", "_assert_scalar")
 
 
 @dataclass(frozen=True, slots=True)
 class OpFacts:
-    """What the trace tells of an op beyond its calls."""
+    """What the trace says about an op, besides its calls."""
 
     name: str
     module: str
@@ -43,15 +41,15 @@ class OpFacts:
     phase: Phase
     flops: int
     forward_op: int | None  # of a backward op: the op that it differentiates
-    stems_from: str | None  # key of the exported call, where torch tells it
+    stems_from: str | None  # key of the exported call, if torch passed it on
 
 
 def convert(traced: Traced, ties: Mapping[str, str]) -> tuple[StepProgram, tuple[OpFacts, ...]]:
-    """The program of a traced step, and the facts of its ops by index.
+    """Return the program of a traced step, and the facts of its ops by index.
 
     Raises:
-        ExtractionError: the trace holds something that cannot be placed; the message says what,
-            and where in the model's code.
+        ExtractionError: the trace holds something that cannot be placed; the message says what, and
+            where in the model's code.
     """
     converter = _Converter(traced)
     program = converter.program(ties)
@@ -62,13 +60,13 @@ def convert(traced: Traced, ties: Mapping[str, str]) -> tuple[StepProgram, tuple
 
 
 class _Converter:
-    """Walks a traced graph once and collects values, calls and ops."""
+    """Collects values, calls and ops of a traced graph."""
 
     def __init__(self, traced: Traced) -> None:
         self.traced = traced
         self.values: list[Value] = []
         self.calls: list[Call] = []
-        self.nodes: list[fx.Node] = []  # that the calls come from
+        self.nodes: list[fx.Node] = []  # of the calls
         self.ops: list[OpFacts] = []
         self.sources: list[Source] = []
         self.from_source: set[int] = set()
@@ -76,7 +74,6 @@ class _Converter:
         self.modules: dict[fx.Node, tuple[str, str]] = {}
 
     def program(self, ties: Mapping[str, str]) -> StepProgram:
-        """The program of the whole step."""
         for node in self.traced.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 self._source(node)
@@ -140,7 +137,7 @@ class _Converter:
             self._add(node, op, node.args, _members(node))
 
     def _shows_a_part(self, node: fx.Node) -> bool:
-        """Whether a view leaves out some of a computed tensor (as_strided may: strides move)."""
+        """Return whether a view omits some of a computed tensor (any as_strided: strides move)."""
         root = self.values[self.value_of[node.all_input_nodes[0]]].root
         if root in self.from_source:
             return False
@@ -173,9 +170,9 @@ class _Converter:
         return len(self.ops) - 1
 
     def _module(self, node: fx.Node) -> tuple[str, str]:
-        """Path of the owning module and the same with the number of its call.
+        """Return the path of the owning module, and the same with the number of its call.
 
-        Gradient additions have none of their own: they go with the op that feeds them.
+        Gradient additions have none of their own: they belong to that of the op that feeds them.
         """
         found = owner(node, self.traced.prefix)
         if found is None:
@@ -216,7 +213,6 @@ class _Converter:
         self.modules |= {member: found for member in members or () if member is not None}
 
     def _plain(self, argument: Any) -> Any:
-        """An fx argument as plain containers, with a Ref for every node."""
         match argument:
             case fx.Node():
                 return Ref(self.value_of[argument])
@@ -231,13 +227,13 @@ class _Converter:
 
 
 def is_view(target: torch._ops.OpOverload) -> bool:
-    """Whether a call only looks at its input's storage in another way, never copies."""
+    """Return whether an operator always returns a view of its input, never a copy."""
     name = operator_name(target)
     return name in ALSO_VIEWS or (target.is_view and name not in MAYBE_COPIES)
 
 
 def _members(node: fx.Node) -> list[fx.Node | None] | None:
-    """The getitem node for each member of a tuple result, None where the result is one tensor."""
+    """Return the getitem node of each member of a tuple result, None for a single tensor."""
     result = node.meta.get("val")
     if isinstance(result, torch.Tensor):
         return None
@@ -262,7 +258,7 @@ def _fake(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def _place(node: fx.Node, what: str) -> str:
-    """The fault with the last line of the user's code that led there."""
+    """Return the fault with the last line of the user's code that led to it."""
     lines = [line.strip() for line in str(node.meta.get("stack_trace", "")).splitlines()]
     places = [line for line in lines if line.startswith('File "')]
     return f"{what} and cannot be placed" + (f" ({places[-1]})" if places else "")

@@ -1,4 +1,4 @@
-"""A step program and the facts of its ops -> the placeable DAG."""
+"""Building the placeable DAG of a step from its program and the facts of its ops."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ LOOKUPS: Final = frozenset(
     f"aten.{name}"
     for name in ("embedding.default", "gather.default", "index.Tensor", "index_select.default")
 )
-"""Operators that read only the parts of their first argument that they give out."""
+"""Operators that read only the parts of their first argument that they return."""
 
 
 def build_graph(program: StepProgram, facts: Sequence[OpFacts], name: str) -> nx.DiGraph[str]:
-    """The DAG of a program; its ``i``-th node is op ``i``, costs are not known yet.
+    """Build the DAG of a program, without costs; its ``i``-th node is op ``i``.
 
     Bytes of an edge are those of the tensors (not of views of them) that the target reads.
 
-    A gradient of a parameter counts once: as ``gradient_bytes`` of the first op that reads the
-    parameter, whether or not the step has an optimizer. ``output_bytes`` of the op that makes it
-    leave it out, unless something in the backward pass reads it, too; then autograd copies it.
-    A parameter that no op reads counts with an op of its module, see :class:`Homes`.
+    A parameter's gradient counts once: as ``gradient_bytes`` of the first op that reads the
+    parameter, with or without optimizer. ``output_bytes`` of the op that makes it exclude it,
+    unless something else in the backward pass reads it; then autograd copies it. A parameter that
+    no op reads counts with an op of its module, see :class:`Homes`.
     """
     sizes = _Sizes(program, facts)
     ids = op_ids(facts)
@@ -58,7 +58,7 @@ def build_graph(program: StepProgram, facts: Sequence[OpFacts], name: str) -> nx
 
 
 def op_ids(facts: Sequence[OpFacts]) -> list[str]:
-    """Stable keys ``module[@call]:[backward/]op[#occurrence]``."""
+    """Return stable keys ``module[@call]:[backward/]op[#occurrence]``."""
     return numbered(
         f"{op.call_key}:{'' if op.phase == 'forward' else f'{op.phase}/'}{op.name}" for op in facts
     )
@@ -78,7 +78,7 @@ class _Sizes:
         producer = program.producers()
         parameters = {s.value: s.name for s in program.sources if s.role == "parameter"}
         homeless = {program.ties.get(name, name) for name in parameters.values()}
-        # The new value of a buffer replaces the buffer: nothing is kept besides.
+        # The new value of a buffer replaces the old one, so nothing more is kept.
         saved = {program.values[r.value].root for r in program.results if r.role == "state"}
         trained = {program.ties.get(name, name) for name in program.gradients}
         gradients = _only_gradients(program, facts)
@@ -117,7 +117,7 @@ class _Sizes:
 
 
 def _read_bytes(program: StepProgram, call: Call, root: int) -> int:
-    """Bytes that a call reads of the tensor ``root``: of its views, or of rows that it looks up."""
+    """Return the bytes that a call reads of the tensor ``root``: views of it, or looked-up rows."""
     views = [program.values[value] for value in call.reads if program.values[value].root == root]
     read = min(sum(view.size_bytes for view in views), program.values[root].size_bytes)
     table = call.args[0] if call.target in LOOKUPS else None
@@ -127,7 +127,7 @@ def _read_bytes(program: StepProgram, call: Call, root: int) -> int:
 
 
 def _only_gradients(program: StepProgram, facts: Sequence[OpFacts]) -> set[int]:
-    """Values that nothing but the optimizer reads, if there is one: gradients of parameters."""
+    """Return gradients of parameters that nothing but the optimizer, if there is one, reads."""
     read = {
         program.values[value].root
         for call in program.calls

@@ -1,12 +1,12 @@
-"""nn.Module -> traced aten graph, by recording the ops of a real step as torch dispatches them.
+"""Tracing an nn.Module to an aten graph by recording the ops that a real step dispatches.
 
-The model's own Python code runs, on its own tensors (on fake ones if it has no memory), so that
-whatever it does is taken as it happens. What it does because of the values that it reads from
-tensors holds for these inputs only: the lines where it reads are part of the trace.
+The model's own Python code runs, on its own tensors (on fake ones if it is on the meta device), so
+that everything it does is recorded. What it does because of tensor values holds for these inputs
+only: the lines that read values are part of the trace.
 
-Torch's functionalization turns ops in place and writes through views into ops that return new
-tensors: the same graph as by torch.export, and the model's own tensors stay as they are. Under
-autocast, though, every reader of a parameter casts it anew.
+Torch's functionalization replaces in-place ops and writes through views by ops that return new
+tensors: the graph is the same as by torch.export, and the model's own tensors are not changed.
+Under autocast, though, every reader of a parameter casts it anew.
 """
 
 from __future__ import annotations
@@ -63,15 +63,13 @@ def record(step: Step) -> Traced:
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """A tensor that the step starts from."""
+    """A tensor that exists before the step."""
 
     source: Source
     tensor: torch.Tensor
 
 
 class _Recording:
-    """One recorded step."""
-
     def __init__(self, step: Step) -> None:
         self.step = step
         self.leaves, self.tree = tree_flatten((step.step_inputs, dict(step.keywords)))
@@ -80,7 +78,6 @@ class _Recording:
         self.outputs: Any = Position(0)
 
     def traced(self) -> Traced:
-        """The step, traced."""
         tensors = [given.tensor for given in self.given]
         random = contextlib.nullcontext() if _fake(tensors) else torch.random.fork_rng(devices=[])
         with random, listable(), enable_python_dispatcher(), FunctionalTensorMode():
@@ -129,7 +126,7 @@ class _Recording:
         return [own for p in parts if isinstance(p, torch.nn.Module) for own in p.parameters()]
 
     def _run(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """The step as torch traces it; notes what each of the returned tensors is."""
+        """Run the step under torch's tracing; store in ``results`` what each returned tensor is."""
         wrapped = [FunctionalTensor.to_functional(tensor) for tensor in tensors]
         by_id = {id(given.tensor): own for given, own in zip(self.given, wrapped, strict=True)}
         leaves = [by_id.get(id(leaf), leaf) for leaf in self.leaves]
@@ -195,12 +192,12 @@ class _Recording:
         return found
 
     def _new_state(self, wrapped: Sequence[FunctionalTensor]) -> list[torch.Tensor]:
-        """New values of parameters and buffers: written in place, or assigned."""
+        """Return new values of parameters and buffers, whether written in place or assigned."""
         now = self.step.named_state()
         found: list[torch.Tensor] = []
         for given, own in zip(self.given, wrapped, strict=True):
             source = given.source
-            # torch's stubs leave its functions for functionalization out
+            # missing in torch's stubs
             written = torch._functionalize_has_data_mutation(own.elem)  # type: ignore[attr-defined]
             if source.role == "input" and written:
                 raise writes_input(f"tensor {source.name} of its inputs")
@@ -215,14 +212,14 @@ class _Recording:
 
 
 def _drop_unused(graph: fx.Graph) -> None:
-    """Drop what nothing reads, values that Python read among it."""
+    """Remove nodes that nothing reads, such as values read by Python."""
     for node in reversed(graph.nodes):
         if node.op in ("call_function", "get_attr") and not node.users:
             graph.erase_node(node)
 
 
 def _let_values_go(graph: fx.Graph) -> None:
-    """Keep of the nodes' values their shapes alone, as fake tensors of one mode."""
+    """Replace the values of nodes by fake tensors of one mode, which take no memory."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def shape_of(value: Any) -> Any:

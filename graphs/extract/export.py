@@ -1,7 +1,7 @@
-"""nn.Module -> traced aten graph, by torch.export.
+"""Tracing an nn.Module to an aten graph by torch.export.
 
 A training step becomes the joint forward and backward graph of AOTAutograd, an inference step the
-functional core graph. Both are functional: what the model mutates comes out as a result.
+functional core graph. Both are functional: mutated state is returned as a result.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ from graphs.precision import FULL
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Stands for an output tensor: the result with this number as its name."""
+    """Placeholder for an output tensor: the result with this number as its name."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
-    """An aten graph, and what its placeholders and outputs are.
+    """An aten graph, and the meaning of its placeholders and outputs.
 
     ``sources`` and ``results`` are by fx node; their ``value`` is not set yet. ``prefix`` is what
-    the traced module's paths start with, over the model's own. ``outputs`` is what the step
-    returns, with the position (a Position) in place of every tensor. ``depends_on_data`` are the
-    lines of the model whose reading of tensors decided what is in the graph. ``exported`` is the
-    forward pass before it was lowered, if it was exported; nodes of ``graph`` say which of its
-    calls they stem from.
+    the traced module's paths have before the model's own. ``outputs`` is what the step returns,
+    with a Position in place of every tensor. ``depends_on_data`` are the lines of the model that
+    read tensor values on which the graph depends. ``exported`` is the forward pass before it was
+    lowered, if it was exported; nodes of ``graph`` are tagged with the calls in it that they stem
+    from.
     """
 
     graph: fx.Graph
@@ -75,9 +75,9 @@ class Traced:
 def trace(step: Step) -> Traced:
     """Trace one step; the model is left as it was.
 
-    It is traced as it stands: modules in eval mode within a model in train mode stay so. Only a
-    model that is not in the step's mode as a whole is switched for the while. One on the meta
-    device is traced on fake tensors, without memory for its parameters.
+    Modules in eval mode within a model in train mode stay in eval mode; only a model that is not in
+    the step's mode as a whole is switched meanwhile. A model on the meta device is traced on fake
+    tensors, without memory for its parameters.
 
     Raises:
         ExtractionError: torch cannot export it; the message carries torch's own reason.
@@ -100,7 +100,7 @@ def _joint(step: Step) -> Traced:
 
 
 def _mixed_inference(step: Step) -> Traced:
-    """Inference under autocast, which has to see what composite operators are made of."""
+    """Trace inference under autocast, which must see what composite operators consist of."""
     traced = _described(ModelAlone(step), step)
     state = step.named_state()
     trained = {
@@ -113,7 +113,7 @@ def _mixed_inference(step: Step) -> Traced:
 
 
 def _described(wrapper: nn.Module, step: Step) -> Traced:
-    """The graph that AOTAutograd makes of a wrapper; descriptions tell what goes in and out."""
+    """Trace a wrapper by AOTAutograd, whose descriptors identify inputs and outputs."""
     arguments = step.step_inputs, dict(step.keywords)
     with (
         autocast(step.dtype),
@@ -132,7 +132,7 @@ def _described(wrapper: nn.Module, step: Step) -> Traced:
         if node.op == "placeholder" and _is_tensor(node.meta["desc"], leaves):
             sources[node] = _joint_source(node.meta["desc"], leaves)
             if sources[node].role == "tangent" and not _is_output(node.meta["desc"].output):
-                # The new value of mutated state is an output too, but no loss: no gradient.
+                # The new value of mutated state is an output too, but has no gradient.
                 none = torch.zeros(node.meta["val"].shape, dtype=node.meta["val"].dtype)
                 sources[node] = Source(-1, "constant", "", none)
     sources |= constants_of(joint)
@@ -159,7 +159,7 @@ def _described(wrapper: nn.Module, step: Step) -> Traced:
 
 
 def _aot_graph(module: fx.GraphModule, step: Step) -> fx.GraphModule:
-    """The aten graph of an exported module in the dtype of the step, in training with backward."""
+    """Return the aten graph of an exported module in the step dtype, with backward in training."""
 
     def traced() -> fx.GraphModule:
         with contextlib.ExitStack() as stack:
@@ -180,11 +180,11 @@ def _aot_graph(module: fx.GraphModule, step: Step) -> fx.GraphModule:
 
 
 def cell_by_cell(step: Step) -> contextlib.AbstractContextManager[None]:
-    """Have LSTM layers traced as their cells.
+    """Return a context in which LSTM layers are traced as their cells.
 
-    Of an LSTM on plain inputs torch would trace the inference kernel of oneDNN, which keeps nothing
-    for backward; without oneDNN the layer is traced cell by cell. Eager training runs the fused
-    kernel, which saves more for backward: saved bytes of the graph are those of the cells.
+    For an LSTM on plain inputs torch would trace the inference kernel of oneDNN, which saves
+    nothing for backward; without oneDNN the layer is traced cell by cell. Eager training runs the
+    fused kernel, which saves more for backward: saved bytes of the graph are those of the cells.
     """
     if lstm_layers(step):
         return torch.backends.mkldnn.flags(enabled=False)
@@ -192,7 +192,7 @@ def cell_by_cell(step: Step) -> contextlib.AbstractContextManager[None]:
 
 
 def lstm_layers(step: Step) -> tuple[str, ...]:
-    """Paths of the LSTM layers of a step's model."""
+    """Return the paths of the LSTM layers of a step's model."""
     named = step.model.named_modules()
     return tuple(path or type(part).__name__ for path, part in named if isinstance(part, nn.LSTM))
 
@@ -202,7 +202,7 @@ def _is_output(description: Any) -> bool:
 
 
 def _is_tensor(description: Any, leaves: list[Any]) -> bool:
-    """False for inputs such as numbers, whose example values are part of the graph."""
+    """Return False for inputs such as numbers, whose example values are part of the graph."""
     position = getattr(description, "idx", None)
     return position is None or isinstance(leaves[position], torch.Tensor)
 
@@ -243,7 +243,7 @@ def _joint_result(description: Any, leaves: list[Any]) -> Result:
 
 
 def _inference(step: Step) -> Traced:
-    # Inside of a wrapper submodules can be called anything, and buffers be assigned in any order.
+    # In a wrapper submodules can have any names, and buffers can be assigned in any order.
     is_wrapped = bool(reserved_at_the_top(step.model) or step.model._buffers)
     prefix = WRAPPED if is_wrapped else ""
     model = ModelAlone(step) if prefix else step.model
@@ -309,10 +309,10 @@ def _inference(step: Step) -> Traced:
 
 
 def constants_of(module: nn.Module) -> dict[fx.Node, Source]:
-    """The tensors that a traced graph holds itself.
+    """Return the tensors that a traced graph holds itself.
 
     Raises:
-        ExtractionError: it holds further graphs.
+        ExtractionError: it holds nested graphs.
     """
     assert isinstance(module, fx.GraphModule)
     found: dict[fx.Node, Source] = {}

@@ -1,4 +1,4 @@
-"""Which call of the exported forward pass an op belongs to: what runs where the call does."""
+"""The call of the exported forward pass that each op belongs to, and whose device it has."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from graphs.extract.program import VIEW, StepProgram
 def calls_of(
     program: StepProgram, facts: Sequence[OpFacts], forward: ForwardProgram
 ) -> tuple[str, ...]:
-    """The key of the call of every op, (N,).
+    """Return the key of the call of every op, (N,).
 
-    Torch tells it of nearly all. What it does not tell differentiates what its forward op does; or
-    it adds up gradients of one tensor, which autograd does for the call that made the tensor, and
-    for a parameter where that is first read. There it is updated, too.
+    Torch passes it on for nearly all. Of the others, ops that differentiate a forward op belong to
+    its call. Ops that add up gradients of one tensor belong, as in autograd, to the call that made
+    the tensor; those of a parameter, and its update, to the call that reads it first.
     """
     homes = _homes(program, forward)
     found = [op.stems_from or homes.get(i) for i, op in enumerate(facts)]
@@ -36,7 +36,6 @@ def calls_of(
 def _neighbours(
     program: StepProgram,
 ) -> tuple[defaultdict[int, list[int]], defaultdict[int, list[int]]]:
-    """Ops that an op reads from, and ops that read from it."""
     inputs: defaultdict[int, list[int]] = defaultdict(list)
     readers: defaultdict[int, list[int]] = defaultdict(list)
     producer = program.producers()
@@ -51,7 +50,7 @@ def _neighbours(
 
 
 def _homes(program: StepProgram, forward: ForwardProgram) -> dict[int, str]:
-    """{op that makes a gradient, or updates a parameter: key of the call that reads it first}."""
+    """Return {op that makes a gradient or updates a parameter: first call that reads it}."""
     reader = forward.first_readers()
     home = {
         program.ties.get(s.name, s.name): reader[s.value]

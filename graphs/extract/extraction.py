@@ -1,8 +1,8 @@
-"""Extraction: the one call that turns a step of a model into a graph.
+"""Extraction of the graph of a step from its model.
 
-There are three ways in, tried in this order: torch.export, a recording of the ops that a real step
-dispatches, and the calls of the model's modules. Each takes models that the one before does not,
-and knows less about them.
+There are three extractors, tried in this order: torch.export, a recording of the ops that a real
+step dispatches, and the calls of the model's modules. Each accepts models that the one before does
+not, and gives less information about them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ EXTRACTORS: Final[tuple[Extractor, ...]] = get_args(Extractor)
 
 @dataclass(frozen=True, slots=True)
 class FallBack:
-    """An extractor that was tried, and why it did not take the step."""
+    """An extractor that was tried, and why it did not accept the step."""
 
     extractor: Extractor
     reason: str
@@ -45,19 +45,18 @@ class FallBack:
 
 @dataclass(frozen=True, slots=True)
 class Extraction:
-    """A step, its graph (costs not known yet) and its program; op ``i`` is the same in both.
+    """A step, its graph (without costs) and its program; op ``i`` is the same in both.
 
     ``outputs`` is what the step returns, with a Position in place of every tensor. ``forward_of``
-    gives for every backward op the forward op that it differentiates, None where there is none: for
-    forward ops, and for those that add up gradients (their name ends in ".gradient").
+    gives for every backward op the forward op that it differentiates; it is None for forward ops,
+    and for ops that add up gradients (their names end in ".gradient").
 
-    ``forward`` is the forward pass as it was exported, and ``call_of`` gives for every op the key
-    of the call in it that the op stems from: what runs where the call does. A recording has
-    neither; of an export that has none, ``no_forward`` says why. A graph of modules has no program,
-    and ``units`` says what each of its ops stands for; devices of torch run it by the model's own
-    code. A recording that ``depends_on_data`` holds
-    for the example inputs only: at these lines the model reads values of tensors, and another path
-    may be taken on others.
+    ``forward`` is the exported forward pass, and ``call_of`` gives for every op the key of the call
+    in it that the op stems from, and whose device it has. A recording has neither; if an export has
+    none, ``no_forward`` says why. A graph of modules has no program, and ``units`` says what each
+    of its ops stands for; torch devices run it by the model's own code. A recording that
+    ``depends_on_data`` holds for the example inputs only: these lines of the model read values of
+    tensors, and other values may lead to other ops.
     """
 
     step: Step
@@ -75,10 +74,10 @@ class Extraction:
 
     @property
     def program(self) -> StepProgram:
-        """What runs the step.
+        """The program that runs the step.
 
         Raises:
-            ExtractionError: the graph is of modules, and has none.
+            ExtractionError: a graph of modules has none.
         """
         if self.own_program is None:
             raise ExtractionError(
@@ -90,10 +89,10 @@ class Extraction:
 
     @property
     def forward(self) -> ForwardProgram:
-        """What devices of torch run.
+        """The forward program that torch devices run.
 
         Raises:
-            ExtractionError: the step was not exported, or has what they cannot run.
+            ExtractionError: the step was not exported, or torch devices cannot run it.
         """
         if self.own_forward is None:
             why = {
@@ -109,12 +108,12 @@ class Extraction:
         return self.own_forward
 
     def check_any_data(self) -> None:
-        """Refuse to run the step on other data than it was extracted on.
+        """Raise if the step cannot run on other data than it was extracted on.
 
         Raises:
             ExtractionError: there is no program, or it holds for the example inputs only.
         """
-        program = self.program  # there is none of a graph of modules
+        program = self.program  # raises for a graph of modules
         if program.op_count and self.depends_on_data:
             raise ExtractionError(
                 f"{type(self.step.model).__name__} reads values of tensors "
@@ -129,17 +128,17 @@ class Extraction:
 def extract(step: Step, extractor: str = AUTO) -> Extraction:
     """Extract the graph of one step.
 
-    Torch traces a model on one device, so meanwhile its state is on the host, wherever it is: a
+    Torch traces a model on one device, so meanwhile copies of its state on the host replace it: a
     model that runs placed can be placed anew.
 
     Args:
         step: the model and its example inputs.
-        extractor: one of ``EXTRACTORS``, or "auto": the first that takes the step.
+        extractor: one of ``EXTRACTORS``, or "auto": the first that accepts the step.
 
     Raises:
         StepError: the step itself is at fault: the model fails on these inputs, has nothing to
             train, no scalar loss or no ops.
-        ExtractionError: no extractor takes it, or the one asked for does not.
+        ExtractionError: no extractor accepts it, or the one asked for does not.
         ValueError: there is no such extractor.
     """
     if extractor != AUTO and extractor not in _BY_NAME:
@@ -169,10 +168,10 @@ def _extracted(step: Step, extractor: str) -> Extraction:
 
 
 def _told(fell_back: Sequence[FallBack]) -> list[str]:
-    """Every reason once, with the extractors that have it."""
+    """Return every reason once, with the extractors that gave it."""
     by_reason: dict[str, list[FallBack]] = {}
     for tried in fell_back:
-        _, _, reason = tried.reason.partition(": ")  # before it stands what could not be done
+        _, _, reason = tried.reason.partition(": ")  # the part before says what failed
         by_reason.setdefault(reason or tried.reason, []).append(tried)
     told = []
     for alike in by_reason.values():
@@ -183,7 +182,7 @@ def _told(fell_back: Sequence[FallBack]) -> list[str]:
 
 
 def _by(extractor: str, step: Step, fell_back: tuple[FallBack, ...]) -> Extraction:
-    """The extraction by one extractor; what its author did not foresee is a refusal, too."""
+    """Extract by one extractor; unforeseen errors are refusals, too."""
     try:
         return _BY_NAME[extractor](step, fell_back)
     except ExtractionError:
@@ -233,9 +232,9 @@ def _of_trace(
 def _forward(
     step: Step, traced: Traced, program: StepProgram, facts: Sequence[OpFacts]
 ) -> tuple[ForwardProgram | None, tuple[str, ...], str]:
-    """The forward pass as it was exported, the key of the call of every op; or why there is none.
+    """Return the exported forward pass and the call key of every op, or why there is none.
 
-    Cores can run a step whose forward pass is one that devices of torch cannot.
+    Cores can run a step even if torch devices cannot run its forward pass.
     """
     if traced.exported is None:
         return None, (), ""
@@ -274,7 +273,7 @@ _BY_NAME: Final[Mapping[str, Callable[[Step, tuple[FallBack, ...]], Extraction]]
 
 
 def shown_lines(lines: tuple[str, ...], most: int = 3) -> str:
-    """Lines of code for people: the first few, and how many there are besides.
+    """Return the first lines of code for people to read, and how many more there are.
 
     >>> shown_lines(("a", "b", "c", "d", "e"))
     'a; b; c; and 2 more'
@@ -284,7 +283,7 @@ def shown_lines(lines: tuple[str, ...], most: int = 3) -> str:
 
 
 def ties_of(step: Step) -> dict[str, str]:
-    """{further name: first name} of parameters and buffers that are the same tensor."""
+    """Return {further name: first name} of parameters and buffers that are the same tensor."""
     first: dict[int, str] = {}
     ties: dict[str, str] = {}
     for name, tensor in step.named_state().items():

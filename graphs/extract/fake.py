@@ -1,4 +1,4 @@
-"""A model whose parameters are on the meta device -> the same step on fake tensors of the CPU.
+"""Tracing a model on the meta device: the same step on fake tensors of the CPU.
 
 Fake tensors have shapes and devices but no memory, so that a model of any size can be traced. The
 meta device itself will not do: its ops are not those of a device that runs them.
@@ -24,9 +24,9 @@ Leaf = TypeVar("Leaf")
 
 @contextlib.contextmanager
 def without_meta(step: Step) -> Iterator[Step]:
-    """The step on fake tensors while the context lasts, or as it is if nothing is on meta.
+    """Yield the step on fake tensors, or as it is if nothing is on the meta device.
 
-    The model is the same object; at the end it has its own parameters and buffers back.
+    The model is the same object; on exit it has its own parameters and buffers back.
     """
     if not _has_meta(step.named_state()):
         yield step
@@ -41,7 +41,7 @@ def without_meta(step: Step) -> Iterator[Step]:
 
 
 def check_has_memory(step: Step) -> None:
-    """Refuse a step that cannot be run because tensors of it are on the meta device.
+    """Raise if the step cannot be run because tensors of it are on the meta device.
 
     Raises:
         ExtractionError: it has such tensors.
@@ -63,14 +63,13 @@ def _has_meta(tensors: Any) -> bool:
 
 
 class _Fakes:
-    """One fake tensor for each tensor, so that tied parameters stay tied."""
+    """Makes one fake tensor for each tensor, so that tied parameters stay tied."""
 
     def __init__(self) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.known: dict[int, torch.Tensor] = {}
 
     def of(self, leaf: Leaf) -> Leaf | torch.Tensor:
-        """The fake of a tensor, anything else as it is."""
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if id(leaf) not in self.known:

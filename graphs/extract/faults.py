@@ -1,4 +1,4 @@
-"""Steps that no extractor could take, told before any is tried."""
+"""Checks that a step can be extracted at all, made before any extractor is tried."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from graphs.extract.step import Step, StepError
 
 
 def check_step(step: Step) -> None:
-    """Refuse a step that is at fault as it is given.
+    """Raise if the step is at fault as it is given.
 
     Raises:
         StepError: a parameter has no shape yet; or, in training, none requires a gradient, or one

@@ -1,7 +1,7 @@
-"""What the calls of a step's modules do, and the tensors that go from one to another.
+"""Work of a step's module calls, and the tensors passed between them.
 
-Who reads what is told by the storages of the tensors that torch dispatches. Where a tensor comes
-from nobody knows (made by numpy, say), its reader comes after everything that was there before.
+Readers are identified by the storages of the tensors that torch dispatches. If a tensor's origin is
+unknown (numpy, say), its reader is ordered after everything that was there before.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from graphs.extract.units import Unit, Units
 
 
 class Work:
-    """What a unit does in one direction."""
+    """FLOPs and memory traffic of a unit in one direction."""
 
     def __init__(self) -> None:
         self.flops = 0
@@ -34,7 +34,7 @@ class Work:
 
 
 class Flow(Units):
-    """Watches a step: the work of its units, and the tensors that go from one to another."""
+    """Records the work of a step's units, and the tensors passed between them."""
 
     def __init__(self, step: Step) -> None:
         super().__init__(step)
@@ -65,7 +65,7 @@ class Flow(Units):
         self._pending: dict[ModuleCall, Any] = {}
 
     def run(self, step: Step) -> None:
-        """Run the step, both ways if it is one of training."""
+        """Run the step, in training with its backward pass."""
         with self.followed(), self._watching():
             found = forward_of(step)
             self.claim(found, self.unit)
@@ -82,7 +82,7 @@ class Flow(Units):
                     self.with_gradient = {name for name, gradient in known if gradient is not None}
 
     def entered(self, call: ModuleCall, inputs: Any) -> None:
-        """Watch the thread, if it is one that the model has started, until it leaves the call."""
+        """Track the call; watch a thread that the model started until it leaves the call."""
         super().entered(call, inputs)
         if not getattr(self._watched, "is_on", False):
             self._watched.until_left = contextlib.ExitStack()
@@ -91,7 +91,7 @@ class Flow(Units):
             self._pending[call] = list(tensors_in(inputs))
 
     def left(self, call: ModuleCall, outputs: Any) -> None:
-        """Outputs that nobody is known to have made are the call's; torch need not see how."""
+        """Attribute outputs that no known op has made to the call."""
         unit = self._unit(call)
         inputs = self._pending.pop(call, [])
         unknown = [t for t in tensors_in(outputs) if not self._is_known(t)]
@@ -108,11 +108,11 @@ class Flow(Units):
             del self._watched.until_left
 
     def saw(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """One op that torch has dispatched."""
+        """Record one op that torch has dispatched."""
         made, read = list(tensors_in(result)), list(tensors_in((args, kwargs)))
         written = list(_written(func, args, kwargs))
         if not written and {*map(self._key, made)} <= {*map(self._key, read)}:
-            return  # it only looks at its inputs in another way
+            return  # it only makes views of its inputs
         unit = self._undone() if self.is_backward else self.unit
         if unit is None:
             return
@@ -134,7 +134,7 @@ class Flow(Units):
         return None if node is None else self.unit_of.get(node)
 
     def _key(self, tensor: torch.Tensor) -> int:
-        """The storage of a tensor, which is kept: no other may take its address meanwhile."""
+        """Return the id of a tensor's storage, which is kept alive so that the id stays unique."""
         storage = tensor.untyped_storage()
         if not self.is_backward:
             self._alive.setdefault(storage._cdata, storage)
@@ -173,7 +173,7 @@ class Flow(Units):
             self.maker[key] = unit
 
     def claimed(self, node: Node, unit: Unit) -> None:
-        """Note what autograd has saved for the backward pass of a unit."""
+        """Record what autograd has saved for the backward pass of a unit."""
         for tensor in _saved(node):
             key = self._key(tensor)
             if key not in self.state and key not in self.inputs:
@@ -181,7 +181,6 @@ class Flow(Units):
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:
-        """Watch what this thread dispatches."""
         self._watched.is_on = True
         try:
             with _Watch(self):
@@ -191,7 +190,7 @@ class Flow(Units):
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """Tells a flow what is dispatched in one thread."""
+    """Reports to a flow what is dispatched in one thread."""
 
     supports_higher_order_operators = True
 
@@ -212,27 +211,27 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor without repetitions."""
+    """Return the bytes of a tensor, at most those of its storage."""
     size = tensor.numel() * tensor.element_size()
     return min(size, tensor.untyped_storage().nbytes()) or size
 
 
 def tensors_in(tree: Any) -> Iterable[torch.Tensor]:
-    """All tensors in containers that torch knows."""
+    """Return all tensors in containers that torch knows."""
     return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
 
 
 def _saved(node: Node) -> Iterator[torch.Tensor]:
-    """The tensors that a node of autograd keeps until it has run."""
+    """Yield the tensors that a node of autograd keeps until it has run."""
     names = ["saved_tensors", *(name for name in dir(node) if name.startswith("_saved_"))]
     for name in names:
-        # Torch refuses to hand out what was overwritten since; then the backward pass fails too.
+        # Torch raises for tensors overwritten since; then the backward pass fails too.
         with contextlib.suppress(RuntimeError):
             yield from tensors_in(getattr(node, name, None))
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
-    """The tensors among the arguments that an op writes into."""
+    """Yield the tensors among the arguments that an op writes into."""
     if not isinstance(func, torch._ops.OpOverload):
         return
     for i, argument in enumerate(func._schema.arguments):

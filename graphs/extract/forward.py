@@ -1,9 +1,9 @@
-"""The exported forward pass as a list of calls: what torch runs on any device and differentiates.
+"""The exported forward pass as a list of calls that torch runs on any device and differentiates.
 
 A step program (:mod:`graphs.extract.program`) is lowered: its operators are those of the device it
 was traced on. The calls here are those of the model, such as ``aten.linear``, with in-place writes
-and views as the model has them. Each has a device; only free calls have none: what they make is a
-view or costs nothing, and is made wherever it is read.
+and views as the model has them. Each has a device, except free calls: their output is a view or
+costs nothing, and is made wherever it is read.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from graphs.extract.step import WRAPPED, unwrapped
 class ForwardCall:
     """One call of the exported forward pass.
 
-    ``key`` is as stable as the ids of ops are: ``module[@call]:op[#occurrence]``. Arguments hold a
-    Ref for every tensor, and the nested graphs of a higher-order operator as they are. ``outputs``
+    ``key`` is as stable as the ids of ops: ``module[@call]:op[#occurrence]``. Arguments hold a Ref
+    for every tensor, and the nested graphs of a higher-order operator as they are. ``outputs``
     gives the value of the tensor that it returns (``tuple_result`` False) or of the members of the
-    tuple, None for a member nobody reads. ``touches`` are the shared storages that it must see in
-    the order of the program, ``writes`` those of them that it writes.
+    tuple, None for a member nobody reads. ``touches`` are the shared storages that it must access
+    in program order, ``writes`` those of them that it writes.
     """
 
     key: str
@@ -53,7 +53,7 @@ class ForwardCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ForwardProgram:
-    """All calls of a forward pass in an order that runs them, and what goes in and comes out.
+    """All calls of a forward pass in an order that can be run, with its inputs and outputs.
 
     Sources are parameters, buffers, constants, and inputs (named by their position among all leaves
     of the inputs). ``storage_of`` gives for every value the first one that shares its memory.
@@ -67,13 +67,13 @@ class ForwardProgram:
 
     @property
     def placed_calls(self) -> tuple[ForwardCall, ...]:
-        """The calls that have a device, in order."""
+        """Calls that have a device, in order."""
         return tuple(call for call in self.calls if not call.is_free)
 
     def together(self) -> tuple[tuple[str, ...], ...]:
-        """Keys of calls that must share a device: who makes, views or writes one storage.
+        """Return keys of calls that must share a device: they make, view or write one storage.
 
-        A view on another device would be a copy, and what is written there would be lost.
+        A view on another device would be a copy, and writes to it would be lost.
         """
         members: defaultdict[int, dict[str, None]] = defaultdict(dict)
         for call in self.calls:
@@ -83,10 +83,10 @@ class ForwardProgram:
         return tuple(tuple(keys) for keys in members.values() if len(keys) > 1)
 
     def first_readers(self) -> dict[int, str]:
-        """{value of a state: key of the placed call that reads it first}, where there is one.
+        """Return {value of a state: key of the placed call that reads it first}, if there is one.
 
-        A free call stands for the first that reads what it makes. Who writes a state shares a
-        device with all that read it, see :meth:`together`.
+        A free call stands for the first that reads its output. A call that writes a state shares a
+        device with all its readers, see :meth:`together`.
         """
         reader: dict[int, str] = {}
         for call in reversed(self.calls):
@@ -100,7 +100,7 @@ class ForwardProgram:
         return {value: reader[value] for value in states if value in reader}
 
     def makers(self) -> dict[int, int]:
-        """{value: index of the call that makes it}, sources left out."""
+        """Return {value: index of the call that makes it}, without sources."""
         return {
             value: index
             for index, call in enumerate(self.calls)
@@ -117,14 +117,14 @@ def forward_program(
     mutated: Collection[str],
     counted: Collection[str],
 ) -> ForwardProgram:
-    """The program of an exported forward pass whose calls are tagged.
+    """Build the program of an exported forward pass whose calls are tagged.
 
     Args:
         exported: the graph, with fake tensors that share storage as the real ones will.
         state: parameters and buffers of the step by name.
-        prefix: what module paths start with, over the model's own.
-        mutated: names of the state that the step changes. Who reads it counts as a writer: the
-            schema of batch_norm, for one, hides that it writes.
+        prefix: what module paths have before the model's own.
+        mutated: names of the state that the step changes. Its readers count as writers: the schema
+            of batch_norm, for one, hides that it writes.
         counted: keys of the calls that ops of the graph stem from; they are not free.
     """
     reader = _Reader(exported, state, prefix)
@@ -135,7 +135,7 @@ def forward_program(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Found:
-    """A call before it is known which storages are written."""
+    """A call whose written storages are not known yet."""
 
     node: fx.Node
     key: str
@@ -147,7 +147,7 @@ class _Found:
 
 
 class _Reader:
-    """Walks an exported graph once and collects values, sources and calls."""
+    """Collects values, sources and calls of an exported graph."""
 
     def __init__(
         self, exported: fx.GraphModule, state: Mapping[str, torch.Tensor], prefix: str
@@ -159,14 +159,13 @@ class _Reader:
         self.first: dict[int, int] = {}  # by the identity of a fake storage
         self.values: dict[fx.Node, int] = {}
         self.bodies: dict[fx.Node, fx.GraphModule] = {}
-        self.values_of_state: dict[int, int] = {}  # by the identity of the tensor: ties are one
+        self.values_of_state: dict[int, int] = {}  # by the identity of the tensor, for ties
         self.sources: list[Source] = []
         self.found: list[_Found] = []
         self.results: tuple[Any, ...] = ()
         self.inputs = 0
 
     def read(self, node: fx.Node) -> None:
-        """Take the next node."""
         match node.op:
             case "placeholder":
                 if isinstance(example := node.meta.get("val"), torch.Tensor):
@@ -183,7 +182,6 @@ class _Reader:
                 self.results = tuple(tree_leaves(self._plain(node.args[0]), is_leaf=_is_ref))
 
     def program(self, mutated: Collection[str], counted: Collection[str]) -> ForwardProgram:
-        """The program, once all nodes are read."""
         written = [self._written(call) for call in self.found]
         read_state = (self.values_of_state.get(id(self.state[name])) for name in mutated)
         changing = {self.storage_of[value] for value in read_state if value is not None}
@@ -275,8 +273,6 @@ class _Reader:
         )
 
     def _plain(self, argument: Any) -> Any:
-        """An fx argument as plain containers, with a Ref for every tensor."""
-
         def plain(leaf: Any) -> Any:
             if not isinstance(leaf, fx.Node):
                 return leaf
@@ -285,7 +281,7 @@ class _Reader:
         return tree_map(plain, argument)
 
     def _written(self, call: _Found) -> set[int]:
-        """Storages that a call says it writes."""
+        """Return the storages that a call is declared to write."""
         target = call.node.target
         if isinstance(target, torch._ops.OpOverload):
             written = [
@@ -307,13 +303,12 @@ class _Reader:
 
 
 def _operands(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a nested graph is given: all that comes after it."""
     first = next(i for i, argument in enumerate(args) if isinstance(argument, fx.GraphModule))
     return args[first + 1 :]
 
 
 def _written_inputs(body: fx.GraphModule) -> list[bool]:
-    """For every input of a nested graph, whether a call in it writes the storage."""
+    """Return, for every input of a nested graph, whether a call in it writes the storage."""
     written: set[int] = set()
     for node in body.graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
@@ -328,12 +323,11 @@ def _written_inputs(body: fx.GraphModule) -> list[bool]:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """Identity of a tensor's memory, shared by its views; of a fake tensor, too."""
+    """Return the identity of a tensor's memory, shared by its views, also of a fake tensor."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def _is_random(module: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether a call, or one in its nested graphs, draws random numbers."""
     if isinstance(node.target, torch._ops.OpOverload):
         return torch.Tag.nondeterministic_seeded in node.target.tags
     return any(

@@ -1,4 +1,4 @@
-"""Which ops of a traced step make the gradients of which parameters: its program knows."""
+"""Ops of a traced step that produce the gradients of its parameters, according to its program."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from graphs.extract.program import VIEW
 def gradient_makers(
     extraction: Extraction, calls: CallGraph | None = None
 ) -> dict[str, tuple[str, ...]]:
-    """{op that parameters live with: ops that make their gradients}, by id; {} without a program.
+    """Return {op that parameters live with: ops that produce their gradients}, by id.
 
-    A parameter lives with the first op that reads it. With ``calls``, ids are those of the nodes
-    that the ops are in.
+    It is empty without a program. A parameter lives with the first op that reads it. With
+    ``calls``, ids are those of the nodes that the ops are in.
     """
     program = extraction.own_program
     if program is None:

@@ -1,4 +1,4 @@
-"""Whether a traced training step has the gradients that torch computes: half a step is none."""
+"""Check that a traced training step computes all the gradients that torch computes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from graphs.extract.trial import check_differentiable, forward_of, runnable
 
 
 def check_gradients(step: Step, found: Collection[str]) -> None:
-    """Refuse a trace that lacks gradients, where ``found`` names the parameters that have one.
+    """Raise if a trace lacks gradients; ``found`` names the parameters that have one.
 
-    The loss need not depend on every parameter; where one has no gradient, a plain run of the step
-    tells whether it should.
+    The loss need not depend on every parameter; if one has no gradient, a plain run of the step
+    shows whether it should have.
 
     Raises:
         StepError: the loss depends on no parameter that requires a gradient.
-        ExtractionError: torch computes gradients that the trace has not.
+        ExtractionError: torch computes gradients that the trace lacks.
     """
     state = step.named_state()
     known = {id(state[name]) for name in found}
@@ -40,7 +40,7 @@ def check_gradients(step: Step, found: Collection[str]) -> None:
 
 
 def _computed(step: Step) -> set[str]:
-    """The names of what torch itself computes gradients for; the model is left as it was."""
+    """Return the names of state that torch computes gradients for; the model is left as it was."""
     try:
         with quiet(), in_its_mode(step), runnable(step) as copy:
             loss = forward_of(copy)

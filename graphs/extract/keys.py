@@ -1,4 +1,4 @@
-"""Stable names: keys of ops and calls, from the module they belong to and the operator they run."""
+"""Stable keys of ops and calls, from the module they belong to and the operator they run."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ Op = TypeVar("Op")
 
 
 def owner(node: fx.Node, prefix: str) -> tuple[str, str] | None:
-    """Path of the module that a node belongs to, and the same with the number of its call.
+    """Return the path of a node's module, and the same with the number of its call.
 
-    ``prefix`` is what paths start with, over the model's own. None where torch does not tell.
+    ``prefix`` is what paths have before the model's own. The result is None if torch gives no
+    module.
     """
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
@@ -29,14 +30,14 @@ def owner(node: fx.Node, prefix: str) -> tuple[str, str] | None:
 
 
 def operator_name(target: Any) -> str:
-    """The name of an operator without its namespace and overload."""
+    """Return the name of an operator without its namespace and overload."""
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.name.partition("::")[2]
     return str(getattr(target, "__name__", target))
 
 
 def numbered(keys: Iterable[str]) -> list[str]:
-    """Keys made distinct: the second of equal ones ends in #1, the third in #2."""
+    """Return keys made distinct: the second of equal ones ends in #1, the third in #2."""
     seen: Counter[str] = Counter()
     distinct = []
     for key in keys:
@@ -47,23 +48,23 @@ def numbered(keys: Iterable[str]) -> list[str]:
 
 
 class Homes(Generic[Op]):
-    """Where parameters that no op reads are counted, for they take memory all the same."""
+    """Ops at which parameters that no op reads are counted, for they take memory all the same."""
 
     def __init__(self, ops: Iterable[tuple[Op, str]]) -> None:
-        """``ops`` are all ops, one at least, each with the path of its module."""
+        """Take all ops, at least one, each with the path of its module."""
         self._first: dict[str, Op] = {}
         for op, module in ops:
             for path in and_outer(module):
                 self._first.setdefault(path, op)
 
     def of(self, parameter: str) -> Op:
-        """The first op in the parameter's own module, else in the nearest one around it."""
+        """Return the first op in the parameter's own module, else in the nearest one around it."""
         module = parameter.replace(LOSS, "loss").rpartition(".")[0]
         return next(self._first[path] for path in and_outer(module) if path in self._first)
 
 
 def and_outer(module: str) -> Iterator[str]:
-    """A module path and those of all modules around it, the whole model's last."""
+    """Yield a module path and those of all modules around it, the whole model's last."""
     while module:
         yield module
         module = module.rpartition(".")[0]
@@ -71,5 +72,4 @@ def and_outer(module: str) -> Iterator[str]:
 
 
 def _stripped(path: str, prefix: str) -> str:
-    """A module path without the wrapper's own part."""
     return "" if path == prefix else path.removeprefix(prefix + ".") if prefix else path

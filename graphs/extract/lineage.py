@@ -1,7 +1,7 @@
-"""Where ops come from: the exported call they stem from, and the forward op they differentiate.
+"""Origin of ops: the exported call that they stem from, and the forward op they differentiate.
 
-Calls are tagged before they are lowered, and torch hands the tags on, also to what differentiates
-them. Forward ops are found by the numbers that autograd gives its nodes.
+Calls are tagged before they are lowered, and torch passes the tags on, also to backward ops.
+Forward ops are found by autograd's sequence numbers.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from graphs.extract.program import VIEW, Call
 
 COPY: Final = "aten.clone.default"
 TAG: Final = "placer_call"
-"""Key, in the part of a node's meta that torch hands on, of the exported call it stems from."""
+"""Key of the exported call that a node stems from, in the part of its meta that torch passes on."""
 
 
 def tag_calls(module: fx.GraphModule, prefix: str) -> None:
     """Tag every call of an exported forward pass with its key ``module[@call]:op[#occurrence]``.
 
-    ``prefix`` is what module paths start with, over the model's own.
+    ``prefix`` is what module paths have before the model's own.
     """
     calls = [node for node in module.graph.nodes if node.op == "call_function"]
     names = [
@@ -41,13 +41,13 @@ def _tag(module: fx.GraphModule, node: fx.Node, key: str) -> None:
 
 
 def tagged_call(node: fx.Node) -> str | None:
-    """The key of the exported call that a node stems from, None where torch has not told."""
+    """Return the key of the exported call that a node stems from, None if torch lost it."""
     key: str | None = node.meta.get("custom", {}).get(TAG)
     return key
 
 
 def bodies(module: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
-    """The nested graphs that a call of a higher-order operator takes."""
+    """Return the nested graphs that a call of a higher-order operator takes."""
     found = (
         getattr(module, str(argument.target), None)
         for argument in node.all_input_nodes
@@ -57,24 +57,24 @@ def bodies(module: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
 
 
 def accumulates(node: fx.Node) -> bool:
-    """Whether a node adds up gradients of one tensor: it differentiates no op."""
+    """Return whether a node adds up gradients of one tensor: it differentiates no op."""
     return bool(node.meta.get("is_gradient_acc"))
 
 
 def is_backward(node: fx.Node) -> bool:
-    """Whether a node of a joint graph belongs to the backward pass."""
+    """Return whether a node of a joint graph belongs to the backward pass."""
     return bool(node.meta.get("partitioner_tag") == "is_backward")
 
 
 def forward_ops(calls: Sequence[Call], nodes: Sequence[fx.Node]) -> dict[int, int]:
-    """{backward op: forward op that it differentiates}, without ops that add up gradients.
+    """Return {backward op: forward op that it differentiates}, without ops that add up gradients.
 
     The backward of an operator runs under the sequence number of that operator (``seq_nr``). Later
     forward calls that need no gradient carry the number too, so the first one counts.
 
     Args:
-        calls: All calls of the step, in order.
-        nodes: The node of the traced graph that each call comes from.
+        calls: all calls of the step, in order.
+        nodes: the node of the traced graph that each call comes from.
     """
     numbered = _numbered(
         [(call, node) for call, node in zip(calls, nodes, strict=True) if not is_backward(node)]
@@ -84,7 +84,7 @@ def forward_ops(calls: Sequence[Call], nodes: Sequence[fx.Node]) -> dict[int, in
     for call, node in zip(calls, nodes, strict=True):
         if call.op == VIEW or not is_backward(node) or accumulates(node):
             continue
-        # An operator in place has two numbers; its backward runs under the lower one, which no
+        # An in-place operator has two numbers; its backward runs under the lower one, which no
         # forward call has.
         place = bisect_left(numbers, node.meta.get("seq_nr", -1))
         if place < len(numbers):
@@ -93,10 +93,10 @@ def forward_ops(calls: Sequence[Call], nodes: Sequence[fx.Node]) -> dict[int, in
 
 
 def _numbered(forward: Sequence[tuple[Call, fx.Node]]) -> dict[int, int]:
-    """{sequence number: op} of the calls of a forward pass.
+    """Return {sequence number: op} of the calls of a forward pass.
 
-    A view is no op of its own: the first op that reads it stands for it, else the op whose output
-    it shows. A copy has nothing to differentiate and counts only where it is alone.
+    A view is no op: the first op that reads it stands for it, else the op whose output it shows. A
+    copy has nothing to differentiate and counts only if no other op has its number.
     """
     reader: dict[int, int] = {}
     for call, _ in reversed(forward):

@@ -1,6 +1,6 @@
-"""The graph of modules of a step, such that each module can be placed as a whole.
+"""The graph of modules of a step, in which each module can be placed as a whole.
 
-Code of a module that runs between two of its calls has tensors at hand from before them: all that a
+Code of a module between two of its calls may use tensors from before them, so that all work that a
 module does itself, in every call, is on one device.
 """
 
@@ -21,32 +21,32 @@ Device = TypeVar("Device")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModuleMap:
-    """A graph of modules with N ops; op ``i`` is of the module with the path ``modules[i]``."""
+    """A graph of modules with N ops; op ``i`` belongs to the module with path ``modules[i]``."""
 
     graph: nx.DiGraph[str]
     modules: tuple[str, ...]
 
     def devices_of_calls(self, devices: Sequence[Device]) -> dict[str, Device]:
-        """{path of a module: its device} from the device of every op, (N,).
+        """Return {path of a module: its device}, given the device of every op, (N,).
 
         Raises:
-            ValueError: there are not as many devices as ops.
+            ValueError: the number of devices is not the number of ops.
         """
         if len(devices) != len(self.modules):
             raise ValueError(f"{len(devices)} devices are not for {len(self.modules)} ops")
         return dict(zip(self.modules, devices, strict=True))
 
     def launch_order(self, priority: Sequence[float]) -> tuple[str, ...]:
-        """None: the model's own code decides."""
+        """Return an empty order: the model's own code decides."""
         del priority
         return ()
 
 
 def placeable(extraction: Extraction) -> CallGraph | ModuleMap:
-    """What devices of torch place of a step: the calls that were exported, else its modules.
+    """Return the graph that torch devices can run: of the exported calls, else of the modules.
 
     Raises:
-        ExtractionError: the step was recorded, or its export has what they cannot run.
+        ExtractionError: the step was recorded, or torch devices cannot run its export.
     """
     if extraction.extractor == "modules":
         return module_map(extraction)
@@ -54,7 +54,7 @@ def placeable(extraction: Extraction) -> CallGraph | ModuleMap:
 
 
 def module_map(extraction: Extraction) -> ModuleMap:
-    """The graph of a step that was extracted by its modules, the ops of each in one group."""
+    """Return the graph of a step extracted by its modules, the ops of each in one group."""
     graph: nx.DiGraph[str] = extraction.graph.copy()
     modules = tuple(unit.call.path for unit in extraction.units)
     together: nx.Graph[tuple[str, str]] = nx.Graph()

@@ -1,9 +1,9 @@
-"""nn.Module -> graph of its calls of modules, for models that no other extractor takes.
+"""Extraction of the graph of module calls, for models that no other extractor accepts.
 
-The step is run by torch as it stands, with hooks on its modules. An op of the graph is a unit: what
-a call of a module does itself, from one call that it makes to the next; of a module that calls no
-other it is the whole call. Units that only look at tensors in another way are left out. A backward
-op undoes a unit and shares its device.
+Torch runs the step as it is, with hooks on its modules. An op of the graph is a unit: what a call
+of a module does itself, from one call that it makes to the next; for a module that calls no other
+it is the whole call. Units that only make views are left out. A backward op differentiates a unit
+and shares its device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from graphs.order import topological_order
 
 @dataclass(frozen=True, slots=True)
 class ModuleGraph:
-    """The graph, and by op the unit that it does or undoes, and for backward ops its forward op."""
+    """A graph; ``units`` by op, also those of backward ops; ``forward_of`` as in an Extraction."""
 
     graph: nx.DiGraph[str]
     units: tuple[Unit, ...]
@@ -40,11 +40,12 @@ class ModuleGraph:
 
 
 def module_graph(step: Step) -> ModuleGraph:
-    """The graph of the module calls of one step; the model is left as it was.
+    """Build the graph of the module calls of one step; the model is left as it was.
 
     Raises:
         StepError: the model runs no ops.
-        ExtractionError: the model fails on the example inputs, or an optimizer is in the step.
+        ExtractionError: the model fails on the example inputs, its modules cannot be put in order,
+            or an optimizer is in the step.
     """
     if step.optimizer is not None:
         raise ExtractionError("a graph of modules has no ops for an optimizer: leave it out")
@@ -73,8 +74,6 @@ def module_graph(step: Step) -> ModuleGraph:
 
 
 class _Builder:
-    """Makes the graph of what a flow has seen."""
-
     def __init__(self, flow: Flow, name: str) -> None:
         self.flow = flow
         self.forward = list(flow.forward)
@@ -87,7 +86,7 @@ class _Builder:
         self.result = new_graph(name)
 
     def graph(self) -> ModuleGraph:
-        """Forward ops in the order in which they began, then backward ops in the reverse order."""
+        """Add forward ops in the order in which they began, then backward ops in reverse order."""
         groups = self._groups()
         parameters: Counter[Unit] = Counter()
         gradients: Counter[Unit] = Counter()
@@ -158,14 +157,14 @@ class _Builder:
             add_edge(self.result, self.ids[maker], self.back_ids[reader], size)
 
     def _kept(self) -> defaultdict[Unit, dict[int, int]]:
-        """{unit: what it makes and autograd saves, each tensor once}."""
+        """Return {unit: bytes of the tensors that it makes and autograd saves, each once}."""
         kept: defaultdict[Unit, dict[int, int]] = defaultdict(dict)
         for (maker, _), sizes in self.flow.kept.items():
             kept[maker] |= sizes
         return kept
 
     def _homes(self) -> dict[str, Unit]:
-        """{parameter: the unit that it belongs to}: who read it first, else one of its module."""
+        """Return {parameter: the unit it belongs to}: its first reader, else one of its module."""
         flow = self.flow
         homes: dict[str, Unit] = {}
         of_unread = Homes((unit, unit.call.path) for unit in self.forward)
@@ -177,7 +176,7 @@ class _Builder:
         return homes
 
     def _groups(self) -> dict[Unit, str]:
-        """{unit: group}: a unit and its backward op; units with a parameter or state in common."""
+        """Return {unit: group} of units with a backward op, or with shared parameters or state."""
         together: nx.Graph[Unit] = nx.Graph()
         together.add_nodes_from(self.forward)
         shared: dict[Unit, str] = {}
@@ -197,7 +196,7 @@ class _Builder:
 
 
 def _ids(units: Sequence[Unit]) -> dict[Unit, str]:
-    """Keys ``module[@call]:class[#occurrence]``."""
+    """Return keys ``module[@call]:class[#occurrence]``."""
     seen: Counter[str] = Counter()
     ids: dict[Unit, str] = {}
     for unit in units:

@@ -1,7 +1,7 @@
-"""What a model settles of its backward pass itself, and who can follow it there.
+"""Refusing models that define parts of their backward pass which an extractor cannot follow.
 
-Torch.export looks into a function that brings its own backward and takes apart what it finds; of
-checkpointing it sees the forward pass alone. Either way the step would be another one.
+Torch.export traces into a function that has its own backward and decomposes it; of checkpointing it
+sees only the forward pass. Either way the traced step would be another one.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from graphs.extract.step import ExtractionError, Step, StepError
 def own_backward_refused(
     step: Step, *, functions: bool = False, saving: bool = False
 ) -> Iterator[None]:
-    """Refuse, while a training step runs, what an extractor cannot follow in its backward pass.
+    """Raise, while a training step runs, if an extractor cannot follow its backward pass.
 
     Args:
-        step: one of inference has no backward pass, and nothing is refused.
-        functions: refuse functions with a backward of their own, those of torch excepted.
-        saving: refuse tensors that are saved in another way, as in activation checkpointing.
+        step: an inference step has no backward pass, and nothing is refused.
+        functions: refuse functions with a backward of their own, except those of torch.
+        saving: refuse hooks on saved tensors, as in activation checkpointing.
 
     Raises:
         StepError: reentrant checkpointing, which no extractor can follow.
-        ExtractionError: what is to be refused.
+        ExtractionError: the step does what is to be refused.
     """
     if not step.training:
         yield
@@ -62,7 +62,7 @@ def own_backward_refused(
             )
         enter(hooks)
 
-    # No hook of torch tells of a call of one, so that for the while the method itself is another.
+    # Torch has no hook for these calls, so the methods themselves are replaced meanwhile.
     Function.apply = classmethod(applied)  # type: ignore[method-assign, assignment]
     saved_tensors_hooks.__enter__ = entered  # type: ignore[method-assign]
     try:

@@ -1,9 +1,9 @@
-"""A step as a list of torch calls that any device can replay: what an extracted graph runs.
+"""A step as a list of torch calls that any device can replay: the program of an extracted graph.
 
 A program is plain data (names, numbers, dtypes), so that it can be sent to another process. Views
-are calls of no op (``op == VIEW``): whoever needs a view makes it, and only the tensors under the
-views ever move between devices. Views that show a part of a computed tensor are ops, though, at
-home with their tensor, so that only the part moves.
+belong to no op (``op == VIEW``): they are made wherever they are read, and only the tensors under
+the views are sent between devices. Views that show a part of a computed tensor, though, are ops on
+the tensor's device, so that only the part is sent.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Role: TypeAlias = Literal[
     "constant",
     "input",
     "tangent",
-    "optimizer",  # what an optimizer keeps of a parameter
+    "optimizer",  # optimizer state of a parameter
     "step_count",  # the number of the parameter's update, from 1
     "learning_rate",
 ]
@@ -31,14 +31,14 @@ Role: TypeAlias = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """Stands for a tensor in the arguments of a call: ``program.values[value]``."""
+    """Placeholder for a tensor in the arguments of a call: ``program.values[value]``."""
 
     value: int
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor of the step. ``root`` is the value whose storage it shares, itself if no view."""
+    """A tensor of the step; ``root`` is the value whose storage it shares, itself if no view."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -59,7 +59,7 @@ class Value:
 
     @property
     def overlaps(self) -> bool:
-        """Whether elements may share memory, as those of an expanded tensor do."""
+        """Return whether elements may share memory, as those of an expanded tensor do."""
         inner = 0  # the last element of all dimensions with smaller strides
         for stride, size in sorted(zip(self.stride, self.shape, strict=True)):
             if size > 1:
@@ -70,17 +70,17 @@ class Value:
 
     @property
     def is_dense(self) -> bool:
-        """Whether its elements fill their memory, in whatever order."""
+        """Return whether its elements fill their memory, in whatever order."""
         return self.span == self.numel and not self.overlaps
 
     def is_laid_out_as(self, other: Value) -> bool:
-        """Whether the elements of two tensors of one shape are in the same order in memory."""
+        """Return whether two tensors of one shape have their elements in the same memory order."""
         strides = zip(self.shape, self.stride, other.stride, strict=True)
         return all(own == theirs for size, own, theirs in strides if size > 1)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes it takes without gaps and repetitions."""
+        """Bytes without gaps and repetitions."""
         return min(self.span, self.numel) * self.dtype.itemsize
 
 
@@ -88,7 +88,7 @@ class Value:
 class Call:
     """One call of a torch operator, ``target`` such as "aten.convolution.default".
 
-    ``outputs`` gives the value for each result: of the one tensor it returns (``tuple_result``
+    ``outputs`` gives the value of each result: of the one tensor that is returned (``tuple_result``
     False) or of the members of the tuple, None for a member nobody reads.
     """
 
@@ -100,12 +100,12 @@ class Call:
     tuple_result: bool
     reads: tuple[int, ...]  # values among the arguments, each once
     shows_part: bool = False  # an op that is a view of a part of the first value it reads
-    writes: tuple[int, ...] = ()  # of the values read, those changed in place: by optimizers only
+    writes: tuple[int, ...] = ()  # values read that change in place (optimizers only)
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A value that is there before the step starts."""
+    """A value that exists before the step starts."""
 
     value: int
     role: Role
@@ -115,7 +115,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A value that the step hands back: an output, a gradient, the new value of mutated state."""
+    """A value that the step returns: an output, a gradient, the new value of mutated state."""
 
     value: int
     role: Literal["output", "gradient", "state"]
@@ -124,11 +124,11 @@ class Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepProgram:
-    """Calls in an order that runs them all, and what goes in and comes out.
+    """Calls in an order that can be run, with the inputs and outputs of the step.
 
     In a ``training`` step output 0 is the loss, and ``gradients`` says which value is the gradient
-    of which parameter. These are results too, unless the step has an optimizer: it uses them up.
-    A call that writes in place runs after all others that read what it writes.
+    of which parameter. These are results too, unless the step has an optimizer, which consumes
+    them. A call that writes in place runs after all others that read what it writes.
     """
 
     values: tuple[Value, ...]
@@ -141,7 +141,7 @@ class StepProgram:
     gradients: Mapping[str, int] = field(default_factory=dict)  # {parameter: value}
 
     def producers(self) -> dict[int, int]:
-        """{value: index of the call that makes it}, sources left out."""
+        """Return {value: index of the call that makes it}, without sources."""
         return {
             value: index
             for index, call in enumerate(self.calls)
@@ -150,15 +150,15 @@ class StepProgram:
         }
 
     def updates(self) -> dict[int, str]:
-        """{op that writes in place: name of the parameter that it updates}."""
+        """Return {op that writes in place: name of the parameter that it updates}."""
         names = {s.value: s.name for s in self.sources if s.role == "parameter"}
         names |= {r.value: r.name for r in self.results if r.role == "state"}
         return {call.op: names[call.writes[0]] for call in self.calls if call.writes}
 
     def overwritten(self) -> dict[int, set[int]]:
-        """{op that writes in place: all other ops that read what it writes, or make it}."""
+        """Return {op that writes in place: all other ops that read what it writes, or make it}."""
         first: dict[str, int] = {}
-        same = {  # of names that are one tensor, the first one's value stands for all
+        same = {  # the first of tied names stands for all
             s.value: first.setdefault(self.ties.get(s.name, s.name), s.value)
             for s in self.sources
             if s.role == "parameter"

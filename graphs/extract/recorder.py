@@ -1,4 +1,4 @@
-"""What the nodes of a graph belong to, told while it is traced, and where values are read."""
+"""Annotating graph nodes while they are traced: module, phase, and lines that read values."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from graphs.extract.step import ExtractionError, Step
 READS_VALUES: Final = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 SELECTS: Final = "aten::index"  # depends on values only where the index is a mask
 ONLY_SHAPES: Final = ("_like", "aten::new_")
-"""In names of ops that take no values from their input, only its shape."""
+"""In names of ops that use only the shape of their input, not its values."""
 
 
 class _Frames(Calls):
-    """Remembers which call of a module autograd's nodes were made in, by their numbers."""
+    """Records in which module call each autograd node was made, by sequence number."""
 
     def __init__(self, step: Step) -> None:
         super().__init__(step)
@@ -38,7 +38,6 @@ class _Frames(Calls):
         self._change()
 
     def of(self, number: int) -> ModuleCall:
-        """The call in which the autograd node with this number was made."""
         return self.frames[bisect_right(self.starts, number) - 1]
 
     def _change(self) -> None:
@@ -47,7 +46,7 @@ class _Frames(Calls):
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """Tells the nodes of the graph, as they appear, what they belong to."""
+    """Annotates the nodes of the graph, as they appear, with what they belong to."""
 
     def __init__(self, step: Step, graph: fx.Graph) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -55,7 +54,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         self.calls = _Frames(step)
         self.backward = False
         self.read: set[int] = set()  # ids of tensors that are not the step's own
-        self.between = False  # two autograd nodes: the engine itself adds up gradients
+        self.between = False  # autograd nodes, where the engine adds up gradients
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -73,7 +72,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         return result
 
     def go_back_from(self, loss: torch.Tensor) -> None:
-        """What is dispatched from now on is the backward pass of ``loss``."""
+        """Treat everything dispatched from now on as the backward pass of ``loss``."""
         self.backward = True
         queue, seen = [loss.grad_fn], set()
         while queue:
@@ -110,7 +109,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         return any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
 
     def _check_written(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Nothing but what the step knows of may be written: it would be written for good."""
+        """Raise if a tensor that is not the step's is written: it would stay changed."""
         if not isinstance(func, torch._ops.OpOverload) or not func._schema.is_mutable:
             return
         arguments = func._schema.arguments
@@ -135,7 +134,7 @@ def _stack_of(call: ModuleCall) -> dict[str, tuple[str, str]]:
 
 
 def lines_that_read(graph: fx.Graph) -> tuple[str, ...]:
-    """Lines where values are read that come from inputs, state or a random generator."""
+    """Return the lines that read values which come from inputs, state or a random generator."""
     from_data: set[fx.Node] = set()
     lines: dict[str, None] = {}
     for node in graph.nodes:
@@ -156,7 +155,7 @@ def lines_that_read(graph: fx.Graph) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def listable() -> Iterator[None]:
-    """Let ``tolist`` of a traced tensor read its numbers one by one, each seen by the recorder.
+    """Let ``tolist`` of a traced tensor read numbers one by one, each seen by the recorder.
 
     Torch's own fails on tensors of more than one dimension.
     """

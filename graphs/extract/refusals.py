@@ -1,6 +1,6 @@
-"""Why a step cannot be taken, in the words of whoever gave it: what torch said, where, what to do.
+"""Messages about steps that cannot be extracted: torch's reason, the line of the model, advice.
 
-Torch itself is kept from talking meanwhile: its reasons are in its exceptions.
+Torch's own output is suppressed meanwhile: its reasons are in its exceptions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from graphs.precision import FULL
 
 OWN: Final = str(Path(__file__).parent)
 RECORDING: Final = str(Path(OWN, "dispatch.py"))
-"""Whoever called the code of this file is not the model."""
+"""Callers of this file's code are not the model, so that the search for its line stops here."""
 TORCH: Final = str(Path(torch.__file__).parent)
 PYTHON: Final = str(Path(logging.__file__).parent.parent)
 DATA_DEPENDENT: Final = {
@@ -33,19 +33,19 @@ DATA_DEPENDENT: Final = {
     "DataDependentOutputException": "its control flow depends on the values in a tensor",
     "DynamicOutputShapeException": "the size of what {} returns depends on the values in a tensor",
 }
-"""Torch's exceptions for what no fixed graph can hold, and what they mean; {} is their message."""
+"""Torch's exceptions for what no fixed graph can hold, explained; {} is the exception's message."""
 
 UNDECODED: Final = "Unable to cast Python instance of type <class 'str'>"
-"""What torch says of a line of code whose file has a name that is not UTF-8."""
+"""Torch's message about a line of code in a file whose name is not UTF-8."""
 ADDRESS: Final = re.compile(
     r"<(?:\w+\.)*(?:<locals>\.)?(?P<what>[^<>]+?)(?: object)? at 0x[0-9a-fA-F]+>"
 )
 METHOD: Final = re.compile(r"<(?:slot wrapper|method) '(?P<what>[^']*)' of '[^']*' objects>")
-"""How Python shows objects, for people to leave out."""
+"""ADDRESS and METHOD match how Python shows objects, which messages shorten to a name."""
 
 
 def explained(step: Step, error: Exception, verb: str) -> str:
-    """What torch says in its first line, the line of the model, and what can be done about it.
+    """Return the first line of torch's error, the line of the model, and what can be done.
 
     ``verb`` is what cannot be done to the model, as in "exported".
     """
@@ -75,7 +75,7 @@ def explained(step: Step, error: Exception, verb: str) -> str:
 
 
 def unforeseen(step: Step, error: Exception) -> str:
-    """What to say of an error on the way from what torch has traced to a graph."""
+    """Return a message about an unforeseen error between torch's trace and the graph."""
     return (
         f"{type(step.model).__name__} was traced, but no graph comes out of the trace: "
         f"{type(error).__name__}: {first_line(error)}. Another extractor may take it."
@@ -83,7 +83,7 @@ def unforeseen(step: Step, error: Exception) -> str:
 
 
 def first_line(error: Exception) -> str:
-    r"""The first line of an error, without the addresses of objects and the full stop.
+    r"""Return the first line of an error, without addresses of objects and the full stop.
 
     >>> first_line(TypeError("no <__main__.Batch object at 0x7f63> here.\nSee above"))
     'no Batch here'
@@ -98,7 +98,7 @@ def _lines(error: Exception) -> list[str]:
 
 
 def sentences(*parts: str) -> str:
-    """Parts of a message one after another, each with one full stop.
+    """Join parts of a message, each with one full stop.
 
     >>> sentences("It fails", "Try again.")
     'It fails. Try again.'
@@ -107,7 +107,7 @@ def sentences(*parts: str) -> str:
 
 
 def raised_at(error: Exception) -> str:
-    """The innermost line of the model's code on the way to an error, "" if there is none."""
+    """Return the innermost line of the model's code in an error's traceback, "" if none."""
     found = ""
     trace = error.__traceback__
     while trace is not None:
@@ -118,7 +118,7 @@ def raised_at(error: Exception) -> str:
 
 
 def running_line() -> str:
-    """The innermost line of the model's code that is running, "" if there is none."""
+    """Return the innermost line of the model's code that is running, "" if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _file(frame) != RECORDING:
         if _is_of_model(frame):
@@ -142,12 +142,12 @@ def _line(frame: FrameType, number: int) -> str:
 
 
 def writes_input(which: str) -> StepError:
-    """The refusal of a model that changes what it is given."""
+    """Return the error for a model that writes into its inputs."""
     return StepError(f"the model writes into {which} in place; clone it first")
 
 
 def wants_input_gradient(which: str) -> StepError:
-    """The refusal of an input that requires a gradient."""
+    """Return the error for an input that requires a gradient."""
     return StepError(
         f"tensor {which} of the inputs requires a gradient, but a placed step hands back "
         "gradients of parameters only; detach it first"
@@ -155,7 +155,7 @@ def wants_input_gradient(which: str) -> StepError:
 
 
 def loss_without_gradient(step: Step) -> StepError:
-    """The refusal of a training step without a backward pass."""
+    """Return the error for a training step without a backward pass."""
     return StepError(
         f"the loss of {type(step.model).__name__} does not depend on any parameter that requires "
         "a gradient, so there is no backward pass: look for torch.no_grad() and detach() on the "
@@ -165,11 +165,11 @@ def loss_without_gradient(step: Step) -> StepError:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep torch from talking while it traces.
+    """Suppress torch's output while it traces.
 
     It prints whole graphs and tracebacks to stderr when an export fails, though the reason is in
-    the exception, and warns of what it does itself. Threads of the model that cannot be traced fail
-    in words of their own.
+    the exception, and warns about its own internals. Errors in threads that the model started are
+    not printed, either.
     """
     before, hook = logging.root.manager.disable, threading.excepthook
     logging.disable(logging.CRITICAL)

@@ -1,4 +1,4 @@
-"""The step to be extracted: a model, example inputs, and how a loss comes out of them."""
+"""The step to be extracted: a model, example inputs, and how a loss is computed from them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from graphs.precision import FULL, check_dtype
 
 WRAPPED: Final = "model"
 LOSS: Final = "<loss>"
-"""Stands for the loss function in names of state: no module of a model can be called so."""
+"""Stands for the loss function in names of state; no module of a model can have this name."""
 
 
 class ExtractionError(ValueError):
-    """The model cannot be taken as it is; the message says where and what to do."""
+    """The model cannot be extracted as it is; the message says where and what to do."""
 
 
 class StepError(ExtractionError):
-    """The step itself is at fault: no way of extracting it would take it."""
+    """The step itself is at fault, so that no extractor would accept it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Step:
     ``loss(model(*inputs[:-1], **keywords), inputs[-1])``. Without one, a training
     step takes the model's own output: a scalar, or an output with a scalar ``loss``. With an
     ``optimizer`` the step also updates the parameters. In another ``dtype`` than fp32 forward pass
-    and loss are under ``torch.autocast``; parameters keep theirs.
+    and loss run under ``torch.autocast``; parameters keep their dtype.
     """
 
     model: nn.Module
@@ -68,9 +68,9 @@ class Step:
         optimizer: Optimizer | None = None,
         dtype: str = FULL,
     ) -> Step:
-        """A step from what a user has: a tensor, a tuple or list of arguments, or keywords.
+        """Build a step from example inputs: a tensor, a tuple or list of arguments, or keywords.
 
-        Among keywords the target of a loss function is the one entry, whatever its name, that the
+        With keywords, the target of a loss function is the one entry, whatever its name, that the
         model's ``forward`` does not take.
 
         Raises:
@@ -106,9 +106,9 @@ class Step:
         return self.inputs if self.training else self.model_inputs
 
     def named_state(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers under every name they have, as in the model's state.
+        """Return parameters and buffers under every name they have in the model's state.
 
-        Those of a loss function that is a module come after them, as ``<loss>.name``.
+        In training, those of a loss function that is a module follow, as ``<loss>.name``.
         """
         state = _named_state(self.model)
         if self.training and isinstance(self.loss, nn.Module):
@@ -125,32 +125,31 @@ class LossModule(nn.Module):
         self.loss = step.loss
 
     def forward(self, *inputs: Any, **keywords: Any) -> torch.Tensor:
-        """The loss of one step."""
+        """Return the loss of one step."""
         if self.loss is None:
             return scalar_loss(self.model(*inputs, **keywords))
         return scalar_loss(self.loss(self.model(*inputs[:-1], **keywords), inputs[-1]))
 
 
 class ModelAlone(nn.Module):
-    """The model as it is, where a LossModule has it: takes the inputs of an inference step."""
+    """The model alone, wrapped as in a LossModule: takes the inputs of an inference step."""
 
     def __init__(self, step: Step) -> None:
         super().__init__()
         self.model = step.model
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        """What the model returns."""
+        """Return the model's output."""
         return self.model(*inputs, **keywords)
 
 
 def unwrapped(name: str) -> str:
-    """The name that :meth:`Step.named_state` gives to a parameter or buffer of such a module."""
+    """Return the name in :meth:`Step.named_state` of a parameter or buffer of such a wrapper."""
     owner, _, rest = name.partition(".")
     return rest if owner == WRAPPED else f"{LOSS}.{rest}"
 
 
 def _not_taken(model: nn.Module, keywords: Mapping[str, Any]) -> list[str]:
-    """The keywords that a model's forward has no parameter for."""
     parameters = inspect.signature(model.forward).parameters
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return []
@@ -165,7 +164,7 @@ def _named_state(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def scalar_loss(output: Any) -> torch.Tensor:
-    """The scalar loss in an output.
+    """Return the scalar loss in an output.
 
     Raises:
         StepError: there is none.

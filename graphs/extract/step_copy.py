@@ -1,4 +1,4 @@
-"""A copy of a step whose model may keep tensors that were computed."""
+"""Copying a step whose model may keep computed tensors."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from graphs.extract.step import Step
 
 
 def step_copy(step: Step) -> Step:
-    """A step of its own: copies of the model, the loss function and the inputs.
+    """Return a copy of a step: of the model, the loss function and the inputs.
 
-    What the model keeps of an earlier forward pass, such as the ``weight`` of ``nn.utils``'
-    ``weight_norm``, is copied without its history, which torch alone would refuse.
+    Tensors that the model keeps from an earlier forward pass, such as the ``weight`` of
+    ``nn.utils``' ``weight_norm``, are copied without their history; torch alone would refuse to.
     """
     with _WithoutHistory():
         return copy.deepcopy(step)

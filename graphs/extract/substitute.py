@@ -1,4 +1,4 @@
-"""A step with other tensors, or in another mode, for a while: its model stays as it was."""
+"""Contexts that give a step other tensors or another mode, and restore its model on exit."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from graphs.extract.step import Step
 
 @contextlib.contextmanager
 def substituted(step: Step, of: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Let the model and its loss have ``of(tensor)`` in place of every parameter and buffer.
+    """Replace every parameter and buffer of the model and its loss by ``of(tensor)``.
 
-    At the end they have their own back, whatever was assigned to them meanwhile.
+    On exit the original ones are back, whatever was assigned meanwhile.
     """
     roots = [part for part in (step.model, step.loss) if isinstance(part, nn.Module)]
     slots: list[dict[str, Any]] = [
@@ -43,9 +43,9 @@ def substituted(step: Step, of: Callable[[torch.Tensor], torch.Tensor]) -> Itera
 
 @contextlib.contextmanager
 def on_host(step: Step) -> Iterator[Step]:
-    """The step with all its tensors on the host, where models are traced; tied ones stay tied.
+    """Yield the step with all its tensors on the host, where models are traced; ties are kept.
 
-    What is there already, or on the meta device, is not copied.
+    Tensors on the host or on the meta device are not copied.
     """
     copies = _Copies(lambda tensor: tensor.detach().cpu())
 
@@ -64,8 +64,8 @@ def on_host(step: Step) -> Iterator[Step]:
 def in_its_mode(step: Step) -> Iterator[None]:
     """Switch a model that is not in the step's mode as a whole, and gradients on or off.
 
-    Modules in eval mode within a model in train mode stay so: a step is taken as it stands. At the
-    end all attributes of the model are as they were, whatever it has kept in them meanwhile.
+    Modules in eval mode within a model in train mode stay in eval mode. On exit all attributes of
+    the model's modules are restored.
     """
     attributes = [_Attributes(module) for module in module_paths(step)]
     if step.model.training is not step.training:
@@ -79,7 +79,7 @@ def in_its_mode(step: Step) -> Iterator[None]:
 
 
 class _Attributes:
-    """The attributes of a module as they are now; of lists, sets and dicts, what is in them."""
+    """Snapshot of a module's attributes, including the content of lists, sets and dicts."""
 
     def __init__(self, module: nn.Module) -> None:
         self.now = vars(module)
@@ -91,7 +91,6 @@ class _Attributes:
         ]
 
     def restore(self) -> None:
-        """Give the module back what it had."""
         self.now.clear()
         self.now.update(self.before)
         for held, inside in self.inside:
@@ -101,9 +100,9 @@ class _Attributes:
 
 @contextlib.contextmanager
 def on_copies(step: Step) -> Iterator[Step]:
-    """The step on copies of all that it could change; random numbers are drawn again afterwards.
+    """Yield the step on copies of all that it could change; the random state is restored.
 
-    Of a model that cannot be copied as a whole the parameters and buffers are.
+    If the model cannot be copied as a whole, its parameters and buffers are.
     """
     with torch.random.fork_rng(devices=[]):
         try:
@@ -116,14 +115,13 @@ def on_copies(step: Step) -> Iterator[Step]:
 
 
 class _Copies:
-    """One copy of each tensor, so that tied parameters stay tied."""
+    """Makes one copy of each tensor, so that tied parameters stay tied."""
 
     def __init__(self, copied: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.copied = copied
         self.known: dict[int, torch.Tensor] = {}
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The copy of a tensor."""
         if id(tensor) not in self.known:
             copied = self.copied(tensor)
             if isinstance(tensor, nn.Parameter):
@@ -133,7 +131,7 @@ class _Copies:
 
 
 def with_distinct_inputs(step: Step) -> Step:
-    """The step on copies: a tensor that is given twice would be traced as one input for good."""
+    """Return the step on copies of its inputs; one passed twice would be traced as one input."""
 
     def copied(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):

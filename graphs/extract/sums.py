@@ -1,8 +1,8 @@
-"""Sums of gradients as autograd makes them: in place, as soon as each summand is there.
+"""Memory of sums of gradients, which autograd adds up in place as soon as each summand exists.
 
-A trace has an op for every addition. Where they are ops of their own, each summand waits for its
-addition, and each addition writes another tensor. Autograd adds a summand to what is there before
-anything else runs, so that beside the sum only one of them takes memory at a time.
+A trace has an op for every addition. As separate ops, each summand would wait for its addition, and
+each addition would write another tensor. Autograd adds a summand before anything else runs, so that
+besides the sum only one summand takes memory at a time.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from graphs.mirror import ACCUMULATES
 def summed_in_place(
     graph: GraphArrays, program: StepProgram, node_of: NDArray[np.int64]
 ) -> GraphArrays:
-    """The ops of a graph with the memory that they take where autograd adds up gradients.
+    """Return the graph with the memory that its ops take when autograd adds up gradients.
 
-    Of every sum the first summand is an output that stands for the sum. The others are workspace of
+    In each sum the first summand is an output that stands for the sum. The others are workspace of
     the ops that make them, twice in the case of the second, since the first addition is not in
-    place. Additions have no output. Left as they are: summands that something else reads, too, and
-    sums whose additions are in several nodes.
+    place. Additions have no output. Unchanged are summands that other ops read, too, and sums whose
+    additions are in several nodes.
 
     Args:
         graph: N ops.
-        program: what runs them.
+        program: program of the graph.
         node_of: the node in which each op runs, (N,).
     """
     output, workspace = graph.output_bytes.copy(), graph.workspace_bytes.copy()
@@ -48,7 +48,7 @@ def summed_in_place(
 
 
 def _sums(graph: GraphArrays, program: StepProgram) -> list[tuple[list[int], list[int]]]:
-    """Of every sum the ops that add to it, and the values that nothing else reads, in order."""
+    """Return for every sum the ops that add to it and, in order, the values only they read."""
     adds = [op.endswith(ACCUMULATES) for op in graph.ops]
     readers = _readers(program)
     given = {program.values[result.value].root for result in program.results}
@@ -74,7 +74,7 @@ def _sums(graph: GraphArrays, program: StepProgram) -> list[tuple[list[int], lis
 
 
 def _readers(program: StepProgram) -> dict[int, set[int]]:
-    """{computed tensor: ops that read it, or a view of it}."""
+    """Return {computed tensor: ops that read it, or a view of it}."""
     readers: defaultdict[int, set[int]] = defaultdict(set)
     made = program.producers()
     for call in program.calls:

@@ -1,4 +1,4 @@
-"""A plain run of a step: whether the model works at all on what it is given."""
+"""Plain runs of a step, to see whether the model works at all on its inputs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def check_runs(step: Step) -> None:
     """Run the forward pass once, by torch alone; the model is left as it was.
 
     Raises:
-        StepError: it fails, or has nothing to go back from in training, so that no way of
-            extracting it can help.
+        StepError: it fails, or in training its loss has no backward pass, so that no extractor can
+            help.
     """
     try:
         with quiet(), in_its_mode(step), runnable(step) as copy:
@@ -34,7 +34,7 @@ def check_runs(step: Step) -> None:
 
 @contextlib.contextmanager
 def runnable(step: Step) -> Iterator[Step]:
-    """The step on copies; of a model on the meta device, on fake tensors."""
+    """Yield the step on copies, or on fake tensors if the model is on the meta device."""
     if any(tensor.is_meta for tensor in step.named_state().values()):
         with without_meta(step) as fake:
             yield with_distinct_inputs(fake)
@@ -44,16 +44,16 @@ def runnable(step: Step) -> Iterator[Step]:
 
 
 def try_fakes(step: Step) -> None:
-    """Run a step that is on fake tensors once, with nobody watching.
+    """Run a step once if it is on fake tensors, without any dispatch mode.
 
-    Torch ends the process where an op on fake tensors fails under a dispatch mode; here it raises.
+    Torch ends the process if an op on fake tensors fails under a dispatch mode; here it raises.
     """
     if any(isinstance(tensor, FakeTensor) for tensor in step.named_state().values()):
         forward_of(step)
 
 
 def forward_of(step: Step) -> object:
-    """The loss of a training step, what the model returns of an inference step.
+    """Return the loss of a training step, or the model's output of an inference step.
 
     Raises:
         StepError: a training step has no scalar loss.
@@ -66,7 +66,7 @@ def forward_of(step: Step) -> object:
 
 
 def check_differentiable(step: Step, found: object) -> None:
-    """Refuse a training step whose loss, as a plain run gives it, has no backward pass.
+    """Raise if the loss of a training step, as a plain run gives it, has no backward pass.
 
     Raises:
         StepError: the loss depends on no parameter that requires a gradient.

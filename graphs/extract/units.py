@@ -1,4 +1,4 @@
-"""What a graph of modules is made of: the work that each call of a module does itself."""
+"""Units of a graph of modules: the work that each call of a module does itself."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from graphs.extract.step import Step
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """The work that a call of a module does itself, not by other modules.
+    """Work that a call of a module does itself, not by calling other modules.
 
-    Of a module that calls others it is the ``part`` from one of these calls to the next.
+    If a module calls others, its work is split at these calls; ``part`` counts the pieces.
     """
 
     call: ModuleCall
@@ -26,16 +26,16 @@ class Unit:
 
     @property
     def op(self) -> str:
-        """The class of the module; "loss" is the step's own code."""
+        """The class of the module; "loss" for the step's own code."""
         return self.call.kind
 
 
 class Units(Calls):
-    """Follows the calls of modules part by part, and knows whose work autograd's nodes undo."""
+    """Tracks module calls part by part, and which unit each autograd node differentiates."""
 
     def __init__(self, step: Step) -> None:
         super().__init__(step)
-        self.unit_of: dict[Node, Unit] = {}  # holds the nodes: they would lose their identity
+        self.unit_of: dict[Node, Unit] = {}  # keeps nodes alive, as their ids may be reused
         self._parts: Counter[ModuleCall] = Counter()
 
     @property
@@ -44,16 +44,16 @@ class Units(Calls):
         return self._unit(self.running)
 
     def entered(self, call: ModuleCall, inputs: Any) -> None:
-        """What the inputs were computed by since the last call is the caller's work."""
+        """Assign the computation of the inputs, since the last call, to the caller."""
         self.claim(inputs, self._unit(self.caller))
 
     def left(self, call: ModuleCall, outputs: Any) -> None:
-        """What the outputs were computed by is the call's own work, as far as it is no other's."""
+        """Assign the computation of the outputs to the call, except what other units did."""
         self.claim(outputs, self._unit(call))
         self._parts[self.running] += 1
 
     def claim(self, tensors: Any, unit: Unit) -> None:
-        """Let the autograd nodes of tensors belong to a unit, those excepted that do already."""
+        """Assign the autograd nodes of tensors to a unit, except those already assigned."""
         leaves = tree_leaves(tensors)
         queue = [leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor)]
         while queue:
@@ -65,7 +65,7 @@ class Units(Calls):
             queue += [below for below, _ in node.next_functions]
 
     def claimed(self, node: Node, unit: Unit) -> None:
-        """Called once a node belongs to a unit."""
+        """Handle that a node was assigned to a unit (for subclasses)."""
 
     def _unit(self, call: ModuleCall) -> Unit:
         return Unit(call, self._parts[call])

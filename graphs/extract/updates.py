@@ -1,9 +1,9 @@
-"""A training step -> the same with its optimizer: one op per parameter that has a gradient.
+"""Adding the optimizer to a training step: one op per parameter that has a gradient.
 
-An update is one call of torch's fused kernel, which changes the parameter and the optimizer's state
-in place, as torch.optim does with ``fused=True``. It needs no memory besides, and nothing has to be
-copied back. What changes in place must not be read afterwards, or elsewhere: an update shares its
-device with all that reads the parameter (see colocation.py), and workers run it after them (see
+An update is one call of torch's fused kernel, which changes the parameter and the optimizer state
+in place, as torch.optim does with ``fused=True``. It needs no further memory, and nothing is copied
+back. A tensor that changes in place must not be read afterwards, or elsewhere: an update shares its
+device with all readers of the parameter (see colocation.py), and workers run it after them (see
 :meth:`StepProgram.overwritten`). The graph has no edges for that order, because an edge would keep
 the output of its source in memory until the update.
 """
@@ -27,7 +27,7 @@ SCALAR: Final = ()
 def with_optimizer(
     program: StepProgram, facts: Sequence[OpFacts], optimizer: Optimizer
 ) -> tuple[StepProgram, tuple[OpFacts, ...]]:
-    """The program and the facts of its ops with updates at the end; gradients are results no more.
+    """Append updates to a program and the facts of its ops; gradients are no longer results.
 
     Raises:
         StepError: a parameter cannot be updated in place; the message says why.
@@ -36,7 +36,7 @@ def with_optimizer(
 
 
 class _Updates:
-    """A program under construction, with more values, calls and sources at its end."""
+    """A program under construction, with values, calls and sources appended."""
 
     def __init__(
         self, program: StepProgram, facts: Sequence[OpFacts], optimizer: Optimizer
@@ -103,7 +103,7 @@ class _Updates:
         )
 
     def _laid_out(self, module: str, parameter: int, gradient: int) -> int:
-        """The gradient in the parameter's layout, as autograd keeps it: kernels need both alike."""
+        """Return the gradient in the parameter's layout, which autograd keeps and kernels need."""
         form = self.values[parameter]
         result = self._value(form.shape, form.stride, form.dtype)
         self._call(

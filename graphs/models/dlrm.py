@@ -22,7 +22,7 @@ CRITEO_KAGGLE_ROWS: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DlrmConfig:
-    """Sizes of the model, by default those that the paper takes for the Criteo Kaggle data set.
+    """Sizes of the model, by default those of the paper for the Criteo Kaggle data set.
 
     ``rows`` gives the rows of each table, ``bottom`` and ``top`` the outputs of the hidden layers:
     the bottom network ends in ``features``, the top network in one logit.
@@ -83,7 +83,6 @@ class Dlrm(nn.Module):
 
 
 def _network(*sizes: int) -> nn.Sequential:
-    """Linear layers from each size to the next, with ReLU between them."""
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(sizes):
         layers += [nn.ReLU(), nn.Linear(inputs, outputs)]

@@ -23,7 +23,7 @@ class InceptionConfig:
     auxiliary: bool = True
 
     def channels(self, count: int) -> int:
-        """A published channel count, scaled by ``width``."""
+        """Return a published channel count, scaled by ``width``."""
         return max(1, round(count * self.width))
 
 
@@ -76,7 +76,7 @@ class Mixed5(nn.Module):
 
 
 class Reduction6(nn.Module):
-    """From 35x35 to 17x17."""
+    """The reduction block from 35x35 to 17x17."""
 
     def __init__(self, config: InceptionConfig, inputs: int) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Mixed6(nn.Module):
 
 
 class Reduction7(nn.Module):
-    """From 17x17 to 8x8."""
+    """The reduction block from 17x17 to 8x8."""
 
     def __init__(self, config: InceptionConfig, inputs: int) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ class Mixed7(nn.Module):
 
 
 class Auxiliary(nn.Module):
-    """The classifier on the 17x17 grid, which only training looks at."""
+    """The classifier on the 17x17 grid, used in training only."""
 
     def __init__(self, config: InceptionConfig, inputs: int) -> None:
         super().__init__()

@@ -66,7 +66,7 @@ class Rotary(nn.Module):
         self.base = base
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, (T, features) each, for hidden states (B, T, hidden)."""
+        """Return cosines and sines, (T, features) each, for hidden states (B, T, hidden)."""
         even = torch.arange(0, self.features, 2, device=x.device, dtype=torch.float32)
         position = torch.arange(x.shape[1], device=x.device, dtype=torch.float32)
         angle = torch.outer(position, self.base ** (-even / self.features)).repeat(1, 2)
@@ -97,7 +97,6 @@ class SelfAttention(nn.Module):
         return output
 
     def _heads(self, x: Tensor) -> Tensor:
-        """(B, T, heads * F) as (B, heads, T, F)."""
         return x.view(*x.shape[:2], -1, self.head_features).transpose(1, 2)
 
 
@@ -167,7 +166,7 @@ class SparseMoe(nn.Module):
         return output.view_as(x)
 
     def route(self, tokens: Tensor) -> Tensor:
-        """Weights (N, experts) for tokens (N, hidden): they add up to 1 over the chosen experts."""
+        """Return weights (N, experts) for tokens (N, hidden): softmax over the chosen experts."""
         scores: Tensor = self.gate(tokens)
         best, experts = scores.topk(self.chosen, 1)
         nothing = torch.zeros_like(scores)
@@ -175,7 +174,7 @@ class SparseMoe(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention, then experts, each normalised before and added to what came in."""
+    """Attention, then experts, each with a norm before it and a residual connection."""
 
     def __init__(self, config: MoeConfig) -> None:
         super().__init__()
@@ -214,7 +213,7 @@ class Moe(nn.Module):
 
 
 def stack_experts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state of a model with separate experts as that of the same model with stacked ones."""
+    """Convert the state of a model with separate experts to that with stacked experts."""
     stacked: dict[str, Tensor] = {}
     experts: defaultdict[str, dict[int, Tensor]] = defaultdict(dict)
     for name, tensor in state.items():
@@ -228,6 +227,6 @@ def stack_experts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Heads (B, heads, T, F), each pair of features (i, i + F / 2) turned by its angle."""
+    """Rotate each pair of features (i, i + F / 2) of heads (B, heads, T, F) by its angle."""
     first, second = x.chunk(2, 3)
     return x * cosine + torch.cat([-second, first], 3) * sine

@@ -70,7 +70,7 @@ class FactorizedReduction(nn.Module):
 
 
 class Separable(nn.Module):
-    """ReLU, depthwise and pointwise convolution, batch norm; the first of them may stride."""
+    """ReLU, depthwise and pointwise convolution, batch norm, all twice; the first may stride."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int, stride: int = 1) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Separable(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """Channels of a cell's output, and how often the image was halved on the way there."""
+    """Channels of a cell's output, and how many times the image has been halved."""
 
     channels: int
     halved: int
@@ -189,7 +189,7 @@ class NasNet(nn.Module):
 
 
 def _fit(before: Image, current: Image, filters: int) -> nn.Module:
-    """What brings the cell before the last to the last one's image size and to ``filters``."""
+    """Return a layer that maps ``before`` to the image size of ``current`` and to ``filters``."""
     kind = Squeeze if before.halved == current.halved else FactorizedReduction
     return kind(before.channels, filters)
 
@@ -199,5 +199,5 @@ def _norm(channels: int) -> nn.BatchNorm2d:
 
 
 def _average(x: Tensor, stride: int = 1) -> Tensor:
-    """3x3 average pooling; pixels beyond the border do not count."""
+    """Apply 3x3 average pooling that ignores pixels beyond the border."""
     return F.avg_pool2d(x, 3, stride, padding=1, count_include_pad=False)

@@ -63,7 +63,7 @@ class Recurrent(nn.Module):
 
 
 class Attention(nn.Module):
-    """What a decoder output takes from the encoder's memory."""
+    """Attention of a decoder output over the encoder's memory."""
 
     def __init__(self, config: NmtConfig) -> None:
         super().__init__()

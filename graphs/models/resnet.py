@@ -81,6 +81,6 @@ class ResNet(nn.Module):
 
 
 def _stage(inputs: int, width: int, blocks: int, *, stride: int) -> nn.Sequential:
-    """A stage, whose first block alone changes the shape."""
+    """Return a stage, of which only the first block changes the shape."""
     later = (Bottleneck(EXPANSION * width, width, 1) for _ in range(blocks - 1))
     return nn.Sequential(Bottleneck(inputs, width, stride), *later)

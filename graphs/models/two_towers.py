@@ -1,4 +1,4 @@
-"""Two towers that meet in a dot product, as in retrieval: two devices could halve its step."""
+"""Two towers that meet in a dot product, as in retrieval: two devices could halve the step time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Well-known models as graphs of a training step, without torch: sizes in, ops and bytes out."""
+"""Graphs of well-known models, sketched without torch from their sizes."""
 
 from graphs.sketches.inception import inception
 from graphs.sketches.sequences import moe, nmt, transformer

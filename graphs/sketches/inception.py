@@ -10,11 +10,11 @@ import networkx as nx
 from graphs.sketches.sketch import Sketch
 
 Convolution: TypeAlias = tuple[int, int, int]
-"""Output channels, pixels of the kernel, stride."""
+"""Output channels, pixels of the kernel (9 for 3x3), stride."""
 
 Row: TypeAlias = tuple[Convolution, ...]
 
-# Rows of convolutions that stand side by side in a block.
+# Parallel rows of convolutions in a block.
 GRID_35: Final[tuple[Row, ...]] = (
     ((64, 1, 1),),
     ((48, 1, 1), (64, 25, 1)),
@@ -30,7 +30,7 @@ GRID_8_FANS: Final[tuple[Row, ...]] = (((384, 1, 1),), ((448, 1, 1), (384, 9, 1)
 
 
 def inception(*, batch: int = 32, blocks: int = 11) -> nx.DiGraph[str]:
-    """Inception-V3 (arXiv 1512.00567) up to its ``blocks``-th mixed block, at 299x299 pixels.
+    """Sketch Inception-V3 up to its ``blocks``-th mixed block, for 299x299 pixels.
 
     Raises:
         ValueError: blocks is not within 1 .. 11.
@@ -53,7 +53,7 @@ def inception(*, batch: int = 32, blocks: int = 11) -> nx.DiGraph[str]:
 
 
 class _Images:
-    """Adds layers of images to a sketch; knows channels and pixels per side of each op's output."""
+    """Adds image layers to a sketch; tracks channels and pixels per side of each op's output."""
 
     def __init__(self, sketch: Sketch, batch: int) -> None:
         self.sketch = sketch
@@ -81,7 +81,7 @@ class _Images:
     def row(
         self, path: str, x: str | None, shape: tuple[int, int], row: Sequence[Convolution]
     ) -> str:
-        """Convolution, batch norm and ReLU, for each convolution of a row; the last one's id."""
+        """Add convolution, batch norm and ReLU for each convolution; return the last id."""
         for number, (channels, kernel, stride) in enumerate(row):
             inputs, side = shape
             side = -(-side // stride)
@@ -108,7 +108,7 @@ def _mixed(
     pooled: int = 0,
     fans: Sequence[Row] = (),
 ) -> Callable[[_Images, str, str], str]:
-    """A block: rows, a pool (with a 1x1 row of ``pooled`` channels), and rows whose end forks."""
+    """Return a builder of blocks: rows, a pool (with a 1x1 row of ``pooled`` channels), forks."""
 
     def build(images: _Images, path: str, x: str) -> str:
         shape = images.shape[x]

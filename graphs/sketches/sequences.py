@@ -16,12 +16,12 @@ def nmt(
     hidden: int = 1024,
     vocabulary: int = 8000,
 ) -> nx.DiGraph[str]:
-    """LSTM encoder and decoder of ``layers`` cells, unrolled over ``steps``, with attention."""
+    """Sketch an LSTM encoder and decoder with attention, unrolled over ``steps``."""
     sketch = Sketch("nmt")
     state = batch * hidden
 
     def lookups(side: str) -> list[str]:
-        group = f"{side}.embedding"  # a table does not travel: its rows do
+        group = f"{side}.embedding"  # rows are sent, the table is not
         table = sketch.weight(group, vocabulary * hidden, colocate=group)
         return [
             sketch.op(f"{group}@{t}:embedding", [table], outputs=state, colocate=group)
@@ -86,7 +86,7 @@ def moe(
     tokens: int = 2048,
     hidden: int = 1024,
 ) -> nx.DiGraph[str]:
-    """Transformer layers whose feed-forward part is a mixture of experts, loaded unevenly by rng.
+    """Sketch a transformer with mixtures of experts, whose uneven load is drawn from ``rng``.
 
     Each token goes to two experts.
     """
@@ -122,7 +122,7 @@ def moe(
 def transformer(
     *, layers: int = 6, micro_batches: int = 4, tokens: int = 1024, hidden: int = 1024
 ) -> nx.DiGraph[str]:
-    """Decoder-only transformer; the step is cut into micro-batches that read the same weights."""
+    """Sketch a decoder-only transformer; micro-batches of the step read the same weights."""
     sketch = Sketch("transformer")
     state = tokens * hidden
     widths = {"qkv": (1, 3), "out": (1, 1), "up": (1, 4), "down": (4, 1)}

@@ -1,7 +1,7 @@
-"""Sketches of matrix programs cut into tiles: many ops, and more to send than to compute.
+"""Sketches of matrix programs cut into tiles, with many ops and more to send than to compute.
 
-Every matrix is a square of ``shards`` x ``shards`` tiles, a product of two matrices is the sum of
-tile products: the shape of the programs in DOPPLER (arXiv 2505.23131). Forward only.
+Every matrix is a square of ``shards`` x ``shards`` tiles; a product of two matrices is a sum of
+tile products, as in the programs of DOPPLER (arXiv 2505.23131). Forward only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Tiles: TypeAlias = list[list[str]]
 
 
 def matrix_chain(*, shards: int = 3, size: int = 2048) -> nx.DiGraph[str]:
-    """A B + C (D E), tiles of ``size`` x ``size``."""
+    """Sketch A B + C (D E), in tiles of ``size`` x ``size``."""
     program = _Program("matrix-chain", shards, size)
     a, b, c, d, e = (program.matrix(name) for name in "abcde")
     program.add(
@@ -28,14 +28,14 @@ def matrix_chain(*, shards: int = 3, size: int = 2048) -> nx.DiGraph[str]:
 
 
 def sharded_feed_forward(*, shards: int = 3, size: int = 2048) -> nx.DiGraph[str]:
-    """Two linear layers with an activation between them, and a residual."""
+    """Sketch two linear layers with an activation between them, and a residual."""
     program = _Program("sharded-feed-forward", shards, size)
     program.feed_forward("ffn", program.matrix("x"))
     return program.sketch.graph
 
 
 def sharded_layer(*, shards: int = 2, size: int = 2048) -> nx.DiGraph[str]:
-    """A transformer layer: attention with four projections, then feed-forward."""
+    """Sketch a transformer layer: attention with four projections, then feed-forward."""
     program = _Program("sharded-layer", shards, size)
     x = program.matrix("x")
     q, k, v = (program.product(name, x, program.matrix(f"{name}.weight")) for name in "qkv")
@@ -56,21 +56,18 @@ class _Program:
         self.size = size
 
     def matrix(self, path: str) -> Tiles:
-        """An input."""
         return self._tiles(
             lambda i, j: self.sketch.op(f"{path}.{i}.{j}:input", outputs=self.size**2)
         )
 
     def each(self, path: str, x: Tiles) -> Tiles:
-        """An elementwise function."""
+        """Apply an elementwise function."""
         return self._tiles(lambda i, j: self._op(f"{path}.{i}.{j}:each", [x[i][j]]))
 
     def add(self, path: str, x: Tiles, y: Tiles) -> Tiles:
-        """The sum of two matrices."""
         return self._tiles(lambda i, j: self._op(f"{path}.{i}.{j}:add", [x[i][j], y[i][j]]))
 
     def product(self, path: str, x: Tiles, y: Tiles) -> Tiles:
-        """Tile products, and their sums."""
         flops = 2 * self.size**3
 
         def tile(i: int, j: int) -> str:
@@ -83,7 +80,6 @@ class _Program:
         return self._tiles(tile)
 
     def feed_forward(self, path: str, x: Tiles) -> Tiles:
-        """Two linear layers and a residual."""
         up = self.each(
             f"{path}.gelu", self.product(f"{path}.up", x, self.matrix(f"{path}.up.weight"))
         )

@@ -1,9 +1,9 @@
-"""A forward graph in the making, from tensor sizes.
+"""Building forward graphs from tensor sizes.
 
-Ops cost what a roofline says of a V100-class device (NVIDIA V100 PCIe data sheet: 14 TFLOP/s in
+Op costs follow the roofline of a V100-class device (NVIDIA V100 PCIe data sheet: 14 TFLOP/s in
 fp32, of which convolutions and matrix products reach about 60 %, and 900 GB/s), plus 8 us to
-launch. Costs stand for any device kind (``"*"``): the graphs are for training and testing placers,
-not for predicting a step. All tensors are fp32.
+launch. They hold for any device kind (``"*"``): the graphs are for training and testing placers,
+not for predicting step times. All tensors are fp32.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ELEMENT_BYTES: Final = 4
 
 
 class Sketch:
-    """A forward graph in the making."""
+    """Builder of a forward graph."""
 
     def __init__(self, name: str) -> None:
         self.graph = new_graph(name, {ANY_KIND: "roofline of a V100-class device"})
@@ -65,7 +65,7 @@ class Sketch:
         return op_id
 
     def weight(self, module: str, elements: int, colocate: str | None = None) -> str:
-        """Add parameters that several ops read: they travel to where they are read."""
+        """Add parameters as an op of their own, whose output is sent to all ops that read them."""
         return self.op(
             f"{module}:{WEIGHT}", outputs=elements, parameters=elements, colocate=colocate
         )
@@ -81,5 +81,5 @@ class Sketch:
         )
 
     def training_step(self) -> nx.DiGraph[str]:
-        """The graph with its backward pass."""
+        """Return the graph with its backward pass."""
         return with_backward(self.graph)

@@ -1,1 +1,1 @@
-"""The command line: one file per command, nothing heavy imported outside a command's body."""
+"""The command line: one module per command; heavy modules are imported inside command bodies."""

@@ -1,4 +1,4 @@
-"""Arguments that several commands take, checked while they are parsed."""
+"""Arguments shared by several commands, checked while they are parsed."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from graphs.optimizer import NONE, STATE
 from graphs.precision import FULL, check_dtype
 
 LARGEST_SEED: Final = 2**32 - 1
-"""What every random generator that is seeded takes, those of torch and numpy among them."""
+"""The largest seed that all random generators accept, torch's and numpy's included."""
 
 
 def seed(text: str) -> int:
-    """A seed.
+    """Parse a seed.
 
     Raises:
-        argparse.ArgumentTypeError: it is none.
+        argparse.ArgumentTypeError: the text is not a seed.
     """
     try:
         given = int(text)
@@ -34,10 +34,10 @@ def seed(text: str) -> int:
 
 
 def count(text: str) -> int:
-    """A whole number from 1.
+    """Parse a whole number of at least 1.
 
     Raises:
-        argparse.ArgumentTypeError: it is none.
+        argparse.ArgumentTypeError: the text is not such a number.
     """
     try:
         given = int(text)
@@ -63,7 +63,7 @@ def add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def add_in_flight(parser: argparse.ArgumentParser, default: str) -> None:
-    """Add ``--in-flight``; the default is told, not set."""
+    """Add ``--in-flight``; ``default`` is only shown in the help."""
     parser.add_argument(
         "--in-flight",
         type=count,
@@ -73,7 +73,7 @@ def add_in_flight(parser: argparse.ArgumentParser, default: str) -> None:
 
 
 def add_step(parser: argparse.ArgumentParser) -> None:
-    """Add ``--optimizer`` and ``--dtype``: what a step is, besides its model."""
+    """Add ``--optimizer`` and ``--dtype``, which define the step besides its model."""
     parser.add_argument(
         "--optimizer",
         choices=[NONE, *STATE],
@@ -90,10 +90,10 @@ def add_step(parser: argparse.ArgumentParser) -> None:
 
 
 def dtype(text: str) -> str:
-    """A dtype.
+    """Parse a dtype.
 
     Raises:
-        argparse.ArgumentTypeError: it is none that a step may have.
+        argparse.ArgumentTypeError: a step cannot have this dtype.
     """
     try:
         return check_dtype(text)
@@ -102,7 +102,7 @@ def dtype(text: str) -> str:
 
 
 def run_options(args: argparse.Namespace) -> list[str]:
-    """What ``placer.run`` has to be told of the step that was placed, besides its model."""
+    """Return the options with which ``placer.run`` runs the placed step."""
     given = (
         ("--optimizer", args.optimizer, NONE),
         ("--dtype", args.dtype, FULL),
@@ -112,7 +112,7 @@ def run_options(args: argparse.Namespace) -> list[str]:
 
 
 def why_no_step(args: argparse.Namespace, *, is_graph: bool) -> str | None:
-    """Why the options that are about running a step do not fit the others, None if they do."""
+    """Return why options for running a step contradict others, None if they do not."""
     if args.inference and args.optimizer != NONE:
         return "inference has no gradients for an optimizer: give --inference or --optimizer"
     given = {
@@ -130,10 +130,10 @@ def why_no_step(args: argparse.Namespace, *, is_graph: bool) -> str | None:
 
 
 def pin(text: str) -> tuple[str, str]:
-    """Name and device of ``NAME=DEVICE``.
+    """Parse ``NAME=DEVICE``.
 
     Raises:
-        argparse.ArgumentTypeError: one of them is missing.
+        argparse.ArgumentTypeError: the name or the device is missing.
     """
     name, _, device = text.rpartition("=")
     if not name or not device:
@@ -155,7 +155,7 @@ def add_extractor(parser: argparse.ArgumentParser) -> None:
 
 
 def extraction_to_dict(extraction: Extraction | None) -> dict[str, Any]:
-    """How a graph was extracted, for machines; nothing of a graph file."""
+    """Return how a graph was extracted as plain data for JSON; empty for a graph file."""
     if extraction is None:
         return {}
     return {
@@ -168,10 +168,10 @@ def extraction_to_dict(extraction: Extraction | None) -> dict[str, Any]:
 
 
 def memory(text: str) -> dict[str, int]:
-    """{device name: bytes} of ``cuda:0=8GiB,cpu=64GiB``.
+    """Parse ``cuda:0=8GiB,cpu=64GiB`` to {device name: bytes}.
 
     Raises:
-        argparse.ArgumentTypeError: it is none.
+        argparse.ArgumentTypeError: the text is not of this form.
     """
     from envs.byte_size import parse_limits
 
@@ -182,7 +182,7 @@ def memory(text: str) -> dict[str, int]:
 
 
 def add_devices(parser: argparse._ActionsContainer, default: str) -> None:
-    """Add ``--devices`` and ``--memory``; the default is told, not set."""
+    """Add ``--devices`` and ``--memory``; ``default`` is only shown in the help."""
     parser.add_argument(
         "--devices",
         metavar="NAMES",
@@ -205,7 +205,7 @@ def add_memory(parser: argparse._ActionsContainer, more: str = "") -> None:
 
 
 def pins_of(pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """{name: device}.
+    """Return {name: device} for pairs.
 
     Raises:
         ValueError: a name is pinned to two devices.

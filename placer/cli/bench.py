@@ -1,4 +1,4 @@
-"""``placer bench``: evidence from this machine."""
+"""``placer bench``: benchmarks on this machine."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print, write."""
+    """Run the benchmarks, print and write the results."""
     from envs.discover import discover
     from placer.bench.environment import plain
     from placer.bench.evidence import FULL, QUICK, around_tables, gather

@@ -1,4 +1,4 @@
-"""``placer cache``: what was measured on this machine and is kept, and forgetting it."""
+"""``placer cache``: lists or clears the measurements kept on this machine."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(args: argparse.Namespace) -> int:
-    """Clear what is to be cleared, list what there is then."""
+    """Clear what ``--clear`` names, then list what is left."""
     from envs.cost_cache import CostCache
 
     cache = CostCache()
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(listing))
         return 0
-    if listing["folder"] is None:  # a remark says so
+    if listing["folder"] is None:  # a warning says so
         return 0
     _print(listing)
     if not listing["op_times"]["files"] and not listing[SPEEDS]:
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _clear(cache: CostCache, what: str) -> str | None:
-    """Forget it; why that is nothing there is, None if it is."""
+    """Clear part of the cache; return why that part does not exist, or None."""
     from envs.cache_folder import speed_files
 
     kinds: list[str] = []

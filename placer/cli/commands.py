@@ -1,4 +1,4 @@
-"""The commands of ``placer``."""
+"""The parser and entry point of all commands of ``placer``."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ COMMANDS = (
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands; each sets ``run``, which takes the parsed arguments."""
+    """Return the parser of all commands; each sets ``run``, which takes the parsed arguments."""
     parser = CommandParser(
         prog="placer",
         description="Finds which op of a PyTorch model should run on which device, by measured "
@@ -62,12 +62,12 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_to(commands)
     for command_parser in commands.choices.values():
         add_output(command_parser)
-        command_parser.allow_abbrev = False  # --device is a slip, not --devices
+        command_parser.allow_abbrev = False  # --device is a typing error, not --devices
     return parser
 
 
 def run_command(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; the exit code is 0, 1 for a job that failed, 2 for bad usage."""
+    """Run a command and return its exit code: 0, 1 if the job failed, 2 for bad usage."""
     try:
         parsed = build_parser().parse_args(arguments)
         run: Callable[[argparse.Namespace], int] = parsed.run

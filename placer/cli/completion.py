@@ -1,4 +1,4 @@
-"""``placer completion``: what a shell needs to complete the command line."""
+"""``placer completion``: prints a shell completion script."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any, Final
 
 SHELLS: Final = ("bash", "zsh", "fish")
 FILES: Final = ("target", "devices", "placement")
-"""Arguments that may be files, besides those that always are."""
+"""Arguments without type Path that may be files."""
 
 PLACES: Final = {
     "bash": "~/.local/share/bash-completion/completions/placer",
     "zsh": '"${fpath[1]}/_placer"',
     "fish": "~/.config/fish/completions/placer.fish",
 }
-"""Where each shell looks for it."""
+"""Where each shell looks for the script."""
 EPILOG = "to have it in every new shell, in a folder that is there:\n" + "".join(
     f"  {shell:6} placer completion {shell} > {place}\n" for shell, place in PLACES.items()
 )
 _HEAD: Final = re.compile(r"# AUTOMATICALLY GENERATED.*\n(?:#.*\n)*")
-"""What shtab writes above a script; it names other places than this command does."""
+"""The header that shtab writes, which names other places than this command."""
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -46,9 +46,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def completion_script(shell: str) -> str:
-    """A script that completes commands, options, choices, files, placers and policies.
+    """Return a script that completes commands, options, choices, files, placers and policies.
 
-    Placers and policies are those that are there when it is made.
+    Placers and policies are those that exist when the script is made.
     """
     import shtab
 
@@ -74,12 +74,11 @@ def completion_script(shell: str) -> str:
     head = f"# Made by placer with shtab. {EPILOG.partition(':')[0].capitalize()}:\n"
     head += f"#   placer completion {shell} > {PLACES[shell]}\n"
     script: str = _HEAD.sub(lambda _: head, shtab.complete(parser, shell), count=1)
-    # With filenames bash goes on inside a folder, and quotes what has to be.
+    # With -o filenames bash continues inside folders and quotes names.
     return script.replace("complete -o bashdefault -F", "complete -o bashdefault -o filenames -F")
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """The arguments of a parser and of all its commands."""
     for action in parser._actions:
         yield action
         if isinstance(action, argparse._SubParsersAction):

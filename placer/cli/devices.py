@@ -1,4 +1,4 @@
-"""``placer devices``: what was discovered, with calibrated speeds."""
+"""``placer devices``: shows the devices of this machine with calibrated speeds."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(args: argparse.Namespace) -> int:
-    """Discover, calibrate, print."""
+    """Discover and calibrate the devices, print and write them."""
     if (why := why_not_outputs({"--out": args.out}, {})) is not None:
         return fail(BAD_USAGE, why)
     from envs.calibrate import calibrated
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:
-    """Devices and links as plain data for JSON; units are in the names, None is no finite rate."""
+    """Return devices and links as plain data for JSON; units are in the names, None is infinite."""
     from dataclasses import asdict
 
     def finite(items: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""``placer doctor``: whether this machine is fit for measuring, and what would make it better."""
+"""``placer doctor``: checks whether this machine is fit for measuring, and how to improve it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(args: argparse.Namespace) -> int:
-    """Discover, calibrate, time a little, print."""
+    """Discover and calibrate the devices, measure noise, print the checkup."""
     from envs.calibrate import calibrated
     from envs.discover import discover
     from envs.executor.worker_error import WorkerError

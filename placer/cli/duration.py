@@ -1,4 +1,4 @@
-"""How long an optimization takes: roughly, before it begins, and by its parts at its end."""
+"""Duration of an optimization: an estimate before it, and a breakdown after it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ if TYPE_CHECKING:
     from placer.search.budget import Budget
 
 PREPARING_S: Final = 20.0
-"""Calibrating two cores takes 14 s, the ops of a small model 3 s; all of it is kept afterwards."""
+"""Calibrating two cores takes 14 s, the ops of a small model 3 s; both are cached afterwards."""
 RUNNING_S: Final = 15.0
-"""Eight candidates and 1.5 s for each, see :func:`placer.rigs.rounds_for`, and workers to start."""
+"""Eight candidates at 1.5 s, see :func:`placer.rigs.rounds_for`, and the start of workers."""
 SMALLEST: Final = 0.02
-"""Of all the time; stages that took less are not told one by one."""
+"""Share of the total time below which a stage is not listed separately."""
 
 
 def duration(seconds: float) -> str:
-    """Seconds, minutes from a minute and a half on, hours from as many minutes.
+    """Format a duration in seconds, from 90 s in minutes, from 90 min in hours.
 
     >>> duration(20.0), duration(600.0), duration(86400.0)
     ('20 s', '10 min', '24 h')
@@ -28,7 +28,7 @@ def duration(seconds: float) -> str:
 
 
 def foretold(budget: Budget, *, is_model: bool, is_run: bool) -> str:
-    """A sentence on how long it will take; of a graph file there is but the search."""
+    """Return a sentence that estimates the duration; for a graph file it is the search alone."""
     known = budget.seconds or 0.0
     if not is_model:
         told = (
@@ -48,7 +48,7 @@ def foretold(budget: Budget, *, is_model: bool, is_run: bool) -> str:
 
 
 def taken(total_s: float, stages_s: Mapping[str, float]) -> str:
-    """How long it took, and what for: {title of a stage: seconds}, the short ones together."""
+    """Return the total duration and its breakdown by stage; short stages are summed."""
     long_s = {what: part_s for what, part_s in stages_s.items() if part_s >= SMALLEST * total_s}
     parts = [f"{_named(what)} {duration(part_s)}" for what, part_s in long_s.items()]
     rest_s = max(total_s - sum(long_s.values()), 0.0)
@@ -56,6 +56,5 @@ def taken(total_s: float, stages_s: Mapping[str, float]) -> str:
 
 
 def _named(stage: str) -> str:
-    """A title inside a sentence, without what it says in brackets."""
     title = stage.partition(" (")[0]
     return title[:1].lower() + title[1:]

@@ -1,4 +1,4 @@
-"""``placer evaluate-policy``: how good a policy is on graphs that it never saw."""
+"""``placer evaluate-policy``: scores a policy on graphs that it was not trained on."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluate, write the card, print the table."""
+    """Evaluate the policy, print the scores, write them into its card."""
     from placer.policies.evaluation import evaluate, write_into_card
     from placer.policies.network import CARD, file_of, load, path_of
     from placer.policies.suites import load_suites, suite_named
@@ -68,14 +68,13 @@ def run(args: argparse.Namespace) -> int:
         write_into_card(path, found)
     except OSError as error:
         return fail(JOB_FAILED, why_not_written(card, error))
-    except ValueError as error:  # it was another one before
+    except ValueError as error:  # the card has changed meanwhile
         return fail(JOB_FAILED, error)
     say(args, f"written into {card}")
     return 0
 
 
 def _print(found: Mapping[str, Any]) -> None:
-    """The table for people."""
     from rich.table import Table
 
     from placer.report.console import stdout_console

@@ -1,4 +1,4 @@
-"""``placer export``: a placement in the terms of another runtime."""
+"""``placer export``: writes a placement in the format of another runtime."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(args: argparse.Namespace) -> int:
-    """Extract the model, write the placement in the format, say what it costs."""
+    """Extract the model, write the placement in the format, print remarks on its cost."""
     if (why := why_not_outputs({"--out": args.out}, {"placement": args.placement})) is not None:
         return fail(BAD_USAGE, why)
     from graphs.extract import ExtractionError
@@ -111,10 +111,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def renamings(text: str) -> dict[str, str]:
-    """{device: device to write} of ``core:0=cuda:0,core:1=cuda:1``.
+    """Parse ``core:0=cuda:0,core:1=cuda:1`` to {device: device to write}.
 
     Raises:
-        argparse.ArgumentTypeError: it is none.
+        argparse.ArgumentTypeError: the text is not of this form.
     """
     pairs = [pair.partition("=") for pair in text.split(",")]
     if not all(name and other for name, _, other in pairs):
@@ -169,10 +169,11 @@ def _placement(args: argparse.Namespace) -> Placement:
 
 
 def _price(args: argparse.Namespace, extraction: Extraction, placement: Placement) -> Price | None:
-    """What exports cost; None where that is not known, and not asked for.
+    """Return the predictor of exports; None if costs are unknown and ``--predict`` is not given.
 
     Raises:
-        ValueError: the devices are not here, or have not the memory, and that matters.
+        ValueError: ``--predict`` or ``--memory`` is given, but the devices are not on this machine
+            or lack the memory.
     """
     from envs.discover import discover
     from envs.model_problem import ModelProblem
@@ -184,7 +185,7 @@ def _price(args: argparse.Namespace, extraction: Extraction, placement: Placemen
             known: ModelProblem | None = ModelProblem.of_extraction(extraction, cluster)
         else:
             known = ModelProblem.known(extraction, cluster)
-    except ValueError:  # devices of elsewhere, a graph of modules, or no memory is told
+    except ValueError:  # devices elsewhere, a module graph, or unknown memory
         if args.predict or args.memory:
             raise
         return None
@@ -196,7 +197,6 @@ def _price(args: argparse.Namespace, extraction: Extraction, placement: Placemen
 def _remarks(
     args: argparse.Namespace, found: Exported, placement: Placement, price: Price | None
 ) -> list[str]:
-    """What to do about ops that are moved, and options that say nothing here."""
     from envs.discover import is_here
     from placer.export.renaming import told_joined
 

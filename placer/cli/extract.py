@@ -1,4 +1,4 @@
-"""``placer extract``: the graph of a model's step as a file, and what it holds."""
+"""``placer extract``: writes and summarizes the graph of a model's step."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(args: argparse.Namespace) -> int:
-    """Extract, measure, write, summarize."""
+    """Extract the graph, measure costs, write and summarize it."""
     inputs = {"target": _file(args.target), "--cluster": args.cluster}
     why = _why_not(args) or why_not_outputs({"--out": args.out}, inputs)
     if why is not None:
@@ -119,7 +119,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _why_not(args: argparse.Namespace) -> str | None:
-    """Why these options make no sense together, None if they do."""
     if args.out is None and not args.summary and not args.json:
         return "nothing to do: give --out graph.json, --summary or --json"
     is_graph = args.target.endswith(".json") and not args.target.startswith("hf:")
@@ -148,7 +147,6 @@ def _cluster(args: argparse.Namespace) -> Cluster:
 
 
 def _file(target: str) -> Path:
-    """The file that the target is in."""
     path, colon, _ = target.rpartition(":")
     return Path(path if colon else target)
 
@@ -156,7 +154,6 @@ def _file(target: str) -> Path:
 def _graph(
     args: argparse.Namespace, cluster: Cluster | None, progress: Progress
 ) -> tuple[nx.DiGraph[str], Extraction | None]:
-    """The graph, and how it was extracted if it was just now."""
     from envs.discover import is_here
     from graphs.extract import extract
     from graphs.extract.fake import check_has_memory

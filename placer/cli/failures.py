@@ -1,4 +1,4 @@
-"""Faults of the user's, told in a sentence and with the right exit code."""
+"""Error messages of one line, exit codes, and checks of output files."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ JOB_FAILED: Final = 1
 BAD_USAGE: Final = 2
 FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 LEAST_BYTES: Final = 4096
-"""Of any result, a block of a file system: a disk that is full has none."""
+"""Assumed size of any result: one block of a file system, which a full disk lacks."""
 
 
 def fail(code: int, message: object) -> int:
-    """Print a message to stderr, in one line of readable length; gives the exit code back."""
+    """Print a message to stderr, shortened to one line, and return the exit code."""
     told = message
     if isinstance(message, OSError):
         told = why_no_memory(message) or why_not_read(message)
@@ -31,15 +31,15 @@ def fail(code: int, message: object) -> int:
 
 
 def why_not_written(path: Path, error: OSError) -> str:
-    """The sentence for a file that could not be written after all."""
+    """Return the message for a file that could not be written."""
     reason = error.strerror.lower() if error.strerror else str(error)
     return f"{path} cannot be written: {reason}"
 
 
 def why_no_memory(error: BaseException) -> str | None:
-    """The sentence for too little memory, None where an error has another cause.
+    """Return the message for too little memory, None if an error has another cause.
 
-    Where the address space is limited, imports fail in many ways.
+    If the address space is limited, imports fail in many ways.
     """
     if isinstance(error, OSError) and error.errno != errno.ENOMEM:
         return None
@@ -58,15 +58,15 @@ def why_not_outputs(
     inputs: Mapping[str, Path | None],
     least_bytes: int = LEAST_BYTES,
 ) -> str | None:
-    """Why results cannot go to these files, None if they can.
+    """Return why results cannot be written to these files, None if they can.
 
     Args:
-        outputs: {option: file to be written, None where it was not given}.
-        inputs: the same of files that are read: no result may replace one.
-        least_bytes: that each of them will have at least.
+        outputs: {option: file to write, None if not given}.
+        inputs: {option: file to read}; no result may replace one.
+        least_bytes: smallest size of each output.
 
     Raises:
-        OSError: there is no room for one; its text is the sentence.
+        OSError: a disk is full; its text is the message.
     """
     taken = {_real(path): name for name, path in inputs.items() if path is not None}
     for option, path in outputs.items():
@@ -81,8 +81,8 @@ def why_not_outputs(
 
 
 def _why_not_writable(path: Path, least_bytes: int) -> str | None:
-    """Why a file cannot be written, None if it can; nothing is left behind."""
-    # A result is renamed into its place: the folder must be writable, and what is there goes.
+    """Return why a file cannot be written, None if it can; nothing is left behind."""
+    # Results are renamed into place: the folder must be writable, an old file is replaced.
     try:
         target = written_file(path)
         folder = target.parent
@@ -96,7 +96,7 @@ def _why_not_writable(path: Path, least_bytes: int) -> str | None:
         if target.exists() and not os.access(target, os.W_OK):
             return f"{path} cannot be written: permission denied"
         with probe.open("xb") as file:
-            probe.unlink()  # at once, so that nothing is left if this process is killed
+            probe.unlink()  # now, so that nothing is left if this process is killed
             _reserve(file.fileno(), least_bytes)
     except OSError as error:
         why = why_not_written(path, error)
@@ -107,20 +107,20 @@ def _why_not_writable(path: Path, least_bytes: int) -> str | None:
 
 
 def _reserve(file: int, size: int) -> None:
-    """Take room on the disk.
+    """Allocate space on the disk.
 
     Raises:
-        OSError: there is too little.
+        OSError: there is too little space.
     """
     try:
         os.posix_fallocate(file, 0, size)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # a file system without it
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # not supported by the file system
             raise
 
 
 def _real(path: Path) -> Path:
-    """The file that a path leads to; of links in a circle, the path itself."""
+    """Return the resolved path; the path itself if its links form a circle."""
     try:
         return path.resolve()
     except (OSError, RuntimeError):

@@ -1,4 +1,4 @@
-"""The command ``placer``; it imports little, so that Ctrl-C is heeded before the rest is there."""
+"""Entry point of ``placer``; it imports little, so that Ctrl-C works while the rest is imported."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from placer.interrupt import EXIT_CODE, NOTHING_KEPT, leave_imports_at_once
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; the exit code is 0, 1 for a job that failed, 2 for bad usage."""
+    """Run a command and return its exit code: 0, 1 if the job failed, 2 for bad usage."""
     from placer.cli.commands import run_command
 
     return run_command(arguments)
 
 
 def script() -> NoReturn:
-    """Entry of the installed command.
+    """Run the installed command and exit.
 
-    Leaves without Python's farewell: taking torch's and numba's modules down one by one takes up
-    to a second, and Ctrl-C shall end the command within one. Nothing is open by then.
+    Exits without Python's finalization: unloading torch's and numba's modules takes up to a second,
+    and Ctrl-C should end the command within one. No files are open by then.
     """
     try:
         leave_imports_at_once()

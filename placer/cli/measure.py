@@ -1,4 +1,4 @@
-"""``placer measure``: how long a step takes as it is placed already."""
+"""``placer measure``: measures the step time of an existing placement."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(args: argparse.Namespace) -> int:
-    """Score the placement; 1 if it could not be run."""
+    """Measure the placement; return 1 if it could not be run."""
     if (why := why_no_step(args, is_graph=False)) is not None:
         return fail(BAD_USAGE, why)
     from envs.discover import discover

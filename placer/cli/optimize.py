@@ -1,4 +1,4 @@
-"""``placer optimize``: the main job."""
+"""``placer optimize``: searches the fastest placement."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(args: argparse.Namespace) -> int:
-    """Optimize, write the placement and the timeline, print the table."""
+    """Optimize, write the placement, timeline and report, print the table."""
     began = time.perf_counter()
     if args.cluster is None and (args.devices or "").endswith(".toml"):
         args.cluster, args.devices = Path(args.devices), None
@@ -154,7 +154,7 @@ def _tell(
     options: Options,
     took: str,
 ) -> None:
-    """Remarks, where the files are, how long it took, what to do next."""
+    """Print remarks, output files, duration and next steps."""
     from placer.outcome import extraction_remarks
 
     if found.extraction is not None and args.json:
@@ -172,7 +172,6 @@ def _tell(
 
 
 def _file(args: argparse.Namespace) -> Path:
-    """The file that the target is in."""
     path, colon, _ = args.target.rpartition(":")
     return Path(path if colon else args.target)
 
@@ -211,7 +210,7 @@ def _step(args: argparse.Namespace, cluster: Cluster, progress: Progress) -> Ste
 
 
 def _write(found: Optimization, args: argparse.Namespace) -> str | None:
-    """Write the placement, then timeline and report; why that failed, None if it did not."""
+    """Write the placement, timeline and report; return why that failed, or None."""
     from placer.interrupt import uninterrupted
     from placer.report.timeline import write_timeline
 
@@ -232,7 +231,7 @@ def _write(found: Optimization, args: argparse.Namespace) -> str | None:
 
 
 def _least_bytes(target: str) -> int:
-    """What the placement of a target has at least, as far as that is known: ids and devices."""
+    """Return a lower bound on the size of the placement file, from that of the graph file."""
     with contextlib.suppress(OSError):
         if target.endswith(".json"):
             return max(LEAST_BYTES, Path(target).stat().st_size // 8)
@@ -240,7 +239,7 @@ def _least_bytes(target: str) -> int:
 
 
 def _kept_elsewhere(found: Optimization, out: Path) -> str:
-    """Save a placement that could not be written where it was wanted; says where it is."""
+    """Save the placement to a temporary file or print it; return where it is."""
     try:
         other = Path(tempfile.gettempdir()) / f"{out.stem}-{os.urandom(4).hex()}{out.suffix}"
         found.save(other)

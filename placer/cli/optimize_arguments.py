@@ -1,4 +1,4 @@
-"""The options of ``placer optimize``, and what they ask for."""
+"""Options of ``placer optimize``, and their conversion to search options and devices."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add all of them."""
+    """Add all options of ``placer optimize``."""
     parser.add_argument("target", help="path/to/model.py:function, hf:NAME or graph.json")
     add_devices(parser, "auto")
     parser.add_argument(
@@ -129,10 +129,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def options_of(args: argparse.Namespace) -> Options:
-    """How to search.
+    """Return the options of the search.
 
     Raises:
-        ValueError: an option makes no sense, or not beside another.
+        ValueError: an option is invalid or contradicts another.
         OSError: a file cannot be read.
     """
     from placer.given import load_given
@@ -167,10 +167,10 @@ def options_of(args: argparse.Namespace) -> Options:
 
 
 def _policy(args: argparse.Namespace) -> Policy | None:
-    """The policy that the placer asks.
+    """Return the policy that the placer uses.
 
     Raises:
-        ValueError: there is no such policy, or nobody asks the one that is given.
+        ValueError: the policy does not exist, or the placer uses none.
     """
     from placer.placers import asks_policy
     from placer.policies import GENERALIST, load
@@ -188,10 +188,10 @@ def _policy(args: argparse.Namespace) -> Policy | None:
 
 
 def cluster_of(args: argparse.Namespace) -> Cluster:
-    """The devices to place on.
+    """Return the devices to place on.
 
     Raises:
-        ValueError: there are none such, or options about them do not fit each other.
+        ValueError: a device does not exist, or options for devices contradict each other.
         OSError: the cluster file cannot be read.
     """
     from envs.cluster import load_cluster
@@ -205,7 +205,7 @@ def cluster_of(args: argparse.Namespace) -> Cluster:
     if (why := why_no_step(args, is_graph=is_graph)) is not None:
         raise ValueError(why)
     if args.cluster is not None:
-        if is_graph:  # it has its costs, and may be on devices of anywhere
+        if is_graph:  # it has costs, so its devices may be anywhere
             return load_cluster(args.cluster)
         from envs.op_costs import load_devices
 

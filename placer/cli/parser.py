@@ -1,4 +1,4 @@
-"""The parser of the command line, which tells what a mistyped word was meant to be."""
+"""Command line parser with suggestions for mistyped words."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from placer.cli.failures import BAD_USAGE
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser whose commands answer for their own options.
+    """A parser whose commands report errors in their own options.
 
-    argparse hands what a command does not know to the parser above it, which would show the usage
-    of all commands; and it tells of a missing argument before it tells of the slip that hides it.
+    argparse passes options that a command does not know to the parent parser, which would print the
+    usage of all commands; and it reports a missing argument before the mistyped option that hides
+    it.
     """
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse, and exit with code 2 where a word is no command and no option."""
+        """Parse, and exit with code 2 if a word is neither a command nor an option."""
         words = sys.argv[1:] if args is None else list(args)
         if commands := self._commands():
             words = self._led_by_command(words, commands)
@@ -32,11 +33,10 @@ class CommandParser(argparse.ArgumentParser):
         return found, unknown
 
     def error(self, message: str) -> NoReturn:
-        """Exit with what is wrong, in a line, and where help is; the usage may be long."""
+        """Exit with the error in one line and a pointer to the help, as the usage may be long."""
         self.exit(BAD_USAGE, f"{self.prog}: error: {message}\nsee {self.prog} --help\n")
 
     def _commands(self) -> Mapping[str, argparse.ArgumentParser]:
-        """Its commands by name; a parser of a command has none."""
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
                 return action.choices
@@ -45,7 +45,7 @@ class CommandParser(argparse.ArgumentParser):
     def _led_by_command(
         self, words: Sequence[str], commands: Mapping[str, argparse.ArgumentParser]
     ) -> list[str]:
-        """The words, where options of every command that stand before its name go behind it."""
+        """Move options that all commands share from before the command's name to behind it."""
         begin = list(takewhile(lambda word: word.startswith("-"), words))
         rest = words[len(begin) :]
         every = set.intersection(*(set(one._option_string_actions) for one in commands.values()))
@@ -65,7 +65,7 @@ class CommandParser(argparse.ArgumentParser):
     def _check_place(
         self, name: str, rest: Sequence[str], commands: Mapping[str, argparse.ArgumentParser]
     ) -> None:
-        """Exit where an option of a command stands before its name."""
+        """Exit if an option of a command precedes the command's name."""
         able = [key for key, one in commands.items() if name in one._option_string_actions]
         if able and name not in self._option_string_actions:
             meant = next((word for word in rest if word in able), able[0])

@@ -1,4 +1,4 @@
-"""``placer placers``: who can search."""
+"""``placer placers``: lists the search algorithms."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print name, summary and needs of each placer under a head; none of them is loaded."""
+    """Print name, summary and requirements of each placer; none of them is imported."""
     from placer.placers import listings
 
     rows = [(listing.name, listing.summary, listing.needs) for listing in listings()]

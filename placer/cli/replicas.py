@@ -1,4 +1,4 @@
-"""What ``placer optimize --data-parallel`` does in place of placing on the whole cluster."""
+"""Data-parallel replicas in ``placer optimize``: ``--data-parallel`` and its options."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ OPTIONS: Final = (
     *("batch", "accumulate", "reduction", "payload", "coding_bytes_per_s", "average_every"),
     "samples",
 )
-"""What goes with ``--data-parallel``, None where it is not given."""
+"""Options that require ``--data-parallel``; each is None if not given."""
 
 
 def add_replicas(parser: argparse.ArgumentParser) -> None:
-    """Add ``--data-parallel`` and what goes with it."""
+    """Add ``--data-parallel`` and its options."""
     group = parser.add_argument_group("replicas")
     group.add_argument(
         "--data-parallel",
@@ -84,10 +84,10 @@ def add_replicas(parser: argparse.ArgumentParser) -> None:
 
 
 def check_replicas(args: argparse.Namespace) -> None:
-    """Make sure that the options fit ``--data-parallel``.
+    """Check that the options are consistent with ``--data-parallel``.
 
     Raises:
-        ValueError: they do not; says which.
+        ValueError: an option is not; the message names it.
     """
     if args.data_parallel is None:
         for name in OPTIONS:
@@ -99,7 +99,7 @@ def check_replicas(args: argparse.Namespace) -> None:
 
 
 def wanted_of(args: argparse.Namespace) -> Replication:
-    """What was asked for."""
+    """Return the requested replication."""
     from envs.reduction import Reduction
     from placer.replica_plan import Replication
 
@@ -124,7 +124,7 @@ def plan_of(
     progress: Progress,
     load_step: Callable[[], Step],
 ) -> ReplicaPlan:
-    """The plan for a graph file, or for the step that is loaded."""
+    """Return the plan for a graph file, or for the step that ``load_step`` returns."""
     from placer.replication import plan_graph, plan_step
     from placer.target import is_graph_file, load_graph_target
 
@@ -135,7 +135,7 @@ def plan_of(
 
 
 def print_planned(plan: ReplicaPlan, args: argparse.Namespace) -> None:
-    """The tables, or JSON."""
+    """Print the plan as tables or JSON."""
     from placer.report.console import stdout_console
     from placer.report.replicas import plan_to_dict, print_plan
 
@@ -157,7 +157,7 @@ def print_planned(plan: ReplicaPlan, args: argparse.Namespace) -> None:
 
 
 def command_of(plan: ReplicaPlan, args: argparse.Namespace) -> str:
-    """What trains the replicas, "" where nothing can be run as it was planned."""
+    """Return the command that trains the replicas, "" if the plan cannot be run."""
     from placer.parallel.launching import launch_command, why_not_run
 
     extraction = plan.extraction

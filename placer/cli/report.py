@@ -1,4 +1,4 @@
-"""``placer report``: a placement as a page to look at; and ``--report`` of ``placer optimize``."""
+"""``placer report``: writes a placement as an HTML page; ``--report`` of ``placer optimize``."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def add_report(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Simulate the placement beside the heuristics and write the page."""
+    """Simulate the placement and the heuristics, and write the page."""
     inputs = {"placement": args.placement, "--cluster": args.cluster}
     if (why := why_not_outputs({"--out": args.out}, inputs)) is not None:
         return fail(BAD_USAGE, why)
@@ -104,7 +104,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _told(found: Optimization, out: Path) -> dict[str, Any]:
-    """What the page shows first, for machines."""
     return {
         "candidates": [
             {
@@ -123,7 +122,7 @@ def _told(found: Optimization, out: Path) -> dict[str, Any]:
 
 
 def why_no_report(found: Optimization, args: argparse.Namespace) -> str | None:
-    """Write what ``placer optimize --report`` asks for; why that failed, None if it did not."""
+    """Write the page for ``placer optimize --report``; return why that failed, or None."""
     source = _source(found, args, args.out, found.extraction)
     return _why_not_left(_page(found, source), args.report)
 
@@ -172,7 +171,7 @@ def _source(
 def _launch(
     placement: Placement, args: argparse.Namespace, path: Path, extraction: Extraction | None
 ) -> str:
-    """What trains it with placer itself, "" where nothing does."""
+    """Return the command that trains with the placement, "" if placer cannot run it."""
     from envs.host_names import is_core
     from envs.replica_set import Replicas
     from placer.export.renaming import is_of_torch
@@ -188,7 +187,7 @@ def _launch(
 
 
 def _search_words(placement: Placement, args: argparse.Namespace) -> list[str]:
-    """What a further search has to be told, besides the model and its devices."""
+    """Return the options of a further search, besides the model and its devices."""
     words = [] if placement.objective == "latency" else ["--objective", placement.objective]
     if placement.micro_batches > 1:
         words += ["--micro-batches", str(placement.micro_batches)]
@@ -206,7 +205,6 @@ def _search_words(placement: Placement, args: argparse.Namespace) -> list[str]:
 def _reviewed(
     placement: Placement, args: argparse.Namespace, progress: Progress
 ) -> tuple[Optimization, Extraction | None]:
-    """The placement and the heuristics, on a graph file or on a model whose costs are found out."""
     from dataclasses import replace
 
     from envs.cluster import load_cluster

@@ -1,4 +1,4 @@
-"""``placer show``: what a placement file says."""
+"""``placer show``: prints a placement file."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _told(placement: Placement, name: str, *, as_json: bool) -> str:
-    """Where an op or a module is; ``device`` is that of a module's parameters.
+    """Return where an op or module is; ``device`` is that of a module's parameters.
 
     Raises:
-        KeyError: there is neither such an op nor such a module.
+        KeyError: neither an op nor a module has this name.
     """
     from envs.placement import phase_of
     from placer.report.table import told_devices

@@ -1,4 +1,4 @@
-"""``placer simulate``: the simulated step of a placement of a graph on a cluster."""
+"""``placer simulate``: simulates a placement of a graph on a cluster."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(args: argparse.Namespace) -> int:
-    """Simulate and print step time, feasibility and memory; 1 if it is not feasible."""
+    """Simulate the placement and print the prediction; return 1 if it is infeasible."""
     inputs = {"graph": args.graph, "--cluster": args.cluster, "--placement": args.placement}
     if (why := why_not_outputs({"--timeline": args.timeline}, inputs)) is not None:
         return fail(BAD_USAGE, why)

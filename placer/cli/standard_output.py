@@ -1,4 +1,4 @@
-"""Standard output whose errors say that they are its own."""
+"""Standard output whose errors name it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from contextlib import contextmanager
 
 
 class StandardOutput(io.TextIOWrapper):
-    """Standard output that names itself in its first error, and takes everything afterwards."""
+    """Standard output that names itself in its first error and discards everything after it."""
 
     def write(self, text: str) -> int:
-        """Write text, as every file does."""
+        """Write text, like any file."""
         with self._named():
             super().write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Hand on what was written."""
+        """Flush the buffer."""
         with self._named():
             super().flush()
 

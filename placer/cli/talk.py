@@ -1,6 +1,6 @@
-"""What a command says besides its result: progress and remarks, on stderr, nothing if ``--quiet``.
+"""Progress and remarks of a command, on stderr; nothing with ``--quiet``.
 
-Errors are no talk; :mod:`placer.cli.failures` prints them always.
+Errors are always printed, see :mod:`placer.cli.failures`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def plain_warnings() -> Iterator[None]:
 
 
 def progress_of(args: argparse.Namespace) -> AbstractContextManager[Progress]:
-    """What shows how far the job is."""
+    """Return the progress display of a command."""
     from placer.report.progress import Silent, progress_for
 
     return nullcontext(Silent()) if args.quiet else progress_for(sys.stderr.isatty())

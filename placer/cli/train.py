@@ -1,4 +1,4 @@
-"""``placer train``: train a policy by reinforcement learning."""
+"""``placer train``: trains a policy by reinforcement learning."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, write the policy with its card, say which seed was kept."""
+    """Train the policy, write it with its card, print which seed was kept."""
     if not args.out.name.strip("."):
         return fail(BAD_USAGE, f"--out {args.out} names no policy; write for example policies/mine")
     other = ONLY_MEASURED if args.reward == "simulated" else ONLY_SIMULATED
@@ -156,11 +156,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _config(args: argparse.Namespace) -> TrainingConfig:
-    """The configuration with what other options say.
+    """Return the configuration, overridden by the other options.
 
     Raises:
-        ValueError: it is none, or an option makes no sense.
-        OSError: it cannot be read.
+        ValueError: the file is not a configuration, or an option is invalid.
+        OSError: the file cannot be read.
     """
     from placer.policies.training import TrainingConfig, load_config
     from placer.policies.training.config import Length

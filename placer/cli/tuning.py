@@ -1,4 +1,4 @@
-"""``placer train --reward measured``: tune a policy to one model by measured steps."""
+"""``placer train --reward measured``: tunes a policy to one model by measured step times."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from placer.milliseconds import milliseconds
 
 
 def run_tuning(args: argparse.Namespace) -> int:
-    """Tune, write the policy with its card and the best placement, say what was gained."""
+    """Tune the policy, write it with its card and the best placement, print the gain."""
     if args.target is None:
         return fail(BAD_USAGE, "--reward measured is for one model: give --target, as to optimize")
     endings = {"weights": "safetensors", "card": "json", "placement": "placement.json"}

@@ -1,6 +1,6 @@
-"""Placements in the terms of other runtimes: one file per format, found by name.
+"""Exports of placements to other runtimes: one module per format, found by name.
 
-A format is a :class:`placer.export.format.Format`; it is imported when it is used.
+A format is a :class:`placer.export.format.Format`, imported on first use.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ FORMATS: Final[Mapping[str, str]] = {
     "layer-counts": "layer_counts",
     "override-regex": "override_regex",
 }
-"""{name of a format: the file here, and the function in it, that write it}."""
+"""{format name: module in this package, and function in it, that write the format}."""
 
 
 def format_named(name: str) -> Format:
-    """The format of a name.
+    """Return the format with this name.
 
     Raises:
-        ValueError: there is none; the message lists those there are.
+        ValueError: the format does not exist; the message lists those that do.
     """
     if name not in FORMATS:
         near = get_close_matches(name, FORMATS, n=1)

@@ -1,4 +1,4 @@
-"""Which call of the forward pass an op of a graph belongs to: it runs where the call does."""
+"""The forward call that each op of a graph belongs to, and runs with."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from graphs.graph import PHASES, GraphArrays
 
 
 def call_keys(extraction: Extraction, graph: GraphArrays) -> tuple[str, ...]:
-    """The key of the call of every op, (N,); of a step that was not exported its forward op's id.
+    """Return the key of each op's forward call, (N,).
 
-    ``graph`` is of the ops of the extraction, or of its calls.
+    For a step that was not exported, the key is the id of the op's forward op. ``graph`` has the
+    ops or the calls of the extraction.
     """
     own = tuple(extraction.graph)
     if graph.ids == own and extraction.own_forward is not None:
@@ -22,6 +23,5 @@ def call_keys(extraction: Extraction, graph: GraphArrays) -> tuple[str, ...]:
 
 
 def _forward_id(op_id: str, phase: int) -> str:
-    """The id of the forward op of a call."""
     module, _, op = op_id.rpartition(":")
     return f"{module}:{op.removeprefix(f'{PHASES[phase]}/')}"

@@ -1,7 +1,7 @@
-"""A dry run of a device map on paper: on which device every call of the forward pass would run.
+"""Dry run of a device map: the device on which each call of the forward pass would run.
 
-It follows what accelerate's hooks do: what goes into a module that has one is sent to its device,
-everything else runs where its inputs are, and fails if these are on several devices.
+It follows accelerate's hooks: inputs of a hooked module are sent to its device; everything else
+runs where its inputs are, and fails if these are on several devices.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from placer.export.hooks import Hooks
 from placer.export.placed_modules import around, canonical_paths, parent
 
 FED = "<fed>"
-"""Stands for the inputs of the model among the modules that made a value."""
+"""Stands for the model's inputs among the modules that produce values."""
 
 
 SELF_RETURNING = frozenset({"to", "contiguous", "dropout", "alias"})
@@ -28,10 +28,10 @@ SELF_RETURNING = frozenset({"to", "contiguous", "dropout", "alias"})
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """An op of ``module`` that reads values of several devices, made by these modules.
+    """An op of ``module`` that reads values on several devices, produced by the modules ``makers``.
 
-    ``is_followed`` is whether it is known where all is that the module's own ops read; a mask that
-    the model makes or sends itself is not followed.
+    ``is_followed`` says whether the dry run knows the device of everything that the module's own
+    ops read; it does not follow a mask that the model creates or moves itself.
     """
 
     module: str
@@ -40,27 +40,27 @@ class Conflict:
     is_followed: bool = True
 
     def told(self, model: nn.Module) -> str:
-        """The op and the code it is in: ``cat in Layer.forward of layers.0``."""
+        """Return the op and its code, as in ``cat in Layer.forward of layers.0``."""
         return self.code(model) + (f" of {self.module}" if self.module else "")
 
     def code(self, model: nn.Module) -> str:
-        """The same for all modules of the class: ``cat in Layer.forward``."""
+        """Return the op and the class of its module, as in ``cat in Layer.forward``."""
         return f"{self.op} in {type(model.get_submodule(self.module)).__name__}.forward"
 
     @property
     def origins(self) -> str:
-        """Where what it reads comes from: ``left and right``."""
+        """Return the producers of what the op reads, as in ``left and right``."""
         names = {FED: "the inputs of the model", "": "the rest of the model"}
         return " and ".join(names.get(maker, maker) for maker in self.makers)
 
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """Where the calls of a forward pass run, and the first that fails, if one does.
+    """Devices of the calls of a forward pass, and the first conflict, if any.
 
-    ``devices`` is {key of a call: device}, without calls that run wherever they are read. Those in
-    ``of_loss`` are no part of the model: they run where the model returns its output. Those that
-    are ``failing`` have inputs on several devices.
+    ``devices`` is {call key: device}, without calls that run wherever their results are read. Calls
+    in ``of_loss`` are outside the model and run on the device of its output. Calls in ``failing``
+    have inputs on several devices.
     """
 
     devices: Mapping[str, str]
@@ -71,16 +71,16 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    device: str | None  # None: wherever it is read
-    maker: str = FED  # the module of the map that made it
-    path: str = ""  # the module in whose code it was made
+    device: str | None  # None: any device
+    maker: str = FED  # the module of the map that produced it
+    path: str = ""  # the module whose code produced it
 
 
 ANYWHERE = _Value(None)
 
 
 def main_device_of(devices: Iterable[str]) -> str:
-    """The main device that accelerate takes by itself: an accelerator, if there is one."""
+    """Return accelerate's default main device: an accelerator, if there is one."""
     return min(devices, key=lambda name: (name == "cpu", len(name), name))
 
 
@@ -91,7 +91,7 @@ def first_conflict(
     main_device: str,
     gates: Container[str] = (),
 ) -> Conflict | None:
-    """The first op that would find its inputs on several devices, None if all run; see flow()."""
+    """Return the first op with inputs on several devices, None if all run; see :func:`flow`."""
     return flow(program, step, device_of, main_device, gates).conflict
 
 
@@ -103,15 +103,15 @@ def flow(
     gates: Container[str] = (),
     as_modules: Mapping[str, str] = MappingProxyType({}),
 ) -> Flow:
-    """Run a device map on paper. After an op that fails it goes on, on the main device.
+    """Dry-run a device map; after an op that fails, continue with its result on the main device.
 
     Args:
         program: the forward pass.
-        step: the step it is of.
-        device_of: {module: device}; of modules inside others the innermost counts.
-        main_device: where the inputs are.
-        gates: modules that the map could name but need not; they count as makers of values.
-        as_modules: {key of a call: device} of calls taken as modules of their own in the map.
+        step: the step of the forward pass.
+        device_of: {module: device}; for nested modules the innermost counts.
+        main_device: device of the inputs.
+        gates: modules that the map may but need not name; they count as producers of values.
+        as_modules: {call key: device} for calls treated as modules of their own in the map.
     """
     first: Conflict | None = None
     devices: dict[str, str] = {}
@@ -135,7 +135,7 @@ def flow(
         ):
             values[source.value] = _Value(hooks.runs_on[owner], owner, parent(source.name))
     for call in program.calls:
-        if targets.intersection(call.reads):  # of the loss, which gets what the model returns
+        if targets.intersection(call.reads):  # part of the loss, which reads the model's output
             targets.update(_made_by(call))
             devices[call.key] = main_device
             of_loss.add(call.key)
@@ -170,7 +170,6 @@ def flow(
 def _made(
     call: ForwardCall, module: str, values: Mapping[int, _Value], hooks: Hooks
 ) -> _Value | Conflict:
-    """Where a call's results are, or why it fails."""
     owner = around(module, hooks.runs_on)
     own = ANYWHERE if owner is None else _Value(hooks.runs_on[owner], owner, module)
     if _is_told_where(call):
@@ -193,9 +192,9 @@ def _made_by(call: ForwardCall) -> list[int]:
 
 
 def _returns_its_argument(program: ForwardProgram, call: ForwardCall) -> bool:
-    """Whether a call hands its argument back, as to() does with nothing to convert.
+    """Return whether a call returns its argument, like to() with nothing to convert.
 
-    To the exporter both are one tensor: who reads the result may mean the argument.
+    torch.export sees one tensor, so a reader of the result may mean the argument.
     """
     made = _made_by(call)
     if call.op not in SELF_RETURNING or len(call.reads) != 1 or len(made) != 1:
@@ -204,7 +203,7 @@ def _returns_its_argument(program: ForwardProgram, call: ForwardCall) -> bool:
 
 
 def _is_told_where(call: ForwardCall) -> bool:
-    """Whether the model itself sends a value: to(device), most often that of another tensor."""
+    """Return whether the model's own code moves a value, as in ``x.to(y.device)``."""
     return call.op == "to" and getattr(call.target, "_overloadname", "") in (
         "device",
         "dtype_layout",

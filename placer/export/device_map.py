@@ -1,8 +1,8 @@
-"""Hugging Face's ``device_map``: {module: GPU number or device}, as accelerate dispatches it.
+"""Export as Hugging Face ``device_map``: {module: GPU number or device}, for accelerate.
 
 A map that accelerate can run covers every entry of the state dict, keeps tied weights together and
-never lets an op outside of its modules read from two devices. Modules are therefore joined until a
-dry run passes, see :mod:`placer.export.joining`.
+never lets an op outside its modules read from two devices. Modules are therefore joined until a dry
+run passes, see :mod:`placer.export.joining`.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from placer.export.renaming import check_main_device
 from placer.milliseconds import milliseconds
 
 MOST_CALLS = 3
-"""How many calls a remark names."""
+"""Number of calls that a remark names."""
 LEAST_SHARE = 0.0005
-"""Of the FLOPs: what rounds to 0.0% is not worth a change of the model."""
+"""Share of FLOPs below which (0.0 % when rounded) changing the model is not worthwhile."""
 MERGED = "a module of the map has one device"
 WITHOUT_PARAMETERS = "what has no parameters runs where its inputs are"
 
 
 def device_map(placed: PlacedModules) -> Exported:
-    """A device map that runs, as near to the placement as one device for each module can be.
+    """Return a device map that runs and is as close to the placement as possible.
 
     Raises:
-        RenamingError: devices are not torch's.
-        ExportError: accelerate would offload what is to be trained.
-        ExtractionError: the model was not exported, so that no dry run can be made.
+        RenamingError: a device is not a torch device.
+        ExportError: accelerate would offload parameters that are to be trained.
+        ExtractionError: the model was not exported, so there is no dry run.
     """
     if placed.no_torch:
         raise RenamingError(placed.no_torch)
@@ -91,7 +91,6 @@ def device_map(placed: PlacedModules) -> Exported:
 
 
 def _run(placed: PlacedModules, devices: Mapping[str, str], main_device: str) -> Flow:
-    """Where calls run with a map; a model on one device is fed there."""
     whole = _merged(placed.model, devices)
     used = set(whole.values())
     fed = main_device if len(used) > 1 else next(iter(used))
@@ -99,17 +98,16 @@ def _run(placed: PlacedModules, devices: Mapping[str, str], main_device: str) ->
 
 
 def _held_run(held: PlacedModules, main_device: str) -> Mapping[str, str]:
-    """{call: device} of the map of modules that are held together."""
     found = Joined(held, main_device)
     found.until_it_runs()
     return _run(held, found.devices(), main_device).devices
 
 
 def _how_to_keep_it(found: Joined, runs_on: Mapping[str, str]) -> list[str]:
-    """What to change in the model so that less is moved, as one sentence or none.
+    """Return a sentence on changing the model so that fewer ops move, or an empty list.
 
-    accelerate moves what goes into a module, so an op that is one need not have its inputs on one
-    device. That is told where it wins back most of what is lost.
+    accelerate moves the inputs of modules, so an op wrapped in a module may read from several
+    devices. The sentence is given only if this recovers most of the loss.
     """
     calls = found.calls()
     if not calls or found.devices() == found.apart():
@@ -136,13 +134,13 @@ def _how_to_keep_it(found: Joined, runs_on: Mapping[str, str]) -> list[str]:
 
 
 def as_written(device: str) -> int | str:
-    """A device as device maps have it: 1 for ``cuda:1``, anything else by name."""
+    """Return a device as device maps write it: 1 for ``cuda:1``, others by name."""
     kind, _, index = device.partition(":")
     return int(index) if kind == "cuda" and index.isdigit() else device
 
 
 def _host_remark(placed: PlacedModules, main_device: str) -> str:
-    """What a reader of a map with the CPU and accelerators must know.
+    """Return the remark on a map that uses both the CPU and accelerators.
 
     Raises:
         ExportError: parameters that are to be trained would get no gradients.
@@ -167,9 +165,9 @@ def _host_remark(placed: PlacedModules, main_device: str) -> str:
 
 
 def _merged(model: nn.Module, devices: Mapping[str, str]) -> dict[str, str]:
-    """The same map with fewer entries: a module for all that is in it, if it is ever called.
+    """Return an equivalent map with fewer entries: a called module replaces its submodules.
 
-    A ModuleList is not: nothing would be sent to its device.
+    A ModuleList is never called, so no inputs would be sent to its device.
     """
     merged = dict(devices)
     paths = sorted(dict(model.named_modules()), key=lambda path: -path.count(".") - bool(path))

@@ -1,11 +1,11 @@
-"""What is said of placements that cannot be exported as they are asked for."""
+"""Errors of exports."""
 
 from __future__ import annotations
 
 
 class ExportError(ValueError):
-    """A placement that a format cannot express; the message says what is in the way."""
+    """The format cannot express the placement; the message says what prevents it."""
 
 
 class RenamingError(ExportError):
-    """Devices are named wrongly, or not at all; the message says how to."""
+    """Device names are invalid or missing; the message says how to give them."""

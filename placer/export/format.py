@@ -1,4 +1,4 @@
-"""What a format is: it writes a placement down as another runtime reads it."""
+"""The interface of export formats."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from placer.export.placed_modules import PlacedModules
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """A placement in another runtime's terms, and what its user should know, a sentence each.
+    """A placement in the format of another runtime, with remarks of one sentence each.
 
-    ``is_as_placed`` is whether every op that the runtime places is on the device that it has in the
+    ``is_as_placed`` says whether every op that the runtime places is on its device in the
     placement.
     """
 
-    content: Any  # str, or what JSON can hold
+    content: Any  # str or plain data for JSON
     is_as_placed: bool
     remarks: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
-        """What goes into a file: JSON, or the text as it is."""
+        """Return the file content: JSON, or the text itself."""
         if isinstance(self.content, str):
             return self.content + "\n"
         return json.dumps(self.content, indent=1) + "\n"
 
 
 class Format(Protocol):
-    """Writes a placement for one runtime."""
+    """Writes placements for one runtime."""
 
     def __call__(self, placed: PlacedModules) -> Exported:
-        """The placement as the runtime reads it.
+        """Return the placement in the runtime's format.
 
         Raises:
-            ExportError: the runtime cannot run it; the message says which module is in the way.
+            ExportError: the runtime cannot run it; the message names the module.
         """
         ...

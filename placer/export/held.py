@@ -1,4 +1,4 @@
-"""Which modules to hold together, so that what is exported loses less to their backward ops."""
+"""Suggests modules to keep together, so that an export loses less by moving backward ops."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from placer.export.price import is_faster
 from placer.milliseconds import milliseconds
 
 MOST_TOGETHER: Final = 6
-"""How many modules an advice names: none is given where more are needed."""
+"""Largest number of modules to suggest; with more there is no suggestion."""
 
 
 def held_together(
@@ -23,17 +23,17 @@ def held_together(
     units: Collection[str],
     export: Callable[[PlacedModules], Mapping[str, str]],
 ) -> list[str]:
-    """How to place so that less is lost to backward ops that are moved, as one sentence or none.
+    """Return a suggestion of modules to keep together in a new search, or an empty list.
 
-    It helps where the placement has backward ops of a module apart from its forward ops. It is
-    told where the step is predicted to be faster once each module is held where most of its work
-    is; without predictions nothing is.
+    It helps if the placement separates backward ops of a module from its forward ops, which an
+    export cannot do. It is given only if the step is predicted to be faster once each module is on
+    the device of most of its work.
 
     Args:
-        placed: the modules as they are placed.
+        placed: the modules as placed.
         runs_on: {call: device} as exported.
         units: the modules that have one device each.
-        export: makes ``runs_on`` of modules placed otherwise.
+        export: computes ``runs_on`` for modules placed differently.
     """
     modules = _apart(placed, runs_on, units)
     if placed.price is None or not 0 < len(modules) <= MOST_TOGETHER:
@@ -53,7 +53,7 @@ def held_together(
 
 
 def holding(placed: PlacedModules, modules: Collection[str]) -> PlacedModules:
-    """The same modules, of which these have all their ops on the device of most of their work."""
+    """Return the modules as placed, but each of ``modules`` on the device of most of its work."""
     work: dict[str, dict[str, tuple[int, int]]] = {module: {} for module in modules}
     for op in (*placed.ops, *placed.backward):
         if (module := around(op.module, work)) is not None:
@@ -71,7 +71,7 @@ def holding(placed: PlacedModules, modules: Collection[str]) -> PlacedModules:
 
 
 def _apart(placed: PlacedModules, runs_on: Mapping[str, str], units: Collection[str]) -> list[str]:
-    """The modules, those of most ops first, with backward ops apart from their own forward ops."""
+    """Return modules whose backward ops are apart from their forward ops, by number of such ops."""
     home = {op.call: op.device for op in placed.ops}
     apart = [
         op for op in placed.moved_backward(runs_on) if home.get(op.call, op.device) != op.device
@@ -80,7 +80,7 @@ def _apart(placed: PlacedModules, runs_on: Mapping[str, str], units: Collection[
     found = stacks(placed.model)
     counts: dict[str, int] = {}
     for module, ops in by_module(placed, run, units, ()).items():
-        if is_code(placed, module, units):  # of which only parts could be held
+        if is_code(placed, module, units):  # only parts of it can be kept together
             continue
         branch = layer_of(module, found) or _branch(module)
         counts[branch] = counts.get(branch, 0) + len(ops)
@@ -89,6 +89,5 @@ def _apart(placed: PlacedModules, runs_on: Mapping[str, str], units: Collection[
 
 
 def _branch(module: str) -> str:
-    """A module, or the Sequential that it is a member of: ``audio`` of ``audio.0``."""
     outer, _, name = module.rpartition(".")
     return _branch(outer) if outer and name.isdigit() else module

@@ -1,4 +1,4 @@
-"""Which modules accelerate's ``dispatch_model`` hooks, and where each sends what goes into it."""
+"""The modules that accelerate's ``dispatch_model`` hooks, and where it sends their inputs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ HOST = "cpu"
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """Where a dispatched model computes, see ``attach_align_device_hook_on_blocks`` of accelerate.
+    """Hooks of a dispatched model, see accelerate's ``attach_align_device_hook_on_blocks``.
 
-    ``runs_on`` is {module of the map: device it computes on}. ``sends_to`` has every module that is
-    hooked, with the device that its inputs are sent to: those of the map, and inside of them all
-    with a state. The latter are hooked by the outermost one around them.
+    ``runs_on`` is {module of the map: device that it computes on}. ``sends_to`` is {hooked module:
+    device of its inputs}: modules of the map, and inside them all modules with state, which are
+    hooked by the outermost module of the map around them.
     """
 
     runs_on: Mapping[str, str]
@@ -26,10 +26,10 @@ class Hooks:
 
     @classmethod
     def of(cls, model: nn.Module, device_of: Mapping[str, str], main_device: str) -> Hooks:
-        """The hooks of a map, {module: device}, of a model that is fed on the main device.
+        """Return the hooks of a map, {module: device}, for a model fed on the main device.
 
-        What the map gives to the CPU is offloaded, and computes on the main device; so does what it
-        gives to the model as a whole, beside others.
+        Modules that the map puts on the CPU are offloaded and compute on the main device; so does
+        the model as a whole, if the map names it beside others.
         """
         runs_on = {
             path: main_device if device == HOST or not path else device
@@ -43,7 +43,7 @@ class Hooks:
         return cls(runs_on, sends_to)
 
     def entering(self, module: str, made_in: str) -> str | None:
-        """The device that a value of one module's code has in another's, None where it was made."""
+        """Return the device to which a value moves when it enters a module, None if it stays."""
         while not is_inside(made_in, module):
             if module in self.sends_to:
                 return self.sends_to[module]
@@ -52,7 +52,6 @@ class Hooks:
 
 
 def _with_state(model: nn.Module) -> set[str]:
-    """The modules that have an entry in the state dict, in them or further inside."""
     found: set[str] = set()
     for name in model.state_dict():
         path = name
@@ -62,7 +61,6 @@ def _with_state(model: nn.Module) -> set[str]:
 
 
 def _outermost(path: str, modules: Mapping[str, str]) -> str | None:
-    """The outermost of these modules that a path is in, None if it is in none."""
     found, inner = None, around(path, modules)
     while inner is not None:
         found = inner

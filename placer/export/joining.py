@@ -1,10 +1,10 @@
-"""Modules of a device map are joined until a dry run passes: joined ones have one device.
+"""Joins modules of a device map until its dry run passes; joined modules share a device.
 
-Where an op of the model's own code, such as ``cat``, reads from two devices, those whose outputs
-meet there are joined. accelerate moves what goes into a module, so a module without parameters on
-the way (a gate, see :meth:`placer.export.placed_modules.PlacedModules.gates`) is enough: it gets a
-device of its own. What comes from outside of a layer of a stack, as on residual paths, would join
-all layers: there the layer, or the module in it around the op, becomes one.
+If an op of the model's own code, such as ``cat``, reads from two devices, the modules that produce
+its inputs are joined. accelerate moves the inputs of modules, so a module without parameters on the
+way (a gate, see :meth:`placer.export.placed_modules.PlacedModules.gates`) suffices: it gets its own
+device. Values from outside a layer of a stack, as on residual paths, would join all layers; in that
+case the layer, or the module in it around the op, becomes one unit.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from placer.export.placed_modules import PlacedModules, around, is_inside
 from placer.export.price import Price, is_faster
 
 MOST_TRIED: Final = 16
-"""How many other devices are tried for joined modules: each is a dry run and a prediction."""
+"""Number of other devices tried for joined modules: each takes a dry run and a prediction."""
 
 
 class Joined:
-    """Units of a model that are joined step by step, and why."""
+    """Units of a model, joined step by step, with the reasons."""
 
     def __init__(self, placed: PlacedModules, main_device: str) -> None:
         self.placed = placed
@@ -39,18 +39,18 @@ class Joined:
         self._chosen: dict[str, str] = {}
 
     def until_it_runs(self) -> None:
-        """Join what met on several devices, until nothing does."""
+        """Join the sources of conflicts until the dry run passes."""
         while (conflict := self._conflict()) is not None:
             self._resolve(conflict)
 
     def choose(self, price: Price, run: Callable[[Mapping[str, str]], Flow]) -> None:
-        """Give joined modules another device where a step is predicted to be faster so.
+        """Move joined modules to another device if the predicted step is faster.
 
-        One group after the other, those of most work first, as long as the map runs.
+        Groups are tried one after the other, those with most work first; the map must still run.
 
         Args:
             price: predicts the step.
-            run: the dry run of a map, {unit: device}.
+            run: dry-runs a map, {unit: device}.
         """
         best = price.step(run(self.devices()).devices)
         homes = sorted({op.device for op in self.placed.ops})
@@ -71,20 +71,20 @@ class Joined:
                 self._chosen = before
 
     def devices(self) -> dict[str, str]:
-        """{unit: device}; that of most work in all that are joined, or where the model is fed.
+        """Return {unit: device}: the chosen device, else the one with most of the joined work.
 
-        Where another was chosen, it is that.
+        Units joined with the model's inputs are on the main device.
         """
         return self._devices_of(self._together()) | self._chosen
 
     def apart(self) -> dict[str, str]:
-        """The same if no op outside of modules joined any."""
+        """Return {unit: device} if only shared parameters joined units."""
         return self._devices_of(self.placed.tied_units(self.units))
 
     def runs_apart(self) -> dict[str, str]:
-        """{call: device} with these modules, and calls that would fail as modules of their own.
+        """Return {call: device} for these units, with each failing call as a module of its own.
 
-        Such a module is where the placement has the call.
+        Such a module has the call's device in the placement.
         """
         home = {op.call: op.device for op in self.placed.ops}
         as_modules: dict[str, str] = {}
@@ -96,12 +96,12 @@ class Joined:
             as_modules |= {call: home.get(call, self.main_device) for call in new}
 
     def calls(self) -> list[str]:
-        """The ops outside of modules that joined some, as in ``cat in Model.forward``."""
+        """Return the ops outside modules that joined units, as in ``cat in Model.forward``."""
         apart = (conflict for makers, conflict in self._links if len(makers) > 1)
         return list(dict.fromkeys(map(self._told, apart)))
 
     def reasons(self) -> dict[str, str]:
-        """{unit: why it may not be where most of it is placed}, of units that are moved."""
+        """Return {unit: reason why it may be off the device of most of its ops}."""
         found: dict[str, str] = {}
         ties = self.placed.tied_units(self.units)
         for unit, device in self.devices().items():
@@ -121,7 +121,6 @@ class Joined:
         return [*links, *self.placed.tied_units(self.units)]
 
     def _joined(self) -> list[list[str]]:
-        """Units that share a device, or are joined from several; those of most work first."""
         groups = [
             members
             for members in self._groups(self._together())
@@ -134,7 +133,7 @@ class Joined:
         return sorted(groups, key=lambda members: -sum(flops[unit] for unit in members))
 
     def _groups(self, together: Collection[tuple[str, ...]]) -> list[list[str]]:
-        """The units that share a device, in order; FED is one of those that are fed."""
+        """Return the units that share a device, in order; FED marks the group of the inputs."""
         joined: nx.Graph[str] = nx.Graph()
         joined.add_nodes_from(self.units)
         for group in together:
@@ -153,7 +152,7 @@ class Joined:
         return {unit: found[unit] for unit in self.units}
 
     def _conflict(self) -> Conflict | None:
-        """What the dry run of the map stumbles over; accelerate hooks nothing on one device."""
+        """Return the first conflict of the dry run; accelerate hooks nothing on a single device."""
         devices = self.devices()
         return self._flow(devices).conflict if len(set(devices.values())) > 1 else None
 
@@ -164,7 +163,6 @@ class Joined:
         return flow(program, step, devices, self.main_device, self._gates, as_modules)
 
     def _resolve(self, conflict: Conflict) -> None:
-        """Join what met on several devices."""
         if conflict.module in self._gates:
             self._name([conflict.module])
             return
@@ -185,7 +183,7 @@ class Joined:
         self.units = self.placed.in_order([*self.units, *new])
 
     def _unite(self, conflict: Conflict) -> None:
-        """One unit for a module and all that is in it."""
+        """Make a module and everything inside it one unit."""
         module = conflict.module
         rest = [unit for unit in self.units if not is_inside(unit, module)]
         self.units = self.placed.in_order([*rest, module])

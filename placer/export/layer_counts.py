@@ -1,7 +1,7 @@
-"""Layers per stage, as vLLM takes them by number and torchtitan by name.
+"""Export as layers per stage: by number for vLLM, by name for torchtitan.
 
-``vllm`` holds the environment variable that vLLM's pipeline parallelism reads, ``torchtitan`` the
-setting of its parallelism section.
+``vllm`` holds the environment variable of vLLM's pipeline parallelism, ``torchtitan`` the setting
+of its parallelism section.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from placer.export.torchtitan import titan_parts
 
 
 def layer_counts(placed: PlacedModules) -> Exported:
-    """How many layers of the model's one stack each device runs, in the order of the stages.
+    """Return the number of layers of the model's only stack on each device, in stage order.
 
     Raises:
-        ExportError: there is not one stack of layers, it is all on one device, or the placement
-            goes back to a device.
+        ExportError: the model does not have exactly one stack of layers, the stack is on one
+            device, or the placement returns to a device.
     """
     stack = _only_stack(placed)
     devices = [placed.home(layer) for layer in stack.layers]

@@ -1,4 +1,4 @@
-"""Stacks of layers in a model: lists of modules of one class that run one after the other."""
+"""Stacks of layers in a model: lists of modules of one class that run in order."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from placer.export.placed_modules import is_inside
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A list of like layers: the path of the list and those of its members, in order."""
+    """A list of layers of one class: path of the list and of its members, in order."""
 
     path: str
     layers: tuple[str, ...]
 
 
 def stacks(model: nn.Module) -> list[Stack]:
-    """The outermost stacks of a model: a ModuleList or Sequential of at least two like members.
+    """Return outermost stacks: ModuleLists or Sequentials of two or more modules of one class.
 
     >>> stacks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     [Stack(path='', layers=('0', '1'))]
@@ -36,7 +36,7 @@ def stacks(model: nn.Module) -> list[Stack]:
 
 
 def layer_of(module: str, found: list[Stack]) -> str | None:
-    """The layer that a module is in, None if it is in none."""
+    """Return the layer that contains a module, None if there is none."""
     return next(
         (layer for stack in found for layer in stack.layers if is_inside(module, layer)), None
     )

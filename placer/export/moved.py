@@ -1,4 +1,4 @@
-"""Which ops an export moves away from where the placement has them, of which modules and why."""
+"""Describes which ops an export moves off their device in the placement, and why."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final
 from placer.export.placed_modules import PlacedModules, PlacedOp, around
 
 MOST_NAMED: Final = 6
-"""How many modules a sentence names; the others are counted."""
+"""Number of modules that a sentence names; the others are counted."""
 
 NO_REASONS: Final[Mapping[str, str]] = MappingProxyType({})
 
@@ -23,15 +23,15 @@ def told_moved(
     why: Mapping[str, str] = NO_REASONS,
     outside: str = "",
 ) -> list[str]:
-    """Which ops do not run where they are placed, forward and backward, a sentence each or none.
+    """Return a sentence each on the forward and the backward ops that do not run where placed.
 
     Args:
-        placed: the modules as they are placed.
+        placed: the modules as placed.
         runs_on: {call: device} of the export; ops of other calls are not counted.
         units: the modules that have one device each.
-        otherwise: the reason of modules that have none of their own.
-        why: {module: its reason}, for modules as small as can be or as the export has them.
-        outside: the reason of ops outside the units.
+        otherwise: the reason for modules without an own reason.
+        why: {module: reason}, for the smallest modules or those of the export.
+        outside: the reason for ops outside the units.
     """
     ops, backward = placed.moved(runs_on), with_their_calls(placed, placed.moved_backward(runs_on))
     told = []
@@ -59,9 +59,9 @@ def told_moved(
 
 
 def with_their_calls(placed: PlacedModules, ops: Sequence[PlacedOp]) -> list[PlacedOp]:
-    """Backward ops in the modules of their calls, as other runtimes run them.
+    """Return backward ops with the modules of their forward calls, as other runtimes run them.
 
-    An op that adds up gradients may be of a module that only reads what the call gives.
+    An op that accumulates gradients may belong to a module that only reads the call's result.
     """
     module_of = {op.call: op.module for op in placed.ops}
     return [replace(op, module=module_of.get(op.call, op.module)) for op in ops]
@@ -70,9 +70,9 @@ def with_their_calls(placed: PlacedModules, ops: Sequence[PlacedOp]) -> list[Pla
 def by_module(
     placed: PlacedModules, ops: Sequence[PlacedOp], *modules: Collection[str]
 ) -> dict[str, list[PlacedOp]]:
-    """{module: its ops}, those of most work first; ops outside the modules by whose code it is.
+    """Return {module: its ops}, most work first; ops outside all ``modules`` by their own module.
 
-    Of several sets of modules the last that has an op counts.
+    If several sets of modules contain an op, the last set counts.
     """
     found: dict[str, list[PlacedOp]] = {}
     for op in ops:
@@ -85,20 +85,19 @@ def by_module(
 def _name(
     placed: PlacedModules, module: str, units: Collection[str], ops: Sequence[PlacedOp] = ()
 ) -> str:
-    """How a module is called, or the code of one if only that is meant, or only parts are units."""
     if is_code(placed, module, units) or _is_around(placed, module, ops):
         return f"the code of {module}" if module else "the code of the model"
     return module or "the model"
 
 
 def is_code(placed: PlacedModules, module: str, units: Collection[str]) -> bool:
-    """Whether a module is none of the units, nor in one, but has some inside."""
-    known = dict(placed.model.named_modules()).get(module)  # None of the loss
+    """Return whether a module is not in any unit but contains submodules."""
+    known = dict(placed.model.named_modules()).get(module)  # None for the loss
     return around(module, units) is None and known is not None and any(known.children())
 
 
 def _is_around(placed: PlacedModules, module: str, ops: Sequence[PlacedOp]) -> bool:
-    """Whether ops are of a module's own forward, whose parameters are all of modules inside."""
+    """Return whether all ops are in a module's own forward and its parameters in submodules."""
     known = dict(placed.model.named_modules()).get(module)
     if known is None or not ops or list(known.parameters(recurse=False)):
         return False
@@ -114,7 +113,6 @@ def _named(
     outside: str,
     why: Collection[str],
 ) -> str:
-    """The modules with their devices, those of one reason together."""
     found = by_module(placed, ops, units, why)
     of_reason: dict[str, list[str]] = {}
     for module, own in list(found.items())[:MOST_NAMED]:

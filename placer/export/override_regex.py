@@ -1,8 +1,8 @@
-"""llama.cpp's ``--override-tensor``: which buffer holds the experts of which layers.
+"""Export as llama.cpp ``--override-tensor``: the buffer for the experts of each layer.
 
-llama.cpp names tensors its own way: those of a layer's experts are stacked, such as
+llama.cpp uses its own tensor names; the experts of a layer are stacked, as in
 ``blk.3.ffn_up_exps.weight``. The text is the argument: ``PATTERN=BUFFER``, separated by commas.
-Which tensors are weights of experts is what llama.cpp's own ``--cpu-moe`` takes for them.
+Tensors count as experts by the pattern of llama.cpp's own ``--cpu-moe``.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ WEIGHTS = r"ffn_(up|down|gate|gate_up)_(ch|)exps\."
 
 
 def override_regex(placed: PlacedModules) -> Exported:
-    """One pattern per device that has experts; all other tensors are left to llama.cpp.
+    """Return one pattern per device with experts; all other tensors are left to llama.cpp.
 
     Raises:
-        ExportError: there are no experts, or in two lists of layers, or a device is neither a GPU
-            nor the CPU.
+        ExportError: there are no experts, or they are in two lists of layers, or a device is
+            neither a GPU nor the CPU.
     """
     experts = _experts(placed)
     device_of: dict[int, str] = {}
@@ -45,7 +45,6 @@ def override_regex(placed: PlacedModules) -> Exported:
 
 
 def _experts(placed: PlacedModules) -> dict[int, list[str]]:
-    """{layer: paths of the modules that hold its experts}."""
     lists = [
         path
         for path, _ in placed.model.named_modules()

@@ -1,4 +1,4 @@
-"""The split of ``torch.distributed.pipelining``: before which modules the next stage begins.
+"""Export as ``torch.distributed.pipelining`` split: the modules before which stages begin.
 
 ::
 
@@ -17,13 +17,13 @@ from placer.export.stages import Stage, cost_of, moved, stages, ties_across
 
 
 def pipeline_split(placed: PlacedModules) -> Exported:
-    """Devices by stage, and the modules that stages after the first begin with.
+    """Return the device of each stage, and the first module of each stage but the first.
 
     Raises:
-        RenamingError: devices are not torch's.
-        ExportError: the placement goes back to a device it has left, uses one device only, a
-            stage would begin with a module that is called more than once, or a module is called as
-            torch.export allows none to be.
+        RenamingError: a device is not a torch device.
+        ExportError: the placement returns to a device, uses one device only, a stage would begin
+            with a module that is called more than once, or a module has a name that torch.export
+            reserves.
     """
     if placed.no_torch:
         raise RenamingError(placed.no_torch)
@@ -47,10 +47,10 @@ def pipeline_split(placed: PlacedModules) -> Exported:
 
 
 def pipeline_stages(placed: PlacedModules) -> tuple[list[Stage], list[str]]:
-    """The stages of a placement, and the modules that those after the first begin with.
+    """Return the stages of a placement, and the first module of each stage but the first.
 
     Raises:
-        ExportError: as for :func:`pipeline_split`, whatever the devices.
+        ExportError: as for :func:`pipeline_split`, except for devices and reserved names.
     """
     found = stages(placed)
     if len(found) == 1:

@@ -1,4 +1,4 @@
-"""A placement of ops seen from the modules: on which device most of the work of each one is."""
+"""A placement of ops by module: the device with most of the work of each module."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ FORWARD, BACKWARD = PHASES.index("forward"), PHASES.index("backward")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedOp:
-    """One op of a forward or backward pass, and the device it is placed on."""
+    """One op of a forward or backward pass and its device."""
 
-    call: str  # key of the call of the forward pass that it is of
+    call: str  # key of its forward call
     module: str
     is_repeated: bool  # in a second or later call of its module
     device: str
@@ -39,12 +39,12 @@ class PlacedOp:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlacedModules:
-    """The forward ops of a placed step in the order of the program, and the model they are of.
+    """The forward ops of a placed step in program order, and their model.
 
-    ``backward`` are the backward ops; wherever modules are placed they run where their calls do.
-    ``main_device`` is where the user of the export feeds the model, None where the format decides.
-    ``price`` tells what coarser placements cost, where that is known (:mod:`placer.export.price`).
-    ``no_torch`` is the sentence about devices that torch has not, "" if there are none.
+    ``backward`` are the backward ops; if modules are placed, they run with their forward calls.
+    ``main_device`` is the device of the model's inputs, None if the format decides. ``price``
+    predicts steps of coarser placements, None if unknown (:mod:`placer.export.price`). ``no_torch``
+    is a message about devices that torch lacks, or "".
     """
 
     extraction: Extraction
@@ -64,18 +64,18 @@ class PlacedModules:
         main_device: str | None = None,
         price: Price | None = None,
     ) -> PlacedModules:
-        """What a placement means for the modules of the model it was made for.
+        """Return a placement by the modules of the model it was made for.
 
         Args:
             extraction: the model's step.
             placement: of its ops (devices ``core:N``) or of its calls (``cuda:N``, ``cpu``).
             renamed: {device of the placement: device to export}.
-            main_device: where the model will be fed.
-            price: tells what coarser placements cost.
+            main_device: device of the model's inputs.
+            price: predicts steps of coarser placements.
 
         Raises:
-            RenamingError: ``renamed`` names devices that there are not.
-            ValueError: the placement is of another graph.
+            RenamingError: ``renamed`` names devices that do not exist.
+            ValueError: the placement belongs to another graph.
         """
         names = dict(renamed or {})
         check_renamed(names, placement.device_names)
@@ -112,17 +112,17 @@ class PlacedModules:
 
     @property
     def step(self) -> Step:
-        """The step that is placed."""
+        """Return the placed step."""
         return self.extraction.step
 
     @property
     def model(self) -> nn.Module:
-        """The model that is placed."""
+        """Return the placed model."""
         return self.step.model
 
     @cached_property
     def _work(self) -> dict[str, dict[str, tuple[int, int]]]:
-        """{module: {device: FLOPs and bytes of the ops inside it}}."""
+        """Return {module: {device: (FLOPs, bytes moved) of the ops inside it}}."""
         found: dict[str, dict[str, tuple[int, int]]] = {}
         for op in self.ops:
             module = op.module
@@ -136,9 +136,9 @@ class PlacedModules:
         return found
 
     def majority(self, modules: Iterable[str]) -> str | None:
-        """The device of most FLOPs inside some modules, then of most bytes; None without ops.
+        """Return the device with most FLOPs, then most bytes, in some modules; None without ops.
 
-        None of the modules is inside another.
+        The modules must not be nested.
         """
         work: dict[str, tuple[int, int]] = {}
         for module in modules:
@@ -148,7 +148,7 @@ class PlacedModules:
         return max(work, key=lambda device: work[device], default=None)
 
     def home(self, module: str) -> str:
-        """The device of a module, or of the nearest one around it that has ops."""
+        """Return the device of a module, or of the nearest module around it that has ops."""
         found = self.majority([module])
         while found is None and module:
             module = parent(module)
@@ -156,18 +156,18 @@ class PlacedModules:
         return found or self.ops[0].device
 
     def moved(self, runs_on: Mapping[str, str]) -> tuple[PlacedOp, ...]:
-        """The forward ops that are not where they are placed if calls run there: {call: device}.
+        """Return the forward ops off their device in the placement if calls run on {call: device}.
 
         Ops of other calls count as not moved.
         """
         return _elsewhere(self.ops, runs_on)
 
     def moved_backward(self, runs_on: Mapping[str, str]) -> tuple[PlacedOp, ...]:
-        """The same of the backward ops."""
+        """Return the backward ops off their device in the placement; see :meth:`moved`."""
         return _elsewhere(self.backward, runs_on)
 
     def by_module(self, device_of: Mapping[str, str]) -> dict[str, str]:
-        """{call: device} where every module has one device, {module: device}; no other calls."""
+        """Return {call: device} for calls in the modules of {module: device}."""
         return {
             op.call: device_of[unit]
             for op in self.ops
@@ -175,15 +175,15 @@ class PlacedModules:
         }
 
     def units(self) -> list[str]:
-        """The smallest modules that have a device of their own, in the order of the program.
+        """Return the smallest modules that have a device of their own, in program order.
 
-        A module with parameters or buffers of its own is not divided; one without any inside is no
-        unit. Those that run no op come last.
+        A module with its own parameters or buffers is not divided; one without any inside is no
+        unit. Units without ops come last.
         """
         return self.in_order(_units(self.model, ""))
 
     def in_order(self, modules: Iterable[str]) -> list[str]:
-        """Modules by the first op inside them; those that run no op come last."""
+        """Return modules in order of the first op inside them; those without ops come last."""
         first: dict[str, int] = {}
         for place, op in enumerate(self.ops):
             first.setdefault(op.module, place)
@@ -196,9 +196,9 @@ class PlacedModules:
         return sorted(modules, key=place_of)
 
     def gates(self) -> frozenset[str]:
-        """Modules without parameters, or modules inside, that a step calls once.
+        """Return modules without parameters and submodules that a step calls once.
 
-        No map has to name them. If one does, accelerate sends what they read to their device.
+        A map need not name them. If it does, accelerate sends their inputs to their device.
         """
         units = set(self.units())
         path_of = canonical_paths(self.model)
@@ -217,7 +217,7 @@ class PlacedModules:
         )
 
     def tied_units(self, units: Collection[str]) -> list[tuple[str, ...]]:
-        """Units that share a parameter, which therefore have one device."""
+        """Return groups of units that share a parameter and therefore a device."""
         together: dict[str, dict[str, None]] = {}
         for name, first in ties_of(self.step).items():
             owners = [owner for key in (first, name) if (owner := around(key, units)) is not None]
@@ -226,12 +226,12 @@ class PlacedModules:
 
 
 def parent(module: str) -> str:
-    """The path of the module around another."""
+    """Return the path of the module around another."""
     return module.rpartition(".")[0]
 
 
 def around(path: str, modules: Container[str]) -> str | None:
-    """The innermost of these modules that a path is in, None if it is in none."""
+    """Return the innermost of some modules that contains a path, None if there is none."""
     while path not in modules:
         if not path:
             return None
@@ -240,13 +240,13 @@ def around(path: str, modules: Container[str]) -> str | None:
 
 
 def canonical_paths(model: nn.Module) -> dict[str, str]:
-    """{path of a module: its first one}; those of a module that has several differ."""
+    """Return {path of a module: its first path}; a shared module has several paths."""
     first = {id(module): path for path, module in model.named_modules()}
     return {path: first[id(m)] for path, m in model.named_modules(remove_duplicate=False)}
 
 
 def is_inside(module: str, outer: str) -> bool:
-    """Whether a module is another one or in it."""
+    """Return whether a module is another one or inside it."""
     return not outer or module == outer or module.startswith(outer + ".")
 
 
@@ -255,7 +255,6 @@ def _elsewhere(ops: Iterable[PlacedOp], runs_on: Mapping[str, str]) -> tuple[Pla
 
 
 def _graph_of(extraction: Extraction, placement: Placement) -> GraphArrays:
-    """The graph, of ops or of calls, that a placement is of."""
     of_ops = GraphArrays.from_graph(extraction.graph)
     if extraction.own_forward is None or placement.graph == of_ops.hash:
         return of_ops

@@ -1,4 +1,4 @@
-"""What an export costs: the predicted step of what is exported, against that of the placement."""
+"""The cost of an export: its predicted step time against that of the placement."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from placer.export.renaming import told_costs_of_others
 from placer.milliseconds import milliseconds, ratio_of
 
 SMALLEST_CHANGE: Final = 0.01
-"""Steps that differ by less are alike, to people."""
+"""Relative difference below which two step times count as equal."""
 SMALLEST_GAIN: Final = 0.05
-"""Over one device: less is not worth several."""
+"""Relative gain over one device below which several devices are not worthwhile."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Price:
-    """Predicts steps of exports of a placement.
+    """Predicts the steps of exports of a placement.
 
-    ``calls`` has the call of every op of the problem, ``renamed`` is {device of the placement:
-    device of the export}.
+    ``calls`` holds the call key of every op of the problem, ``renamed`` is {device of the
+    placement: device of the export}.
     """
 
     problem: Problem
@@ -39,20 +39,20 @@ class Price:
     renamed: Mapping[str, str]
 
     def step(self, runs_on: Mapping[str, str]) -> StepResult:
-        """The predicted step where calls run on these devices, {call: device of the export}."""
+        """Predict the step if calls run on {call: device of the export}."""
         placement = coarsened(self.problem, self.placed, self.calls, runs_on, self.renamed)
         [found] = Simulated(self.problem).evaluate([placement])
         return found
 
     @cached_property
     def as_placed(self) -> StepResult:
-        """The predicted step of the placement itself."""
+        """Return the predicted step of the placement itself."""
         [found] = Simulated(self.problem).evaluate([self.placed])
         return found
 
     @cached_property
     def alone(self) -> tuple[str, float]:
-        """The best single device and its predicted step; inf if none can run it all."""
+        """Return the best single device and its predicted step time; inf if none can run it."""
         priority = _program_order(self.problem)
         single = [
             replace(self.placed, devices=(d,) * self.problem.op_count, priority=priority)
@@ -66,12 +66,12 @@ class Price:
         return self.problem.cluster.names[best], steps[best]
 
     def is_lost(self, runs_on: Mapping[str, str]) -> bool:
-        """Whether an export costs anything, to people."""
+        """Return whether the step gets noticeably slower as exported."""
         before, after = self.as_placed, self.step(runs_on)
         return after.step_s > before.step_s * (1 + SMALLEST_CHANGE)
 
     def is_won_back(self, runs_on: Mapping[str, str], otherwise: Mapping[str, str]) -> bool:
-        """Whether an export would win most of what it loses if calls ran otherwise."""
+        """Return whether running calls otherwise would recover most of what an export loses."""
         before, after, then = self.as_placed, self.step(runs_on), self.step(otherwise)
         if not (before.feasible and after.feasible and then.feasible):
             return then.feasible and not after.feasible
@@ -82,13 +82,15 @@ class Price:
     def told(
         self, runs_on: Mapping[str, str], *, moved: bool = True, single_step: bool = True
     ) -> list[str]:
-        """What an export costs, in one sentence, and of what; none if it costs next to nothing.
+        """Return a sentence on the predicted step as exported, or none if the cost is negligible.
+
+        A second sentence says whose costs it is predicted with, if devices are renamed.
 
         Args:
             runs_on: {call: device of the export}.
-            moved: something is not where the placement has it, so that there is a price.
-            single_step: it is to make single steps fast, which one device has to be beaten at;
-                not so where many micro-batches are under way at once.
+            moved: whether ops are off their device in the placement.
+            single_step: whether the export should speed up single steps and so must beat one
+                device; not so for pipelines with many micro-batches in flight.
         """
         before, after = self.as_placed, self.step(runs_on)
         if not before.feasible:
@@ -119,7 +121,7 @@ class Price:
 
 
 def is_faster(found: StepResult, other: StepResult) -> bool:
-    """Whether a step is faster than another, to people, or fits where that does not."""
+    """Return whether a step is noticeably faster than another, or fits where the other does not."""
     if not (found.feasible and other.feasible):
         return found.feasible and not other.feasible
     return found.step_s < other.step_s * (1 - SMALLEST_CHANGE)
@@ -128,16 +130,16 @@ def is_faster(found: StepResult, other: StepResult) -> bool:
 def price_of(
     problem: Problem, placement: Placement, extraction: Extraction, renamed: Mapping[str, str]
 ) -> Price:
-    """What predicts exports of a placement.
+    """Return a predictor of the exports of a placement.
 
     Args:
-        problem: what was placed.
-        placement: of its ops.
-        extraction: what they are of.
+        problem: the placed problem.
+        placement: the placement of its ops.
+        extraction: the source of the ops.
         renamed: {device of the placement: device of the export}.
 
     Raises:
-        ValueError: the placement is of another graph, or has other devices.
+        ValueError: the placement belongs to another graph or has other devices.
     """
     return Price(
         problem=problem,
@@ -154,10 +156,10 @@ def coarsened(
     runs_on: Mapping[str, str],
     renamed: Mapping[str, str],
 ) -> Placement:
-    """The placement with all ops of a call on its device, in the order of the program.
+    """Return the placement with all ops of a call on one device, in program order.
 
-    Ops of calls that are not in ``runs_on``, or on devices that the placement has not, stay where
-    they are; those that must share a device go with the first of them.
+    Ops of calls that are not in ``runs_on``, or are there on devices that the placement lacks, keep
+    their device; ops that must share a device follow the first of them.
     """
     graph, names = problem.graph, problem.cluster.names
     index = {renamed.get(name, name): d for d, name in enumerate(names)}
@@ -171,7 +173,6 @@ def coarsened(
 
 
 def _program_order(problem: Problem) -> tuple[float, ...]:
-    """Priorities by which ops run in the order of the program, as other runtimes have it."""
     rank: NDArray[np.float64] = np.empty(problem.op_count)
     rank[problem.graph.topological] = np.arange(problem.op_count, 0, -1)
     return tuple(rank.tolist())

@@ -1,4 +1,4 @@
-"""Names of devices in exports: ``--as core:0=cuda:0`` says what one of the placement stands for."""
+"""Renaming of devices in exports, as in ``--as core:0=cuda:0``."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from placer.export.faults import RenamingError
 
 
 def check_renamed(renamed: Mapping[str, str], placed_on: Sequence[str]) -> None:
-    """Make sure that names are of the placement, and stand for devices that there can be.
+    """Check that the renamed devices belong to the placement and the new ones can exist.
 
-    Where all devices of the placement have new names, there may be more than are needed.
+    If all devices of the placement are renamed, additional names are accepted.
 
     Raises:
-        RenamingError: they do not.
+        RenamingError: the check fails.
     """
     unknown = [name for name in renamed if name not in placed_on]
     if unknown and not set(placed_on) <= renamed.keys():
@@ -29,7 +29,7 @@ def check_renamed(renamed: Mapping[str, str], placed_on: Sequence[str]) -> None:
 
 
 def told_joined(renamed: Mapping[str, str], placed_on: Sequence[str]) -> list[str]:
-    """A sentence for every device that is written for several of the placement.
+    """Return a sentence for every new name that several devices of the placement share.
 
     >>> told_joined({"core:0": "cuda:0", "core:1": "cuda:0"}, ["core:0", "core:1"])
     ['core:0 and core:1 are both written as cuda:0: one device runs what was placed on 2']
@@ -46,7 +46,7 @@ def told_joined(renamed: Mapping[str, str], placed_on: Sequence[str]) -> list[st
 
 
 def told_costs_of_others(renamed: Mapping[str, str], placed_on: Sequence[str]) -> list[str]:
-    """Of which devices predictions are, if some are written as devices of another kind; or none.
+    """Return a sentence if predictions use the costs of devices of another kind, or none.
 
     >>> told_costs_of_others({"core:0": "cuda:0"}, ["core:0", "core:1"])
     ['predicted with the costs of core:0, not of what it stands for']
@@ -59,10 +59,10 @@ def told_costs_of_others(renamed: Mapping[str, str], placed_on: Sequence[str]) -
 
 
 def check_main_device(name: str | None, devices: Collection[str]) -> None:
-    """Make sure that a model can be fed on a device.
+    """Check that torch has the main device.
 
     Raises:
-        RenamingError: torch has no such device.
+        RenamingError: torch does not have it.
     """
     if name is not None and not is_of_torch(name):
         raise RenamingError(
@@ -73,7 +73,7 @@ def check_main_device(name: str | None, devices: Collection[str]) -> None:
 def why_no_torch(
     used: Collection[str], renamed: Mapping[str, str], placed_on: Sequence[str]
 ) -> str:
-    """The sentence about devices in use that torch has not, "" if there are none.
+    """Return a message about used devices that torch lacks, "" if there are none.
 
     Args:
         used: the devices as they would be written.
@@ -88,7 +88,7 @@ def why_no_torch(
 
 
 def as_option(renamed: Mapping[str, str], placed_on: Sequence[str]) -> str:
-    """What to do: the whole option, with what it says rightly already."""
+    """Return advice with the complete ``--as`` option, which keeps names that are valid already."""
     kept = {name: new for name in placed_on if is_of_torch(new := renamed.get(name, name))}
     free = (gpu for i in count() if (gpu := f"cuda:{i}") not in kept.values())
     pairs = [f"{name}={kept[name] if name in kept else next(free)}" for name in placed_on]
@@ -96,7 +96,7 @@ def as_option(renamed: Mapping[str, str], placed_on: Sequence[str]) -> str:
 
 
 def is_of_torch(name: str) -> bool:
-    """Whether torch knows devices of this name, on this machine or another, that can compute."""
+    """Return whether torch has devices with this name, here or elsewhere, that can compute."""
     import torch
 
     try:

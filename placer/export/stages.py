@@ -1,4 +1,4 @@
-"""Stages of a pipeline: the modules of a placement by device, if no device is needed twice."""
+"""Pipeline stages: the modules of a placement by device, if it never returns to a device."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from placer.export.moved import told_moved
 from placer.export.placed_modules import PlacedModules, around
 
 WHOLE: Final = "a module is in one stage as a whole"
-"""Why ops are not where the placement has them."""
+"""Reason why ops are off their device in the placement."""
 BETWEEN: Final = "what is between modules runs in the stage that is reached"
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What one device runs before the next takes over; ``modules`` in order, none in another."""
+    """The modules that one device runs in order before the next stage; stages are disjoint."""
 
     device: str
     modules: tuple[str, ...]
 
 
 def stages(placed: PlacedModules) -> list[Stage]:
-    """The stages of a placement that never goes back to a device it has left.
+    """Return the stages of a placement that never returns to a device.
 
-    Layers of a stack are whole: they are what pipelines are cut between, and torch cannot always
-    cut inside one. Elsewhere modules are as small as can be. A module that goes back only to share
-    a parameter, such as an embedding's, stays where it is reached: its stage has a copy.
+    Layers of a stack stay whole, since pipelines are cut between layers and torch cannot always cut
+    inside one. Elsewhere modules are as small as possible. A module that goes back only because it
+    shares a parameter, such as an embedding's, stays in the stage that reaches it, with a copy.
 
     Raises:
-        ExportError: a unit is on a device that the placement has left, or runs again after that.
+        ExportError: a unit is on a device that was left before, or runs again after that.
     """
     found = stacks(placed.model)
     units = list(dict.fromkeys(layer_of(unit, found) or unit for unit in placed.units()))
@@ -56,7 +56,7 @@ def stages(placed: PlacedModules) -> list[Stage]:
 
 
 def _share_parameter(placed: PlacedModules, unit: str, modules: Sequence[str]) -> bool:
-    """Whether it is only for a parameter of one of these modules that a unit is where it is."""
+    """Return whether a unit shares a parameter with one of these modules."""
     return any(unit in group for group in placed.tied_units([unit, *modules]))
 
 
@@ -76,7 +76,7 @@ def _check_forward(placed: PlacedModules, stage_of: Mapping[str, int]) -> None:
 
 
 def ties_across(placed: PlacedModules, found: Sequence[Stage]) -> list[str]:
-    """A sentence for every parameter that several stages hold a copy of."""
+    """Return a sentence for every parameter that several stages hold a copy of."""
     stage_of = {unit: i for i, stage in enumerate(found) for unit in stage.modules}
     return [
         f"{' and '.join(group)} share a parameter but not a stage: each stage has a copy, and in "
@@ -87,10 +87,7 @@ def ties_across(placed: PlacedModules, found: Sequence[Stage]) -> list[str]:
 
 
 def runs_on(placed: PlacedModules, found: Sequence[Stage]) -> dict[str, str]:
-    """{call: device of its stage}; what is outside of all modules is in the stage before the next.
-
-    The loss is in the last stage.
-    """
+    """Return {call: device of its stage}; calls outside all modules run in the stage reached."""
     stage_of = {unit: i for i, stage in enumerate(found) for unit in stage.modules}
     reached, devices = 0, {}
     for op in placed.ops:
@@ -101,7 +98,7 @@ def runs_on(placed: PlacedModules, found: Sequence[Stage]) -> dict[str, str]:
 
 
 def moved(placed: PlacedModules, found: Sequence[Stage]) -> list[str]:
-    """What it costs that modules have one device, a sentence each, and how to place instead."""
+    """Return sentences on the ops that stages move and on how to place instead."""
     units = [unit for stage in found for unit in stage.modules]
     devices = runs_on(placed, found)
     told = told_moved(placed, devices, units, WHOLE, outside=BETWEEN)
@@ -109,7 +106,7 @@ def moved(placed: PlacedModules, found: Sequence[Stage]) -> list[str]:
 
 
 def cost_of(placed: PlacedModules, found: Sequence[Stage], *, moved: bool) -> list[str]:
-    """The predicted step where that is known, if it differs from the placement's; or none."""
+    """Return sentences on the predicted step, if it is known and differs from the placement's."""
     if placed.price is None:
         return []
     return placed.price.told(runs_on(placed, found), moved=moved, single_step=False)

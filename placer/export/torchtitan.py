@@ -1,8 +1,8 @@
-"""Names of a model's parts as torchtitan's pipelines take them.
+"""Names of a model's parts for torchtitan's pipeline parallelism.
 
-torchtitan keeps children of its model by name, and single layers of lists among them. A model of
-Hugging Face it sees as ``tok_embeddings``, ``layers``, ``norm``, ``lm_head`` and ``rotary_emb``,
-wherever they are, and every stage computes the last itself (torchtitan 0.3).
+torchtitan keeps children of its model by name, and single layers of lists. It exposes a Hugging
+Face model as ``tok_embeddings``, ``layers``, ``norm``, ``lm_head`` and ``rotary_emb``, wherever
+they are; every stage computes the last one itself (torchtitan 0.3).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KNOWN: Final = re.compile(rf"tok_embeddings|layers\.\d+|norm|lm_head|{EVERYWHERE
 
 
 def titan_parts(model: nn.Module, stack: Stack, found: Sequence[Stage]) -> list[list[str]] | None:
-    """``module_fqns_per_model_part``: names by stage; None where torchtitan has no such names."""
+    """Return ``module_fqns_per_model_part``, names by stage; None if torchtitan has none."""
     inside = stack.path.rpartition(".")[0]
     if not inside:
         parts = [list(stage.modules) for stage in found]

@@ -1,6 +1,6 @@
-"""Data parallelism: replicas of a placed model that stay one model.
+"""Data parallelism: replicas of a placed model that are kept in sync.
 
-Names load what they need when they are first used.
+Public names are imported on first use.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name from its home."""
     if name not in _HOMES:
         raise AttributeError(f"module 'placer.parallel' has no attribute {name!r}")
     from importlib import import_module

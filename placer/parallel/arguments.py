@@ -23,7 +23,7 @@ example:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of the command."""
+    """Return the parser of the command."""
     width = max(len(method.name) for method in METHODS)
     methods = "\n".join(f"  {method.name:{width}}  {method.summary}" for method in METHODS)
     parser = CommandParser(
@@ -92,9 +92,9 @@ def _add_sync(parser: argparse.ArgumentParser) -> None:
 
 
 def levels(text: str) -> tuple[int, ...]:
-    """Ranks at each level, innermost first, of ``4x2``.
+    """Parse the ranks at each level, innermost first, such as ``4x2``.
 
     Raises:
-        argparse.ArgumentTypeError: it is none.
+        argparse.ArgumentTypeError: the text has another form.
     """
     return tuple(count(part) for part in text.split("x"))

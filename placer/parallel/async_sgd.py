@@ -1,4 +1,4 @@
-"""Asynchronous SGD: a parameter server applies every gradient when it comes.
+"""Asynchronous SGD: a parameter server applies every gradient when it arrives.
 
 Dean et al., "Large scale distributed deep networks", NIPS 2012 (Downpour SGD).
 """
@@ -24,19 +24,19 @@ DONE: Final = 1
 
 
 class AsyncSgd:
-    """Pushes the gradients of a replica to the server on rank 0, and takes its parameters over.
+    """Pushes the gradients of a replica to the server on rank 0 and pulls its parameters.
 
-    A gradient was computed with parameters of version u and is applied to those of version t: its
-    staleness is t - u. The order in which gradients come depends on timing, and so do results.
-    Buffers are each replica's own until :meth:`finish`, which takes those of rank 0.
+    A gradient computed with parameters of version u and applied to version t has staleness t - u.
+    The order in which gradients arrive depends on timing, and so do the results. Each replica keeps
+    its own buffers until :meth:`finish`, which broadcasts those of rank 0.
     """
 
     def __init__(self, setup: Setup) -> None:
         """Start the server on rank 0.
 
         Raises:
-            ValueError: parameters that need gradients have several dtypes or there are none, or
-                only some of the ranks are fellows.
+            ValueError: parameters that need gradients have several dtypes, or there are none, or
+                the process group of a device has only some of the ranks.
         """
         for device in {parameter.device for parameter in setup.module.parameters()}:
             check_is_all(setup.group_of(device))
@@ -63,7 +63,7 @@ class AsyncSgd:
         """Push the gradients, pull the parameters.
 
         Raises:
-            RuntimeError: the server is gone, or had to stop.
+            RuntimeError: the server is gone or had to stop.
         """
         gradient = flat_of(_gradient(parameter).cpu() for parameter in self._parameters)
         if self._server is not None:
@@ -78,7 +78,7 @@ class AsyncSgd:
         write(self._parameters, flat)
 
     def finish(self) -> None:
-        """Wait until all gradients of all ranks are applied, and take the parameters."""
+        """Wait until the gradients of all ranks are applied, and take the final parameters."""
         if self._server is not None:
             write(self._parameters, self._server.finish())
         else:
@@ -86,7 +86,7 @@ class AsyncSgd:
         broadcast_state(self._module)
 
     def state_dict(self) -> dict[str, Any]:
-        """Refused.
+        """Raise an error: asynchronous SGD cannot resume.
 
         Raises:
             ValueError: always.
@@ -96,16 +96,16 @@ class AsyncSgd:
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Refused, as :meth:`state_dict`."""
+        """Raise the same error as :meth:`state_dict`."""
         self.state_dict()
 
     def report(self) -> dict[str, Any]:
-        """Updates and staleness, on rank 0."""
+        """Return the number of updates and their staleness, on rank 0; {} elsewhere."""
         return {} if self._server is None else self._server.report()
 
 
 class Server:
-    """Holds the parameters on the CPU and applies gradients one after the other, as they come."""
+    """Holds the parameters on the CPU and applies gradients one by one, in order of arrival."""
 
     def __init__(
         self, parameters: list[nn.Parameter], make_optimizer: MakeOptimizer, group: Any
@@ -125,7 +125,7 @@ class Server:
             thread.start()
 
     def push(self, gradient: torch.Tensor, version: int) -> tuple[int, torch.Tensor]:
-        """Apply a gradient (P,) of parameters of a version; version and parameters (P,) after it.
+        """Apply a gradient (P,) computed at a version; return the new version and parameters (P,).
 
         Raises:
             RuntimeError: a worker is gone.
@@ -141,7 +141,7 @@ class Server:
             return self._version, flat_of(self._own)
 
     def finish(self) -> torch.Tensor:
-        """The parameters (P,) after the last gradient of the last worker.
+        """Wait for all workers and return the final parameters (P,).
 
         Raises:
             RuntimeError: a worker is gone.
@@ -152,7 +152,7 @@ class Server:
         return flat_of(self._own)
 
     def report(self) -> dict[str, Any]:
-        """Updates so far, and by how many updates gradients were late."""
+        """Return the number of updates so far, and the mean and maximum staleness of gradients."""
         updates = sum(self._staleness.values())
         late = sum(staleness * count for staleness, count in self._staleness.items())
         return {
@@ -166,7 +166,6 @@ class Server:
             raise RuntimeError(f"the parameter server stopped: {self._failure}")
 
     def _serve(self, rank: int) -> None:
-        """Answer one worker until it is done."""
         header, gradient = torch.zeros(2, dtype=torch.int64), flat_of(self._own)
         try:
             while True:
@@ -178,15 +177,15 @@ class Server:
                 now, flat = self.push(gradient, version)
                 dist.send(torch.tensor([now]), rank, group=self._group)
                 dist.send(flat, rank, group=self._group)
-        except RuntimeError as error:  # push and finish raise it on the main thread
+        except RuntimeError as error:  # raised by push and finish on the main thread
             self._failure = self._failure or RuntimeError(f"rank {rank} is gone: {error}")
 
 
 def check_is_all(group: Group) -> None:
-    """Make sure that a group has all ranks.
+    """Check that a group contains all ranks.
 
     Raises:
-        ValueError: it has some; one server on rank 0 would mix the parameters of several groups.
+        ValueError: it does not; one server on rank 0 would mix the parameters of several groups.
     """
     size, ranks = dist.get_world_size(group), dist.get_world_size()
     if size < ranks:

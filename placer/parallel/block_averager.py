@@ -1,4 +1,4 @@
-"""Averages replicas block by block: model averaging, BMUF, SlowMo and DiLoCo are settings of it."""
+"""Average replicas block by block; model averaging, BMUF, SlowMo and DiLoCo are its settings."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import nn
 from placer.parallel.grad_sync import Group
 
 Mean: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-"""The mean over all workers of a flat tensor that each of them has."""
+"""Averages a flat tensor over all workers."""
 PERIOD: Final = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockUpdate:
-    """What becomes of the mean W̄(t) of the workers after block t.
+    """How the mean W̄(t) of the workers after block t updates the common model.
 
     Chen and Huo, "Scalable training of deep learning machines by incremental block training with
     intra-block parallel optimization and blockwise model-update filtering", ICASSP 2016::
@@ -29,11 +29,11 @@ class BlockUpdate:
     The next block starts from W_g(t) = W(t), or with ``nesterov`` from W(t) + momentum Δ(t); the
     result of training is W(T). Momentum 0 and rate 1 is model averaging. Without Nesterov this is
     SlowMo at a constant learning rate (Wang et al., ICLR 2020); with it, momentum 0.9 and rate 0.7
-    DiLoCo (Douillard et al., 2023).
+    is DiLoCo (Douillard et al., 2023).
 
-    ``momentum`` None is 1 - 1 / workers: it makes up for the mean, which divides every worker's
-    progress by their number. ``reset_inner`` forgets the momentum of the workers' own optimizer,
-    which belongs to where they were before.
+    ``momentum`` None means 1 - 1 / workers, which compensates for the mean: it divides every
+    worker's progress by their number. ``reset_inner`` clears the momentum of each worker's own
+    optimizer, which belongs to its parameters before the update.
     """
 
     momentum: float | None = None
@@ -48,7 +48,7 @@ class BlockUpdate:
             raise ValueError(f"block rate {self.rate} is not above 0")
 
     def momentum_of(self, workers: int) -> float:
-        """The momentum that holds for so many workers."""
+        """Return the momentum for this number of workers."""
         return 1 - 1 / workers if self.momentum is None else self.momentum
 
 
@@ -60,12 +60,12 @@ DILOCO: Final = BlockUpdate(momentum=0.9, rate=0.7, reset_inner=False)
 
 
 class BlockAverager:
-    """Lets workers train alone for a block of steps, then gives them a common model.
+    """Let workers train independently for a block of steps, then give them a common model.
 
     Call :meth:`after_step` after each step of the worker's own optimizer, and :meth:`finish` at the
     end. Parameters stay the same objects in the same memory; those that need no gradient are left
-    alone. Buffers of floating point, running statistics for one, become their mean at the end of
-    each block.
+    unchanged. Floating-point buffers, such as running statistics, are averaged at the end of each
+    block.
     """
 
     def __init__(
@@ -79,16 +79,16 @@ class BlockAverager:
         workers: int | None = None,
         mean: Mean | None = None,
     ) -> None:
-        """Remember where the workers start, which must be the same model.
+        """Store the initial model, which must be the same on all workers.
 
         Args:
             module: the worker's replica.
-            update: what becomes of the mean.
-            period: steps of a block.
-            warmup_steps: before the first block; the mean is taken after each of them.
+            update: how the mean updates the common model.
+            period: steps per block.
+            warmup_steps: steps before the first block; models are averaged after each of them.
             inner: the worker's own optimizer, whose momentum may be reset.
-            workers: how many there are; by default all ranks.
-            mean: over the workers, by default over all ranks.
+            workers: number of workers; by default all ranks.
+            mean: averages over the workers, by default over all ranks.
 
         Raises:
             ValueError: period is below 1.
@@ -115,12 +115,12 @@ class BlockAverager:
 
     @property
     def at_border(self) -> bool:
-        """Whether all workers have the same model now, a block having ended with the last step."""
+        """Return whether the last step ended a block, so that all workers have the same model."""
         return (self.steps - self.warmup_steps) % self.period == 0 or self.is_warming_up
 
     @property
     def is_warming_up(self) -> bool:
-        """Whether the last step was one of those before the first block."""
+        """Return whether the last step was before the first block."""
         return self.steps <= self.warmup_steps
 
     def after_step(self) -> None:
@@ -133,7 +133,7 @@ class BlockAverager:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """End the block that is open, if any, and set the parameters to W(T), the model to use."""
+        """End the current block, if any, and set the parameters to W(T), the model to use."""
         if not self.at_border:
             self._end_block()
         [settings] = self._outer.param_groups
@@ -146,7 +146,7 @@ class BlockAverager:
                 write(group, base)
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps so far, the common model, the block momentum."""
+        """Return the steps so far, the common model and the block momentum."""
         velocity = [self._velocity(base) for base in self._base]
         return {
             "steps": self.steps,
@@ -156,7 +156,7 @@ class BlockAverager:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave."""
+        """Restore what :meth:`state_dict` returned."""
         self.steps = state["steps"]
         for base, kept, velocity in zip(self._base, state["base"], state["velocity"], strict=True):
             base.copy_(kept)
@@ -202,18 +202,18 @@ class BlockAverager:
 
 
 def mean_of_ranks(flat: torch.Tensor, group: Group = None) -> torch.Tensor:
-    """The mean over the ranks of a group, None being that of all, in place."""
+    """Average a tensor in place over the ranks of a group (None: all ranks)."""
     dist.all_reduce(flat.div_(dist.get_world_size(group)), group=group)
     return flat
 
 
 def flat_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Tensors one after the other, as a copy."""
+    """Concatenate tensors into a flat copy."""
     return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
 
 def write(tensors: Iterable[torch.Tensor], flat: torch.Tensor) -> None:
-    """Set tensors, in the memory that they have, to what :func:`flat_of` gave."""
+    """Copy a flat tensor as from :func:`flat_of` into tensors, in place."""
     at = 0
     for tensor in tensors:
         tensor.detach().copy_(flat.detach()[at : at + tensor.numel()].view_as(tensor))
@@ -221,7 +221,7 @@ def write(tensors: Iterable[torch.Tensor], flat: torch.Tensor) -> None:
 
 
 def _by_kind(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Tensors by device and dtype."""
+    # Grouped by device and dtype.
     found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
         found.setdefault((tensor.device, tensor.dtype), []).append(tensor)

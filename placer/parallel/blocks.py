@@ -1,4 +1,4 @@
-"""A data set served block by block, for training that is synchronised once in a block."""
+"""A data set served block by block, for training that synchronizes once per block."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import torch
 
 
 class Blocks:
-    """Batch ``number`` of tensors whose first dimension are the samples of a data set.
+    """Batches of a data set of tensors (samples first), by number.
 
-    A block is as many samples as all ranks take between two averages, and is split into a shard for
-    each rank, which it goes through in batches: incremental block training (Chen and Huo, ICASSP
-    2016). Blocks follow from their number, so that a run may stop at a border and go on. When all
-    blocks were served the samples are shuffled anew; those that fill no block wait for another
-    sweep. It serves as the data of a run, ``batch = Blocks((images, labels), ...)`` in a file::
+    A block holds the samples that all ranks take between two averages. It is split into one shard
+    per rank, which the rank processes in batches: incremental block training (Chen and Huo, ICASSP
+    2016). Blocks are determined by their number, so a run may stop at the end of a block and
+    resume. After each sweep over all blocks the samples are reshuffled; those left over, too few
+    for a block, wait for another sweep. It serves as the data of a run, ``batch = Blocks((images,
+    labels), ...)`` in a file::
 
         python -m placer.run model.py:build --data file.py:batch --sync bmuf --period 16 ...
     """
@@ -29,19 +30,19 @@ class Blocks:
         accumulate: int = 1,
         seed: int = 0,
     ) -> None:
-        """Divide the data.
+        """Divide the data into blocks.
 
         Args:
             data: tensors (N, ...), in the order of a step's inputs.
-            batch: samples of a batch.
-            ranks: shards of a block; 1 where ranks share each batch, as a plan with ``--batch
-                global`` has it.
-            period: steps of a block, the period of the averages.
-            accumulate: batches of a step of each rank, that of the run.
-            seed: of the order of samples.
+            batch: samples per batch.
+            ranks: shards per block; 1 if ranks share each batch, as in a plan with ``--batch
+                global``.
+            period: steps per block, the period of the averages.
+            accumulate: batches per step of each rank, as in the run.
+            seed: seed of the sample order.
 
         Raises:
-            ValueError: tensors have other numbers of samples, or too few for a block.
+            ValueError: tensors have different numbers of samples, or too few for a block.
         """
         sizes = {len(tensor) for tensor in data}
         if len(sizes) != 1:
@@ -60,10 +61,10 @@ class Blocks:
                 f"{self.samples} samples fill no block of {ranks} x {period * accumulate} batches "
                 f"of {batch}"
             )
-        self._order = (-1, torch.empty(0, dtype=torch.long))  # of the last sweep
+        self._order = (-1, torch.empty(0, dtype=torch.long))  # (sweep, its permutation)
 
     def __call__(self, number: int) -> tuple[torch.Tensor, ...]:
-        """Batch ``number``: in a step every rank takes its own, in their order."""
+        """Return batch ``number``; within a step every rank takes its own, in order of ranks."""
         turn, part = divmod(number, self.accumulate)
         step, rank = divmod(turn, self.ranks)
         block, at = divmod(step, self.period)

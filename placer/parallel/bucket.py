@@ -11,53 +11,53 @@ from torch import nn
 
 
 class GradientBucket(Protocol):
-    """What a reduction is given; ``torch.distributed.GradBucket`` is one as well."""
+    """What a reduction receives; ``torch.distributed.GradBucket`` conforms to it."""
 
     def index(self) -> int:
-        """Which of the buckets of its process group it is, in the order in which they start."""
+        """Return its index among the buckets of its process group, in starting order."""
         ...
 
     def is_last(self) -> bool:
-        """Whether it is the last of them."""
+        """Return whether it is the last of them."""
         ...
 
     def buffer(self) -> torch.Tensor:
-        """The gradients, flat."""
+        """Return the flat gradients."""
         ...
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Let another tensor, of another dtype for one, be the buffer until the mean is there."""
+        """Replace the buffer, e.g. by one of another dtype, until the mean is available."""
         ...
 
     def gradients(self) -> list[torch.Tensor]:
-        """Views of the buffer, shaped as the parameters."""
+        """Return views of the buffer, shaped like the parameters."""
         ...
 
     def parameters(self) -> list[torch.Tensor]:
-        """The parameters that the gradients are of, in the order of the buffer."""
+        """Return the parameters of the gradients, in the order of the buffer."""
         ...
 
 
 class Pending(Protocol):
-    """A reduction under way."""
+    """A running reduction."""
 
     def wait(self) -> object:
-        """Return when the mean over the ranks is in the bucket's buffer."""
+        """Wait until the mean over the ranks is in the bucket's buffer."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A parameter, and its name for people."""
+    """A parameter and its name in messages."""
 
     name: str
     parameter: nn.Parameter
 
 
 class Bucket:
-    """Some parameters of one device and dtype; their gradients are views of ``flat``.
+    """Parameters of one device and dtype, with gradients that are views of ``flat``.
 
-    Each has its elements there in the order of the parameter's own memory, channels last for one.
+    Each view keeps the memory order of its parameter, e.g. channels last.
     """
 
     def __init__(self, members: Sequence[Named], accumulate: int) -> None:
@@ -85,14 +85,14 @@ class Bucket:
 
     @property
     def is_full(self) -> bool:
-        """Whether every gradient has arrived as often as expected."""
+        """Return whether every gradient has arrived as often as expected."""
         return self._missing == 0
 
     def arrive(self, number: int) -> None:
-        """Count a gradient.
+        """Count an arrived gradient.
 
         Raises:
-            RuntimeError: it was expected less often.
+            RuntimeError: it arrived more often than expected.
         """
         self._arrived[number] += 1
         if self._arrived[number] > self.accumulate or self.pending is not None:
@@ -106,9 +106,9 @@ class Bucket:
 
     @torch.no_grad()
     def adopt(self, number: int) -> None:
-        """Make a parameter's gradient the view again that it was, with the value it has now.
+        """Make a parameter's gradient its view of the bucket again, keeping its current value.
 
-        ``optimizer.zero_grad()`` drops the views; no gradient counts as zero.
+        ``optimizer.zero_grad()`` drops the views; a missing gradient counts as zero.
         """
         parameter, view = self.members[number].parameter, self._views[number]
         given = parameter.grad
@@ -126,27 +126,27 @@ class Bucket:
             self.adopt(number)
 
     def index(self) -> int:
-        """Its place among the buckets of its process group."""
+        """Return its index among the buckets of its process group."""
         return self.place[0]
 
     def is_last(self) -> bool:
-        """Whether it is the last of them."""
+        """Return whether it is the last of them."""
         return self.place[1]
 
     def buffer(self) -> torch.Tensor:
-        """The gradients, flat."""
+        """Return the flat gradients."""
         return self._buffer
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Let a hook send another tensor; the gradients themselves stay where they are."""
+        """Let a hook send another tensor; the gradients themselves stay in place."""
         self._buffer = buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """Views of the buffer, shaped as the parameters; contiguous, as DDP has them."""
+        """Return views of the buffer, shaped like the parameters and contiguous, as in DDP."""
         return self._pieces(self._buffer)
 
     def parameters(self) -> list[torch.Tensor]:
-        """The parameters, in the order of the buffer."""
+        """Return the parameters, in the order of the buffer."""
         return [member.parameter for member in self.members]
 
     def _pieces(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -158,8 +158,8 @@ class Bucket:
 
 
 def _laid_out(piece: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
-    """A contiguous view with the strides of a parameter, as autograd wants it; if that is dense."""
-    dense = torch.empty_like(parameter, device="meta").stride()  # keeps only such strides
+    # Autograd expects gradients with the strides of their parameter; possible if these are dense.
+    dense = torch.empty_like(parameter, device="meta").stride()  # keeps only dense strides
     if parameter.stride() != dense:
         return piece
     return piece.as_strided(piece.shape, dense)
@@ -168,10 +168,10 @@ def _laid_out(piece: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
 def filled_buckets(
     parameters: Mapping[str, nn.Parameter], largest_bytes: int, accumulate: int
 ) -> list[Bucket]:
-    """Buckets of at most so many bytes, one device and one dtype each, in order of readiness.
+    """Return buckets of at most ``largest_bytes``, one device and dtype each, earliest ready first.
 
-    Backward passes come to the last parameters first. A parameter that is larger than a bucket has
-    one of its own; one that needs no gradient has none.
+    The backward pass reaches the last parameters first. A parameter larger than a bucket gets its
+    own; parameters that need no gradient get none.
     """
     filling: dict[tuple[torch.device, torch.dtype], list[Named]] = {}
     room: dict[tuple[torch.device, torch.dtype], int] = {}

@@ -1,7 +1,7 @@
-"""Checkpoints of a run: a state for every rank, and a file that says which of them belong together.
+"""Checkpoints of a run: a state file for every rank, and a file that names the matching ones.
 
-``FILE`` is JSON and is replaced whole, after all ranks have written ``FILE.STEP.RANK``: who is
-killed at any time has the checkpoint before. Ranks on several hosts need a folder that they share.
+``FILE`` is JSON and is replaced atomically, after all ranks have written ``FILE.STEP.RANK``: a run
+killed at any time keeps its previous checkpoint. Ranks on several hosts need a shared folder.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _KEYS: Final = frozenset({"format", "step", "ranks", "essence"})
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Where the checkpoint of a run is kept, and what a run must have in common to go on from it.
+    """Path of the checkpoint of a run, and the settings that a run must match to resume from it.
 
-    ``essence`` is {what it is for people: what it must be}.
+    ``essence`` is {readable name of a setting: required value}.
     """
 
     path: Path
     essence: Mapping[str, str]
 
     def write(self, step: int, state: Mapping[str, Any]) -> None:
-        """Write the state of this rank after so many steps; every rank calls it.
+        """Write the state of this rank after ``step`` steps; every rank calls it.
 
         Raises:
             OSError: a file cannot be written.
@@ -57,10 +57,10 @@ class Checkpoint:
                 old.unlink()
 
     def read(self) -> tuple[int, dict[str, Any]] | None:
-        """Steps that were done, and the state of this rank after them; None if there is no file.
+        """Return the completed steps and the state of this rank; None if there is no file.
 
         Raises:
-            ValueError: it is no checkpoint, or one of another run; says what differs. Or only some
+            ValueError: it is not a checkpoint, is of another run (says what differs), or only some
                 of the ranks find it.
             OSError: it cannot be read.
         """
@@ -85,7 +85,7 @@ class Checkpoint:
         return step, read_state(self._of_rank(step, dist.get_rank()))
 
     def _all_of_rank(self, rank: int) -> list[Path]:
-        """States of any step; ``FILE.big.6.0`` is one of another run, that of ``FILE.big``."""
+        # The step is digits only: ``FILE.big.6.0`` belongs to another run, that of ``FILE.big``.
         form = re.compile(rf"{re.escape(self.path.name)}\.[0-9]+\.{rank}")
         return [path for path in self.path.parent.iterdir() if form.fullmatch(path.name)]
 

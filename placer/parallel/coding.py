@@ -1,4 +1,4 @@
-"""How fast this machine codes gradients: what a payload costs beside its bytes."""
+"""Measure how fast this machine encodes and decodes gradients: the compute cost of a payload."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from placer.parallel.onebit import Coder
 
 ROUNDS: Final = 15
 _Coding: TypeAlias = Callable[[torch.Tensor, Sequence[int], int], Callable[[], object]]
-"""Of flat gradients, sizes of parameters, ranks: what codes them once."""
+"""Maps (flat gradients, parameter sizes, ranks) to a function that codes them once."""
 
 
 def coding_bytes_per_s(
     payload: str, sizes: Sequence[int], ranks: int, before: Callable[[], object] = lambda: None
 ) -> float | None:
-    """Bytes of fp32 gradients per second that a rank encodes and decodes, on one thread or more.
+    """Return the bytes of fp32 gradients per second that a rank encodes and decodes.
 
-    Measured on made-up gradients of parameters of these sizes, in one bucket on the CPU; the
-    median of some rounds. None for fp32, which is sent as it is. It is what
-    :class:`envs.reduction.Reduction` takes by this name. For ``before`` see :func:`median_s`.
+    The median over some rounds with random gradients of parameters of these sizes, in one bucket on
+    the CPU, with torch's current number of threads. None for payloads without coding, such as fp32.
+    It is the ``coding_bytes_per_s`` of :class:`envs.reduction.Reduction`. For ``before`` see
+    :func:`median_s`.
     """
     if payload not in CODINGS:
         return None
@@ -32,10 +33,10 @@ def coding_bytes_per_s(
 
 
 def median_s(work: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
-    """Seconds of one of some runs, after one that does not count.
+    """Return the median seconds of ``work`` over ``ROUNDS`` runs, after one warm-up run.
 
-    ``before`` runs before each of them, and is not counted: a backward pass for one, which leaves
-    caches as they are in a step.
+    ``before`` runs untimed before each of them, e.g. a backward pass, to leave caches in the state
+    that they have in a step.
     """
     work()
     seconds = []
@@ -51,7 +52,7 @@ def _one_bit(flat: torch.Tensor, sizes: Sequence[int], ranks: int) -> Callable[[
     coder = Coder.of_sizes(sizes, ranks, 0)
 
     def code() -> torch.Tensor:
-        """Made-up bits come from every rank: rows of this one."""
+        # the rows of the other ranks are copies of a row of this one
         wire = coder.encoded(flat)
         answer = coder.answer(wire[:1].expand(ranks, -1))
         return flat.copy_(coder.decoded(answer.repeat(ranks))[: flat.numel()])

@@ -1,4 +1,4 @@
-"""Batches by number: every rank takes its own, and a run that goes on takes the next."""
+"""Numbered batches: every rank takes its own, and a resumed run continues with the next."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from torch.utils._pytree import tree_map_only
 from graphs.extract import Step
 
 Batch: TypeAlias = tuple[tuple[Any, ...], Mapping[str, Any]]
-"""Positional inputs and keywords of a training step, the target of its loss among them."""
+"""Positional inputs and keywords of a training step, including the target of its loss."""
 
 
 class Batches(Protocol):
     """Training data. The same number gives the same batch, on every rank and in every run."""
 
     def __call__(self, number: int) -> Batch:
-        """Batch ``number``, from 0."""
+        """Return batch ``number``, counted from 0."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class MadeUp:
-    """Batches of the form of the example inputs: for runs whose losses mean nothing.
+    """Random batches with the shapes of the example inputs; losses on them mean nothing.
 
-    Numbers of floating point are normal, with the mean and the deviation of the example's; others
-    are the example's in another order, so that indices stay in range.
+    Floating-point values are normal, with the mean and standard deviation of the example; other
+    values are a permutation of the example's, so that indices stay in range.
     """
 
     step: Step
     seed: int = 0
 
     def __call__(self, number: int) -> Batch:
-        """Batch ``number``."""
+        """Return batch ``number``."""
         random = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
 
         def like(example: torch.Tensor) -> torch.Tensor:
@@ -54,34 +54,34 @@ class MadeUp:
 
 @dataclass(frozen=True, slots=True)
 class FromFunction:
-    """Batches of a function that takes a number and returns inputs like the target's."""
+    """Batches from a function that takes a number and returns inputs like the target's."""
 
     function: Callable[[int], Any]
     step: Step
 
     def __call__(self, number: int) -> Batch:
-        """Batch ``number``."""
+        """Return batch ``number``."""
         step = Step.of(self.step.model, self.function(number), self.step.loss)
         return step.step_inputs, step.keywords
 
 
 class Shards:
-    """Every batch cut into equal parts along the first dimension of its tensors, one after another.
+    """Batches cut into equal parts along the first dimension of their tensors.
 
-    Batch ``number`` is part ``number % parts`` of batch ``number // parts`` of the whole ones. Of
-    tensors without a dimension every part has the same.
+    Batch ``number`` is part ``number % parts`` of the whole batch ``number // parts``. Tensors
+    without dimensions are the same in every part.
     """
 
     def __init__(self, whole: Batches, parts: int) -> None:
         self.whole = whole
         self.parts = parts
-        self._last: tuple[int, Batch] | None = None  # a rank takes several parts in turn
+        self._last: tuple[int, Batch] | None = None  # a rank may take several parts in a row
 
     def __call__(self, number: int) -> Batch:
-        """Batch ``number``.
+        """Return batch ``number``.
 
         Raises:
-            ValueError: a tensor cannot be cut into so many parts.
+            ValueError: a tensor cannot be cut into this many equal parts.
         """
         at, part = divmod(number, self.parts)
         if self._last is None or self._last[0] != at:
@@ -104,6 +104,6 @@ class Shards:
 
 
 def numbers_of(step: int, rank: int, ranks: int, accumulate: int = 1) -> range:
-    """The batches that a rank takes in a step: all ranks together take each batch once."""
+    """Return the batch numbers of a rank in a step; each batch goes to exactly one rank."""
     first = (step * ranks + rank) * accumulate
     return range(first, first + accumulate)

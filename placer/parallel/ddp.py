@@ -1,4 +1,4 @@
-"""Reductions under DDP. Annotations are no strings here: DDP compares those of its hooks."""
+"""Reductions as DDP hooks. No string annotations here: DDP compares those of its hooks."""
 
 import torch
 import torch.distributed as dist
@@ -10,10 +10,10 @@ def ddp_hook(
     state: Reduction,
     bucket: dist.GradBucket,  # type: ignore[name-defined]  # torch hides it from type checkers
 ) -> torch.futures.Future[torch.Tensor]:
-    """A reduction as a hook of DDP: ``ddp.register_comm_hook(reduction, ddp_hook)``.
+    """Run a reduction as a DDP hook: ``ddp.register_comm_hook(reduction, ddp_hook)``.
 
-    It waits for each bucket, so the backward pass hides none of it. DDP fills its buckets anew
-    after the first step: a reduction that remembers must begin to with a later one.
+    It waits for each bucket, so nothing overlaps with the backward pass. DDP rebuilds its buckets
+    after the first step, so stateful reductions must start with a later one.
     """
     state.start(bucket).wait()
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()

@@ -1,4 +1,4 @@
-"""Averages gradients over replicas while the backward pass still runs."""
+"""Average gradients over replicas during the backward pass."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from placer.parallel.groups import check_same
 from placer.parallel.reductions import AllReduce, Reduction
 
 BUCKET_BYTES: Final = 25 << 20
-"""What DDP takes, too."""
+"""The default of DDP."""
 Group: TypeAlias = dist.ProcessGroup | None
 
 
 class GradSync:
-    """Gradients of a replica become their mean over all replicas.
+    """Replaces the gradients of a replica by their mean over all replicas.
 
-    A replica may lie on several devices, also of several types, which DDP refuses; every rank has
-    the same placement. Call :meth:`finish` before the optimizer's step::
+    A replica may use several devices, also of several types, which DDP rejects; every rank has the
+    same placement. Call :meth:`finish` before the optimizer's step::
 
         sync = GradSync(replica)
         for batch in shard:
@@ -33,14 +33,14 @@ class GradSync:
             sync.finish()
             optimizer.step()
 
-    Gradients are views of flat buckets; a bucket is reduced as soon as all of it has arrived and
-    those before it have started. Gradients that were dropped or replaced in between, as by
-    ``optimizer.zero_grad()``, are copied into their views. A parameter that took no part has the
-    gradient 0, not None: ranks may use different parameters. Which parameters need gradients is
-    settled when it is made.
+    Gradients are views of flat buckets; a bucket is reduced as soon as all its gradients have
+    arrived and all earlier buckets have started. Gradients dropped or replaced in between, as by
+    ``optimizer.zero_grad()``, are copied into their views. An unused parameter has the gradient 0,
+    not None: ranks may use different parameters. Which parameters need gradients is fixed at
+    construction.
 
-    Parameters and buffers are those of the first rank of the group to begin with. Buffers are not
-    touched afterwards: running statistics are each replica's own.
+    Parameters and buffers start as those of the first rank of the group. Buffers are not
+    synchronized afterwards: each replica has its own running statistics.
     """
 
     def __init__(
@@ -53,18 +53,20 @@ class GradSync:
         bucket_bytes: int = BUCKET_BYTES,
         broadcast: bool = True,
     ) -> None:
-        """Lay the gradients into buckets and listen for them.
+        """Lay the gradients out in buckets and register the gradient hooks.
 
         Args:
-            module: the replica, on its devices already.
-            reduction: makes what reduces the buckets of a process group.
-            group_of: the process group of a device: its fellows in other replicas. None is all.
-            accumulate: backward passes of a step, whose gradients are added up.
-            bucket_bytes: most bytes of a bucket, but for single parameters that are larger.
-            broadcast: take parameters and buffers over from the first rank.
+            module: the replica, already on its devices.
+            reduction: makes the reduction of a process group.
+            group_of: returns the process group of a device: the same device of all replicas. None
+                is all ranks.
+            accumulate: backward passes per step, whose gradients are added up.
+            bucket_bytes: maximum bytes per bucket, except for larger single parameters.
+            broadcast: whether to copy parameters and buffers from the first rank.
 
         Raises:
-            ValueError: nothing needs a gradient, or replicas differ in shapes, strides or devices.
+            ValueError: no parameter needs a gradient, or replicas differ in shapes, strides or
+                devices.
         """
         self.accumulate = accumulate
         self.buckets = filled_buckets(dict(module.named_parameters()), bucket_bytes, accumulate)
@@ -80,9 +82,9 @@ class GradSync:
         if broadcast:
             broadcast_state(module, group_of)
         self.reductions = {group: reduction(group) for group in self._queues}
-        self._lock = threading.Lock()  # backward passes have a thread for each accelerator
+        self._lock = threading.Lock()  # autograd has one thread per accelerator
         self._handles = [
-            member.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            member.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]  # untyped in torch
                 functools.partial(self._arrived, group, bucket, number)
             )
             for group, queue in self._queues.items()
@@ -92,13 +94,13 @@ class GradSync:
         self.zero_grad()
 
     def zero_grad(self) -> None:
-        """Begin a step; cheaper than the optimizer's own, after which views are made anew."""
+        """Begin a step; cheaper than the optimizer's own, after which views must be restored."""
         for bucket in self.buckets:
             bucket.adopt_all()
             bucket.flat.zero_()
 
     def finish(self) -> None:
-        """Reduce what is left and wait for all of it: gradients are means then.
+        """Reduce the remaining buckets and wait for all; gradients are means afterwards.
 
         Raises:
             RuntimeError: another rank is gone, or took longer than the timeout of the group.
@@ -115,24 +117,24 @@ class GradSync:
             bucket.begin()
 
     def close(self) -> None:
-        """Listen no more; gradients stay as they are."""
+        """Remove the gradient hooks; gradients stay as they are."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """What the reductions remember, in the order of their groups."""
+        """Return the states of the reductions, in the order of their groups."""
         return {str(i): own.state_dict() for i, own in enumerate(self.reductions.values())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave on this rank."""
+        """Restore what :meth:`state_dict` returned on this rank."""
         for i, own in enumerate(self.reductions.values()):
             own.load_state_dict(state[str(i)])
 
     def _arrived(self, group: Group, bucket: Bucket, number: int, _: torch.Tensor) -> None:
         with self._lock:
             bucket.arrive(number)
-            for waiting in self._queues[group]:  # all ranks start those of a group in one order
+            for waiting in self._queues[group]:  # in the same order on all ranks
                 if waiting.pending is None:
                     if not waiting.is_full:
                         return
@@ -143,7 +145,7 @@ class GradSync:
 def broadcast_state(
     module: nn.Module, group_of: Callable[[torch.device], Group] = lambda device: None
 ) -> None:
-    """Give every replica the parameters and buffers of the first rank of each group."""
+    """Copy parameters and buffers from the first rank of each group to all others."""
     for tensor in (*module.parameters(), *module.buffers()):
         group = group_of(tensor.device)
         first = 0 if group is None else dist.get_global_rank(group, 0)

@@ -1,4 +1,4 @@
-"""Process groups: made alike, and what their ranks must have the same of before they rely on it."""
+"""Process groups: creating them, and checking that their ranks agree."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch.distributed as dist
 
 
 def check_same(what: str, own: str, group: dist.ProcessGroup | None = None) -> None:
-    """Compare the digests of a text on all ranks of a group, None being that of all.
+    """Check that a text is the same on all ranks of a group (None: all ranks), by its digest.
 
     Raises:
-        ValueError: on every rank, when they differ; names ``what``, and which ranks have which.
+        ValueError: on every rank if texts differ; names ``what``, and which ranks have which
+            digest.
     """
     found = digests(own, group)
     members = dist.get_process_group_ranks(group)
@@ -22,7 +23,7 @@ def check_same(what: str, own: str, group: dist.ProcessGroup | None = None) -> N
 
 
 def digests(own: str, group: dist.ProcessGroup | None = None) -> list[str]:
-    """SHA-256 of the text that each rank of a group has, in hexadecimal digits."""
+    """Return the SHA-256 of each rank's text, in hexadecimal digits."""
     digest = hashlib.sha256(own.encode()).digest()
     mine = torch.tensor(list(digest), dtype=torch.uint8, device=wire_device(group))
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
@@ -31,7 +32,7 @@ def digests(own: str, group: dist.ProcessGroup | None = None) -> list[str]:
 
 
 def wire_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Where the backend of a group takes tensors of any kind from."""
+    """Return the device type whose tensors the backend of a group takes."""
     return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
 
 
@@ -47,7 +48,7 @@ def _told(digest_of: Mapping[int, str]) -> str:
 
 
 def rank_list(ranks: Sequence[int]) -> str:
-    """Ranks for people.
+    """Format ranks for messages.
 
     >>> rank_list([1]), rank_list([0, 2])
     ('rank 1', 'ranks 0, 2')
@@ -56,9 +57,10 @@ def rank_list(ranks: Sequence[int]) -> str:
 
 
 def new_group(ranks: Sequence[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
-    """A group of some ranks, which alone make it, or of all, with the timeout of that of all.
+    """Create a group of some ranks, or of all, with the timeout of the default group.
 
-    Torch gives a new group its own default, 30 minutes, and has no public way to ask for another's.
+    Only the member ranks take part. Torch gives a new group its own default of 30 minutes and has
+    no public way to read another group's timeout.
     """
     whole = dist.group.WORLD
     assert whole is not None, "there is no process group yet"
@@ -75,10 +77,10 @@ def new_group(ranks: Sequence[int] | None = None, backend: str | None = None) ->
 def groups_of_slots(
     devices: Sequence[torch.device],
 ) -> Callable[[torch.device], dist.ProcessGroup | None]:
-    """A group of all ranks for each device of a replica, so that none waits for another.
+    """Create a group of all ranks for each device of a replica, so that none waits for another.
 
-    Every rank gives as many devices; the k-th of all reduce with each other. With a single device,
-    and for any other, it is the group that there is already.
+    Every rank passes equally many devices; the k-th devices of all ranks reduce with each other. A
+    single device, or any other device, uses the default group.
     """
     several = devices if len(devices) > 1 else ()
     found = {device: new_group() for device in several}

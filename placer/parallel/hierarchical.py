@@ -1,4 +1,4 @@
-"""An all-reduce level by level: few bytes cross the slow links between nodes."""
+"""All-reduce level by level, so that few bytes cross the slow links between nodes."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from placer.parallel.reductions import OfGroup, Then, all_gather, begun, reduce_
 
 
 class Hierarchical(OfGroup):
-    """The mean by reduce-scatter inside the nodes, all-reduce across them, all-gather inside.
+    """Averages by reduce-scatter within nodes, all-reduce across them, all-gather within.
 
-    With more levels the middle part is done the same way (BlueConnect, Cho et al., MLSys 2019).
-    Ranks of a node are neighbours. A bucket's first reduce-scatter runs beside the backward pass.
+    With more levels the middle part is done recursively (BlueConnect, Cho et al., MLSys 2019).
+    Ranks of a node must be consecutive. A bucket's first reduce-scatter overlaps with the backward
+    pass.
     """
 
     def __init__(
         self, group: dist.ProcessGroup | None = None, levels: Sequence[int] | None = None
     ) -> None:
-        """Make the process groups of all levels.
+        """Create the process groups of all levels.
 
         Args:
-            group: of the ranks, None is all.
+            group: process group of the ranks, None for all.
             levels: ranks at each level, innermost first, such as (4, 8): 8 nodes of 4. By default
                 the ranks of the group on each host, then the hosts.
 
         Raises:
-            ValueError: the levels do not multiply to the ranks of the group.
+            ValueError: the product of the levels is not the number of ranks of the group.
         """
         super().__init__(group)
         self.levels = tuple(levels or levels_of(digests(socket.gethostname(), group)))
@@ -53,7 +54,7 @@ class Hierarchical(OfGroup):
             inside *= size
 
     def start(self, bucket: GradientBucket) -> Pending:
-        """Send the innermost part; the others are sent when it is awaited."""
+        """Start the innermost part; the other levels run in ``wait``."""
         flat = bucket.buffer().div_(self.ranks)
         if len(self._groups) < 2:
             return begun(dist.all_reduce(flat, group=self.group, async_op=True))
@@ -65,9 +66,9 @@ class Hierarchical(OfGroup):
 
 
 def levels_of(hosts: Sequence[str]) -> tuple[int, ...]:
-    """Ranks of a host and hosts, where every host has as many ranks and they are neighbours.
+    """Return (ranks per host, hosts) if all hosts have equally many, consecutive ranks.
 
-    Elsewhere, and where hosts have a single one, it is one level of all.
+    Otherwise, or if each host has a single rank, return one level of all ranks.
 
     >>> levels_of(["a", "a", "b", "b", "c", "c"]), levels_of(["a", "b"]), levels_of(["a", "a", "b"])
     ((2, 3), (2,), (3,))
@@ -81,7 +82,7 @@ def levels_of(hosts: Sequence[str]) -> tuple[int, ...]:
 def _gathered(
     part: torch.Tensor, inner: dist.ProcessGroup, outer: Sequence[dist.ProcessGroup], size: int
 ) -> torch.Tensor:
-    """The whole of a tensor of which this rank has reduced a part with its inner fellows."""
+    # ``part`` is what this rank has reduced within ``inner``; returns the whole tensor.
     if len(outer) == 1:
         dist.all_reduce(part, group=outer[0])
     else:

@@ -20,9 +20,9 @@ STEPS: Final = 100
 def launch_command(
     plan: Replicas, target: str, placement: str | Path = "placement.json", *options: str
 ) -> str:
-    """What starts a rank for every replica, on each host as many as it has replicas.
+    """Return the torchrun command that starts one rank per replica, on each host its replicas.
 
-    It trains for 100 steps of what was planned, after those that its method begins with.
+    It trains for 100 steps after the warm-up steps of the planned method.
 
     >>> from envs.replica_set import Replicas
     >>> launch_command(Replicas(groups=(("cuda:0",), ("cuda:1",))), "model.py:build", "p.json")
@@ -39,7 +39,7 @@ def launch_command(
 
 
 def why_not_run(plan: Replicas) -> str:
-    """Why ``placer.run`` cannot start a plan, "" if it can."""
+    """Return why ``placer.run`` cannot start a plan, or "" if it can."""
     hosts = [hosts_of(group) for group in plan.groups]
     if max(map(len, hosts)) > 1:
         return (

@@ -1,4 +1,4 @@
-"""Says which rank is gone when a collective fails: a backend only knows that some peer is."""
+"""Name the ranks that are gone when a collective fails: a backend only knows that some peer is."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from placer.parallel.run_store import RunStore
 
 INTERVAL_S: Final = 0.5
 MISSED: Final = 4
-"""Who gives no sign of life for so many intervals is gone."""
+"""A rank without a heartbeat for this many intervals is gone."""
 
 
 class PeerError(RuntimeError):
@@ -26,9 +26,10 @@ class PeerError(RuntimeError):
 
 
 class StoppedError(BaseException):
-    """The launcher ends this rank; it does so when another one has failed.
+    """The launcher stops this rank, which it does when another rank has failed.
 
-    It may come up anywhere, and who tries what may fail, an extractor for one, must let it pass.
+    It can be raised anywhere, and code that tries something that may fail (an extractor) must let
+    it pass.
     """
 
 
@@ -40,11 +41,11 @@ def leave(told: str) -> None:
 
 
 class Liveness:
-    """Gives a sign of life of this rank, with the step it is in, and listens for those of others.
+    """Sends heartbeats of this rank, with its current step, and watches those of other ranks.
 
-    Signs come from a thread beside the training. One that hangs in a collective still gives them.
-    Where collectives do not fail but wait (NCCL), the thread ends the process: it watches the next
-    rank, and what others say that is lost.
+    Heartbeats come from a background thread, so a rank that hangs in a collective still sends them.
+    If collectives wait instead of failing (NCCL), the thread ends the process: it watches the next
+    rank, and reports of lost ranks from others.
     """
 
     def __init__(
@@ -59,18 +60,19 @@ class Liveness:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Give a first sign; `start` gives the others.
+        """Send the first heartbeat; :meth:`start` sends the others.
 
         Args:
-            store: known to all ranks; used by nobody else, since a wait would hold signs up.
-            rank: this one.
-            ranks: how many there are.
-            interval_s: seconds between signs.
-            silence_s: a rank that gives no sign for so long is lost, and nothing can go on; None
-                where collectives fail by themselves.
-            end: what is done then, with what there is to tell.
-            clock: tells seconds.
-            sleep: waits for so many of them.
+            store: shared by all ranks; nothing else may use this connection, since a wait would
+                delay heartbeats.
+            rank: this rank.
+            ranks: number of ranks.
+            interval_s: seconds between heartbeats.
+            silence_s: a rank without a heartbeat for this long is lost and the run cannot continue;
+                None if collectives fail by themselves.
+            end: called then, with a message.
+            clock: returns seconds.
+            sleep: waits for seconds.
         """
         self._store = store
         self._rank = rank
@@ -82,9 +84,9 @@ class Liveness:
         self._end = end
         self._clock = clock
         self._sleep = sleep
-        self._heard = ("", clock())  # the last sign of the next rank, and when it came
-        self._told_s = math.inf  # when others were heard to say who is lost
-        self._lost_ranks = ""  # as the first to notice told it
+        self._heard = ("", clock())  # last heartbeat of the next rank, and its time
+        self._told_s = math.inf  # when another rank first reported a lost one
+        self._lost_ranks = ""  # message of the first rank that noticed
         self._is_failing = False
         self._ended = threading.Event()
         store.set(f"name/{rank}", f"pid {os.getpid()} on {socket.gethostname()}")
@@ -92,21 +94,21 @@ class Liveness:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Give signs from a thread."""
+        """Start the heartbeat thread."""
         self._thread = threading.Thread(target=self._run, name="liveness", daemon=True)
         self._thread.start()
 
     def at(self, step: int) -> None:
-        """This rank has come to a step."""
+        """Record the step that this rank has reached."""
         self._step = step
 
     def beat(self) -> bool:
-        """Give a sign and look at those of others; return whether there is more to watch."""
+        """Send a heartbeat and check the other ranks; return whether to continue."""
         try:
             self._give_sign()
-            self._told_by_others()  # while the store is there: its rank may leave, too
+            self._told_by_others()  # read early: the store ends with its rank
             lost = "" if self._silence_s is None else self._lost(self._silence_s)
-        except RuntimeError:  # who keeps the store is gone; the collectives will fail, too
+        except RuntimeError:  # the rank that hosts the store is gone; collectives will fail, too
             return False
         if not lost or self._is_failing:
             return True
@@ -114,16 +116,16 @@ class Liveness:
         return False
 
     def close(self) -> None:
-        """Give no more signs."""
+        """Stop the heartbeats."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
 
     def error(self, failure: RuntimeError | StoppedError) -> RuntimeError | StoppedError:
-        """What a failure means: who is gone or lets others wait; or else the failure as it is.
+        """Return an error that names the ranks that are gone or behind, or else ``failure`` itself.
 
-        Takes a few intervals, since only who stays silent for so long is gone; a launcher that
-        stops the ranks meanwhile is not heard.
+        Takes a few intervals, since a rank counts as gone only after so long without a heartbeat;
+        SIGTERM from the launcher is ignored from then on.
         """
         self._is_failing = True
         if threading.current_thread() is threading.main_thread():
@@ -133,7 +135,7 @@ class Liveness:
             told = self._told_by_others() or self._gone()
             if not told and "timed out" in why.lower():
                 told = self._behind()
-            if told and self._rank == 0:  # may keep the store: let others read it before
+            if told and self._rank == 0:  # may host the store: let others read it first
                 self._sleep(MISSED * self._interval_s)
         except RuntimeError:
             told = self._lost_ranks or "the rank or the launcher that keeps the store is gone"
@@ -142,7 +144,7 @@ class Liveness:
         return PeerError(f"{told} (step {self._step} of rank {self._rank} failed: {why})")
 
     def _told_by_others(self) -> str:
-        """What a rank found that may be gone itself by now."""
+        # The rank that reported it may itself be gone by now.
         self._lost_ranks = self._lost_ranks or self._store.get("lost") or ""
         return self._lost_ranks
 
@@ -162,7 +164,7 @@ class Liveness:
         return told
 
     def _lost(self, silence_s: float) -> str:
-        """Who is lost without that this rank noticed otherwise, "" for nobody."""
+        # Names the ranks that are lost without any failed collective on this rank, "" if none is.
         now_s, watched = self._clock(), (self._rank + 1) % self._ranks
         if told := self._told_by_others():
             self._told_s = min(self._told_s, now_s)

@@ -1,4 +1,4 @@
-"""Methods by name: reductions of gradients every step, averages of models every block."""
+"""Sync methods by name: gradient reductions every step, model averages every block."""
 
 from __future__ import annotations
 
@@ -44,27 +44,27 @@ class EveryStep:
         self._optimizer.step()
 
     def finish(self) -> None:
-        """Nothing: the replicas are the same after every step."""
+        """Do nothing: the replicas are equal after every step."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Of the optimizer and the reductions."""
+        """Return the state of the optimizer and of the reductions."""
         return {
             "optimizer": self._optimizer.state_dict(),
             "reductions": self._gradients.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave."""
+        """Restore what :meth:`state_dict` returned."""
         self._optimizer.load_state_dict(state["optimizer"])
         self._gradients.load_state_dict(state["reductions"])
 
     def report(self) -> dict[str, Any]:
-        """Nothing but the losses."""
+        """Return an empty report."""
         return {}
 
 
 class EveryBlock:
-    """Lets replicas train alone, and averages them after every block."""
+    """Trains replicas independently and averages them after every block."""
 
     def __init__(self, setup: Setup, update: BlockUpdate) -> None:
         broadcast_state(setup.module, setup.group_of)
@@ -86,84 +86,84 @@ class EveryBlock:
         self._optimizer.zero_grad()
 
     def step(self) -> None:
-        """Update this replica; at the end of a block all of them become one model."""
+        """Update this replica; average all replicas at the end of a block."""
         self._optimizer.step()
         self._averager.after_step()
 
     def finish(self) -> None:
-        """End the block that is open, and take the model of all."""
+        """End the current block, if any, and take the common model."""
         self._averager.finish()
 
     def state_dict(self) -> dict[str, Any]:
-        """Of the replica's optimizer and the averager."""
+        """Return the state of the replica's optimizer and of the averager."""
         return {
             "optimizer": self._optimizer.state_dict(),
             "averager": self._averager.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave."""
+        """Restore what :meth:`state_dict` returned."""
         self._optimizer.load_state_dict(state["optimizer"])
         self._averager.load_state_dict(state["averager"])
 
     def report(self) -> dict[str, Any]:
-        """Nothing but the losses."""
+        """Return an empty report."""
         return {}
 
 
 def allreduce(setup: Setup) -> Sync:
-    """The mean of gradients in full precision."""
+    """Return the mean of gradients in full precision."""
     return EveryStep(setup, AllReduce)
 
 
 def hierarchical(setup: Setup) -> Sync:
-    """The same, level by level."""
+    """Return the mean of gradients, reduced level by level."""
     return EveryStep(setup, partial(Hierarchical, levels=setup.options.levels))
 
 
 def fp16(setup: Setup) -> Sync:
-    """The mean in fp16."""
+    """Return the mean of gradients in fp16."""
     return EveryStep(setup, partial(HalfPrecision, torch.float16))
 
 
 def bf16(setup: Setup) -> Sync:
-    """The mean in bf16."""
+    """Return the mean of gradients in bf16."""
     return EveryStep(setup, partial(HalfPrecision, torch.bfloat16))
 
 
 def powersgd(setup: Setup) -> Sync:
-    """PowerSGD."""
+    """Return PowerSGD."""
     rank = setup.options.approximation_rank or RANK
     return EveryStep(setup, partial(PowerSgd, rank=rank, warmup_steps=_warmup(setup)))
 
 
 def onebit(setup: Setup) -> Sync:
-    """1-bit SGD."""
+    """Return 1-bit SGD."""
     return EveryStep(setup, partial(OneBit, warmup_steps=_warmup(setup)))
 
 
 def averaging(setup: Setup) -> Sync:
-    """Model averaging."""
+    """Return model averaging."""
     return EveryBlock(setup, blocks.AVERAGING)
 
 
 def bmuf(setup: Setup) -> Sync:
-    """BMUF with Nesterov block momentum."""
+    """Return BMUF with Nesterov block momentum."""
     return EveryBlock(setup, blocks.BMUF)
 
 
 def bmuf_classic(setup: Setup) -> Sync:
-    """BMUF with classical block momentum."""
+    """Return BMUF with classical block momentum."""
     return EveryBlock(setup, blocks.BMUF_CLASSIC)
 
 
 def slowmo(setup: Setup) -> Sync:
-    """SlowMo."""
+    """Return SlowMo."""
     return EveryBlock(setup, blocks.SLOWMO)
 
 
 def diloco(setup: Setup) -> Sync:
-    """DiLoCo."""
+    """Return DiLoCo."""
     return EveryBlock(setup, blocks.DILOCO)
 
 

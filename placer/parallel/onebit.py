@@ -1,4 +1,4 @@
-"""1-bit SGD: gradients are sent as bits, and what a bit leaves out is sent with the next step.
+"""1-bit SGD: gradients are sent as bits; quantization errors are added to the next step.
 
 Seide, Fu, Droppo, Li and Yu, "1-bit stochastic gradient descent and its application to
 data-parallel distributed training of speech DNNs", Interspeech 2014.
@@ -23,22 +23,22 @@ from placer.parallel.reductions import AllReduce, Then, all_gather
 
 @dataclass(slots=True)
 class Coder:
-    """What one of R ranks does with a bucket between collectives, and what it left out so far."""
+    """Encoder and decoder of a bucket on one of R ranks, with its residuals (coding errors)."""
 
-    segments: Segments  # of R stripes
-    mine: Segments  # of its stripe
-    own: torch.Tensor  # (R, length), left out of its own gradients
-    stripe: torch.Tensor  # (1, length), left out of the mean of its stripe
+    segments: Segments  # of all R stripes
+    mine: Segments  # of the stripe that this rank owns
+    own: torch.Tensor  # (R, length) residuals of its own gradients
+    stripe: torch.Tensor  # (1, length) residuals of the mean of its stripe
 
     @classmethod
     def of_sizes(cls, sizes: Sequence[int], ranks: int, rank: int) -> Coder:
-        """For a bucket of parameters of these sizes; nothing is left out yet."""
+        """Return a coder for a bucket of parameters of these sizes, with zero residuals."""
         segments = Segments.of_sizes(list(sizes), ranks)
         empty = torch.zeros(segments.rows, segments.length)
         return cls(segments, segments.only(rank), empty, empty[:1].clone())
 
     def encoded(self, flat: torch.Tensor) -> torch.Tensor:
-        """The bits of gradients (P,), a row for the owner of each stripe."""
+        """Encode gradients (P,), one row for the owner of each stripe."""
         padding = self.segments.of.numel() - flat.numel()
         due = F.pad(flat.to("cpu", torch.float32), (0, padding)).view_as(self.segments.of)
         due += self.own
@@ -47,22 +47,22 @@ class Coder:
         return wire
 
     def answer(self, got: torch.Tensor) -> torch.Tensor:
-        """The bits of the mean of its stripe, of which every rank has sent it a row."""
+        """Encode the mean of this rank's stripe from the rows that all ranks have sent."""
         due = decode(got, self.mine).mean(0, keepdim=True) + self.stripe
         wire, sent = encode(due, self.mine)
         self.stripe = due - sent
         return wire.flatten()
 
     def decoded(self, answers: torch.Tensor) -> torch.Tensor:
-        """The mean, flat and padded, of the answers of all owners one after the other."""
+        """Decode the mean, flat and padded, from the concatenated answers of all owners."""
         return decode(answers.view(self.segments.rows, -1), self.segments).flatten()
 
 
 class OneBit:
-    """The mean by bits, with error feedback where they are made: at both ends.
+    """Averages gradients sent as bits, with error feedback at both ends (sender and stripe owner).
 
-    Rank k owns stripe k of a bucket: it is sent the bits of all ranks for it, averages them, and
-    sends the bits of the mean to all. Each parameter has two values of its own in a stripe. All
+    Rank k owns stripe k of a bucket: it receives the bits of all ranks for it, averages them, and
+    sends the bits of the mean to all. Each parameter has its own two values in each stripe. All
     ranks decode the same bytes, so that parameters stay the same everywhere. Coding runs on the
     CPU, in float32.
     """
@@ -70,12 +70,12 @@ class OneBit:
     def __init__(
         self, group: dist.ProcessGroup | None = None, *, warmup_steps: int = WARMUP_STEPS
     ) -> None:
-        """Begin without residuals.
+        """Start with zero residuals.
 
         Args:
-            group: of the ranks, None is all.
-            warmup_steps: with plain all-reduce before; without any, training may diverge. Under DDP
-                at least 2, since it fills its buckets anew after the first.
+            group: process group of the ranks, None for all.
+            warmup_steps: initial steps with plain all-reduce; without any, training may diverge. At
+                least 2 under DDP, which rebuilds its buckets after the first.
         """
         self.group = group
         self.warmup_steps = warmup_steps
@@ -86,7 +86,7 @@ class OneBit:
         self._kept: Mapping[str, Mapping[str, torch.Tensor]] = {}  # residuals of a checkpoint
 
     def start(self, bucket: GradientBucket) -> Pending:
-        """Send the bits of every stripe to its owner; the owners' answers are awaited later."""
+        """Send the bits of every stripe to its owner; ``wait`` collects the owners' answers."""
         warm = self.steps < self.warmup_steps
         self.steps += bucket.is_last()
         if warm:
@@ -114,7 +114,7 @@ class OneBit:
         return self._coders[index]
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps so far, and the residuals of this rank."""
+        """Return the steps so far and the residuals of this rank."""
         return {
             "steps": self.steps,
             "residuals": dict(self._kept)
@@ -125,6 +125,6 @@ class OneBit:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave on this rank."""
+        """Restore what :meth:`state_dict` returned on this rank."""
         self.steps = state["steps"]
         self._kept, self._coders = state["residuals"], {}

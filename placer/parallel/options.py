@@ -1,4 +1,4 @@
-"""Settings of the ways of keeping replicas one model."""
+"""Options of the sync methods."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass, fields
 from typing import Final
 
 WARMUP_STEPS: Final = 200
-"""Plain steps before gradients are sent as bits or thin matrices, where nobody says how many."""
+"""Default number of plain steps before gradients are sent as bits or low-rank matrices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncOptions:
-    """Each method takes some of them, None leaves the choice to it.
+    """Options of the sync methods, each of which takes some of them; None means its default.
 
     Attributes:
-        warmup_steps: plain synchronous steps before it begins.
-        period: steps of a block.
-        block_momentum: of block updates.
-        block_rate: by which block updates are multiplied.
+        warmup_steps: plain synchronous steps before the method begins.
+        period: steps per block.
+        block_momentum: momentum of block updates.
+        block_rate: factor of block updates.
         levels: ranks at each level of the network, innermost first.
-        approximation_rank: of the matrices that are sent.
+        approximation_rank: rank of the PowerSGD matrices.
     """
 
     warmup_steps: int | None = None
@@ -44,5 +44,5 @@ class SyncOptions:
 
     @property
     def given(self) -> tuple[str, ...]:
-        """Names of those that are set."""
+        """Names of the options that are set."""
         return tuple(own.name for own in fields(self) if getattr(self, own.name) is not None)

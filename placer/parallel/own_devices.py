@@ -1,4 +1,4 @@
-"""The devices of a rank: those of its group, or those that follow the ones of the rank before."""
+"""Choose the devices of a rank: those of its group, or those that follow the previous rank's."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from placer.parallel.processes import on_this_host, own_rank
 
 
 def on_own_devices(placement: Placement) -> tuple[Placement, bool]:
-    """A placement on the devices of this rank, and whether others of its host share them.
+    """Return a placement on this rank's devices, and whether other ranks of its host share them.
 
     Raises:
-        ValueError: they are not here, or as for :func:`on_own_group`.
+        ValueError: a device does not exist on this host, or as for :func:`on_own_group`.
     """
     (local, here), rank = on_this_host(), own_rank()
     if placement.replicas is None:
@@ -30,17 +30,18 @@ def on_own_devices(placement: Placement) -> tuple[Placement, bool]:
 
 
 def on_own_group(placement: Placement, rank: int, first: int, here: int) -> Placement:
-    """A placement with replicas, on the devices of the group of a rank.
+    """Return a placement with replicas on the devices of a rank's group.
 
     Args:
-        placement: of the first group; the k-th device of every group stands for the k-th of it.
-        rank: this one, of as many as there are groups.
+        placement: placement on the first group; the k-th device of every group corresponds to the
+            k-th of the first.
+        rank: this rank; there are as many as groups.
         first: the first rank of this host.
-        here: how many ranks this host has.
+        here: number of ranks on this host.
 
     Raises:
-        ValueError: a group or the ranks of a host lie across hosts, or the placement has devices
-            that are not in the first group.
+        ValueError: a group spans several hosts, the ranks of this host do not match its groups, or
+            the placement uses devices outside the first group.
     """
     assert placement.replicas is not None, "replicas have groups"
     groups = placement.replicas.groups
@@ -70,13 +71,13 @@ def on_own_group(placement: Placement, rank: int, first: int, here: int) -> Plac
 
 
 def on_next_devices(placement: Placement, local_rank: int, here: int) -> tuple[Placement, bool]:
-    """A placement without replicas, on the devices of one of the ranks of this host.
+    """Return a placement without replicas on the devices of one of the ranks of this host.
 
-    The first rank takes the devices of the placement, the next as many of each backend that
-    follow, if all of them are here; the CPU is shared.
+    The first rank takes the devices of the placement, each further rank the same devices with their
+    numbers shifted past the previous rank's, if all of them exist; the CPU is shared.
 
     Returns:
-        The placement, and whether ranks share devices for lack of others.
+        The placement, and whether ranks share devices because there are too few.
     """
     renamed = [_moved_on(placement.device_names, k) for k in range(here)]
     if not all(is_here(name) for names in renamed for name in names):
@@ -85,7 +86,7 @@ def on_next_devices(placement: Placement, local_rank: int, here: int) -> tuple[P
 
 
 def _moved_on(names: tuple[str, ...], steps: int) -> tuple[str, ...]:
-    """Devices whose numbers are so many times the span of these higher: nothing is in both."""
+    # Shifts device numbers by ``steps`` times the span of ``names``, so that ranks do not overlap.
     cores = [core for name in names if is_core(name) for core in cores_of(name)]
     span = max(cores) - min(cores) + 1 if cores else 0
     indices = [int(name.rpartition(":")[2]) for name in names if _is_numbered(name)]

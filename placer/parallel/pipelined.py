@@ -1,6 +1,6 @@
 """Replicas over several ranks: a placement that is a chain runs as the stages of a pipeline.
 
-The ranks are a mesh of replicas by stages::
+The ranks form a mesh of replicas by stages::
 
     mesh = init_device_mesh("cpu", (replicas, stages), mesh_dim_names=("dp", "place"))
     replica = PipelinedReplica(extraction, placement, mesh, micro_batches=4)
@@ -36,10 +36,10 @@ STAGES: Final = "place"
 
 
 class PipelinedReplica:
-    """The stage of this rank, and the schedule by which micro-batches pass through all of them.
+    """The stage of this rank, and the schedule of micro-batches through all stages.
 
-    Gradients of a stage are ready in its last micro-batch's backward pass, and are reduced with the
-    same stage of the other replicas while earlier stages still work.
+    Gradients of a stage are ready in the backward pass of its last micro-batch, and are reduced
+    with the same stage of the other replicas while earlier stages still compute.
     """
 
     def __init__(
@@ -51,19 +51,19 @@ class PipelinedReplica:
         micro_batches: int,
         schedule: Callable[..., Any] = Schedule1F1B,
     ) -> None:
-        """Cut the model and keep the part of this rank, on its device.
+        """Split the model and keep this rank's stage, on its device.
 
         Args:
-            extraction: of a training step with a loss function; its batch is what a replica takes.
-            placement: of its ops, such that no device is needed again once it was left.
-            mesh: with dimensions "dp" and "place".
-            micro_batches: into which a batch is cut along the first dimension of its tensors.
-            schedule: of ``torch.distributed.pipelining``, for one stage a rank.
+            extraction: a training step with a loss function; its batch is that of one replica.
+            placement: placement of its ops, a chain: no device is used again after it was left.
+            mesh: device mesh with dimensions "dp" and "place".
+            micro_batches: number of parts of a batch along the first dimension of its tensors.
+            schedule: a schedule of ``torch.distributed.pipelining`` with one stage per rank.
 
         Raises:
-            ExportError: the placement is no chain, or torch cannot cut there.
+            ExportError: the placement is not a chain, or torch cannot split the model there.
             ValueError: the step has no loss function, the mesh has another number of stages, or the
-                batch cannot be cut into so many.
+                batch cannot be split into this many micro-batches.
         """
         step = extraction.step
         if step.loss is None:
@@ -83,8 +83,8 @@ class PipelinedReplica:
             _first_part(dict(step.keywords), micro_batches),
             split_spec=dict.fromkeys(starts, SplitPoint.BEGINNING),
         )
-        # Shapes come from the traced graph: torch would else find them by a backward pass, whose
-        # gradients would be reduced.
+        # Shapes come from the traced graph: otherwise torch infers them with a backward pass,
+        # whose gradients would be reduced.
         self.stage = pipe.build_stage(
             self.index, _device(stages[self.index].device), mesh[STAGES].get_group()
         )
@@ -99,21 +99,21 @@ class PipelinedReplica:
 
     @property
     def module(self) -> nn.Module:
-        """The stage's part of the model: parameters under their names, on its device."""
+        """The stage's part of the model on its device; parameters keep their names."""
         return self.stage.submod
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank takes the inputs."""
+        """Return whether this rank takes the inputs."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank knows the loss."""
+        """Return whether this rank computes the loss."""
         return self.index == self._mesh[STAGES].size() - 1
 
     def setup(self, make_optimizer: MakeOptimizer, options: SyncOptions | None = None) -> Setup:
-        """What a way of keeping replicas one model is made from, for this stage."""
+        """Return the setup of a sync method for this stage."""
         fellows = self._mesh[REPLICAS].get_group()
         return Setup(
             module=self.module,
@@ -124,10 +124,10 @@ class PipelinedReplica:
         )
 
     def backward(self, *inputs: Any, **keywords: Any) -> float | None:
-        """Add the gradients of a batch of this replica, given on all its ranks as to the model.
+        """Add the gradients of a replica's batch, passed to all its ranks in the model's form.
 
         Returns:
-            On the last stage the loss, None elsewhere.
+            The loss on the last stage, None elsewhere.
         """
         *own, target = inputs
         losses: list[torch.Tensor] = []
@@ -145,7 +145,6 @@ class PipelinedReplica:
 
 
 def _device(name: str) -> torch.device:
-    """Where a stage runs: on cores, as the CPU of its rank."""
     return CPU if is_core(name) else torch_device(name)
 
 
@@ -154,8 +153,6 @@ def _moved(values: Any, device: torch.device) -> Any:
 
 
 def _first_part(values: Any, parts: int) -> Any:
-    """The first of so many equal parts of all tensors, along their first dimension."""
-
     def cut(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.dim() or len(tensor) % parts:
             raise ValueError(

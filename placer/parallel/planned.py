@@ -1,4 +1,4 @@
-"""What a run takes over from the plan in its placement file, where the user does not say it."""
+"""How a run is configured by the plan in its placement file, unless the user overrides it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from placer.parallel.registry import DEFAULT, check_options, method_named
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manner:
-    """How the ranks of a run stay one model.
+    """How the ranks of a run are kept in sync.
 
     Attributes:
         sync: name of the method.
-        options: of it.
-        accumulate: passes of a step, whose gradients are averaged.
-        parts: into which a batch of the target is cut, one for each pass of each rank; 1 where
-            every pass has a batch of its own.
-        bucket_bytes: gradients that are reduced together.
-        remarks: what of the plan the run does otherwise, each a sentence.
+        options: options of the method.
+        accumulate: passes per step, whose gradients are averaged.
+        parts: number of parts that a batch of the target is cut into, one per pass of each rank; 1
+            if every pass has its own batch.
+        bucket_bytes: size of the buckets of gradients that are reduced together.
+        remarks: sentences on where the run differs from the plan.
     """
 
     sync: str = DEFAULT
@@ -44,10 +44,12 @@ def manner_of(
     accumulate: int | None = None,
     target: str = "TARGET",
 ) -> Manner:
-    """How to run a placement on so many ranks; ``sync``, ``options``, ``accumulate``: as users say.
+    """Return how to run a placement on ``ranks`` ranks.
+
+    ``sync``, ``options`` and ``accumulate`` are the user's and override the plan.
 
     Raises:
-        ValueError: the plan has another number of replicas, its batch is cut otherwise, or the
+        ValueError: the plan has another number of replicas, its batch is cut differently, or the
             method does not take an option.
     """
     given, plan = options or SyncOptions(), placement.replicas
@@ -85,5 +87,5 @@ def manner_of(
 
 
 def parts_of(plan: Replicas) -> int:
-    """Into how many parts the batch of a step is cut."""
+    """Return the number of parts that the batch of a step is cut into."""
     return len(plan) * plan.accumulate if plan.batch == "global" else 1

@@ -1,4 +1,4 @@
-"""The method that reduces as a plan counts on."""
+"""Choose the sync method that reduces as a plan assumes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _AS_BACKENDS_DO: Final = ((CHEAPEST,), ("ring",))
 
 
 def method_of(plan: Replicas) -> tuple[str, tuple[str, ...]]:
-    """Name of the method that does what was planned, and what it does otherwise, in sentences."""
+    """Return the name of the method for a plan, and sentences on where it differs from the plan."""
     reduction = plan.reduction
     algorithms = plan.algorithms or (reduction.algorithm,)
     first, *others = algorithms

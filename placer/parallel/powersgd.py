@@ -1,4 +1,4 @@
-"""PowerSGD, as torch has it: matrices of a gradient are sent as products of two thin ones."""
+"""PowerSGD from torch: gradient matrices are sent as products of two low-rank factors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KEPT: Final = ("error_dict", "p_memory_dict", "q_memory_dict")
 
 
 class PowerSgd(HookReduction):
-    """Vogels, Karimireddy and Jaggi, "PowerSGD", NeurIPS 2019, with error feedback."""
+    """PowerSGD with error feedback (Vogels, Karimireddy and Jaggi, NeurIPS 2019)."""
 
     def __init__(
         self,
@@ -27,10 +27,10 @@ class PowerSgd(HookReduction):
         rank: int = RANK,
         warmup_steps: int = WARMUP_STEPS,
     ) -> None:
-        """Set the rank of the approximation, and how many steps plain all-reduce comes before.
+        """Set the rank of the approximation and the number of initial plain all-reduce steps.
 
         Raises:
-            ValueError: warmup_steps is below 2: torch wants buckets that stay.
+            ValueError: warmup_steps is below 2: torch requires buckets that no longer change.
         """
         if warmup_steps < 2:
             raise ValueError(f"PowerSGD begins after 2 steps at the earliest, not {warmup_steps}")
@@ -42,7 +42,7 @@ class PowerSgd(HookReduction):
         super().__init__(powerSGD_hook, state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps so far, residuals, factors, and the state of the generator of random factors."""
+        """Return the steps so far, the residuals, the factors and the random generator's state."""
         kind, keys, *rest = self.state.rng.get_state()
         kept = {
             name: {
@@ -54,7 +54,7 @@ class PowerSgd(HookReduction):
         return {**kept, "iter": self.state.iter, "random": random}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave on this rank."""
+        """Restore what :meth:`state_dict` returned on this rank."""
         for name in _KEPT:
             own = {int(index): tensor.clone() for index, tensor in state[name].items()}
             setattr(self.state, name, own)

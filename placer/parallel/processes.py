@@ -1,4 +1,4 @@
-"""The process group of a run, as the environment that torchrun sets says it."""
+"""The process group of a run, configured by torchrun's environment variables."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from placer.parallel.run_store import Store
 
 
 def own_rank() -> int:
-    """The rank of this process; 0 where no launcher has started it."""
+    """Return the rank of this process, 0 without a launcher."""
     return int(os.environ.get("RANK", "0"))
 
 
 def rank_count() -> int:
-    """How many processes the launcher has started in all."""
+    """Return the number of processes that the launcher has started."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def on_this_host() -> tuple[int, int]:
-    """The number of this process among those of its host, and how many they are."""
+    """Return the local rank of this process, and the number of ranks on its host."""
     local = int(os.environ.get("LOCAL_RANK", "0"))
     return local, int(os.environ.get("LOCAL_WORLD_SIZE", str(rank_count())))
 
 
 @contextmanager
 def joined(timeout_s: float, *, nccl: bool = False) -> Iterator[Store]:
-    """Join the ranks of the run, a single one where no launcher has started more.
+    """Join the ranks of the run; without a launcher there is a single one.
 
-    Yields a connection to the store of the run that nobody else uses. The backend is gloo, with
-    ``nccl`` that one for tensors on CUDA devices. After an error the group is left as it is: to
-    take it down might wait for a rank that is gone.
+    Yields a separate connection to the store of the run, for the caller's use alone. The backend is
+    gloo, or with ``nccl`` NCCL for tensors on CUDA devices. After an error the group is not
+    destroyed, since that might wait for a rank that is gone.
 
     Raises:
-        RuntimeError: the others do not come up within the timeout.
+        RuntimeError: the other ranks do not join within the timeout.
     """
     backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
     rank, ranks = own_rank(), rank_count()
@@ -57,11 +57,8 @@ def joined(timeout_s: float, *, nccl: bool = False) -> Iterator[Store]:
 
 
 def _connected(timeout_s: float, *, keeps: bool) -> Store:
-    """A connection to the store at MASTER_ADDR, MASTER_PORT, which one rank or the launcher keeps.
-
-    A launcher that starts all ranks again may keep its store, with the addresses of the ranks that
-    are gone: every attempt has keys of its own.
-    """
+    # A launcher that restarts all ranks may keep its store, with the addresses of ranks that are
+    # gone: every attempt has its own keys.
     store = dist.TCPStore(  # type: ignore[attr-defined]  # torch hides it from type checkers
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
@@ -74,7 +71,7 @@ def _connected(timeout_s: float, *, keeps: bool) -> Store:
 
 
 def stop_on_sigterm() -> None:
-    """Let SIGTERM raise :class:`StoppedError`, so that there is time to find out why it came."""
+    """Make SIGTERM raise :class:`StoppedError`, which leaves time to find out why it came."""
 
     def stop(number: int, frame: object) -> None:
         raise StoppedError("the launcher stopped this rank")

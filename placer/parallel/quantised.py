@@ -1,6 +1,6 @@
-"""One bit per number: signs, and for each segment the mean of what is negative and of the rest.
+"""One bit per number: its sign; per segment the means of its negative and of its other numbers.
 
-Rows are coded one by one, so that many ranks' rows can be coded at once.
+Rows are coded independently, so that rows of many ranks can be coded at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Runs:
-    """The K stretches of rows that are in one segment, row by row."""
+    """The K contiguous runs of numbers in one segment, row by row."""
 
     row: NDArray[np.int64]  # (K,)
     segment: NDArray[np.int64]  # (K,)
@@ -23,9 +23,10 @@ class Runs:
     length: NDArray[np.int64]  # (K,)
 
     def chosen(self, above: NDArray[np.bool_], values: NDArray[np.float32]) -> torch.Tensor:
-        """Of two values (..., K, 2) of the runs, the one that each number has, (..., N).
+        """Return for each number one of the two values (..., K, 2) of its run, (..., N).
 
-        By the bits of floats: to ask for each number which one takes ten times as long.
+        ``above`` selects the second value. Uses bit operations: selecting per number takes ten
+        times as long.
         """
         low, high = np.moveaxis(values.view(np.int32), -1, 0)
         found = np.repeat(low, self.length, axis=-1)
@@ -35,10 +36,10 @@ class Runs:
 
 @dataclass(frozen=True)
 class Segments:
-    """Which segment each of ``length`` numbers of a row is in: ``of`` (rows, length) int64.
+    """The segment of each of the ``length`` numbers of a row: ``of`` (rows, length) int64.
 
-    Lengths are multiples of 8; segments are numbered from 0 in every row, ``count`` at most, and
-    the numbers of a segment follow each other.
+    Lengths are multiples of 8; segments are numbered from 0 in every row, at most ``count`` of
+    them, and the numbers of a segment are contiguous.
     """
 
     of: torch.Tensor
@@ -46,22 +47,22 @@ class Segments:
 
     @property
     def rows(self) -> int:
-        """How many rows there are."""
+        """Number of rows."""
         return len(self.of)
 
     @property
     def length(self) -> int:
-        """How many numbers a row has."""
+        """Numbers per row."""
         return self.of.shape[1]
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a coded row: a bit per number, two float32 per segment."""
+        """Bytes of an encoded row: a bit per number, two float32 per segment."""
         return self.length // 8 + 8 * self.count
 
     @cached_property
     def runs(self) -> Runs:
-        """The segments as stretches: sums over these take a fifth of the time."""
+        """The segments as contiguous runs: sums over these take a fifth of the time."""
         of = self.of.numpy()
         begins = np.ones(of.shape, np.bool_)
         begins[:, 1:] = of[:, 1:] != of[:, :-1]
@@ -71,15 +72,15 @@ class Segments:
         return Runs(row=row, segment=of.ravel()[start], start=start, length=length)
 
     def only(self, row: int) -> Segments:
-        """The segments of one row."""
+        """Return the segments of one row."""
         return Segments(self.of[row : row + 1], self.count)
 
     @classmethod
     def of_sizes(cls, sizes: list[int], stripes: int) -> Segments:
-        """Parameters of these sizes, laid out one after the other and cut into equal stripes.
+        """Lay parameters of these sizes out one after the other and cut them into equal stripes.
 
-        A segment is what a stripe has of a parameter. What is added at the end to make stripes
-        equal, and multiples of 8, is a segment of its own.
+        A segment is the part of a parameter in a stripe. The padding at the end, which makes the
+        stripes equal and multiples of 8, is a segment of its own.
 
         >>> Segments.of_sizes([10, 6], stripes=2).of.tolist()
         [[0, 0, 0, 0, 0, 0, 0, 0], [0, 0, 1, 1, 1, 1, 1, 1]]
@@ -93,10 +94,10 @@ class Segments:
 
 
 def encode(rows: torch.Tensor, segments: Segments) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows (R, L) float32 as bytes (R, row_bytes) uint8, and what they will be decoded to (R, L).
+    """Encode rows (R, L) float32 as uint8 (R, row_bytes); also return their decoded values (R, L).
 
-    The two values of a segment are the means of its numbers below 0 and of the others: those of
-    the least squared error for these bits (Seide et al., "1-bit stochastic gradient descent",
+    The two values of a segment are the means of its numbers below 0 and of the others, which
+    minimize the squared error for these bits (Seide et al., "1-bit stochastic gradient descent",
     Interspeech 2014).
     """
     runs, numbers = segments.runs, rows.numpy().ravel()
@@ -115,7 +116,7 @@ def encode(rows: torch.Tensor, segments: Segments) -> tuple[torch.Tensor, torch.
 
 
 def decode(wire: torch.Tensor, segments: Segments) -> torch.Tensor:
-    """What rows of bytes (R, row_bytes) stand for, (R, L); one row of segments holds for all."""
+    """Decode rows of bytes (R, row_bytes) to (R, L); a single row of segments applies to all."""
     runs, coded = segments.runs, wire.numpy()
     border = segments.length // 8
     above = np.unpackbits(coded[:, :border], axis=1).view(np.bool_)

@@ -1,4 +1,4 @@
-"""Reductions of buckets: sums in full or half precision, and those that come as hooks of DDP."""
+"""Reductions of buckets: sums in full or half precision, and DDP communication hooks."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ class Reduction(Protocol):
     """Averages the buckets of one process group over its ranks."""
 
     def start(self, bucket: GradientBucket) -> Pending:
-        """Begin; every rank starts the same buckets in the same order."""
+        """Start reducing a bucket; every rank starts the same buckets in the same order."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What it remembers from step to step, residuals for one: of tensors, numbers, texts."""
+        """Return the state kept between steps, such as residuals: tensors, numbers and strings."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave."""
+        """Restore what :meth:`state_dict` returned."""
         ...
 
 
 class Stateless:
-    """What reductions have in common that remember nothing."""
+    """Base class of reductions without state."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing."""
+        """Return an empty state."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to load."""
+        """Do nothing: there is no state."""
 
 
 class OfGroup(Stateless):
-    """A reduction that knows its ranks."""
+    """A stateless reduction over a process group."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
@@ -47,23 +47,23 @@ class OfGroup(Stateless):
 
 
 class AllReduce(OfGroup):
-    """The mean by the all-reduce of the backend."""
+    """Averages with the all-reduce of the backend."""
 
     def start(self, bucket: GradientBucket) -> Pending:
-        """Send the gradients as they are."""
+        """Start the all-reduce of the gradients."""
         flat = bucket.buffer().div_(self.ranks)
         return begun(dist.all_reduce(flat, group=self.group, async_op=True))
 
 
 class HalfPrecision(OfGroup):
-    """The mean of gradients that are sent, and added, in a narrower dtype."""
+    """Averages gradients that are sent, and added, in a narrower dtype."""
 
     def __init__(self, dtype: torch.dtype, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(group)
         self.dtype = dtype
 
     def start(self, bucket: GradientBucket) -> Pending:
-        """Send them rounded; they are divided first, since sums may exceed the range of fp16."""
+        """Start the all-reduce in the narrow dtype; divide first, since sums may overflow fp16."""
         flat = bucket.buffer()
         narrow = flat.div_(self.ranks).to(self.dtype)
         work = begun(dist.all_reduce(narrow, group=self.group, async_op=True))
@@ -71,20 +71,20 @@ class HalfPrecision(OfGroup):
 
 
 class HookReduction(Stateless):
-    """A communication hook of DDP: ``hook(state, bucket)`` gives a future of the mean.
+    """A DDP communication hook, ``hook(state, bucket)``, as a reduction.
 
-    The other way round, a reduction as a hook, is :func:`placer.parallel.ddp.ddp_hook`.
+    For a reduction as a hook see :func:`placer.parallel.ddp.ddp_hook`.
     """
 
     def __init__(
         self, hook: Callable[[Any, Any], torch.futures.Future[torch.Tensor]], state: Any
     ) -> None:
-        """Wrap a hook, with what it is given; that knows the process group."""
+        """Wrap a hook and its state, which holds the process group."""
         self.hook = hook
         self.state = state
 
     def start(self, bucket: GradientBucket) -> Pending:
-        """Call the hook."""
+        """Call the hook; ``wait`` copies the mean of its future into the bucket."""
         flat, future = bucket.buffer(), self.hook(self.state, bucket)
 
         def take() -> None:
@@ -96,26 +96,26 @@ class HookReduction(Stateless):
 
 
 class Then:
-    """What is left to do when a reduction has come through."""
+    """A pending reduction followed by a callback."""
 
     def __init__(self, before: Pending, finish: Callable[[], object]) -> None:
         self._before = before
         self._finish = finish
 
     def wait(self) -> None:
-        """Wait for it, then do the rest."""
+        """Wait for the reduction, then call the callback."""
         self._before.wait()
         self._finish()
 
 
 def begun(work: dist.Work | None) -> dist.Work:
-    """The work of an asynchronous collective."""
+    """Return the work of an asynchronous collective, which must not be None."""
     assert work is not None, "asynchronous collectives return their work to members of the group"
     return work
 
 
 def all_gather(mine: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """The flat tensors of all ranks of a group, one after the other; torch 2.13 renamed it."""
+    """Return the concatenated flat tensors of all ranks; torch 2.13 renamed the function."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     every = mine.new_empty(mine.numel() * dist.get_world_size(group))
     gather(every, mine, group=group)
@@ -125,6 +125,6 @@ def all_gather(mine: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Ten
 def reduce_scatter(
     part: torch.Tensor, flat: torch.Tensor, group: dist.ProcessGroup | None
 ) -> dist.Work:
-    """Begin to sum flat tensors so that each rank of a group gets its part."""
+    """Start summing flat tensors such that each rank of a group receives its part."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return begun(scatter(part, flat, group=group, async_op=True))

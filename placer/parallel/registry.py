@@ -1,4 +1,4 @@
-"""Which ways there are to keep replicas one model; reading the list imports nothing."""
+"""Registry of the sync methods; reading the list imports none of them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _BLOCKS: Final = ("period", "warmup_steps", "block_momentum", "block_rate")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """A way as it is listed."""
+    """Registry entry of a sync method."""
 
     name: str
     summary: str
     home: str  # "module:function" that makes a Sync from a Setup
-    options: tuple[str, ...] = ()  # of SyncOptions, those that it takes
-    warmup_steps: int = 0  # plain ones before it begins, unless the options say otherwise
+    options: tuple[str, ...] = ()  # names of the SyncOptions that it takes
+    warmup_steps: int = 0  # default number of plain steps before it begins
 
 
 def _own(name: str, summary: str, home: str, *options: str, warmup_steps: int = 0) -> Method:
@@ -89,10 +89,10 @@ METHODS: Final = (
 
 
 def method_named(name: str) -> Method:
-    """The method of a name.
+    """Return the method with this name.
 
     Raises:
-        ValueError: there is none; the message says which there are.
+        ValueError: there is no such method; the message lists the known ones.
     """
     known = {method.name: method for method in METHODS}
     if name not in known:
@@ -103,10 +103,10 @@ def method_named(name: str) -> Method:
 
 
 def check_options(name: str, given: tuple[str, ...]) -> None:
-    """Make sure that a method takes the options that are given.
+    """Check that a method takes all options that are set.
 
     Raises:
-        ValueError: it would ignore one, or there is no such method.
+        ValueError: it does not take one of them, or there is no such method.
     """
     method = method_named(name)
     for option in given:
@@ -116,11 +116,11 @@ def check_options(name: str, given: tuple[str, ...]) -> None:
 
 
 def sync_named(name: str, setup: Setup) -> Sync:
-    """The method of a name, begun with a replica on every rank.
+    """Create the sync method with this name for the replicas of all ranks.
 
     Raises:
-        ValueError: there is no such method, it does not take an option that is given, or the
-            replicas do not fit together.
+        ValueError: there is no such method, it does not take an option that is set, or the replicas
+            do not match.
     """
     check_options(name, setup.options.given)
     module, _, function = method_named(name).home.partition(":")

@@ -1,4 +1,4 @@
-"""A replica: the placed model of one rank, on the devices of that rank."""
+"""A replica: the placed model of one rank, on that rank's devices."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ class Replica(Protocol):
     module: nn.Module
 
     def backward(self, passes: Sequence[Batch]) -> float:
-        """Add the mean gradients of some batches to those that are there; gives the mean loss."""
+        """Add the mean gradients of some batches to the existing ones; return the mean loss."""
         ...
 
     def random_state(self) -> list[torch.Tensor]:
-        """Of the generators that are not those of this process."""
+        """Return the states of random generators outside this process."""
         ...
 
     def load_random_state(self, states: Sequence[torch.Tensor]) -> None:
-        """Go on from what :meth:`random_state` gave on this rank."""
+        """Restore what :meth:`random_state` returned on this rank."""
         ...
 
     def close(self) -> None:
-        """Let go of the devices."""
+        """Release the devices."""
         ...
 
 
 class InProcess:
-    """On torch's own devices; gradients are reduced while the backward pass runs."""
+    """A replica on torch devices; gradients are reduced during the backward pass."""
 
     def __init__(self, placed: PlacedModule | HookedModule) -> None:
         self.module: nn.Module = placed
 
     def backward(self, passes: Sequence[Batch]) -> float:
-        """Run a pass for each batch."""
+        """Run one pass per batch."""
         total = 0.0
         for inputs, keywords in passes:
             loss: torch.Tensor = self.module(*inputs, **keywords) / len(passes)
@@ -55,25 +55,25 @@ class InProcess:
         return total
 
     def random_state(self) -> list[torch.Tensor]:
-        """None: this process draws all random numbers."""
+        """Return an empty list: this process draws all random numbers."""
         return []
 
     def load_random_state(self, states: Sequence[torch.Tensor]) -> None:
-        """Nothing to load."""
+        """Do nothing: there is no state."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resources are held."""
 
 
 class OnPinnedCores:
-    """On pinned cores; their workers give all gradients at the end, which are reduced then."""
+    """A replica on pinned cores; its workers deliver all gradients after the backward pass."""
 
     def __init__(self, placed: PlacedModel) -> None:
         self.module = placed.model
         self._placed = placed
 
     def backward(self, passes: Sequence[Batch]) -> float:
-        """Run a pass for each batch; gradients must be zero or None before."""
+        """Run one pass per batch; gradients must be zero or None before."""
         total = 0.0
         for inputs, keywords in passes:
             loss: torch.Tensor = self._placed.step(*inputs, **keywords)
@@ -85,11 +85,11 @@ class OnPinnedCores:
         return total / len(passes)
 
     def random_state(self) -> list[torch.Tensor]:
-        """Of the workers."""
+        """Return the states of the workers' generators."""
         return self._placed.random_state()
 
     def load_random_state(self, states: Sequence[torch.Tensor]) -> None:
-        """Go on from what :meth:`random_state` gave."""
+        """Restore what :meth:`random_state` returned."""
         self._placed.load_random_state(states)
 
     def close(self) -> None:
@@ -98,12 +98,12 @@ class OnPinnedCores:
 
 
 def placed_replica(step: Step, placement: Placement, extractor: str = AUTO) -> Replica:
-    """The model of a training step as a placement says, ready for batches.
+    """Return the model of a training step, placed and ready for batches.
 
     Raises:
         ExtractionError: the model cannot be extracted.
-        ValueError: the placement is of another graph, or its devices are not here.
-        WorkerError: workers of pinned cores do not come up.
+        ValueError: the placement is of another graph, or its devices do not exist here.
+        WorkerError: workers of pinned cores do not start.
     """
     placed = apply_extracted(extract(step, extractor), placement)
     return OnPinnedCores(placed) if isinstance(placed, PlacedModel) else InProcess(placed)

@@ -1,4 +1,4 @@
-"""What a rank was asked for, and what of it decides whether two runs are one."""
+"""The request to run a rank, and which parts of it identify the run."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What a rank was asked for."""
+    """The request to run a rank."""
 
     args: argparse.Namespace
-    placement: Placement  # as in its file
+    placement: Placement  # as in the file
     manner: Manner
     own: Placement  # on the devices of this rank
-    is_shared: bool  # with other ranks of this host
+    is_shared: bool  # whether other ranks of this host use the same devices
 
     @property
     def essence(self) -> str:
-        """What the placement says, whoever made it."""
+        """JSON of the parts of the placement that determine the run, without provenance."""
         content = self.placement.to_dict()
         keys = ("graph", "devices", "priority", "replicas")
         return json.dumps({key: content.get(key) for key in keys})
 
     @property
     def course(self) -> dict[str, Any]:
-        """What one run may have otherwise than the one that it goes on from."""
+        """Settings that may change when a run is resumed."""
         return {name: getattr(self.args, name) for name in ("steps", "checkpoint_every", "resume")}
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What decides the losses."""
+        """Settings that determine the losses."""
         names = ("target", "data", "optimizer", "lr", "seed", "dtype", "extractor")
         given = {name: getattr(self.args, name) for name in names}
         options = self.manner.options

@@ -1,4 +1,4 @@
-"""What ranks tell each other through the store of a run, which anyone who reaches it can write."""
+"""Authenticated messages between ranks in the store of a run, which is writable by anyone."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ SECRET_BYTES: Final = 32
 
 
 class RunStore:
-    """Texts of the ranks in a store; what others than ranks write there is as if it were not.
+    """Texts of the ranks in a store; entries not written by a rank count as absent.
 
-    The store lists its keys to whoever connects, so that a secret key would keep nobody out: texts
-    carry a code of authentication instead.
+    The store lists its keys to anyone who connects, so secret keys would not help: texts carry an
+    authentication code instead.
     """
 
     def __init__(self, store: Store, secret: bytes) -> None:
-        """Share ``store`` with the ranks that have the same secret."""
+        """Wrap a store shared by the ranks with the same secret."""
         self._store = store
         self._secret = secret
 
@@ -36,8 +36,8 @@ class RunStore:
         self._store.set(key, self._code(key, content) + content)
 
     def get(self, key: str) -> str | None:
-        """Return a text as it may be printed; None where no rank has written one yet."""
-        if not self._store.check([key]):  # else the store would wait for it
+        """Return a text, escaped for printing; None if no rank has written it yet."""
+        if not self._store.check([key]):  # get would wait for the key
             return None
         found: bytes = self._store.get(key)
         code, content = found[:SECRET_BYTES], found[SECRET_BYTES:]
@@ -50,7 +50,7 @@ class RunStore:
 
 
 def shared_secret() -> bytes:
-    """Draw a secret on the first rank and give it to all, through their group and not the store."""
+    """Draw a secret on the first rank and broadcast it via the process group, not the store."""
     drawn = torch.frombuffer(bytearray(os.urandom(SECRET_BYTES)), dtype=torch.uint8)
     drawn = drawn.to(wire_device(None))
     dist.broadcast(drawn, 0)

@@ -1,4 +1,4 @@
-"""Nested state of tensors, numbers and texts as one file of safetensors; nothing is pickled."""
+"""Nested state of tensors, numbers and strings in one safetensors file; nothing is pickled."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _TENSOR: Final = "tensor"
 
 
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Write dicts, lists, tuples, tensors, numbers, texts, None; the file is complete or absent.
+    """Write dicts, lists, tuples, tensors, numbers, strings, None; the file is complete or absent.
 
-    A new one can be read by the user alone.
+    A new file is readable by its owner only.
 
     Raises:
-        TypeError: there is something else in it.
+        TypeError: the state contains something else.
         OSError: it cannot be written.
     """
     tensors: dict[str, torch.Tensor] = {}
@@ -35,10 +35,10 @@ def write_state(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """What :func:`write_state` wrote, tensors on the CPU.
+    """Return what :func:`write_state` wrote, tensors on the CPU.
 
     Raises:
-        ValueError: it is no such file.
+        ValueError: it is not such a file, or is damaged.
         OSError: it cannot be read.
     """
     try:
@@ -67,7 +67,7 @@ def _checksum(skeleton: str, tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def _plain(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """The value as JSON knows it: a list is tagged with what it stands for."""
+    # JSON form of a value: containers and tensors become lists that begin with their type.
     if isinstance(value, torch.Tensor):
         name = str(len(tensors))
         tensors[name] = value.detach().cpu().contiguous().clone()

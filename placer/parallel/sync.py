@@ -1,4 +1,4 @@
-"""What a way of keeping replicas one model is, and what it is made from."""
+"""Interface of the sync methods, and what they are created from."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Sync(Protocol):
         ...
 
     def step(self) -> None:
-        """Use the gradients that are there.
+        """Update the model with the current gradients.
 
         Raises:
             RuntimeError: another rank is gone.
@@ -40,37 +40,37 @@ class Sync(Protocol):
         ...
 
     def finish(self) -> None:
-        """Give the replica the parameters that are the result, on every rank the same."""
+        """Set the replica to the resulting parameters, the same on every rank."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What training goes on from on this rank, parameters and buffers aside.
+        """Return the state to resume from on this rank, without parameters and buffers.
 
         Raises:
-            ValueError: no state would: results depend on timing.
+            ValueError: the method cannot resume, since its results depend on timing.
         """
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave on this rank."""
+        """Restore what :meth:`state_dict` returned on this rank."""
         ...
 
     def report(self) -> dict[str, Any]:
-        """What there is to tell about the run, for people and machines."""
+        """Return statistics of the run, for people and programs."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What a :class:`Sync` is made from.
+    """What a :class:`Sync` is created from.
 
     Attributes:
         module: the replica, on its devices.
         make_optimizer: makes the optimizer for some parameters.
-        options: settings of the methods.
-        accumulate: backward passes of a step, whose gradients are added up.
-        group_of: the process group of a device, None being that of all ranks.
-        bucket_bytes: most bytes of gradients that are reduced together.
+        options: options of the sync methods.
+        accumulate: backward passes per step, whose gradients are added up.
+        group_of: returns the process group of a device, None for all ranks.
+        bucket_bytes: maximum bytes of gradients that are reduced together.
     """
 
     module: nn.Module

@@ -1,4 +1,4 @@
-"""Trains a replica on its share of the data, with checkpoints."""
+"""Train a replica on its share of the data, with checkpoints."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from placer.parallel.sync import Sync
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """How far a run goes, and where it is kept.
+    """Length of a run, and where it is saved.
 
     Attributes:
-        steps: in all, those before a checkpoint included.
-        checkpoint: where to write, None for nowhere; the end of the run is written, too.
+        steps: total steps, those before a checkpoint included.
+        checkpoint: where to write checkpoints, also at the end of the run; None for nowhere.
         checkpoint_every: steps between checkpoints, None for the end alone.
-        resume: go on from the checkpoint, if there is one.
-        accumulate: batches of a step of each rank, whose gradients are averaged.
-        save: where rank 0 writes the model that is the result, None for nowhere.
+        resume: whether to resume from the checkpoint, if there is one.
+        accumulate: batches per step of each rank, whose gradients are averaged.
+        save: where rank 0 writes the resulting model, None for nowhere.
     """
 
     steps: int
@@ -42,11 +42,11 @@ class Course:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """What a run gave: of this rank the losses of all steps, those before a checkpoint included."""
+    """Result of a run on this rank; ``losses`` includes the steps before a checkpoint."""
 
     losses: tuple[float, ...]
     first_step: int
-    step_s: float | None  # median of the steps of this run
+    step_s: float | None  # median over the steps of this run
     report: Mapping[str, Any]
 
 
@@ -58,15 +58,15 @@ def train(
     reached: Callable[[int], None] = lambda step: None,
     progress: Callable[[int, float], None] = lambda step, loss: None,
 ) -> Trained:
-    """Train for the steps that are left; the replica is the result then.
+    """Train for the remaining steps; afterwards the replica is the result.
 
     Args:
-        replica: of this rank.
-        sync: keeps it one model with the others.
+        replica: the replica of this rank.
+        sync: keeps it in sync with the others.
         batches: the data of all ranks.
-        course: how far to go.
-        reached: hears which step begins.
-        progress: hears the loss of each step.
+        course: length of the run and checkpoints.
+        reached: called with each step that begins.
+        progress: called with each step and its loss.
 
     Raises:
         RuntimeError: another rank is gone.
@@ -96,7 +96,7 @@ def train(
     sync.finish()
     if course.save is not None and rank == 0:
         write_model(course.save, replica.module)
-    dist.barrier()  # who leaves earlier would be taken for dead by ranks that still send
+    dist.barrier()  # ranks that still send would take one that leaves earlier for dead
     return Trained(
         losses=tuple(losses),
         first_step=first,
@@ -125,7 +125,7 @@ def _state(replica: Replica, sync: Sync, losses: list[float]) -> dict[str, Any]:
 
 @torch.no_grad()
 def _take_up(state: Mapping[str, Any], replica: Replica, sync: Sync) -> list[float]:
-    """Put a replica and its sync where they were; the losses so far."""
+    # Restores the replica and its sync; returns the losses so far.
     for name, tensor in replica.module.state_dict().items():
         tensor.copy_(state["module"][name])  # in place: optimizers and placements hold them
     sync.load_state_dict(state["sync"])

@@ -1,4 +1,4 @@
-"""Simulated annealing alone, with moves of devices and of order: what learning has to beat."""
+"""Simulated annealing of devices and order alone: the baseline for learned policies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from placer.search.walking import MOST_STARTS, moves_left, walk, worthwhile_star
 
 @dataclass(frozen=True, slots=True)
 class Annealed:
-    """From the best heuristic, and again from it with other random numbers where there is time.
+    """Annealing from the best heuristic, repeated with other seeds if the budget allows.
 
     ``senders`` as in :class:`placer.search.annealing.Annealing`.
     """
@@ -41,10 +41,10 @@ class Annealed:
         progress: Progress | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> list[Candidate]:
-        """All heuristics and the best plan of all starts, the best first."""
+        """Return all heuristics and the best annealed placement, best first."""
         if objective == MAX_LOAD:
             return balance(problem, budget, seed, progress=progress, should_stop=should_stop)
-        load_compiled_code()  # not at the cost of the budget
+        load_compiled_code()  # before the budget starts
         meter = Meter(budget, should_stop)
         judge = Judge(problem)
         known = heuristics(judge)

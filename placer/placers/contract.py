@@ -1,4 +1,4 @@
-"""What every placer must keep, as checks that the author of one can run.
+"""Contract tests for placers, for their authors to run.
 
 ::
 
@@ -9,11 +9,11 @@
     def test_my_placer_keeps_the_contract(check):
         check(MyPlacer)
 
-A check takes what makes the placer (its class, or a function without arguments) and raises an
-AssertionError that says what is wrong, and with which problem. Evaluations are counted where plans
-are judged: by :class:`placer.search.judge.Judge`, :class:`envs.simulator.Simulator`,
-:class:`placer.search.annealing.Annealing` and :class:`placer.search.balance_run.Balancing`. Time is
-that of a clock that checks turn themselves.
+A check takes a factory of the placer (its class, or a function without arguments) and raises an
+AssertionError that names the fault and the problem. Evaluations are counted in
+:class:`placer.search.judge.Judge`, :class:`envs.simulator.Simulator`,
+:class:`placer.search.annealing.Annealing` and :class:`placer.search.balance_run.Balancing`. For
+time budgets the checks replace the clock.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ Make: TypeAlias = Callable[[], Placer]
 EVALUATIONS: Final = 30
 TICK_S: Final = 0.05
 ALLOWED_FOR_RULES: Final = 24
-"""Evaluations on top of the budget: rules run in full, and the best are judged again."""
+"""Evaluations on top of the budget: heuristics run in full, and the best are evaluated again."""
 LAST_STEP: Final = 64
-"""Evaluations that may be under way when the budget ends or a stop is asked for."""
+"""Evaluations that may be under way when the budget ends or a stop is requested."""
 
 
 def plans_are_whole(make: Make) -> None:
-    """Every op is placed where it may run, with a priority; a group shares a device."""
+    """Check that every op is on an allowed device, with a priority, and groups share a device."""
     for problem, objective in _cases(make):
         for plan in _placed(make, problem, objective):
             what = f"plan {plan.name!r} for {_told(problem, objective)}"
@@ -68,7 +68,7 @@ def plans_are_whole(make: Make) -> None:
 
 
 def steps_are_the_simulators(make: Make) -> None:
-    """A plan's step is what the simulator says, infeasible where it does; the best comes first."""
+    """Check that step times, and infeasibility, match the simulator, and the best comes first."""
     for problem, objective in _cases(make):
         found, simulator = _placed(make, problem, objective), Simulator(problem)
         for plan in found:
@@ -84,7 +84,7 @@ def steps_are_the_simulators(make: Make) -> None:
 
 
 def same_seed_same_plans(make: Make) -> None:
-    """With a budget of evaluations, a seed decides the plans to the last digit."""
+    """Check that with a budget of evaluations the seed determines the candidates exactly."""
     for problem, objective in _cases(make):
         first, again = (
             [(p.name, p.step_ns, p.devices.tobytes(), p.priority.tobytes()) for p in plans]
@@ -94,7 +94,7 @@ def same_seed_same_plans(make: Make) -> None:
 
 
 def evaluations_are_kept(make: Make) -> None:
-    """No more plans are judged than the budget says, but for what rules and re-judging take."""
+    """Check that evaluations stay within the budget plus ``ALLOWED_FOR_RULES``."""
     for problem, objective in _cases(make):
         with _counting() as count:
             _placed(make, problem, objective)
@@ -106,7 +106,7 @@ def evaluations_are_kept(make: Make) -> None:
 
 
 def seconds_are_kept(make: Make) -> None:
-    """When the time is over, at most one step is still done."""
+    """Check that at most one step is finished after the time is over."""
     for problem, objective in _cases(make):
         placer = make()
         with _counting(over_after_s=20 * TICK_S) as count:
@@ -118,7 +118,7 @@ def seconds_are_kept(make: Make) -> None:
 
 
 def a_stop_is_heard(make: Make) -> None:
-    """Asked to stop, at once or later, a placer returns its best so far."""
+    """Check that a placer that is asked to stop, at once or later, returns its best so far."""
     for problem, objective in _cases(make):
         for patience in (0, 3):
             with _counting() as count:
@@ -134,7 +134,7 @@ def a_stop_is_heard(make: Make) -> None:
 
 
 def small_budgets_give_plans(make: Make) -> None:
-    """One evaluation is enough for a plan, and progress is told as a share."""
+    """Check that one evaluation suffices for a candidate, and progress is a share in 0 .. 1."""
     for problem, objective in _cases(make):
         told: list[float] = []
 
@@ -147,7 +147,7 @@ def small_budgets_give_plans(make: Make) -> None:
 
 
 def objectives_are_served(make: Make) -> None:
-    """There are plans for every objective that the placer names, the best first."""
+    """Check that there are candidates for every objective of the placer, best first."""
     placer = make()
     assert placer.objectives, "it names no objective"
     for objective in placer.objectives:
@@ -175,7 +175,6 @@ CHECKS: Final[Sequence[Callable[[Make], None]]] = (
 
 
 def _cases(make: Make) -> Iterator[tuple[Problem, str]]:
-    """Every problem, under every objective that the placer names."""
     return product(contract_problems(), make().objectives)
 
 
@@ -191,7 +190,7 @@ def _placed(make: Make, problem: Problem, objective: str, seed: int = 0) -> list
 
 @dataclass(slots=True)
 class _Count:
-    """The time of a clock, evaluations so far, and how many there were when it was over."""
+    """Replaced clock and number of evaluations, also at the time when the budget ended."""
 
     now_s: float
     evaluations: int = 0
@@ -199,7 +198,7 @@ class _Count:
 
 
 class _Asked:
-    """Says True from some question on, and remembers how many evaluations there were."""
+    """Returns True from some call on, and stores the number of evaluations at that time."""
 
     def __init__(self, patience: int, count: _Count) -> None:
         self.patience = patience

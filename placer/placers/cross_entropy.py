@@ -10,10 +10,10 @@ from placer.search.tally import Tally
 
 
 class CrossEntropy(Sampling):
-    """Probabilities of devices, learned for one problem; see :mod:`placer.search.cross_entropy`."""
+    """Device probabilities learned for one problem; see :mod:`placer.search.cross_entropy`."""
 
     name: ClassVar[str] = "cross-entropy"
 
     def sample(self, tally: Tally, seed: int) -> None:
-        """Draw, move the probabilities to the best, draw again."""
+        """Run the cross-entropy method."""
         cross_entropy(tally, seed)

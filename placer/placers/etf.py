@@ -13,10 +13,10 @@ from placer.search.judge import Judge
 
 
 class Etf(Rule):
-    """The op and the device that can start first, again and again."""
+    """Repeatedly places the op and device that can start first."""
 
     objectives: ClassVar[tuple[str, ...]] = STEPS
 
     def plans(self, judge: Judge) -> Iterable[Plan]:
-        """One plan."""
+        """Yield one placement."""
         yield ETF_NAME, *etf(judge.outline)

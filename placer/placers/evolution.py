@@ -13,16 +13,17 @@ from placer.search.portfolio import POPULATION, SIGMA
 from placer.search.tally import Tally
 
 SETTLED: Final = 1e-3
-"""Below this standard deviation samples decode alike: it begins anew, with twice as many."""
+"""Below this standard deviation samples decode alike: evolution restarts with twice the
+population."""
 
 
 class Evolved(Sampling):
-    """CMA-ES on the 21 weights of the decoder, from those of HEFT."""
+    """CMA-ES on the 21 weights of the decoder, starting from those of HEFT."""
 
     name: ClassVar[str] = "evolution"
 
     def sample(self, tally: Tally, seed: int) -> None:
-        """Decode and judge a population after the other; the first plan is that of HEFT."""
+        """Evaluate HEFT, then one population after the other."""
         outline = tally.judge.outline
         tally.judged(*decode(outline, HEFT))
         restarts = 0

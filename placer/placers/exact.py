@@ -18,9 +18,9 @@ from placer.search.tally import Tally
 
 
 class Exact:
-    """CP-SAT from the best heuristic; its plan tells the bound that the solver proved.
+    """CP-SAT from the best heuristic; its candidate holds the proven bound.
 
-    An evaluation of a budget is worth a millisecond of the solver's deterministic time. Needs
+    An evaluation of a budget is worth a millisecond of the solver's deterministic time. Requires
     ortools.
     """
 
@@ -36,7 +36,7 @@ class Exact:
         progress: Progress | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> list[Candidate]:
-        """The best plan found; see :class:`placer.placers.placer.Placer`.
+        """Return the best candidate; see :class:`placer.placers.placer.Placer`.
 
         Raises:
             ValueError: the graph has too many ops.

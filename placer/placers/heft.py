@@ -13,10 +13,10 @@ from placer.search.judge import Judge
 
 
 class Heft(Rule):
-    """Ops by their bottom level, each where it ends first."""
+    """Places ops by upward rank, each where it finishes first."""
 
     objectives: ClassVar[tuple[str, ...]] = STEPS
 
     def plans(self, judge: Judge) -> Iterable[Plan]:
-        """One plan."""
+        """Yield one placement."""
         yield HEFT_NAME, *decode(judge.outline, HEFT)

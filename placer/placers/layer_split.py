@@ -11,15 +11,15 @@ from placer.search.trivial import layer_split
 
 
 class LayerSplit(Rule):
-    """The split whose slowest part is fastest, for a chain the best there is.
+    """The split whose slowest part is fastest, optimal for a chain.
 
-    Memory is counted as if all outputs stayed; where that does not fit, parameters alone count and
-    the simulator says whether the step does. Where not even those fit, parts are proportional to
-    the speed of their devices.
+    Memory is counted as if all outputs stayed. If that does not fit, only parameters count and the
+    simulator decides whether the step fits. If even parameters do not fit, parts are proportional
+    to the speed of their devices.
     """
 
     def plans(self, judge: Judge) -> Iterable[Plan]:
-        """One plan."""
+        """Yield one placement."""
         problem = judge.problem
         plan = contiguous(problem)
         if plan is None:

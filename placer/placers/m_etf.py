@@ -12,10 +12,10 @@ from placer.search.judge import Judge
 
 
 class MemoryEtf(Rule):
-    """ETF that leaves out a device without room for an op's parameters and output to stay."""
+    """ETF that excludes devices without room for an op's parameters and output to stay."""
 
     objectives: ClassVar[tuple[str, ...]] = STEPS
 
     def plans(self, judge: Judge) -> Iterable[Plan]:
-        """One plan."""
+        """Yield one placement."""
         yield "m-ETF", *memory_etf(judge.outline)

@@ -20,7 +20,7 @@ TRIES: Final = 8
 
 
 class MinCut:
-    """The best of a few partitions by METIS, which differ in its seed; needs pymetis."""
+    """The best of several METIS partitions with different seeds; requires pymetis."""
 
     objectives: ClassVar[tuple[str, ...]] = ALL
 
@@ -34,7 +34,7 @@ class MinCut:
         progress: Progress | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> list[Candidate]:
-        """The best partition; see :class:`placer.placers.placer.Placer`."""
+        """Return the best partition; see :class:`placer.placers.placer.Placer`."""
         judge, meter = Judge(problem), Meter(budget, should_stop)
         rows, found = units(problem), list[Candidate]()
         seeds = np.random.SeedSequence(seed).generate_state(TRIES) >> 1  # METIS takes 31 bits

@@ -1,4 +1,4 @@
-"""What a placer is."""
+"""The protocol of placers."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from placer.search.budget import Budget
 from placer.search.candidate import Candidate
 
 Progress: TypeAlias = Callable[[float, str], None]
-"""Called with the spent share of the budget, 0 .. 1, and what is going on."""
+"""Called with the spent share of the budget, 0 .. 1, and a text."""
 
 LATENCY: Final = "latency"
 MAX_LOAD: Final = "max-load"
 STEPS: Final = (LATENCY, "throughput")
-"""Objectives of a placer that looks for short steps: of one micro-batch, or of many."""
+"""Objectives of placers that minimize the step time: of one micro-batch, or of many."""
 ALL: Final = (*STEPS, MAX_LOAD)
 
 
 class Placer(Protocol):
-    """Proposes which op runs on which device, and in which order.
+    """Search algorithm that returns devices and order of ops.
 
-    Every plan puts each op where it may run and a co-location group on one device. The same
-    problem, seed and budget of evaluations give the same plans; see :mod:`placer.placers.contract`.
+    Every candidate puts each op on an allowed device and a co-location group on one device. The
+    same problem, seed and budget of evaluations give the same candidates; see
+    :mod:`placer.placers.contract`.
     """
 
     objectives: ClassVar[tuple[str, ...]]
-    """What its plans are made for, of :data:`envs.placement.OBJECTIVES`."""
+    """Supported objectives, of :data:`envs.placement.OBJECTIVES`."""
 
     def place(
         self,
@@ -39,14 +40,14 @@ class Placer(Protocol):
         progress: Progress | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> list[Candidate]:
-        """At least one plan, the best first.
+        """Return at least one candidate, best first.
 
         Args:
-            problem: what to place where; under the objective "throughput", all micro-batches.
-            budget: what may be spent. Rules that do not search take what they need.
-            seed: of everything random.
-            objective: one of ``objectives``; says which plan is best.
-            progress: hears how far it is.
-            should_stop: asked now and then; once it says True the best so far is returned.
+            problem: graph and cluster; under the objective "throughput", all micro-batches.
+            budget: search budget. Heuristics without search take what they need.
+            seed: random seed.
+            objective: one of ``objectives``; decides which candidate is best.
+            progress: called with the progress.
+            should_stop: polled now and then; once it returns True the best so far is returned.
         """
         ...

@@ -14,7 +14,7 @@ from placer.search.tally import Tally
 
 
 class Proposed(Sampling):
-    """The plans that the policy's proposals decode to, then samples around the best of them."""
+    """Decodes the policy's proposals, then samples around the best of them."""
 
     name: ClassVar[str] = "policy"
 
@@ -24,7 +24,7 @@ class Proposed(Sampling):
         self.policy = policy
 
     def sample(self, tally: Tally, seed: int) -> None:
-        """The policy sees how the heuristics do; that is not counted."""
+        """Evaluate proposals and samples; the heuristics that the policy needs are not counted."""
         judge = tally.judge
         means, deviations = self.policy.propose(judge, heuristics(judge))
         costs: list[int] = []

@@ -1,4 +1,4 @@
-"""The search that ``optimize`` uses by default."""
+"""The default search of ``optimize``."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from placer.search.portfolio import Proposer, search
 
 @dataclass(frozen=True, slots=True)
 class Portfolio:
-    """Heuristics, then a policy if there is one, evolution and annealing; see the search itself.
+    """Heuristics, a policy if given, evolution and annealing; see :mod:`placer.search.portfolio`.
 
-    Loads are balanced by annealing alone, and no policy is asked.
+    For the objective max-load annealing runs alone, without a policy.
     """
 
     policy: Proposer | None = None
@@ -34,7 +34,7 @@ class Portfolio:
         progress: Progress | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> list[Candidate]:
-        """All heuristics and the best plan of each search, the best first."""
+        """Return all heuristics and the best placement of each search, best first."""
         if objective == MAX_LOAD:
             return balance(problem, budget, seed, progress=progress, should_stop=should_stop)
         return search(

@@ -1,4 +1,4 @@
-"""Small problems with one difficulty each, for the checks of :mod:`placer.placers.contract`."""
+"""Small problems with one difficulty each, for :mod:`placer.placers.contract`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 
 @cache
 def contract_problems() -> tuple[Problem, ...]:
-    """One op, one device, no edges, parts without connection, a chain, pins and groups, ..."""
+    """Return problems with one op, one device, no edges, separate parts, pins and groups, ..."""
     mixed = _random("pins and groups", pins=True, groups=True)
     return (
         _problem(_random("one op", ops=1), devices=3),
@@ -40,7 +40,7 @@ def _random(
     pins: bool = False,
     groups: bool = False,
 ) -> nx.DiGraph[str]:
-    """Ops that read some of those before them, in parts that read nothing of each other."""
+    """Return ops that read some of the ops before them, in parts without edges between them."""
     rng = np.random.default_rng(len(name))
     graph = new_graph(name)
     for i in range(ops):

@@ -1,4 +1,4 @@
-"""Which placers there are, and how one is had by its name."""
+"""Registry of placers by name."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ if TYPE_CHECKING:
     from placer.search.portfolio import Proposer
 
 GROUP: Final = "placer.placers"
-"""Entry points of this group are placers: classes that are made without arguments."""
+"""Entry point group of placers: classes constructed without arguments."""
 DEFAULT: Final = "portfolio"
 BENCH: Final = "pip install 'device-placer[bench]'"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """A placer as it is listed; reading it imports nothing."""
+    """Entry of the registry; reading it imports nothing."""
 
     name: str
     summary: str
     home: str  # "module:class"
-    module: str = ""  # what must be installed besides
+    module: str = ""  # name of an extra module that must be installed
     takes_policy: bool = False
-    distribution: str = ""  # where a plug-in comes from
+    distribution: str = ""  # distribution of a plug-in
 
     @property
     def needs(self) -> str:
-        """What it needs that not everybody has, for people; "" for nothing."""
+        """Return a description of special requirements, "" for none."""
         if self.distribution:
             return f"from {self.distribution}"
         if self.takes_policy:
@@ -43,7 +43,7 @@ class Listing:
 
     @property
     def is_installed(self) -> bool:
-        """Whether the module that it needs is there."""
+        """Return whether the extra module is installed."""
         return not self.module or find_spec(self.module) is not None
 
 
@@ -96,7 +96,7 @@ OWN: Final = (
 
 
 def listings() -> tuple[Listing, ...]:
-    """All placers: our own, then plug-ins by name. A plug-in cannot take the name of another."""
+    """Return all placers: built-in ones, then plug-ins sorted by name, without duplicates."""
     taken = {listing.name for listing in OWN}
     plugins: dict[str, Listing] = {}
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
@@ -108,11 +108,11 @@ def listings() -> tuple[Listing, ...]:
 def placer_named(
     name: str, policy: Proposer | None = None, *, objective: str = "latency"
 ) -> Placer:
-    """The placer of a name; ``policy`` is for those that take one.
+    """Return the placer with this name; ``policy`` is for those that take one.
 
     Raises:
-        ValueError: there is no such placer, it lacks a policy or something to be installed or
-            cannot be loaded, or it does not serve the objective; the message says what to do.
+        ValueError: there is no such placer, it lacks a policy or an installed module, cannot be
+            loaded, or does not support the objective; the message says what to do.
     """
     listing = _listed(name)
     make = _loaded(listing)
@@ -125,7 +125,7 @@ def placer_named(
 
 
 def asks_policy(name: str, *, objective: str = "latency") -> bool:
-    """Whether the placer of a name asks a trained policy; loads are balanced without one.
+    """Return whether the placer with this name uses a policy; never for max-load.
 
     Raises:
         ValueError: there is no such placer.
@@ -143,7 +143,7 @@ def _listed(name: str) -> Listing:
 
 
 def _loaded(listing: Listing) -> Any:
-    """Its class, or what else makes it and tells its objectives."""
+    """Return the class, or another callable with an attribute ``objectives``."""
     module, _, factory = listing.home.partition(":")
     try:
         make = getattr(import_module(module), factory)
@@ -159,7 +159,6 @@ def _loaded(listing: Listing) -> Any:
 
 
 def _made(listing: Listing, make: Any) -> Any:
-    """The placer itself."""
     try:
         made = make()
     except Exception as error:  # whatever the code of a plug-in raises
@@ -170,7 +169,6 @@ def _made(listing: Listing, make: Any) -> Any:
 
 
 def _told(error: Exception) -> str:
-    """What it says, with its kind where that alone says little."""
     if isinstance(error, ImportError | AttributeError):
         return str(error)
     return f"{type(error).__name__}: {error}"

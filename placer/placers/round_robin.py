@@ -1,4 +1,4 @@
-"""One device after the other."""
+"""Round robin over devices."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from placer.search.trivial import round_robin
 
 
 class Turns(Rule):
-    """Ops in topological order, dealt out to the devices in turn."""
+    """Assigns ops in topological order to the devices in turn."""
 
     def plans(self, judge: Judge) -> Iterable[Plan]:
-        """One plan."""
+        """Yield one placement."""
         yield "round robin", round_robin(judge.problem), judge.outline.bottom_level

@@ -1,4 +1,4 @@
-"""Placers that compute their plans by a rule, without search."""
+"""Placers that compute placements by a rule, without search."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Plan: TypeAlias = tuple[str, NDArray[np.int32], NDArray[np.float64]]
 
 
 class Rule(ABC):
-    """Has a handful of plans of a problem, whatever budget and seed."""
+    """Base class of placers with a few fixed placements, whatever budget and seed."""
 
     objectives: ClassVar[tuple[str, ...]] = ALL
 
     @abstractmethod
     def plans(self, judge: Judge) -> Iterable[Plan]:
-        """The plans, at least one."""
+        """Yield the placements, at least one."""
 
     def place(
         self,
@@ -39,13 +39,13 @@ class Rule(ABC):
         progress: Progress | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> list[Candidate]:
-        """All plans, the best first; see :class:`placer.placers.placer.Placer`."""
+        """Return all candidates, best first; see :class:`placer.placers.placer.Placer`."""
         judge = Judge(problem)
         return sorted_for(objective, problem, [judge.candidate(*p) for p in self.plans(judge)])
 
 
 def sorted_for(objective: str, problem: Problem, found: list[Candidate]) -> list[Candidate]:
-    """The candidates by step or largest load; of equal ones the first given comes first."""
+    """Return the candidates sorted by step time or maximum load (stable)."""
     worth = np.array([candidate.step_ns for candidate in found])
     if objective == MAX_LOAD:
         worth = max_load_ns(problem, np.array([candidate.devices for candidate in found]))

@@ -1,4 +1,4 @@
-"""Placers that judge plan after plan until the budget is spent."""
+"""Placers that evaluate placement after placement until the budget is spent."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from placer.search.tally import Tally
 
 
 class Sampling(ABC):
-    """Returns the best plan that it judged; at least one is judged in any case."""
+    """Base class of placers that return their best sample; at least one is evaluated."""
 
     objectives: ClassVar[tuple[str, ...]] = STEPS
     name: ClassVar[str]
 
     @abstractmethod
     def sample(self, tally: Tally, seed: int) -> None:
-        """Have plans judged until the tally is over."""
+        """Evaluate placements until the tally is over."""
 
     def prepare(self) -> None:
-        """Load what sampling runs, so that it is not at the cost of the budget."""
+        """Load the code that sampling runs, before the budget starts."""
         load_compiled_code()
 
     def place(
@@ -39,7 +39,7 @@ class Sampling(ABC):
         progress: Progress | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> list[Candidate]:
-        """The best plan; see :class:`placer.placers.placer.Placer`."""
+        """Return the best candidate; see :class:`placer.placers.placer.Placer`."""
         self.prepare()
         judge = Judge(problem)
         tally = Tally(judge, Meter(budget, should_stop), self.name, progress)

@@ -1,4 +1,4 @@
-"""The original placement network, as a baseline."""
+"""The sequence-to-sequence placement network of 2017, as a baseline."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class SequenceToSequence(Sampling):
     name: ClassVar[str] = "sequence-to-sequence"
 
     def prepare(self) -> None:
-        """Load compiled code, and what torch imports when it learns for the first time."""
+        """Load compiled code, and the modules that torch imports on the first training step."""
         super().prepare()
         load_libraries()
 
     def sample(self, tally: Tally, seed: int) -> None:
-        """Place, learn from the steps, place again."""
+        """Train by REINFORCE."""
         learn(tally, seed)

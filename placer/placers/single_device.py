@@ -1,4 +1,4 @@
-"""Everything on one device."""
+"""All ops on one device."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from placer.search.trivial import single_device
 
 
 class Single(Rule):
-    """One plan per device; ops that may not run there are on the cheapest that they may."""
+    """One placement per device; ops that are not allowed there go to their cheapest device."""
 
     def plans(self, judge: Judge) -> Iterable[Plan]:
-        """All ops on the first device, the second, and so on."""
+        """Yield the placement on each device, in cluster order."""
         problem = judge.problem
         for d, name in enumerate(problem.cluster.names):
             yield f"{SINGLE}{name}", single_device(problem, d), judge.outline.bottom_level

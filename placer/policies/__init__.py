@@ -1,4 +1,4 @@
-"""Placers that learned: policies that say which decoder weights suit a problem.
+"""Learned policies, which propose decoder weights for a problem.
 
 ``load("generalist")`` reads a shipped policy; importing this package loads nothing heavy.
 """

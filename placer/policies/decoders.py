@@ -1,4 +1,4 @@
-"""Who decodes weights to costs while a policy learns: this process, or several."""
+"""Decoding of weights to costs during training, in this process or in several."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from envs.problem import Problem
 from placer.search.judge import Judge
 
 MOST_RESTARTS: Final = 5
-"""In a row, of processes that die."""
+"""Maximum number of restarts in a row after a process died."""
 
 
 class Decoders(Protocol):
-    """Says what weights cost on problems, whichever machine finds out: always the same."""
+    """Evaluates weights on problems; the costs are the same on every machine."""
 
     def costs(
         self, numbers: NDArray[np.int64], weights: NDArray[np.floating[Any]]
     ) -> NDArray[np.int64]:
-        """Costs (B,) of what ``weights`` (B, K) decode to on the problems ``numbers`` (B,)."""
+        """Return costs (B,) of ``weights`` (B, K) decoded on the problems ``numbers`` (B,)."""
         ...
 
     def close(self) -> None:
-        """End what was started."""
+        """Release processes and connections."""
         ...
 
 
@@ -54,11 +54,11 @@ class Here:
         )
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Do nothing."""
 
 
 class Processes:
-    """Decodes in processes of this machine, which are started anew when one dies.
+    """Decodes in processes of this machine, which are restarted when one dies.
 
     They are spawned: a script that trains must do so under ``if __name__ == "__main__"``.
     """
@@ -74,7 +74,7 @@ class Processes:
         """See :class:`Decoders`.
 
         Raises:
-            OSError: processes die again and again, or cannot be started.
+            OSError: processes die repeatedly, or cannot be started.
         """
         parts = np.array_split(np.arange(len(numbers)), self.count)
         for _ in range(MOST_RESTARTS):
@@ -92,7 +92,7 @@ class Processes:
         )
 
     def close(self) -> None:
-        """End the processes."""
+        """Stop the processes."""
         self._executor.shutdown(cancel_futures=True)
 
     def _started(self) -> ProcessPoolExecutor:
@@ -111,11 +111,11 @@ class Processes:
 
 
 _own: list[Here] = []
-"""Of a process that was started to decode: what it decodes with."""
+"""In a worker process: its decoder."""
 
 
 def _begin(problems: list[Problem]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that trains
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the training process handles Ctrl-C
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
@@ -123,7 +123,7 @@ def _begin(problems: list[Problem]) -> None:
 
 
 def _end_with(parent: multiprocessing.process.BaseProcess) -> None:
-    """Leave when the parent is gone: one that was killed tells nobody."""
+    """Exit when the parent is gone, which cannot say so when it is killed."""
     parent.join()
     os._exit(0)
 

@@ -1,4 +1,4 @@
-"""Evaluates a policy on a suite: by family, against heuristics and against no training at all."""
+"""Evaluation of a policy on a suite, by family, with heuristics and untrained weights."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ Progress = Callable[[float, str], None]
 def evaluate(
     policy: Policy, suite: Suite, *, seeds: int = SEEDS, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Scores of a policy on a suite, as its card holds them.
+    """Return the scores of a policy on a suite, as its card holds them.
 
-    ``table`` has for every family, and for all, the geometric means of ratios to the best of single
-    device, HEFT and ETF; ``seeds`` those of all graphs for each seed of the samples, whose medians
-    are in the table. "untrained" are the weights that training begins with: HEFT, and samples
-    around it.
+    ``table`` holds, for every family and for all graphs, the geometric means of ratios to the best
+    of single device, HEFT and ETF. ``seeds`` holds the means over all graphs for each sampling
+    seed; the table has their medians. "untrained" are the initial weights of training: HEFT, and
+    samples around it.
 
     Raises:
-        ValueError: the card's ``config`` is none.
+        ValueError: the card's ``config`` is invalid.
     """
     deviation = float(np.exp(_first_log_std(policy.card)))
     hear = progress or _silent
@@ -70,7 +70,7 @@ def evaluate(
 
 
 def write_into_card(path: Path, found: Mapping[str, Any]) -> None:
-    """Write scores into the card of the policy at ``path``, in the place of earlier ones.
+    """Write scores into the card of the policy at ``path``, replacing earlier ones of the suite.
 
     Raises:
         ValueError: it is no policy.
@@ -101,8 +101,8 @@ def _table(
 
 
 def _first_log_std(card: Mapping[str, Any]) -> float:
-    """Of the actions with which the training began."""
-    if "config" not in card:  # cards before configurations
+    """Return the initial log standard deviation of actions in training."""
+    if "config" not in card:  # old cards without a configuration
         return Ppo().log_std
     try:
         return record(TrainingConfig, card["config"]).ppo.log_std
@@ -111,4 +111,4 @@ def _first_log_std(card: Mapping[str, Any]) -> float:
 
 
 def _silent(share: float, text: str) -> None:
-    """Tell nobody."""
+    """Ignore progress."""

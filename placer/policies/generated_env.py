@@ -1,4 +1,4 @@
-"""Placing op by op on problems that differ from episode to episode: plain, and as a batch."""
+"""Op-by-op placement of problems that change between episodes, as an environment and a VecEnv."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from placer.policies.pool import Exercise, exercise
 
 
 class GeneratedPlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
-    """Puts one op on a device per step, as placer/Placement-v0 does, of a problem from a pool.
+    """Assign one op to a device per step, as placer/Placement-v0, for problems drawn from a pool.
 
     Observation: (8 + 8 M,) float32: that of the problem's own environment, then zeros for the
-                 devices that it lacks of M, by default the largest number in the pool.
+                 devices it lacks of M, by default the largest number in the pool.
     Action:      index of a device, M of them; ``action_masks()`` (M,) bool.
-    Reward:      as there; higher is better.
-    Info:        as there, and in the last step ``ratio``: the step time relative to the best of
-                 single device, HEFT and ETF, where it is feasible.
+    Reward:      as in placer/Placement-v0; higher is better.
+    Info:        as in placer/Placement-v0, and in the last step, if the placement is feasible,
+                 ``ratio``: step time / best of single device, HEFT and ETF.
     """
 
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012 - declared so by Gymnasium
 
     def __init__(self, pool: Sequence[Exercise] | None = None, devices: int | None = None) -> None:
-        """Draw from ``pool``, by default from one small problem, of at most ``devices``."""
+        """Draw from ``pool``, by default one small problem, with at most ``devices`` devices."""
         self.pool = list(pool or [exercise(toy_problem(), "two-towers")])
         self.chosen = np.arange(len(self.pool))
         self.devices = devices or max(item.judge.problem.device_count for item in self.pool)
@@ -62,17 +62,17 @@ class GeneratedPlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
         return self._padded(observation), reward, ended, cut, info
 
     def action_masks(self) -> NDArray[np.bool_]:
-        """Devices that may be chosen, (M,)."""
+        """Return which devices are valid, (M,)."""
         mask = self._inner.action_masks()
         return np.concatenate([mask, np.zeros(self.devices - len(mask), np.bool_)])
 
     def state(self) -> dict[str, Any]:
-        """The running episode and the drawing of problems, as JSON can hold them."""
+        """Return the running episode and the random state, JSON compatible."""
         random = self.np_random.bit_generator.state
         return {"number": self._number, "actions": list(self._actions), "random": random}
 
     def restore(self, state: Mapping[str, Any]) -> NDArray[np.float32]:
-        """Go on from :meth:`state`; the observation that was last."""
+        """Continue from :meth:`state`; return the last observation."""
         self.np_random.bit_generator.state = state["random"]
         observation = self._begin(int(state["number"]))
         for action in state["actions"]:
@@ -94,7 +94,7 @@ class GeneratedPlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
 
 
 class GeneratedBatch(DummyVecEnv):
-    """Many of them at once in one thread."""
+    """VecEnv of :class:`GeneratedPlacementEnv` in one thread."""
 
     envs: list[GeneratedPlacementEnv]  # type: ignore[assignment]  # narrower than the base's
 
@@ -102,16 +102,16 @@ class GeneratedBatch(DummyVecEnv):
         super().__init__([partial(GeneratedPlacementEnv, pool, devices)] * count)
 
     def choose(self, numbers: NDArray[np.int64]) -> None:
-        """From now on draw these problems of the pool."""
+        """Restrict drawing to the problems ``numbers`` of the pool from now on."""
         for environment in self.envs:
             environment.chosen = numbers
 
     def state(self) -> dict[str, Any]:
-        """Where all episodes are, as JSON can hold it."""
+        """Return the state of all episodes, JSON compatible."""
         return {"episodes": [environment.state() for environment in self.envs]}
 
     def restore(self, state: Mapping[str, Any]) -> NDArray[np.float32]:
-        """Go on from :meth:`state`; the observations (count, 8 + 8 M) that were last."""
+        """Continue from :meth:`state`; return the last observations (count, 8 + 8 M)."""
         return np.stack(
             [
                 environment.restore(own)

@@ -1,7 +1,7 @@
-"""MaskablePPO that places op by op: the plain form of the problem, kept as a baseline.
+"""MaskablePPO that places op by op: the plain formulation, kept as a baseline.
 
-One scalar reward for hundreds of choices, and about ten episodes per second: it loses to list
-scheduling at equal time. It is here to show that, and for small graphs.
+It gets one scalar reward for hundreds of actions, and about ten episodes per second: at equal time
+it loses to list scheduling. It is meant for comparison and for small graphs.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from placer.search.judge import Judge
 
 @one_thread()
 def maskable_ppo(problem: Problem, budget: Budget, seed: int) -> Candidate:
-    """Train on one problem until the budget is spent; the best placement seen on the way.
+    """Train on one problem until the budget is spent; return the best placement of all episodes.
 
     Args:
-        problem: what to place where.
+        problem: graph and cluster.
         budget: seconds, or evaluations: finished episodes. At least one episode is always finished.
         seed: of network and sampling.
 
@@ -48,14 +48,14 @@ def maskable_ppo(problem: Problem, budget: Budget, seed: int) -> Candidate:
         seed=seed,
         device="cpu",
     )
-    model.set_logger(Logger(folder=None, output_formats=[]))  # else it leaves a temporary folder
+    model.set_logger(Logger(folder=None, output_formats=[]))  # the default one leaves a folder
     model.learn(sys.maxsize >> 1, callback=_Until(Meter(budget), environment))
     devices, priority = environment.best()
     return Judge(problem).candidate("maskable ppo", devices, priority)
 
 
 class _Remembering(gym.Wrapper[NDArray[np.float32], np.int64, NDArray[np.float32], np.int64]):
-    """Keeps the best placement that an episode ended with."""
+    """Keeps the best placement of all finished episodes."""
 
     def __init__(self, environment: PlacementEnv) -> None:
         super().__init__(environment)
@@ -84,7 +84,7 @@ class _Remembering(gym.Wrapper[NDArray[np.float32], np.int64, NDArray[np.float32
 
 
 class _Until(BaseCallback):
-    """Ends the learning when the budget is spent and an episode has ended."""
+    """Stops learning when the budget is spent and an episode has ended."""
 
     def __init__(self, meter: Meter, environment: _Remembering) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What decoder weights cost on real devices: their plans are run, beside one that is known."""
+"""Costs of decoder weights on real devices, measured beside a reference candidate."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from placer.search.judge import Judge
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Run:
-    """A plan that was run, in the same rounds as the known one."""
+    """A measured candidate, in the same rounds as the reference ``known``."""
 
     candidate: Candidate
     placement: Placement
     measurement: Measurement
-    step_s: float  # inf where it failed
-    ratio: float  # to the known one's step; 1 where noise hides the difference
+    step_s: float  # inf if it failed
+    ratio: float  # to the reference's step time; 1 if within noise
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Measuring:
-    """Decoders that run the plans of one problem.
+    """Decoders that measure the placements of one problem.
 
-    A cost is the known plan's simulated step times the ratio of what was measured, so that neither
-    a change of the machine's load nor noise that hides a difference is taken for a reward. ``also``
-    are run with the next plans, and every plan that was run is kept in ``seen``.
+    A cost is the simulated step time of the reference ``known`` times the measured ratio to it, so
+    that neither changes of the machine's load nor differences within noise affect the reward.
+    ``also`` are candidates to run with the next ones; ``seen`` holds every run.
     """
 
     judge: Judge
@@ -50,11 +50,11 @@ class Measuring:
     def costs(
         self, numbers: NDArray[np.int64], weights: NDArray[np.floating[Any]]
     ) -> NDArray[np.int64]:
-        """Costs (B,) of what ``weights`` (B, K) decode to; there is but one problem.
+        """Return costs (B,) of decoded ``weights`` (B, K); there is only one problem.
 
         Raises:
-            KeyboardInterrupt: the measuring was stopped.
-            WorkerError: the workers do not come up.
+            KeyboardInterrupt: the measurement was stopped.
+            WorkerError: the workers do not start.
         """
         del numbers
         devices, priority, _ = self.judge.decoded(weights)
@@ -70,11 +70,11 @@ class Measuring:
         return np.asarray(np.rint(self.known.step_ns * ratios), np.int64)
 
     def run(self, candidates: Sequence[Candidate]) -> list[Run]:
-        """Run candidates, which fit into memory, and the known one in turn; the same ones once.
+        """Measure feasible candidates and the reference in turn, equal ones once.
 
         Raises:
-            KeyboardInterrupt: the measuring was stopped.
-            WorkerError: the workers do not come up, or the known plan cannot be run.
+            KeyboardInterrupt: the measurement was stopped.
+            WorkerError: the workers do not start, or the reference cannot be run.
         """
         placements = {_key(own): self.placement(own) for own in (self.known, *candidates)}
         runs = self.backend.measure(list(placements.values()))
@@ -100,7 +100,7 @@ class Measuring:
         return [found[_key(candidate)] for candidate in candidates]
 
     def placement(self, candidate: Candidate) -> Placement:
-        """A candidate whose priorities spell the simulated order out."""
+        """Return a candidate as a placement whose priorities give the simulated order."""
         problem = self.judge.problem
         schedule = Simulator(problem, memory=False).run(candidate.devices, candidate.priority)
         priority = np.empty(problem.op_count)
@@ -110,7 +110,7 @@ class Measuring:
         return replace(made, predicted={"step_s": candidate.step_ns / 1e9})
 
     def close(self) -> None:
-        """End the workers."""
+        """Stop the workers."""
         self.backend.close()
 
 
@@ -118,16 +118,16 @@ class Measuring:
 class Fitted:
     """Decoders for one problem whose simulator was fitted to measurements.
 
-    A cost is the known plan's simulated step times the ratio to its fitted one.
+    A cost is the reference's simulated step time times the ratio to its fitted one.
     """
 
     judge: Judge  # of the fitted problem
-    known: Candidate  # with its step before the fit
+    known: Candidate  # with its step time before the fit
 
     def costs(
         self, numbers: NDArray[np.int64], weights: NDArray[np.floating[Any]]
     ) -> NDArray[np.int64]:
-        """Costs (B,) of what ``weights`` (B, K) decode to; there is but one problem."""
+        """Return costs (B,) of decoded ``weights`` (B, K); there is only one problem."""
         del numbers
         costs = self.judge.decoded(weights)[2]
         fitted_ns = self.judge.costs(self.known.devices[None], self.known.priority[None])[0]
@@ -135,7 +135,7 @@ class Fitted:
         return np.asarray(np.rint(self.known.step_ns * ratios), np.int64)
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Do nothing."""
 
 
 def _ratio(own: Measurement, known: Measurement, *, loaded: bool) -> float:

@@ -1,4 +1,4 @@
-"""A trained policy: a small network in numpy, read from safetensors beside a readable card."""
+"""Trained policies: a small network in numpy, stored as safetensors with a JSON card."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from placer.search.decoder import HEFT, WEIGHT_COUNT
 from placer.search.judge import Judge
 
 GENERALIST: Final = "generalist"
-"""The policy that is taken where none is named."""
+"""The default policy."""
 FORMAT: Final = "placer-policy/1"
 SEQUENTIAL_FORMAT: Final = "placer-sequential-policy/1"
 ACTION_SCALE: Final = 2.0
@@ -35,16 +35,16 @@ DECIMALS: Final = 6
 """Weights are rounded, so that the last bit of a linear algebra library does not matter."""
 WEIGHTS: Final = ".safetensors"
 CARD: Final = ".json"
-"""Endings of the two files of a policy, whose own name may have dots."""
+"""Suffixes of the two files of a policy; its name itself may contain dots."""
 LARGEST_FILE_BYTES: Final = 10**8
-"""Of weights; the shipped ones have 0.1 MB."""
+"""Maximum size of the weights; the shipped ones have 0.1 MB."""
 RANGES: Final[Mapping[str, tuple[float, float]]] = {
     "feature_mean": (-1e6, 1e6),
     "feature_deviation": (1e-7, 1e6),
-    "log_std": (-13.0, 3.0),  # spreads of actions: from what is left when they are rounded
+    "log_std": (-13.0, 3.0),  # from the smallest deviation that survives rounding
     "layers": (-1e6, 1e6),
 }
-"""What the numbers of tensors may be, by how their names begin."""
+"""Allowed ranges of tensor values, by the first part of their names."""
 _SHARED: Final = ("feature_mean", "feature_deviation")
 _OTHERS: Final = "others."
 _OTHER_KEY: Final = re.compile(r"others\.(\d+)\.([a-z].*)")
@@ -54,8 +54,9 @@ _OTHER_KEY: Final = re.compile(r"others\.(\d+)\.([a-z].*)")
 class Policy:
     """Maps the summary of a problem to decoder weights.
 
-    ``layers`` are (out, in) matrices with their biases (out,); tanh between them, none at the end.
-    ``others`` are policies of other training seeds, the most helpful first: search asks them, too.
+    ``layers`` are (out, in) matrices with biases (out,), with tanh between them and none at the
+    end. ``others`` are policies of other training seeds, the most helpful first; search uses them,
+    too.
     """
 
     name: str
@@ -69,7 +70,7 @@ class Policy:
     def propose(
         self, judge: Judge, known: list[Candidate]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Means (M, K) and standard deviations (M, K) of the weights that suit a problem.
+        """Return means (M, K) and standard deviations (M, K) of weights for a problem.
 
         The first of M is this policy's own proposal, the rest are those of the others. ``known``
         are the candidates of :func:`placer.search.heuristics.heuristics`.
@@ -79,14 +80,14 @@ class Policy:
     def proposals(
         self, summary: NDArray[np.float64]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """The same from the summary (F,)."""
+        """Return the means and standard deviations of :meth:`propose` for a summary (F,)."""
         own = [policy.weights(summary) for policy in (self, *self.others)]
         return np.stack([mean for mean, _ in own]), np.stack([spread for _, spread in own])
 
     def weights(
         self, summary: NDArray[np.float64]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Mean (K,) and standard deviation (K,) of this policy alone."""
+        """Return mean (K,) and standard deviation (K,) of this policy alone."""
         x = normalised(summary, self.feature_mean, self.feature_deviation)
         for number, (matrix, bias) in enumerate(self.layers):
             x = np.asarray(matrix @ x + bias)
@@ -97,7 +98,7 @@ class Policy:
         return mean.round(DECIMALS), deviation.round(DECIMALS)
 
     def save(self, path: Path) -> None:
-        """Write ``path``.safetensors and ``path``.json; each is complete or absent.
+        """Write ``path``.safetensors and ``path``.json, each completely or not at all.
 
         Raises:
             OSError: they cannot be written.
@@ -107,7 +108,7 @@ class Policy:
         write_card(path, self.card)
 
     def tensors(self) -> dict[str, NDArray[Any]]:
-        """What it consists of, by name; :meth:`of` makes it again."""
+        """Return all tensors by name, the inverse of :meth:`of`."""
         tensors = {
             "feature_mean": self.feature_mean,
             "feature_deviation": self.feature_deviation,
@@ -123,10 +124,10 @@ class Policy:
 
     @classmethod
     def of(cls, name: str, card: Mapping[str, Any], tensors: Mapping[str, NDArray[Any]]) -> Policy:
-        """The policy that consists of these.
+        """Create a policy from its tensors.
 
         Raises:
-            ValueError: one is missing, of another shape or type, or has numbers out of range.
+            ValueError: a tensor is missing, has another shape or type, or values out of range.
         """
         shared = {key: value for key, value in tensors.items() if key in _SHARED}
         groups: dict[int, dict[str, NDArray[Any]]] = {}
@@ -157,20 +158,20 @@ class Policy:
 def normalised(
     summary: NDArray[np.float64], mean: NDArray[np.float32], deviation: NDArray[np.float32]
 ) -> NDArray[np.float32]:
-    """Summaries (..., F) in units of the training pool's standard deviations, clipped."""
+    """Return summaries (..., F) in units of the training pool's standard deviations, clipped."""
     return np.asarray(np.clip((summary - mean) / deviation, -FARTHEST, FARTHEST), np.float32)
 
 
 def names() -> tuple[str, ...]:
-    """The policies that ship with this project."""
+    """Return the names of the shipped policies."""
     return tuple(sorted(path.stem for path in shipped().glob(f"*{WEIGHTS}")))
 
 
 def load(name: str) -> Policy:
-    """A shipped policy by name, or one of your own by its path, with or without ending.
+    """Load a shipped policy by name, or any policy by its path, with or without suffix.
 
     Raises:
-        ValueError: there is no such policy (the message lists those there are), or its files are
+        ValueError: there is no such policy (the message lists the shipped ones), or its files are
             not those of a policy of this version.
     """
     path = path_of(name)
@@ -206,10 +207,10 @@ def _tensors(path: Path) -> dict[str, NDArray[Any]]:
 
 
 def path_of(name: str) -> Path:
-    """Where a policy is, without ending: a shipped one by name, or one of your own by its path.
+    """Return the path without suffix of a shipped policy, or of any policy given by its path.
 
     Raises:
-        ValueError: there is no such policy; the message lists those there are.
+        ValueError: there is no such policy; the message lists the shipped ones.
     """
     path = shipped() / name if name in names() else Path(name)
     path = path.with_suffix("") if path.suffix in (WEIGHTS, CARD) else path
@@ -225,7 +226,7 @@ def path_of(name: str) -> Path:
 
 
 def file_of(path: Path, ending: str) -> Path:
-    """The file with an ending of the policy at a path without one."""
+    """Return the file of a policy with this suffix."""
     return path.parent / f"{path.name}{ending}"
 
 
@@ -246,7 +247,6 @@ def _check_tensor(key: str, tensor: NDArray[Any], shape: tuple[int, ...]) -> Non
 
 
 def _shapes(tensors: Mapping[str, NDArray[Any]], depth: int) -> dict[str, tuple[int, ...]]:
-    """What shapes the tensors of a policy must have."""
     shapes: dict[str, tuple[int, ...]] = {
         "feature_mean": (len(FEATURES),),
         "feature_deviation": (len(FEATURES),),
@@ -264,7 +264,7 @@ def _shapes(tensors: Mapping[str, NDArray[Any]], depth: int) -> dict[str, tuple[
 
 
 def shipped() -> Path:
-    """Where the shipped policies are: inside an installed package, else beside the sources."""
+    """Return the folder of shipped policies: in an installed package, else beside the sources."""
     package = Path(__file__).resolve().parents[1]
     inside = package / "trained_policies"
     return inside if inside.is_dir() else package.parent / "trained_policies"

@@ -1,4 +1,4 @@
-"""Choosing decoder weights as a one-step environment: plain, and as a batch for training."""
+"""Choice of decoder weights as a one-step environment, and as a VecEnv for training."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from placer.search.decoder import HEFT, WEIGHT_COUNT
 
 
 class PlacementParamsEnv(gym.Env[NDArray[np.float32], NDArray[np.float32]]):
-    """Chooses the weights of the list scheduler for a problem; one step is an episode.
+    """Choose the weights of the list scheduler for a problem; an episode has one step.
 
     Observation: (F,) float32 in -2 .. 2: the summary of a problem drawn from the pool, normalised
                  by the pool's mean and standard deviation.
     Action:      (K,) float32 in -1 .. 1; weights = HEFT + 2 * action.
     Reward:      -10 log(step / reference), the reference being the best of single device, HEFT and
-                 ETF; not below -20. Higher is better, 0 is as good as the heuristics.
+                 ETF; not below -20. Higher is better, 0 equals the best heuristic.
     Info:        ``step_ns``, ``reference_ns`` and ``family``.
     """
 
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012 - declared so by Gymnasium
 
     def __init__(self, pool: Sequence[Exercise] | None = None) -> None:
-        """Draw from ``pool``; by default from one small problem."""
+        """Draw problems from ``pool``, by default from one small problem."""
         self.pool = list(pool or [exercise(toy_problem(), "two-towers")])
         self.feature_mean, self.feature_deviation = pool_scale(self.pool)
         self.observation_space = observation_space()
@@ -53,7 +53,7 @@ class PlacementParamsEnv(gym.Env[NDArray[np.float32], NDArray[np.float32]]):
     def step(
         self, action: NDArray[np.float32]
     ) -> tuple[NDArray[np.float32], float, bool, bool, dict[str, Any]]:
-        """Decode with these weights; the episode ends."""
+        """Decode the weights; the episode ends."""
         cost = decoded_cost(self._current, action)
         info = {
             "step_ns": cost,
@@ -67,7 +67,7 @@ class PlacementParamsEnv(gym.Env[NDArray[np.float32], NDArray[np.float32]]):
 
 
 class ParamsBatch(VecEnv):
-    """The same environment, many at once: problems differ from episode to episode.
+    """VecEnv of :class:`PlacementParamsEnv`; problems differ from episode to episode.
 
     The info of every step has the ``ratio`` of the cost to the reference.
     """
@@ -81,10 +81,10 @@ class ParamsBatch(VecEnv):
         scale: tuple[NDArray[np.float32], NDArray[np.float32]] | None = None,
         rewards: Rewards | None = None,
     ) -> None:
-        """``count`` environments that draw from one pool; ``decoders`` know its problems.
+        """Create ``count`` environments that draw from one pool; ``decoders`` hold its problems.
 
-        Observations are in units of ``scale``, by default the pool's own. ``rewards`` are by
-        default those of the plain environment.
+        Observations are in units of ``scale``, by default the pool's own. ``rewards`` default to
+        those of the plain environment.
         """
         super().__init__(count, observation_space(), action_space())
         self.pool = list(pool)
@@ -100,16 +100,16 @@ class ParamsBatch(VecEnv):
         self._actions = np.zeros((count, WEIGHT_COUNT), np.float32)
 
     def reset(self) -> NDArray[np.float32]:
-        """Draw problems; their observations (count, F)."""
+        """Draw problems; return their observations (count, F)."""
         self._current = self.chosen[self._random.integers(len(self.chosen), size=self.num_envs)]
         return self._observations[self._current]
 
     def step_async(self, actions: NDArray[np.float32]) -> None:
-        """Take the actions (count, K)."""
+        """Store the actions (count, K)."""
         self._actions = actions
 
     def step_wait(self) -> VecEnvStepReturn:
-        """Decode all, and draw the next problems."""
+        """Decode all actions, and draw the next problems."""
         costs = self.decoders.costs(self._current, weights_of(self._actions))
         items = [self.pool[number] for number in self._current]
         ratios = [
@@ -123,28 +123,28 @@ class ParamsBatch(VecEnv):
         return self.reset(), rewards, np.ones(self.num_envs, np.bool_), infos
 
     def observations(self, numbers: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Observations (B, F) of the problems ``numbers`` (B,)."""
+        """Return observations (B, F) of the problems ``numbers`` (B,)."""
         return self._observations[numbers]
 
     def choose(self, numbers: NDArray[np.int64]) -> None:
-        """From now on draw these problems of the pool."""
+        """Restrict drawing to the problems ``numbers`` of the pool from now on."""
         self.chosen = numbers
 
     def state(self) -> dict[str, Any]:
-        """Where the drawing of problems is, as JSON can hold it."""
+        """Return the random state and the current problems, JSON compatible."""
         return {"random": self._random.bit_generator.state, "current": self._current.tolist()}
 
     def restore(self, state: Mapping[str, Any]) -> NDArray[np.float32]:
-        """Go on from :meth:`state`; the observations (count, F) that were last."""
+        """Continue from :meth:`state`; return the last observations (count, F)."""
         self._random.bit_generator.state = state["random"]
         self._current = np.array(state["current"], np.int64)
         return self._observations[self._current]
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
     def get_attr(self, attr_name: str, indices: VecEnvIndices = None) -> list[Any]:
-        """An attribute, once for each environment asked for."""
+        """Return an attribute, once for each of the environments."""
         return [getattr(self, attr_name, None) for _ in self._get_indices(indices)]
 
     def set_attr(self, attr_name: str, value: Any, indices: VecEnvIndices = None) -> None:
@@ -154,29 +154,29 @@ class ParamsBatch(VecEnv):
     def env_method(
         self, method_name: str, *method_args: Any, indices: VecEnvIndices = None, **kwargs: Any
     ) -> list[Any]:
-        """Call a method, once for each environment asked for."""
+        """Call a method, once for each of the environments."""
         method = getattr(self, method_name)
         return [method(*method_args, **kwargs) for _ in self._get_indices(indices)]
 
     def env_is_wrapped(
         self, wrapper_class: type[gym.Wrapper[Any, Any, Any, Any]], indices: VecEnvIndices = None
     ) -> list[bool]:
-        """No environment is wrapped."""
+        """Return False for each of the environments."""
         return [False for _ in self._get_indices(indices)]
 
 
 def observation_space() -> gym.Space[NDArray[np.float32]]:
-    """Normalised summaries (F,)."""
+    """Return the space of normalised summaries (F,)."""
     return spaces.Box(-FARTHEST, FARTHEST, (len(FEATURES),), np.float32)
 
 
 def action_space() -> gym.Space[NDArray[np.float32]]:
-    """Offsets from HEFT (K,), in units of ACTION_SCALE."""
+    """Return the space of offsets from HEFT (K,), in units of ACTION_SCALE."""
     return spaces.Box(-1.0, 1.0, (WEIGHT_COUNT,), np.float32)
 
 
 def pool_scale(pool: Sequence[Exercise]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Mean (F,) and standard deviation (F,) of the summaries of a pool; 1 where all are equal."""
+    """Return mean and standard deviation (F,) of the summaries of a pool; 1 if all are equal."""
     summaries = np.stack([item.summary for item in pool])
     deviation = summaries.std(axis=0)
     return (
@@ -186,16 +186,16 @@ def pool_scale(pool: Sequence[Exercise]) -> tuple[NDArray[np.float32], NDArray[n
 
 
 def decoded_cost(item: Exercise, action: NDArray[np.float32]) -> int:
-    """Cost of what an action (K,) decodes to."""
+    """Return the cost of a decoded action (K,)."""
     return int(item.judge.decoded(weights_of(action[None]))[2][0])
 
 
 def weights_of(actions: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Weights (B, K) of actions (B, K)."""
+    """Return decoder weights (B, K) of actions (B, K)."""
     return np.asarray(HEFT + ACTION_SCALE * np.clip(actions.astype(np.float64), -1.0, 1.0))
 
 
 def reward_of(item: Exercise, cost: int) -> float:
-    """Plain reward of a cost, in WORST_REWARD .. infinity."""
+    """Return the plain reward of a cost, in WORST_REWARD .. infinity."""
     ratio = np.array([item.ratio(max(cost, 1))])
     return float(plain_rewards(1).of(np.zeros(1, np.int64), ratio)[0])

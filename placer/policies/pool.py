@@ -1,4 +1,4 @@
-"""Problems to train and to test on: made-up graphs on made-up clusters, from a seed."""
+"""Problems for training and testing: synthetic graphs on synthetic clusters, from a seed."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ SLOWER: Final = "slow"
 SHARINGS: Final[tuple[Sharing, ...]] = ("egress", "egress", "pair", "none")
 ORDERS: Final[tuple[LinkOrder, ...]] = ("fifo", "priority")
 NO_NEWS: Final = ("chain",)
-"""Families that teach nothing: one device is the best there."""
+"""Families without anything to learn: there one device is best."""
 CANNOT_RUN: Final = 1e3
-"""Ratio of a placement that cannot run."""
+"""Ratio of an infeasible placement."""
 REFERENCE: Final = "reference"
-"""A family of its own: reference models as they are extracted."""
+"""Family of the extracted reference models."""
 
 _Counts: TypeAlias = Annotated[tuple[Annotated[int, Within(2, MOST_DEVICES)], ...], Items(1, 1000)]
 _Latencies: TypeAlias = Annotated[tuple[Annotated[float, Within(0.0, 1.0)], ...], Items(1, 1000)]
@@ -41,14 +41,14 @@ _Ratio: TypeAlias = Annotated[float, Within(1e-6, 1e6)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clusters:
-    """Which clusters are drawn; one link joins all devices.
+    """Distribution of clusters; one link joins all devices.
 
-    Slower devices are 1.5 to 4 times slower. ``comm_ratio``, where it is given, decides the
-    bandwidth: the time to send every output once, over the time of all ops.
+    Slower devices are 1.5 to 4 times slower. ``comm_ratio``, if given, determines the bandwidth:
+    the time to send every output once, over the time of all ops.
     """
 
     devices: _Counts = (2, 2, 3, 4, 5, 6, 8)  # one of these numbers
-    unequal_share: Annotated[float, Within(0.0, 1.0)] = 0.25  # of them have slower devices
+    unequal_share: Annotated[float, Within(0.0, 1.0)] = 0.25  # share with slower devices
     latencies_s: _Latencies = (5e-6, 15e-6, 30e-6)  # one of these
     bandwidth_bytes_per_s: tuple[_Bandwidth, _Bandwidth] = (8e9, 50e9)  # log-uniform
     comm_ratio: tuple[_Ratio, _Ratio] | None = None  # log-uniform
@@ -61,7 +61,7 @@ class Clusters:
                 raise ValueError(f"{name} is {low:g} .. {high:g}: the smaller one comes first")
 
     def draw(self, rng: np.random.Generator, graph: GraphArrays) -> tuple[GraphArrays, Cluster]:
-        """A cluster, and ``graph``, whose costs are of any kind, with costs for its devices."""
+        """Draw a cluster; return it with ``graph``, with costs for the kinds of its devices."""
         count = int(rng.choice(self.devices))
         kinds = [FASTEST] * count
         cost = graph.costs_for(ANY_KIND)
@@ -84,7 +84,6 @@ class Clusters:
         return graph, Cluster(name=f"{count}-devices", devices=devices, links=(link,))
 
     def _bandwidth(self, rng: np.random.Generator, graph: GraphArrays, work_s: float) -> float:
-        """Bytes per second of the link."""
         if self.comm_ratio is None:
             return math.exp(rng.uniform(*np.log(self.bandwidth_bytes_per_s)))
         ratio = math.exp(rng.uniform(*np.log(self.comm_ratio)))
@@ -94,7 +93,7 @@ class Clusters:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Exercise:
-    """A problem with what a policy sees of it and what it has to beat."""
+    """A problem with its heuristics, its summary and the reference to beat."""
 
     family: str
     judge: Judge
@@ -103,15 +102,15 @@ class Exercise:
     reference_ns: int  # the best of single device, HEFT and ETF
 
     def ratio(self, cost: int) -> float:
-        """A cost relative to the reference."""
+        """Return a cost relative to the reference."""
         return cost / self.reference_ns
 
 
 def families(chosen: Sequence[str] | None = None) -> tuple[str, ...]:
-    """The families to draw from: those chosen, or all made-up ones that are worth it.
+    """Return the families to draw from: the chosen ones, or all useful synthetic ones.
 
     Raises:
-        ValueError: there is no such family; the message lists those there are.
+        ValueError: there is no such family; the message lists all.
     """
     known = (*FAMILIES, REFERENCE)
     for name in chosen or ():
@@ -123,7 +122,7 @@ def families(chosen: Sequence[str] | None = None) -> tuple[str, ...]:
 def draw_exercise(
     rng: np.random.Generator, family: str, max_ops: int, clusters: Clusters | None = None
 ) -> Exercise:
-    """A graph of a family on a random cluster."""
+    """Draw a graph of a family on a random cluster."""
     drawn = draw_reference if family == REFERENCE else partial(draw, family=family)
     graph, cluster = (clusters or Clusters()).draw(
         rng, GraphArrays.from_graph(drawn(rng, max_ops=max_ops))
@@ -132,7 +131,7 @@ def draw_exercise(
 
 
 def exercise(problem: Problem, family: str = "") -> Exercise:
-    """Prepare any problem for training or testing."""
+    """Prepare a problem for training or testing."""
     judge = Judge(problem)
     known = heuristics(judge)
     reference = min(
@@ -154,7 +153,7 @@ def draw_pool(
     chosen: Sequence[str] | None = None,
     clusters: Clusters | None = None,
 ) -> list[Exercise]:
-    """``count`` exercises, the families taking turns.
+    """Draw ``count`` exercises, with the families in turn.
 
     Raises:
         ValueError: a family does not exist.

@@ -1,7 +1,7 @@
 """Decoding on several machines by Ray (extra: cluster).
 
-Work is stateless tasks, so that those of a machine that dies are done by another, to the same
-costs. Every machine must have placer installed, in the same version.
+Work consists of stateless tasks, so that another machine can redo those of a machine that dies,
+with the same costs. Every machine must have the same version of placer installed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class RayTasks:
     """Decodes on all processors of a Ray cluster, one task for each; see :class:`Decoders`."""
 
     def __init__(self, judges: Sequence[Judge], address: str = "") -> None:
-        """Connect to the cluster at ``address`` or ``$RAY_ADDRESS``, or start one of this machine.
+        """Connect to the cluster at ``address`` or ``$RAY_ADDRESS``, or start one on this machine.
 
         Raises:
             ValueError: Ray is not installed.
@@ -61,16 +61,16 @@ class RayTasks:
         return np.concatenate(self._ray.get(tasks))
 
     def close(self) -> None:
-        """Leave the cluster; one that was started here ends."""
+        """Disconnect; a cluster started by this instance ends."""
         if self._connected:
             self._ray.shutdown()
 
 
 def _start(ray: Any) -> None:
-    """Start a cluster that listens on this machine only; whoever reaches one can run code on it."""
+    """Start a cluster that listens on this machine only: whoever reaches it can run code on it."""
     constants: Any = import_module("ray._private.ray_constants")
     before = constants.ENABLE_RAY_CLUSTER
-    constants.ENABLE_RAY_CLUSTER = False  # else Ray takes an address of the network for itself
+    constants.ENABLE_RAY_CLUSTER = False  # else Ray listens on a network address
     try:
         ray.init("local", include_dashboard=False, log_to_driver=False)
     finally:
@@ -85,7 +85,7 @@ def _start(ray: Any) -> None:
 
 
 _known: dict[str, Here] = {}
-"""Of a worker: what it decodes with, by the id of the problems; one at a time."""
+"""In a worker: its decoder, by the id of the problems; at most one entry."""
 
 
 def _costs(

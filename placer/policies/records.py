@@ -1,6 +1,6 @@
-"""Frozen dataclasses from the tables of a TOML file, and what differs between two of them.
+"""Frozen dataclasses from the tables of a TOML file, and the differences between two of them.
 
-The fields are the table of what such a file may hold::
+The fields define what such a file may contain::
 
     seeds: Annotated[int, Within(1, 1000)] = 5
     layers: Annotated[tuple[Annotated[int, Within(1, 4096)], ...], Items(0, 8)] = (16,)
@@ -30,28 +30,28 @@ class Within:
     high: float
 
     def check(self, value: Any, where: str) -> None:
-        """Raise ValueError where a value is outside."""
+        """Raise ValueError if a value is out of range."""
         within(value, self.low, self.high, where)
 
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """How many items a list may have."""
+    """The allowed number of items of a list."""
 
     low: int
     high: int
 
     def check(self, value: Any, where: str) -> None:
-        """Raise ValueError where they are more or fewer."""
+        """Raise ValueError if there are more or fewer."""
         within(len(value), self.low, self.high, f"the number of items of {where}")
 
 
 def record(kind: type[Record], value: object, where: str = "") -> Record:
-    """A dataclass from a table: keys are its fields, what is left out has its default.
+    """Create a dataclass from a table: keys are fields, missing ones have their defaults.
 
     Raises:
-        ValueError: a key is unknown or missing, or a value of another type or out of range; says
-            the path of the key.
+        ValueError: a key is unknown or missing, or a value of another type or out of range; the
+            message has the path of the key.
     """
     own = dataclasses.fields(kind)  # type: ignore[arg-type]  # the caller gives a dataclass
     missing = dataclasses.MISSING
@@ -66,10 +66,10 @@ def record(kind: type[Record], value: object, where: str = "") -> Record:
 
 
 def check_ranges(values: Any) -> None:
-    """Check every field of a dataclass, however it was made, against its annotation.
+    """Check every field of a dataclass against its annotation.
 
     Raises:
-        ValueError: a number is outside of its range.
+        ValueError: a number is out of range.
     """
     for name, annotation in _hints(type(values)).items():
         _check(annotation, getattr(values, name), name)
@@ -97,13 +97,13 @@ def _hints(kind: type[Any]) -> dict[str, Any]:
 
 
 def plain(value: Any) -> dict[str, Any]:
-    """A dataclass as JSON holds it; :func:`record` reads it back."""
+    """Return a dataclass in the form of JSON; the inverse of :func:`record`."""
     found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(value)))
     return found
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], where: str = "") -> list[str]:
-    """Sentences on every key whose value is another now, by its path."""
+    """Return a sentence for every key whose value differs, by its path."""
     return list(_differences(before, now, where))
 
 
@@ -145,9 +145,9 @@ def _typed(annotation: Any, value: object, where: str) -> object:
 
 
 def _only(arguments: tuple[Any, ...], value: object, where: str) -> object:
-    """A value that may be left out, of several types the first that takes it."""
+    """Return a value of a Union type, of the first member that accepts it."""
     kinds = [kind for kind in arguments if kind is not types.NoneType]
-    if value is None and len(kinds) < len(arguments):  # JSON says so, TOML leaves the key out
+    if value is None and len(kinds) < len(arguments):  # null in JSON; TOML omits the key
         return None
     faults = []
     for kind in kinds:

@@ -1,7 +1,7 @@
-"""The family "reference": steps of the models of :mod:`graphs.models`, as they are extracted.
+"""The family "reference": extracted training steps of the models of :mod:`graphs.models`.
 
-Models are on the meta device, in sizes that people train, so that only their graphs take memory;
-costs are the roofline of a device of a data sheet, at half its rates.
+Models are on the meta device, in realistic sizes, so that only their graphs take memory; costs are
+the roofline of a data sheet's device, at half its rates.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from graphs.models import (
 )
 
 REACHED: Final = 0.5
-"""Of a data sheet's rates."""
+"""Reached share of a data sheet's rates."""
 LAUNCH_S: Final = 5e-6
 DEVICES: Final = (
     # FLOP/s, bytes/s: fp16 or bf16 on tensor cores, data sheets of NVIDIA
@@ -51,9 +51,9 @@ DEVICES: Final = (
 
 
 def draw_reference(rng: np.random.Generator, *, max_ops: int) -> nx.DiGraph[str]:
-    """The graph of a training step of a random model on a random device, its ops in groups.
+    """Return the graph of a training step of a random model on a random device, coarsened.
 
-    Costs are of any kind of device. Each model is extracted once in a process, in seconds.
+    Costs are of any kind of device. Each model is extracted once per process, in seconds.
     """
     names = sorted(MODELS)
     graph = extracted(names[int(rng.integers(len(names)))])
@@ -72,7 +72,7 @@ def draw_reference(rng: np.random.Generator, *, max_ops: int) -> nx.DiGraph[str]
 
 @cache
 def extracted(name: str) -> nx.DiGraph[str]:
-    """The graph of a training step of a model, without costs."""
+    """Return the graph of a training step of a model, without costs."""
     with torch.device("meta"):
         return extract(MODELS[name]()).graph
 
@@ -97,7 +97,7 @@ def _tokens(*shape: int) -> Tensor:
 
 
 def _classes(output: Tensor | tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
-    """Of all classifiers that a model has."""
+    """Return the sum of the losses of all classifier heads."""
     heads = output if isinstance(output, tuple) else (output,)
     losses = [F.cross_entropy(logits, labels) for logits in heads]
     return torch.stack(losses).sum()

@@ -1,9 +1,9 @@
-"""What a decode earns: how much shorter its step is than could be expected of its problem.
+"""Rewards of decoded weights: how much shorter the step is than expected for its problem.
 
-A reward is ``(expected - log(cost / reference)) / spread``, cut off at both ends. Plain rewards
+A reward is ``(expected - log(cost / reference)) / spread``, clipped at both ends. Plain rewards
 expect the reference of every problem, the best of {single device, HEFT, ETF}. Relative rewards
-expect of a problem what untrained weights around HEFT cost on average, in units of how much they
-vary: the problems where much is to be had do not drown the others, and none is hopeless.
+expect the average of untrained weights around HEFT, in units of their standard deviation, so that
+problems with much to gain do not dominate the others, and none is hopeless.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from placer.search.decoder import HEFT, WEIGHT_COUNT
 
 REWARD_SCALE: Final = 10.0
 WORST_REWARD: Final = -20.0
-"""Of a plan that cannot run, and of one that takes more than seven times the reference."""
+"""Reward of infeasible placements, and of those that take more than seven times the reference."""
 UNTRAINED_SAMPLES: Final = 32
 FARTHEST_REWARD: Final = 5.0
 SMALLEST_SPREAD: Final = 0.01
-"""Weights that change a step by less teach nothing."""
+"""Weights that change a step by less than this teach nothing."""
 SEED: Final = 5_000_000
 
 
@@ -38,14 +38,14 @@ class Rewards:
     most: float
 
     def of(self, numbers: NDArray[np.int64], ratios: NDArray[np.floating]) -> NDArray[np.float32]:
-        """Rewards (B,) of costs over references (B,) on the problems ``numbers`` (B,)."""
+        """Return rewards (B,) of costs over references (B,) on the problems ``numbers`` (B,)."""
         gain = self.expected[numbers] - np.log(ratios)
         cut = np.clip(gain / self.spread[numbers], self.least, self.most)
         return np.asarray(cut, np.float32)
 
 
 def plain_rewards(count: int) -> Rewards:
-    """-10 log(cost / reference), not below WORST_REWARD, for all of ``count`` problems."""
+    """Return -10 log(cost / reference), not below WORST_REWARD, for all of ``count`` problems."""
     return Rewards(
         expected=np.zeros(count),
         spread=np.full(count, 1.0 / REWARD_SCALE),
@@ -57,12 +57,12 @@ def plain_rewards(count: int) -> Rewards:
 def relative_rewards(
     decoders: Decoders, references: NDArray[np.int64], deviation: float
 ) -> Rewards:
-    """Against 32 untrained decodes of every problem.
+    """Return rewards relative to 32 untrained decodes of every problem.
 
     Args:
-        decoders: know the problems.
+        decoders: hold the problems.
         references: (G,) costs of the best heuristics.
-        deviation: of the untrained actions.
+        deviation: standard deviation of the untrained actions.
     """
     count = len(references)
     rng = np.random.default_rng(SEED)

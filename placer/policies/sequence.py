@@ -1,13 +1,13 @@
-"""The original: a sequence-to-sequence network that learns to place one graph by REINFORCE.
+"""Sequence-to-sequence network that learns to place one graph by REINFORCE.
 
 Mirhoseini et al., "Device Placement Optimization with Reinforcement Learning" (ICML 2017, arXiv
-1706.04972). An LSTM reads the groups of a graph in topological order, as embeddings of their ops'
-types, their sizes and their neighbours; another, which attends to what the first made of them and
-is told its last choice, gives each a device. The reward is minus the square root of the step, the
-baseline a moving average of it, the optimizer Adam.
+1706.04972). An LSTM reads the groups of a graph in topological order, as embeddings of their op
+types, their sizes and their neighbours; a second one attends to the first one's outputs, gets its
+last choice as input, and gives each group a device. The reward is minus the square root of the step
+time, the baseline its moving average, the optimizer Adam.
 
-It is a baseline. One core draws and learns from about 375 placements a second for 30 groups, 230
-for 64 and 90 for 128: each takes a pass over all groups, and one number rewards all their devices.
+It is a baseline. One core samples and learns from about 375 placements a second for 30 groups, 230
+for 64 and 90 for 128: each takes a pass over all groups, and one number rewards all devices.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ SAMPLES: Final = 10
 """Placements per update."""
 LEARNING_RATE: Final = 3e-3
 KEPT: Final = 0.9
-"""How much of the moving average is kept at an update."""
+"""Decay of the moving average per update."""
 CLIP: Final = 1.0
 FAILURE: Final = 10.0
-"""Step of a placement that does not fit, in steps of the slowest single device."""
+"""Step time of an infeasible placement, in units of all ops on the slowest device."""
 
 
 class SequenceNetwork(nn.Module):
@@ -64,13 +64,13 @@ class SequenceNetwork(nn.Module):
         allowed: torch.Tensor,
         chances: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw placements.
+        """Sample placements.
 
         Args:
             shares: (G, T), the share of each op type in a group.
             features: (G, F).
             allowed: (G, D), bool.
-            chances: (B, G), numbers from 0 to 1 that decide the draws.
+            chances: (B, G), random numbers from 0 to 1 that decide the samples.
 
         Returns:
             Devices (B, G), and the logarithms of their probabilities (B,).
@@ -99,7 +99,7 @@ class SequenceNetwork(nn.Module):
 
 @one_thread()
 def learn(tally: Tally, seed: int) -> None:
-    """Draw placements and learn from their steps until the tally is over."""
+    """Sample placements and learn from their step times until the tally is over."""
     judge = tally.judge
     groups = at_most(judge.problem, MOST_GROUPS)
     shares, features = described(groups)
@@ -131,13 +131,13 @@ def learn(tally: Tally, seed: int) -> None:
 
 @cache
 def load_libraries() -> None:
-    """Learn a toy problem once: Adam imports torch's compiler, which takes seconds."""
+    """Train once on a toy problem: Adam imports torch's compiler, which takes seconds."""
     meter = Meter(Budget(evaluations=SAMPLES), trail=None)
     learn(Tally(Judge(toy_problem()), meter, "toy"), 0)
 
 
 def reward(costs: NDArray[np.int64], unit_ns: float) -> NDArray[np.float64]:
-    """Minus the square root of each step in units of a whole graph; FAILURE where none fits.
+    """Return minus the square root of each step in units of ``unit_ns``; FAILURE if infeasible.
 
     >>> reward(np.array([400, 100]), 100.0).tolist()
     [-2.0, -1.0]
@@ -147,10 +147,10 @@ def reward(costs: NDArray[np.int64], unit_ns: float) -> NDArray[np.float64]:
 
 
 def described(groups: Grouping) -> tuple[torch.Tensor, torch.Tensor]:
-    """Shares of op types (G, T), and features (G, 3 + 2 G): sizes, inputs and outputs.
+    """Return shares of op types (G, T), and features (G, 3 + 2 G): sizes, inputs and outputs.
 
-    Sizes are logarithms of outputs' and parameters' bytes and of the number of ops; inputs and
-    outputs say from and to which other groups edges lead.
+    Sizes are logarithms of output bytes, parameter bytes and number of ops; inputs and outputs mark
+    the other groups that edges come from and lead to.
     """
     graph, count = groups.problem.graph, len(groups)
     _, of_type = np.unique(graph.ops, return_inverse=True)
@@ -173,6 +173,6 @@ def described(groups: Grouping) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _drawn(logs: torch.Tensor, chance: torch.Tensor) -> torch.Tensor:
-    """Devices (B,) drawn by log-probabilities (B, D); never one of probability 0."""
+    """Return devices (B,) drawn with log-probabilities (B, D), never one of probability 0."""
     borders = logs.exp().cumsum(dim=1)
     return (chance[:, None] * borders[:, -1:] >= borders).sum(dim=1).clamp(max=logs.shape[1] - 1)

@@ -1,4 +1,4 @@
-"""Suites: named sets of graphs on clusters, to evaluate policies on.
+"""Suites: named sets of graphs on clusters for the evaluation of policies.
 
 They are in ``suites.toml`` beside the shipped policies::
 
@@ -32,12 +32,12 @@ from placer.policies.training.config import Graphs, Ops, check_graphs
 
 FORMAT: Final = "placer-suites/1"
 SEED: Final = 4_000_000
-"""Of no graph that anything is trained, selected or tested on."""
+"""Default seed; no graph for training, selection or testing is drawn from it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suite:
-    """Graphs of families on clusters, the same each time."""
+    """A fixed set of graphs of some families on clusters."""
 
     name: str
     about: str = ""
@@ -52,7 +52,7 @@ class Suite:
         check_graphs(self.families, self.graphs, self.max_ops)
 
     def drawn(self) -> list[Exercise]:
-        """Its graphs with what there is to beat."""
+        """Return the graphs as exercises."""
         return draw_pool(self.seed, self.graphs, self.max_ops, self.families, self.clusters)
 
 
@@ -63,10 +63,11 @@ class _Suites:
 
 
 def load_suites(path: Path | None = None) -> Mapping[str, Suite]:
-    """The suites of a file by name, by default those that ship with placer.
+    """Return the suites of a file by name, by default the shipped ones.
 
     Raises:
-        ValueError: it is no such file, or two have one name; says the path of the key.
+        ValueError: the file is invalid, or two suites have one name; the message has the path of
+            the key.
         OSError: it cannot be read.
     """
     return load_toml(path or shipped() / "suites.toml", _by_name)
@@ -81,10 +82,10 @@ def _by_name(content: object) -> Mapping[str, Suite]:
 
 
 def suite_named(name: str, suites: Mapping[str, Suite]) -> Suite:
-    """One of them.
+    """Return the suite with this name.
 
     Raises:
-        ValueError: there is no such suite; the message lists those there are.
+        ValueError: there is no such suite; the message lists all.
     """
     if name in suites:
         return suites[name]

@@ -1,4 +1,4 @@
-"""Numbers that say what kind of problem it is: what a policy sees."""
+"""Features of a problem: the input of a policy."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LARGEST_RATIO: Final = 10.0
 
 
 def summarise(judge: Judge, known: list[Candidate]) -> NDArray[np.float64]:
-    """The features (F,) of a problem whose heuristics are ``known``, not normalised."""
+    """Return the features (F,) of a problem with the heuristics ``known``, not normalised."""
     o = judge.outline
     count, devices = o.cost.shape
     cost = np.where(o.allowed, o.cost, np.inf).min(axis=1) / o.scale
@@ -85,5 +85,4 @@ def summarise(judge: Judge, known: list[Candidate]) -> NDArray[np.float64]:
 
 
 def _best(known: list[Candidate], name: str) -> float:
-    """Step of the best candidate whose name begins so."""
     return float(min((c.step_ns for c in known if c.name.startswith(name)), default=1))

@@ -1,4 +1,4 @@
-"""Torch's threads while a small network learns."""
+"""Number of torch threads while a small network learns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Let torch compute on one thread, which is faster for networks this small; then as before."""
+    """Let torch use one thread within the block, which is faster for networks this small."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""How to tune a policy on measured steps, and what comes of it."""
+"""Settings and result of tuning a policy on measured step times."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from placer.search.budget import Budget
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """How to tune."""
+    """Settings of a tuning."""
 
-    rounds: int = 6  # of measuring
-    plans: int = 6  # sampled and run in each
-    decodes: int = 3000  # learnt from the fitted simulator after each
-    budget: Budget = field(default_factory=lambda: Budget(seconds=20.0))  # of simulated searches
+    rounds: int = 6  # of measurements
+    plans: int = 6  # sampled and run in each round
+    decodes: int = 3000  # learned from the fitted simulator after each round
+    budget: Budget = field(default_factory=lambda: Budget(seconds=20.0))  # of each simulated search
     learning_rate: float = 3e-4
     seed: int = 0
 
@@ -30,7 +30,7 @@ class Tuning:
             )
 
     def training(self, policy: Policy) -> TrainingConfig:
-        """The learner's configuration; a rollout is one round."""
+        """Return the learner's configuration; a rollout is one round."""
         return TrainingConfig(
             seeds=1,
             length=Length(decodes=self.rounds * (self.plans + self.decodes)),
@@ -47,15 +47,15 @@ class Tuning:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tuned:
-    """What fine-tuning found."""
+    """Result of a tuning."""
 
-    policy: Policy  # its card tells of everything
-    best: Run  # of the plans that were run at the end
-    simulated: Run  # what simulated reward chooses, run beside it
-    placement: Placement  # of the best, with what was predicted and measured
+    policy: Policy  # its card describes the tuning
+    best: Run  # of the final runs
+    simulated: Run  # the choice of the simulated search, in the same runs
+    placement: Placement  # of the best run, with predicted and measured times
 
     def save(self, out: Path) -> Path:
-        """Write ``out``.safetensors, ``out``.json and the placement; gives the placement's path.
+        """Write ``out``.safetensors, ``out``.json and the placement; return the placement's path.
 
         Raises:
             OSError: they cannot be written.

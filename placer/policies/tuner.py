@@ -1,4 +1,4 @@
-"""Learns from measured steps, and from a simulator that is fitted to them in between."""
+"""Learning from measured step times, and from a simulator fitted to them in between."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from placer.search.judge import Judge
 from placer.search.portfolio import search
 
 FINALISTS: Final = 4
-"""How many of the plans that were run are run once more at the end."""
+"""Number of fastest candidates that are run once more at the end."""
 
 
 class Tuner:
@@ -59,7 +59,7 @@ class Tuner:
         self.began = time.perf_counter()
 
     def tuned(self) -> Tuned:
-        """Everything."""
+        """Run the tuning and return its result."""
         self.hear.stage("Searching with simulated reward")
         found = search(
             self.problem,
@@ -104,7 +104,7 @@ class Tuner:
     def _round(
         self, number: int, learner: Learner, batch: ParamsBatch, measuring: Measuring
     ) -> None:
-        """Run samples and what seems best, learn from them, fit, and learn from the fitted."""
+        """Run samples and the current proposals, learn, fit the simulator, and learn from it."""
         tuning, before = self.tuning, len(measuring.seen)
         proposed = self._proposed(learner)
         measuring.also += [proposed] if proposed.step_ns < OVERFULL_NS else []
@@ -134,21 +134,19 @@ class Tuner:
         self.hear.advance(done, f"best {best:.3f} of what simulated reward chooses")
 
     def _proposed(self, learner: Learner) -> Candidate:
-        """What the policy would choose now."""
         scale = (self.policy.feature_mean, self.policy.feature_deviation)
         weights = exported(learner.policy, "", *scale).weights(self.item.summary)[0]
         devices, priority, _ = self.judge.decoded(weights[None])
         return self.judge.candidate("tuned policy", devices[0], priority[0])
 
     def _searched(self, fit: Fit, number: int) -> list[Candidate]:
-        """The best plan for the fitted simulator, with its step in the one that is not."""
+        """Return the best candidate for the fitted simulator, with its unfitted step time."""
         seed = self.tuning.seed + number + 1
         found = search(fit.problem, self.tuning.budget, seed, self.policy)[0]
         plan = self.judge.candidate(f"{found.name}, fitted", found.devices, found.priority)
         return [plan] if plan.step_ns < OVERFULL_NS else []
 
     def _result(self, learner: Learner, measuring: Measuring) -> Tuned:
-        """What is best by the last rounds that were run."""
         simulated, best = _chosen(measuring)
         seen = best.measurement
         placement = replace(
@@ -200,7 +198,7 @@ class Tuner:
 
 
 def _fastest(seen: Sequence[Run]) -> list[Candidate]:
-    """The plans that were fastest relative to the known one, each once."""
+    """Return the fastest distinct candidates relative to the reference."""
     order = sorted((run for run in seen if run.ratio < CANNOT_RUN), key=lambda run: run.ratio)
     found: dict[bytes, Candidate] = {}
     for run in order:
@@ -210,7 +208,7 @@ def _fastest(seen: Sequence[Run]) -> list[Candidate]:
 
 
 def _chosen(measuring: Measuring) -> tuple[Run, Run]:
-    """The known plan and the best one, of the last plans that were run together."""
+    """Return the reference and the best run, of the last candidates that were run together."""
     last = max(i for i, run in enumerate(measuring.seen) if run.candidate is measuring.known)
     known, *others = measuring.seen[last:]
     loaded = contended([run.measurement for run in (known, *others)])
@@ -221,7 +219,6 @@ def _chosen(measuring: Measuring) -> tuple[Run, Run]:
 
 
 def _told_noise(run: Run) -> dict[str, float]:
-    """How sure its step is, in what a placement may hold."""
     told = noise(run.measurement)
     return {
         "wall_median_s": told["median_s"],

@@ -1,9 +1,9 @@
 """Fine-tuning on measured step time: a policy for one model on this machine's devices.
 
-The reward is the measured step, relative to the plan that simulated reward chooses, run in the same
-rounds. Measurements are few, so that between them the policy learns from the simulator, fitted to
-all that was measured. In the end the plans that were fastest are run once more, together; what
-noise cannot tell from the plan that simulated reward chooses is not chosen over it.
+The reward is the measured step time relative to the choice of the simulated search, run in the same
+rounds. Measurements are few, so in between the policy learns from the simulator, fitted to all
+measurements. At the end the fastest candidates are run once more, together; a candidate within
+noise of the simulated choice is not preferred to it.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ def tune(
     tuning: Tuning | None = None,
     progress: Progress | None = None,
 ) -> Tuned:
-    """Tune a policy to one step on devices that are here.
+    """Tune a policy to one step on devices of this machine.
 
-    Stopped by Ctrl-C once something was run, it ends with that.
+    If it is stopped by Ctrl-C after the first runs, it returns the result so far.
 
     Args:
         step: the model and its example inputs.
-        cluster: devices of this machine; speeds are calibrated where there are no links.
-        policy: what to start from.
+        cluster: devices of this machine; speeds are calibrated if there are no links.
+        policy: initial policy.
         name: of the tuned policy.
-        tuning: how long and how.
-        progress: hears what is going on.
+        tuning: settings.
+        progress: receives stages and progress.
 
     Raises:
-        ExtractionError: the model cannot be extracted, or what was extracted cannot be run.
-        ValueError: a device is not here, or there is but one.
-        WorkerError: the workers do not come up.
+        ExtractionError: the model cannot be extracted, or its extraction cannot be run.
+        ValueError: a device is not on this machine, or there is only one.
+        WorkerError: the workers do not start.
         KeyboardInterrupt: stopped before anything was run.
     """
     tuning, hear = tuning or Tuning(), progress or Silent()

@@ -1,1 +1,1 @@
-"""What a person sees: progress, tables, timelines."""
+"""Output for people: progress, tables, timelines and the HTML report."""

@@ -8,10 +8,10 @@ from typing import Final
 from rich.console import Console
 
 WIDTH_ELSEWHERE: Final = 110
-"""Columns where the output is no terminal: a log has no width."""
+"""Width in columns if the output is not a terminal."""
 
 
 def stdout_console() -> Console:
-    """Standard output, as wide as the terminal; names from files are text, whatever they hold."""
+    """Return a console for stdout, as wide as the terminal, that prints markup in names as text."""
     width = None if sys.stdout.isatty() else WIDTH_ELSEWHERE
     return Console(width=width, markup=False, highlight=False)

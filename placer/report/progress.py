@@ -1,4 +1,4 @@
-"""Progress of the main job: bars on a terminal, plain lines elsewhere, nothing for a library."""
+"""Progress of a job: bars on a terminal, plain lines elsewhere, nothing for a library."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ SHORTEST_STEP_S: Final = 1.0
 STEPS_KEPT: Final = 60
 FEWEST_STEPS: Final = 2
 SHORTEST_SHARE: Final = 0.002
-"""Of what has to be done, before it is foretold how long the rest takes."""
+"""Share of a stage that must be done before its remaining time is estimated."""
 
 
 class Progress(Protocol):
-    """Hears what the main job is doing."""
+    """Receives the progress of a job."""
 
     def stage(self, title: str) -> None:
-        """A new stage begins; the one before it is complete."""
+        """Begin a new stage; the previous one is complete."""
         ...
 
     def advance(self, share: float, text: str = "") -> None:
-        """The stage is done to a share, 0 .. 1; ``text`` says what is going on in it."""
+        """Report the share of the stage that is done, 0 .. 1; ``text`` says what is going on."""
         ...
 
 
 class Pace:
-    """How fast a stage goes on, from the first report of something done: a job may be resumed.
+    """Estimates the remaining time of a stage, from its first report on, as a job may be resumed.
 
-    It is that of its usual steps: one that stands still for a minute, such as with a worker that
-    does not answer, does not count.
+    The estimate uses the faster half of the progress, so that a single stall, such as a worker
+    that does not answer for a minute, does not count.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Pace:
         self._steps: deque[tuple[float, float]] = deque(maxlen=STEPS_KEPT)  # seconds, shares
 
     def left(self, share: float) -> str:
-        """Return how long the stage still takes at a share; "" where little is known."""
+        """Return the remaining time at a share, as text; "" if too little is known."""
         if not 0.0 < share < 1.0:
             return ""
         now = time.perf_counter()
@@ -64,7 +64,7 @@ class Pace:
         return told_left(self._usual_s() * (1.0 - share))
 
     def _usual_s(self) -> float:
-        """Seconds of the whole stage at the pace of the faster half of what was done."""
+        """Return the seconds of the whole stage at the pace of the faster half of the progress."""
         half = sum(done for _, done in self._steps) / 2
         for spent_s, done in sorted(self._steps, key=lambda step: step[0] / step[1]):
             half -= done
@@ -74,17 +74,17 @@ class Pace:
 
 
 class Silent:
-    """Shows nothing."""
+    """Shows no progress."""
 
     def stage(self, title: str) -> None:
-        """Ignored."""
+        """Do nothing."""
 
     def advance(self, share: float, text: str = "") -> None:
-        """Ignored."""
+        """Do nothing."""
 
 
 class Timed:
-    """Hands on what it hears, and keeps how long every stage took, in order: {title: seconds}."""
+    """Forwards progress and records the duration of each stage, in order: {title: seconds}."""
 
     def __init__(self, shown: Progress) -> None:
         self.took_s: dict[str, float] = {}
@@ -92,17 +92,17 @@ class Timed:
         self._title, self._began = "", 0.0
 
     def stage(self, title: str) -> None:
-        """The stage before is complete."""
+        """Complete the previous stage and begin a new one."""
         self.complete()
         self._title, self._began = title, time.perf_counter()
         self._shown.stage(title)
 
     def advance(self, share: float, text: str = "") -> None:
-        """Only handed on."""
+        """Forward the report."""
         self._shown.advance(share, text)
 
     def complete(self) -> None:
-        """The last stage is over."""
+        """Complete the last stage."""
         if self._title:
             spent_s = time.perf_counter() - self._began
             self.took_s[self._title] = self.took_s.get(self._title, 0.0) + spent_s
@@ -110,7 +110,7 @@ class Timed:
 
 
 class PlainLines:
-    """A line on stderr when a stage begins, one when it ends, and now and then one between."""
+    """Prints a line to stderr when a stage begins and ends, and some in between."""
 
     def __init__(self) -> None:
         self._title = ""
@@ -118,7 +118,6 @@ class PlainLines:
         self._pace = Pace()
 
     def __enter__(self) -> PlainLines:
-        """Itself."""
         return self
 
     def __exit__(
@@ -127,12 +126,11 @@ class PlainLines:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Complete the last stage."""
         if kind is None:
             self._complete()
 
     def stage(self, title: str) -> None:
-        """Print the end of the last stage and the new title."""
+        """Print the end of the previous stage and the new title."""
         self._complete()
         self._title, self._began = title, time.perf_counter()
         self._told, self._pace = self._began, Pace()
@@ -153,10 +151,10 @@ class PlainLines:
 
 
 class Bars:
-    """A bar per stage on a terminal.
+    """Shows one bar per stage on a terminal.
 
-    Until a stage reports its first advance a thread keeps the clock running. From then on the bar
-    is drawn only when something is reported: drawing in a thread would disturb measurements.
+    Until the first advance of a stage, a thread keeps the clock running. After that the bar is
+    drawn only on reports: drawing in a thread would disturb measurements.
     """
 
     def __init__(self) -> None:
@@ -181,7 +179,6 @@ class Bars:
         self._ticking: threading.Event | None = None
 
     def __enter__(self) -> Bars:
-        """Start drawing."""
         self._bars.start()
         return self
 
@@ -191,14 +188,13 @@ class Bars:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Complete the last bar and stop drawing."""
         if kind is None:
             self._complete()
         self._stop_ticking()
         self._bars.stop()
 
     def stage(self, title: str) -> None:
-        """Complete the last bar and add one."""
+        """Complete the previous bar and add one."""
         self._complete()
         self._task, self._pace = self._bars.add_task(title, total=None, text=""), Pace()
         self._bars.refresh()
@@ -234,12 +230,12 @@ class Bars:
 
 
 def progress_for(stream_is_terminal: bool) -> Bars | PlainLines:
-    """Bars for a terminal, plain lines for anything else."""
+    """Return bars for a terminal, plain lines otherwise."""
     return Bars() if stream_is_terminal else PlainLines()
 
 
 def told_left(left_s: float) -> str:
-    """Return a time that something still takes in a fitting unit.
+    """Format a remaining time in a suitable unit.
 
     >>> told_left(180.0)
     '3 min left'

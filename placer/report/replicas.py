@@ -1,4 +1,4 @@
-"""What replicas give: terminal tables of the splits and of the curve, and the same for machines."""
+"""Output of a replica plan: terminal tables of splits and scaling curve, and JSON data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LEGEND: Final = (
 
 
 def print_plan(plan: ReplicaPlan, console: Console) -> None:
-    """The splits, the curve of the best of them, then the verdict."""
+    """Print the splits, the scaling curve of the best one and the verdict."""
     graph = plan.problem.graph
     console.print(
         f"{graph.name}: replicas of {len(graph)} ops on the {len(plan.problem.cluster)} devices of "
@@ -57,7 +57,7 @@ def print_plan(plan: ReplicaPlan, console: Console) -> None:
 
 
 def plan_to_dict(plan: ReplicaPlan) -> dict[str, Any]:
-    """The plan as plain data for JSON; units are in the names, None is what cannot run."""
+    """Return the plan as plain data for JSON; units are in the names, None if it cannot run."""
     return {
         "splits": [_split(plan, split) for split in plan.splits],
         "accumulate": plan.wanted.accumulate,
@@ -114,12 +114,11 @@ def _split(plan: ReplicaPlan, split: Split) -> dict[str, Any]:
 
 
 def reductions_of(step: ReplicatedStep) -> list[str]:
-    """The algorithms in use, those of levels innermost first, each once."""
+    """Return the all-reduce algorithms in use, each once, with those of levels innermost first."""
     return list(dict.fromkeys(_named(how) for _, how in step.reductions))
 
 
 def _of_largest(step: ReplicatedStep) -> str:
-    """How the largest bucket is reduced."""
     _, how = max(step.reductions, key=lambda bucket: bucket[0], default=(0, None))
     return "" if how is None else _named(how)
 

@@ -1,4 +1,4 @@
-"""What a graph holds: terminal tables, and the same for machines."""
+"""Summary of a graph: terminal tables and JSON data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def print_summary(summary: GraphSummary, console: Console) -> None:
-    """Ops by phase and sizes; by device kind the work, the critical path and the dearest ops."""
+    """Print ops by phase and sizes; for each device kind work, critical path and costliest ops."""
     count = sum(summary.ops.values())
     console.print(f"{summary.name}: {count} ops, {summary.edges} edges", highlight=False)
     table = Table(box=box.SIMPLE, show_header=False)
@@ -53,7 +53,7 @@ def print_summary(summary: GraphSummary, console: Console) -> None:
 
 
 def summary_to_dict(summary: GraphSummary) -> dict[str, Any]:
-    """The summary as plain data for JSON; units are in the names."""
+    """Return the summary as plain data for JSON; units are in the names."""
     data = asdict(summary)
     for kind, work in summary.work.items():
         data["work"][kind]["headroom"] = work.headroom

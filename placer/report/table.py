@@ -34,16 +34,16 @@ QUEUES: Final = {
     "pair": "all of one sender to one receiver",
     "bus": "all",
 }
-"""The transfers that wait for each other on a link, by what its file says."""
+"""{sharing of a link: the transfers that queue for each other, in words}."""
 UNPLACED: Final = "not placed"
 CHOSEN: Final = ">"
 MOST_SINGLES: Final = 8
 MOST_DEVICES: Final = 16
-"""What a table has one by one."""
+"""Number of devices up to which tables list each one."""
 
 
 def print_optimization(found: Optimization, console: Console) -> None:
-    """All candidates with predicted and measured step, speed-up and memory, then the verdict."""
+    """Print all candidates with step times, speed-up and memory, then remarks and the verdict."""
     ran = any(row.measurement is not None for row in found.rows)
     console.print(_title(found))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
@@ -64,7 +64,7 @@ def print_optimization(found: Optimization, console: Console) -> None:
         )
     if found.all_cores is not None:
         *cells, _ = _measured_cells(found.all_cores, found.all_cores.failure)
-        cells.append("-")  # its threads are not timed one by one
+        cells.append("-")  # the CPU time of torch's threads is unknown
         table.add_row(f"  {UNPLACED}", "-", *cells, "", "", style="dim")
     console.print(table)
     if len(rows) < len(found.rows):
@@ -76,7 +76,6 @@ def print_optimization(found: Optimization, console: Console) -> None:
 
 
 def _shown(found: Optimization) -> list[Row]:
-    """The candidates without single devices that are slower than the best few."""
     first = (found.best, found.single)
     single = [row for row in found.rows if row.name.startswith(SINGLE)]
     single.sort(key=lambda row: (row not in first, row.predicted_s))
@@ -85,12 +84,11 @@ def _shown(found: Optimization) -> list[Row]:
 
 
 def best_line(found: Optimization) -> str:
-    """The chosen candidate and the verdict."""
+    """Return the chosen candidate and the verdict."""
     return f"Best: {found.best.name}. {found.verdict}"
 
 
 def _legend(found: Optimization, ran: bool) -> str:
-    """What the columns mean, as far as they do not say it."""
     text = f"{CHOSEN} {_why_chosen(found)}; speed-up over the best single device"
     names = found.problem.cluster.names
     shown = f"the fullest of {len(names)} devices" if _are_many(names) else " / ".join(names)
@@ -121,7 +119,6 @@ def _legend(found: Optimization, ran: bool) -> str:
 
 
 def _why_chosen(found: Optimization) -> str:
-    """What the mark means, and why it is not at a faster candidate."""
     best = found.best
     others = (row for row in found.rows if row.measurement is not None and row.can_run)
     if best.measurement is None or all(found.step_s(best) <= found.step_s(row) for row in others):
@@ -130,7 +127,7 @@ def _why_chosen(found: Optimization) -> str:
 
 
 def print_cluster(cluster: Cluster, console: Console) -> None:
-    """Devices with their speeds, links with theirs."""
+    """Print devices and links with their speeds."""
     console.print(cluster.name)
     devices = Table(box=box.SIMPLE_HEAD)
     for column in ("device", "kind", "memory", "GFLOP/s", "GB/s", "source"):
@@ -161,13 +158,12 @@ def print_cluster(cluster: Cluster, console: Console) -> None:
 
 
 def _queue(link: Link) -> str:
-    """Which transfers queue behind each other on a link, in words."""
     both_ways = " and back" if link.sharing == "pair" and not link.full_duplex else ""
     return f"{QUEUES[link.sharing]}{both_ways}"
 
 
 def print_placement(placement: Placement, console: Console) -> None:
-    """Ops per device for the top modules of a placement, and what is known of its step."""
+    """Print ops per device for the top modules of a placement, and its step times."""
     console.print(_origin(placement))
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("module")
@@ -184,14 +180,13 @@ def print_placement(placement: Placement, console: Console) -> None:
 
 
 def _by_clock(measured: Mapping[str, Any]) -> str:
-    """By which clock, where it was not the wall clock, and what that one showed."""
     if measured.get("clock") != "cpu" or "wall_median_s" not in measured:
         return ""
     return f" ({REBUILT}; by the wall clock {_ms(measured['wall_median_s'])} ms)"
 
 
 def placement_to_dict(placement: Placement) -> dict[str, Any]:
-    """The same as plain data for JSON; units are in the names."""
+    """Return a summary of the placement as plain data for JSON; units are in the names."""
     return {
         "graph": placement.graph,
         "cluster": placement.cluster,
@@ -206,7 +201,7 @@ def placement_to_dict(placement: Placement) -> dict[str, Any]:
 
 
 def told_devices(placement: Placement, module: str) -> str:
-    """Where the ops of a module are, as in "core:1 (7 forward ops), core:0 (7 backward ops)"."""
+    """Return where a module's ops are, as in "core:1 (7 forward ops), core:0 (7 backward ops)"."""
     told = []
     for name, counts in placement.phases_of(module).items():
         ops = ", ".join(f"{count} {phase}" for phase, count in counts.items())
@@ -215,7 +210,7 @@ def told_devices(placement: Placement, module: str) -> str:
 
 
 def human_bytes(size: float) -> str:
-    """Bytes with a decimal unit, as in "21.4 GB"."""
+    """Format bytes with a decimal unit, as in "21.4 GB"."""
     for unit, scale in UNITS:
         if size >= scale:
             return f"{size / scale:.1f} {unit}"
@@ -223,7 +218,7 @@ def human_bytes(size: float) -> str:
 
 
 def human_flops(count: float) -> str:
-    """FLOPs with a decimal unit, as in "3.500 GFLOP"."""
+    """Format FLOPs with a decimal unit, as in "3.500 GFLOP"."""
     for unit, scale in FLOP_UNITS:
         if count >= scale:
             return f"{count / scale:,.3f} {unit}"
@@ -237,7 +232,6 @@ def _title(found: Optimization) -> str:
 
 
 def _ops_by_module(placement: Placement) -> dict[str, Counter[str]]:
-    """{top module: {device: ops}}."""
     counts: dict[str, Counter[str]] = {}
     for op_id, d in zip(placement.ops, placement.devices, strict=True):
         top = module_of(op_id).partition(".")[0] or ROOT
@@ -267,7 +261,7 @@ def _measured_cells(seen: Measurement | None, failure: str) -> list[str]:
 
 
 def _speed_up(found: Optimization, row: Row) -> str:
-    """In brackets where it is predicted although others were measured."""
+    """Return the speed-up, in brackets if it is predicted although others were measured."""
     ratio = found.speed_up_of(row)
     if np.isnan(ratio):
         return "-"
@@ -276,7 +270,7 @@ def _speed_up(found: Optimization, row: Row) -> str:
 
 
 def _memory(row: Row) -> str:
-    """Peak of every device in one unit, as in "246 / 202 MB"; of many, that of the fullest."""
+    """Return the peak of every device in one unit, as in "246 / 202 MB"; of many, the largest."""
     sizes = list(row.peak_memory_bytes.values())
     largest = max(sizes, default=0)
     unit, scale = next(((u, s) for u, s in UNITS if largest >= s), ("B", 1.0))

@@ -1,4 +1,4 @@
-"""The simulated step of a placement as a Chrome trace."""
+"""Chrome trace of a placement's simulated step."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from graphs.whole_file import write_whole
 
 
 def write_timeline(problem: Problem, placement: Placement, path: Path) -> None:
-    """Write the trace, whole or not at all; it opens in Perfetto and in chrome://tracing.
+    """Write the trace, whole or not at all; it opens in Perfetto and chrome://tracing.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     simulated = Simulated(problem).run(placement)
     write_whole(path, json.dumps(chrome_trace(*simulated)))

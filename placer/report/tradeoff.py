@@ -1,4 +1,4 @@
-"""What a step takes and costs on sub-clusters: a terminal table, and the same for machines."""
+"""Output of a device comparison: a terminal table and JSON data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LEGEND = (
 
 
 def print_tradeoff(found: Tradeoff, console: Console) -> None:
-    """All offers with step, prices and memory, the best of them marked; then what to take."""
+    """Print all sub-clusters with step time, prices and memory, and a recommendation."""
     graph = found.problem.graph
     searched = f"{found.searched} sub-clusters of {', '.join(found.problem.cluster.names)}"
     console.print(f"{graph.name}: {len(graph)} ops on {searched}")
@@ -44,7 +44,7 @@ def print_tradeoff(found: Tradeoff, console: Console) -> None:
 
 
 def tradeoff_to_dict(found: Tradeoff) -> dict[str, Any]:
-    """The offers as plain data for JSON; units are in the names, None is what nothing runs on."""
+    """Return the offers as plain data for JSON; units are in the names, None if infeasible."""
     return {
         "rows": [_row(found, offer) for offer in found.offers],
         "searched": found.searched,
@@ -85,7 +85,6 @@ def _cells(offer: Offer) -> list[str]:
 
 
 def _peaks(offer: Offer) -> dict[str, int]:
-    """Peak memory of the devices that are rented."""
     peaks = {} if offer.found is None else offer.found.best.peak_memory_bytes
     return {name: peaks[name] for name in offer.cluster.names}
 
@@ -100,7 +99,7 @@ def _marks(found: Tradeoff, offer: Offer) -> list[str]:
 
 
 def rent_line(found: Tradeoff) -> str:
-    """What to take, in a sentence."""
+    """Return a sentence that recommends devices."""
     fastest, cheapest = found.fastest, found.cheapest
     if fastest is cheapest:
         return f"Rent {_names(fastest)}: it is the fastest, and the cheapest per step."
@@ -119,5 +118,4 @@ def _names(offer: Offer) -> str:
 
 
 def _money(price: float) -> str:
-    """Four significant digits, or whole units."""
     return f"{price:,.0f}" if price >= 1e4 else f"{price:.4g}"

@@ -1,1 +1,1 @@
-"""Placers that search: list scheduling, evolution, annealing, and the portfolio of them all."""
+"""Search algorithms: list scheduling, evolution, annealing, exact search and their portfolio."""

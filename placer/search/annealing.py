@@ -1,11 +1,11 @@
-"""Simulated annealing of devices and order, guided by the critical chain.
+"""Simulated annealing of devices and op order, guided by the critical chain.
 
 A move changes the rank of an op, or the device of an op (with its co-location group), of a
 connected cluster, or of two ops that swap. The op is mostly taken from the critical chain of the
-current plan: what started later could not have ended earlier. Where links are busy, what delays the
-chain is mostly not on it but in the queue before its transfers: with ``senders``, ops that send
-from the same device are moved, too. The acceptance threshold is drawn before the simulation, so
-that it can be aborted as soon as it must exceed it.
+current placement: the ops that decided when the last one ended. Where links are busy, the chain is
+mostly delayed by other transfers queued before its own: with ``senders``, ops that send from the
+same device are moved, too. The acceptance threshold is drawn before the simulation, so that the
+simulation can be aborted as soon as it exceeds the threshold.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from placer.search.randomness import below, exponential, seeded, uniform
 
 HOT: Final = 1e-3
 COLD: Final = 1e-5
-"""Relative temperature at the begin and at the end, geometric in between."""
+"""Relative temperature at the start (HOT) and at the end (COLD), geometric in between."""
 ON_CHAIN: Final = 0.9
 RANK_MOVES: Final = 0.2
 EARLIER: Final = 0.7
@@ -63,17 +63,17 @@ class Walk(NamedTuple):
     group_start: NDArray[np.int32]  # (C + 1,) members of co-location groups
     members: NDArray[np.int32]
     group: NDArray[np.int32]  # (N,)
-    chain: NDArray[np.int32]  # the first counters[CHAIN] are the critical chain
-    log_op: NDArray[np.int32]  # the first counters[LOG] ops have been moved
-    log_device: NDArray[np.int32]  # from here
+    chain: NDArray[np.int32]  # the first counters[CHAIN] entries are the critical chain
+    log_op: NDArray[np.int32]  # the first counters[LOG] entries are the moved ops
+    log_device: NDArray[np.int32]  # their previous devices
     counters: NDArray[np.int64]
     random: NDArray[np.uint64]  # (1,)
 
 
 class Annealing:
-    """One annealing run; it can be run in pieces, and its best plan is never worse than the start.
+    """One annealing run, possibly in pieces; its best placement is never worse than the start.
 
-    The result depends on start, seed and the schedule alone, not on how it is cut into pieces.
+    The result depends only on start, seed and schedule, not on how the run is cut into pieces.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class Annealing:
         hot: float = HOT,
         senders: float = 0.0,
     ) -> None:
-        """Begin with a plan that every op may run.
+        """Start from a placement that respects the allowed devices of every op.
 
-        ``hot`` is the relative temperature to begin with, and ``senders`` the share of the moves on
-        the critical chain that go to other ops, which send from the same device.
+        ``hot`` is the initial relative temperature. ``senders`` is the share of the moves on the
+        critical chain that go to other ops that send from the same device instead.
         """
         count = len(start.devices)
         order = np.lexsort((np.arange(count), -start.priority)).astype(np.int32)
@@ -122,11 +122,11 @@ class Annealing:
 
     @property
     def best_cost(self) -> int:
-        """Cost of the best plan so far, as :class:`Judge` counts it."""
+        """Cost of the best placement so far, as defined by :class:`Judge`."""
         return int(self._walk.counters[BEST])
 
     def run(self, steps: int, *, first: int, stride: int, total: int) -> None:
-        """Make ``steps`` moves, at most one evaluation each.
+        """Make ``steps`` moves, with at most one evaluation each.
 
         Move j happens at ``(first + j * stride) / total`` of the temperature schedule.
         """
@@ -145,14 +145,13 @@ class Annealing:
         )
 
     def best(self, name: str = "annealing") -> Candidate:
-        """The best plan so far."""
+        """Return the best placement so far."""
         walk = self._walk
         return self._judge.candidate(name, walk.best_devices, walk.best_priority, self.best_cost)
 
 
 @compiled_borrowing
 def _begin(o: Outline, work: Workspace, walk: Walk, cost: int) -> None:
-    """Take up a plan whose schedule is in the workspace."""
     walk.counters[CURRENT] = cost
     walk.counters[BEST] = cost
     if cost != INFEASIBLE_NS:
@@ -222,7 +221,7 @@ def _anneal(
 
 @compiled_inline
 def _follow_chain(o: Outline, work: Workspace, walk: Walk) -> None:
-    """The ops that decided when the last one ended, in the schedule just simulated."""
+    """Store the critical chain of the schedule just simulated."""
     last = 0
     latest = -1.0
     for i in range(len(walk.devices)):
@@ -240,7 +239,7 @@ def _follow_chain(o: Outline, work: Workspace, walk: Walk) -> None:
 
 @compiled_inline
 def _sender_beside(o: Outline, walk: Walk, op: int) -> int:
-    """Another op of the same device that sends to a different one; ``op`` where none turns up."""
+    """Return another op on this device that sends to a different one; op if none is drawn."""
     home = walk.devices[op]
     for _ in range(DRAWS):
         other = below(walk.random, len(walk.devices))
@@ -253,7 +252,7 @@ def _sender_beside(o: Outline, walk: Walk, op: int) -> int:
 
 @compiled_inline
 def _shift(walk: Walk, op: int, target: int) -> None:
-    """Give an op the rank ``target``; those in between move by one."""
+    """Give op the rank ``target`` and shift the ops in between by one."""
     count = len(walk.order)
     at = walk.rank[op]
     step = 1 if target > at else -1
@@ -270,7 +269,6 @@ def _shift(walk: Walk, op: int, target: int) -> None:
 
 @compiled_inline
 def _change_devices(o: Outline, walk: Walk, op: int, device_count: int) -> None:
-    """Move an op, a cluster around it, or two ops that swap; all moves are logged."""
     random = walk.random
     home = int64(walk.devices[op])
     kind = uniform(random)
@@ -298,7 +296,7 @@ def _change_devices(o: Outline, walk: Walk, op: int, device_count: int) -> None:
 
 @compiled_inline
 def _move_cluster(o: Outline, walk: Walk, home: int, target: int) -> None:
-    """Let neighbours on ``home`` follow the ops that have been moved, breadth first."""
+    """Move neighbours on ``home`` along with the moved ops, breadth first."""
     random = walk.random
     size = 2 + int(min(exponential(random, MEAN_CLUSTER), len(walk.devices)))
     follower = 0
@@ -319,7 +317,6 @@ def _move_cluster(o: Outline, walk: Walk, home: int, target: int) -> None:
 
 @compiled_inline
 def _move(walk: Walk, op: int, target: int) -> None:
-    """Put an op and its group on a device, and log where they were."""
     group = walk.group[op]
     first, end = 0, 1
     if group >= 0:
@@ -341,7 +338,7 @@ def _degree(o: Outline, op: int) -> int:
 
 @compiled_inline
 def _neighbour(o: Outline, op: int, k: int) -> int:
-    """Neighbour k of an op, inputs first; -1 where it has none."""
+    """Return neighbour k of an op, inputs first, or -1 if there is none."""
     inputs = o.predecessor_start[op + 1] - o.predecessor_start[op]
     if k < inputs:
         return int(o.predecessors[o.predecessor_start[op] + k])

@@ -1,7 +1,7 @@
-"""Moves of the search for a small largest load: which ops go where.
+"""Moves of the max-load search.
 
 A move changes the device of an op (with its co-location group), of a connected cluster, of a run in
-a topological order, or of two ops that swap, mostly of an op on the busiest device.
+a topological order, or of two ops that swap, mostly starting from an op on the busiest device.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ COUNTERS: Final = 4
 
 @by_pointer
 class Balance(NamedTuple):
-    """State of a run, and scratch space; N ops, D devices, C co-location groups."""
+    """State and scratch space of a run; N ops, D devices, C co-location groups."""
 
     devices: NDArray[np.int32]  # (N,)
     best_devices: NDArray[np.int32]  # (N,)
     energy: NDArray[np.float64]  # (1,)
     order: NDArray[np.int32]  # (N,) ops, sources first
-    position: NDArray[np.int32]  # (N,) of each op in the order
+    position: NDArray[np.int32]  # (N,) position of each op in the order
     group: NDArray[np.int32]  # (N,) -1 for none
     group_start: NDArray[np.int32]  # (C + 1,)
     members: NDArray[np.int32]
     predecessor_start: NDArray[np.int32]
     predecessors: NDArray[np.int32]
-    moved: NDArray[np.int32]  # the first counters[MOVED] ops have been moved
+    moved: NDArray[np.int32]  # the first counters[MOVED] entries are the moved ops
     moved_from: NDArray[np.int32]
-    counted: NDArray[np.int32]  # the first counters[COUNTED] ops are to be counted again
+    counted: NDArray[np.int32]  # the first counters[COUNTED] entries are to be recounted
     is_counted: NDArray[np.bool_]  # (N,)
     counters: NDArray[np.int64]
     random: NDArray[np.uint64]  # (1,)
@@ -57,7 +57,7 @@ class Balance(NamedTuple):
 
 @compiled_inline
 def propose(arrays: LoadArrays, state: Balance, device_count: int) -> None:
-    """Note which ops to move, and where from; ``devices`` has their new ones afterwards."""
+    """Apply a random move to ``devices``, and record the moved ops and their previous devices."""
     random = state.random
     op = below(random, len(state.devices))
     if uniform(random) < ON_BUSIEST:
@@ -93,7 +93,7 @@ def propose(arrays: LoadArrays, state: Balance, device_count: int) -> None:
 
 @compiled_inline
 def _move_cluster(arrays: LoadArrays, state: Balance, home: int, target: int) -> None:
-    """Let neighbours follow the op that has been moved, and theirs, as far as they were there."""
+    """Move neighbours on ``home`` along with the moved ops, breadth first."""
     random = state.random
     size = 2 + int(min(exponential(random, MEAN_CLUSTER), len(state.devices)))
     if uniform(random) < LARGE:
@@ -117,10 +117,10 @@ def _move_cluster(arrays: LoadArrays, state: Balance, home: int, target: int) ->
 
 @compiled_inline
 def _move_run(arrays: LoadArrays, state: Balance, op: int, device_count: int) -> None:
-    """Move an op and what follows it in the order, or comes before, to the next device there.
+    """Move an op and those after or before it in the order to the device that follows the run.
 
-    This shifts a border between two parts of the order. Where the run is over before it meets
-    another device, that is any.
+    This shifts a border between two parts of the order. If the run ends before it meets another
+    device, the target is random.
     """
     random, home = state.random, int64(state.devices[op])
     step = 1 if uniform(random) < 0.5 else -1
@@ -140,7 +140,7 @@ def _move_run(arrays: LoadArrays, state: Balance, op: int, device_count: int) ->
 
 @compiled_inline
 def _any_size(state: Balance) -> int:
-    """1 to N, with equal chances for every order of magnitude."""
+    """Return a size from 1 to N, log-uniformly distributed."""
     return int(len(state.devices) ** uniform(state.random))
 
 
@@ -151,7 +151,6 @@ def _another(random: NDArray[np.uint64], home: int, device_count: int) -> int:
 
 @compiled_inline
 def _move(state: Balance, op: int, target: int) -> None:
-    """Put an op and its group on a device, and note where they were."""
     group = state.group[op]
     first, end = 0, 1
     if group >= 0:
@@ -167,7 +166,7 @@ def _move(state: Balance, op: int, target: int) -> None:
 
 @compiled_inline
 def swap_sides(state: Balance) -> None:
-    """Move everything that has been moved back, or forth again."""
+    """Undo all recorded moves, or redo them."""
     for k in range(state.counters[MOVED]):
         op = state.moved[k]
         state.devices[op], state.moved_from[k] = state.moved_from[k], state.devices[op]
@@ -181,7 +180,6 @@ def _degree(arrays: LoadArrays, state: Balance, op: int) -> int:
 
 @compiled_inline
 def _neighbour(arrays: LoadArrays, state: Balance, op: int, k: int) -> int:
-    """Neighbour k of an op, inputs first."""
     inputs = state.predecessor_start[op + 1] - state.predecessor_start[op]
     if k < inputs:
         return int(state.predecessors[state.predecessor_start[op] + k])

@@ -1,10 +1,10 @@
-"""One annealing run of the search for a small largest load, with loads kept up to date by move.
+"""One annealing run of the max-load search, with incremental updates of the loads.
 
-Only the ops that a move concerns and those that feed them are counted again, so it costs about as
-much as their edges, however large the graph is.
+Only the moved ops and those that feed them are recounted, so a move costs about as much as the
+number of their edges, whatever the size of the graph.
 
-What is minimised is smooth where the maximum is not: the 8-norm of the loads, times a penalty for
-memory that is missing. What is kept is the feasible placement of the smallest maximum.
+The energy is smoother than the maximum: the 8-norm of the loads, times a penalty for missing
+memory. The best placement is the feasible one with the smallest maximum load.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from placer.search.balance_moves import (
 from placer.search.randomness import exponential, seeded
 
 COLD: Final = 1e-5
-"""Relative temperature at the end; from that of the begin it falls geometrically."""
+"""Relative temperature at the end; it falls geometrically from the initial one."""
 
 
 class Balancing:
-    """One annealing run; it can be run in pieces, and its best is never worse than its start."""
+    """One annealing run, possibly in pieces; its best placement is never worse than the start."""
 
     def __init__(
         self, problem: Problem, start: NDArray[np.int32], order: NDArray[np.int32], seed: int
     ) -> None:
-        """Begin with a placement (N,) that every op may run; runs of ``order`` (N,) will move."""
+        """Start from an allowed placement (N,); the moves of runs follow ``order`` (N,)."""
         graph = problem.graph
         count = len(graph)
         grouped = np.flatnonzero(graph.group >= 0).astype(np.int32)
@@ -79,17 +79,17 @@ class Balancing:
 
     @property
     def best_ns(self) -> int:
-        """The smallest largest load so far; ``INFEASIBLE_NS`` where nothing was feasible."""
+        """The smallest maximum load so far; ``INFEASIBLE_NS`` if nothing was feasible."""
         return int(self._state.counters[BEST])
 
     def best_devices(self) -> NDArray[np.int32]:
-        """The placement that has it, (N,)."""
+        """Return the placement (N,) with the smallest maximum load."""
         return self._state.best_devices.copy()
 
     def run(self, steps: int, *, first: int, total: int, hot: float) -> None:
-        """Make ``steps`` moves; move j at ``(first + j) / total`` of the schedule.
+        """Make ``steps`` moves; move j is at ``(first + j) / total`` of the schedule.
 
-        It begins with relative temperature ``hot``.
+        ``hot`` is the initial relative temperature.
         """
         _anneal(
             self.arrays,
@@ -145,7 +145,7 @@ def _anneal(
 
 @compiled_inline
 def _recount(arrays: LoadArrays, loads: Loads, state: Balance) -> None:
-    """Bring the loads up to date with a move: they were those of before it."""
+    """Update the loads from those before the move to those after it."""
     state.counters[COUNTED] = 0
     for k in range(state.counters[MOVED]):
         op = state.moved[k]
@@ -171,7 +171,7 @@ def _note(state: Balance, op: int) -> None:
 
 @compiled_inline
 def _energy(arrays: LoadArrays, loads: Loads, state: Balance) -> float:
-    """The 8-norm of the loads in nanoseconds, times a penalty for what is not feasible."""
+    """Return the 8-norm of the loads in nanoseconds, times a penalty for infeasibility."""
     state.counters[BUSIEST] = _busiest(loads)
     most = float(loads.load_ns[state.counters[BUSIEST]])
     if most <= 0.0:
@@ -187,7 +187,7 @@ def _energy(arrays: LoadArrays, loads: Loads, state: Balance) -> float:
 
 @compiled_inline
 def _missing(arrays: LoadArrays, loads: Loads) -> float:
-    """Memory that is missing, as a share of all there is."""
+    """Return the missing memory as a share of the total memory."""
     missing, room = 0.0, 1.0
     for d in range(len(loads.used_bytes)):
         missing += max(0, loads.used_bytes[d] - arrays.memory_bytes[d])
@@ -206,7 +206,7 @@ def _busiest(loads: Loads) -> int:
 
 @cache
 def load_compiled_code() -> None:
-    """Compile what a search runs (once for each installation), or load it from the cache."""
+    """Compile the code of the search (once per installation), or load it from the cache."""
     problem = toy_problem()
     start = np.zeros(problem.op_count, np.int32)
     run = Balancing(problem, start, problem.graph.topological, 0)

@@ -1,7 +1,7 @@
 """Search for the objective max-load: rounds of annealing, each from the best placement so far.
 
-A round is short, as it ends in one of many local optima that more moves do not leave. The first
-begin with the best of what needs no search; how hot a later one begins is drawn by lot.
+A round is short because it ends in one of many local optima that more moves do not leave. The first
+rounds start from the best heuristics; later rounds draw their initial temperature at random.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ CONTIGUOUS: Final = "contiguous parts"
 HOT: Final = 3e-2
 COOLEST: Final = 1e-3
 HOTTEST: Final = 1e-1
-"""Relative temperatures at the begin of a round: of the first ones, and limits of the others."""
+"""Initial relative temperatures: HOT for the first rounds, COOLEST .. HOTTEST for later ones."""
 STARTS: Final = 3
 FEWEST_MOVES: Final = 20_000
 MOVES_PER_OP: Final = 500
-"""Of a round; it gets less where the budget ends before."""
+"""A round has MOVES_PER_OP moves per op, at least FEWEST_MOVES; fewer if the budget ends."""
 LARGEST_CHUNK: Final = 1 << 16
 SEEDS_APART: Final = 1_000_003
 MOST_OPS_IN_NARROW_ORDER: Final = 5000
-"""Finding that order takes seconds in larger graphs."""
+"""Computing the narrow order takes seconds for larger graphs."""
 
 
 def balance(
@@ -49,18 +49,18 @@ def balance(
     progress: Callable[[float, str], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> list[Candidate]:
-    """Search for a placement with a small largest load.
+    """Search for a placement with a small maximum load.
 
     Args:
-        problem: what to place where.
-        budget: seconds, counted from when compiled code is loaded, or moves. With moves
-            the result depends on ``seed`` alone.
-        seed: of everything random.
-        progress: called with the spent share, 0 .. 1, and what is going on.
-        should_stop: asked about every 0.05 s.
+        problem: graph and cluster.
+        budget: seconds, counted after compiled code is loaded, or moves. With moves the result
+            depends on ``seed`` alone.
+        seed: random seed.
+        progress: called with the spent share of the budget, 0 .. 1, and a text.
+        should_stop: polled about every 0.05 s.
 
     Returns:
-        All heuristics, contiguous parts and the best placement found, the smallest load first.
+        All heuristics, contiguous parts and the best placement of the search, smallest load first.
     """
     load_compiled_code()
     meter = Meter(budget, should_stop)
@@ -80,7 +80,6 @@ def balance(
 
 
 def _orders(problem: Problem) -> list[NDArray[np.int32]]:
-    """Orders of the ops that may be worth cutting into parts."""
     orders = [problem.graph.topological]
     if problem.op_count <= MOST_OPS_IN_NARROW_ORDER:
         orders.append(narrow_order(problem.graph))
@@ -100,7 +99,7 @@ def _anneal_in_rounds(
     meter: Meter,
     progress: Callable[[float, str], None] | None,
 ) -> NDArray[np.int32]:
-    """The best placement (N,) of as many rounds as the budget has; there is always one."""
+    """Return the best placement (N,) of all rounds; at least one round is run."""
     rng = np.random.default_rng(seed)
     best: Balancing | None = None
     number = 0
@@ -125,7 +124,7 @@ def _spend(
     best: Balancing | None,
     progress: Callable[[float, str], None] | None,
 ) -> None:
-    """Make the moves of a round; where the budget ends before, cool down until then."""
+    """Run one round; if the budget ends earlier, compress its schedule into what is left."""
     begin = meter.share()
     left = meter.left()
     total = moves if left is None else max(min(moves, left), 1)

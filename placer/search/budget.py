@@ -1,4 +1,4 @@
-"""How long a search may take: seconds, or evaluations of the simulator."""
+"""Search budgets: seconds, or evaluations of the simulator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SECONDS: Final = {"s": 1.0, "m": 60.0, "min": 60.0}
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Either ``seconds`` or ``evaluations``, the other is None.
+    """Search budget: either ``seconds`` or ``evaluations``; the other is None.
 
     With evaluations, a search with the same seed gives the same result on every machine.
     """
@@ -36,7 +36,7 @@ class Budget:
 
     @classmethod
     def parse(cls, text: str) -> Budget:
-        """Read ``"20s"``, ``"2m"`` or ``"4000e"``.
+        """Parse ``"20s"``, ``"2m"`` or ``"4000e"``.
 
         >>> Budget.parse("1.5s")
         Budget(seconds=1.5, evaluations=None)
@@ -44,7 +44,7 @@ class Budget:
         Budget(seconds=None, evaluations=4000)
 
         Raises:
-            ValueError: it is none of these, zero, or a fraction of an evaluation.
+            ValueError: the text has another form, is zero, or is a fraction of an evaluation.
         """
         match = _FORM.fullmatch(text.strip().lower())
         if match is None:
@@ -60,7 +60,7 @@ class Budget:
         return cls(evaluations=int(amount))
 
     def part(self, share: float) -> Budget:
-        """So large a share of it, 0 .. 1; one evaluation at least.
+        """Return ``share`` (0 .. 1) of the budget, at least one evaluation.
 
         >>> Budget(evaluations=1000).part(0.3)
         Budget(seconds=None, evaluations=300)
@@ -71,16 +71,16 @@ class Budget:
         return Budget(evaluations=max(round(self.evaluations * share), 1))
 
     def __str__(self) -> str:
-        """As :meth:`parse` reads it."""
+        """Return the budget in the form that :meth:`parse` reads."""
         return f"{self.seconds:g}s" if self.seconds is not None else f"{self.evaluations}e"
 
 
 @dataclass(slots=True)
 class Meter:
-    """What has been spent of a budget, and whether somebody asked to stop.
+    """Spending of a budget, including requests to stop.
 
-    Compiled loops run in chunks of about ``chunk_s`` between two looks at
-    ``should_stop``. Who wants to know how the search went listens by a ``trail``.
+    Compiled loops run in chunks of about ``chunk_s`` between two polls of ``should_stop``. If there
+    is a ``trail``, it records how the search went.
     """
 
     budget: Budget
@@ -92,39 +92,39 @@ class Meter:
 
     @property
     def chunk_s(self) -> float:
-        """0.05 s, less where that is a good part of the budget."""
+        """Length of a chunk: 0.05 s, or 1/50 of the budget if that is shorter."""
         if self.budget.seconds is None:
             return LONGEST_CHUNK_S
         return min(LONGEST_CHUNK_S, self.budget.seconds / 50.0)
 
     def seconds(self) -> float:
-        """Seconds since the meter was made."""
+        """Return the seconds since the meter was created."""
         return time.perf_counter() - self._began
 
     def share(self) -> float:
-        """Spent part of the budget, 0 .. 1 (and above when it was overdrawn)."""
+        """Return the spent share of the budget, 0 .. 1 (above 1 when overdrawn)."""
         if self.budget.seconds is not None:
             return self.seconds() / self.budget.seconds
         assert self.budget.evaluations is not None
         return self.spent / self.budget.evaluations
 
     def spend(self, evaluations: int) -> None:
-        """Note evaluations that were done."""
+        """Add to the spent evaluations."""
         self.spent += evaluations
 
     def note(self, name: str, cost_ns: int) -> None:
-        """Tell the trail, if there is one, the best cost that ``name`` knows by now, if it fits."""
+        """Record the best feasible cost of ``name`` so far in the trail, if there is one."""
         if self.trail is not None and cost_ns < HORIZON_NS:
             self.trail.note(name, self.spent, self.seconds(), cost_ns / 1e9)
 
     def left(self) -> int | None:
-        """Evaluations left, None when the budget is in seconds."""
+        """Return the evaluations left, or None if the budget is in seconds."""
         if self.budget.evaluations is None:
             return None
         return max(self.budget.evaluations - self.spent, 0)
 
     def over(self, share: float = 1.0) -> bool:
-        """Whether ``share`` of the budget is spent, or somebody asked to stop."""
+        """Return whether ``share`` of the budget is spent or a stop was requested."""
         if not self.stopped and self.should_stop is not None and self.should_stop():
             self.stopped = True
         return self.stopped or self.share() >= share

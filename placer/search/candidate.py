@@ -1,4 +1,4 @@
-"""A candidate: a named plan with its simulated step time."""
+"""Candidates: named placements with their simulated step time."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 SINGLE: Final = "single "
-"""How the names of single-device candidates begin."""
+"""Prefix of the names of single-device candidates."""
 WHERE_ALLOWED: Final = " where allowed"
-"""How they end, to people, where some ops may not run on the device."""
+"""Suffix of their titles if some ops are not allowed on the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Candidate:
-    """A device and a priority for each of N ops; of ready ops the highest priority runs first.
+    """A device and a priority for each of N ops; among ready ops the highest priority runs first.
 
-    ``step_ns`` is the simulated step, INFEASIBLE_NS where the plan breaks a limit. ``bound_ns`` is
-    what its finder proved that no plan of the same problem beats: INFEASIBLE_NS if none can run,
-    None if it proved nothing.
+    ``step_ns`` is the simulated step time, INFEASIBLE_NS if the placement breaks a limit.
+    ``bound_ns`` is a lower bound proven by the search that made the candidate, over all placements
+    of the problem: INFEASIBLE_NS if none is feasible, None if nothing was proven.
     """
 
     name: str
@@ -32,21 +32,21 @@ class Candidate:
 
     @property
     def title(self) -> str:
-        """The name for people, who call single only what is on one device."""
+        """Display name: only a placement with all ops on one device is called single."""
         if not self.name.startswith(SINGLE) or len(np.unique(self.devices)) == 1:
             return self.name
         return self.name.removeprefix(SINGLE) + WHERE_ALLOWED
 
 
 def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """The candidates by step time; of equal ones the first given comes first."""
+    """Return the candidates sorted by step time (stable)."""
     return sorted(candidates, key=lambda candidate: candidate.step_ns)
 
 
 def distinct(candidates: Iterable[Candidate], count: int) -> list[Candidate]:
-    """The first ``count`` candidates that differ in the device of at least one op.
+    """Return the first ``count`` candidates with different devices.
 
-    Two plans with equal devices differ in order alone; of those the first given is kept.
+    Of candidates that differ only in priorities the first is kept.
     """
     kept: dict[bytes, Candidate] = {}
     for candidate in candidates:

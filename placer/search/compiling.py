@@ -1,7 +1,7 @@
-"""Compiles what searches run, by two processes where it is not on disk yet.
+"""Compilation of the search code, in two processes if it is not in the cache yet.
 
-The second process compiles other functions first, and waits where both come to the same one, see
-:mod:`envs.compiled`.
+The second process compiles the functions in another order, and waits where both come to the same
+one, see :mod:`envs.compiled`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from placer.search.decoder import HEFT
 from placer.search.judge import Judge
 
 LARGEST: Final = (simulate_batch, annealing._anneal, decoder._decode, etf._etf)
-"""Functions that take most of the time; where they are on disk, so are mostly the others."""
+"""Functions that take most of the compile time; if they are cached, so are mostly the others."""
 HELPER: Final = """
 import sys
 sys.path.append(sys.argv[1])
@@ -44,7 +44,7 @@ _helper: subprocess.Popen[bytes] | None = None
 
 @cache
 def load_compiled_code() -> None:
-    """Compile what a search runs, once for each installation, or load it from the cache."""
+    """Compile the code of a search (once per installation), or load it from the cache."""
     with compiled_beside():
         problem = toy_problem()
         _simulated(problem)
@@ -53,10 +53,10 @@ def load_compiled_code() -> None:
 
 @contextmanager
 def compiled_beside() -> Iterator[bool]:
-    """Let another process compile what a search runs; False where there is nothing to compile.
+    """Let a helper process compile the search code; yield False if everything is cached.
 
-    The process ends with the block. Where there is none, for want of cores or memory, it takes
-    :func:`load_compiled_code` longer.
+    The helper ends with the block. If it cannot be started, for want of cores or memory,
+    :func:`load_compiled_code` takes longer.
     """
     global _helper  # noqa: PLW0603 - one helper at a time is enough
     if all(map(is_cached, LARGEST)):
@@ -98,11 +98,10 @@ def _scheduled(problem: Problem) -> None:
 
 
 def _started() -> subprocess.Popen[bytes] | None:
-    """Another process that compiles, None where it would not help or cannot be had."""
     if len(os.sched_getaffinity(0)) < 2 or not sys.executable:
         return None
-    # It must find this package, whatever lies in its working directory (hence -P); last on the
-    # path, where what lies beside the package hides nothing.
+    # The helper must find this package whatever its working directory holds (hence -P). The root
+    # is last on its path, so that modules beside the package shadow nothing.
     root = str(Path(__file__).resolve().parents[2])
     try:
         return subprocess.Popen(

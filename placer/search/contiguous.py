@@ -1,8 +1,9 @@
-"""Contiguous parts in topological order, the slowest as fast as it can be, by dynamic programming.
+"""Contiguous parts in topological order that minimize the slowest part, by dynamic programming.
 
-A part's time is what its ops cost and the transfers in and out of it, as :mod:`envs.max_load`
-counts them. For a chain the answer is the best of all such splits. Elsewhere outputs that pass
-several parts count as if each handed them on, and of a pass all outputs count.
+The time of a part is the cost of its ops plus its incoming and outgoing transfers, as counted by
+:mod:`envs.max_load`. For a chain the result is optimal among such splits. In other graphs, an
+output that crosses several parts counts as if each part forwarded it, and all outputs that cross a
+cut count.
 """
 
 from __future__ import annotations
@@ -24,19 +25,20 @@ from placer.search.trivial import spread
 Floats = NDArray[np.float64]
 
 MOST_PLACES: Final = 400
-"""Cuts that are considered, evenly spread over the cost where there are more."""
+"""Maximum number of cuts; with more units, cuts are spaced evenly by cost."""
 NO_PART: Final = -1
 MOST_ORDERED: Final = 4
-"""Up to so many devices are tried in every order, more in theirs and from fast to slow."""
+"""With at most this many devices all device orders are tried, with more the given order and fastest
+to slowest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Line:
-    """Units (co-location groups or ops) in a row, and P + 1 places where it may be cut.
+    """A sequence of units (co-location groups or ops) with P + 1 places where it may be cut.
 
-    ``cost``, ``kept`` and ``most`` are those of all units before a place, on each device: what they
-    cost and the bytes that stay. ``count`` and ``size`` are the outputs that pass a place: forward
-    in row 0, backward in row 1.
+    ``cost`` and ``kept`` are sums over all units before a place: cost on each device, and bytes
+    that stay in memory. ``count`` and ``size`` describe the outputs that cross a place: forward in
+    row 0, backward in row 1.
     """
 
     place: NDArray[np.int64]  # (P + 1,) of units, from 0 to U
@@ -48,10 +50,11 @@ class _Line:
 
 
 def contiguous(problem: Problem, *, keep_outputs: bool = True) -> NDArray[np.int32] | None:
-    """Devices (N,), a part for each device or none; None where memory does not suffice.
+    """Return devices (N,), with at most one part per device, or None if memory does not suffice.
 
-    A part needs memory for its parameters and, with ``keep_outputs``, all outputs and workspaces.
-    A unit that may not run on its part's device goes to the cheapest that it may.
+    A part needs memory for its parameters and, with ``keep_outputs``, for all outputs and
+    workspaces. A unit that is not allowed on the device of its part goes to the cheapest allowed
+    one.
     """
     line = _line(problem, keep_outputs)
     best, found = np.inf, None
@@ -63,7 +66,6 @@ def contiguous(problem: Problem, *, keep_outputs: bool = True) -> NDArray[np.int
 
 
 def _orders(problem: Problem) -> Iterator[tuple[int, ...]]:
-    """Orders of devices that are worth a try."""
     count = problem.device_count
     if count <= MOST_ORDERED:
         yield from permutations(range(count))
@@ -111,12 +113,11 @@ def _line(problem: Problem, keep_outputs: bool) -> _Line:
 
 
 def _before(values: Floats) -> Floats:
-    """Sums of all rows before each place, one more than there are rows."""
+    """Return the sums of all rows before each place (one more than there are rows)."""
     return np.concatenate([np.zeros_like(values[:1]), np.cumsum(values, axis=0)])
 
 
 def _places(cost: Floats) -> NDArray[np.int64]:
-    """Places among the units, the first and the last among them."""
     if len(cost) <= MOST_PLACES + 1:
         return np.arange(len(cost))
     even = np.searchsorted(cost, np.linspace(0.0, cost[-1], MOST_PLACES + 1))
@@ -124,11 +125,11 @@ def _places(cost: Floats) -> NDArray[np.int64]:
 
 
 class _Split:
-    """The best split on devices in one order; its parts are numbered by it, and may be left out.
+    """The best split over devices in one order, which numbers the parts; parts may be left out.
 
-    ``closed[q, p]`` (P + 1,): the slowest part so far, ns, where part p begins at each place, right
-    after part q, whose end is then known; q is -1 for the first part. ``came[q, p]``: the number
-    of the part before q, and the place where q begins.
+    ``closed[q, p]`` (P + 1,) is the time in ns of the slowest part so far if part p begins at each
+    place, right after part q, whose end is then known; q is -1 for the first part. ``came[q, p]``
+    holds the number of the part before q, and the place where q begins.
     """
 
     def __init__(self, problem: Problem, line: _Line, order: tuple[int, ...]) -> None:
@@ -141,7 +142,7 @@ class _Split:
         self.came: dict[tuple[int, int], tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
 
     def solve(self) -> tuple[float, NDArray[np.int64] | None]:
-        """The time of the slowest part and devices (N,); inf and None where nothing fits."""
+        """Return the time of the slowest part and devices (N,), or inf and None if nothing fits."""
         best, last = np.inf, (NO_PART, 0, 0)
         for p in range(len(self.order)):
             begun = self._begun(p)
@@ -154,7 +155,7 @@ class _Split:
         return best, self._devices(*last) if np.isfinite(best) else None
 
     def _begun(self, p: int) -> dict[int, tuple[Floats, Floats]]:
-        """By the part before p: times of p from each place to each, and the slowest closed part."""
+        """Return {part before p: (times of p between all places, slowest closed part)}."""
         own = _part_ns(self.problem, self.line, self.order[p])
         begun = {NO_PART: (own, self.closed[NO_PART, p][:, None])}
         for q in range(p):
@@ -163,7 +164,6 @@ class _Split:
         return begun
 
     def _close(self, p: int, follower: int, begun: dict[int, tuple[Floats, Floats]]) -> None:
-        """End part p at each place, where ``follower`` begins."""
         leave = _cut_ns(self.problem, self.line, self.order[p], self.order[follower])[0]
         slowest = np.stack([np.maximum(part + leave, closed) for part, closed in begun.values()])
         flat = slowest.reshape(-1, self.places)
@@ -173,7 +173,7 @@ class _Split:
         self.came[p, follower] = before, row % self.places
 
     def _devices(self, q: int, p: int, begin: int) -> NDArray[np.int64]:
-        """Devices (N,) where the last part is p, begins there and comes after q."""
+        """Return devices (N,) if the last part is p, begins at ``begin`` and follows part q."""
         of_unit = np.full(int(self.line.unit_of.max()) + 1, self.order[p])
         while q != NO_PART:
             of_unit[: self.line.place[begin]] = self.order[q]
@@ -183,7 +183,7 @@ class _Split:
 
 
 def _part_ns(problem: Problem, line: _Line, d: int) -> Floats:
-    """Cost of the units from each place to each later one on a device, inf where it is too full."""
+    """Return the cost of the units between all pairs of places, inf if out of memory."""
     part = line.cost[None, :, d] - line.cost[:, None, d]
     fits = line.kept[None] - line.kept[:, None] <= problem.memory_bytes[d]
     later = np.arange(len(line.place))[None] > np.arange(len(line.place))[:, None]
@@ -191,7 +191,7 @@ def _part_ns(problem: Problem, line: _Line, d: int) -> Floats:
 
 
 def _cut_ns(problem: Problem, line: _Line, before: int, after: int) -> tuple[Floats, Floats]:
-    """What a cut at each place costs the device before it, and the one after it, (P + 1,) each."""
+    """Return the time that a cut costs the device before and the one after it, (P + 1,) each."""
     total = np.zeros(len(line.place))
     for way, (s, d) in enumerate(((before, after), (after, before))):
         seconds = (

@@ -1,8 +1,8 @@
-"""The cross-entropy method: device probabilities of groups that move towards the best samples.
+"""Cross-entropy method: device probabilities of groups that move towards the best samples.
 
 De Boer, Kroese, Mannor and Rubinstein, "A Tutorial on the Cross-Entropy Method" (2005), section 4:
-draw plans, keep the elite, move the probabilities towards how often the elite chose each device,
-with smoothing. Ready ops run by bottom level.
+draw placements, keep the elite, and move the probabilities, with smoothing, towards the frequency
+of each device in the elite. Ready ops run by upward rank.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ POPULATION: Final = 100
 ELITE: Final = 0.1
 SMOOTHING: Final = 0.7
 SETTLED: Final = 0.99
-"""Where every group is this sure of its device, the method begins anew."""
+"""The method restarts once every group has a device with a probability above this."""
 
 
 def cross_entropy(tally: Tally, seed: int) -> None:
-    """Draw plans until the tally is over, which then has the best."""
+    """Sample placements until the budget of the tally is spent; the tally keeps the best."""
     groups = at_most(tally.judge.problem, MOST_GROUPS)
     random = np.random.default_rng(seed)
     even = groups.allowed / groups.allowed.sum(axis=1, keepdims=True)
@@ -46,7 +46,7 @@ def cross_entropy(tally: Tally, seed: int) -> None:
 def draw(
     probability: NDArray[np.float64], count: int, random: np.random.Generator
 ) -> NDArray[np.int64]:
-    """Devices (count, G), drawn by the probabilities (G, D); never one of probability 0."""
+    """Return devices (count, G), drawn with probabilities (G, D), never one of probability 0."""
     borders = probability.cumsum(axis=1)
     borders /= borders[:, -1:]
     chance = random.random((count, len(probability), 1))
@@ -56,7 +56,7 @@ def draw(
 def moved(
     probability: NDArray[np.float64], drawn: NDArray[np.int64], costs: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """Probabilities (G, D) after drawing plans (B, G) of these costs (B,)."""
+    """Return updated probabilities (G, D) from samples (B, G) with costs (B,)."""
     elite = drawn[np.argsort(costs, kind="stable")[: max(int(ELITE * len(costs)), 1)]]
     chosen = (elite[:, :, None] == np.arange(probability.shape[1])).mean(axis=0)
     return np.asarray(SMOOTHING * chosen + (1.0 - SMOOTHING) * probability)

@@ -1,21 +1,21 @@
-"""The learned list scheduler: 21 weights turn a problem into a plan.
+"""Learned list scheduler, which decodes 21 weights to a placement.
 
 Repeatedly the ready op with the highest order score is put on the device with the highest device
 score. The order score of op v is ``order_base[v] + w[:7] . op_features[v]``; the score of device d
-is ``w[7:] . f(v, d)`` with fourteen live features, times in units of the outline's scale, "regret"
-being the distance to the smallest value over the devices, L the soft logarithm of
-:func:`placer.search.outline.soft_log`:
+is ``w[7:] . f(v, d)`` with fourteen features of the partial schedule. Times are in units of the
+outline's scale, "regret" is the distance to the smallest value over the devices, and L is the soft
+logarithm of :func:`placer.search.outline.soft_log`:
 
  0 L(finish regret)                 7 L(wait for the device once the data is there)
- 1 min(finish regret, 10)           8 share of my consumers' other inputs that sit on d
+ 1 min(finish regret, 10)           8 share of the consumers' other inputs that are on d
  2 L(start regret)                  9 L(load regret)
  3 L(free-time regret)             10 L(backlog of d's outgoing queue beyond the start)
- 4 share of my inputs already on d 11 d is the home of my heaviest input
- 5 L(transfer time still to bring) 12 d is the home of my latest input
+ 4 share of inputs already on d    11 d is the device of the heaviest input
+ 5 L(transfer time still needed)   12 d is the device of the latest input
  6 L(wait for data on a free d)    13 L(ready ops whose heaviest input is on d)
 
-The first op of a co-location group decides for the group. A device that would run out of memory
-is left out where another has room, and so is one that an input cannot reach. With the weights
+The first op of a co-location group decides for the group. A device that would run out of memory is
+excluded if another has room, and so is one that an input cannot reach. With the weights
 :data:`HEFT` this is Heterogeneous Earliest Finish Time (Topcuoglu et al. 2002, without insertion).
 """
 
@@ -56,13 +56,13 @@ def _heft() -> NDArray[np.float64]:
 
 
 HEFT: Final = _heft()
-"""Weights (21,) of the classic heuristic: highest bottom level first, earliest finish time."""
+"""Weights (21,) of the classic heuristic: highest upward rank first, earliest finish time."""
 
 
 def decode(
     problem: Outline, weights: NDArray[np.floating[Any]]
 ) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-    """Devices (N,) and priorities (N,) that ``weights`` (21,) decode to."""
+    """Return devices (N,) and priorities (N,) decoded from ``weights`` (21,)."""
     devices, priority = decode_batch(problem, np.asarray(weights)[None])
     return devices[0], priority[0]
 
@@ -70,12 +70,12 @@ def decode(
 def decode_batch(
     problem: Outline, weights: NDArray[np.floating[Any]], live: Live | None = None
 ) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-    """Devices (B, N) and priorities (B, N) that ``weights`` (B, 21) decode to.
+    """Return devices (B, N) and priorities (B, N) decoded from ``weights`` (B, 21).
 
-    Who decodes often gives ``live``, scratch space of the problem.
+    Pass ``live``, the scratch space of the problem, to avoid its allocation in repeated calls.
 
     Raises:
-        ValueError: the weights are not of that shape, or not all finite.
+        ValueError: the weights have another shape, or are not all finite.
     """
     rows = np.array(weights, np.float64, order="C")
     if rows.ndim != 2 or rows.shape[1] != WEIGHT_COUNT:
@@ -90,7 +90,7 @@ def decode_batch(
 
 
 def _order_scores(problem: Outline, rows: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Order scores (B, N), summed feature by feature: equal on every machine."""
+    """Return order scores (B, N), summed feature by feature: the same on every machine."""
     scores = np.repeat(problem.order_base[None], len(rows), axis=0)
     for k in range(OP_FEATURE_COUNT):
         scores += rows[:, k, None] * problem.op_features[:, k]
@@ -99,7 +99,7 @@ def _order_scores(problem: Outline, rows: NDArray[np.float64]) -> NDArray[np.flo
 
 @compiled_inline
 def soft_log1(x: float) -> float:
-    """Scalar twin of :func:`placer.search.outline.soft_log`."""
+    """Compute :func:`placer.search.outline.soft_log` of a scalar."""
     root = np.sqrt(np.sqrt(1.0 + x))
     return float(2.0 * (root - 1.0 / root))
 
@@ -113,7 +113,7 @@ def _decode(
     devices: NDArray[np.int32],
     priority: NDArray[np.float64],
 ) -> None:
-    """Fill ``devices`` (B, N), given as -1, and ``priority`` (B, N); ``orders`` (B, N) of ops."""
+    """Fill ``devices`` (B, N), initially -1, and ``priority`` (B, N); ``orders`` (B, N) of ops."""
     for row in range(len(orders)):
         _decode_in_order(o, live, orders[row], weights[row], devices[row], priority[row])
 
@@ -162,7 +162,6 @@ def _choose(
     latest: int,
     best_tier: int,
 ) -> int:
-    """The device of the best tier with the highest score."""
     device_count = len(live.free)
     least_start = np.inf
     least_finish = np.inf
@@ -218,7 +217,7 @@ def _choose(
             value += u[12]
         if u[13] != 0.0:
             value += u[13] * soft_log1(live.crowd[d])
-        if chosen < 0 or value > best:  # whatever the values are, some device is chosen
+        if chosen < 0 or value > best:  # choose a device even if all values are NaN or -inf
             best = value
             chosen = d
     return chosen
@@ -228,9 +227,9 @@ def _choose(
 def _siblings(
     o: Outline, v: int, devices: NDArray[np.int32], sibling: NDArray[np.float64]
 ) -> float:
-    """Transfer time of my consumers' other placed inputs: by device, and in all.
+    """Fill ``sibling`` with transfer times of the consumers' other placed inputs; return the sum.
 
-    Of the first :data:`MOST_CONSUMERS` consumers the first :data:`MOST_SIBLINGS` inputs count.
+    Only the first :data:`MOST_SIBLINGS` inputs of the first :data:`MOST_CONSUMERS` consumers count.
     """
     sibling[:] = 0.0
     total = 0.0

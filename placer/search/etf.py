@@ -1,7 +1,7 @@
-"""Earliest Task First: the (op, device) pair that can start soonest goes first.
+"""Earliest Task First: place the (op, device) pair that can start soonest.
 
 Hwang, Chow, Anger, Lee: Scheduling precedence graphs in systems with interprocessor communication
-times (1989). Equal starts are decided by the highest bottom level, then by the lowest device.
+times (1989). Ties go to the highest upward rank, then to the lowest device index.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from envs.compiled_tables import by_pointer
 from placer.search.outline import Outline
 
 WINDOW: Final = 128
-"""Ready ops looked at in each round, those with the highest bottom levels: N * 128 * D steps."""
+"""Number of ready ops considered in each round, those with the highest upward ranks; this makes N *
+128 * D steps."""
 
 
 def etf(problem: Outline) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-    """Devices (N,) and priorities (N,) of Earliest Task First.
+    """Return devices (N,) and priorities (N,) of Earliest Task First.
 
-    Memory is a matter of parameters alone here: a device without room for an op's parameters and
-    output is left out where another has it.
+    Memory in use counts parameters, gradients, optimizer state and held bytes of the placed ops,
+    without their outputs. A device without room for an op's own bytes and output is excluded if
+    another has room.
     """
     devices = np.full(len(problem.group), -1, np.int32)
     priority = np.zeros(len(problem.group))
@@ -32,9 +34,9 @@ def etf(problem: Outline) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
 
 
 def memory_etf(problem: Outline) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-    """Devices (N,) and priorities (N,) of m-ETF: outputs, too, stay for the whole step.
+    """Return devices (N,) and priorities (N,) of m-ETF, where outputs stay for the whole step.
 
-    That is how Baechi counts a training step (Jeon et al., arXiv 2301.08695). An op's workspace
+    This is how Baechi counts a training step (Jeon et al., arXiv 2301.08695). An op's workspace
     needs room only while it runs.
     """
     kept = problem._replace(
@@ -45,19 +47,19 @@ def memory_etf(problem: Outline) -> tuple[NDArray[np.int32], NDArray[np.float64]
 
 @by_pointer
 class _Progress(NamedTuple):
-    """What is known of N ops on D devices so far; times in ns."""
+    """Partial schedule of N ops on D devices; times in ns."""
 
-    order: NDArray[np.int64]  # (N,) ops, the highest bottom level first
-    rank: NDArray[np.int64]  # (N,) of each op in it
-    waiting: NDArray[np.int32]  # (N,) inputs that are not placed
+    order: NDArray[np.int64]  # (N,) ops, the highest upward rank first
+    rank: NDArray[np.int64]  # (N,) position of each op in the order
+    waiting: NDArray[np.int32]  # (N,) number of inputs not yet placed
     finish: NDArray[np.float64]  # (N,)
-    sent: NDArray[np.float64]  # (N, D) when a copy of an output is there, -1: it is not sent
+    sent: NDArray[np.float64]  # (N, D) arrival of a copy of an output, -1 if not sent
     pinned: NDArray[np.int32]  # device of each co-location group, or -1
     free: NDArray[np.float64]  # (D,)
     queue_free: NDArray[np.float64]  # by queue
     used: NDArray[np.float64]  # (D,) bytes
     data: NDArray[np.float64]  # (N, D) arrival of all inputs of a ready op
-    reach: NDArray[np.bool_]  # (N, D) whether links lead there from all of them
+    reach: NDArray[np.bool_]  # (N, D) whether links connect all inputs to it
     ready: NDArray[np.int64]  # (N,) ranks, ascending
 
 
@@ -86,7 +88,7 @@ def _nothing_placed(problem: Outline) -> _Progress:
 def _etf(
     o: Outline, now: _Progress, devices: NDArray[np.int32], priority: NDArray[np.float64]
 ) -> None:
-    """Fill ``devices`` (N,), given as -1, and ``priority`` (N,)."""
+    """Fill ``devices`` (N,), initially -1, and ``priority`` (N,)."""
     count, device_count = o.cost.shape
     order, waiting, finish, free = now.order, now.waiting, now.finish, now.free
     pinned, queue_free, sent, data = now.pinned, now.queue_free, now.sent, now.data
@@ -172,7 +174,7 @@ def _arrival(
     sent: NDArray[np.float64],
     queue_free: NDArray[np.float64],
 ) -> float:
-    """When edge ``e``, produced at ``finish`` on ``home``, is on ``device``."""
+    """Return when edge ``e``, produced at ``finish`` on ``home``, arrives on ``device``."""
     copied = sent[o.predecessors[e], device]
     if copied >= 0.0:
         return float(copied)

@@ -1,8 +1,8 @@
 """CMA-ES: evolution of a normal distribution, with the standard coefficients.
 
 Hansen, "The CMA Evolution Strategy: A Tutorial" (arXiv 1604.00772), table 1, without negative
-weights. Samples are drawn by a Cholesky factor in place of the symmetric root, and rounded, so that
-the last bit of a linear algebra library does not decide what is found.
+weights. Samples are drawn with a Cholesky factor instead of the symmetric root, and rounded, so
+that the last bit of a linear algebra library does not influence the result.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ DECIMALS = 9
 
 
 class Evolution:
-    """Minimises a function of K numbers that is given as costs of samples.
+    """Minimizes a function of K numbers by an ask-and-tell interface.
 
     >>> evolution = Evolution(np.zeros(3), sigma=0.5, seed=0)
     >>> for _ in range(100):
@@ -38,11 +38,11 @@ class Evolution:
     ) -> None:
         """Start at ``start`` (K,) with standard deviation ``sigma`` in every direction.
 
-        With ``spread`` (K,) the deviations are in proportion to it, and ``sigma`` is their
-        geometric mean.
+        With ``spread`` (K,) the deviations are proportional to it, and ``sigma`` is their geometric
+        mean.
 
         Raises:
-            ValueError: sigma is not above 0, a spread is not, or the population is below 2.
+            ValueError: sigma or a spread is not above 0, or the population is below 2.
         """
         size = len(start)
         self.population = population or 4 + int(3 * math.log(size))
@@ -80,7 +80,7 @@ class Evolution:
         self._generation = 0
 
     def ask(self) -> NDArray[np.float64]:
-        """Samples (population, K) to be judged."""
+        """Draw samples (population, K) to be evaluated."""
         normal = self._random.standard_normal((self.population, len(self.mean)))
         samples = self.mean + self.sigma * normal @ self._factor.T
         return np.asarray(samples.round(DECIMALS))
@@ -88,7 +88,7 @@ class Evolution:
     def tell(
         self, samples: NDArray[np.float64], costs: NDArray[np.floating[Any] | np.integer[Any]]
     ) -> None:
-        """Learn from the costs (population,) of ``samples``; of equal ones the first is better."""
+        """Update the distribution from costs (population,) of ``samples``; ties go to the first."""
         self._generation += 1
         best = np.argsort(costs, kind="stable")[: len(self._weights)]
         steps = (samples[best] - self.mean) / self.sigma

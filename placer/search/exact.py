@@ -1,16 +1,16 @@
-"""The best plan of a small graph, by constraint programming (CP-SAT of OR-tools).
+"""Best placement of a small graph by constraint programming (CP-SAT of OR-tools).
 
-The model has what the simulator has: a device for each op (one for a co-location group), devices
-that run one op at a time, one transfer of an output for each device that needs it, queues and ports
-that carry one transfer at a time. Where it differs it allows more, so that its bound holds:
+The model follows the simulator: one device per op (one per co-location group), devices that run one
+op at a time, one transfer of an output to each device that needs it, queues and ports that carry
+one transfer at a time. Where it differs it is more permissive, so that its bound holds:
 
-* a device or a queue may wait although something is ready, and a queue serves in any order; the
+* a device or a queue may idle although something is ready, and a queue serves in any order; the
   simulator is work-conserving and takes transfers in order of request or priority;
-* memory is that of parameters, gradients, optimizer state and what is held, without activations.
+* memory is that of parameters, gradients, optimizer state and held bytes, without activations.
 
-Every plan that the solver finds is therefore judged by the simulator, with ops by their start and
-by bottom level, and the step that is reported is that of the simulator. The solver's bound holds
-for every plan that the simulator can run, whatever its order; a step that equals it is the best.
+Therefore the simulator evaluates every solution, with ops ordered by start time and by upward rank,
+and its step time is reported. The solver's bound holds for every placement that the simulator can
+run, in any order; a step time equal to the bound is optimal.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from placer.search.grouping import units
 from placer.search.tally import Tally
 
 LARGEST: Final = 80
-"""Ops; with more, proofs take hours and the heuristics' bounds are better."""
+"""Maximum number of ops; with more, proofs take hours and the heuristics' bounds are better."""
 DETERMINISTIC_S: Final = 1e-3
-"""Of the solver's own time for each evaluation of a budget: the same on every machine."""
+"""Deterministic solver time for each evaluation of a budget, the same on every machine."""
 LOOK_S: Final = 0.05
 LONGEST_NS: Final = 1 << 52
-"""Far beyond what the simulator counts, and what the solver can still add up."""
+"""Far above any simulated time, and small enough for the solver to add up."""
 ROUNDS: Final = 4
 
 
 def exact(tally: Tally, seed: int, start: Candidate) -> int:
-    """Solve until the tally is over; nanoseconds that no plan beats.
+    """Solve until the budget of the tally is spent; return a lower bound of all step times, in ns.
 
-    They are 0 where nothing was proven, ``INFEASIBLE_NS`` where no plan can run.
+    The bound is 0 if nothing was proven, ``INFEASIBLE_NS`` if no placement is feasible.
 
-    Where the simulator takes longer than the solver said, it is solved again with other random
-    numbers: solutions that are equal to the model are not to the simulator. Whoever calls
-    it sees to it that there are at most :data:`LARGEST` ops.
+    If the simulated step is longer than the solver's, the problem is solved again with another
+    seed: solutions that are equal in the model differ in the simulator. The caller makes sure that
+    there are at most :data:`LARGEST` ops.
     """
     problem, bound_ns = tally.judge.problem, 0
     tally.judged(start.devices, start.priority)
@@ -55,7 +55,7 @@ def exact(tally: Tally, seed: int, start: Candidate) -> int:
             break
         model = _Model(problem)
         if number == 0:
-            model.hint(start)  # a good bound at once; later rounds shall find something else
+            model.hint(start)  # a good bound at once; later rounds should find other solutions
         solver = _solver(tally, seed + number)
         with _Watch(tally, solver):
             status = solver.solve(model.model, _Replay(model, tally))
@@ -68,7 +68,6 @@ def exact(tally: Tally, seed: int, start: Candidate) -> int:
 
 
 def _solver(tally: Tally, seed: int) -> cp_model.CpSolver:
-    """One that takes what is left of the budget."""
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = seed & 0x7FFFFFFF
@@ -81,7 +80,7 @@ def _solver(tally: Tally, seed: int) -> cp_model.CpSolver:
 
 
 class _Model:
-    """Variables of the model, in nanoseconds."""
+    """CP-SAT model of a problem; times in nanoseconds."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -105,7 +104,7 @@ class _Model:
         self.model.minimize(self.step)
 
     def _choices(self) -> list[dict[int, cp_model.IntVar]]:
-        """{device: whether the op is there} of each op; the members of a group share theirs."""
+        """Return, for each op, {device: Boolean variable}; members of a group share theirs."""
         rows = units(self.problem)
         of_unit = []
         for unit, row in enumerate(rows.allowed):
@@ -117,7 +116,6 @@ class _Model:
         return [of_unit[unit] for unit in rows.group_of.tolist()]
 
     def _run_ops(self) -> None:
-        """Each op takes its time on its device, which runs one at a time."""
         running: dict[int, list[cp_model.IntervalVar]] = {}
         for i, choice in enumerate(self.is_on):
             for d, chosen in choice.items():
@@ -130,7 +128,6 @@ class _Model:
             self.model.add_no_overlap(intervals)
 
     def _send(self) -> None:
-        """An op starts when its inputs are on its device."""
         graph = self.problem.graph
         source = edge_sources(graph)
         for i in range(len(graph)):
@@ -149,7 +146,7 @@ class _Model:
     def _transfer(
         self, i: int, edges: list[int], s: int, d: int, is_source: cp_model.IntVar
     ) -> None:
-        """One transfer of the output of op i from s to d, if one of the edges needs it there."""
+        """Add one transfer of the output of op i from s to d, if any of the edges needs it."""
         graph, problem, model = self.problem.graph, self.problem, self.model
         readers = [
             (self.is_on[j][d], j, problem.transfer_ns(int(graph.edge_bytes[e]), s, d))
@@ -179,7 +176,7 @@ class _Model:
                 self._queues.setdefault(queue, []).append(interval)
 
     def _fit(self) -> None:
-        """What stays on a device for the whole step fits into its memory."""
+        """Limit the bytes that stay on a device for the whole step to its memory."""
         size = (self.problem.graph.resident_bytes + self.problem.held_bytes).tolist()
         for d, room in enumerate(self.problem.memory_bytes.tolist()):
             used = [size[i] * choice[d] for i, choice in enumerate(self.is_on) if d in choice]
@@ -187,7 +184,7 @@ class _Model:
                 self.model.add(sum(used) <= room)
 
     def hint(self, plan: Candidate) -> None:
-        """Begin with the devices of a plan."""
+        """Suggest the devices of a candidate to the solver."""
         hinted = set()
         for choice, device in zip(self.is_on, plan.devices.tolist(), strict=True):
             for d, chosen in choice.items():
@@ -197,7 +194,7 @@ class _Model:
 
 
 def _horizon_ns(problem: Problem) -> int:
-    """Longer than any step without idle time: all ops at their dearest, all edges sent."""
+    """Return an upper bound of steps without idle time: highest op costs, all edges sent."""
     longest = problem.cost_ns.max(axis=1).sum()
     slowest = 0.0
     for s, d in np.argwhere(problem.connected).tolist():
@@ -212,7 +209,7 @@ def _horizon_ns(problem: Problem) -> int:
 
 
 class _Replay(cp_model.CpSolverSolutionCallback):
-    """Has every solution judged by the simulator."""
+    """Evaluates every solution with the simulator."""
 
     def __init__(self, model: _Model, tally: Tally) -> None:
         super().__init__()
@@ -237,7 +234,7 @@ class _Replay(cp_model.CpSolverSolutionCallback):
 
 
 def by_start(problem: Problem, start_ns: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Priorities (N,) in the order of starts (N,); of equal ones the topologically first."""
+    """Return priorities (N,) in the order of start times (N,), ties in topological order."""
     order = problem.graph.topological[
         np.argsort(start_ns[problem.graph.topological], kind="stable")
     ]
@@ -247,7 +244,7 @@ def by_start(problem: Problem, start_ns: NDArray[np.int64]) -> NDArray[np.float6
 
 
 class _Watch:
-    """Stops a solver, from a thread of its own, once somebody asks."""
+    """Thread that stops a solver when a stop is requested."""
 
     def __init__(self, tally: Tally, solver: cp_model.CpSolver) -> None:
         self.tally = tally

@@ -1,6 +1,6 @@
-"""Layers in the order of the model, as many on each device as its memory holds.
+"""Layers in model order, as many on each device as its memory holds.
 
-That is how people place models by hand on devices that are too small for them.
+This is how models are placed by hand on devices that are too small for them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from envs.simulator import Simulator
 
 
 def first_layers(problem: Problem, priority: NDArray[np.float64]) -> NDArray[np.int32]:
-    """Devices (N,) that fill up one after the other; the last takes what is left.
+    """Return devices (N,) that fill up one after the other; the last takes the rest.
 
-    Memory is what the simulator says for ops that run by ``priority`` (N,). A co-location group
-    goes with its first layer, and an op that may not run there, with its group, on the last device
-    that it may.
+    Memory is the simulated peak with ops ordered by ``priority`` (N,). A co-location group goes
+    with its first layer. An op that is not allowed on its device goes, with its group, to the last
+    allowed one.
     """
     simulator = Simulator(problem)
     number = layer_numbers(problem)
@@ -41,7 +41,7 @@ def first_layers(problem: Problem, priority: NDArray[np.float64]) -> NDArray[np.
 
 
 def layer_numbers(problem: Problem) -> NDArray[np.int64]:
-    """The layer of every op, (N,), in the order of the model; a group is in its first layer."""
+    """Return the layer of every op (N,), in model order; a group is in its first layer."""
     graph = problem.graph
     layers: dict[str, int] = {}
     for op in graph.topological.tolist():
@@ -55,7 +55,7 @@ def layer_numbers(problem: Problem) -> NDArray[np.int64]:
 
 
 def layer_of(module: str) -> str:
-    """A module path up to the first number in it.
+    """Return a module path up to the first number in it.
 
     >>> layer_of("decoder.layers.3.mlp.0"), layer_of("head"), layer_of("2.conv")
     ('decoder.layers.3', 'head', '2')

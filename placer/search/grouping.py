@@ -1,6 +1,6 @@
-"""Groups of ops that searches with few choices place as one: by co-location, then by heavy edges.
+"""Groups of ops that are placed as one: by co-location, then by heavy edges.
 
-Groups may form cycles: they share a device, not a moment.
+Groups may form cycles: their members share a device, but need not run together.
 """
 
 from __future__ import annotations
@@ -16,41 +16,42 @@ from envs.problem import Problem
 from graphs.quotient import edge_sources
 
 ROOM: Final = 1.5
-"""How much more than its equal share a group may cost at first; doubled until few are left."""
+"""Initial limit of a group's cost relative to its equal share; doubled until few groups are
+left."""
 
 
 @dataclass(frozen=True, eq=False)
 class Grouping:
-    """G groups of the N ops of a problem, numbered by the topologically first member."""
+    """G groups of the N ops of a problem, numbered by their topologically first member."""
 
     problem: Problem
     group_of: NDArray[np.int64]  # (N,)
 
     def __len__(self) -> int:
-        """G."""
+        """Return G."""
         return int(self.group_of.max()) + 1
 
     @cached_property
     def allowed(self) -> NDArray[np.bool_]:
-        """Where all members may run, (G, D); every group has a device."""
+        """Devices where all members are allowed, (G, D); every group has one."""
         allowed = np.ones((len(self), self.problem.device_count), np.bool_)
         np.logical_and.at(allowed, self.group_of, self.problem.allowed)
         return allowed
 
     @cached_property
     def cost_ns(self) -> NDArray[np.int64]:
-        """Sum of the members' costs on each device, (G, D), 0 where one of them may not run."""
+        """Sum of the members' costs on each device, (G, D), 0 where a member is not allowed."""
         cost = np.zeros((len(self), self.problem.device_count), np.int64)
         np.add.at(cost, self.group_of, self.problem.cost_ns)
         return np.where(self.allowed, cost, 0)
 
     def expand(self, devices: NDArray[np.integer]) -> NDArray[np.int32]:
-        """Devices of ops, (..., N), from those of groups, (..., G)."""
+        """Return devices of ops (..., N) from those of groups (..., G)."""
         return np.asarray(devices[..., self.group_of], np.int32)
 
 
 def units(problem: Problem) -> Grouping:
-    """Co-location groups, and every other op for itself."""
+    """Return the co-location groups, with every other op as a group of its own."""
     group = problem.graph.group.astype(np.int64)
     alone = group < 0
     group[alone] = group.max(initial=-1) + 1 + np.arange(int(alone.sum()))
@@ -58,10 +59,10 @@ def units(problem: Problem) -> Grouping:
 
 
 def at_most(problem: Problem, most: int) -> Grouping:
-    """At most ``most`` groups, if pins allow so few: those with the heaviest edges united first.
+    """Return at most ``most`` groups if pins permit, merging along the heaviest edges first.
 
-    A group stays below a multiple of its equal share of all costs. What no edge joins is united
-    with the next in topological order.
+    A group stays below a multiple of its equal share of the total cost. Groups without edges
+    between them are merged with the next in topological order.
     """
     fine = units(problem)
     if len(fine) <= most:
@@ -87,7 +88,7 @@ def at_most(problem: Problem, most: int) -> Grouping:
 
 
 class _Union:
-    """Disjoint sets of groups, with what each costs and where it may run."""
+    """Disjoint sets of groups, with their costs and allowed devices."""
 
     def __init__(self, fine: Grouping) -> None:
         self.count = len(fine)
@@ -115,7 +116,7 @@ class _Union:
 
 
 def _numbered(problem: Problem, group: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The same groups, numbered in topological order of their first members."""
+    """Renumber groups in topological order of their first members."""
     order = problem.graph.topological
     _, first, inverse = np.unique(group[order], return_index=True, return_inverse=True)
     rank = np.empty(len(first), np.int64)

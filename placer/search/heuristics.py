@@ -1,4 +1,4 @@
-"""The plans that every search begins with: trivial placements and classic list schedulers."""
+"""Initial candidates of every search: trivial placements and classic list schedulers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ FIRST_LAYERS: Final = "first layers"
 
 
 def heuristics(judge: Judge) -> list[Candidate]:
-    """Every single device, layer split, round robin, first layers, HEFT and ETF, in this order.
+    """Return single devices, layer split, round robin, first layers, HEFT and ETF, in this order.
 
-    First layers only where some single device has no room for all. Trivial placements run ready
-    ops by bottom level.
+    "First layers" is included only if some single device cannot hold the model. Trivial placements
+    run ready ops by upward rank.
     """
     by_level = judge.outline.bottom_level
     found = [judge.candidate(name, plan, by_level) for name, plan in trivial_plans(judge.problem)]

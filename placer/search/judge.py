@@ -1,4 +1,4 @@
-"""Judges plans by the simulator, many at once, with what does not fit ranked by how much."""
+"""Evaluation of placements by the simulator, in batches, with infeasible ones ranked by excess."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from placer.search.outline import outline
 
 
 class Judge:
-    """The cost of plans of one problem. One instance serves one thread.
+    """Evaluates placements of one problem. Use one instance per thread.
 
-    A cost is the simulated step in nanoseconds; OVERFULL_NS and above where memory does not
-    suffice; INFEASIBLE_NS where an op is on a device that it may not use or cannot be reached.
+    A cost is the simulated step time in nanoseconds; OVERFULL_NS or more if memory does not
+    suffice; INFEASIBLE_NS if an op is on a device that is not allowed or cannot be reached.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -47,7 +47,7 @@ class Judge:
         return live_for(self.outline)
 
     def costs(self, devices: NDArray[np.int32], priority: NDArray[np.float64]) -> NDArray[np.int64]:
-        """Costs (B,) of the plans ``devices`` (B, N) with ``priority`` (B, N)."""
+        """Return costs (B,) of the placements ``devices`` (B, N) with ``priority`` (B, N)."""
         costs = np.empty(len(devices), np.int64)
         devices = np.array(devices, np.int32, order="C")
         priority = np.array(priority, np.float64, order="C")
@@ -69,7 +69,7 @@ class Judge:
     def decoded(
         self, weights: NDArray[np.floating[Any]]
     ) -> tuple[NDArray[np.int32], NDArray[np.float64], NDArray[np.int64]]:
-        """Devices (B, N), priorities (B, N) and costs (B,) that weights (B, 21) decode to."""
+        """Decode weights (B, 21) to devices (B, N) and priorities (B, N) with their costs (B,)."""
         devices, priority = decode_batch(self.outline, weights, self._live)
         return devices, priority, self.costs(devices, priority)
 
@@ -80,9 +80,9 @@ class Judge:
         priority: NDArray[np.float64],
         cost: int | None = None,
     ) -> Candidate:
-        """One plan, (N,) each, as a candidate that keeps read-only copies of it.
+        """Return one placement, (N,) each, as a candidate with read-only copies of the arrays.
 
-        Where its ``cost`` is known it is not found again.
+        A known ``cost`` is not computed again.
         """
         if cost is None:
             cost = int(self.costs(devices[None], priority[None])[0])

@@ -1,4 +1,4 @@
-"""What a list schedule knows while it is being made, and how it grows op by op."""
+"""State of a list schedule under construction, and its update op by op."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from placer.search.outline import Outline
 
 @by_pointer
 class Live(NamedTuple):
-    """What a decode knows so far; N ops, D devices. Make it with :func:`live_for`, reuse it."""
+    """State of a decode; N ops, D devices. Create it with :func:`live_for` and reuse it."""
 
     rank: NDArray[np.int64]  # (N,) of the order score
     heap: NDArray[np.int64]  # (N,) ranks of ready ops
-    waiting: NDArray[np.int32]  # (N,) inputs that are not placed
-    unread: NDArray[np.int32]  # (N,) consumers that are not placed
+    waiting: NDArray[np.int32]  # (N,) number of inputs not yet placed
+    unread: NDArray[np.int32]  # (N,) number of consumers not yet placed
     heaviest_home: NDArray[np.int32]  # (N,) device of a ready op's heaviest input, or -1
     finish: NDArray[np.float64]  # (N,) ns
-    sent: NDArray[np.float64]  # (N, D) when a copy of an output is there, -1: it is not sent
+    sent: NDArray[np.float64]  # (N, D) arrival of a copy of an output, -1 if not sent
     pinned: NDArray[np.int32]  # device of each co-location group, or -1
     queue_free: NDArray[np.float64]  # by queue, ns
-    free: NDArray[np.float64]  # from here (D,) each; ns
+    free: NDArray[np.float64]  # from here on (D,); when the device is free, ns
     load: NDArray[np.float64]
     resident: NDArray[np.float64]  # bytes of parameters, gradients and optimizer state
     active: NDArray[np.float64]  # bytes of outputs and copies that are still needed
-    peak: NDArray[np.float64]  # the most of them so far
+    peak: NDArray[np.float64]  # peak of active bytes so far
     crowd: NDArray[np.float64]  # ready ops whose heaviest input is there
-    data: NDArray[np.float64]  # of the current op: when all inputs could be there
-    bring: NDArray[np.float64]  # and the transfer time of those that are not
+    data: NDArray[np.float64]  # from here on of the current op: arrival of all inputs, ns
+    bring: NDArray[np.float64]  # transfer time of the inputs that are not there, ns
     bring_bytes: NDArray[np.float64]
-    have: NDArray[np.float64]  # mean transfer time of those that are
+    have: NDArray[np.float64]  # mean transfer time of the inputs already there, ns
     reach: NDArray[np.bool_]
     sibling: NDArray[np.float64]
     tier: NDArray[np.int64]
 
 
 def live_for(problem: Outline) -> Live:
-    """Scratch space for decodes of a problem."""
+    """Allocate scratch space for decodes of a problem."""
     count, devices = problem.cost.shape
     return Live(
         rank=np.zeros(count, np.int64),
@@ -71,7 +71,7 @@ def live_for(problem: Outline) -> Live:
 
 @compiled_inline
 def reset(o: Outline, live: Live) -> int:
-    """Nothing placed, the sources on the heap; returns its size."""
+    """Reset the state, put the sources on the heap, and return the size of the heap."""
     count, device_count = o.cost.shape
     size = int64(0)
     for i in range(count):
@@ -98,7 +98,10 @@ def reset(o: Outline, live: Live) -> int:
 
 @compiled_inline
 def gather_inputs(o: Outline, live: Live, devices: NDArray[np.int32], v: int) -> int:
-    """What op v would wait for and bring to every device; returns the home of its latest input."""
+    """Compute arrival and transfer times of op v's inputs for every device.
+
+    Returns the device of the input that finishes last.
+    """
     device_count = len(live.free)
     for d in range(device_count):
         live.data[d] = 0.0
@@ -136,7 +139,10 @@ def gather_inputs(o: Outline, live: Live, devices: NDArray[np.int32], v: int) ->
 
 @compiled_inline
 def rank_devices(o: Outline, live: Live, v: int) -> int:
-    """Tier of every device for op v: 3 good, 2 full, 1 out of reach, 0 forbidden; the best one."""
+    """Fill the tier of every device for op v: 3 good, 2 full, 1 unreachable, 0 forbidden.
+
+    Returns the best tier.
+    """
     group = o.group[v]
     pinned = live.pinned[group] if group >= 0 else -1
     resident = _new_resident_bytes(o, live, v)
@@ -157,7 +163,7 @@ def rank_devices(o: Outline, live: Live, v: int) -> int:
 
 @compiled_inline
 def commit(o: Outline, live: Live, devices: NDArray[np.int32], v: int, d: int) -> None:
-    """Send the inputs that device d lacks, and let op v run there."""
+    """Send the inputs that device d lacks, and run op v there."""
     live.resident[d] += _new_resident_bytes(o, live, v)
     if o.group[v] >= 0:
         live.pinned[o.group[v]] = d
@@ -187,7 +193,7 @@ def commit(o: Outline, live: Live, devices: NDArray[np.int32], v: int, d: int) -
 
 @compiled_inline
 def release(o: Outline, live: Live, devices: NDArray[np.int32], v: int, d: int) -> None:
-    """Memory: op v's output is there; inputs that nobody else needs are gone, with all copies."""
+    """Account for op v's output, and free inputs without further consumers, with all copies."""
     live.active[d] += o.output[v] + o.held[v]
     live.peak[d] = max(live.peak[d], live.active[d] + o.workspace[v])
     if live.unread[v] == 0:
@@ -204,7 +210,7 @@ def release(o: Outline, live: Live, devices: NDArray[np.int32], v: int, d: int) 
 
 @compiled_inline
 def _new_resident_bytes(o: Outline, live: Live, v: int) -> float:
-    """What op v brings to stay on its device: the first of a group brings all of the group's."""
+    """Return the resident bytes that op v adds; the first op of a group adds those of the group."""
     group = o.group[v]
     if group < 0:
         return float(o.resident[v])
@@ -213,7 +219,7 @@ def _new_resident_bytes(o: Outline, live: Live, v: int) -> float:
 
 @compiled_inline
 def find_heaviest(o: Outline, live: Live, devices: NDArray[np.int32], w: int) -> None:
-    """Note where the heaviest input of op w is, which has become ready."""
+    """Store the device of the heaviest input of op w, which has become ready."""
     heavy = -1.0
     for e in range(o.predecessor_start[w], o.predecessor_start[w + 1]):
         if o.edge_ns[e] > heavy:
@@ -224,7 +230,7 @@ def find_heaviest(o: Outline, live: Live, devices: NDArray[np.int32], w: int) ->
 
 @compiled_inline
 def push(heap: NDArray[np.int64], size: int, rank: int) -> int:
-    """Add a rank to a binary heap of ``size``; returns the new size."""
+    """Add a rank to a binary heap of ``size``; return the new size."""
     hole = size
     while hole > 0 and heap[(hole - 1) >> 1] > rank:
         heap[hole] = heap[(hole - 1) >> 1]

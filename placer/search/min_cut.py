@@ -1,8 +1,8 @@
-"""Parts of about equal time with little to transfer between them, by METIS.
+"""Balanced parts with short transfers between them, by METIS.
 
 Karypis and Kumar, "A fast and high quality multilevel scheme for partitioning irregular graphs"
-(SIAM J. Sci. Comput., 1998). A vertex is a co-location group or an op and weighs what it costs on
-average; an edge weighs its mean transfer time; a device gets work in proportion to its speed.
+(SIAM J. Sci. Comput., 1998). A vertex is a co-location group or an op, weighted by its mean cost;
+an edge is weighted by its mean transfer time; a device gets work in proportion to its speed.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from placer.search.outline import Outline
 from placer.search.trivial import spread
 
 LARGEST_WEIGHT: Final = 1 << 30
-"""Of all vertices, or of all edges, together: METIS may count in 32 bits."""
+"""Maximum sum of all vertex weights, or of all edge weights: METIS may use 32-bit integers."""
 
 
 def min_cut(rows: Grouping, outline: Outline, seed: int) -> NDArray[np.int32]:
-    """Devices (N,) of the ops of :func:`placer.search.grouping.units`.
+    """Return devices (N,) for the units of :func:`placer.search.grouping.units`.
 
-    METIS knows no pins: an op that may not run where its part does goes to the cheapest device that
-    it may. It sees an undirected graph, so parts are balanced as a whole, not moment by moment.
+    METIS does not support pins: an op that is not allowed on the device of its part goes to the
+    cheapest allowed one. METIS sees an undirected graph, so parts are balanced in total, not at
+    each point in time.
     """
     count, device_count = rows.cost_ns.shape
     if device_count == 1 or count == 1:
@@ -50,7 +51,7 @@ def min_cut(rows: Grouping, outline: Outline, seed: int) -> NDArray[np.int32]:
 def _adjacency(
     rows: Grouping, outline: Outline
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
-    """Neighbours of each vertex in one list, where its own start, and the weights of the edges."""
+    """Return the CSR adjacency of the units: starts, neighbours, and edge weights."""
     graph, count = rows.problem.graph, len(rows)
     edge_ns = np.empty(graph.edge_count)
     edge_ns[graph.predecessor_edge] = outline.edge_ns
@@ -65,6 +66,6 @@ def _adjacency(
 
 
 def _whole(weight: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Weights as whole numbers from 1."""
+    """Return weights as integers of at least 1."""
     scale = min(1.0, LARGEST_WEIGHT / max(float(weight.sum()), 1.0))
     return np.maximum(np.rint(weight * scale), 1.0).astype(np.int64)

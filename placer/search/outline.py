@@ -1,7 +1,7 @@
-"""What list schedulers see of a problem: times in nanoseconds as floats, and features per op.
+"""Problem data for list schedulers: times in nanoseconds as floats, and features per op.
 
-An :class:`Outline` is made once per problem and handed to compiled code as it is. Its features do
-not depend on how ops or devices are numbered.
+An :class:`Outline` is built once per problem and passed to compiled code. Its features do not
+depend on how ops or devices are numbered.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from envs.problem import Problem
 
 OP_FEATURE_COUNT: Final = 7
 BASE_ORDER_SCORE: Final = 10.0
-"""Order score of an op on the critical path when all learned weights are zero."""
+"""Order score of the op with the highest upward rank when all learned weights are zero."""
 
 
 @by_pointer
 class Outline(NamedTuple):
     """Arrays of N ops, E edges, D devices and C co-location groups, writable and contiguous.
 
-    ``mean_*`` numbers average over the devices an op may use and over the pairs of devices that a
-    link joins. ``edge_ns`` (E) is the mean transfer time of an incoming edge.
+    Mean costs and transfer times average over the allowed devices of an op and over the connected
+    pairs of devices. ``edge_ns`` (E) is the mean transfer time of an incoming edge.
     """
 
     cost: NDArray[np.float64]  # (N, D) ns, 0 where not allowed
@@ -40,21 +40,21 @@ class Outline(NamedTuple):
     latency: NDArray[np.float64]  # (D, D) ns
     ns_per_byte: NDArray[np.float64]  # (D, D)
     connected: NDArray[np.bool_]  # (D, D)
-    queue: NDArray[np.int32]  # (D, D), -1: never waits
+    queue: NDArray[np.int32]  # (D, D), -1 if transfers never wait
     queue_count: int
     out_queue: NDArray[np.int32]  # (D,) a queue that transfers from a device wait in, or -1
     once_per_destination: bool
     memory: NDArray[np.float64]  # (D,) bytes
-    memory_matters: bool  # False where everything fits on every device
+    memory_matters: bool  # False if everything fits on every device
     resident: NDArray[np.float64]  # (N,) bytes of parameters, gradients, optimizer state
     group_resident: NDArray[np.float64]  # (C,) bytes
     output: NDArray[np.float64]  # (N,) bytes
     held: NDArray[np.float64]  # (N,) bytes
     workspace: NDArray[np.float64]  # (N,) bytes
-    order_base: NDArray[np.float64]  # (N,) BASE_ORDER_SCORE * bottom level / critical path
+    order_base: NDArray[np.float64]  # (N,) BASE_ORDER_SCORE * upward rank / its maximum
     op_features: NDArray[np.float64]  # (N, 7)
     bottom_level: NDArray[np.float64]  # (N,) ns, with mean costs and transfers
-    scale: float  # ns, mean cheapest cost of an op: the unit of time of all features
+    scale: float  # ns, mean over ops of the cheapest cost: time unit of all features
     critical_path: float  # ns, with mean costs and transfers
 
 
@@ -140,7 +140,7 @@ def outline(problem: Problem) -> Outline:
 
 
 def soft_log(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    """About log(1 + x) for x >= 0, by square roots alone: equal on every machine.
+    """Approximate log(1 + x) for x >= 0 by square roots alone: the same on every machine.
 
     With r = (1 + x) ** (1/4) it is 2 (r - 1/r): 0.5 % high at x = 1, 6 % at x = 10.
     """
@@ -165,7 +165,7 @@ def _op_features(
     in_degree: NDArray[Any],
     out_degree: NDArray[Any],
 ) -> NDArray[np.float64]:
-    """The seven features of an op, times in units of the scale or of the critical path."""
+    """Return the features (N, 7); times are in units of the scale or of the critical path."""
     columns = (
         soft_log(cost),
         soft_log(send),

@@ -1,8 +1,7 @@
-"""Contiguous parts of a topological order, one per device, with the smallest largest load.
+"""Contiguous parts of a topological order, one per device, with the smallest maximum load.
 
-The load of a part depends on nothing but its two ends: what it receives from before, what it runs
-and what it sends behind. So the best borders follow by dynamic programming over them, as for
-pipelines of layers (PipeDream, arXiv 1806.03377).
+The load of a part depends only on its two ends: what it receives, runs and sends. So the best
+borders follow by dynamic programming, as for pipelines of layers (PipeDream, arXiv 1806.03377).
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ from envs.problem import Problem
 from placer.search.trivial import spread
 
 MOST_STEPS: Final = 20_000_000
-"""Of the dynamic programming; longer orders may be cut at fewer places, evenly spaced."""
+"""Maximum number of steps of the dynamic programming; longer orders are cut at fewer, evenly spaced
+places."""
 NEVER_NS: Final = 1 << 62
 
 Bools = NDArray[np.bool_]
@@ -27,11 +27,11 @@ Longs = NDArray[np.int64]
 
 
 def pipeline_parts(problem: Problem, order: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Devices (N,) of the best parts of an order (N,), sources first; parts may be empty.
+    """Return devices (N,) of the best parts of a topological order (N,); parts may be empty.
 
     The first device has the first part. Transfers count as on the best link, and co-location is
-    looked after at the end only: exact where links are equal and there are no groups. Where no
-    parts fit into memory, it counts for nothing.
+    enforced only at the end: exact if links are equal and there are no groups. If no parts fit into
+    memory, memory is ignored.
     """
     graph, count = problem.graph, problem.op_count
     starts = max(MOST_STEPS // max(count * problem.device_count, 1), 4 * problem.device_count)
@@ -78,7 +78,7 @@ def _best_ends(
     reads: Ints,
     borders: Ints,
 ) -> Longs:
-    """Where the part of each device ends, (D,); all -1 where there are no such parts."""
+    """Return the end of each device's part, (D,), or all -1 if there are no such parts."""
     places, devices = len(borders), len(memory_bytes)
     best = np.full((devices + 1, places), NEVER_NS, np.int64)
     chosen = np.full((devices + 1, places), -1, np.int32)

@@ -1,8 +1,8 @@
-"""The default search: heuristics, then what was learned, then evolution and annealing on top.
+"""Default search: heuristics, then the policy, then evolution and annealing.
 
-Evolution moves the decoder's 21 weights and finds good plans within a thousand decodes; annealing
-moves single ops and is better at the end. The best of all is kept, so nothing is ever worse than
-the heuristics.
+Evolution adapts the decoder's 21 weights and finds good placements within a thousand decodes;
+annealing moves single ops and is better at the end. The best of all is kept, so the result is never
+worse than the heuristics.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ from placer.search.walking import MOST_STARTS, heat, moves_left, next_chunk, wal
 
 SAMPLES: Final = 32
 SAMPLE_SHARE: Final = 0.25
-"""Samples of the policy take at most this share of the budget."""
+"""Maximum share of the budget for samples of the policy."""
 SAMPLE_SPREAD: Final = 1.5
-"""Samples vary by so many deviations of the policy, but by SIGMA at least: training narrows them to
-what suits its own families, and that does not get away from where the policy errs on others."""
+"""Samples vary by this many standard deviations of the policy, but at least by SIGMA: training
+narrows the deviations to what suits its own families, which is too little where the policy errs on
+others."""
 EVOLUTION_SHARE: Final = 0.6
-"""Evolution takes at most this share, and at most so many decodes, then annealing goes on."""
+"""Evolution stops at this share of the budget, or after EVOLUTION_DECODES; annealing follows."""
 EVOLUTION_DECODES: Final = 1500
 POPULATION: Final = 10
 SIGMA: Final = 0.5
 LEAST_SPREAD: Final = 1e-3
 SENDERS: Final = 0.3
-"""Share of annealing moves for ops that may hold up the critical chain's transfers."""
+"""Share of annealing moves for ops that may delay the transfers of the critical chain."""
 LONG_S: Final = 1.0
 LARGEST_BOUNDED: Final = 20_000
 
@@ -47,14 +48,15 @@ Progress = Callable[[float, str], None]
 
 
 class Proposer(Protocol):
-    """A learned policy: says which decoder weights suit a problem."""
+    """A learned policy: proposes decoder weights for a problem."""
 
     def propose(
         self, judge: Judge, known: list[Candidate]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Means (M, 21) and standard deviations (M, 21) of weights; ``known`` are the heuristics.
+        """Return means (M, 21) and standard deviations (M, 21) of weights.
 
-        All means are tried, in their order, then samples around the best of them.
+        ``known`` are the candidates of the heuristics. All means are tried in order, then samples
+        around the best of them.
         """
         ...
 
@@ -68,27 +70,27 @@ def search(
     progress: Progress | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> list[Candidate]:
-    """Search for a plan with a short step.
+    """Search for a placement with a short step time.
 
     Args:
-        problem: what to place where.
-        budget: seconds, counted from when compiled code is loaded, or evaluations. The
-            heuristics always run in full. With evaluations the result depends on ``seed`` alone.
-        seed: of everything random.
+        problem: graph and cluster.
+        budget: seconds, counted after compiled code is loaded, or evaluations. The heuristics
+            always run in full. With evaluations the result depends on ``seed`` alone.
+        seed: random seed.
         policy: proposes decoder weights; without one evolution starts from HEFT.
-        progress: called with the spent share, 0 .. 1, and what is going on.
-        should_stop: asked about every 0.05 s (never more often than one evaluation takes); once it
-            says True the best so far is returned.
+        progress: called with the spent share of the budget, 0 .. 1, and a text.
+        should_stop: polled about every 0.05 s (never more often than one evaluation takes); once it
+            returns True the best candidates so far are returned.
 
-    A search also ends when its best step is a lower bound of all.
+    The search also ends when its best step time reaches the lower bound.
 
     Returns:
-        All heuristics, and the best plan of each of "policy", "evolution" and "annealing", the
-        shortest step first; plans that cannot run come last with INFEASIBLE_NS.
+        All heuristics, and the best placement of each of "policy", "evolution" and "annealing", the
+            shortest step first; infeasible ones come last with INFEASIBLE_NS.
     """
     if progress is not None:
         progress(0.0, "loading compiled code, which takes long the first time")
-    load_compiled_code()  # not at the cost of the budget
+    load_compiled_code()  # before the budget starts
     run = _Search(problem, Meter(budget, should_stop), seed, progress)
     run.begin()
     if problem.device_count > 1:
@@ -99,14 +101,14 @@ def search(
 
 
 class _Beginning(NamedTuple):
-    """Decoder weights (21,) to evolve from, and how far each may be off, if somebody knows."""
+    """Start of the evolution: decoder weights (21,) and their standard deviations, if known."""
 
     weights: NDArray[np.float64]
     spread: NDArray[np.float64] | None = None
 
 
 class _Search:
-    """What one search has found so far."""
+    """State of one search."""
 
     def __init__(
         self, problem: Problem, meter: Meter, seed: int, progress: Progress | None
@@ -128,7 +130,7 @@ class _Search:
         self.report(self.meter.share(), "heuristics")
 
     def learned(self, policy: Proposer) -> _Beginning:
-        """Decode what a policy proposes and samples around the best: where evolution begins."""
+        """Decode the policy's proposals, then samples around the best; return the best weights."""
         means, deviations = policy.propose(self.judge, self.known)
         spreads = np.maximum(deviations, LEAST_SPREAD)
         costs = self.decode("policy", means, SAMPLE_SHARE)
@@ -144,7 +146,6 @@ class _Search:
         return _Beginning(means[first], spreads[first])
 
     def evolve(self, beginning: _Beginning) -> None:
-        """Improve decoder weights."""
         evolution = Evolution(
             beginning.weights,
             sigma=SIGMA,
@@ -160,7 +161,7 @@ class _Search:
             evolution.tell(rows, costs)
 
     def decode(self, name: str, rows: NDArray[np.float64], share: float) -> NDArray[np.int64]:
-        """Costs of the weights (B, 21), of fewer where ``share`` of the budget does not suffice."""
+        """Return costs of weights (B, 21), of fewer if ``share`` of the budget is spent first."""
         costs: list[int] = []
         best: Candidate | None = None
         while len(costs) < len(rows) and not self.meter.over(share):
@@ -181,13 +182,12 @@ class _Search:
         return np.array(costs, np.int64)
 
     def anneal(self) -> None:
-        """Improve the best plans op by op, each in an equal part of what is left."""
         if self.meter.over():
             return
         best = distinct(ranked(self.found + self.known), MOST_STARTS)
         moves = moves_left(self.judge, best[0], self.meter)
         self.meter.spend(1)
-        # The best plan; where there is time also the best heuristic and the next best plan.
+        # The best placement; if there is time also the best heuristic and the next best placement.
         starts = distinct([best[0], *ranked(self.known), *best], worthwhile_starts(moves))
         hot = heat(moves // len(starts), self.judge.problem.op_count)
         began = self.meter.share()
@@ -208,7 +208,7 @@ class _Search:
         self.report(self.meter.share(), f"annealing, {milliseconds(cost / 1e9)} ms")
 
     def candidates(self) -> list[Candidate]:
-        """All heuristics and of each kind of search its best plan that is new, best first."""
+        """Return all heuristics and the best new placement of each kind of search, best first."""
         everything = ranked(self.known + self.found)
         new = [c for c in distinct(everything, len(everything)) if c in self.found]
         best_of = {candidate.name: candidate for candidate in reversed(new)}
@@ -219,7 +219,6 @@ class _Search:
             self.progress(min(share, 1.0), text)
 
     def _keep(self, candidate: Candidate) -> None:
-        """Keep the best few plans of each name."""
         same = [c for c in self.found if c.name == candidate.name]
         others = [c for c in self.found if c.name != candidate.name]
         self._settle(candidate.step_ns)
@@ -227,12 +226,11 @@ class _Search:
         self.found = others + distinct(ranked([*same, candidate]), MOST_STARTS)
 
     def _settle(self, cost: int) -> None:
-        """Stop where nothing can be better."""
         if cost <= self.bound_ns:
             self.meter.stopped = True
 
 
 def _pays(problem: Problem, budget: Budget) -> bool:
-    """Whether a bound is worth its time, about 0.05 s for 1,000 ops."""
+    """Return whether a lower bound is worth its time, about 0.05 s for 1,000 ops."""
     long = budget.seconds is None or budget.seconds >= LONG_S
     return long and problem.op_count <= LARGEST_BOUNDED

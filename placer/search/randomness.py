@@ -1,4 +1,4 @@
-"""Random numbers for compiled loops: their whole state is one number, equal on every machine."""
+"""Random numbers for compiled loops: the state is one number, the same on every machine."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _STEP: Final = 2.0**-53
 
 
 def seeded(seed: int) -> NDArray[np.uint64]:
-    """A state (1,) for :func:`uniform`; different seeds give unrelated sequences."""
+    """Return a state (1,) for :func:`uniform`; different seeds give unrelated sequences."""
     return np.random.SeedSequence(seed).generate_state(1, np.uint64) | np.uint64(1)
 
 
 @compiled_borrowing
 def uniform(state: NDArray[np.uint64]) -> float:
-    """The next number in 0 <= x < 1 (xorshift64*, Vigna: arXiv 1402.6246)."""
+    """Return the next number in 0 <= x < 1 (xorshift64*, Vigna: arXiv 1402.6246)."""
     x = state[0]
     x ^= x >> _A
     x ^= x << _B
@@ -35,11 +35,11 @@ def uniform(state: NDArray[np.uint64]) -> float:
 
 @compiled_borrowing
 def below(state: NDArray[np.uint64], count: int) -> int:
-    """A whole number in 0 .. count - 1."""
+    """Return an integer in 0 .. count - 1."""
     return int(uniform(state) * count)
 
 
 @compiled_borrowing
 def exponential(state: NDArray[np.uint64], mean: float) -> float:
-    """A positive number, exponentially distributed."""
+    """Return a positive, exponentially distributed number."""
     return -float(np.log(1.0 - uniform(state))) * mean

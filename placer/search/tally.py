@@ -1,4 +1,4 @@
-"""Judges plans one by one while the budget lasts, and keeps the best."""
+"""Evaluation of placements one by one within a budget, keeping the best."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from placer.search.judge import Judge
 
 
 class Tally:
-    """The best of the plans that were judged.
+    """The best of the evaluated placements.
 
-    The first plan is judged whatever the budget, so that there is always a best.
+    The first placement is evaluated whatever the budget, so that there is always a best one.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class Tally:
         name: str,
         progress: Callable[[float, str], None] | None = None,
     ) -> None:
-        """Count on ``meter``; the best will be called ``name``."""
+        """Spend from ``meter``; the best candidate gets the name ``name``."""
         self.judge = judge
         self.meter = meter
         self.name = name
@@ -35,16 +35,16 @@ class Tally:
         self._best: tuple[int, NDArray[np.int32], NDArray[np.float64]] | None = None
 
     def over(self) -> bool:
-        """Whether no further plan may be judged."""
+        """Return whether the budget is spent, after at least one evaluation."""
         return self._best is not None and self.meter.over()
 
     def room(self, most: int) -> int:
-        """How many plans of ``most`` the budget of evaluations has room for, at least 1."""
+        """Return how many of ``most`` evaluations the budget has left, at least 1."""
         left = self.meter.left()
         return most if left is None else max(min(most, left), 1)
 
     def judged(self, devices: NDArray[np.int32], priority: NDArray[np.float64]) -> int:
-        """Cost of a plan, (N,) each, as the judge counts it."""
+        """Evaluate a placement, (N,) each, and return its cost as defined by :class:`Judge`."""
         cost = int(self.judge.costs(devices[None], priority[None])[0])
         self.meter.spend(1)
         if self._best is None or cost < self._best[0]:
@@ -59,7 +59,7 @@ class Tally:
     def all_judged(
         self, devices: NDArray[np.int32], priority: NDArray[np.float64]
     ) -> NDArray[np.int64]:
-        """Costs of the first plans of (B, N) each: of fewer than B where the budget ends."""
+        """Return costs of placements (B, N) each; fewer than B if the budget ends."""
         costs: list[int] = []
         for where, when in zip(devices, priority, strict=True):
             if self.over():
@@ -68,7 +68,7 @@ class Tally:
         return np.array(costs, np.int64)
 
     def best(self) -> Candidate:
-        """The best plan; the first of equal ones."""
+        """Return the best placement; the first of equal ones."""
         assert self._best is not None, "a placer judges at least one plan"
         cost, devices, priority = self._best
         return self.judge.candidate(self.name, devices, priority, cost)

@@ -1,4 +1,4 @@
-"""How a search went: who found better plans, when, and after how many evaluations."""
+"""Search trace: the improvements found by each part of a search, with time and evaluations."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Find:
-    """A plan better than all that its finder had before."""
+    """An improvement over all earlier placements of the same part."""
 
-    evaluations: int  # spent of the budget until then, by whomever
+    evaluations: int  # spent by all parts of the search until then
     seconds: float  # since the search began
-    cost_s: float  # simulated, of what the search makes small
+    cost_s: float  # simulated value of the objective
 
 
 @dataclass(slots=True)
 class Line:
-    """The finds of one part of a search, each better than the one before it."""
+    """The improvements of one part of a search, in order."""
 
     name: str
     finds: list[Find] = field(default_factory=list)
-    evaluations: int = 0  # when it was heard of last
+    evaluations: int = 0  # at its last report
     seconds: float = 0.0
 
 
 @dataclass(slots=True)
 class Trail:
-    """One line for each part of a search, in order of their beginnings."""
+    """One line for each part of a search, in order of their starts."""
 
     lines: dict[str, Line] = field(default_factory=dict)
 
     def note(self, name: str, evaluations: int, seconds: float, cost_s: float) -> None:
-        """Hear the best cost that ``name`` knows by now."""
+        """Record the best cost of ``name`` so far."""
         line = self.lines.setdefault(name, Line(name))
         line.evaluations, line.seconds = evaluations, seconds
         if not line.finds or cost_s < line.finds[-1].cost_s:
@@ -46,7 +46,7 @@ _current: ContextVar[Trail | None] = ContextVar("trail", default=None)
 
 @contextmanager
 def recorded() -> Iterator[Trail]:
-    """Records what meters hear that are made within; elsewhere nothing is kept."""
+    """Record the reports of all meters created in this context; elsewhere nothing is kept."""
     trail = Trail()
     token = _current.set(trail)
     try:
@@ -56,5 +56,5 @@ def recorded() -> Iterator[Trail]:
 
 
 def current_trail() -> Trail | None:
-    """The trail of whoever records, None if nobody does."""
+    """Return the trail of the current context, or None."""
     return _current.get()

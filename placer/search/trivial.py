@@ -1,6 +1,6 @@
-"""Placements that need no search: what every result has to beat.
+"""Placements that need no search: the baselines.
 
-All respect where an op may run and keep a co-location group on one device.
+All respect the allowed devices of ops and keep a co-location group on one device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from placer.search.candidate import SINGLE
 
 
 def trivial_plans(problem: Problem) -> Iterator[tuple[str, NDArray[np.int32]]]:
-    """Names and devices (N,): every single device, then the layer split and round robin."""
+    """Yield names and devices (N,): every single device, then the layer split and round robin."""
     for d, name in enumerate(problem.cluster.names):
         yield f"{SINGLE}{name}", single_device(problem, d)
     if problem.device_count > 1:
@@ -24,12 +24,12 @@ def trivial_plans(problem: Problem) -> Iterator[tuple[str, NDArray[np.int32]]]:
 
 
 def single_device(problem: Problem, device: int) -> NDArray[np.int32]:
-    """Everything on one device; an op that may not run there, on the cheapest that it may."""
+    """Place all ops on one device; ops that are not allowed there on their cheapest one."""
     return spread(problem, np.full(problem.op_count, device))
 
 
 def layer_split(problem: Problem) -> NDArray[np.int32]:
-    """Contiguous parts in topological order, one per device, in proportion to its speed."""
+    """Return contiguous parts in topological order, one per device, in proportion to its speed."""
     order = problem.graph.topological
     total = np.where(problem.allowed, problem.cost_ns, 0).sum(axis=1)
     cost = (total / problem.allowed.sum(axis=1))[order]
@@ -43,7 +43,7 @@ def layer_split(problem: Problem) -> NDArray[np.int32]:
 
 
 def round_robin(problem: Problem) -> NDArray[np.int32]:
-    """Ops in topological order, one device after the other."""
+    """Assign ops in topological order to the devices in turn."""
     wish = np.empty(problem.op_count, np.int64)
     wish[problem.graph.topological] = np.arange(problem.op_count) % problem.device_count
     return spread(problem, wish)
@@ -52,7 +52,7 @@ def round_robin(problem: Problem) -> NDArray[np.int32]:
 def spread(problem: Problem, wish: NDArray[np.int64]) -> NDArray[np.int32]:
     """Give each op the device of its ``wish`` (N,), or the cheapest allowed one.
 
-    A group goes where its topologically first member wishes; ``wish`` is changed to that.
+    A group goes where its topologically first member wishes; ``wish`` is updated in place.
     """
     order = problem.graph.topological
     group = problem.graph.group[order]

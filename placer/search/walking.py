@@ -1,4 +1,4 @@
-"""Lets annealing run for a part of a budget; says from how many starts, and how hot."""
+"""Annealing within a part of a budget, with the number of starts and the temperature."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from placer.search.judge import Judge
 
 MOST_STARTS: Final = 3
 STEPS_PER_START: Final = 15_000
-"""Annealing starts again where each start gets at least so many steps."""
+"""Minimum number of moves that justifies another start."""
 MOVES_OF_OP: Final = 500
-"""With more moves for an op than this, annealing begins hotter."""
+"""With more moves per op than this, annealing starts hotter."""
 MOST_HEAT: Final = 20.0
 LARGEST_CHUNK: Final = 4096
 FINE: Final = 1_000_000_000
-"""Whole-number resolution of the schedule under a budget of seconds."""
+"""Integer resolution of the schedule under a budget of seconds."""
 
 
 def walk(annealing: Annealing, meter: Meter, end: float, tell: Callable[[int], None]) -> None:
-    """Anneal until ``end`` of the budget is spent, the schedule stretched over what is left.
+    """Anneal until the share ``end`` of the budget is spent, over the rest of the schedule.
 
-    ``tell`` hears the best cost about every ``meter.chunk_s``.
+    ``tell`` is called with the best cost about every ``meter.chunk_s``.
     """
     begin, evaluations = meter.share(), meter.budget.evaluations
     total = FINE if evaluations is None else max(round(end * evaluations) - meter.spent, 0)
@@ -46,7 +46,7 @@ def walk(annealing: Annealing, meter: Meter, end: float, tell: Callable[[int], N
 
 
 def moves_left(judge: Judge, plan: Candidate, meter: Meter) -> int:
-    """About how many moves what is left of the budget is good for; it may cost one evaluation."""
+    """Estimate how many moves the remaining budget allows; this may cost one evaluation."""
     steps = meter.left()
     if steps is None:
         assert meter.budget.seconds is not None
@@ -58,15 +58,14 @@ def moves_left(judge: Judge, plan: Candidate, meter: Meter) -> int:
 
 
 def worthwhile_starts(moves: int) -> int:
-    """From how many plans to anneal, with so many moves in all."""
+    """Return from how many placements to anneal, given the total number of moves."""
     return max(1, min(MOST_STARTS, moves // STEPS_PER_START))
 
 
 def heat(moves: int, op_count: int) -> float:
-    """The relative temperature to begin with, for so many moves from one plan.
+    """Return the initial relative temperature for this many moves from one placement.
 
-    Where there are few moves for an op, it pays to stay near the plan; where there are many, to
-    leave it for good.
+    With few moves per op it pays to stay near the start, with many to leave it.
     """
     plenty = moves / (op_count * MOVES_OF_OP)
     return HOT * min(max(plenty**2, 1.0), MOST_HEAT)
@@ -75,6 +74,6 @@ def heat(moves: int, op_count: int) -> float:
 def next_chunk(
     meter: Meter, chunk: int, done: int, seconds: float, most: int = LARGEST_CHUNK
 ) -> int:
-    """How much to do until the next look at the clock, when ``done`` took so many seconds."""
+    """Return how many steps to make until the next look at the clock, by the rate of the last."""
     rate = done / max(seconds, 1e-6)
     return int(min(max(rate * meter.chunk_s, 1), 2 * chunk, most))

@@ -1,1 +1,1 @@
-"""Where steps come from besides functions of the user: one file per kind of target."""
+"""Sources of workloads other than Python functions: one module per kind of target."""

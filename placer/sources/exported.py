@@ -1,7 +1,7 @@
-"""``model.pt2``: a program that ``torch.export.save`` wrote, with the example inputs in it.
+"""``model.pt2``: a program written by ``torch.export.save``, with its example inputs.
 
-torch runs code of a file that it loads: objects are unpickled, expressions and names are evaluated.
-The file is read once, and what was read is checked before torch loads it.
+torch runs code from a file that it loads: objects are unpickled, expressions and names are
+evaluated. Therefore the file is read once, and its content is checked before torch loads it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from placer.sources.fault import TargetError, quiet
 
 
 def load(path: Path, *, training: bool) -> Step:
-    """The inference step of an exported program on the example inputs it was saved with.
+    """Return the inference step of an exported program on its saved example inputs.
 
     Raises:
-        TargetError: there is no such file, torch did not write it or has saved other objects than
-            tensors in it, it has no example inputs, or a training step is asked for.
+        TargetError: there is no such file, torch did not write it, it holds objects other than
+            tensors, it has no example inputs, or a training step is requested.
     """
     if training:
         raise TargetError(
@@ -39,8 +39,8 @@ def load(path: Path, *, training: bool) -> Step:
     content = _checked(path)
     try:
         with quiet(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what torch says of its own reading
-            # As torch.export.load, but for formats before 2.8, which hold pickles, and tracebacks.
+            warnings.simplefilter("ignore")  # torch warns about its own reading
+            # Like torch.export.load without tracebacks and formats before 2.8, which hold pickles.
             program = _package.load_pt2(io.BytesIO(content)).exported_programs["model"]
             model = program.module(check_guards=False)
     except Exception as error:
@@ -62,7 +62,7 @@ def load(path: Path, *, training: bool) -> Step:
 
 
 def _checked(path: Path) -> bytes:
-    """Read a file that is safe to load."""
+    """Return the content of a file that is safe to load."""
     if not path.is_file():
         raise TargetError(missing_file(path))
     try:

@@ -1,9 +1,9 @@
-"""Checks a ``.pt2`` file before torch loads it.
+"""Safety check of a ``.pt2`` file before torch loads it.
 
-torch evaluates expressions of sizes in it, writes names of it into Python code that it runs, looks
-operators up by any dotted name, imports modules that a container's description names, and unpickles
-what the file says is pickled. Everything of this kind that ``torch.export.save`` does not write for
-a program of PyTorch's own operators is refused here.
+torch evaluates size expressions in it, writes its names into Python code that it runs, looks
+operators up by any dotted name, imports modules named in container descriptions, and unpickles what
+the file marks as pickled. Everything of this kind that ``torch.export.save`` does not write for a
+program of PyTorch's own operators is refused here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from graphs.printable import check_printable
 from placer.sources.symbolic_sizes import check_expression
 
 Archive = Any
-"""``torch._C.PyTorchFileReader``, by which torch reads the file, too; it has no types."""
+"""``torch._C.PyTorchFileReader``, with which torch reads the file, too; it has no types."""
 
 PROGRAM: Final = "models/model.json"
 INPUTS: Final = "data/sample_inputs/model.pt"
@@ -39,7 +39,7 @@ MEMBER: Final = re.compile(
 )
 PAYLOAD: Final = re.compile(r"(weight|tensor)_\d+", re.ASCII)
 NAME: Final = re.compile(r"[A-Za-z_]\w*", re.ASCII)
-"""Of a value, an argument or a keyword: torch writes them into code as they are."""
+"""Names of values, arguments and keywords, which torch writes into code unchanged."""
 OPERATOR: Final = re.compile(
     r"torch\.ops\.(aten|prims|quantized_decomposed|torchvision)\.(\w+)\.(\w+)", re.ASCII
 )
@@ -58,16 +58,16 @@ FUNCTION: Final = re.compile(
     re.ASCII,
 )
 REACHING_OUT: Final = frozenset({"from_file", "_print"})
-"""Operators with kernels that open files, or write to the terminal."""
+"""Operators whose kernels open files or write to the terminal."""
 FACTORIES: Final = frozenset({"list", "dict", "set", "tuple", "int", "float", "bool", "str"})
 
 
 def check_archive(content: bytes) -> None:
-    """Make sure that loading an archive runs nothing but operators on tensors.
+    """Check that loading an archive runs nothing but operators on tensors.
 
     Raises:
         ValueError: it is no archive, or holds objects, code, or anything else that torch would
-            evaluate or run; the message goes on after the name of the file.
+            evaluate or run; the message continues after the name of the file.
     """
     try:
         archive: Archive = torch._C.PyTorchFileReader(io.BytesIO(content))
@@ -127,15 +127,15 @@ def _check_payloads(content: dict[str, Any], members: frozenset[str], folder: st
 
 
 def _check_inputs(content: bytes) -> None:
-    """Make sure that the example inputs are tensors, numbers and texts.
+    """Check that the example inputs are tensors, numbers and strings.
 
-    torch tries to load them as such, and unpickles whatever they are where that fails.
+    torch first tries to load them as such, and otherwise unpickles them.
     """
     if not content:
         return
     try:
         torch.load(io.BytesIO(content), weights_only=True)
-    except Exception:  # noqa: BLE001  # whatever a damaged file makes torch raise
+    except Exception:  # noqa: BLE001  # damaged files make torch raise anything
         raise ValueError(
             "has example inputs other than tensors, numbers, texts, lists, tuples and dicts; "
             "placer does not unpickle objects"
@@ -143,10 +143,10 @@ def _check_inputs(content: bytes) -> None:
 
 
 def _check(value: object, key: str) -> None:
-    """Check everything in a JSON value, each text and number by the key it stands under.
+    """Check everything in a JSON value, each string and number by its key.
 
-    What is a dict or a list where torch expects a text makes torch fail, so that it does not matter
-    that names of the file's own may be keys, too.
+    A dict or list where torch expects a string makes torch fail. So it is harmless that names
+    defined by the file may be keys, too.
     """
     if isinstance(value, list):
         for item in value:
@@ -182,11 +182,11 @@ def _check_operator(value: object, key: str) -> None:
 
 
 def _is_registered(namespace: str, name: str, overload: str) -> bool:
-    """Whether an operator has a kernel; functions of TorchScript, such as ``save``, have none."""
+    """Return whether an operator has a kernel; TorchScript functions such as ``save`` have none."""
     suffix = "" if overload == "default" else f".{overload}"
     try:
         return torch._C._dispatch_has_kernel(f"{namespace}::{name}{suffix}")
-    except RuntimeError:  # no operator may have such a name
+    except RuntimeError:  # not a valid operator name
         return False
 
 
@@ -196,7 +196,7 @@ def _check_name(value: object, key: str) -> None:
 
 
 def _check_path(value: object, key: str) -> None:
-    """Check the path of a parameter or a module: torch writes its parts into code, in quotes."""
+    """Check the path of a parameter or module, whose parts torch writes into code, in quotes."""
     parts = _text(value, key).split(".")
     for part in parts:
         if not part.isprintable() or set(part) & set("\"'\\") or re.fullmatch("__.*__", part):
@@ -209,7 +209,7 @@ def _check_device(value: object, key: str) -> None:
 
 
 def _check_lines(value: object, key: str) -> None:
-    """Check a text that has lines; it is not evaluated."""
+    """Check a multi-line string; it is not evaluated."""
     check_printable(_text(value, key).replace("\n", " ").replace("\t", " "), key)
 
 
@@ -218,7 +218,7 @@ def _refuse_objects(value: object, key: str) -> None:
 
 
 def _check_tree(value: object, key: str) -> None:
-    """Check how inputs or outputs are nested in containers, which torch keeps as JSON in a text."""
+    """Check how inputs or outputs are nested in containers, stored as JSON in a string."""
     try:
         _, root = json.loads(_text(value, key))
         _check_container(root)
@@ -287,4 +287,4 @@ RULES: Final[Mapping[str, Callable[[object, str], None]]] = MappingProxyType(
         **dict.fromkeys(NUMBERS, _check_number),
     }
 )
-"""{key in the JSON: how what stands under it is checked}; anything else must be printable."""
+"""{key in the JSON: check of its values}; all other values must be printable."""

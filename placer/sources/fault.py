@@ -1,4 +1,4 @@
-"""The error of every source, and silence about what is told by it."""
+"""The error of all sources, and suppression of torch's log for it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from contextlib import contextmanager
 
 
 class TargetError(ValueError):
-    """The target does not exist or does not give a model."""
+    """The target does not exist or does not define a model."""
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the tracebacks that torch logs of what it refuses; its reason is told."""
+    """Suppress the tracebacks that torch logs when it refuses a model; the error has the reason."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

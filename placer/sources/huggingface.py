@@ -1,12 +1,12 @@
 """``hf:name``: a model of transformers with random weights; nothing is downloaded.
 
-Models of language take random tokens, classifiers of images random pixels, and those that turn
-speech to text a random spectrum.
+Language models take random tokens, image classifiers random pixels, and speech-to-text models a
+random spectrum.
 
-A name is one of ``SIZES``, a type that transformers knows (``hf:llama``: the sizes that its
-configuration has by default), or a folder with a ``config.json`` (weights in it are not read).
-What follows a question mark is the batch size, the number of tokens, or a field of the
-configuration: ``hf:llama?batch=2&sequence=64&num_hidden_layers=4``.
+A name is one of ``SIZES``, a model type of transformers (``hf:llama``, with the default sizes of
+its configuration), or a folder with a ``config.json`` (weights in it are not read). After a
+question mark follow the batch size, the number of tokens, or fields of the configuration:
+``hf:llama?batch=2&sequence=64&num_hidden_layers=4``.
 """
 
 from __future__ import annotations
@@ -45,9 +45,11 @@ SEQUENCE: Final = 128
 IMAGE_SIZE: Final = 224
 SEED: Final = 0
 MOST_PARTS: Final = 300_000
-"""Modules and parameters of a model; so many take 20 s and 1 GB to make, without weights."""
+"""Maximum modules and parameters of a model; creating this many takes 20 s and 1 GB, without
+weights."""
 WITHOUT_HUB: Final = MappingProxyType({"USE_HUB_KERNELS": "0", "HF_HUB_OFFLINE": "1"})
-"""Read when transformers is imported: else, given the package kernels, it fetches and runs some."""
+"""Environment variables read when transformers is imported: without them it downloads and runs
+kernels if the package kernels is installed."""
 OWN_FUNCTION: Final = (
     "write a function that returns (model, inputs, loss) and give path/to/model.py:function"
 )
@@ -111,7 +113,7 @@ SIZES: Final[Mapping[str, tuple[str, Mapping[str, int]]]] = MappingProxyType(
         ),
     }
 )
-"""{name of a published model: (its type in transformers, sizes that are not that type's own)}.
+"""{name of a published model: (its type in transformers, sizes that differ from the defaults)}.
 
 The numbers are those of the ``config.json`` published with each model.
 """
@@ -124,12 +126,12 @@ HEADS: Final = (
     ("MODEL_FOR_CAUSAL_LM_MAPPING", "AutoModelForCausalLM"),
     ("MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING", "AutoModelForImageClassification"),
 )
-"""What transformers calls its tables of models by type of configuration, and their classes."""
+"""(mapping from configuration types to models in transformers, its auto class)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a target asks for: a name, the size of the batch, fields of the configuration."""
+    """A parsed target: name, batch size, number of tokens, and fields of the configuration."""
 
     name: str
     batch: int = BATCH
@@ -143,10 +145,10 @@ class Request:
 
     @classmethod
     def parse(cls, target: str) -> Request:
-        """Read ``hf:name?batch=2&sequence=64&field=value``.
+        """Parse ``hf:name?batch=2&sequence=64&field=value``.
 
         Raises:
-            TargetError: it has no name, or what follows the question mark cannot be read.
+            TargetError: there is no name, or the part after the question mark is malformed.
         """
         name, _, query = target.removeprefix(PREFIX).partition("?")
         if not name:
@@ -161,16 +163,16 @@ class Request:
 
 
 def load(request: Request, *, training: bool, weights: bool = True) -> Step:
-    """The step of a model on random inputs, with random weights, always the same.
+    """Return the step of a model with random inputs and weights, always the same ones.
 
-    It is the model from sequence to sequence, for masked words, from speech to text, for the next
-    word, or for the class of an image, whichever its type has first. Trained, the labels are
-    random too, and the loss is the model's own.
-    Without ``weights`` the model is on the meta device, which takes no memory and holds no values.
+    The model is for sequence to sequence, masked words, speech to text, the next word, or image
+    classification, the first of these that its type supports. In training the labels are random
+    too, and the loss is the model's own. Without ``weights`` the model is on the meta device, which
+    takes no memory and holds no values.
 
     Raises:
         TargetError: transformers is not installed, has no such model or refuses its sizes, the
-            sequence is longer than the model takes, or the weights do not fit into free memory.
+            sequence is too long for the model, or the weights do not fit into free memory.
     """
     transformers = _transformers(request)
     with _quiet(transformers), torch.random.fork_rng(devices=[]):
@@ -188,7 +190,7 @@ def load(request: Request, *, training: bool, weights: bool = True) -> Step:
 
 
 def _step(model: Any, request: Request, *, training: bool) -> Step:
-    """The step of a model of transformers on random inputs, made after its main one."""
+    """Return the step of a model of transformers on random inputs, chosen by its main input."""
     config, batch = model.config, request.batch
     tokens = (batch, request.sequence)
     match model.main_input_name:
@@ -216,7 +218,7 @@ def _step(model: Any, request: Request, *, training: bool) -> Step:
 
 
 def _image_size(config: Any) -> tuple[int, int]:
-    """Rows and columns of pixels; networks that take any size get what is usual."""
+    """Return height and width in pixels; models that take any size get the usual one."""
     size = getattr(config, "image_size", None) or IMAGE_SIZE
     return (size, size) if isinstance(size, int) else tuple(size)
 
@@ -239,7 +241,7 @@ def _config(transformers: Any, request: Request) -> Any:
     _check_fields(usual, request)
     with _refusing(request):
         config = maker(**{**sizes, **request.fields})
-    # A cache of keys and values serves to generate text, and no graph could return it.
+    # The key-value cache is for generating text, and a graph cannot return it.
     config.use_cache = False
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = config.pad_token_id
@@ -254,7 +256,7 @@ def _config(transformers: Any, request: Request) -> Any:
 
 
 def _maker(transformers: Any, request: Request) -> tuple[Callable[..., Any], Mapping[str, int]]:
-    """What makes the configuration, and the sizes of the published model."""
+    """Return a factory of the configuration, and the sizes of the published model."""
     path = Path(request.name)
     if path.exists():
         return _maker_of_file(transformers, request, path), {}
@@ -271,7 +273,7 @@ def _maker(transformers: Any, request: Request) -> tuple[Callable[..., Any], Map
 
 
 def _maker_of_file(transformers: Any, request: Request, path: Path) -> Callable[..., Any]:
-    """What makes the configuration in a file or folder, by a class of transformers' own."""
+    """Return a factory for the configuration in a file or folder, by a class of transformers."""
     try:
         content = read_config(path)
     except OSError as error:
@@ -297,7 +299,7 @@ def _known() -> str:
 
 
 NOT_LISTED: Final = ("num_labels", "image_size", "attn_implementation", "experts_implementation")
-"""Fields that every configuration takes but may not list."""
+"""Fields that every configuration accepts but may not list."""
 
 
 def _check_fields(config: Any, request: Request) -> None:
@@ -317,7 +319,6 @@ def _check_fields(config: Any, request: Request) -> None:
 
 
 def _head(transformers: Any, config: Any, request: Request) -> Any:
-    """The class of the model with its loss."""
     for mapping, head in HEADS:
         if type(config) in getattr(transformers, mapping):
             return getattr(transformers, head)
@@ -340,7 +341,7 @@ def _check_memory(model: nn.Module, request: Request, training: bool) -> None:
 
 
 def _value(text: str) -> Any:
-    """A number, true or false; anything else is text."""
+    """Parse a number, true or false; anything else is a string."""
     try:
         return parse_json(text, lambda content: content)
     except ValueError:
@@ -349,7 +350,7 @@ def _value(text: str) -> Any:
 
 @contextmanager
 def _refusing(request: Request) -> Iterator[None]:
-    """With the words of transformers for what it does not take."""
+    """Convert errors of transformers to TargetError with their message."""
     try:
         yield
     except TargetError:
@@ -363,10 +364,7 @@ def _refusing(request: Request) -> Iterator[None]:
 
 @contextmanager
 def _few_parts(request: Request) -> Iterator[None]:
-    """Refuse a model of too many modules and parameters while it is made.
-
-    Whatever makes them so many: numbers of layers, of experts, of all that a type may repeat.
-    """
+    """Raise TargetError if too many modules and parameters are created, for whatever reason."""
     count = 0
 
     def counted(*_: object) -> None:
@@ -387,7 +385,7 @@ def _few_parts(request: Request) -> Iterator[None]:
 
 @contextmanager
 def _quiet(transformers: Any) -> Iterator[None]:
-    """Without what transformers says of every model it makes."""
+    """Suppress the messages of transformers for every model it creates."""
     logging = transformers.utils.logging
     before = logging.get_verbosity()
     logging.set_verbosity_error()

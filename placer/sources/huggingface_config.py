@@ -1,4 +1,4 @@
-"""Checks what configurations of transformers ask for: none may fetch or run code or weights."""
+"""Safety check of transformers configurations: none may fetch or run code or weights."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from graphs.strict_json import load_checked, table, within
 
 CONFIG_NAME: Final = "config.json"
 OF_CODE: Final = frozenset({"auto_map", "code_revision", "custom_pipelines", "trust_remote_code"})
-"""Keys by which a folder brings classes of its own."""
+"""Keys by which a folder refers to its own classes."""
 OF_LOADING: Final = OF_CODE | {
     *("allow_all_kernels", "cache_dir", "configuration_files", "device_map", "force_download"),
     *("from_tf", "gguf_file", "kernel_config", "local_files_only", "name_or_path", "proxies"),
     *("quantization_config", "resume_download", "return_unused_kwargs", "revision", "state_dict"),
     *("subfolder", "token", "use_auth_token", "use_kernels", "use_safetensors", "weights_only"),
 }
-"""Keywords of transformers' own loading: no fields, though a configuration may list them."""
+"""Keywords of transformers' loading functions: not fields, though a configuration may list them."""
 IMPLEMENTATION: Final = re.compile(r"_*\w*_implementation(_internal)?")
 OF_WEIGHTS: Final = frozenset({"use_pretrained_backbone", "model_args"})
 MOST_LAYERS: Final = 10_000
 MOST_LABELS: Final = 100_000
-"""transformers makes a name for each, in Python."""
+"""Maximum number of labels: transformers creates a name for each, in Python."""
 LONGEST: Final = 100_000
-"""Of lists and tables."""
+"""Maximum length of lists and tables."""
 LARGEST_NUMBER: Final = 1 << 40
 COUNTS: Final = re.compile(r"(.*_)?depths?|.*(blocks|block_sizes|blocks_per_stage|repeats)")
-"""Keys of what is made one by one; lists of them sum up, those of layers may be their numbers."""
+"""Keys of numbers of parts to create; lists of them are summed, lists of layers may be indices."""
 OF_HUB: Final = frozenset({"architecture", "backbone"})
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read a configuration, or that of a folder, without references to code of its own.
+    """Read a configuration file, or that of a folder, without references to the folder's own code.
 
     Raises:
-        ValueError: it is no JSON object, or asks for code or weights from elsewhere.
+        ValueError: it is no JSON object, or requests code or weights from elsewhere.
         OSError: it cannot be read.
     """
     file = path / CONFIG_NAME if path.is_dir() else path
@@ -51,10 +51,10 @@ def _harmless(data: object) -> dict[str, Any]:
 
 
 def check_harmless(value: object, where: str = "") -> None:
-    """Make sure that values of a configuration name nothing to be fetched, and make no end.
+    """Check that no value of a configuration refers to downloads or makes the model too large.
 
     Raises:
-        ValueError: one does, is a keyword of transformers' own loading, or too large a number.
+        ValueError: a value does, is a keyword of transformers' loading functions, or is too large.
     """
     if isinstance(value, list | Mapping) and len(value) > LONGEST:
         raise ValueError(f"{where} has {len(value)} entries, more than {LONGEST}")

@@ -1,7 +1,7 @@
-"""``model.onnx``: a file that an ONNX exporter wrote, as a model for inference.
+"""``model.onnx``: a file written by an ONNX exporter, as a model for inference.
 
-What follows a question mark are the sizes that the file leaves open, by the names it gives them:
-``model.onnx?batch=2&sequence=64``. Nothing in such a file is code, and nothing of it is unpickled.
+After a question mark follow the sizes that the file leaves open, by their names in the file:
+``model.onnx?batch=2&sequence=64``. Nothing in such a file is run as code or unpickled.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from placer.missing_file import missing_file, why_not_read
 from placer.sources.fault import TargetError, quiet
 
 LARGEST_FILE_BYTES: Final = 2**31
-"""Protocol buffers hold no more; larger models have their weights in files beside."""
+"""Limit of protocol buffers; larger models have their weights in separate files."""
 NOTES: Final = ("doc_string", "metadata_props")
-"""Fields for people, which may have lines and are not shown."""
+"""Descriptive fields, which may have line breaks and are not shown."""
 SEED: Final = 0
 
 
 def load(target: str, *, training: bool) -> Step:
-    """The inference step of an ONNX file on random inputs; whole numbers among them are 0 or 1.
+    """Return the inference step of an ONNX file on random inputs; integer inputs are 0 or 1.
 
     Raises:
-        TargetError: there is no such file, it is none of ONNX, is too large, leaves sizes open that
-            are not given, has operators that placer does not know, or a training step is asked for.
+        TargetError: there is no such file, it is not ONNX, is too large, has open sizes that are
+            not specified, has operators unknown to placer, or a training step is requested.
     """
     name, _, query = target.partition("?")
     path = Path(name)
@@ -44,7 +44,7 @@ def load(target: str, *, training: bool) -> Step:
             "place training, give the function that makes the model: path/to/model.py:function"
         )
     onnx = _onnx(path)
-    # Its rules are made when they are imported, and only where there is something for them.
+    # Importing this module creates all rules, so it is imported only when needed.
     from placer.sources.onnx_model import build
 
     model = _checked(onnx, path)
@@ -70,7 +70,7 @@ def _onnx(path: Path) -> Any:
 
 
 def _checked(onnx: Any, path: Path) -> Any:
-    """The parsed file with its external data, without functions of its own."""
+    """Return the parsed file with its external data, with model-local functions inlined."""
     from placer.sources.onnx_tensors import bytes_of
 
     if not path.is_file():
@@ -110,7 +110,7 @@ def _checked(onnx: Any, path: Path) -> Any:
 
 
 def _texts(message: Any) -> Iterator[str]:
-    """The names in a message of protocol buffers and in those that it holds."""
+    """Yield the strings in a protocol buffers message and its nested messages."""
     for field, value in message.ListFields():
         if field.name not in NOTES and field.type in (field.TYPE_MESSAGE, field.TYPE_STRING):
             for item in value if field.is_repeated else [value]:
@@ -133,7 +133,7 @@ def _sizes(target: str, query: str) -> dict[str, int]:
 
 
 def _inputs(graph: Any, path: Path, sizes: Mapping[str, int]) -> dict[str, Tensor]:
-    """Random inputs by name; initializers, which old files list too, are none."""
+    """Return random inputs by name, without initializers, which old files list as inputs."""
     from placer.sources.onnx_ops.dtypes import dtype_of
 
     held = {one.name for one in graph.initializer}

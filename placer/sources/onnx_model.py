@@ -1,4 +1,4 @@
-"""The graph of an ONNX file -> a module of torch whose submodules are the nodes of the file."""
+"""Conversion of the graph of an ONNX file to a torch module whose submodules are its nodes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from placer.sources.onnx_tensors import attributes_of, tensor_of
 
 OWN_DOMAINS: Final = ("", "ai.onnx")
 ONLY_SHAPES: Final = ("Shape", "Size")
-"""Operators that look at no value of their input."""
+"""Operators that depend only on the shape of their input."""
 QUOTING: Final = "\"'\\"
 SCOPES: Final = "pkg.torch.onnx.name_scopes"
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A node as it runs: the path of its submodule, the values it reads and gives."""
+    """A node to run: the path of its submodule, and the names of its inputs and outputs."""
 
     path: str
     reads: tuple[str | None, ...]
@@ -33,10 +33,10 @@ class Call:
 
 
 class OnnxModel(nn.Module):
-    """An ONNX file as a module: takes the file's inputs, gives its output or a tuple of them.
+    """An ONNX file as a module: takes the file's inputs, returns its output or a tuple of them.
 
-    Submodules have the paths that nodes have in the file, "/layer1/layer1.0/conv1/Conv" is
-    ``layer1.0.conv1.Conv``; parameters have the names of the file.
+    Submodules have the paths of nodes in the file, "/layer1/layer1.0/conv1/Conv" is
+    ``layer1.0.conv1.Conv``; parameters have their names in the file.
     """
 
     def __init__(self, inputs: Sequence[str], outputs: Sequence[str]) -> None:
@@ -63,7 +63,7 @@ class OnnxModel(nn.Module):
 
 
 class _Function(nn.Module):
-    """A node: a function as a module."""
+    """A function as a module."""
 
     def __init__(self, function: Any, op: str) -> None:
         super().__init__()
@@ -78,9 +78,9 @@ class _Function(nn.Module):
 
 
 def build(graph: Any, opset: int, inputs: Mapping[str, Tensor]) -> OnnxModel:
-    """The module of a graph (onnx.GraphProto), for inputs of these sizes.
+    """Return the module of a graph (onnx.GraphProto), for inputs of these sizes.
 
-    What does not depend on the data is computed here, once, so that all sizes are known.
+    Everything that does not depend on the data is computed here, once, so that all sizes are known.
 
     Raises:
         TargetError: a node has no counterpart in torch, or does not run on such inputs.
@@ -91,7 +91,7 @@ def build(graph: Any, opset: int, inputs: Mapping[str, Tensor]) -> OnnxModel:
 
 
 class _Builder:
-    """Follows a graph once: folds what is known, adds a submodule for anything else."""
+    """Walks a graph once: folds known values, and adds a submodule for every other node."""
 
     def __init__(self, graph: Any, opset: int, inputs: Mapping[str, Tensor]) -> None:
         self.opset = opset
@@ -102,7 +102,7 @@ class _Builder:
         self.path_of: dict[int, str] = {}  # of registered tensors, by id
 
     def add(self, nodes: Iterable[Any]) -> None:
-        """Add nodes, each after those it reads from, as files have them."""
+        """Add nodes in topological order."""
         for node in nodes:
             where = f"node {node.name or next(iter(node.output), '')!r} ({node.op_type})"
             try:
@@ -116,7 +116,7 @@ class _Builder:
                 raise TargetError(f"{where} does not run on these inputs: {reason}") from error
 
     def finished(self) -> OnnxModel:
-        """The module, with the state that its outputs are."""
+        """Return the module, after registering outputs that are known values."""
         for name in self.model.outputs:
             if name in self.known:
                 self._register(name)
@@ -183,7 +183,7 @@ class _Builder:
     def _branch(
         self, attributes: Mapping[str, Any], condition: str | None, gives: Sequence[str]
     ) -> None:
-        """Take the branch of an If that is known already, in its place."""
+        """Replace an If whose condition is known by its branch."""
         known = self.known.get(condition or "")
         if known is None:
             raise UnsupportedError("depends on the data: no fixed graph can hold both branches")
@@ -205,7 +205,7 @@ class _Builder:
         return self.fakes[name]
 
     def _register(self, name: str) -> None:
-        """Give the model a parameter for a known tensor, or a buffer if it is small or whole."""
+        """Add a parameter for a known tensor, or a buffer if it is small or not floating point."""
         if name in self.model.state:
             return
         tensor = self.known[name]
@@ -238,10 +238,10 @@ def _results(made: Any) -> Sequence[Any]:
 
 
 def _node_path(proto: Any) -> list[str]:
-    """Where a node's module is, as its exporter tells it.
+    """Return the path of a node's module, as written by its exporter.
 
-    Torch's newer one adds the paths of all modules around a node, the older one names the node
-    by them, where a scope such as layer1/layer1.0 repeats where it is.
+    Torch's newer exporter adds the paths of all modules around a node. The older one names the node
+    by them, where a scope such as layer1/layer1.0 repeats its parent.
     """
     noted = {one.key: one.value for one in proto.metadata_props}
     if SCOPES in noted:
@@ -256,13 +256,13 @@ def _node_path(proto: Any) -> list[str]:
 
 
 def _parts(path: str) -> list[str]:
-    """The parts of a path, without what torch cannot write into code in quotes as it is."""
+    """Split a path, replacing characters that torch cannot write into quoted code."""
     plain = "".join(c if c.isprintable() and c not in QUOTING else "_" for c in path)
     return [part for part in plain.split(".") if part]
 
 
 def _place(root: nn.Module, path: Sequence[str]) -> tuple[nn.Module, str, str]:
-    """The module that owns the last part of a path, a name that is free there, the whole path."""
+    """Return the module that owns the last part of a path, a free name there, and the full path."""
     owner, taken = root, []
     for part in path[:-1]:
         if part not in owner._modules:

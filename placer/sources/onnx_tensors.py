@@ -1,4 +1,4 @@
-"""Tensors and attributes of ONNX files as those of torch and Python."""
+"""Conversion of tensors and attributes of ONNX files to torch and Python."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ BFLOAT16: Final = 16
 
 
 def tensor_of(proto: Any) -> Tensor:
-    """The tensor that a TensorProto holds, a copy.
+    """Return a copy of the tensor in a TensorProto.
 
     Raises:
         UnsupportedError: torch has no such type.
-        ValueError: it holds less or more than its sizes say.
+        ValueError: its data do not match its shape.
     """
     from onnx import numpy_helper
 
@@ -31,13 +31,13 @@ def tensor_of(proto: Any) -> Tensor:
 
 
 def bytes_of(proto: Any) -> int:
-    """What a TensorProto takes in memory."""
+    """Return the size of a TensorProto in memory."""
     count: int = math.prod(proto.dims)
     return count * dtype_of(proto.data_type).itemsize
 
 
 def attributes_of(node: Any) -> dict[str, Any]:
-    """{name: value} with text as str, lists as tuples, tensors as those of torch."""
+    """Return {name: value} with strings as str, lists as tuples, tensors as torch tensors."""
     from onnx import TensorProto, helper
 
     found: dict[str, Any] = {}

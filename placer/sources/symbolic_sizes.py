@@ -1,4 +1,4 @@
-"""Checks the expressions of sizes in a ``.pt2`` file, which sympy would evaluate as Python code.
+"""Safety check of size expressions in a ``.pt2`` file, which sympy would evaluate as Python code.
 
 The grammar has numbers, symbols such as ``s77``, arithmetic, comparisons, and calls of the classes
 that torch writes: ``FloorDiv(Add(Symbol('s77', integer=True), Integer(1)), Integer(2))``.
@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from typing import Final
 
 SYMBOL: Final = re.compile(r"(?:s|u|zf|zuf)\d{1,6}", re.ASCII)
-"""How torch names symbols; loading counts up to the number of an unbacked one."""
+"""Names that torch gives to symbols; loading counts up to the number of an unbacked one."""
 LONGEST: Final = 4_000
 MOST_BITS: Final = 4096
-"""Of a number; more would take sympy long to compute."""
+"""Maximum size of a number; larger ones would take sympy long to compute."""
 MOST_EXPONENT_BITS: Final = 7
 MOST_POWER_OF_SYMBOL: Final = 4
-"""Sympy expands powers of sums of symbols, which takes time exponential in the exponent."""
+"""sympy expands powers of sums of symbols, which takes time exponential in the exponent."""
 MOST_ARGUMENTS: Final = 16
-"""Of one call; sympy compares all arguments of Max and Min with each other."""
+"""Maximum per call; sympy compares all arguments of Max and Min with each other."""
 
 FUNCTION: Final = re.compile(
     # torch.utils._sympy.functions
@@ -56,7 +56,7 @@ RELATIONS: Final = (ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 
 
 def check_expression(text: str) -> None:
-    """Make sure that evaluating an expression can do nothing but arithmetic.
+    """Check that evaluating an expression does nothing but arithmetic.
 
     >>> check_expression("Add(Symbol('s0', integer=True), Integer(1))")
     >>> check_expression("__import__('os')")
@@ -65,7 +65,7 @@ def check_expression(text: str) -> None:
     ValueError: "__import__('os')" is no expression of sizes
 
     Raises:
-        ValueError: it has anything else in it, or numbers of thousands of digits.
+        ValueError: it contains anything else, or numbers of thousands of digits.
     """
     shown = repr(text if len(text) <= 80 else f"{text[:77]}...")
     try:
@@ -79,7 +79,7 @@ def check_expression(text: str) -> None:
 
 
 def _bits(node: ast.expr) -> int:
-    """Check a part of an expression, and bound the bits of the numbers in its value.
+    """Check a part of an expression, and return a bound on the bits of numbers in its value.
 
     Raises:
         ValueError: it is not in the grammar.

@@ -6,4 +6,4 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[1]
 ROOT = TESTS.parent
 if str(TESTS) not in sys.path:
-    sys.path.insert(0, str(TESTS))  # pytest does so too: helpers of tests are top-level modules
+    sys.path.insert(0, str(TESTS))  # as pytest does: test helpers are top-level modules

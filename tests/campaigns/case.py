@@ -1,4 +1,4 @@
-"""One fault: the job that it strikes, what it may leave, and what must hold afterwards."""
+"""One fault case: signals sent to a job, and the checks of what it leaves behind."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ENDS: Final[tuple[Signals, ...]] = (
 )
 PAUSE_S: Final = 0.5
 SLOW_DISK_S: Final = 0.2
-"""An fsync that leaves time to be killed in."""
+"""Delay of an fsync that is long enough to kill the job in it."""
 OLD: Final = b'{"old": true}' + b" " * 3_000
 STOPPED: Final = "stopped early"
 OWN_LINE: Final = re.compile(rf'File "{re.escape(str(ROOT))}/(placer|envs|graphs)/')
@@ -36,17 +36,17 @@ OWN_LINE: Final = re.compile(rf'File "{re.escape(str(ROOT))}/(placer|envs|graphs
 
 @dataclass
 class Case:
-    """One fault: its random numbers, its folder, what it broke."""
+    """One fault with its random numbers, its folder and the rules it broke."""
 
     world: World
     random: Random
     folder: Path
     wrong: list[tuple[Wrong, str]] = field(default_factory=list)
     story: list[str] = field(default_factory=list)
-    missing: list[Path] = field(default_factory=list)  # results that were not there before
+    missing: list[Path] = field(default_factory=list)  # results that did not exist before
 
     def expect(self, holds: bool, wrong: Wrong, what: str) -> None:
-        """Note what does not hold."""
+        """Record a broken rule unless it holds."""
         if not holds:
             self.wrong.append((wrong, what))
 
@@ -59,9 +59,9 @@ class Case:
         after: Callable[[], object] = lambda: True,
         victims: Callable[[], list[int]] | None = None,
     ) -> tuple[int, ...]:
-        """Send signals at a random moment after something; the exit codes that the job may have.
+        """Send signals at a random moment after a condition; return the allowed exit codes.
 
-        It may be over before. Where it has other victims than its main process it goes on.
+        The job may end before. If the victims are other processes than its main one, it must go on.
         """
         part = self.random.random()
         hit = job.when(after)
@@ -94,25 +94,26 @@ class Case:
         return ended
 
     def expect_no_traceback(self, told: str, *, is_foreign: bool = False) -> None:
-        """Note a traceback on stderr.
+        """Record a traceback on stderr.
 
-        Python before the project's first line answers Ctrl-C with one, torchrun any end of a rank.
+        Some are not the project's: Python prints one on Ctrl-C before the project's first line, and
+        torchrun whenever a rank ends.
         """
         is_foreign |= signal.SIGINT.name in str(self.story)
         found = OWN_LINE.search(told) if is_foreign else "Traceback" in told
         self.expect(not found, "tracebacks", told[-1_500:])
 
     def expect_no_partial_file(self) -> None:
-        """Note what killed writers left behind: the next one removes it."""
+        """Record partial files of killed writers: the next write should have removed them."""
         left = sorted(path.name for path in self.folder.rglob("*.partial"))
         self.expect(not left, "others", f"after the next write there still are {left}")
 
     def run(self, command: Command, codes: Sequence[int] = (0,)) -> Ended:
-        """Run a job that nothing happens to."""
+        """Run a job without a fault."""
         return self.judge(Job(command), codes)
 
     def placement(self, name: str = "placement.json") -> Path:
-        """Where a placement goes; mostly there is an older one."""
+        """Return the path of a placement to write, usually with an older one there."""
         out = self.folder / name
         if self.random.random() < 0.7:
             out.write_bytes(OLD)
@@ -121,7 +122,7 @@ class Case:
         return out
 
     def check_placement(self, out: Path, ended: Ended) -> None:
-        """The file is whole: the old one, or a new one, which code 0 promises."""
+        """Check that the file is whole: the old one, or, as code 0 requires, a new one."""
         before = None if out in self.missing else OLD
         if before == (out.read_bytes() if out.exists() else None):
             self.expect(ended.code != 0, "lost", "code 0, but no placement was written")
@@ -132,12 +133,12 @@ class Case:
             self.expect(False, "lost", f"the placement is damaged: {error}")
 
     def expect_usual(self, name: str) -> None:
-        """The files of a job are as they are where nothing happens to it."""
+        """Check that a job wrote the same files as without a fault."""
         usual = self.world.usual[name].files
         same = contents(self.folder, [*usual]) == usual
         self.expect(same, "lost", f"what {name} wrote is different")
 
     def write_again(self, out: Path) -> None:
-        """What a killed job left behind goes with the next write."""
+        """Write once more and check that this removes what a killed job left behind."""
         self.run(self.world.graph_command(out, evaluations=5))
         self.expect_no_partial_file()

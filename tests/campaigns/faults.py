@@ -1,11 +1,11 @@
-"""Random faults: jobs of placer are killed, stopped, starved; afterwards nothing is lost or left.
+"""Random faults: jobs of placer are killed, stopped or starved; nothing may be lost or left over.
 
     python -m tests.campaigns.faults --count 500 --seed 0
-    python -m tests.campaigns.faults --seed 0 --only 17      # one of them again
+    python -m tests.campaigns.faults --seed 0 --only 17      # repeat one of them
 
-What happens follows from the seed; when exactly it hits also depends on the machine. A job's output
-is whole or as it was, no process outlives it, nothing stays in TMPDIR or shared memory, stderr has
-no traceback, and the exit code is 0, 1, 2 or the signal's.
+The seed determines the faults; their exact timing also depends on the machine. The output of a job
+must be complete or unchanged, no process may outlive it, nothing may stay in TMPDIR or shared
+memory, stderr may have no traceback, and the exit code must be 0, 1, 2 or the signal's.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from .lanes import lanes
 from .world import World
 
 GOLDEN: Final = 0.618033988749895
-"""Its multiples are spread evenly: however many faults there are, every kind has its share."""
+"""Golden ratio; its multiples are evenly spread, so every kind gets its share of the faults."""
 _world: World | None = None
 _has_own_mounts = False
-"""Of the lanes, which are forked when these are there."""
+"""Shared with the lanes, which are forked after these are set."""
 
 
 def kind_of(seed: int, number: int, skipped: Sequence[str] = ()) -> str:
-    """The kind of a fault of a campaign."""
+    """Return the kind of a fault of a campaign."""
     names = [name for name, (_, share) in KINDS.items() for _ in range(share)]
     names = [name for name in names if name not in skipped]
     return names[int((Random(seed).random() + GOLDEN * number) % 1.0 * len(names))]
 
 
 def one_fault(kind: str, seed: int, number: int) -> tuple[int, list[tuple[Wrong, str]], str]:
-    """Let one fault happen; its number, what it broke, what happened."""
+    """Run one fault; return its number, the rules it broke and what happened."""
     assert _world is not None
     folder = Path(tempfile.mkdtemp(dir=_world.folder))
     case = Case(_world, Random(f"{seed}:{number}"), folder)
@@ -67,7 +67,7 @@ def one_fault(kind: str, seed: int, number: int) -> tuple[int, list[tuple[Wrong,
 
 
 def campaign(seed: int, numbers: Sequence[int], *, verbose: bool = False) -> int:
-    """Let the faults of these numbers happen, two at a time; how many things they broke."""
+    """Run the faults of these numbers, two at a time; return the number of broken rules."""
     global _world, _has_own_mounts  # noqa: PLW0603 - lanes inherit them by being forked
     began_s = time.monotonic()
     faults, broken = Counter[str](), Counter[Wrong]()
@@ -78,7 +78,7 @@ def campaign(seed: int, numbers: Sequence[int], *, verbose: bool = False) -> int
         skipped = [] if _has_own_mounts else ["full disk"]
         if skipped:
             print("no full disks, no look at /dev/shm: this process may not mount file systems")
-        gc.freeze()  # lanes and jobs share what there is
+        gc.freeze()  # so that lanes and jobs share the memory
         pool = lanes(own_mounts)
         try:
             kinds = {number: kind_of(seed, number, skipped) for number in numbers}
@@ -104,7 +104,7 @@ def campaign(seed: int, numbers: Sequence[int], *, verbose: bool = False) -> int
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a campaign; 0 if nothing was broken."""
+    """Run a campaign and return 0 if no rule was broken."""
     parser = argparse.ArgumentParser(prog="python -m tests.campaigns.faults", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--count", type=int, default=500, help="number of faults [500]")

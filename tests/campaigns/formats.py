@@ -1,4 +1,4 @@
-"""The formats that placer reads: valid files of each, what loads them, which commands use them."""
+"""File formats that placer reads: valid specimens, loaders, and the commands that use them."""
 
 from __future__ import annotations
 
@@ -87,9 +87,9 @@ OF_CHECKPOINT: Final = "train --config {at.interrupted_config} --out {it.parent}
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format with a valid file, whose folder has what must lie beside it.
+    """A file format with a valid specimen; its folder contains the files that must lie beside it.
 
-    ``load`` may raise ValueError or OSError for what is wrong with a file, and nothing else.
+    ``load`` may raise only ValueError or OSError for an invalid file.
     """
 
     name: str
@@ -97,10 +97,10 @@ class Format:
     specimen: Path
     load: Callable[[Path], Any]
     uses: Sequence[str] = ()  # commands of placer
-    share: int = 10  # of the files of a campaign, relative to other formats
+    share: int = 10  # weight among the formats of a campaign
     at: _Specimens | None = None
     words: Callable[[Any], Mapping[str, str] | None] = lambda loaded: {}
-    """What commands take from the loaded file; None where they would take long."""
+    """Return the words that commands take from a loaded file; None if they would take too long."""
 
     def commands(self, path: Path, loaded: object) -> list[list[str]]:
         """Return command lines that use a file of this format."""
@@ -111,7 +111,7 @@ class Format:
 
 
 def formats(folder: Path) -> tuple[Format, ...]:
-    """All formats, their specimens in folders inside this one.
+    """Return all formats, with specimens in subfolders of ``folder``.
 
     The specimens of policies and checkpoints are trained, which takes some seconds.
     """
@@ -165,7 +165,7 @@ def _small_suite(suites: Mapping[str, Suite]) -> Mapping[str, str] | None:
 
 
 def _if_short(config: TrainingConfig) -> Mapping[str, str] | None:
-    """Nothing, but None where a training does not say that it is over within a second or two."""
+    """Return no words, or None unless the training is certain to end within a second or two."""
     ppo = config.ppo
     sets: list[Stage | Testing] = [*config.stage, config.test]
     is_short = (
@@ -182,7 +182,7 @@ def _if_short(config: TrainingConfig) -> Mapping[str, str] | None:
 
 
 class Sized(torch.nn.Module):
-    """Sizes that follow from the batch's, a keyword and a buffer."""
+    """A module whose output shapes depend on the batch size, with a keyword and a buffer."""
 
     shift: torch.Tensor
 
@@ -209,7 +209,7 @@ def _transformers(path: Path) -> object:
 
 
 class _Specimens:
-    """Valid files, as the project's own writers make them."""
+    """Valid files, made by the project's own writers."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

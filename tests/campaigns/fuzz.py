@@ -1,12 +1,12 @@
-"""Mutated files of every format that placer reads, and property tests with random examples.
+"""Fuzzing: mutated files of every format that placer reads, and property tests on random examples.
 
     python -m tests.campaigns.fuzz --minutes 5
     python -m tests.campaigns.fuzz --minutes 1 --files 10000 --seed 0
     python -m tests.campaigns.fuzz --check graph out/fuzz/0-123/graph.json
 
-A file may be accepted or refused with a ValueError or OSError of one short line, within a second of
-CPU time and 300 MB. What is accepted is then used by commands of placer in the same process, which
-may end with code 0, 1 or 2 and a short message, see :mod:`tests.campaigns.reading`.
+A file may be accepted, or refused with a ValueError or OSError of one short line, within one second
+of CPU time and 300 MB. Accepted files are then used by commands of placer in the same process,
+which may end with code 0, 1 or 2 and a short message, see :mod:`tests.campaigns.reading`.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from .mutation import mutated
 from .reading import Codes, Failure, limit_memory, read
 
 CHUNK: Final = 25
-"""Files that one child process reads, unless it dies."""
+"""Number of files that a child process reads, unless it dies."""
 LONGEST_S: Final = 60
-"""CPU seconds after which a file counts as hung, or three times as long by the clock."""
+"""CPU seconds after which a file counts as hung; three times as many by wall time."""
 SHOWN: Final = 3
-"""So many failures of one cause are printed and saved."""
+"""Number of failures of one cause that are printed and saved."""
 SHORTEST_S: Final = 15.0
-"""Property tests are not begun with less time left."""
+"""Property tests do not start with less time left."""
 
 
 _known: list[Format] = []
-"""Of the lanes, which are forked when it is filled."""
+"""Shared with the lanes, which are forked after this is filled."""
 
 
 def mutated_files(seed: int, out: Path, *, files: int | None, seconds: float) -> int:
-    """Read mutated files until there were so many, or so long; how many failed."""
+    """Read mutated files up to a number or a time limit; return the number of failures."""
     end_s = time.monotonic() + seconds
     done, failed = Counter[str](), {form.name: Counter[str]() for form in _known}
     with lanes() as pool:
@@ -79,14 +79,14 @@ def mutated_files(seed: int, out: Path, *, files: int | None, seconds: float) ->
 
 
 def drawn(seed: int, number: int) -> tuple[Format, bytes]:
-    """The format and the content of a file of a campaign."""
+    """Return the format and the content of a file of a campaign."""
     random = Random(f"{seed}:{number}")
     [form] = random.choices(_known, [one.share for one in _known])
     return form, mutated(random, form.specimen.read_bytes(), form.syntax)
 
 
 def read_chunk(seed: int, numbers: Sequence[int]) -> list[tuple[int, list[Failure]]]:
-    """Read files in a child process, in another one after each that kills it."""
+    """Read files in a child process; start another one whenever it dies."""
     found: list[tuple[int, list[Failure]]] = []
     with tempfile.TemporaryDirectory() as folder:
         while left := numbers[len(found) :]:
@@ -95,7 +95,7 @@ def read_chunk(seed: int, numbers: Sequence[int]) -> list[tuple[int, list[Failur
             for line in log.read_text().splitlines():
                 found.append((numbers[len(found)], [Failure(*one) for one in json.loads(line)]))
             log.unlink()
-            if status:  # what was printed about this process itself is not lost
+            if status:  # keep what was printed about the death of the process
                 sys.stderr.write(Path(folder, "stderr").read_text(errors="replace")[-2_000:])
                 died = signal.Signals(status & 127).name if status & 127 else "exit"
                 rule = "hang" if died in ("SIGALRM", "SIGPROF") else "crash"
@@ -104,9 +104,9 @@ def read_chunk(seed: int, numbers: Sequence[int]) -> list[tuple[int, list[Failur
 
 
 def _read_all(seed: int, numbers: Sequence[int], log: Path) -> None:
-    """Read files and end this process; a line of the log for each."""
+    """Read files, write a line of the log for each, and end this process."""
     limit_memory()
-    stderr = log.with_name("stderr")  # libraries log there, and keep the stream that they found
+    stderr = log.with_name("stderr")  # libraries log there and keep the stream of their start
     os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), 2)
     with log.open("w", buffering=1) as lines:
         for number in numbers:
@@ -122,7 +122,7 @@ def _read_all(seed: int, numbers: Sequence[int], log: Path) -> None:
 
 
 def _tell(form: Format, content: bytes, failure: Failure, folder: Path) -> None:
-    """Print a failure, save its file, say how to see it again."""
+    """Print a failure, save its file, and print the command that repeats it."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / form.specimen.name
     path.write_bytes(content)
@@ -132,7 +132,7 @@ def _tell(form: Format, content: bytes, failure: Failure, folder: Path) -> None:
 
 
 def property_tests(seed: int, seconds: float) -> int:
-    """Run the property tests with random examples for so long; 1 if one fails."""
+    """Run the property tests with random examples for a time; return 1 if one fails."""
     end_s = time.monotonic() + seconds
     files = sorted(p for p in TESTS.rglob("test_*.py") if "hypothesis" in p.read_text())
     while (left_s := end_s - time.monotonic()) > SHORTEST_S:
@@ -145,7 +145,7 @@ def property_tests(seed: int, seconds: float) -> int:
             try:
                 code = process.wait(left_s)
             except subprocess.TimeoutExpired:
-                process.send_signal(signal.SIGINT)  # pytest then prints what it has
+                process.send_signal(signal.SIGINT)  # pytest then prints its results
                 code = 0 if process.wait() == 2 else 1
         if code:
             return 1
@@ -154,7 +154,7 @@ def property_tests(seed: int, seconds: float) -> int:
 
 
 def check(form: Format, path: Path, folder: Path, codes: Codes = (0, 1, 2)) -> int:
-    """Check one file and print what is wrong with it; 1 if something is."""
+    """Check one file and print its failures; return 1 if there are any."""
     failures = read(form, path.read_bytes(), folder, codes)
     for failure in failures:
         print(f"{failure.cause}\n{failure.details}")
@@ -163,7 +163,7 @@ def check(form: Format, path: Path, folder: Path, codes: Codes = (0, 1, 2)) -> i
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a campaign; 0 if nothing was found."""
+    """Run a campaign and return 0 if nothing failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.campaigns.fuzz", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--minutes", type=float, default=5.0, help="half of it for each [5]")

@@ -1,7 +1,7 @@
-"""Commands of placer in sessions of their own: started, struck by signals, waited for, cleaned up.
+"""Commands of placer in their own sessions: start, signal, wait and clean up.
 
-Most are *warm*: forked from this process, which has everything imported, so that they are at work
-at once. The others start as users start them.
+Most are *warm*: forked from this process, which has everything imported, so that they work at once.
+The others start as users start them.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from .lanes import forked
 
 TOKEN: Final = "PLACER_CAMPAIGN"
 PATIENCE_S: Final = 180.0
-"""Wall seconds after which a job hangs: a hundred times what jobs take on a quiet machine."""
+"""Wall seconds after which a job counts as hung: a hundred times the usual on a quiet machine."""
 FAREWELL_S: Final = 10.0
-"""Wall seconds for processes to follow one that was killed; on a busy machine these are long."""
+"""Wall seconds for processes to end after the one that was killed; long for busy machines."""
 SHARED_MEMORY: Final = Path("/dev/shm")
 CLONE_NEWNS: Final = 0x20000
 _HANDLED: Final = (signal.SIGINT, signal.SIGTERM)
@@ -41,7 +41,7 @@ _started: Final[list[Job]] = []
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """What is run: the arguments of a module's command line, and where."""
+    """Arguments of a module's command line, and the environment to run it in."""
 
     arguments: Sequence[str]
     folder: Path
@@ -49,12 +49,12 @@ class Command:
     warm: bool = True
     environment: Mapping[str, str] = field(default_factory=dict)
     largest_file_bytes: int | None = None
-    slow_disk_s: float = 0.0  # a warm job's fsync takes so much longer
+    slow_disk_s: float = 0.0  # delay of each fsync of a warm job
     stdout: Path | None = None
 
 
 class Job:
-    """A started command. All its processes are in its session, or have its token."""
+    """A started command; all its processes are in its session or have its token."""
 
     def __init__(self, command: Command) -> None:
         self.token = f"{os.getpid()}.{next(_numbers)}"
@@ -64,9 +64,9 @@ class Job:
         self.temporary = command.folder / f"tmp.{self.token}"
         self.temporary.mkdir()
         self.code: int | None = None
-        self._syncing = mmap.mmap(-1, 1)  # a byte that a warm job shares
+        self._syncing = mmap.mmap(-1, 1)  # a byte shared with a warm job
         sys.stdout.flush()
-        # A signal counts from the first line of the command on, not in what comes before it.
+        # Signals are blocked until the first line of the command.
         signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
         self.pid = forked(partial(self._become, command))
         _started.append(self)
@@ -93,7 +93,7 @@ class Job:
             vars(os)["fsync"] = partial(self._slow_fsync, command.slow_disk_s, os.fsync)
         sys.argv = [command.module, *command.arguments]
         script = importlib.import_module(command.module).script
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)  # one that came before ends it
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)  # a blocked signal ends the job here
         with suppress(KeyboardInterrupt):
             signal.signal(signal.SIGINT, signal.default_int_handler)
         script()
@@ -104,11 +104,11 @@ class Job:
         fsync(file)
 
     def is_writing(self) -> bool:
-        """Whether a job with a slow disk has begun to write a result, of which no name tells."""
+        """Return whether a job with a slow disk has begun to write a result."""
         return bool(self._syncing[0])
 
     def is_running(self) -> bool:
-        """Whether the main process has not ended; sets ``code`` when it has."""
+        """Return whether the main process is running; set ``code`` when it has ended."""
         if self.code is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -116,7 +116,7 @@ class Job:
         return self.code is None
 
     def when(self, happens: Callable[[], object]) -> bool:
-        """Wait until something happens; False where the job ends first."""
+        """Wait until a condition holds; return False if the job ends first."""
         while self.is_running() and time.monotonic() - self.began_s < PATIENCE_S:
             if happens():
                 return True
@@ -124,19 +124,19 @@ class Job:
         return False
 
     def send(self, number: signal.Signals, pid: int | None = None) -> None:
-        """Send a signal to the main process while it runs, or to another one."""
+        """Send a signal to the main process while it runs, or to another process."""
         if pid is None and self.code is not None:
-            return  # its number may be that of a process of somebody else by now
+            return  # the process id may have been reused
         with suppress(ProcessLookupError):
             os.kill(pid or self.pid, number)
 
     def family(self) -> list[int]:
-        """The processes of this job that are there and no zombies."""
+        """Return the ids of this job's live processes, without zombies."""
         names = os.listdir("/proc")  # noqa: PTH208 - hot
         return [int(name) for name in names if name.isdecimal() and self._owns(int(name))]
 
     def workers(self) -> list[int]:
-        """Those but the main one, and the one of Python's that cleans up after killed ones."""
+        """Return the ids of all but the main process and Python's resource tracker."""
         others = (pid for pid in self.family() if pid != self.pid)
         return [pid for pid in others if "resource_tracker" not in _command_line(pid)]
 
@@ -148,7 +148,7 @@ class Job:
         return False
 
     def finish(self) -> Ended:
-        """Wait until all of it is over, end what is not, and say what was left."""
+        """Wait for the end of all processes, kill the remaining ones, and report what was left."""
         self.when(lambda: False)
         if hung := self.is_running():
             self.send(signal.SIGKILL)
@@ -160,7 +160,7 @@ class Job:
         for pid in orphans:
             self.send(signal.SIGKILL, pid)
         if self in _started:
-            _started.remove(self)  # later its numbers may be those of somebody else
+            _started.remove(self)  # its process ids may be reused from now on
         left = [str(path) for path in self.temporary.rglob("*")]
         assert self.code is not None
         errors = self.errors_path.read_text(errors="replace")
@@ -179,7 +179,7 @@ class Ended:
 
 
 def own_mounts() -> bool:
-    """Give this process mounts of its own and an empty /dev/shm; False where it may not have."""
+    """Give this process its own mounts and an empty /dev/shm; return False if not permitted."""
     if ctypes.CDLL(None).unshare(CLONE_NEWNS) != 0:
         return False
     apart = ["mount", "--make-rprivate", "/"]
@@ -191,7 +191,7 @@ def own_mounts() -> bool:
 
 
 def end_all() -> None:
-    """End every job of this process, and whatever belongs to it."""
+    """Kill all processes of all jobs of this process."""
     for job in _started:
         for pid in job.family():
             job.send(signal.SIGKILL, pid)

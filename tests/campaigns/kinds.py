@@ -1,4 +1,4 @@
-"""Kinds of faults: what happens to which job, and what must hold afterwards."""
+"""Kinds of faults: each disturbs a job and checks what must hold afterwards."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ READ: Final = (
     *("graph", "cluster", "placement", "plan of replicas", "policy card", "policy"),
     *("checkpoint", "cost cache"),
 )
-"""Formats whose commands do not depend on what is in the file."""
+"""Formats whose commands do not depend on the content of the file."""
 
 
 def optimize_graph(case: Case) -> None:
-    """A search on a graph file is ended or stopped, a fifth of them from a cold start."""
+    """End or stop a search on a graph file; a fifth of them start cold."""
     out = case.placement()
     signals = case.random.choice(ENDS)
     warm = case.random.random() < 0.8
@@ -53,7 +53,7 @@ def optimize_graph(case: Case) -> None:
 
 
 def optimize_model(case: Case) -> None:
-    """A search that measures is ended or stopped, sometimes while it measures op costs, too."""
+    """End or stop a search that measures, sometimes while it measures op costs."""
     out = case.placement()
     job = Job(_with_own_cache(case, case.world.model_command(out), 0.25))
     codes = case.strike(job, case.random.choice(ENDS), case.world.usual["model"].took_s)
@@ -63,7 +63,7 @@ def optimize_model(case: Case) -> None:
 
 
 def one_worker(case: Case) -> None:
-    """A worker of a search that measures is killed or pauses: the search goes on."""
+    """Kill or pause a worker of a search that measures: the search goes on."""
     out = case.placement()
     job = Job(_with_own_cache(case, case.world.model_command(out), 0.25))
     signals = case.random.choice((KILL, PAUSE))
@@ -74,9 +74,9 @@ def one_worker(case: Case) -> None:
 
 
 def train(case: Case) -> None:
-    """A training is ended up to three times, then goes on to the same end as without."""
+    """End a training up to three times; resumed, it gives the same files as without a fault."""
     command = case.world.train_command(case.folder / "p")
-    if case.random.random() < 0.2:  # their processes are spawned, which begins with a cold start
+    if case.random.random() < 0.2:  # its processes are spawned, so it starts cold
         more = ["--workers", "2"]
         job = Job(replace(command, arguments=[*command.arguments, *more], warm=False))
         case.judge(job, case.strike(job, KILL, 1.5, after=job.workers, victims=job.workers))
@@ -93,7 +93,7 @@ def train(case: Case) -> None:
 
 
 def run_ranks(case: Case) -> None:
-    """One of two ranks, or their launcher, is ended; what is resumed ends as without."""
+    """End one of two ranks or their launcher; the resumed run gives the same files."""
     usual_s = case.world.usual["run"].took_s
     signals = case.random.choice((KILL, (signal.SIGSTOP, signal.SIGKILL), (signal.SIGTERM,)))
     if case.random.random() < 0.15:
@@ -117,7 +117,7 @@ def run_ranks(case: Case) -> None:
 
 
 def cache_writers(case: Case) -> None:
-    """Processes that write into one cache are killed: it has all that they said they stored."""
+    """Kill processes that write to one cache: it has all entries that they reported as stored."""
     path = case.folder / FILE
     stored = case.folder / "stored"
     writers = range(case.random.choice((2, 4)))
@@ -133,7 +133,7 @@ def cache_writers(case: Case) -> None:
 
 
 def _write(path: Path, stored: Path, number: int) -> None:
-    """Store times and write down which, until killed."""
+    """Store costs and log their names until killed."""
     out = os.open(stored, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for i in count():
         name = f"{number}-{i}"
@@ -143,7 +143,7 @@ def _write(path: Path, stored: Path, number: int) -> None:
 
 
 def one_cache(case: Case) -> None:
-    """Several searches share a cache without op costs; one of them is killed."""
+    """Run several searches that share a cache without op costs, and kill one of them."""
     outs = [case.placement(f"placement-{i}.json") for i in range(case.random.choice((2, 3)))]
     commands = [case.world.model_command(out, measure=False) for out in outs]
     jobs = [Job(_with_own_cache(case, command, 1.0)) for command in commands]
@@ -154,7 +154,7 @@ def one_cache(case: Case) -> None:
 
 
 def damaged_cache(case: Case) -> None:
-    """Files of the cache are damaged, foreign, folders or not there: searches go on."""
+    """Damage files of the cache, or replace them by links or folders: searches go on."""
     out = case.placement()
     measures = case.random.random() < 0.3
     command = _with_own_cache(case, case.world.model_command(out, measure=False), 0.0)
@@ -185,7 +185,7 @@ def damaged_cache(case: Case) -> None:
 
 
 def full_disk(case: Case) -> None:
-    """There is no room for a result, the cache, temporary files or what is printed."""
+    """Leave no space for a result, the cache, temporary files or standard output."""
     room = case.random.choice((0, 4_096, 12_288))
     disk = case.folder / "disk"
     disk.mkdir()
@@ -223,7 +223,7 @@ def full_disk(case: Case) -> None:
 
 
 def mutated_input(case: Case) -> None:
-    """A command reads a mutated file."""
+    """Run a command on a mutated file."""
     form = case.world.formats[case.random.choice(READ)]
     place = case.folder / "input"
     shutil.copytree(form.specimen.parent, place)
@@ -239,7 +239,7 @@ def mutated_input(case: Case) -> None:
 
 
 def damaged_checkpoint(case: Case) -> None:
-    """A run goes on from a damaged checkpoint, or says why it cannot."""
+    """Resume a run from a damaged checkpoint: it continues or says why it cannot."""
     single = Command(
         arguments=case.world.run_arguments(case.folder, 6), folder=case.folder, module="placer.run"
     )
@@ -253,7 +253,7 @@ def damaged_checkpoint(case: Case) -> None:
 
 
 def _with_own_cache(case: Case, command: Command, without_costs: float) -> Command:
-    """The command with a copy of the cache, with some probability without op costs."""
+    """Return the command with a copy of the cache, without op costs with some probability."""
     cache = case.folder / "cache"
     if not cache.exists():
         shutil.copytree(case.world.cache, cache)
@@ -263,7 +263,7 @@ def _with_own_cache(case: Case, command: Command, without_costs: float) -> Comma
 
 
 def _check_cache(case: Case) -> None:
-    """Every cache of the case is whole, and none was set aside."""
+    """Check that every cache of the case is intact and none was set aside."""
     for path in case.folder.rglob(f"{FILE}*"):
         case.expect("aside" not in path.name, "lost", f"{path.name} was set aside")
         if path.name == FILE and path.stat().st_size:
@@ -274,7 +274,7 @@ def _check_cache(case: Case) -> None:
 
 @contextmanager
 def _small_disk(folder: Path) -> Iterator[None]:
-    """A file system of 128 kB at a folder."""
+    """Mount a file system of 128 kB at a folder."""
     subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(folder)],
         check=True,
@@ -287,7 +287,7 @@ def _small_disk(folder: Path) -> Iterator[None]:
 
 
 def _fill(disk: Path, room: int) -> None:
-    """Leave so many bytes free, in whole pages."""
+    """Fill the disk up to ``room`` free bytes, in whole pages."""
     with (disk / "filling").open("wb", buffering=0) as file:
         try:
             while True:
@@ -309,4 +309,4 @@ KINDS: Final[dict[str, tuple[Callable[[Case], None], int]]] = {
     "mutated input": (mutated_input, 10),
     "damaged checkpoint": (damaged_checkpoint, 3),
 }
-"""{name: (what happens, its share in percent)}."""
+"""{name: (function, share in percent)}."""

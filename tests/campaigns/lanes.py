@@ -1,4 +1,4 @@
-"""Processes that work side by side on a campaign and end with it, even when it is killed."""
+"""Processes that work on a campaign in parallel and end with it, even if it is killed."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ PR_SET_PDEATHSIG: Final = 1
 
 
 def lanes(prepare: Callable[[], object] = int) -> ProcessPoolExecutor:
-    """Return a pool of forked processes, each of which is prepared first."""
+    """Return a pool of forked processes; each runs ``prepare`` first."""
     fork = multiprocessing.get_context("fork")
     return ProcessPoolExecutor(LANES, fork, initializer=_begin, initargs=(os.getpid(), prepare))
 
 
 def forked(work: Callable[[], object]) -> int:
-    """Return the id of a child that does some work, which says itself how it ends if not by 70."""
+    """Fork a child that runs ``work`` and return its id; it exits with 70 unless ``work`` exits."""
     parent = os.getpid()
     if pid := os.fork():
         return pid
@@ -36,7 +36,7 @@ def forked(work: Callable[[], object]) -> int:
 
 
 def _end_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when its parent ends, also if that has just happened."""
+    """Have the kernel kill this process when its parent ends, even if it has ended already."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(70)

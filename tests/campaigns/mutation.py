@@ -21,7 +21,7 @@ Syntax: TypeAlias = Literal["json", "toml", "safetensors", "zip", "bytes"]
 LARGE: Final = (2**31, 2**53, 2**62, 2**63, 2**70, 10**400, 1e20, 1e300, 1.7e308, 1_000_000)
 SMALL: Final = (0, -0.0, 1, -1, 0.5, 1e-9, 5e-324, -1e300, -(2**63), float("inf"), float("nan"))
 CANARY: Final = "executed"
-"""The file that code in a text makes, in the working folder, where anything executes it."""
+"""File that appears in the working folder if any code in a text is executed."""
 CODE: Final = (
     f"__import__('os').system('touch {CANARY}')",
     f"open('{CANARY}', 'w').close()",
@@ -51,16 +51,16 @@ NUMBER: Final = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 PAIR: Final = re.compile(r'(?<!\w)"?\w{1,40}"?\s{0,2}[:=]\s{0,2}[^,\n{}\[\]]{1,80}')
 NUMBERS: Final = ("1e400", "-1", "NaN", "Infinity", "inf", "9" * 5_000, "0x10", "1_0", "1.", "")
 INNER: Final = re.compile(r"[\[{]|\w+\(|s\d+$")
-"""The beginning of a text that is JSON or an expression itself."""
+"""Beginning of a text that is itself JSON or an expression."""
 JUNK: Final = ("\x00", "\ufeff", "\u2028", "\x1b[2J", "{", "]", '"', ",", "//", "#", "\\u12", "=")
 
 
 LARGEST_TREE: Final = 30_000
-"""Bytes of a file whose values are still repeated: several times might make it huge."""
+"""Largest file size in bytes whose values are repeated; repeating larger ones might explode."""
 
 
 def mutated(random: Random, content: bytes, syntax: Syntax) -> bytes:
-    """The content with one to three changes, as a rule still of its syntax."""
+    """Return the content with one to three changes, which usually keep its syntax."""
     change = _CHANGES[syntax]
     for _ in range(random.choice((1, 1, 2, 3))):
         content = (change if random.random() < 0.8 else changed_bytes)(random, content)
@@ -68,7 +68,7 @@ def mutated(random: Random, content: bytes, syntax: Syntax) -> bytes:
 
 
 def changed_bytes(random: Random, content: bytes) -> bytes:
-    """Bytes flipped, cut off, removed, repeated, put in or replaced by junk."""
+    """Return the content with bytes flipped, cut off, removed, repeated, inserted or replaced."""
     size = len(content)
     start = random.randrange(size + 1)
     end = min(start + random.choice((1, 1, 2, 8, 64, 1_000)), size)
@@ -90,7 +90,7 @@ def changed_bytes(random: Random, content: bytes) -> bytes:
 
 
 def changed_text(random: Random, content: bytes) -> bytes:
-    """Numbers and lines replaced or repeated, deep nesting, characters that nobody expects."""
+    """Return the content with changed numbers and lines, deep nesting or odd characters."""
     text = content.decode(errors="replace")
     at = random.randrange(len(text) + 1)
     match random.randrange(5):
@@ -114,7 +114,7 @@ def changed_text(random: Random, content: bytes) -> bytes:
 
 
 def changed_tree(random: Random, tree: Any) -> Any:
-    """Nested lists and dicts with a value replaced, removed, renamed, repeated or moved."""
+    """Return nested lists and dicts with a value replaced, removed, renamed, repeated or moved."""
     tree = copy.deepcopy(tree)
     places = list(_places(tree))
     if not places:
@@ -141,7 +141,7 @@ def _is_inner(value: object) -> bool:
 
 
 def changed_value(random: Random, value: Any) -> Any:
-    """Another value: now and then of the same type, else of any."""
+    """Return another value, often of the same type."""
     if isinstance(value, int | float) and random.random() < 0.7:
         scaled = value * random.choice((-1, 2, 0.5, 1e3, 1e9)) if abs(value) < 1e250 else 0
         return random.choice((*LARGE, *SMALL, scaled))
@@ -156,7 +156,7 @@ def changed_value(random: Random, value: Any) -> Any:
 
 
 def changed_string(random: Random, value: str) -> str:
-    """Another text: of any kind, or changed a little, or in one word, or as the JSON it is."""
+    """Return another text: a special one, changed in a word or slightly, or mutated as JSON."""
     words = list(re.finditer(r"\w+", value))
     match random.randrange(4):
         case 0:
@@ -171,7 +171,7 @@ def changed_string(random: Random, value: str) -> str:
 
 
 def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
-    """Every (list or dict, index or key) in a tree."""
+    """Yield every (list or dict, index or key) in a tree."""
     keys: Any = tree.keys() if isinstance(tree, dict) else range(len(tree))
     for key in keys if isinstance(tree, dict | list) else ():
         yield tree, key
@@ -198,7 +198,7 @@ def _tree(
 
 
 def _safetensors(random: Random, content: bytes) -> bytes:
-    """The header as JSON, or the numbers behind it, or the header's length."""
+    """Change the header as JSON, the numbers after it, or the length of the header."""
     size = int.from_bytes(content[:8], "little")
     header, data = content[8 : 8 + size], content[8 + size :]
     match random.randrange(5):
@@ -218,7 +218,7 @@ def _safetensors(random: Random, content: bytes) -> bytes:
 
 
 def _zip(random: Random, content: bytes) -> bytes:
-    """An archive with a member changed, mostly one of JSON."""
+    """Change one member of an archive, usually a JSON one."""
     made = io.BytesIO()
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive, zipfile.ZipFile(made, "w") as new:

@@ -1,4 +1,4 @@
-"""Reads one file, uses what was read, and says which rules that broke."""
+"""Read one file, use what was read, and report the rules that it broke."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from .mutation import CANARY
 Codes: TypeAlias = Sequence[int]
 
 LOADING_S: Final = 1.0
-"""CPU seconds for any format, whose imports are done: every lane was forked after a valid file."""
+"""CPU seconds to load any format; imports are done, as lanes are forked after a valid file."""
 USING_S: Final = 10.0
 LOADING_BYTES: Final = 300e6
 USING_BYTES: Final = 1e9
 LONGEST: Final = 600
-"""Characters of a message."""
+"""Largest length of a message in characters."""
 SPARE_BYTES: Final = 4 << 30
-"""Address space that the child may take beyond what it has."""
+"""Address space that the child may use beyond its size at the start."""
 STATUS: Final = Path("/proc/self/status")
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A rule that was broken: in short, without numbers that vary, and in full."""
+    """A broken rule: short, without varying numbers, and in full."""
 
     rule: str
     what: str
@@ -45,14 +45,14 @@ class Failure:
 
     @property
     def cause(self) -> str:
-        """What failures that are probably the same have in common."""
+        """Return a text that failures of the same cause probably share."""
         return f"{self.rule}: {self.what}"
 
 
 def read(form: Format, content: bytes, folder: Path, codes: Codes = (0, 1, 2)) -> list[Failure]:
-    """Load a file of a format, then use it in every way there is, in a folder made for it.
+    """Load a file of a format, then use it in every possible way, in its own folder.
 
-    With other codes than these it is not to be refused.
+    Without 2 among the codes, the file must not be refused.
     """
     scratch = folder / form.name.replace(" ", "-")
     shutil.rmtree(scratch, ignore_errors=True)
@@ -70,7 +70,7 @@ def _read(form: Format, path: Path, codes: Codes) -> list[Failure]:
     failures: list[Failure] = []
     with contextlib.chdir(path.parent), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        warnings.simplefilter("error", RuntimeWarning)  # numpy's: a number that was not checked
+        warnings.simplefilter("error", RuntimeWarning)  # numpy's warning: a number was not checked
         with _limited("loading", LOADING_S, LOADING_BYTES, failures):
             try:
                 loaded = form.load(path)
@@ -87,7 +87,7 @@ def _read(form: Format, path: Path, codes: Codes) -> list[Failure]:
 
 
 def limit_memory() -> None:
-    """Let this process take no more than some GB beyond what it has."""
+    """Limit the address space of this process to some GB above its current size."""
     limit = _status_bytes("VmSize") + SPARE_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
@@ -115,8 +115,8 @@ def _use(command: list[str], codes: Codes, failures: list[Failure]) -> None:
 
 @contextlib.contextmanager
 def _limited(name: str, seconds: float, size: float, failures: list[Failure]) -> Iterator[None]:
-    """With CPU time and memory watched."""
-    Path("/proc/self/clear_refs").write_text("5")  # count the peak anew
+    """Record a failure if the block takes too much CPU time or memory."""
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     held, began_s = _status_bytes("VmRSS"), time.process_time()
     try:
         yield
@@ -141,7 +141,7 @@ def _check_message(message: str, name: str, failures: list[Failure]) -> None:
 
 
 def _raised(error: BaseException, name: str = "loading") -> Failure:
-    """The failure of an exception that nobody expects: its type and the project's last line."""
+    """Return the failure of an unexpected exception: its type and the project's last line."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if str(ROOT) in f.filename and "/.venv/" not in f.filename]
     last = next((f for f in reversed(own) if "/campaigns/" not in f.filename), frames[-1])

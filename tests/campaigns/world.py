@@ -1,4 +1,4 @@
-"""What the jobs of a campaign share: inputs, a warm cache, and how each job ends undisturbed."""
+"""Shared inputs of the jobs of a campaign, a warm cache, and the undisturbed result of each job."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ CORES: Final = tuple(f"core:{core}" for core in sorted(os.sched_getaffinity(0))[
 
 
 Commands: TypeAlias = Callable[[Path], list[Command]]
-"""From the folder that they write into."""
+"""Returns the commands of a job for the folder that they write to."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usual:
-    """How a job ends when nothing happens: the files that it writes, the seconds it takes."""
+    """Result of an undisturbed job: the files that it writes and the seconds it takes."""
 
     files: Mapping[str, object]
     took_s: float
 
 
 class World:
-    """Read-only for cases; made once, in a folder of its own."""
+    """Shared data of all cases, read-only, in its own folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -62,7 +62,7 @@ class World:
         self.target = runs.written(folder / "run", dropout=0.2)
         self.replica = runs.placed(f"{self.target}:build", folder / "run/placement.json", "cpu")
         self._calibrate()
-        for _ in range(3):  # on a busy machine costs are known after three times
+        for _ in range(3):  # on a busy machine costs are known after three runs
             self.ended_well([Job(self.model_command(folder / "model.json", measure=False))])
         file, trained = "placement.json", ("p.safetensors", "p.json", "p.csv")
         self.usual = {
@@ -73,23 +73,23 @@ class World:
         }
 
     def graph_command(self, out: Path, evaluations: int = 4_000) -> Command:
-        """Optimizes a graph file, to the same result each time."""
+        """Return a command that optimizes a graph file, deterministically."""
         given = ["optimize", str(self.graph), "--cluster", str(self.cluster), "--out", str(out)]
         return Command(arguments=[*given, "--budget", f"{evaluations}e"], folder=out.parent)
 
     def model_command(self, out: Path, *, measure: bool = True) -> Command:
-        """Optimizes a model on two cores, and measures it there."""
+        """Return a command that optimizes a model on two cores and measures it there."""
         given = ["optimize", f"{self.model}:build", "--devices", ",".join(CORES), "--out", str(out)]
         more = [] if measure else ["--no-measure"]
         return Command(arguments=[*given, "--budget", "0.3s", *more], folder=out.parent)
 
     def train_command(self, out: Path) -> Command:
-        """Trains a policy, to the same result each time; ``out`` has no ending."""
+        """Return a command that trains a policy, deterministically; ``out`` has no suffix."""
         given = ["train", "--config", str(self.training), "--out", str(out)]
         return Command(arguments=given, folder=out.parent)
 
     def run_arguments(self, folder: Path, steps: int = STEPS) -> list[str]:
-        """Of a run whose checkpoint and model go to this folder."""
+        """Return the arguments of a run whose checkpoint and model go to this folder."""
         kept: dict[str, object] = {"checkpoint": folder / "run.json", "checkpoint_every": 3}
         options: dict[str, object] = {"data": f"{self.target}:batch", "timeout_s": 30, **kept}
         saved = {"save": folder / "model.safetensors"}
@@ -97,7 +97,7 @@ class World:
         return [*given, "--resume"]
 
     def rank_commands(self, folder: Path) -> list[Command]:
-        """A data-parallel run that writes into this folder, a command for each rank."""
+        """Return the commands of a data-parallel run, one for each rank."""
         common = {
             "GLOO_SOCKET_IFNAME": "lo",
             "MASTER_ADDR": "127.0.0.1",
@@ -116,10 +116,10 @@ class World:
         ]
 
     def ended_well(self, jobs: Sequence[Job]) -> None:
-        """Make sure that jobs end as they should where nothing happens.
+        """Wait for jobs and check that they end without errors.
 
         Raises:
-            RuntimeError: one did not.
+            RuntimeError: a job failed.
         """
         for ended in [job.finish() for job in jobs]:
             if ended.code or ended.hung or ended.orphans or ended.left:
@@ -133,7 +133,7 @@ class World:
         return Usual(contents(folder, files), time.monotonic() - began_s)
 
     def _calibrate(self) -> None:
-        """Keep made-up speeds of the cores: to measure them takes long, and fails if disturbed."""
+        """Store made-up core speeds: measuring takes long and fails under disturbance."""
         here = present(CORES)
         devices = tuple(
             replace(device, peak_flop_per_s=1e11, bandwidth_bytes_per_s=1e10)
@@ -145,7 +145,7 @@ class World:
 
 
 def contents(folder: Path, names: Sequence[str]) -> dict[str, object]:
-    """What files of a folder say, but for times and how many processes helped; None for none."""
+    """Return the contents of files without times and process counts; None for a missing file."""
     return {name: _content(folder / name) for name in names}
 
 

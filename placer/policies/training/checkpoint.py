@@ -1,6 +1,7 @@
-"""Checkpoints: one file of safetensors, whose header holds the rest as JSON; nothing is pickled.
+"""Checkpoints: one safetensors file with a JSON header; nothing is pickled.
 
-``NAME.checkpoint`` is replaced whole, so that who is killed while writing has the one before.
+``NAME.checkpoint`` is replaced atomically, so that a process killed while writing leaves the
+previous one.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ FORMAT: Final = "placer-checkpoint/2"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Checkpoint:
-    """A training in the middle of a seed."""
+    """State of a training in the middle of a seed."""
 
-    essence: Mapping[str, Any]  # of its configuration
-    graphs: str  # digest of what it is trained on
-    finished: Sequence[Saved]  # networks of the seeds before, with their rows of the card
-    learner: Saved  # of the seed that goes on
-    rollouts: int  # of that seed
+    essence: Mapping[str, Any]  # of its configuration, see TrainingConfig.essence
+    graphs: str  # digest of the training graphs
+    finished: Sequence[Saved]  # networks of finished seeds, with their rows of the card
+    learner: Saved  # of the running seed
+    rollouts: int  # of the running seed so far
     spent_s: float
-    log_bytes: int  # of the log that tells of it
+    log_bytes: int  # length of the log at this point
 
     def write(self, path: Path) -> None:
-        """Write it; it is complete or absent.
+        """Write the checkpoint, completely or not at all.
 
         Raises:
             OSError: it cannot be written.
@@ -64,10 +65,11 @@ class Checkpoint:
 
 
 def read_checkpoint(path: Path, essence: Mapping[str, Any]) -> Checkpoint:
-    """The checkpoint of a training with this configuration.
+    """Read the checkpoint of a training with this configuration.
 
     Raises:
-        ValueError: it is no checkpoint, or one of another configuration: says what differs.
+        ValueError: it is no checkpoint, is damaged, or has another configuration: says what
+            differs.
         OSError: it cannot be read.
     """
     try:

@@ -1,15 +1,15 @@
-"""What a training is: a TOML file, every value of which has a default.
+"""Configuration of a training: a TOML file, in which every value has a default.
 
 ``trained_policies/NAME.toml``::
 
     format = "placer-training/1"
     algorithm = "ppo"              # ppo: decoder weights, | maskable-ppo: devices op by op
-    seeds = 5                      # as many policies are trained
-    keep = 5                       # so many of them are kept: the best, and what helps it most
+    seeds = 5                      # number of policies to train
+    keep = 5                       # number of policies to keep: the best, and the most helpful
     first_seed = 0
     device = "cpu"                 # of the network: cpu | cuda
-    workers = 0                    # processes that decode, 0: none but this one; or "ray"
-    checkpoint_rollouts = 20       # a checkpoint every so many rollouts
+    workers = 0                    # processes for decoding, 0: only this one; or "ray"
+    checkpoint_rollouts = 20       # rollouts between checkpoints
 
     [length]                       # of each seed
     decodes = 350_000              # the same on every machine; or instead
@@ -48,26 +48,26 @@ from placer.policies.records import Items, Within, check_ranges, plain, record
 
 FORMAT: Final = "placer-training/1"
 MOST_SEEDS: Final = 1_000_000
-"""Seeds beyond would draw graphs that are for testing."""
+"""Larger seeds would draw test graphs."""
 MOST_STEPS: Final = 1 << 20
-"""Of all environments together in a rollout, which is kept in memory."""
+"""Maximum steps of all environments together in a rollout, which is kept in memory."""
 MOST_OPS: Final = 10**8
-"""Of all graphs of a stage together: about a kilobyte is kept of each."""
+"""Maximum ops of all graphs of a stage together: each op takes about a kilobyte."""
 LearningRate: TypeAlias = Annotated[float, Within(1e-9, 1.0)]
 Layers: TypeAlias = Annotated[tuple[Annotated[int, Within(1, 4096)], ...], Items(0, 8)]
 Graphs: TypeAlias = Annotated[int, Within(1, 100_000)]
-Ops: TypeAlias = Annotated[int, Within(FEWEST_OPS, 100_000)]  # every family can keep to FEWEST_OPS
+Ops: TypeAlias = Annotated[int, Within(FEWEST_OPS, 100_000)]  # every family can be that small
 UNIMPORTANT: Final = ("workers", "checkpoint_rollouts", "ray_address")
-"""What has no influence on what is learnt."""
+"""Keys without influence on the trained policies."""
 
 Algorithm: TypeAlias = Literal["ppo", "maskable-ppo"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Length:
-    """How long each seed trains: ``decodes`` or ``seconds`` of processor time, one of them.
+    """Length of each seed's training: either ``decodes`` or ``seconds`` of processor time.
 
-    A decode is a placement that is made and simulated; op by op, it is the choice for one op.
+    A decode is the construction and simulation of one placement; op by op, the choice for one op.
     """
 
     decodes: Annotated[int, Within(1, 10**12)] | None = None
@@ -79,7 +79,7 @@ class Length:
         check_ranges(self)
 
     def share(self, decodes: int, spent_s: float) -> float:
-        """How much of it is done, 0 .. 1, and above where it was overrun."""
+        """Return the finished share, 0 .. 1, and above 1 if it was overrun."""
         if self.decodes is not None:
             return decodes / self.decodes
         assert self.seconds is not None
@@ -92,18 +92,18 @@ class Ppo:
 
     environments: Annotated[int, Within(1, 16_384)] = 64
     steps: Annotated[int, Within(1, 65_536)] = 8  # of each environment in a rollout
-    batch_size: Annotated[int, Within(2, MOST_STEPS)] = 256  # a mean is taken
+    batch_size: Annotated[int, Within(2, MOST_STEPS)] = 256  # at least 2: advantages are normalised
     epochs: Annotated[int, Within(1, 10_000)] = 6
     learning_rate: LearningRate = 1e-3
     final_learning_rate: Annotated[float, Within(0.0, 1.0)] | None = (
-        None  # reached linearly at the end; None: it stays
+        None  # reached linearly at the end; None: constant
     )
     clip: Annotated[float, Within(1e-6, 10.0)] = 0.2
     entropy: Annotated[float, Within(0.0, 1.0)] = 0.0
-    layers: Layers = (16,)  # hidden, of the policy: larger ones carry over worse
+    layers: Layers = (16,)  # hidden, of the policy: larger ones generalise worse
     critic_layers: Layers = (64, 64)
-    log_std: Annotated[float, Within(-10.0, 2.0)] = -1.6  # at first, of actions; not op by op
-    average_rollouts: Annotated[int, Within(1, 10**6)] = 1  # whose mean the policy is, about
+    log_std: Annotated[float, Within(-10.0, 2.0)] = -1.6  # initial, of actions; not used op by op
+    average_rollouts: Annotated[int, Within(1, 10**6)] = 1  # of the policy's averaging window
     reward: Literal["relative", "plain"] = "relative"  # see placer/policies/rewards.py
 
     def __post_init__(self) -> None:
@@ -111,7 +111,7 @@ class Ppo:
         within(self.environments * self.steps, 2, MOST_STEPS, "environments x steps")
 
     def learning_rate_at(self, share: float) -> float:
-        """The learning rate when ``share`` of the training is done."""
+        """Return the learning rate when ``share`` of the training is done."""
         if self.final_learning_rate is None:
             return self.learning_rate
         part = min(share, 1.0)
@@ -120,12 +120,12 @@ class Ppo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imitation:
-    """What the network imitates first: the weights that a short evolution finds for each graph."""
+    """Pretraining by imitation of the weights that a short evolution finds for each graph."""
 
-    graphs: Annotated[int, Within(0, 100_000)] = 0  # the first of all stages in turn; 0: none
+    graphs: Annotated[int, Within(0, 100_000)] = 0  # the first ones of all stages in turn; 0: none
     decodes: Annotated[int, Within(1, 10**6)] = 150  # of each evolution
     sigma: Annotated[float, Within(1e-6, 10.0)] = 0.25
-    epochs: Annotated[int, Within(1, 10_000)] = 10  # of regression: more generalise worse
+    epochs: Annotated[int, Within(1, 10_000)] = 10  # of regression: with more it generalises worse
     learning_rate: LearningRate = 1e-3
 
     def __post_init__(self) -> None:
@@ -134,7 +134,7 @@ class Imitation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Part of a curriculum: graphs that take their turns while it lasts."""
+    """Stage of a curriculum: graphs to draw from while it lasts."""
 
     share: Annotated[float, Within(1e-6, 1e6)] = 1.0  # of the length, relative to all stages'
     families: tuple[str, ...] = field(default_factory=families)
@@ -149,7 +149,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Testing:
-    """Graphs never seen in training: for choosing the seed, and as many again for the card."""
+    """Graphs not used for training: for choosing the seed, and as many again for the card."""
 
     families: tuple[str, ...] = field(default_factory=families)
     graphs: Graphs = 56
@@ -163,7 +163,7 @@ class Testing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingConfig:
-    """A training; see the head of this file."""
+    """Configuration of a training; see the module's docstring."""
 
     format: Literal["placer-training/1"] = FORMAT
     algorithm: Algorithm = "ppo"
@@ -172,7 +172,7 @@ class TrainingConfig:
     first_seed: Annotated[int, Within(0, MOST_SEEDS - 1)] = 0
     device: Literal["cpu", "cuda"] = "cpu"
     workers: Annotated[int, Within(0, 256)] | Literal["ray"] = 0
-    ray_address: str = ""  # of a cluster that runs; "" starts one of this machine
+    ray_address: str = ""  # of a running cluster; "" starts one on this machine
     checkpoint_rollouts: Annotated[int, Within(1, 10**6)] = 20
     length: Length = field(default_factory=lambda: Length(decodes=350_000))
     ppo: Ppo = field(default_factory=Ppo)
@@ -193,7 +193,7 @@ class TrainingConfig:
         return 1000 * sum(stage.graphs * stage.max_ops for stage in self.stage)
 
     def stage_at(self, share: float) -> int:
-        """Which stage goes on when ``share`` of the length is done."""
+        """Return the stage to run when ``share`` of the length is done."""
         total = sum(stage.share for stage in self.stage)
         end = 0.0
         for number, stage in enumerate(self.stage):
@@ -203,7 +203,7 @@ class TrainingConfig:
         return len(self.stage) - 1
 
     def essence(self) -> dict[str, Any]:
-        """What decides what is learnt, as JSON holds it."""
+        """Return the keys that determine the trained policies, JSON compatible."""
         return {key: value for key, value in plain(self).items() if key not in UNIMPORTANT}
 
 
@@ -211,7 +211,7 @@ def load_config(path: Path) -> TrainingConfig:
     """Read a configuration.
 
     Raises:
-        ValueError: it is not TOML, is larger than 1 MB, or a key is unknown or has an impossible
+        ValueError: it is not TOML, is larger than 1 MB, or a key is unknown or has an invalid
             value; the message starts with the file and the path of the key.
         OSError: it cannot be read.
     """
@@ -225,10 +225,10 @@ def _config(data: dict[str, Any]) -> TrainingConfig:
 
 
 def check_graphs(chosen: tuple[str, ...], graphs: int, max_ops: int) -> None:
-    """Make sure that there are such families, and that so many graphs can be kept.
+    """Check that the families exist, and that memory suffices for this many graphs.
 
     Raises:
-        ValueError: there are not, or they cannot.
+        ValueError: a family does not exist, there is none, or the graphs are too many.
     """
     families(chosen)
     if not chosen:

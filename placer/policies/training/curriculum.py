@@ -1,4 +1,4 @@
-"""The graphs of a training: those of all stages in one pool, and those for testing."""
+"""Graphs of a training: those of all stages in one pool, and those for validation and testing."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ TRAINING_SEED: Final = 1_000_000
 STAGE_SEEDS: Final = 10_000_000
 VALIDATION_SEED: Final = 2_000_000
 TEST_SEED: Final = 3_000_000
-"""Training seeds are added to the first, so the other graphs stay the same."""
+"""Training seeds are added to TRAINING_SEED, so validation and test graphs stay the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Curriculum:
-    """What is learnt from and what is not; ``stages`` are the numbers of each stage's graphs."""
+    """Training, validation and test graphs; ``stages`` holds the numbers of each stage's graphs."""
 
     pool: Sequence[Exercise]
     stages: Sequence[NDArray[np.int64]]
@@ -47,11 +47,11 @@ class Curriculum:
         return cls(pool=pool, stages=stages, validation=validation, tests=tests)
 
     def scale(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Mean and standard deviation (F,) of the summaries of all stages."""
+        """Return mean and standard deviation (F,) of the summaries of all stages."""
         return pool_scale(self.pool)
 
     def in_turn(self, count: int) -> NDArray[np.int64]:
-        """The first ``count`` graphs, the stages taking turns, as many as there are."""
+        """Return the first ``count`` graphs (or all), taken from the stages in turn."""
         longest = max(len(stage) for stage in self.stages)
         turns = [stage[i] for i in range(longest) for stage in self.stages if i < len(stage)]
         return np.array(turns[:count], np.int64)

@@ -1,4 +1,4 @@
-"""Imitation: a short evolution finds weights for each graph, and the network learns to say them."""
+"""Imitation: a short evolution finds weights for each graph, which the network learns."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def evolved_actions(
     seed: int,
     tell: Callable[[float], None],
 ) -> NDArray[np.float32]:
-    """Actions (B, K) within -1 .. 1 whose weights are the best found for the graphs ``numbers``.
+    """Return actions (B, K) within -1 .. 1 for the best weights found for the graphs ``numbers``.
 
-    All evolutions go on at the same pace, so that decoders have much to do at once.
+    All evolutions advance together, so that each call of the decoders has much to do.
     """
     evolutions = [
         Evolution(HEFT, sigma=imitation.sigma, seed=seed + int(number), population=POPULATION)
@@ -58,9 +58,9 @@ def imitate(
     imitation: Imitation,
     seed: int,
 ) -> float:
-    """Let the policy's mean be ``actions`` (B, K) for ``observations`` (B, F).
+    """Fit the policy's mean to ``actions`` (B, K) for ``observations`` (B, F).
 
-    Least squares by Adam, in batches; gives the mean squared error that is left.
+    Uses least squares by Adam, in batches; returns the remaining mean squared error.
     """
     order = np.random.default_rng(seed)
     seen = torch.as_tensor(observations, device=model.device)
@@ -84,5 +84,5 @@ def _mean(model: OnPolicyAlgorithm, observations: torch.Tensor) -> torch.Tensor:
 
 
 def _within(weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The nearest weights that actions can say."""
+    """Clip weights to the range of actions."""
     return np.asarray(np.clip(weights, HEFT - ACTION_SCALE, HEFT + ACTION_SCALE))

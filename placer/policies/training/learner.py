@@ -1,4 +1,4 @@
-"""An algorithm of stable-baselines3 that learns rollout by rollout and can be put away between."""
+"""An algorithm of stable-baselines3 that learns rollout by rollout and can be saved in between."""
 
 from __future__ import annotations
 
@@ -28,42 +28,42 @@ LOGGED: Final = {
     "approx_kl": "train/approx_kl",
     "clip_fraction": "train/clip_fraction",
 }
-"""{column of the log: name that stable-baselines3 has for it}."""
+"""{column of the log: name in stable-baselines3}."""
 
 
 class Batch(Protocol):
-    """A VecEnv that can be put away, and draws problems from a pool."""
+    """A VecEnv that can be saved and draws problems from a pool."""
 
     def choose(self, numbers: NDArray[np.int64]) -> None:
-        """From now on draw these problems."""
+        """Restrict drawing to the problems ``numbers`` from now on."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """Where it is, as JSON can hold it."""
+        """Return its state, JSON compatible."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> NDArray[np.float32]:
-        """Go on from there; the last observations."""
+        """Continue from a state; return the last observations."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Saved:
-    """Everything that decides what is learnt from here on."""
+    """Everything that determines the rest of a training."""
 
     tensors: Mapping[str, NDArray[Any]]
-    data: Mapping[str, Any]  # as JSON can hold it
+    data: Mapping[str, Any]  # JSON compatible
 
 
 class Learner:
     """Network, optimizer, environments and random numbers of one seed.
 
-    Random numbers are those of torch and numpy that every caller shares: nobody else may draw any
-    while this learns, if it is to be had again.
+    It uses the global random numbers of torch and numpy: to be reproducible, nothing else may draw
+    from them during training.
     """
 
     def __init__(self, config: TrainingConfig, seed: int, batch: Any) -> None:
-        """``batch`` is a VecEnv and a :class:`Batch`."""
+        """Create the learner; ``batch`` is a VecEnv and a :class:`Batch`."""
         self.batch: Batch = batch
         self.learning_rate = config.ppo.learning_rate
         self.model = _model(config, seed, batch, lambda _: self.learning_rate)
@@ -72,25 +72,25 @@ class Learner:
 
     @property
     def decodes(self) -> int:
-        """Steps of all environments until now."""
+        """Steps of all environments so far."""
         return int(self.model.num_timesteps)
 
     @property
     def policy(self) -> BasePolicy:
-        """What was learnt until now: the exponential average of the network after each rollout."""
+        """The exponential average of the network after each rollout so far."""
         begun = int(self._average.n_averaged) > 0
         return cast(BasePolicy, self._average.module) if begun else self.model.policy
 
     def rollout(self) -> dict[str, float]:
-        """Gather a rollout and learn from it; what the log tells about it.
+        """Collect a rollout and learn from it; return its row of the log.
 
         Raises:
-            FloatingPointError: the network's weights are no numbers any more.
+            FloatingPointError: the network's weights are no longer finite.
         """
         self._ratios.found.clear()
         try:
             self.model.learn(1, self._ratios, log_interval=sys.maxsize, reset_num_timesteps=False)
-        except ValueError:  # torch's, with all the numbers of a batch
+        except ValueError:  # torch's message has all the numbers of a batch
             self._check_weights()
             raise
         self._check_weights()
@@ -116,7 +116,7 @@ class Learner:
             ) from None
 
     def save(self) -> Saved:
-        """What :meth:`restore` goes on from; call it between rollouts."""
+        """Return the state for :meth:`restore`; call it between rollouts."""
         model, optimizer = self.model, self.model.policy.optimizer.state_dict()["state"]
         keys, random, position, has_gauss, gauss = np.random.get_state()
         tensors = {f"network.{k}": _array(v) for k, v in model.policy.state_dict().items()}
@@ -140,7 +140,7 @@ class Learner:
         )
 
     def restore(self, saved: Saved) -> None:
-        """Go on as if nothing had happened since :meth:`save`.
+        """Continue from a state, exactly as without interruption.
 
         Raises:
             ValueError: it was saved by another training.
@@ -171,7 +171,7 @@ class Learner:
 
 
 class _Ratios(BaseCallback):
-    """Hears how the episodes of a rollout ended."""
+    """Collects the ratios of the episodes of a rollout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,25 +203,25 @@ def _model(config: TrainingConfig, seed: int, batch: Any, learning_rate: Any) ->
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", "You are trying to run", UserWarning
-        )  # on a GPU: asked for
+        )  # on a GPU: chosen by the user
         kind = MaskablePPO if sequential else PPO
         model: OnPolicyAlgorithm = kind("MlpPolicy", batch, **options)
     model.set_logger(Logger(folder=None, output_formats=[]))
     if not sequential:
-        with torch.no_grad():  # the first mean is HEFT itself
+        with torch.no_grad():  # the initial mean is HEFT
             for parameter in model.policy.action_net.parameters():
                 parameter.zero_()
     return model
 
 
 def _average(network: BasePolicy, rollouts: int) -> AveragedModel:
-    """An exponential average over about so many; over one it is the last network itself."""
+    """Return an exponential average over about this many rollouts; 1 gives the last network."""
     kept = 1.0 - 1.0 / rollouts
     return AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(kept))  # type: ignore[no-untyped-call]
 
 
 def _those(tensors: Mapping[str, NDArray[Any]], prefix: str) -> dict[str, torch.Tensor]:
-    """The tensors whose names begin so, by the rest of their names."""
+    """Return the tensors with this name prefix, by the rest of their names."""
     return {
         k.removeprefix(prefix): torch.from_numpy(v)
         for k, v in tensors.items()

@@ -1,4 +1,4 @@
-"""The log of a training: a line of CSV for every rollout, and TensorBoard where it is installed."""
+"""Log of a training: a CSV line for every rollout, and TensorBoard if it is installed."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ INDICES: Final = ("seed", "rollout", "stage", "decodes")
 
 
 class Log:
-    """``NAME.csv``, continued where a checkpoint left it, and ``NAME.tensorboard/seed-N``."""
+    """``NAME.csv``, continued from a checkpoint, and ``NAME.tensorboard/seed-N``."""
 
     def __init__(self, path: Path, *, keep_bytes: int = 0) -> None:
-        """Continue ``path``.csv after ``keep_bytes``; what comes behind is told anew.
+        """Continue ``path``.csv after ``keep_bytes``; later lines are cut off.
 
         Raises:
             ValueError: the log is shorter than that.
@@ -64,7 +64,7 @@ class Log:
         self._excepthook = threading.excepthook
 
     def __enter__(self) -> Log:
-        """Itself."""
+        """Return self."""
         threading.excepthook = self._told
         return self
 
@@ -77,7 +77,7 @@ class Log:
         """Close the files.
 
         Raises:
-            OSError: one cannot be written to its end, and there was no error before.
+            OSError: a file cannot be written completely, and there was no other error.
         """
         threading.excepthook = self._excepthook
         with suppress(OSError) if error is not None else nullcontext():
@@ -87,17 +87,17 @@ class Log:
                 self._board.close()
 
     def _told(self, args: threading.ExceptHookArgs) -> None:
-        """Print the error of a thread, but not of TensorBoard's: the next write raises it."""
+        """Print a thread's error, except TensorBoard's, which the next write raises."""
         if not type(args.thread).__module__.startswith("tensorboard."):
             self._excepthook(args)
 
     def kept_bytes(self) -> int:
-        """How long it is, all of it on the disk, for a checkpoint to count on."""
+        """Flush the log to disk and return its length, for a checkpoint."""
         os.fsync(self._file.fileno())
         return self._file.tell()
 
     def tell(self, row: Mapping[str, float]) -> None:
-        """Write a row, so that it is there whatever happens next.
+        """Write a row and flush it.
 
         Raises:
             OSError: it cannot be written; names the file.
@@ -115,7 +115,7 @@ class Log:
             self._file.flush()
 
     def _board_for(self, row: Mapping[str, float]) -> Any:
-        """The writer of a seed, None without TensorBoard."""
+        """Return the writer of a seed, or None without TensorBoard."""
         if self._board_seed != row["seed"] and importlib.util.find_spec("tensorboard"):
             from torch.utils.tensorboard import SummaryWriter
 
@@ -129,7 +129,7 @@ class Log:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Give errors of the system the name of what is written."""
+    """Add the path to an OSError."""
     try:
         yield
     except OSError as error:
@@ -137,5 +137,5 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def _shown(value: float) -> str:
-    """In all digits; nothing where there is no value."""
+    """Return all digits, or "" for NaN."""
     return "" if math.isnan(value) else repr(value)

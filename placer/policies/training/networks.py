@@ -1,4 +1,4 @@
-"""Networks of stable-baselines3 as policies, and back."""
+"""Conversion between networks of stable-baselines3 and policies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def exported(
     mean: NDArray[np.float32],
     deviation: NDArray[np.float32],
 ) -> Policy:
-    """A trained network as a policy without a card."""
+    """Return a trained network as a policy without a card."""
     state = {key: value.detach().cpu().numpy() for key, value in network.state_dict().items()}
     return Policy(
         name=name,
@@ -33,7 +33,7 @@ def exported(
 
 
 def imported(network: BasePolicy, policy: Policy) -> None:
-    """Let a network with the same layers begin with what a policy says; its critic begins anew.
+    """Load a policy into a network with the same layers; its critic is not changed.
 
     Raises:
         ValueError: it has more or fewer layers.
@@ -47,7 +47,7 @@ def imported(network: BasePolicy, policy: Policy) -> None:
 
 
 def _layers(state: Iterable[str]) -> list[str]:
-    """The layers that lead to the mean of actions, in their order."""
+    """Return the names of the layers that compute the mean of actions, in order."""
     prefix, ending = "mlp_extractor.policy_net.", ".weight"
     hidden = [key for key in state if key.startswith(prefix) and key.endswith(ending)]
     numbers = sorted(int(key.removeprefix(prefix).removesuffix(ending)) for key in hidden)

@@ -1,10 +1,10 @@
-"""Trains policies, one for each seed, and keeps the best with those that help it.
+"""Trains one policy per seed, and keeps the best with those that complement it.
 
     placer train --config trained_policies/generalist.toml --out trained_policies/generalist
 
 Seeds vary as much as training gains, so every seed's scores go into the card, beside those of an
-untrained control: the best of sixteen random weights around HEFT. What was interrupted goes on
-from its checkpoint, to the same end as without.
+untrained control: the best of sixteen random weights around HEFT. An interrupted training continues
+from its checkpoint, with the same result as without interruption.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from placer.policies.training.tasks import Task, task_for
 
 Progress = Callable[[float, str], None]
 RATIOS: Final = "ratios"
-"""Of one decode on every validation graph: in checkpoints, not in cards."""
+"""Ratios of one decode on every validation graph: in checkpoints, not in cards."""
 
 
 @one_thread()
@@ -49,19 +49,19 @@ def train(
 ) -> Mapping[str, Any]:
     """Train one policy per seed and write them, the best first, to ``out``.safetensors and .json.
 
-    ``out``.csv tells of every rollout, and ``out``.checkpoint is there until the end.
+    ``out``.csv logs every rollout, and ``out``.checkpoint exists until the end.
 
     Args:
-        out: where to, without ending; its last part is the policy's name.
-        config: what to train on and how; by default all families, five seeds, 350,000 decodes.
-        progress: called with the done share, 0 .. 1, and what is going on.
-        fresh: begin anew, whatever checkpoint there is; curves of TensorBoard, too.
+        out: path without suffix; its last part is the policy's name.
+        config: configuration; by default all families, five seeds, 350,000 decodes.
+        progress: called with the finished share, 0 .. 1, and a text.
+        fresh: ignore an existing checkpoint, and delete old TensorBoard curves.
 
     Returns:
         The card that was written.
 
     Raises:
-        ValueError: the checkpoint is of another configuration, or there is no such device.
+        ValueError: the checkpoint has another configuration, or there is no such device.
         OSError: a file cannot be read or written.
         FloatingPointError: the training diverged.
     """
@@ -104,7 +104,7 @@ def train(
 
 
 class _Run:
-    """A training that goes on."""
+    """A running training."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class _Run:
         self.graphs = _digest(curriculum)
 
     def seeds(self, checkpoint: Checkpoint | None) -> list[Saved]:
-        """Train all seeds; their networks, each with its row of the card."""
+        """Train all seeds; return their networks, each with its row of the card."""
         if checkpoint is not None:
             self.finished = list(checkpoint.finished)
         while len(self.finished) < self.config.seeds:
@@ -139,9 +139,9 @@ class _Run:
         return self.finished
 
     def _learnt(self, seed: int, checkpoint: Checkpoint | None) -> tuple[Learner, float]:
-        """Train a seed, from its checkpoint if there is one; the learner and what it took."""
+        """Train a seed, from its checkpoint if given; return the learner and the time spent."""
         config, rollouts, spent_s = self.config, 0, 0.0
-        # Processor time where this process does all the work: others may use the machine, too.
+        # Processor time if this process does all the work: others may use the machine, too.
         clock = time.process_time if config.workers == 0 else time.perf_counter
         began = clock()
         if checkpoint is None:
@@ -177,7 +177,6 @@ class _Run:
         ).write(self.path)
 
     def _row(self, seed: int, learner: Learner, spent_s: float) -> dict[str, Any]:
-        """What the card tells of a seed."""
         alone, sampled = self.task.scores(learner.policy, self.curriculum.validation)
         tests = self.curriculum.tests
         return {
@@ -190,7 +189,6 @@ class _Run:
         }
 
     def _share(self, share: float) -> float:
-        """How much of all seeds is done when so much of this one is."""
         return min((len(self.finished) + min(share, 1.0)) / self.config.seeds, 1.0)
 
     def _tell(self, share: float, text: str) -> None:
@@ -198,10 +196,10 @@ class _Run:
 
 
 def most_helpful(rows: Sequence[Mapping[str, Any]], count: int) -> list[int]:
-    """Which seeds to keep, at most ``count``: the best, then always who adds most to those kept.
+    """Return the seeds to keep, at most ``count``: the best, then greedily those that add most.
 
-    What a seed adds is how much it lowers the mean, over the validation graphs, of the logarithm
-    of the best ratio.
+    A seed adds what it lowers the mean, over the validation graphs, of the logarithm of the best
+    ratio.
     """
     kept = [min(range(len(rows)), key=lambda i: sum(rows[i]["validation"].values()))]
     logs = np.log([row[RATIOS] for row in rows])
@@ -250,7 +248,7 @@ def _card(
 
 
 def _digest(curriculum: Curriculum) -> str:
-    """Tells whether graphs are the same, by what a policy sees of them."""
+    """Return a hash of the summaries, which tells whether graphs are the same."""
     seen = np.stack([item.summary for item in curriculum.pool])
     return hashlib.sha256(seen.round(6).tobytes()).hexdigest()
 
@@ -260,4 +258,4 @@ def _ratio(told: Mapping[str, float]) -> str:
 
 
 def _silent(share: float, text: str) -> None:
-    """Tell nobody."""
+    """Ignore progress."""

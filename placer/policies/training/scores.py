@@ -1,4 +1,4 @@
-"""How good policies are on graphs: ratios to the best of single device, HEFT and ETF."""
+"""Scores of policies on graphs: ratios to the best of single device, HEFT and ETF."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ MEANING: Final = "geometric mean of step / best of {single device, HEFT, ETF}, s
 DECODES: Final = 16
 SAMPLES: Final = DECODES - 1
 HEURISTICS: Final = {"single": SINGLE, HEFT_NAME: HEFT_NAME, ETF_NAME: ETF_NAME}
-"""{name in tables: how the names of its candidates begin}."""
+"""{name in tables: prefix of its candidates' names}."""
 
 
 def scores(
     policy: Policy, pool: Sequence[Exercise], seed: int = 0
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Ratios (len(pool),): of one decode, and of the best of sixteen from ``seed``.
+    """Return ratios (len(pool),) of one decode, and of the best of sixteen with ``seed``.
 
-    The sixteen are what the policy and its others propose, and samples around the best of these.
+    The sixteen are the proposals of the policy and its others, and samples around the best of
+    these.
     """
     proposals = [policy.proposals(item.summary) for item in pool]
     return _decoded(pool, proposals, seed)
@@ -35,13 +36,16 @@ def scores(
 def untrained_scores(
     deviation: float, pool: Sequence[Exercise], seed: int = 0
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The same of HEFT and 15 random weights around it, by standard deviation of actions."""
+    """Return ratios of HEFT, and of the best of HEFT and 15 random weights around it.
+
+    ``deviation`` is the standard deviation of actions.
+    """
     spread = np.full((1, WEIGHT_COUNT), ACTION_SCALE * deviation)
     return _decoded(pool, [(HEFT[None], spread)] * len(pool), seed)
 
 
 def heuristic_ratios(pool: Sequence[Exercise]) -> dict[str, NDArray[np.float64]]:
-    """Ratios (len(pool),) of the best single device, HEFT and ETF."""
+    """Return ratios (len(pool),) of the best single device, HEFT and ETF."""
     return {
         name: np.array(
             [
@@ -54,9 +58,9 @@ def heuristic_ratios(pool: Sequence[Exercise]) -> dict[str, NDArray[np.float64]]
 
 
 def baselines(deviation: float, pool: Sequence[Exercise]) -> dict[str, float]:
-    """Scores of the heuristics, and of what training begins with: HEFT and 15 weights around it.
+    """Return scores of the heuristics, and of untrained weights: HEFT and 15 weights around it.
 
-    ``deviation`` is the first one of actions.
+    ``deviation`` is the initial standard deviation of actions.
     """
     found = {name: mean(ratios) for name, ratios in heuristic_ratios(pool).items()}
     untrained = untrained_scores(deviation, pool)[1]
@@ -66,7 +70,7 @@ def baselines(deviation: float, pool: Sequence[Exercise]) -> dict[str, float]:
 def table(
     pool: Sequence[Exercise], alone: NDArray[np.float64], sampled: NDArray[np.float64]
 ) -> dict[str, Any]:
-    """Scores in all and by family."""
+    """Return scores over all graphs and by family."""
     found: dict[str, Any] = {"mean": mean(alone), "best_of_16": mean(sampled)}
     for family, chosen in by_family(pool).items():
         found[family] = {"mean": mean(alone[chosen]), "best_of_16": mean(sampled[chosen])}
@@ -74,13 +78,13 @@ def table(
 
 
 def by_family(pool: Sequence[Exercise]) -> dict[str, NDArray[np.bool_]]:
-    """{family: which items of the pool are of it, (len(pool),)}."""
+    """Return {family: mask of its items in the pool, (len(pool),)}."""
     of_family = np.array([item.family for item in pool])
     return {str(family): of_family == family for family in dict.fromkeys(of_family.tolist())}
 
 
 def mean(ratios: NDArray[np.float64]) -> float:
-    """Geometric mean, in the digits that mean something."""
+    """Return the geometric mean, rounded to 4 decimals."""
     return round(float(np.exp(np.log(ratios).mean())), 4)
 
 

@@ -1,4 +1,4 @@
-"""What is learnt: weights of the list scheduler, or devices op by op."""
+"""Learning tasks: weights of the list scheduler, or devices op by op."""
 
 from __future__ import annotations
 
@@ -40,32 +40,32 @@ Ratios: TypeAlias = tuple[NDArray[np.float64], NDArray[np.float64]]
 
 
 class Task(Protocol):
-    """What a policy is to do, and how good it is at that."""
+    """What a policy learns, and how it is scored."""
 
     format: str
     keeps: int
-    """How many of the seeds' policies :meth:`save` writes at most."""
+    """Maximum number of seeds' policies that :meth:`save` writes."""
 
     def learner(self, seed: int, tell: Callable[[float, str], None]) -> Learner:
-        """A learner that has done nothing yet, or has imitated; ``tell`` hears how that goes."""
+        """Return a new learner, after imitation if configured; ``tell`` gets its progress."""
         ...
 
     def blank(self, seed: int) -> Learner:
-        """A learner that is to be restored."""
+        """Return a learner to be restored."""
         ...
 
     def tensors(self, network: BasePolicy) -> dict[str, NDArray[Any]]:
-        """What the trained policy consists of."""
+        """Return the tensors of the trained policy."""
         ...
 
     def scores(self, network: BasePolicy, pool: Sequence[Exercise]) -> Ratios:
-        """How good it is."""
+        """Return the scores of a network."""
         ...
 
     def together(
         self, tensors: Sequence[Mapping[str, Any]], pool: Sequence[Exercise]
     ) -> Ratios | None:
-        """How good policies are in one file, if they can be."""
+        """Return the scores of policies combined in one file, or None if that is impossible."""
         ...
 
     def save(
@@ -75,12 +75,12 @@ class Task(Protocol):
         ...
 
     def close(self) -> None:
-        """End what was started."""
+        """Release processes and connections."""
         ...
 
 
 class DecoderWeights:
-    """Learn which weights of the list scheduler suit a problem: PPO, an episode is one decode."""
+    """Learn decoder weights for a problem: PPO, where an episode is one decode."""
 
     format = FORMAT
 
@@ -101,7 +101,7 @@ class DecoderWeights:
         return Learner(self.config, seed, batch)
 
     def learner(self, seed: int, tell: Callable[[float, str], None]) -> Learner:
-        """See :class:`Task`; what is imitated is the same for all seeds, and found once."""
+        """See :class:`Task`; the imitated actions are the same for all seeds, and computed once."""
         learner, imitation = self.blank(seed), self.config.imitation
         if imitation.graphs:
             if self._imitated is None:
@@ -122,7 +122,7 @@ class DecoderWeights:
         return learner
 
     def _rewards(self) -> Rewards | None:
-        """Found once for all seeds."""
+        """Return relative rewards, computed once for all seeds, or None for plain ones."""
         if self._relative is None and self.config.ppo.reward == "relative":
             self._relative = self._found_rewards()
         return self._relative
@@ -157,7 +157,7 @@ class DecoderWeights:
 
 
 class OpByOp:
-    """Learn to choose devices op by op: MaskablePPO, the plain form of the problem."""
+    """Learn to choose devices op by op: MaskablePPO, the plain formulation."""
 
     format = SEQUENTIAL_FORMAT
     keeps = 1
@@ -178,7 +178,7 @@ class OpByOp:
         return self.blank(seed)
 
     def tensors(self, network: BasePolicy) -> dict[str, NDArray[Any]]:
-        """See :class:`Task`: the network as stable-baselines3 names its parts."""
+        """See :class:`Task`: the network with the names of stable-baselines3."""
         return {
             key: np.ascontiguousarray(value.detach().cpu().numpy())
             for key, value in network.state_dict().items()
@@ -212,7 +212,7 @@ class OpByOp:
 
 
 def task_for(config: TrainingConfig, curriculum: Curriculum) -> Task:
-    """The task that an algorithm is for."""
+    """Return the task of an algorithm."""
     if config.algorithm == "maskable-ppo":
         return OpByOp(config, curriculum)
     return DecoderWeights(config, curriculum)
@@ -233,7 +233,7 @@ def _decoders(config: TrainingConfig, curriculum: Curriculum) -> Decoders:
 
 
 def _episodes(network: Any, item: Exercise, devices: int) -> list[float]:
-    """Ratios of an episode with the likeliest actions and of 15 with sampled ones, at once."""
+    """Return ratios of an episode with the likeliest actions and of 15 with sampled ones."""
     environments = [GeneratedPlacementEnv([item], devices) for _ in range(1 + SAMPLES)]
     seen = np.stack([environment.reset()[0] for environment in environments])
     ratios = [np.nan] * len(environments)

@@ -1,29 +1,29 @@
-// Candidates as bars: predicted and measured steps, their spread, and what no placement can beat.
+// Bar chart of candidates: predicted and measured step times, spread and lower bound.
 
 const ROW = 40;
 const NAMES = 190;
 const VALUES = 210;
-const TWO_CLOCKS = 70; // more of it where rebuilt times have the wall times beside them
-const NARROWEST = 640; // the chart scrolls where the page is narrower
-const BEYOND = 5; // times the chosen step: longer bars are cut
+const TWO_CLOCKS = 70; // extra width if wall times are shown beside CPU-clock times
+const NARROWEST = 640; // the chart scrolls on narrower pages
+const BEYOND = 5; // times the chosen step time: longer bars are cut
 
 const UNPLACED = "not placed";
 
 const stepOf = (row) => row.measured?.step_s ?? row.predicted_s;
 
-// In brackets where it is predicted although others were measured.
+// Predicted speed-ups are in brackets if others were measured.
 const wasMeasured = data.candidates.some((row) => row.measured);
 const inBrackets = (row) => wasMeasured && row.speed_up_is === "predicted";
 const speedUp = (row) =>
   inBrackets(row) ? `(${row.speed_up.toFixed(2)}×)` : `${row.speed_up.toFixed(2)}×`;
 
-// Rebuilt times count on a busy machine; what has none is not drawn to their scale.
+// On a busy machine CPU-clock times ("rebuilt") count; rows without them get no bar.
 const isRebuilt = data.judged === "rebuilt";
 const isApart = (row) => isRebuilt && row.name === UNPLACED;
 const CLOCKS = { measured: "measured", rebuilt: "rebuilt from CPU clocks", predicted: "predicted" };
 const values = () => VALUES + (isRebuilt ? TWO_CLOCKS : 0);
 
-// The chosen one, then what was measured, then what is only predicted.
+// The chosen candidate first, then measured ones, then predicted ones.
 function sortedCandidates() {
   const known = (row) => stepOf(row) ?? Infinity;
   const rank = (row) => (row.best ? 0 : isApart(row) ? 3 : row.measured ? 1 : 2);
@@ -44,7 +44,7 @@ function candidateBars(host) {
     const width = Math.max(host.clientWidth, NARROWEST);
     const chart = width - NAMES - values();
     const x = (seconds) => NAMES + (Math.min(seconds, most) / most) * chart;
-    const apart = rows.filter(isApart).length; // they are the last
+    const apart = rows.filter(isApart).length; // these rows are last
     const axis = 58 + (rows.length - apart) * ROW;
     const height = axis + apart * ROW;
     const drawn = svg("svg", {
@@ -126,7 +126,7 @@ function drawMeasured(group, row, y, x, most) {
     group.append(text(x(most) - 4, y + 9, "»", "beyond", "end"));
     return;
   }
-  if (low_s == null) return; // a placement file keeps few quartiles
+  if (low_s == null) return; // placement files hold few quartiles
   const middle = y + 5.5;
   group.append(
     svg("path", {
@@ -136,11 +136,11 @@ function drawMeasured(group, row, y, x, most) {
   );
 }
 
-// The wall time beside a rebuilt one, where both are known.
+// The wall time to show beside a CPU-clock time, if known.
 const byWall = ({ wall_s }) =>
   isRebuilt && wall_s != null ? `; ${time(wall_s)} by the wall clock` : "";
 
-// What the wall time of the unplaced step says: it has no other, and no bar, on a busy machine.
+// The note on the unplaced step, which on a busy machine has only a wall time and no bar.
 const comparedWith = () =>
   `by the wall clock${data.wall_s == null ? "" : `, to be compared with ${time(data.wall_s)}`}`;
 
@@ -151,7 +151,7 @@ function clocksOf({ step_s, wall_s }) {
 
 function toldValues(row, y, width) {
   if (row.why && !row.measured) {
-    const begin = row.predicted_s == null ? NAMES + 8 : width - values() + 14; // no bar in the way
+    const begin = row.predicted_s == null ? NAMES + 8 : width - values() + 14; // no bar there
     const most = row.predicted_s == null ? Math.min(120, Math.floor((width - begin) / 7)) : 24;
     return [text(begin, y, shortened(row.why, most), "value less", "start", row.why)];
   }

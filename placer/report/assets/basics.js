@@ -1,4 +1,4 @@
-// What all sections share: the data, elements and tables.
+// Shared by all sections: data, elements and tables.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 
@@ -23,7 +23,7 @@ function svg(tag, attributes = {}, ...children) {
   return made;
 }
 
-// Columns are [title, cell of row, is a number]; rows may be many, they are made when first shown.
+// Columns are [title, function from row to cell, is numeric]; rows are created when first shown.
 function table(columns, rows) {
   const head = el(
     "tr",

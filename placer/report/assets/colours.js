@@ -1,8 +1,7 @@
-// Colours and patterns of devices, and labels that can be read on them.
+// Colours and patterns of devices, and legible labels on them.
 
-// Okabe and Ito's palette for all kinds of colour vision (jfly.uni-koeln.de/color, 2008), with grey
-// in place of black. From the ninth device on it repeats under patterns; every mark also has a
-// number.
+// Okabe and Ito's colour-blind safe palette (jfly.uni-koeln.de/color, 2008), with grey for black.
+// From the ninth device on it repeats with patterns; every mark also has a number.
 const PALETTE = [
   "#0072B2",
   "#E69F00",
@@ -41,7 +40,7 @@ function tile(draw, size = 8) {
   return canvas;
 }
 
-// Strokes that tell devices, or reasons, apart without colour.
+// Strokes that distinguish devices or reasons without colour.
 const STROKES = {
   diagonal: [
     [-2, 10, 10, -2],
@@ -94,7 +93,7 @@ function fillDevice(context, device, x, y, width, height) {
   }
 }
 
-// A label on the colour of a device; under a pattern it has an outline, so that it can be read.
+// Draws a label on a device's colour, with an outline on patterns.
 function labelDevice(context, device, label, x, y) {
   if (patternOf(device)) {
     context.strokeStyle = colourOf(device);

@@ -1,8 +1,8 @@
-// When everything runs: a row for each device and link, its critical path and why it is idle.
+// The timeline: a row for each device and link, critical path and reasons for idle times.
 
 const { bars, transfers, critical, idle, tracks } = data.timeline;
 const STEP = data.timeline.step_ns;
-// For the names of rows.
+// Width of the row names.
 const gutter = () => Math.min(150, 0.3 * gantt.view.width);
 const AXIS = 26;
 const DEVICE_ROW = 34;
@@ -79,7 +79,7 @@ function makeRows() {
   return top + 6;
 }
 
-// A link by the numbers of its devices, where their names are too long.
+// Labels a link by device numbers, for names that are too long.
 function ends(track) {
   const [from, to] = [transfers.from, transfers.to].map((side) =>
     [...new Set(track.transfers.map((k) => side[k]))].sort((a, b) => a - b).join(", "),

@@ -1,4 +1,4 @@
-// Pointer and keys of the timeline, and what is selected in words.
+// Mouse and keyboard input of the timeline, and the text on the selection.
 
 function fitGantt() {
   [gantt.begin, gantt.end] = [0, STEP];
@@ -97,7 +97,7 @@ function listenToGantt(canvas) {
   canvas.addEventListener(
     "wheel",
     (event) => {
-      if (document.activeElement !== canvas && !event.ctrlKey) return; // the page scrolls
+      if (document.activeElement !== canvas && !event.ctrlKey) return; // let the page scroll
       event.preventDefault();
       zoomGantt(Math.exp(-event.deltaY / 400), xToTime(event.offsetX));
     },

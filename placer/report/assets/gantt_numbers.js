@@ -1,4 +1,4 @@
-// Where the time of every device goes, in words and tables.
+// Breakdown of each device's time, as text and tables.
 
 const idleOf = (device, why) =>
   idle.device.reduce(

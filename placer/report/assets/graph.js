@@ -1,4 +1,4 @@
-// Where everything runs: the graph on a canvas, with search, details and modules that open.
+// The placed graph on a canvas, with search, details and modules that can be opened.
 
 const graph = {
   layout: null,
@@ -13,13 +13,13 @@ const graph = {
 };
 const GRAPH_HEIGHT = 620;
 const MAP_WIDTH = 76;
-const READABLE = 0.45; // from this scale on nodes have labels,
-const BESIDE = { left: 20, right: 60 }; // the graph, on the right for edges that bow
-const WHOLE = 0.8; // and from this one on most of them are whole
+const READABLE = 0.45; // scale from which nodes have labels
+const BESIDE = { left: 20, right: 60 }; // margins of the graph; edges bow to the right
+const WHOLE = 0.8; // scale from which most labels are complete
 const SHORT_PHASES = ["", "bwd ", "opt "]; // forward, backward, optimizer
 const LISTED = 12;
-const LONGEST = 8; // ops, as many as there is room for beside the graph
-const CROWDED = 400; // edges: more of them are drawn fainter
+const LONGEST = 8; // number of ops that fit beside the graph
+const CROWDED = 400; // number of edges from which they are drawn fainter
 
 function graphSection() {
   const host = el("div", { class: "canvas" });
@@ -120,13 +120,13 @@ function rebuild(keep) {
   const after = keep && nodeFor(keep);
   if (after) graph.selected = after;
   if (place && after) {
-    graph.x += place.x - after.x; // what was opened or closed stays where it was
+    graph.x += place.x - after.x; // keep the opened or closed node in place
     graph.y += place.y - after.y;
     graph.view.redraw();
   } else beginGraph();
 }
 
-// The node that an op, or the first op of a module, is shown in.
+// The node that shows an op, or the first op of a module.
 function nodeFor(key) {
   return graph.layout?.nodeOf[typeof key === "number" ? key : key.ops[0]] ?? null;
 }
@@ -146,7 +146,7 @@ function extent() {
 
 const viewWidth = () => (graph.view.canvas.parentElement.clientWidth || 800) - MAP_WIDTH - 16;
 
-// All of it where labels stay whole, else all of its width, from its beginning.
+// Fits the whole graph if labels stay complete, else its width, from the start.
 function fitGraph() {
   const { left, right, top, bottom } = extent();
   const wide = Math.min(viewWidth() / (right - left), 1);
@@ -158,7 +158,7 @@ function fitGraph() {
   graph.view.redraw();
 }
 
-// As it fits, or where that is too small for labels the first layer, or what of it there is room for.
+// Fits the graph; if labels would be too small, the first layer or the part of it that fits.
 function beginGraph() {
   fitGraph();
   graph.fits = graph.scale >= READABLE;
@@ -170,7 +170,7 @@ function beginGraph() {
   graph.y = extent().top + GRAPH_HEIGHT / WHOLE / 2;
 }
 
-// Closes the innermost modules as long as the graph is too wide for labels.
+// Closes innermost modules until labels fit.
 function closeUntilReadable() {
   while (!graph.fits) {
     const open = roots.flatMap(allGroups).filter((group) => group.open && group.depth);
@@ -204,7 +204,7 @@ function select(node, centre) {
   showDetails();
 }
 
-// Opens what an op is in, and goes there.
+// Opens the modules around an op and scrolls to it.
 function reveal(key, focus) {
   const group = key instanceof Group ? key.parent : groupOf[key];
   for (let outer = group; outer; outer = outer.parent) outer.open = true;

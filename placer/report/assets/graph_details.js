@@ -1,4 +1,4 @@
-// Search in the graph, and what is told of a selected node.
+// Search in the graph, and details of the selected node.
 
 function matching(query) {
   const wanted = query.trim().toLowerCase();
@@ -53,7 +53,7 @@ function showDetails() {
   else graph.details.replaceChildren(...opDetails(node.key));
 }
 
-// What to look at as long as nothing is selected.
+// The costliest ops, shown while nothing is selected.
 function dearest() {
   const sorted = [...ops.cost_ns.keys()]
     .sort((a, b) => ops.cost_ns[b] - ops.cost_ns[a])
@@ -140,7 +140,7 @@ function groupDetails(node) {
   ];
 }
 
-// The open modules around something, each of which can be closed.
+// Buttons that close the open modules around a group.
 function around(group) {
   const found = [];
   for (let outer = group; outer?.depth; outer = outer.parent) {

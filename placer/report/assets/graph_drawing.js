@@ -1,8 +1,8 @@
-// Draws the graph: edges, nodes split by devices, and all of it in small on the right.
+// Draws the graph: edges, nodes split by device, and a map on the right.
 
-const SIZE = 12; // of labels, in px
-const SMALLEST = 0.9; // of that size
-const TAG = 26; // the field with the device
+const SIZE = 12; // font size of labels, px
+const SMALLEST = 0.9; // smallest share of that size
+const TAG = 26; // width of the device tag
 const PADDING = 14; // left and right of a label
 
 const toScreen = (node) => ({
@@ -37,7 +37,7 @@ function drawEdge(context, { a, b, crosses }, colours, marked) {
     context.moveTo(from.x, from.y + half);
     context.bezierCurveTo(from.x, middle, to.x, middle, to.x, to.y - half);
   } else {
-    const side = (NODE.width / 2) * graph.scale; // past the layers between, on the right
+    const side = (NODE.width / 2) * graph.scale; // route around the layers in between
     const bow =
       Math.max(from.x, to.x) + side + Math.min(18 + 5 * Math.abs(span), 150) * graph.scale;
     context.moveTo(from.x + side, from.y);
@@ -85,7 +85,7 @@ function splitByDevice(context, node, left, top, width, height) {
   }
 }
 
-// How many ops a closed module or like ops are, and of which phase.
+// Number and phase of the ops in a closed module or a group of alike ops.
 function opsTold(node) {
   if (!node.isGroup) return "";
   const sign = node.key instanceof Alike ? "×" : "+";
@@ -94,7 +94,7 @@ function opsTold(node) {
 
 const spaceFor = (context, right) => (right ? context.measureText(right).width + 8 : 0);
 
-// What a node needs for all of its label, also where the graph is drawn a little smaller.
+// Width of a node with its complete label, also at slightly smaller scales.
 function wholeWidth(node) {
   const { context } = graph.view;
   context.font = `${node.isGroup ? 500 : 400} ${SIZE}px ${FONT}`;
@@ -126,11 +126,11 @@ function labelNode(context, node, left, top, tag, w, h, colours) {
   context.fillText(right, left + w - 7, top + h / 2 + 0.5);
 }
 
-// The whole graph on the right, with a frame around what is seen.
+// Position of the map on the right, which frames the visible part.
 function mapPlace(width) {
   const { left, right, top, bottom } = extent();
   const scale = Math.min((MAP_WIDTH - 16) / (right - left), (GRAPH_HEIGHT - 20) / (bottom - top));
-  const tall = Math.min((GRAPH_HEIGHT - 20) / (bottom - top), 8 * scale); // long graphs may be squeezed less
+  const tall = Math.min((GRAPH_HEIGHT - 20) / (bottom - top), 8 * scale); // stretched in y by up to 8
   return {
     x: (x) => width - MAP_WIDTH + 8 + (x - left) * scale,
     y: (y) => 10 + (y - top) * tall,

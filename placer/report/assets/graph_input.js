@@ -1,4 +1,4 @@
-// Pointer and keys of the graph.
+// Mouse and keyboard input of the graph.
 
 function zoomGraph(factor, at) {
   const centre = at ?? { x: (graph.view.width - MAP_WIDTH) / 2, y: GRAPH_HEIGHT / 2 };
@@ -57,7 +57,7 @@ function listenToPointer(canvas) {
   canvas.addEventListener(
     "wheel",
     (event) => {
-      if (document.activeElement !== canvas && !event.ctrlKey) return; // the page scrolls
+      if (document.activeElement !== canvas && !event.ctrlKey) return; // let the page scroll
       event.preventDefault();
       zoomGraph(Math.exp(-event.deltaY / 400), pointOf(event));
     },
@@ -98,7 +98,7 @@ function closeAround(node) {
   if (group?.depth) toggle(group, false);
 }
 
-// Up and down along edges, left and right within a layer.
+// Moves the selection: up and down along edges, left and right within a layer.
 function walk(dx, dy) {
   const node = graph.selected;
   if (!node) {

@@ -1,6 +1,6 @@
-// Where the nodes of the graph are: layers by what reads what, and places within them.
+// Layout of the graph: layers of nodes by dependencies, and positions within layers.
 
-// How many edges are on the longest path from a source to every op.
+// Length in edges of the longest path from a source to each op.
 function depths(successors) {
   const waiting = new Int32Array(N);
   for (const v of ops.target) waiting[v]++;
@@ -32,7 +32,7 @@ const NARROW = 222;
 const BROAD = 440;
 const NODE = { width: NARROW, height: 28, gapX: 16, gapY: 24 };
 
-// Nodes with their places, and the edges between them.
+// Returns nodes with positions, and the edges between them.
 function arrange() {
   const alike = new Map(layered(shown(shownAs)).flatMap(alikeIn));
   const folded = (i) => (opened.has(likenessOf(i)) ? null : alike.get(i));
@@ -45,7 +45,7 @@ function arrange() {
   return { ...found, layers };
 }
 
-// Makes nodes as wide as their labels, where all of the width is still seen; places go by pitches.
+// Widens nodes to fit their labels while the graph stays within view.
 function widen(list) {
   const before = NODE.width + NODE.gapX;
   const xs = list.map((node) => node.x);
@@ -58,7 +58,7 @@ function widen(list) {
   for (const node of list) node.x *= (NODE.width + NODE.gapX) / before;
 }
 
-// The nodes that stand for ops, and the edges that theirs make.
+// The nodes that represent ops, and the edges between them.
 function shown(keyOf) {
   const nodes = new Map();
   const nodeOf = new Array(N);
@@ -103,8 +103,8 @@ function describe(node) {
   node.label = node.isGroup ? groupLabel(node.key) : opLabel(node.key);
 }
 
-// Longest paths from what reads nothing. A closed module may read what it feeds: within such a
-// cycle, and only there, edges against the order of mean depths do not count.
+// Layers by longest path from nodes without inputs. Closed modules may form cycles: only within
+// a cycle, edges against the order of mean depths are ignored.
 function layered({ nodes: list, nodeOf }) {
   numberComponents(list);
   const sorted = list.toSorted(
@@ -115,18 +115,18 @@ function layered({ nodes: list, nodeOf }) {
     for (const { a } of node.into)
       if (a.at < node.at) node.layer = Math.max(node.layer, a.layer + 1);
   for (const node of sorted.toReversed()) {
-    if (node.into.some(({ a }) => a.at < node.at)) continue; // what reads nothing stands by its reader
+    if (node.into.some(({ a }) => a.at < node.at)) continue; // sources move next to readers
     const readers = node.from.filter(({ b }) => b.at > node.at).map(({ b }) => b.layer);
     if (readers.length) node.layer = Math.max(0, Math.min(...readers) - 1);
   }
-  for (const node of list) // and what is not read either, by others of its module
+  for (const node of list) // isolated nodes are placed beside others of their module
     if (!node.into.length && !node.from.length) node.layer = nodeOf[companion(node)]?.layer ?? 0;
   const layers = [];
   for (const node of list) (layers[node.layer] ??= []).push(node);
   return layers.filter(Boolean);
 }
 
-// An op that reads or is read, of the innermost module around a node that has one.
+// An op with edges in the innermost module around a node that has one.
 function companion(node) {
   for (let group = outerOf(node); group; group = group.parent) {
     const found = group.ops.find(isTied);
@@ -134,9 +134,9 @@ function companion(node) {
   }
 }
 
-// Tarjan (1972): nodes that reach each other get one number, lower than that of what they read.
+// Tarjan (1972): numbers strongly connected components, lower than those of their inputs.
 function numberComponents(list) {
-  const waiting = []; // visited, of no component yet
+  const waiting = []; // visited, not in a component yet
   let visits = 0;
   let components = 0;
   for (const start of list) {
@@ -163,7 +163,7 @@ function numberComponents(list) {
   }
 }
 
-// Sugiyama, Tagawa and Toda (1981): layers are sorted by the mean place of neighbours, up and down.
+// Sugiyama, Tagawa and Toda (1981): sort layers by mean position of neighbours, up and down.
 function order(layers) {
   const pitch = NODE.width + NODE.gapX;
   layers.forEach((layer, at) =>
@@ -194,7 +194,7 @@ function order(layers) {
   }
 }
 
-// Nodes as near to where they wish to be as their distances allow: runs that touch move as one.
+// Places nodes as close to their desired positions as spacing allows; touching runs move as one.
 function settle(layer, pitch) {
   const runs = [];
   for (const node of layer) {

@@ -1,10 +1,10 @@
-// Curves: memory of every device over the step, and how the search went.
+// Line charts: memory of each device over the step, and the search trace.
 
-const DIGIT = 7.5; // at most so many pixels wide in the labels of an axis
+const DIGIT = 7.5; // largest width of a digit in axis labels, px
 const MARGIN = { left: 58, right: 16, top: 26, bottom: 30 };
 
-// Axes of a chart from `low` to `high` in y and 0 to `end` in x, or, where `begin` is given, from
-// there by powers of ten; gives the scales.
+// Draws the axes of a chart, `low` to `high` in y and 0 to `end` in x, or logarithmic from `begin`;
+// returns the scales.
 function axes(drawn, width, height, end, low, high, units, begin = 0) {
   const right = width - MARGIN.right;
   const bottom = height - MARGIN.bottom;
@@ -19,9 +19,9 @@ function axes(drawn, width, height, end, low, high, units, begin = 0) {
     drawn.append(svg("line", { class: "grid", x1: MARGIN.left, x2: right, y1: y(at), y2: y(at) }));
     drawn.append(text(MARGIN.left - 8, y(at) + 4, up.tell(at), "tick", "end"));
   }
-  let free = 0; // where the label before ends
+  let free = 0; // end of the previous label
   for (const at of begin ? powers(begin, end) : ticks(0, end, Math.max(2, width / 130))) {
-    if (x(at) > right - 34 && !begin) continue; // the unit stands there
+    if (x(at) > right - 34 && !begin) continue; // space of the unit
     const told = across.tell(at);
     const long = told.length * DIGIT;
     const atEnd = x(at) + long / 2 > width;
@@ -42,7 +42,7 @@ function stairs(points, x, y) {
   );
 }
 
-// Powers of ten, and, where there are less than two, 2 and 5 times them.
+// Powers of ten; if there are fewer than two, also 2 and 5 times them.
 function powers(begin, end, factors = [1]) {
   const found = [];
   for (let at = 10 ** Math.floor(Math.log10(begin)); at <= end; at *= 10) {
@@ -106,7 +106,7 @@ function memoryChart(host, device) {
 }
 
 const SEARCH_HEIGHT = 262;
-const FLAT = 3; // times the span of the best finds: a first find beyond that would flatten them
+const FLAT = 3; // times the span of the best values: a first value beyond that would flatten them
 const DASHES = ["", "7 3", "2 3", "9 3 2 3", "4 2"];
 
 function searchChart(host, along, units, title) {

@@ -1,13 +1,13 @@
-// The ops by modules, and what stands for them: ops of a closed module are one node, and so are
-// many like ones side by side.
+// Ops by module, and the nodes that represent them: a closed module is one node, and so are many
+// alike ops side by side.
 
 const ops = data.ops;
 const N = ops.id.length;
-const FIRST_NODES = 80; // at most so many nodes when the page opens,
-const FIRST_OPS = 6; // and of modules that hold more ops than that themselves none is open
-const MANY = 4; // so many like ops side by side are one node
+const FIRST_NODES = 80; // largest number of nodes when the page opens
+const FIRST_OPS = 6; // modules with more own ops than this start closed
+const MANY = 4; // number of alike ops side by side that become one node
 
-// Modules, one tree for each phase: forward and backward of a module are two nodes.
+// Modules, one tree per phase: forward and backward of a module are two nodes.
 class Group {
   constructor(parent, name, phase, path) {
     Object.assign(this, {
@@ -48,7 +48,7 @@ function plantGroups() {
 
 const allGroups = (group) => [group, ...[...group.groups.values()].flatMap(allGroups)];
 
-// Opens modules from the top, one level after the other, as long as there is room for all of it.
+// Opens modules level by level from the top while all of the level fits.
 function openSome() {
   let level = roots.filter((root) => root.ops.length);
   let shown = level.length;
@@ -62,15 +62,15 @@ function openSome() {
   }
 }
 
-// What stands for an op: itself, or the outermost closed module that it is in.
+// The key of the node for an op: the op, or the outermost closed module around it.
 function shownAs(i) {
   let closed = null;
   for (let group = groupOf[i]; group; group = group.parent) if (!group.open) closed = group;
   return closed ?? i;
 }
 
-// Ops of one module and kind that stand side by side, such as those of a loop over tokens: a node
-// like a closed module, until it is opened.
+// Ops of one module and kind side by side, such as those of a loop over tokens: one node, like a
+// closed module, until it is opened.
 class Alike {
   constructor(members) {
     this.ops = members;
@@ -87,10 +87,10 @@ class Alike {
   }
 }
 
-const opened = new Set(); // likenesses whose ops are shown one by one
+const opened = new Set(); // likenesses whose ops are shown separately
 const likenessOf = (i) => `${ops.phase[i]},${ops.module[i]},${ops.kind[i]}`;
 
-// The likes of every op of a layer that has many of them.
+// [op, group] for each op of a layer that has many alike ops.
 function alikeIn(layer) {
   const found = new Map();
   for (const { key } of layer.filter((node) => !node.isGroup)) {
@@ -106,7 +106,7 @@ function alikeIn(layer) {
     });
 }
 
-// What a node is in, and closes with: a module, or like ops that were opened.
+// What contains a node and closes it: a module, or a group of alike ops that was opened.
 const outerOf = (node) => (node.isGroup ? node.key.parent : (node.alike ?? groupOf[node.key]));
 
 const groupLabel = (group) => group.path || group.name;

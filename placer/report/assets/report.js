@@ -1,4 +1,4 @@
-// The page: its sections in the order in which people ask.
+// The page and the order of its sections.
 
 function tileOf(value, what) {
   return el("div", { class: "figure" }, el("strong", {}, value), el("span", {}, what));
@@ -137,7 +137,7 @@ function wonSentence(rows) {
 
 function candidateColumns(measured) {
   const of = (key) => (row) => (row.measured?.[key] == null ? "–" : time(row.measured[key]));
-  const judged = (key) => (row) => (isApart(row) ? "–" : of(key)(row)); // by the clock that counts
+  const judged = (key) => (row) => (isApart(row) ? "–" : of(key)(row)); // by the chosen clock
   const quartiles = (row) =>
     !isApart(row) && row.measured?.low_s < row.measured?.high_s
       ? `${time(row.measured.low_s)} – ${time(row.measured.high_s)}`
@@ -335,7 +335,7 @@ function copy(content, pressed) {
     pressed.textContent = "Copied";
     setTimeout(() => (pressed.textContent = "Copy"), 1500);
   };
-  const selected = () => getSelection().selectAllChildren(pressed.previousSibling); // where files may not write
+  const selected = () => getSelection().selectAllChildren(pressed.previousSibling); // no clipboard for files
   if (navigator.clipboard) navigator.clipboard.writeText(content).then(done, selected);
   else selected();
 }

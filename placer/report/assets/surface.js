@@ -1,6 +1,6 @@
-// Canvases that are sharp, as wide as their hosts, and follow the theme.
+// Canvases that follow size, resolution and theme of the page.
 
-// A canvas as wide as its host, sharp on every screen, drawn anew when size or theme change.
+// A canvas as wide as its host, redrawn when size or theme change.
 function surface(host, height, label, draw) {
   const canvas = el("canvas", { tabindex: "0", role: "application", "aria-label": label });
   host.append(canvas);
@@ -26,7 +26,7 @@ function surface(host, height, label, draw) {
   return view;
 }
 
-// Calls now and whenever the width of an element or the theme changes.
+// Calls `draw` now and whenever the element's width or the theme changes.
 function watch(host, draw) {
   let width = -1;
   new ResizeObserver(() => {
@@ -38,9 +38,9 @@ function watch(host, draw) {
 
 const FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif";
 
-const SHORTEST = 5; // a label with less than so many characters tells nothing
+const SHORTEST = 5; // labels with fewer characters are not drawn
 
-// As much of a label as fits: the last modules and what the op does, then that alone, cut in its middle.
+// Shortens a label to fit: last modules and op, then the op alone, cut in the middle.
 function fitted(context, label, width) {
   const fits = (part) => context.measureText(part).width <= width;
   if (fits(label)) return label;
@@ -60,7 +60,7 @@ function fitted(context, label, width) {
   return "";
 }
 
-// A name of an op or module that may be broken between its parts.
+// An op or module name that may wrap between its parts.
 function breakable(name) {
   const parts = name.split(/(?<=[.:/@_])/);
   return el("span", {}, ...parts.flatMap((part, k) => (k ? [el("wbr"), part] : [part])));

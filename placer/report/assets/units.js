@@ -1,6 +1,6 @@
-// Numbers with their units, for people.
+// Formats numbers with units.
 
-// As placer/milliseconds.py has it: four digits, zeros at the end are kept.
+// As in placer/milliseconds.py: four significant digits, trailing zeros are kept.
 function fourDigits(value) {
   const exponent = Number(value.toExponential(3).split("e")[1]);
   return value.toFixed(Math.min(Math.max(3 - exponent, 0), 6));
@@ -63,7 +63,7 @@ function ticks(low, high, most) {
   return found;
 }
 
-// An axis says its unit once for all its ticks.
+// The unit of an axis, and the format of its ticks.
 function inUnit(largest, units) {
   const [unit, scale] = units.find(([, least]) => largest >= least) ?? units.at(-1);
   return {

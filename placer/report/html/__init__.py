@@ -1,7 +1,7 @@
-"""The report of a placement: one HTML file that needs nothing else, for people.
+"""The HTML report of a placement: one self-contained file.
 
-:func:`report_data` gathers what it shows, :func:`write_report` writes it. The page is drawn by the
-scripts in ``placer/report/assets``.
+:func:`report_data` gathers its data, :func:`write_report` writes it. The scripts in
+``placer/report/assets`` draw the page.
 """
 
 from placer.report.html.commands import Command, Source, as_gpus, next_commands

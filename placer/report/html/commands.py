@@ -1,4 +1,4 @@
-"""What to do next with a placement: commands with the names of its files."""
+"""Next steps with a placement: command lines with the names of its files."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from placer.sources.names import PREFIX
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command line, what it is good for, and what to know about it.
+    """A command line, its purpose ``what`` and remarks ``told``.
 
-    Where nothing can be done, there is no command, and ``told`` says why.
+    If it is not possible, ``command`` is empty and ``told`` says why.
     """
 
     what: str
@@ -29,29 +29,29 @@ class Command:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """What was placed, as it was given on the command line, and where the placement is."""
+    """The placed target with its command-line options, and the placement file."""
 
     placement: Path
     target: str
     devices: Sequence[str]  # by name
     cluster: Path | None = None
-    memory: Mapping[str, int] = field(default_factory=dict)  # {device: bytes}, what was allowed
+    memory: Mapping[str, int] = field(default_factory=dict)  # {device: limit in bytes}
     inference: bool = False
     optimizer: str = NONE
     dtype: str = FULL
     extractor: str = "auto"
-    launch: str = ""  # the command that trains it with placer itself, where one does
-    search: Sequence[str] = ()  # what else was asked for, as words of the command line
-    exports: Mapping[str, Tried] = field(default_factory=dict)  # {format: what became of it}
+    launch: str = ""  # command that trains it with placer
+    search: Sequence[str] = ()  # other search options, as words
+    exports: Mapping[str, Tried] = field(default_factory=dict)  # {format: result of a trial}
 
     @property
     def is_graph(self) -> bool:
-        """Whether it is a graph file, which has no model."""
+        """Return whether the target is a graph file, which has no model."""
         return self.target.endswith(".json")
 
     @property
     def options(self) -> list[str]:
-        """How the model is extracted, as far as it is not the usual way."""
+        """Return the options for extracting the model that differ from the defaults."""
         return [
             *(["--inference"] if self.inference else []),
             *(["--dtype", self.dtype] if self.dtype != FULL else []),
@@ -60,18 +60,18 @@ class Source:
 
     @property
     def update(self) -> list[str]:
-        """What updates the parameters, where something does."""
+        """Return the option for the optimizer, if there is one."""
         return ["--optimizer", self.optimizer] if self.optimizer != NONE else []
 
     @property
     def limits(self) -> list[str]:
-        """What may be used of the devices, where that was said."""
+        """Return the option for memory limits, if there are any."""
         told = ",".join(f"{name}={size}" for name, size in self.memory.items())
         return ["--memory", told] if told else []
 
 
 def next_commands(source: Source) -> list[Command]:
-    """What a placement can be used for, most useful first."""
+    """Return commands that use the placement, the most useful first."""
     placement = str(source.placement)
     found = _of_graph(source) if source.is_graph else _of_model(source)
     where = ["--cluster", str(source.cluster)] if source.cluster else _devices(source)
@@ -147,7 +147,7 @@ def _devices(source: Source) -> list[str]:
 
 
 def as_gpus(devices: Sequence[str]) -> dict[str, str]:
-    """What devices stand for that no other runtime knows: GPUs; nothing where it knows them all."""
+    """Return {device: GPU to write} for exports; empty if torch has all devices."""
     if all(map(is_of_torch, devices)):
         return {}
     return {name: f"cuda:{d}" for d, name in enumerate(devices)}

@@ -1,23 +1,23 @@
-"""What a report shows, as plain data for JSON.
+"""Data of a report, ready for JSON.
 
 ::
 
     {"graph", "cluster", "objective", "verdict", "remarks": [str], "micro_batches",
-     "made_by": {"placer", "seed", "budget", "version"}, "cost_source": {device kind: where from},
-     "step_s": of the objective, "judged": "measured" | "rebuilt" | "predicted",
-     "wall_s": the measured step by the wall clock, "speed_up", "lower_bound_s",
+     "made_by": {"placer", "seed", "budget", "version"}, "cost_source": {device kind: source},
+     "step_s": value of the objective, "judged": "measured" | "rebuilt" | "predicted",
+     "wall_s": measured step time by the wall clock, "speed_up", "lower_bound_s",
      "speed_up_is": "measured" | "rebuilt" | "predicted", "best_single": name of the candidate,
      "devices": [{"name", "kind", "memory_bytes", "source"}],
      "candidates": [{"name", "predicted_s", "measured", "speed_up", "speed_up_is", "best",
                      "memory_bytes": predicted, by device, "measured_memory_bytes": by device,
-                     "why": it cannot run}],
+                     "why": why it cannot run}],
      "ops": columns of N ops and E edges, see :mod:`placer.report.html.ops`,
      "timeline": the simulated step, see :mod:`placer.report.html.schedule`,
      "search": {"seconds", "lines": [{"name", "evaluations", "seconds", "cost_s"}]},
      "commands": [{"what", "command", "told"}]}
 
-Numbers that are not known are null. What begins or lasts is in whole nanoseconds (``_ns``) where
-there are many, in seconds (``_s``) elsewhere.
+Unknown numbers are null. Times are whole nanoseconds (``_ns``) where there are many, seconds
+(``_s``) elsewhere; "rebuilt" marks CPU-clock times.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ UNPLACED = "not placed"
 
 
 def report_data(found: Optimization, commands: Sequence[Command] = ()) -> dict[str, Any]:
-    """All that a report shows of an optimization.
+    """Return all data of the report of an optimization.
 
     Raises:
-        ValueError: the placement cannot run at all, so that there is no step to show.
+        ValueError: the placement cannot run, so there is no step to show.
     """
     problem, placement = found.problem, found.placement
     simulated = Simulated(problem)
@@ -96,13 +96,12 @@ def _verdict(found: Optimization) -> str:
 
 
 def _recorded(found: Optimization) -> dict[str, Any] | None:
-    """What the placement says was measured, where the runs themselves are not at hand."""
+    """Return the measurement recorded in the placement, None if the runs themselves are known."""
     measured = found.placement.measured
     return dict(measured) if measured and found.best.measurement is None else None
 
 
 def _how(found: Optimization) -> str:
-    """The clock that counts: "measured" is the wall clock, "rebuilt" those of the CPUs."""
     known = _recorded(found)
     if known is None:
         return "rebuilt" if found.loaded else "measured"
@@ -131,7 +130,7 @@ def _speed_up(found: Optimization) -> float | None:
 
 
 def _speed_up_is(found: Optimization, row: Row) -> str:
-    """Of which times a speed-up is: measured, rebuilt or predicted ones, which are never mixed."""
+    """Return which times a speed-up compares; measured, rebuilt and predicted are never mixed."""
     single = found.single
     if single is not None and single.measurement is not None and row.measurement is not None:
         return _how(found)
@@ -140,7 +139,6 @@ def _speed_up_is(found: Optimization, row: Row) -> str:
 
 
 def _judged_s(found: Optimization) -> float | None:
-    """The measured step of the best, None if there is none."""
     if found.best.measurement is not None:
         return found.step_s(found.best)
     known = _recorded(found)
@@ -148,14 +146,13 @@ def _judged_s(found: Optimization) -> float | None:
 
 
 def _wall_s(found: Optimization) -> float | None:
-    """The step of the best by the wall clock, None if it is not known."""
     if found.best.measurement is not None:
         return _finite(found.best.measurement.median_s)
     return (_recorded(found) or {}).get("wall_median_s")
 
 
 def _candidates(found: Optimization) -> list[dict[str, Any]]:
-    """The rows of the table, fastest first as they were judged, and the unplaced step."""
+    """Return the candidates and the unplaced baseline."""
     rows = [
         {
             "name": row.name,
@@ -191,7 +188,7 @@ def _measured(found: Optimization, row: Row) -> dict[str, Any] | None:
     if row.measurement is not None:
         return _runs(row.measurement, loaded=found.loaded)
     known = _recorded(found) or {}
-    of_wall = _how(found) == "measured"  # and so are spread and shortest
+    of_wall = _how(found) == "measured"  # as are spread and shortest time
     if row is found.best and "step_s" in known:
         half = float(known["spread"]) / 2 if of_wall and "spread" in known else None
         min_s = known.get("wall_min_s") if of_wall else None
@@ -205,7 +202,6 @@ def _measured(found: Optimization, row: Row) -> dict[str, Any] | None:
 
 
 def _measured_memory(found: Optimization, row: Row) -> list[int | None]:
-    """Peaks by device, None where none was counted."""
     peaks: Mapping[str, int] = {}
     if row.measurement is not None:
         peaks = row.measurement.peak_memory_bytes
@@ -221,9 +217,9 @@ def _rounds(
     min_s: float | None = None,
     rounds: int | None = None,
 ) -> dict[str, Any]:
-    """What a placement file keeps of its runs, ``half`` of the distance of the quartiles.
+    """Return the runs as a placement file records them; ``half`` is half the relative spread.
 
-    The quartiles of rebuilt times, and of one device, are not kept.
+    Quartiles of CPU-clock times and of the single device are not recorded.
     """
     return {
         "step_s": step_s,
@@ -236,7 +232,6 @@ def _rounds(
 
 
 def _runs(seen: Measurement, *, loaded: bool) -> dict[str, Any] | None:
-    """Median and quartiles of what counts: wall times, or rebuilt ones on a loaded machine."""
     if not seen.ok:
         return None
     times_s = seen.rebuilt_s if loaded else seen.wall_s
@@ -252,7 +247,7 @@ def _runs(seen: Measurement, *, loaded: bool) -> dict[str, Any] | None:
 
 
 def _lines(trail: Trail) -> list[dict[str, Any]]:
-    """Each part of the search as columns; the last entry is where it ended, without a new find."""
+    """Return the search traces as columns; the last entry is the end, without an improvement."""
     return [
         {
             "name": line.name,

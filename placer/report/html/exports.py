@@ -1,4 +1,4 @@
-"""Which exports of a placement work, tried on paper: a page offers no command that fails."""
+"""Tries all exports of a placement, so that a report offers no command that fails."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tried:
-    """What there is to know about an export, or why there is none."""
+    """The remarks of an export, or why it is not possible."""
 
     remarks: tuple[str, ...] = ()
     refused: str = ""
@@ -27,12 +27,12 @@ def tried_exports(
     problem: Problem,
     renamed: Mapping[str, str],
 ) -> dict[str, Tried]:
-    """Every format, as ``placer export`` would write it.
+    """Return {format: trial} for every format, as ``placer export`` would write it.
 
     Args:
-        extraction: what was placed.
+        extraction: the source of the placed graph.
         placement: of its ops or calls.
-        problem: what was placed, as the simulator has it.
+        problem: the simulated problem.
         renamed: {device of the placement: device to export}.
     """
     from placer.export import FORMATS, format_named
@@ -47,6 +47,6 @@ def tried_exports(
                 price = price_of(problem, placement, extraction, renamed)
             placed = PlacedModules.of(extraction, placement, renamed=renamed, price=price)
             found[name] = Tried(remarks=format_named(name)(placed).remarks)
-        except ValueError as error:  # of a placement or model that the runtime cannot have
+        except ValueError as error:  # the runtime cannot run this placement or model
             found[name] = Tried(refused=str(error))
     return found

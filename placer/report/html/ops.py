@@ -1,4 +1,4 @@
-"""The graph of a report: ops and edges as columns."""
+"""Ops and edges of a report's graph, as columns."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from graphs.graph import PHASES
 
 
 def ops_data(problem: Problem, placement: Placement) -> dict[str, Any]:
-    """Columns of N ops, by index, and of E edges.
+    """Return columns of N ops, by index, and of E edges.
 
     ::
 
         {"id": [str], "kind": [index into "kinds"], "kinds": [str], "phases": [str],
          "module": [index into "modules"], "modules": [str], "phase": [index into "phases"],
-         "device": [index of device], "cost_ns": [there, with launch], "flops", "moved_bytes",
-         "output_bytes", "parameter_bytes", "resident_bytes", "saved_bytes",
+         "device": [index of device], "cost_ns": [on that device, launch included], "flops",
+         "moved_bytes", "output_bytes", "parameter_bytes", "resident_bytes", "saved_bytes",
          "source": [op], "target": [op], "bytes": [int]}
     """
     graph = problem.graph
@@ -49,7 +49,7 @@ def ops_data(problem: Problem, placement: Placement) -> dict[str, Any]:
 
 
 def _coded(names: tuple[str, ...]) -> tuple[list[str], list[int]]:
-    """The different names in order of first use, and which of them each is."""
+    """Return the distinct names in order of first use, and the index of each name."""
     index: dict[str, int] = {}
     codes = [index.setdefault(name, len(index)) for name in names]
     return list(index), codes

@@ -1,4 +1,4 @@
-"""The page itself: data, style and scripts in one file."""
+"""Builds the report page: data, style and scripts in one file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SCRIPTS: Final = (
     "gantt_input.js",
     "report.js",
 )
-"""In the order in which they are run; the last one draws the page."""
+"""Scripts in execution order; the last one draws the page."""
 
 PAGE: Final = """\
 <!doctype html>
@@ -58,16 +58,16 @@ PAGE: Final = """\
 
 
 def write_report(data: dict[str, Any], path: Path) -> None:
-    """Write the page that shows what :func:`report_data` gathered, whole or not at all.
+    """Write the page with the data of :func:`report_data`, whole or not at all.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     write_whole(path, page(data))
 
 
 def page(data: dict[str, Any]) -> str:
-    """The page as text. It loads nothing, and its policy forbids that it could."""
+    """Return the page as text. It loads nothing, and its content security policy forbids it."""
     return PAGE.format(
         title=html.escape(f"Placement of {data['graph']}"),
         style=_asset("report.css"),
@@ -77,7 +77,7 @@ def page(data: dict[str, Any]) -> str:
 
 
 def embedded(data: dict[str, Any]) -> str:
-    r"""JSON that can stand in a script element, whatever names of ops hold.
+    r"""Return JSON that is safe inside a script element, whatever op names contain.
 
     >>> embedded({"op": "</script>"})
     '{"op":"\\u003c/script>"}'

@@ -1,4 +1,4 @@
-"""A placement that was made before, once more beside the trivial ones."""
+"""Simulates an existing placement beside the heuristics, for a report."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ UNNAMED = "this placement"
 def reviewed(
     problem: Problem, placement: Placement, cost_source: Mapping[str, str] | None = None
 ) -> Optimization:
-    """A placement as the chosen one of an optimization, the heuristics are what it is compared to.
+    """Return an optimization result with this placement as the best, compared to the heuristics.
 
-    Nothing is searched and nothing is run: what was measured is what the placement says.
+    Nothing is searched or run: measured times are those recorded in the placement.
 
     Raises:
         ValueError: the placement is not for this problem.

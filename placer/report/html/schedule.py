@@ -17,19 +17,19 @@ from envs.simulator.memory_curves import memory_curves
 from envs.simulator.tracks import link_tracks
 
 MOST_POINTS: Final = 8_000
-"""Of all memory curves together: more cannot be seen, and the file shall stay small."""
+"""Points of all memory curves together: more would be invisible and enlarge the file."""
 WAITINGS: Final = ("producer", "link busy", "transfer", "nothing left")
 STRETCHES: Final = ("compute", "link busy", "transfer")
 
 
 def timeline_data(simulated: Simulated, placement: Placement) -> dict[str, Any]:
-    """The step as columns; a bar is an op, or its copy for a micro-batch.
+    """Return the step as columns; a bar is an op, or its copy for a micro-batch.
 
     ::
 
         {"step_ns": int,
          "bars": {"op": [index of op], "batch": [micro-batch], "start_ns", "end_ns"},
-         "transfers": {"bar": [what sends], "from": [device], "to": [device], "bytes",
+         "transfers": {"bar": [sender], "from": [device], "to": [device], "bytes",
                        "request_ns", "start_ns", "end_ns"},
          "tracks": [{"title": str, "transfers": [index of transfer]}],
          "critical": {"kind": [index into "kinds"], "kinds", "bar", "from": [device], "to",
@@ -38,11 +38,11 @@ def timeline_data(simulated: Simulated, placement: Placement) -> dict[str, Any]:
                   "producer": [bar or -1], "reader": [bar or -1], "holder": [bar or -1]},
          "memory": [{"at_ns", "bytes", "peak_bytes", "limit_bytes"}]}     # by device
 
-    The parts of the critical path follow each other from 0 to the end; bars and idle times of a
-    device fill the step. The memory curve is thinned, its largest value is kept.
+    The critical path is contiguous from 0 to the end; bars and idle times of a device fill the
+    step. The memory curve is thinned but keeps its maximum.
 
     Raises:
-        ValueError: the placement cannot run at all.
+        ValueError: the placement cannot run.
     """
     problem, schedule = simulated.run(placement)
     if schedule.step_ns == INFEASIBLE_NS:
@@ -77,7 +77,7 @@ def timeline_data(simulated: Simulated, placement: Placement) -> dict[str, Any]:
 
 
 def _origins(problem: Problem, placement: Placement) -> tuple[Any, Any]:
-    """The op and the micro-batch of every bar; a gate counts as the op in front of which it is."""
+    """Return op and micro-batch of every bar; a gate counts as the op that it precedes."""
     if placement.micro_batches == 1:
         return np.arange(problem.op_count), np.zeros(problem.op_count, np.int64)
     copies = Pipeline.of(problem, placement.micro_batches, in_flight=placement.in_flight)
@@ -126,7 +126,7 @@ def _memory(problem: Problem, schedule: Schedule) -> list[dict[str, Any]]:
 
 
 def thinned(curve: list[tuple[int, int]], most: int) -> list[tuple[int, int]]:
-    """At most ``most`` (2 or more) points of a curve: of every stretch its largest and last.
+    """Return at most ``most`` (2 or more) points of a curve: the largest and last of each stretch.
 
     >>> thinned([(0, 1), (1, 9), (2, 3), (3, 4)], 2)
     [(1, 9), (3, 4)]

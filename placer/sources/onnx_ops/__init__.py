@@ -1,4 +1,4 @@
-"""What ONNX operators are in torch: one file per kind of operator."""
+"""Conversion of ONNX operators to torch: one module per kind of operator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Types of tensors by the numbers that ONNX gives them."""
+"""Data types of ONNX."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ DTYPES: Final = {
     11: torch.float64,
     16: torch.bfloat16,
 }
-"""Numbers that ONNX gives its types (TensorProto.DataType)."""
+"""{number of the type in ONNX (TensorProto.DataType): torch dtype}."""
 
 
 def dtype_of(number: int) -> torch.dtype:
-    """The type that ONNX numbers so.
+    """Return the dtype with this number in ONNX.
 
     Raises:
-        UnsupportedError: torch has none, or none that its ops take.
+        UnsupportedError: torch has no such type, or its ops do not support it.
     """
     if number not in DTYPES:
         raise UnsupportedError(f"uses the ONNX type number {number}, which cannot be placed")

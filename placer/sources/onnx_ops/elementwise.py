@@ -1,4 +1,4 @@
-"""Operators that work on each element by itself, and casts."""
+"""Elementwise operators and casts."""
 
 from __future__ import annotations
 
@@ -70,33 +70,33 @@ RULES.update({op: _plain(function) for op, function in PLAIN.items()})
 
 @rule("Cast")
 def cast(node: Node) -> Function:
-    """To another type."""
+    """Return a cast to another type."""
     dtype = dtype_of(node.get("to"))
     return lambda x: x.to(dtype)
 
 
 @rule("CastLike")
 def cast_like(node: Node) -> Function:
-    """To the type of another tensor."""
+    """Return a cast to the type of another tensor."""
     return lambda x, other: x.to(other.dtype)
 
 
 @rule("Div")
 def div(node: Node) -> Function:
-    """Whole numbers are divided toward zero."""
+    """Return a division, which rounds integers toward zero."""
     floating = node.dtypes[0] is not None and node.dtypes[0].is_floating_point
     return torch.div if floating else partial(torch.div, rounding_mode="trunc")
 
 
 @rule("Mod")
 def mod(node: Node) -> Function:
-    """With the sign of the divisor, or of the dividend (fmod)."""
+    """Return the remainder with the sign of the divisor, or of the dividend (fmod)."""
     return torch.fmod if node.get("fmod", 0) else torch.remainder
 
 
 @rule("Pow")
 def power(node: Node) -> Function:
-    """The result has the type of the base."""
+    """Return a power with the type of the base."""
     exponent = node.known[1]
     if exponent is not None and exponent.numel() == 1:
         number = node.number(1, 1.0)
@@ -106,7 +106,7 @@ def power(node: Node) -> Function:
 
 @rule("Max", "Min", "Sum", "Mean")
 def of_many(node: Node) -> Function:
-    """Of any number of tensors."""
+    """Return a reduction of any number of tensors."""
     two: Function = {"Max": torch.maximum, "Min": torch.minimum}.get(node.op, torch.add)
     scale = len(node.shapes) if node.op == "Mean" else 1
 
@@ -119,7 +119,7 @@ def of_many(node: Node) -> Function:
 
 @rule("Clip")
 def clip(node: Node) -> Function:
-    """Between two numbers, or tensors of one element."""
+    """Return a clamp between two numbers, or tensors of one element."""
     if node.opset < 11:
         return partial(torch.clamp, min=node.get("min"), max=node.get("max"))
 
@@ -131,7 +131,7 @@ def clip(node: Node) -> Function:
 
 @rule("LeakyRelu", "Elu", "Celu", "ThresholdedRelu", "Shrink")
 def with_alpha(node: Node) -> Function:
-    """Activations with one number."""
+    """Return an activation with one parameter."""
     match node.op:
         case "LeakyRelu":
             return partial(F.leaky_relu, negative_slope=node.get("alpha", 0.01))
@@ -148,7 +148,7 @@ def with_alpha(node: Node) -> Function:
 
 @rule("Selu")
 def selu(node: Node) -> Function:
-    """With torch's own numbers, which are ONNX's defaults."""
+    """Return torch's selu, whose parameters are ONNX's defaults."""
     alpha, gamma = node.get("alpha", 1.67326), node.get("gamma", 1.0507)
     usual = abs(alpha - 1.67326) < 1e-5 and abs(gamma - 1.0507) < 1e-4
     node.refuse_unless(usual, f"has alpha {alpha:g} and gamma {gamma:g}, not those of torch")
@@ -157,14 +157,14 @@ def selu(node: Node) -> Function:
 
 @rule("HardSigmoid")
 def hard_sigmoid(node: Node) -> Function:
-    """A straight line between 0 and 1."""
+    """Return a linear function clamped to 0 .. 1."""
     alpha, beta = node.get("alpha", 0.2), node.get("beta", 0.5)
     return lambda x: torch.clamp(x * alpha + beta, 0.0, 1.0)
 
 
 @rule("IsInf")
 def is_infinite(node: Node) -> Function:
-    """Of both signs, or of one."""
+    """Return a test for infinities of both signs, or of one."""
     above, below = node.get("detect_positive", 1), node.get("detect_negative", 1)
     if above and below:
         return torch.isinf
@@ -173,19 +173,19 @@ def is_infinite(node: Node) -> Function:
 
 @rule("Gelu")
 def gelu(node: Node) -> Function:
-    """Exact, or approximated by tanh."""
+    """Return gelu, exact or approximated by tanh."""
     return partial(F.gelu, approximate=_text(node.get("approximate", "none")))
 
 
 @rule("PRelu")
 def prelu(node: Node) -> Function:
-    """The slope is broadcast like any other tensor."""
+    """Return prelu with a slope that is broadcast like any other tensor."""
     return lambda x, slope: torch.where(x >= 0, x, x * slope)
 
 
 @rule("Dropout")
 def dropout(node: Node) -> Function:
-    """Nothing in inference."""
+    """Return the identity, which dropout is in inference."""
     node.refuse_unless(node.output_count == 1, "gives its mask, which is of use in training only")
     for position in (1, 2):
         node.value(position)

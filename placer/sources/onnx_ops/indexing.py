@@ -1,4 +1,4 @@
-"""Operators that take parts of tensors, or put them in."""
+"""Indexing operators: gather, scatter, slice and their like."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from placer.sources.onnx_ops.rule import Function, Node, rule
 
 @rule("Slice")
 def slice_(node: Node) -> Function:
-    """From start to end along some axes, backward where the step is below zero."""
+    """Return a slice along some axes; the step may be negative."""
     starts = node.attribute_or_input("starts", 1) or []
     ends = node.attribute_or_input("ends", 2) or []
     axes = node.attribute_or_input("axes", 3)
@@ -22,7 +22,7 @@ def slice_(node: Node) -> Function:
     taken: list[tuple[int, range]] = []
     for i, (start, end) in enumerate(zip(starts, ends, strict=True)):
         axis = (i if axes is None else axes[i]) % len(sizes)
-        # A slice of Python has the same rules for what is out of range.
+        # Python slices have the same rules for indices out of range.
         step = 1 if steps is None else steps[i]
         beyond = step < 0 and end < -sizes[axis]
         stop = None if beyond else end
@@ -45,7 +45,7 @@ def slice_(node: Node) -> Function:
 
 @rule("Gather")
 def gather(node: Node) -> Function:
-    """Entries along an axis, by their indices; -1 is the last."""
+    """Return a selection of entries along an axis by indices, which may be negative."""
     axis = node.get("axis", 0) % node.rank()
     size, known = node.shape(0)[axis], node.known[1]
     if known is not None and known.dim() == 0:
@@ -56,7 +56,7 @@ def gather(node: Node) -> Function:
     def function(x: Tensor, index: Tensor) -> Tensor:
         chosen = index.long()
         if axis == 0 and x.dim() == 2 and x.is_floating_point():
-            # What embeddings are exported to: the op that they were.
+            # Exporters write embeddings as Gather: restore the embedding.
             return torch.nn.functional.embedding(torch.where(chosen < 0, chosen + size, chosen), x)
         return x[(*before, chosen)]
 
@@ -65,7 +65,7 @@ def gather(node: Node) -> Function:
 
 @rule("GatherElements")
 def gather_elements(node: Node) -> Function:
-    """One entry along an axis for each element."""
+    """Return a selection of one entry along an axis for each element."""
     axis = node.get("axis", 0)
 
     def function(x: Tensor, index: Tensor) -> Tensor:
@@ -76,14 +76,14 @@ def gather_elements(node: Node) -> Function:
 
 @rule("GatherND")
 def gather_nd(node: Node) -> Function:
-    """Parts at the indices in the last dimension."""
+    """Return a selection by the indices in the last dimension."""
     node.refuse_unless(node.get("batch_dims", 0) == 0, "has batch dimensions")
     return lambda x, index: x[tuple(index.long().unbind(-1))]
 
 
 @rule("ScatterElements", "Scatter")
 def scatter_elements(node: Node) -> Function:
-    """A copy with one entry along an axis replaced for each element."""
+    """Return a copy in which one entry along an axis is updated for each element."""
     axis, kind = node.get("axis", 0), node.get("reduction", "none")
     names = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
 
@@ -98,7 +98,7 @@ def scatter_elements(node: Node) -> Function:
 
 @rule("ScatterND")
 def scatter_nd(node: Node) -> Function:
-    """A copy with the parts at the indices in the last dimension replaced."""
+    """Return a copy updated at the indices in the last dimension."""
     kind = node.get("reduction", "none")
     node.refuse_unless(kind in ("none", "add"), f"combines by {kind}")
 
@@ -111,7 +111,7 @@ def scatter_nd(node: Node) -> Function:
 
 @rule("OneHot")
 def one_hot(node: Node) -> Function:
-    """One value at the index, another elsewhere."""
+    """Return one value at the index, another elsewhere."""
     depth = (node.ints(1) or [0])[0]
     axis = node.get("axis", -1)
 
@@ -127,7 +127,7 @@ def one_hot(node: Node) -> Function:
 
 @rule("Trilu")
 def trilu(node: Node) -> Function:
-    """The upper or the lower triangle."""
+    """Return the upper or the lower triangle."""
     diagonal = int(node.number(1, 0))
     triangle: Function = torch.triu if node.get("upper", 1) else torch.tril
     return lambda x, *_: triangle(x, diagonal)
@@ -135,12 +135,12 @@ def trilu(node: Node) -> Function:
 
 @rule("TopK")
 def top_k(node: Node) -> Function:
-    """The largest or smallest entries along an axis, and where they are."""
+    """Return the largest or smallest entries along an axis, and their indices."""
     count = (node.ints(1) or [node.get("k", 1)])[0]
     axis, largest = node.get("axis", -1), bool(node.get("largest", 1))
 
     def function(x: Tensor, *_: Any) -> tuple[Tensor, ...]:
-        # Of equal entries ONNX wants the first; topk gives any.
+        # ONNX requires the first of equal entries; topk returns any.
         found = torch.sort(x, stable=True, dim=axis, descending=largest)
         return tuple(part.narrow(axis, 0, count) for part in found)
 
@@ -149,7 +149,7 @@ def top_k(node: Node) -> Function:
 
 @rule("NonZero")
 def non_zero(node: Node) -> Function:
-    """Where a known tensor is not zero."""
+    """Return the indices of nonzero entries of a known tensor."""
     value = node.value(0)
     assert value is not None
     places = torch.stack(torch.nonzero(value, as_tuple=True))
@@ -158,7 +158,7 @@ def non_zero(node: Node) -> Function:
 
 @rule("EyeLike")
 def eye_like(node: Node) -> Function:
-    """Ones on a diagonal."""
+    """Return a matrix with ones on a diagonal."""
     rows, columns = node.shape(0)
     shift = node.get("k", 0)
     given = node.get("dtype")

@@ -14,7 +14,7 @@ from placer.sources.onnx_ops.rule import Function, Node, rule
 
 @rule("Gemm")
 def gemm(node: Node) -> Function:
-    """A linear layer where it is one."""
+    """Return F.linear if the node is a linear layer, else a scaled product."""
     alpha, beta = node.get("alpha", 1.0), node.get("beta", 1.0)
     left, right = node.get("transA", 0), node.get("transB", 0)
     vector = not node.has(2) or node.rank(2) == 1
@@ -31,7 +31,7 @@ def gemm(node: Node) -> Function:
 
 @rule("Conv")
 def conv(node: Node) -> Function:
-    """In one to three dimensions; uneven padding is made before."""
+    """Return a convolution in one to three dimensions, with uneven padding done before."""
     rank = node.rank() - 2
     kernel = node.get("kernel_shape") or node.shape(1)[2:]
     strides, dilations = spatial(node, "strides", rank), spatial(node, "dilations", rank)
@@ -50,7 +50,7 @@ def conv(node: Node) -> Function:
 
 @rule("ConvTranspose")
 def conv_transpose(node: Node) -> Function:
-    """The gradient of a convolution as a layer."""
+    """Return a transposed convolution in one to three dimensions."""
     rank = node.rank() - 2
     automatic = node.get("auto_pad", "NOTSET") == "NOTSET" and node.get("output_shape") is None
     node.refuse_unless(automatic, "leaves its padding to be found from the size of the output")
@@ -67,7 +67,7 @@ def conv_transpose(node: Node) -> Function:
 
 @rule("BatchNormalization")
 def batch_norm(node: Node) -> Function:
-    """By known means and variances."""
+    """Return batch normalization with known means and variances."""
     node.refuse_unless(not node.get("training_mode", 0), "is in training mode")
     node.refuse_unless(node.get("spatial", 1) == 1, "normalizes each element by itself")
     node.refuse_unless(node.output_count == 1, "gives statistics, which is training")
@@ -79,14 +79,14 @@ def batch_norm(node: Node) -> Function:
 
 @rule("InstanceNormalization")
 def instance_norm(node: Node) -> Function:
-    """Each channel of each sample by itself."""
+    """Return a normalization of each channel of each sample."""
     epsilon = node.get("epsilon", 1e-5)
     return lambda x, scale, bias: F.instance_norm(x, weight=scale, bias=bias, eps=epsilon)
 
 
 @rule("LayerNormalization")
 def layer_norm(node: Node) -> Function:
-    """Over all dimensions from an axis on."""
+    """Return a normalization over all dimensions from an axis on."""
     axis = node.get("axis", -1) % node.rank()
     normalize = partial(F.layer_norm, normalized_shape=list(node.shape(0)[axis:]))
     axes, epsilon = tuple(range(axis, node.rank())), node.get("epsilon", 1e-5)
@@ -104,7 +104,7 @@ def layer_norm(node: Node) -> Function:
 
 @rule("RMSNormalization")
 def rms_norm(node: Node) -> Function:
-    """Over all dimensions from an axis on, without the mean."""
+    """Return a normalization over all dimensions from an axis on, without the mean."""
     axis = node.get("axis", -1) % node.rank()
     sizes, epsilon = list(node.shape(0)[axis:]), node.get("epsilon", 1e-5)
     return lambda x, scale: F.rms_norm(x, sizes, scale, epsilon)
@@ -112,7 +112,7 @@ def rms_norm(node: Node) -> Function:
 
 @rule("GroupNormalization")
 def group_norm(node: Node) -> Function:
-    """Scale and bias are of the groups before opset 21, of the channels since."""
+    """Return group normalization; parameters are per group before opset 21, then per channel."""
     groups, epsilon = node.get("num_groups"), node.get("epsilon", 1e-5)
     repeats = node.shape(0)[1] // groups if node.opset < 21 else 1
 
@@ -127,7 +127,7 @@ def group_norm(node: Node) -> Function:
 
 @rule("LRN")
 def local_response_norm(node: Node) -> Function:
-    """Over neighbouring channels."""
+    """Return a normalization over neighbouring channels."""
     return partial(
         F.local_response_norm,
         size=node.get("size"),
@@ -139,17 +139,17 @@ def local_response_norm(node: Node) -> Function:
 
 @rule("LpNormalization")
 def lp_normalization(node: Node) -> Function:
-    """To length one along an axis."""
+    """Return a normalization to unit length along an axis."""
     return partial(F.normalize, p=float(node.get("p", 2)), dim=node.get("axis", -1))
 
 
 def spatial(node: Node, name: str, rank: int) -> list[int]:
-    """An attribute with a number for each spatial dimension, 1 by default."""
+    """Return an attribute with a number for each spatial dimension, 1 by default."""
     return list(node.get(name) or [1] * rank)
 
 
 def padding(node: Node, kernel: Any, strides: list[int], dilations: list[int]) -> list[int]:
-    """All beginnings, then all ends, as auto_pad says or as they are given."""
+    """Return the padding of all beginnings, then all ends, from auto_pad or pads."""
     rank, automatic = len(strides), node.get("auto_pad", "NOTSET")
     if automatic == "NOTSET":
         return list(node.get("pads") or [0] * 2 * rank)
@@ -167,7 +167,7 @@ def padding(node: Node, kernel: Any, strides: list[int], dilations: list[int]) -
 
 
 def flat_pads(pads: list[int]) -> list[int]:
-    """ONNX's order of paddings as torch's: the last dimension first, its two ends together."""
+    """Convert ONNX's padding order to torch's: last dimension first, its two ends together."""
     rank = len(pads) // 2
     return [pads[axis + side * rank] for axis in reversed(range(rank)) for side in (0, 1)]
 

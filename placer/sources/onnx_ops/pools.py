@@ -1,4 +1,4 @@
-"""Pools over spatial dimensions, and changes of their sizes."""
+"""Pooling and resizing of spatial dimensions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ AVERAGE_POOLS = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
 
 @rule("MaxPool")
 def max_pool(node: Node) -> Function:
-    """Padding never wins."""
+    """Return max pooling, where padding never wins."""
     node.refuse_unless(node.output_count == 1, "gives the indices of the maxima")
     rank, kernel, strides, pads = _window(node)
     dilations = spatial(node, "dilations", rank)
@@ -33,7 +33,7 @@ def max_pool(node: Node) -> Function:
 
 @rule("AveragePool")
 def average_pool(node: Node) -> Function:
-    """Padding counts or does not."""
+    """Return average pooling, with or without padding in the average."""
     rank, kernel, strides, pads = _window(node)
     node.refuse_unless(set(spatial(node, "dilations", rank)) == {1}, "has dilations")
     pool: Function = AVERAGE_POOLS[rank - 1]
@@ -55,7 +55,7 @@ def average_pool(node: Node) -> Function:
 
 @rule("GlobalAveragePool", "GlobalMaxPool")
 def global_pool(node: Node) -> Function:
-    """Over all spatial dimensions."""
+    """Return pooling over all spatial dimensions."""
     axes = tuple(range(2, node.rank()))
     if node.op == "GlobalMaxPool":
         return lambda x: torch.amax(x, axes, keepdim=True)
@@ -64,13 +64,13 @@ def global_pool(node: Node) -> Function:
 
 @rule("Resize", "Upsample")
 def resize(node: Node) -> Function:
-    """Nearest, linear or cubic, in the ways that torch has too."""
+    """Return nearest, linear or cubic interpolation, in the modes that torch supports."""
     rank = node.rank() - 2
     at = 1 if node.op == "Upsample" or node.opset < 11 else 2
     scales = node.value(at) if node.has(at) else None
     sizes = node.ints(3) if node.has(3) else None
     if at == 2 and node.has(1):
-        node.value(1)  # a region that only tf_crop_and_resize has
+        node.value(1)  # a region, used by tf_crop_and_resize only
     for name in ("antialias", "exclude_outside", "axes"):
         node.refuse_unless(not node.get(name), f"has {name}")
     policy = node.get("keep_aspect_ratio_policy", "stretch")
@@ -124,7 +124,7 @@ def _window(node: Node) -> tuple[int, list[int], list[int], list[int]]:
 
 
 def _as_torch_pads(pads: list[int], kernel: list[int]) -> bool:
-    """Whether both sides are padded alike, by half of the kernel at most."""
+    """Return whether both sides have the same padding, at most half of the kernel."""
     rank = len(kernel)
     half = all(2 * pad <= size for pad, size in zip(pads, kernel * 2, strict=True))
     return pads[:rank] == pads[rank:] and half

@@ -1,4 +1,4 @@
-"""Recurrent layers: ONNX orders their gates in another way than torch."""
+"""Recurrent layers, whose gates have different orders in ONNX and torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from placer.sources.onnx_ops.rule import Function, Node, rule
 
 GATES: Final = {"LSTM": (0, 2, 3, 1), "GRU": (1, 0, 2), "RNN": (0,)}
-"""Where in a file's weights (iofc, zrh) the gates are that torch has in order (ifgo, rzn)."""
+"""Positions in ONNX's weights (iofc, zrh) of the gates in torch's order (ifgo, rzn)."""
 ACTIVATIONS: Final = {
     "LSTM": ("Sigmoid", "Tanh", "Tanh"),
     "GRU": ("Sigmoid", "Tanh"),
@@ -24,7 +24,7 @@ LAYERS: Final[dict[str, type[nn.LSTM | nn.GRU | nn.RNN]]] = {
 
 
 class Recurrent(nn.Module):
-    """A recurrent layer of torch with the inputs and outputs that ONNX gives it.
+    """A recurrent layer of torch with the inputs and outputs of ONNX.
 
     Inputs: x (T, B, I); initial_h and initial_c (D, B, H), D directions. Outputs: y (T, D, B, H),
     the last h and, of an LSTM, the last c (D, B, H).
@@ -36,7 +36,7 @@ class Recurrent(nn.Module):
         self.backward = backward
 
     def forward(self, x: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
-        """Run all steps."""
+        """Run all time steps."""
         initial = [*others[4:6], None, None][:2]
         directions = 2 if self.layer.bidirectional else 1
         size = (directions, x.shape[1], self.layer.hidden_size)
@@ -54,7 +54,7 @@ class Recurrent(nn.Module):
 
 @rule("LSTM", "GRU", "RNN")
 def recurrent(node: Node) -> Function:
-    """A layer of torch with the same weights."""
+    """Return a layer of torch with the same weights."""
     direction = node.get("direction", "forward")
     directions = 2 if direction == "bidirectional" else 1
     usual = ACTIVATIONS[node.op] * directions

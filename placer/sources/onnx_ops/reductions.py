@@ -1,4 +1,4 @@
-"""Operators that reduce along axes, and softmax."""
+"""Reductions along axes, softmax and einsum."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ RULES.update(dict.fromkeys(REDUCTIONS, _reduction))
 
 @rule("ArgMax", "ArgMin")
 def arg_extreme(node: Node) -> Function:
-    """The index of the largest or smallest; of equals the first."""
+    """Return the index of the largest or smallest entry, the first of equal ones."""
     node.refuse_unless(not node.get("select_last_index", 0), "asks for the last of equal entries")
     axis, keep = node.get("axis", 0), bool(node.get("keepdims", 1))
     extreme: Function = torch.argmax if node.op == "ArgMax" else torch.argmin
@@ -53,7 +53,7 @@ def arg_extreme(node: Node) -> Function:
 
 @rule("CumSum")
 def cumulative_sum(node: Node) -> Function:
-    """Sums of all entries so far, perhaps without the entry itself, perhaps from the end."""
+    """Return a cumulative sum, optionally exclusive or reversed."""
     axis = (node.ints(1) or [0])[0]
     backward, exclusive = node.get("reverse", 0), node.get("exclusive", 0)
 
@@ -68,7 +68,7 @@ def cumulative_sum(node: Node) -> Function:
 
 @rule("Softmax", "LogSoftmax")
 def softmax(node: Node) -> Function:
-    """Along one axis; before opset 13 over all dimensions from it on."""
+    """Return softmax along one axis; before opset 13 over all dimensions from it on."""
     function: Function = torch.softmax if node.op == "Softmax" else torch.log_softmax
     if node.opset >= 13:
         axis = node.get("axis", -1)
@@ -81,7 +81,7 @@ def softmax(node: Node) -> Function:
 
 @rule("Einsum")
 def einsum(node: Node) -> Function:
-    """Products and sums by a formula."""
+    """Return sums of products by a formula."""
     equation = node.get("equation")
 
     def function(*tensors: Any) -> Tensor:

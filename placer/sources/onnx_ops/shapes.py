@@ -1,4 +1,4 @@
-"""Operators that change shapes, or make tensors of a shape."""
+"""Operators that change shapes, or create tensors of a shape."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LARGEST_COUNT: Final = 2**31
 
 @rule("Reshape")
 def reshape(node: Node) -> Function:
-    """0 keeps a size (unless allowzero), -1 is what remains."""
+    """Return a reshape: 0 keeps a size (unless allowzero), -1 is inferred."""
     wanted, old = node.ints(1) or list(node.get("shape", ())), node.shape(0)
     if not node.get("allowzero", 0):
         wanted = [old[i] if size == 0 else size for i, size in enumerate(wanted)]
@@ -25,7 +25,7 @@ def reshape(node: Node) -> Function:
 
 @rule("Flatten")
 def flatten(node: Node) -> Function:
-    """To two dimensions."""
+    """Return a reshape to two dimensions."""
     axis = node.get("axis", 1)
     axis += node.rank() if axis < 0 else 0
     rows = math.prod(node.shape(0)[:axis])
@@ -34,14 +34,14 @@ def flatten(node: Node) -> Function:
 
 @rule("Transpose")
 def transpose(node: Node) -> Function:
-    """All dimensions in another order, by default the opposite one."""
+    """Return a permutation of the dimensions, by default reversed."""
     order = node.get("perm") or tuple(reversed(range(node.rank())))
     return lambda x: x.permute(*order)
 
 
 @rule("Squeeze")
 def squeeze(node: Node) -> Function:
-    """Without dimensions of size 1."""
+    """Return a removal of dimensions of size 1."""
     axes = node.attribute_or_input("axes", 1)
     chosen = tuple(axes) if axes is not None else tuple(range(node.rank()))
     return lambda x, *_: torch.squeeze(x, chosen)
@@ -49,7 +49,7 @@ def squeeze(node: Node) -> Function:
 
 @rule("Unsqueeze")
 def unsqueeze(node: Node) -> Function:
-    """With more dimensions of size 1."""
+    """Return an insertion of dimensions of size 1."""
     axes = node.attribute_or_input("axes", 1) or []
     rank = node.rank() + len(axes)
 
@@ -63,14 +63,14 @@ def unsqueeze(node: Node) -> Function:
 
 @rule("Concat")
 def concat(node: Node) -> Function:
-    """One after the other along an axis."""
+    """Return a concatenation along an axis."""
     axis = node.get("axis", 1)
     return lambda *tensors: torch.cat(tensors, axis)
 
 
 @rule("Split")
 def split(node: Node) -> Function:
-    """Into parts of given sizes, or as equal as can be."""
+    """Return a split into parts of given sizes, by default equal ones with a smaller last one."""
     axis = node.get("axis", 0)
     sizes, count, total = node.attribute_or_input("split", 1), node.output_count, 0
     if sizes is None:
@@ -82,7 +82,7 @@ def split(node: Node) -> Function:
 
 @rule("Expand")
 def expand(node: Node) -> Function:
-    """Broadcast both ways."""
+    """Return a bidirectional broadcast to a shape."""
     given, own = node.ints(1) or [], list(node.shape(0))
     rank = max(len(given), len(own))
     pairs = zip([1] * (rank - len(own)) + own, [1] * (rank - len(given)) + given, strict=True)
@@ -92,7 +92,7 @@ def expand(node: Node) -> Function:
 
 @rule("Tile")
 def tile(node: Node) -> Function:
-    """Repeated along each axis."""
+    """Return a repetition along each axis."""
     repeats = node.ints(1) or []
     _check_size(node, node.shape(0).numel() * math.prod(repeats))
     return lambda x, _: x.repeat(*repeats)
@@ -100,7 +100,7 @@ def tile(node: Node) -> Function:
 
 @rule("Pad")
 def pad(node: Node) -> Function:
-    """With a number, the edge or a mirror image; below zero it cuts."""
+    """Return padding by a number, the edge or reflection; negative padding crops."""
     rank = node.rank()
     given = node.attribute_or_input("pads", 1) or []
     axes = node.ints(3) if node.has(3) else None
@@ -115,7 +115,7 @@ def pad(node: Node) -> Function:
         value = node.number(2, 0.0) if node.opset >= 11 else node.get("value", 0.0)
         flat = [size for axis in reversed(sizes) for size in axis]
         return lambda x, *_: F.pad(x, flat, value=value)
-    whole = 0  # torch wants the dimensions that are left alone in front
+    whole = 0  # torch requires the unpadded dimensions in front
     while whole < rank - 1 and sizes[whole] == [0, 0] and rank - whole > 1:
         whole += 1
     node.refuse_unless(rank - whole <= 3, f"pads {rank - whole} dimensions by {mode}")
@@ -132,21 +132,21 @@ def pad(node: Node) -> Function:
 
 @rule("Shape")
 def shape(node: Node) -> Function:
-    """The sizes as a tensor, or some of them."""
+    """Return the shape as a tensor, or a part of it."""
     sizes = list(node.shape(0))[node.get("start", 0) : node.get("end")]
     return lambda _: torch.tensor(sizes, dtype=torch.int64)
 
 
 @rule("Size")
 def size(node: Node) -> Function:
-    """How many elements."""
+    """Return the number of elements."""
     count = node.shape(0).numel()
     return lambda _: torch.tensor(count, dtype=torch.int64)
 
 
 @rule("ConstantOfShape")
 def constant_of_shape(node: Node) -> Function:
-    """One value everywhere."""
+    """Return a tensor filled with one value."""
     sizes, value = node.ints(0) or [], node.get("value")
     _check_size(node, math.prod(sizes))
     fill = torch.zeros(1) if value is None else value
@@ -155,7 +155,7 @@ def constant_of_shape(node: Node) -> Function:
 
 @rule("Range")
 def arange(node: Node) -> Function:
-    """Numbers at equal distances."""
+    """Return equally spaced numbers."""
     start, stop, step = (node.number(i, 0) for i in range(3))
     dtype = node.dtypes[0]
     _check_size(node, math.ceil((stop - start) / step) if step else 0)
@@ -164,7 +164,7 @@ def arange(node: Node) -> Function:
 
 @rule("DepthToSpace")
 def depth_to_space(node: Node) -> Function:
-    """Channels become pixels."""
+    """Return a rearrangement of channels into pixels."""
     block = node.get("blocksize")
     if node.get("mode", "DCR") == "CRD":
         return lambda x: F.pixel_shuffle(x, block)
@@ -179,7 +179,7 @@ def depth_to_space(node: Node) -> Function:
 
 @rule("SpaceToDepth")
 def space_to_depth(node: Node) -> Function:
-    """Pixels become channels."""
+    """Return a rearrangement of pixels into channels."""
     node.refuse_unless(node.get("mode", "DCR") == "DCR", f"is of mode {node.get('mode')}")
     block = node.get("blocksize")
 
@@ -192,5 +192,5 @@ def space_to_depth(node: Node) -> Function:
 
 
 def _check_size(node: Node, count: int) -> None:
-    """Refuse what a small file may ask for, and no memory holds."""
+    """Refuse tensors too large for memory, which a small file may request."""
     node.refuse_unless(count <= LARGEST_COUNT, f"makes a tensor of {count:.1e} elements")
