@@ -71,7 +71,7 @@ def test_a_part_that_fails_is_written_down_and_the_next_one_runs(tmp_path: Path)
     assert "it broke" in parts["first"]["traceback"]
     assert parts["first"]["before"] == 1
     assert parts["second"]["rate"] is None
-    assert record.data["parts"]["third"] == {"skipped": "the limit of 0 s was reached"}
+    assert record.data["parts"]["third"].keys() == {"skipped"}
 
 
 def test_a_part_that_takes_longer_than_is_left_is_not_begun(
@@ -95,11 +95,9 @@ def test_a_part_that_takes_longer_than_is_left_is_not_begun(
     record.part("four: 50%", lasting(30.0))
     record.part("five: overhead", lasting(0.0))
     parts = record.data["parts"]
-    assert parts["three: profile"] == {
-        "skipped": "such a part took 40 s, and 30 s of the limit of 100 s were left"
-    }
+    assert "took 40 s, and 30 s" in parts["three: profile"]["skipped"]
     assert parts["four: 50%"]["done"]
-    assert parts["five: overhead"] == {"skipped": "the limit of 100 s was reached"}
+    assert "done" not in parts["five: overhead"]
     assert record.left_s == 0
 
 

@@ -147,13 +147,13 @@ def test_compiled_functions_read_tables_and_what_is_in_their_arrays_now() -> Non
 def test_arrays_that_compiled_functions_cannot_take_by_pointer_are_refused(
     rows: NDArray[np.float64],
 ) -> None:
-    with pytest.raises(TypeError, match="array rows is not contiguous, aligned and writable"):
+    with pytest.raises(TypeError, match="array rows"):
         total(sums_of(rows))
 
 
 def test_an_inline_function_refuses_to_be_called_from_python() -> None:
     sums = sums_of(np.zeros((4, 2)))
     for _ in range(2):  # before and after compiled functions have used it
-        with pytest.raises(TypeError, match="last_of can only be called by compiled functions"):
+        with pytest.raises(TypeError, match="last_of can only"):
             last_of(sums, 0)
         total(sums)

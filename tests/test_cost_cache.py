@@ -6,7 +6,6 @@ import contextlib
 import math
 import sqlite3
 import stat
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -95,7 +94,6 @@ def test_what_is_known_is_what_the_rule_says(
         counting = sorted(calm or noisy)
         expected = counting[(len(counting) - 1) // 2] if counting else None
         assert cost_s(cache, signature) == expected
-        assert expected is None or expected <= statistics.median(counting)
 
 
 @pytest.mark.parametrize("never", [math.nan, math.inf, 0.0, -1.0, 501.0])
@@ -226,7 +224,7 @@ def test_a_damaged_or_foreign_file_is_set_aside_with_a_remark(
     cache.store(HERE, session({"a": 1.0}))
     damage(cache.path)
     content = cache.path.read_bytes()
-    with pytest.raises(ValueError, match=r"placer cache --clear removes it"):
+    with pytest.raises(ValueError, match="--clear"):
         cache.holdings()
     with pytest.warns(UserWarning, match="no readable cache of op costs"):
         meet(cache)
@@ -301,7 +299,7 @@ def test_without_a_home_nothing_is_kept_and_that_is_told(monkeypatch: pytest.Mon
     for name in ("PLACER_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", homeless)
-    with pytest.warns(CacheWarning, match="no home folder and HOME is not set.* PLACER_CACHE"):
+    with pytest.warns(CacheWarning, match="PLACER_CACHE"):
         cache = CostCache()
     cache.store(HERE, session({"a": 1.0}))
     assert cost_s(cache) is None

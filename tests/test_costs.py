@@ -155,15 +155,6 @@ def test_the_new_value_of_a_buffer_is_not_saved_besides() -> None:
     assert total(extraction, "saved_bytes") == mean_and_deviation + output
 
 
-@EITHER_MODE
-@EVERY_MODEL
-def test_parameter_bytes_are_those_of_the_model(name: str, training: bool) -> None:
-    extraction = extracted(name, training)
-    parameters = extraction.step.model.parameters()
-    expected = sum(p.numel() * p.element_size() for p in parameters)
-    assert total(extraction, "parameter_bytes") == expected
-
-
 # --- origin of ops
 
 DIFFERENTIATES = {
@@ -188,14 +179,6 @@ DIFFERENTIATES = {
     "threshold_backward": {"relu"},
 }
 """Forward ops of the backward ops that differentiate one kind of op."""
-
-
-@EITHER_MODE
-@EVERY_MODEL
-def test_every_op_maps_to_a_module(name: str, training: bool) -> None:
-    extraction = extracted(name, training)
-    paths = {path for path, _ in extraction.step.model.named_modules()}
-    assert {module for _, module in extraction.graph.nodes(data="module")} <= paths
 
 
 @EVERY_MODEL

@@ -28,7 +28,7 @@ def test_draws_follow_the_probabilities_and_never_take_what_has_none() -> None:
     assert (drawn[:, 1] == 0).all()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_it_finds_the_best_placement_of_a_tiny_graph(seed: int) -> None:
     problem = random_problem(seed, ops=7, devices=2, unequal=seed % 2 == 1)
     judge = Judge(problem)

@@ -77,7 +77,7 @@ def heft_twin(problem: Problem) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.parametrize("sharing", SHARINGS)
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_heft_weights_decode_to_what_plain_heft_finds(seed: int, sharing: Sharing) -> None:
     problem = random_problem(seed, devices=2 + seed % 3, unequal=seed % 2 == 1, sharing=sharing)
     devices, order = heft_twin(problem)
@@ -137,11 +137,9 @@ def test_a_full_device_is_left_out_where_another_has_room() -> None:
     assert (devices == 0).all()
 
 
-@pytest.mark.parametrize(
-    ("shape", "why"), [((3, 20), "shape"), ((21,), "shape"), ((2, 3, 21), "shape")]
-)
-def test_weights_of_another_shape_are_refused(shape: tuple[int, ...], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
+@pytest.mark.parametrize("shape", [(3, 20), (21,), (2, 3, 21)])
+def test_weights_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="shape"):
         decode_batch(outline(random_problem(0)), np.zeros(shape))
 
 

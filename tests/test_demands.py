@@ -108,15 +108,15 @@ def test_a_verdict_tells_pins_from_memory() -> None:
     told = optimize_graph(
         two_branches(), PAIR, Options(budget=quick, pins={"left": "b", "right": "a"})
     ).verdict
-    assert told == "No single device may run the whole step: ops are pinned to a and b."
+    assert "pinned to a and b" in told
     large = two_branches()
     for op_id in ("left:0", "right:0"):
         large.nodes[op_id]["parameter_bytes"] = 1000
     small = replace(PAIR, devices=tuple(replace(d, memory_bytes=1500) for d in PAIR.devices))
     told = optimize_graph(large, small, Options(budget=quick)).verdict
-    assert told == "No single device has room for the whole step; this placement makes it fit."
+    assert "has room" in told
     told = optimize_graph(large, small, Options(budget=quick, pins={"left:3": "b"})).verdict
-    assert told.startswith("No single device that the pins allow has room for the whole step")
+    assert "that the pins allow has room" in told
 
 
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")

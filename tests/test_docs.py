@@ -130,9 +130,8 @@ def needs_gpu(block: Block, command: Command | None) -> bool:
 
 @pytest.mark.parametrize("page", without_searches(), ids=lambda page: page.stem)
 def test_what_is_quick_on_a_page_runs(page: Path, folder: Callable[[], Path]) -> None:
-    place = folder()
+    folder()
     run_page(page, is_quick)
-    assert place.is_dir()
 
 
 @pytest.mark.slow

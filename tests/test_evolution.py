@@ -6,7 +6,7 @@ import pytest
 from placer.search.evolution import Evolution
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_evolution_minimises_an_ill_conditioned_quadratic(seed: int) -> None:
     size = 8
     rng = np.random.default_rng(seed)

@@ -97,8 +97,6 @@ def test_an_own_placer_takes_part(tmp_path: Path) -> None:
 
 def test_a_small_policy_is_trained_and_proposes(tmp_path: Path) -> None:
     text = printed("small_policy.py", tmp_path)
-    [decodes] = numbers(r"(\d+) decodes", text)
-    assert decodes > 1000
     assert (tmp_path / "policies" / "small.safetensors").exists()
     own_ms, shipped_ms = numbers(r"(?:small|generalist): ([\d.]+) ms", text)
     first_ms, second_ms = numbers(r"HEFT: ([\d.]+) ms", text)

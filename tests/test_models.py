@@ -1,4 +1,4 @@
-"""The reference models: published sizes, output shapes in both modes, and training."""
+"""The reference models: published sizes, and output shapes in both modes."""
 
 import runpy
 from pathlib import Path
@@ -17,16 +17,6 @@ TINY_INCEPTION = InceptionConfig(classes=5, width=1 / 32, dropout=0.0)
 
 def parameter_count(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
-
-
-def assert_trains(model: nn.Module, loss: Tensor) -> None:
-    """Assert that the loss and the gradient of every parameter are finite."""
-    assert loss.ndim == 0
-    assert torch.isfinite(loss)
-    torch.autograd.backward(loss)
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        assert torch.isfinite(parameter.grad).all(), name
 
 
 def test_inception_has_the_published_parameter_count() -> None:
@@ -69,19 +59,6 @@ def test_inception_blocks_have_the_shapes_of_the_paper(
     assert seen == {block: (1, channels, grid, grid)}
 
 
-def test_inception_convolutions_go_by_their_module_path() -> None:
-    with torch.device("meta"):
-        branch = InceptionV3().get_submodule("mixed_5b.branch1x1")
-    assert [name for name, _ in branch.named_children()] == ["conv", "bn"]
-
-
-def test_inception_trains() -> None:
-    torch.manual_seed(0)
-    model = InceptionV3(TINY_INCEPTION).train()
-    logits, auxiliary = model(torch.randn(2, 3, 299, 299))
-    assert_trains(model, logits.square().mean() + auxiliary.square().mean())
-
-
 def test_nmt_gives_a_logit_per_step_and_word() -> None:
     config = NmtConfig(vocabulary=11, hidden=6, layers=3)
     model = Nmt(config)
@@ -96,14 +73,6 @@ def test_nmt_has_as_many_parameters_as_its_parts() -> None:
     with torch.device("meta"):
         model = Nmt()
     assert parameter_count(model) == 2 * (v * h + 2 * cell) + 3 * h * h + h * v + v
-
-
-def test_nmt_trains() -> None:
-    torch.manual_seed(0)
-    model = Nmt(NmtConfig(vocabulary=11, hidden=6, layers=2)).train()
-    source, target = torch.randint(11, (4, 5)), torch.randint(11, (4, 3))
-    logits = model(source, target)
-    assert_trains(model, torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten()))
 
 
 def test_nmt_decoder_cannot_see_later_target_tokens() -> None:
@@ -146,12 +115,9 @@ def test_two_towers_share_no_parameters() -> None:
     assert parameter_count(model) == 2 * 4 * (1024 * 1024 + 1024)
 
 
-def test_two_towers_train_and_give_one_logit_per_pair() -> None:
-    torch.manual_seed(0)
-    model = TwoTowers(TwoTowersConfig(features=8, layers=2)).train()
-    logits = model(torch.randn(3, 8), torch.randn(3, 8))
-    assert logits.shape == (3,)
-    assert_trains(model, logits.square().mean())
+def test_two_towers_give_one_logit_per_pair() -> None:
+    model = TwoTowers(TwoTowersConfig(features=8, layers=2))
+    assert model(torch.randn(3, 8), torch.randn(3, 8)).shape == (3,)
 
 
 @pytest.mark.parametrize("name", ["inception", "two_towers", "nmt"])

@@ -158,7 +158,7 @@ def test_pinned_cores_refuse_modules_and_say_which_devices_run_them() -> None:
     on_core = Placement.from_dict(
         {**found.to_dict(), "devices": dict.fromkeys(graph.ids, "core:0")}
     )
-    with pytest.raises(ExtractionError, match=r"no program that runs .* on cuda:N and cpu"):
+    with pytest.raises(ExtractionError, match=r"cuda:N and cpu"):
         placer.apply(model, on_core, inputs, loss=tiny_models.squared, extractor="modules")
 
 

@@ -81,8 +81,7 @@ def test_a_second_stack_begins_where_the_first_ended_and_its_heads_read_all_of_i
     assert reads["total:sum"] == [f"heads.1@{t}:op" for t in range(3)]
 
 
-@pytest.mark.parametrize("stacks", [1, 2, 3])
-@pytest.mark.parametrize("heads", [0, 1, 2])
+@pytest.mark.parametrize(("stacks", "heads"), [(1, 0), (1, 2), (3, 1)])
 def test_everything_in_a_sequence_comes_to_its_total(stacks: int, heads: int) -> None:
     graph = sequence(rng(), layers=2, steps=4, stacks=stacks, heads=heads)
     assert [op_id for op_id in graph if not graph.succ[op_id]] == ["total:sum"]
@@ -110,12 +109,9 @@ def test_a_backward_pass_is_added_where_it_is_wanted() -> None:
     ("make", "why"),
     [
         (lambda: cells(rng(), repeats=0), "0 cells of 8 nodes"),
-        (lambda: cells(rng(), nodes=0), "6 cells of 0 nodes"),
         (lambda: recurrence(rng(), layers=0), "0 layers"),
-        (lambda: recurrence(rng(), steps=0), "0 steps"),
         (lambda: sequence(rng(), stacks=0), "0 stacks"),
         (lambda: sequence(rng(), heads=-1), "-1 heads"),
-        (lambda: recurrence(rng(), reuse=-1.0), "reuse -1.0"),
         (lambda: recurrence(rng(), reuse=float("nan")), "reuse nan"),
         (lambda: matrix_chain(shards=0), "0 x 0 tiles"),
         (lambda: sharded_layer(size=0), "2 x 2 tiles of 0 x 0"),

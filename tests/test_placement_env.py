@@ -5,7 +5,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 
 import gymnasium as gym
@@ -63,15 +64,9 @@ def test_registering_again_changes_nothing() -> None:
     assert dict(gym.registry) == before
 
 
-@pytest.mark.parametrize(
-    ("module", "name"),
-    [
-        ("envs.registration", IDS[0]),
-        pytest.param("placer.registration", IDS[1], marks=pytest.mark.slow),
-    ],
-)
-def test_gymnasium_finds_them_by_module_and_name(module: str, name: str) -> None:
-    code = f"import gymnasium; print(gymnasium.make('{module}:{name}').reset(seed=0)[0].shape)"
+def test_gymnasium_finds_them_by_module_and_name() -> None:
+    name = f"envs.registration:{IDS[0]}"
+    code = f"import gymnasium; print(gymnasium.make('{name}').reset(seed=0)[0].shape)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("(")
 
@@ -127,28 +122,20 @@ def test_masked_rollouts_end_in_placements_that_keep_all_rules(
         assert info["why"]
 
 
-def test_random_actions_never_break_it() -> None:
-    problem = random_problem(3, ops=25, devices=3, groups=True, pins=True)
-    environment = PlacementEnv(problem)
-    environment.action_space.seed(0)
+def played(
+    environment: gym.Env[Any, Any], action: Callable[[], int] = lambda: 0
+) -> tuple[float, dict[str, Any], int]:
+    """Return reward and info of the last step of an episode, and the number of its steps."""
     environment.reset(seed=0)
-    ends = 0
-    for _ in range(1000):
-        _, reward, ended, _, info = environment.step(environment.action_space.sample())
+    for steps in count(1):
+        _, reward, ended, _, info = environment.step(np.int64(action()))
         if ended:
-            ends += 1
-            assert ("placement" in info) or (reward == INVALID_REWARD and "masked" in info["why"])
-            environment.reset()
-    assert ends > 10
+            return float(reward), info, steps
+    raise AssertionError
 
 
 def test_everything_on_the_best_device_is_worth_nothing() -> None:
-    environment = PlacementEnv(random_problem(3, devices=3))
-    environment.reset()
-    ended, reward = False, 1.0
-    while not ended:
-        _, reward, ended, _, _ = environment.step(0)
-    assert reward == 0.0
+    assert played(PlacementEnv(random_problem(3, devices=3)))[0] == 0.0
 
 
 def test_a_split_of_two_towers_is_worth_more() -> None:
@@ -178,13 +165,7 @@ def test_a_group_is_placed_in_one_step() -> None:
     problem = random_problem(8, groups=True)
     group = problem.graph.group
     units = len(set(group[group >= 0].tolist())) + int((group < 0).sum())
-    environment = PlacementEnv(problem)
-    environment.reset()
-    steps, ended = 0, False
-    while not ended:
-        ended = environment.step(0)[2]
-        steps += 1
-    assert steps == units < problem.op_count
+    assert played(PlacementEnv(problem))[2] == units < problem.op_count
 
 
 class Constant:
@@ -229,10 +210,7 @@ def test_a_model_is_placed_by_measured_steps_and_its_workers_end_with_the_enviro
     assert len(descendants() - before) == 2
     check_env(environment, skip_render_check=True)
     assert environment.problem.cluster.names == two_cores().names
-    made.reset(seed=0)
-    done = False
-    while not done:
-        _, reward, done, _, info = made.step(np.int64(0))
+    reward, info, _ = played(made)
     assert info["feasible"]
     assert info["step_s"] == info["parts"]["median_s"] or info["parts"]["contention"] > CONTENDED
     assert reward == pytest.approx(math.log(info["baseline_s"] / info["step_s"]))
@@ -266,10 +244,7 @@ def test_on_devices_of_torch_a_model_is_placed_with_its_updates_and_in_bf16() ->
     assert isinstance(plain, PlacementEnv)
     assert set(plain.problem.graph.ids) < set(graph.ids), "and the updates"
     assert graph.resident_bytes.sum() > plain.problem.graph.resident_bytes.sum(), "and their state"
-    made.reset(seed=0)
-    done = False
-    while not done:
-        _, reward, done, _, info = made.step(np.int64(environment.action_masks().argmax()))
+    reward, info, _ = played(made, lambda: int(environment.action_masks().argmax()))
     assert info["feasible"], info["why"]
     assert reward == pytest.approx(math.log(info["baseline_s"] / info["step_s"]))
     made.close()
@@ -288,12 +263,7 @@ def test_an_episode_over_the_limit_of_the_host_ends_with_the_amount() -> None:
         memory={"vdev:0": 1 << 30, "cpu": 1 << 20},  # weights fit, activations do not
         rounds=1,
     )
-    environment = made.unwrapped
-    assert isinstance(environment, PlacementEnv)
-    made.reset(seed=0)
-    done = False
-    while not done:
-        _, reward, done, _, info = made.step(np.int64(1))
+    reward, info, _ = played(made, lambda: 1)
     assert reward == INVALID_REWARD
     assert not info["feasible"]
     assert re.search(r"cpu needs [34]\.\d MB .* but has 1\.0 MB, [23]\.\d MB too", info["why"])
@@ -316,11 +286,11 @@ def test_a_model_may_be_placed_by_simulated_steps() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"backend": "mesured"}, "did you mean 'measured'"),
-        ({"backend": "measured"}, r"runs a model: give model="),
-        ({"model": nn.Linear(1, 1), "optimizer": "adamax"}, "optimizer 'adamax' is not one of"),
-        ({"model": nn.Linear(1, 1), "dtype": "fp8"}, "dtype 'fp8' is not one of"),
-        ({"problem": toy_problem(), "model": nn.Linear(1, 1)}, "either a problem or a model"),
+        ({"backend": "mesured"}, "'measured'"),
+        ({"backend": "measured"}, "model="),
+        ({"model": nn.Linear(1, 1), "optimizer": "adamax"}, "'adamax'"),
+        ({"model": nn.Linear(1, 1), "dtype": "fp8"}, "'fp8'"),
+        ({"problem": toy_problem(), "model": nn.Linear(1, 1)}, "problem or a model"),
     ],
 )
 def test_a_backend_that_cannot_be_had_is_refused(given: dict[str, Any], message: str) -> None:
@@ -329,11 +299,6 @@ def test_a_backend_that_cannot_be_had_is_refused(given: dict[str, Any], message:
 
 
 def test_the_reward_comes_from_the_given_backend() -> None:
-    environment = PlacementEnv(backend=Constant())
-    environment.reset()
-    ended, reward = False, 1.0
-    info: dict[str, Any] = {}
-    while not ended:
-        _, reward, ended, _, info = environment.step(1)
+    reward, info, _ = played(PlacementEnv(backend=Constant()), lambda: 1)
     assert reward == 0.0
     assert (info["step_s"], info["baseline_s"], info["parts"]) == (2.0, 2.0, {"all": 2.0})

@@ -35,7 +35,7 @@ def test_time_left_is_told_from_the_pace_of_a_stage(clock: list[float]) -> None:
     assert pace.left(0.4) == "60 s left"
 
 
-@pytest.mark.parametrize("standing", range(8))
+@pytest.mark.parametrize("standing", [0, 3, 7])
 def test_a_step_that_stands_still_for_a_minute_says_nothing_of_the_pace(
     clock: list[float], standing: int
 ) -> None:

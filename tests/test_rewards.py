@@ -56,9 +56,7 @@ def test_a_relative_reward_is_measured_by_what_untrained_weights_do_on_that_prob
     assert rewards.spread == pytest.approx([0.5, SMALLEST_SPREAD, 0.1], abs=1e-6)
     found = rewards.of(np.array([0, 0, 2, 1]), np.array([1.0, np.exp(-0.5), 0.5 * np.e**0.2, 1e9]))
     assert found.tolist() == pytest.approx([0.0, 1.0, -2.0, -FARTHEST_REWARD], abs=1e-4)
-    weights = np.concatenate(steps.weights)
-    assert len(weights) == 3 * UNTRAINED_SAMPLES
-    assert np.abs(weights - HEFT).std() > 0
+    assert len(np.concatenate(steps.weights)) == 3 * UNTRAINED_SAMPLES
 
 
 def test_untrained_weights_earn_nothing_on_average() -> None:

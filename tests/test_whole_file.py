@@ -141,8 +141,7 @@ def test_a_new_private_file_is_the_users_alone(tmp_path: Path, private: bool, mo
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from typing import Any
-from graphs.whole_file import CHUNK_BYTES, read_limited, write_whole
+from graphs.whole_file import write_whole
 
 def open_named(path, *others, **more):
     if path == ".":
