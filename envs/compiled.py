@@ -141,7 +141,7 @@ def _content(path: str) -> str:
         return ""
 
 
-class _SharedCache(FunctionCache):  # type: ignore[misc]
+class _SharedCache(FunctionCache):  # type: ignore[misc]  # numba has no types
     """Machine code on disk that several processes share, so that only one of them compiles it.
 
     A process that finds no code locks the function until it has compiled it. A function waits only

@@ -14,7 +14,7 @@ from numba.core.compiler_machinery import register_pass
 from numba.core.typed_passes import NativeLowering
 
 
-class PartCompiler(CompilerBase):  # type: ignore[misc]
+class PartCompiler(CompilerBase):  # type: ignore[misc]  # numba has no types
     """Numba's default passes, except that the last one leaves the code for callers to link."""
 
     def define_pipelines(self) -> list[Any]:
@@ -29,7 +29,7 @@ class PartCompiler(CompilerBase):  # type: ignore[misc]
 
 
 @register_pass(mutates_CFG=True, analysis_only=False)
-class _PartLowering(NativeLowering):  # type: ignore[misc]
+class _PartLowering(NativeLowering):  # type: ignore[misc]  # numba has no types
     _name = "part_lowering"
 
     def run_pass(self, state: Any) -> bool:
@@ -38,7 +38,7 @@ class _PartLowering(NativeLowering):  # type: ignore[misc]
         return bool(super().run_pass(state))
 
 
-class _Part(JITCodeLibrary):  # type: ignore[misc]
+class _Part(JITCodeLibrary):  # type: ignore[misc]  # numba has no types
     """Code of a function that is linked into its callers and has no address."""
 
     @property

@@ -72,7 +72,7 @@ class _Table(tuple[Any, ...]):
         return self._words.ctypes.data
 
 
-class TableType(types.Type):  # type: ignore[misc]
+class TableType(types.Type):  # type: ignore[misc]  # numba has no types
     """The numba type of such a named tuple, given by the types of its fields."""
 
     def __init__(self, name: str, kinds: dict[str, Any]) -> None:
@@ -108,7 +108,7 @@ def _kind(name: str, value: object) -> Any:
     return type(value)
 
 
-@unbox(TableType)  # type: ignore[untyped-decorator]
+@unbox(TableType)  # type: ignore[untyped-decorator]  # numba has no types
 def _unboxed(_: TableType, table: Any, compiling: Any) -> Any:
     python = compiling.pyapi
     address = python.object_getattr_string(table, "_address")
@@ -118,14 +118,14 @@ def _unboxed(_: TableType, table: Any, compiling: Any) -> Any:
 
 
 @infer_getattr
-class _Attributes(AttributeTemplate):  # type: ignore[misc]
+class _Attributes(AttributeTemplate):  # type: ignore[misc]  # numba has no types
     key = TableType
 
     def generic_resolve(self, table: TableType, name: str) -> Any:
         return table.kinds.get(name)
 
 
-@lower_getattr_generic(TableType)  # type: ignore[untyped-decorator]
+@lower_getattr_generic(TableType)  # type: ignore[untyped-decorator]  # numba has no types
 def _field(context: Any, builder: Any, table: TableType, pointer: Any, name: str) -> Any:
     kind, word = table.kinds[name], table.words[name]
     if not isinstance(kind, types.Array):
