@@ -25,10 +25,10 @@ import torch
 from numpy.typing import NDArray
 
 from envs.cluster import Device
+from envs.costs.cached_costs import session_of
+from envs.costs.ops import Profiler
+from envs.costs.signatures import op_signatures
 from envs.executor.fork_server import MALLOC
-from envs.op_costs import session_of
-from envs.op_signature import op_signatures
-from envs.profiling import Profiler
 from graphs.extract import Step, extract
 from graphs.extract.step import LossModule
 from placer.target import load_step

@@ -25,11 +25,11 @@ from torch.nn import functional as F
 from envs.buckets import CAP_BYTES
 from envs.cluster import Cluster, Device
 from envs.collectives import Level, halving_doubling_s, ring_s, single_reducer_s
+from envs.costs.roofline import roofline_costs
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.reduction import CHEAPEST, Reduction
 from envs.replicas import ReplicaStep, SlotNetwork, replicated
-from envs.roofline import roofline_costs
 from graphs.costs import with_costs
 from graphs.extract import Step, extract
 from graphs.graph import PHASES, GraphArrays

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from envs.backend import Backend
 from envs.backends import backend_named
+from envs.cluster import Cluster
+from envs.discover import discover
 from envs.levels import levels
 from envs.placement import Placement
 from envs.problem import Problem
@@ -23,8 +25,6 @@ from graphs.precision import FULL
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-    from envs.cluster import Cluster
 
 OP_FEATURES: Final = (
     "cost",
@@ -129,10 +129,10 @@ class PlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
         """
         if model is not None and problem is not None:
             raise ValueError("give either a problem or a model, which makes one")
-        placed = None
+        runtime = None
         if model is not None:
-            from envs.model_problem import ModelProblem  # imports torch
-            from graphs.extract import Step
+            from envs.runtime import problem_of, runtime_for
+            from graphs.extract import Step, extract
 
             step = Step.of(
                 model,
@@ -142,17 +142,17 @@ class PlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
                 optimizer=Optimizer.of(optimizer),
                 dtype=dtype,
             )
-            placed = ModelProblem.of(step, devices, memory)
-            problem = placed.problem
+            cluster = devices if isinstance(devices, Cluster) else discover(devices, memory)
+            runtime = runtime_for(extract(step), cluster, overlap=overlap)
+            problem = problem_of(runtime, cluster)
         self.problem = problem or toy_problem()
         self._started = ExitStack()
         if isinstance(backend, str):
             backend = backend_named(
                 backend,
                 self.problem,
-                placed,
+                runtime,
                 rounds=rounds,
-                overlap=overlap,
                 until_closed=self._started,
             )
         self.backend = backend

@@ -16,8 +16,8 @@ from torch import nn
 
 from envs.byte_size import parse_bytes
 from envs.cluster import Cluster
+from envs.costs.roofline import load_devices
 from envs.discover import discover
-from envs.op_costs import load_devices
 from envs.placement import Placement
 from graphs.extract import AUTO, Step
 from graphs.optimizer import Optimizer

@@ -11,11 +11,8 @@ import torch
 
 from envs.cluster import Cluster
 from graphs.extract import Extraction, ExtractionError, Step
-from graphs.extract.call_graph import CallGraph
-from graphs.extract.gradient_makers import gradient_makers
 from placer.pipeline import Options, costed_step
 from placer.report.progress import Progress
-from placer.rigs import TorchDevices
 
 
 class ModelSource:
@@ -28,10 +25,7 @@ class ModelSource:
         self.given = cluster
         known = costed_step(step, cluster, options, hear)
         self.extraction: Extraction | None = known.extraction
-        calls = known.rig.calls if isinstance(known.rig, TorchDevices) else None
-        self.makers: Mapping[str, Sequence[str]] = gradient_makers(
-            known.extraction, calls if isinstance(calls, CallGraph) else None
-        )
+        self.makers: Mapping[str, Sequence[str]] = known.rig.gradient_makers()
         self.cluster = known.cluster
         self.whole = known.graph
         self.notes: dict[str, None] = {}

@@ -42,8 +42,8 @@ from placer.search.portfolio import Proposer
 from placer.search.trail import Trail, recorded
 
 if TYPE_CHECKING:
+    from envs.runtime import Runtime
     from graphs.extract import Extraction, Step
-    from placer.rigs import Rig
 
 SMALLER: Final = (0.85, 0.7)
 """Shares of device memory to search with, in turn, if candidates run out of memory."""
@@ -81,7 +81,7 @@ class CostedStep:
     """An extracted step with op costs, ready for a search."""
 
     extraction: Extraction
-    rig: Rig
+    rig: Runtime
     graph: nx.DiGraph[str]  # with costs and user constraints
     cluster: Cluster  # calibrated, with the memory that placements may use
     given: Placement | None
@@ -98,7 +98,7 @@ def optimize_step(
     Args:
         step: the model and its example inputs.
         cluster: devices. If all are on this machine and there are no links, device and link speeds
-            are calibrated. Devices elsewhere need rates, see envs/roofline.py.
+            are calibrated. Devices elsewhere need rates, see envs/costs/roofline.py.
         options: search budget, seed, constraints and the like.
         progress: receives progress.
 
@@ -136,11 +136,10 @@ def costed_step(step: Step, cluster: Cluster, options: Options, hear: Progress) 
         DemandError: an option names ops or devices that do not exist, or contradicts another.
         ValueError: as for :func:`optimize_step`.
     """
-    from envs.calibrate import calibrated
-    from envs.op_costs import check_cluster
+    from envs.costs.roofline import check_cluster
+    from envs.runtime import calibrated, runtime_for
     from graphs.extract import extract
     from graphs.extract.fake import check_has_memory
-    from placer.rigs import rig_for
 
     check_cluster(cluster)
     if any(map(is_here, cluster.names)):
@@ -148,7 +147,7 @@ def costed_step(step: Step, cluster: Cluster, options: Options, hear: Progress) 
     hear.stage("Extracting the graph")
     with compiled_beside() as compiles:
         extraction = extract(step, options.extractor)
-        rig = rig_for(extraction, cluster, overlap=options.overlap)
+        rig = runtime_for(extraction, cluster, overlap=options.overlap)
         graph = demanded(rig.graph, cluster, options.keep_together, options.pins)
         given = _given(options, extraction, graph, cluster)
         if compiles:  # before anything is timed
@@ -161,7 +160,12 @@ def costed_step(step: Step, cluster: Cluster, options: Options, hear: Progress) 
     return CostedStep(
         extraction=extraction,
         rig=rig,
-        graph=rig.costed(graph, cluster, hear, fresh=options.fresh),
+        graph=rig.costed(
+            graph,
+            cluster,
+            fresh=options.fresh,
+            progress=lambda done, total: hear.advance(done / total),
+        ),
         cluster=rig.planned(cluster),
         given=given,
     )
@@ -221,7 +225,7 @@ def _decided(
     interrupt: Interrupt,
     hear: Progress,
     extraction: Extraction | None = None,
-    rig: Rig | None = None,
+    rig: Runtime | None = None,
     *,
     outset: _Outset,
 ) -> Optimization:
@@ -300,7 +304,7 @@ def _searched(
     options: Options,
     interrupt: Interrupt,
     hear: Progress,
-    rig: Rig | None,
+    rig: Runtime | None,
     outset: _Outset,
 ) -> list[Row]:
     searched = problem
@@ -335,7 +339,7 @@ def _expanded(plan: Candidate, coarse: Coarsened) -> Candidate:
     return replace(plan, devices=devices, priority=priority, bound_ns=None)
 
 
-def _row(simulated: Simulated, candidate: Candidate, options: Options, rig: Rig | None) -> Row:
+def _row(simulated: Simulated, candidate: Candidate, options: Options, rig: Runtime | None) -> Row:
     problem, objective = simulated.problem, options.objective
     schedule = simulated.simulator.run(candidate.devices, candidate.priority)
     priority = np.empty(problem.op_count)

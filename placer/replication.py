@@ -23,10 +23,10 @@ from envs.replicas import (
     ReplicaStep,
     ReplicatedStep,
     SlotNetwork,
-    overlaps,
     replicated,
     slot_networks,
 )
+from envs.runtime import reduces_in_backward
 from envs.subclusters import part_of
 from envs.topology import Block
 from graphs.gradients import Gradients, gradients_of, no_gradients
@@ -335,7 +335,7 @@ class _Planner:
             and reduction.coding_bytes_per_s is None
         ):
             yield f"To turn gradients into {reduction.payload}, and back, is taken to take no time."
-        if best.replicas > 1 and not overlaps(problem.cluster):
+        if best.replicas > 1 and not reduces_in_backward(problem.cluster):
             yield (
                 "Pinned cores give all gradients at the end: none of the communication is hidden. "
                 "It is taken to be as fast as their links; through gloo it is slower."

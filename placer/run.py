@@ -120,8 +120,7 @@ def _train(run: Run, step: Step, batches: Batches) -> Trained:
     import torch.distributed as dist
 
     from envs.executor.seeds import spread_seed
-    from envs.host_names import is_core
-    from envs.torch_devices import torch_device
+    from envs.runtime import tensor_device
     from placer.parallel.groups import check_same, groups_of_slots
     from placer.parallel.liveness import Liveness, StoppedError
     from placer.parallel.processes import joined, stop_on_sigterm
@@ -151,13 +150,13 @@ def _train(run: Run, step: Step, batches: Batches) -> Trained:
                 _tell(run, ranks)
             torch.manual_seed(spread_seed(args.seed, rank))  # dropout differs between replicas
             replica = placed_replica(step, run.own, args.extractor)
-            names = [name for name in run.own.device_names if not is_core(name)]
+            slots = dict.fromkeys(map(tensor_device, run.own.device_names))
             setup = Setup(
                 module=replica.module,
                 make_optimizer=lambda parameters: _optimizer(args, list(parameters)),
                 options=manner.options,
                 accumulate=manner.accumulate,
-                group_of=groups_of_slots(list(map(torch_device, names))),
+                group_of=groups_of_slots(list(slots)),
                 bucket_bytes=manner.bucket_bytes,
             )
             return train(

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
+from envs.backend import Backend
 from envs.cluster import Cluster
 from envs.measurement import Measurement
 from envs.problem import Problem
+from envs.runtime import Runtime, evaluate
 from placer.given import GIVEN
 from placer.outcome import Row
 from placer.report.progress import Progress
-
-if TYPE_CHECKING:
-    from placer.rigs import Rig
 
 MEASURED_CANDIDATES: Final = 5
 """Number of best candidates to run besides the best single devices."""
@@ -32,7 +30,9 @@ class Runs:
     interrupted: bool = False
 
 
-def run_best(rows: Sequence[Row], rig: Rig, problem: Problem, hear: Progress) -> Runs:
+def run_best(
+    rows: Sequence[Row], source: Runtime | Backend, problem: Problem, hear: Progress
+) -> Runs:
     """Run the best candidates and the best single devices in turn.
 
     Raises:
@@ -41,18 +41,19 @@ def run_best(rows: Sequence[Row], rig: Rig, problem: Problem, hear: Progress) ->
     chosen = worth_running(rows, problem.cluster)
     if not chosen:
         return Runs()
-    longest_s = max((rows[i].predicted_s for i in chosen), default=0.0)
-    with closing(rig.backend(problem, longest_s, rows[chosen[0]].predicted_s)) as backend:
-        measurements = backend.measure(
-            [rows[i].placement for i in chosen],
-            progress=lambda done, total: hear.advance(done / total),
-            reference=True,
-        )
-        return Runs(
-            of_row={i: m for i, m in zip(chosen, measurements, strict=True) if m.counts},
-            all_cores=backend.reference,
-            interrupted=backend.interrupted,
-        )
+    evaluation = evaluate(
+        source,
+        problem,
+        [rows[i].placement for i in chosen],
+        [rows[i].predicted_s for i in chosen],
+        lambda done, total: hear.advance(done / total),
+    )
+    measured = zip(chosen, evaluation.measurements, strict=True)
+    return Runs(
+        of_row={i: measurement for i, measurement in measured if measurement.counts},
+        all_cores=evaluation.unplaced,
+        interrupted=evaluation.interrupted,
+    )
 
 
 def overfull(rows: Sequence[Row], runs: Runs) -> bool:

@@ -22,6 +22,7 @@ from torch import nn
 
 import placer
 from envs.cluster import Cluster, Device, Link
+from envs.core_runtime import CoreRuntime, rounds_for
 from envs.measurement import Measurement
 from envs.placement import Placement
 from envs.problem import Problem
@@ -38,7 +39,6 @@ from placer.pipeline import Options, optimize_graph, optimize_problem
 from placer.placers import placer_named
 from placer.policies import load
 from placer.record import candidates_to_list
-from placer.rigs import Cores, rounds_for
 from placer.running import worth_running
 from placer.search.budget import Budget, Meter
 
@@ -66,7 +66,7 @@ def row(name: str, predicted_s: float, runs_s: list[float] | None, *, single: bo
     seen = None
     if runs_s is not None:
         times = np.array(runs_s)
-        seen = Measurement(wall_s=times, rebuilt_s=times, failure="" if runs_s else "it died")
+        seen = Measurement(wall_s=times, cpu_clock_s=times, failure="" if runs_s else "it died")
     return Row(
         name=name,
         placement=placement,
@@ -378,7 +378,7 @@ def test_ctrl_c_before_there_is_anything_says_so(
     def stopped(*_: object, **__: object) -> None:
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(Cores, "costed", stopped)
+    monkeypatch.setattr(CoreRuntime, "costed", stopped)
     out = tmp_path / "placement.json"
     assert main([*TWO_TOWERS, "--devices", "core:0", "--out", str(out)]) == 1
     assert "stopped before" in capsys.readouterr().err

@@ -171,7 +171,7 @@ def test_a_group_is_placed_in_one_step() -> None:
 class Constant:
     """A backend for which every step takes two seconds."""
 
-    def evaluate(self, placements: Sequence[Placement]) -> list[StepResult]:
+    def evaluate(self, placements: Sequence[Placement], progress: Any = None) -> list[StepResult]:
         return [StepResult(step_s=2.0, peak_memory_bytes={}, parts={"all": 2.0})] * len(placements)
 
 

@@ -13,6 +13,7 @@ import torch
 from random_problems import random_problem
 from tiny_training import TINY
 
+from envs.backend import StepResult, measured_result
 from envs.executor.worker_error import WorkerError
 from envs.fitting import scaled
 from envs.measurement import Measurement
@@ -90,24 +91,21 @@ class Machine:
     """A backend whose steps follow a simulator with other factors, with noise."""
 
     interrupted = False
-    reference = None
 
     def __init__(self, problem: Problem, factors: Sequence[float], failing: bool = False) -> None:
         self.simulator = Simulator(scaled(problem, np.log(factors)), memory=False)
         self.failing = failing
         self.rng = np.random.default_rng(0)
 
-    def measure(
-        self, placements: Sequence[Placement], progress: Any = None, *, reference: bool = False
-    ) -> list[Measurement]:
+    def evaluate(self, placements: Sequence[Placement], progress: Any = None) -> list[StepResult]:
         """Return nine rounds with 0.1 % noise."""
         if self.failing:
-            return [Measurement(wall_s=np.array([]), rebuilt_s=np.array([]), failure="it died")] * (
-                len(placements)
-            )
+            nothing = np.array([])
+            failed = Measurement(wall_s=nothing, cpu_clock_s=nothing, failure="it died")
+            return [measured_result(failed, {})] * len(placements)
         steps = [self.simulator.step_ns(*own.arrays())[0] / 1e9 for own in placements]
         runs = [step * self.rng.normal(1.0, 1e-3, 9) for step in steps]
-        return [Measurement(wall_s=run, rebuilt_s=run) for run in runs]
+        return [measured_result(Measurement(wall_s=run, cpu_clock_s=run), {}) for run in runs]
 
     def close(self) -> None:
         """Do nothing."""
@@ -121,7 +119,7 @@ def tuner_on(
 
     class Rig:
         order = staticmethod(lambda problem, schedule: run_order(problem, schedule.start_ns))
-        backend = staticmethod(lambda problem, longest_s, shortest_s: machine)
+        backend = staticmethod(lambda problem, predicted_s: machine)
 
     tuning = Tuning(rounds=2, plans=4, decodes=200, budget=Budget(evaluations=300))
     rig: Any = Rig()

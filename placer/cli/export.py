@@ -176,22 +176,21 @@ def _price(args: argparse.Namespace, extraction: Extraction, placement: Placemen
             or lack the memory.
     """
     from envs.discover import discover
-    from envs.model_problem import ModelProblem
+    from envs.runtime import known_problem_of, problem_of, runtime_for
     from placer.export.price import price_of
 
     try:
         cluster = discover(",".join(placement.device_names), args.memory)
-        if args.predict:
-            known: ModelProblem | None = ModelProblem.of_extraction(extraction, cluster)
-        else:
-            known = ModelProblem.known(extraction, cluster)
+        runtime = runtime_for(extraction, cluster)
+        problem_for = problem_of if args.predict else known_problem_of
+        problem = problem_for(runtime, cluster)
     except ValueError:  # devices elsewhere, a module graph, or unknown memory
         if args.predict or args.memory:
             raise
         return None
-    if known is None:
+    if problem is None:
         return None
-    return price_of(known.problem, placement, extraction, args.renamed)
+    return price_of(problem, placement, extraction, args.renamed)
 
 
 def _remarks(

@@ -140,8 +140,8 @@ def _why_not(args: argparse.Namespace) -> str | None:
 
 
 def _cluster(args: argparse.Namespace) -> Cluster:
+    from envs.costs.roofline import load_devices
     from envs.discover import discover
-    from envs.op_costs import load_devices
 
     return load_devices(args.cluster) if args.cluster else discover(args.devices or "core:0")
 
@@ -155,10 +155,10 @@ def _graph(
     args: argparse.Namespace, cluster: Cluster | None, progress: Progress
 ) -> tuple[nx.DiGraph[str], Extraction | None]:
     from envs.discover import is_here
+    from envs.runtime import runtime_for
     from graphs.extract import extract
     from graphs.extract.fake import check_has_memory
     from graphs.optimizer import Optimizer
-    from placer.rigs import rig_for
     from placer.target import is_graph_file, load_graph_target, load_step
 
     if is_graph_file(args.target):
@@ -174,5 +174,11 @@ def _graph(
     if cluster is None:
         return extraction.graph, extraction
     progress.stage("Measuring op costs")
-    rig = rig_for(extraction, cluster)
-    return rig.costed(rig.graph, cluster, progress, fresh=args.fresh), extraction
+    runtime = runtime_for(extraction, cluster)
+    graph = runtime.costed(
+        runtime.graph,
+        cluster,
+        fresh=args.fresh,
+        progress=lambda done, total: progress.advance(done / total),
+    )
+    return graph, extraction

@@ -207,7 +207,7 @@ def cluster_of(args: argparse.Namespace) -> Cluster:
     if args.cluster is not None:
         if is_graph:  # it has costs, so its devices may be anywhere
             return load_cluster(args.cluster)
-        from envs.op_costs import load_devices
+        from envs.costs.roofline import load_devices
 
         return load_devices(args.cluster)
     if is_graph:

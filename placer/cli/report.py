@@ -172,14 +172,13 @@ def _launch(
     placement: Placement, args: argparse.Namespace, path: Path, extraction: Extraction | None
 ) -> str:
     """Return the command that trains with the placement, "" if placer cannot run it."""
-    from envs.host_names import is_core
     from envs.replica_set import Replicas
-    from placer.export.renaming import is_of_torch
+    from envs.runtime import has_runtime
     from placer.parallel.launching import launch_command, why_not_run
 
     if extraction is None or not extraction.step.training or placement.micro_batches > 1:
         return ""
-    known = all(is_core(name) or is_of_torch(name) for name in placement.device_names)
+    known = all(map(has_runtime, placement.device_names))
     if placement.replicas is None and not known:
         return ""
     plan = placement.replicas or Replicas(groups=(placement.device_names,))
@@ -208,8 +207,8 @@ def _reviewed(
     from dataclasses import replace
 
     from envs.cluster import load_cluster
+    from envs.costs.roofline import load_devices
     from envs.discover import discover, is_here
-    from envs.op_costs import load_devices
     from envs.problem import Problem
     from graphs.graph import GraphArrays
     from graphs.optimizer import Optimizer

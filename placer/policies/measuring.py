@@ -10,12 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 import placer
+from envs.backend import measurements
 from envs.executor.worker_error import WorkerError
+from envs.measured import Measured
+from envs.measured_module import MeasuredModule
 from envs.measurement import Measurement, contended, tied
 from envs.placement import MadeBy, Placement
+from envs.runtime import Runtime
 from envs.simulator import OVERFULL_NS, Simulator
 from placer.policies.pool import CANNOT_RUN
-from placer.rigs import MeasuringBackend, Rig
 from placer.search.candidate import Candidate
 from placer.search.judge import Judge
 
@@ -41,8 +44,8 @@ class Measuring:
     """
 
     judge: Judge
-    rig: Rig
-    backend: MeasuringBackend
+    rig: Runtime
+    backend: Measured | MeasuredModule
     known: Candidate
     seen: list[Run] = field(default_factory=list)
     also: list[Candidate] = field(default_factory=list)
@@ -77,7 +80,7 @@ class Measuring:
             WorkerError: the workers do not start, or the reference cannot be run.
         """
         placements = {_key(own): self.placement(own) for own in (self.known, *candidates)}
-        runs = self.backend.measure(list(placements.values()))
+        runs = measurements(self.backend.evaluate(list(placements.values())))
         if self.backend.interrupted:
             raise KeyboardInterrupt
         measured = dict(zip(placements, runs, strict=True))

@@ -15,6 +15,7 @@ import placer
 from envs.fitting import Fit, fitted
 from envs.measurement import contended, noise, tied
 from envs.problem import Problem
+from envs.runtime import Runtime
 from envs.simulator import OVERFULL_NS
 from placer.policies.measuring import Fitted, Measuring, Run
 from placer.policies.network import FORMAT, Policy
@@ -25,7 +26,6 @@ from placer.policies.training.learner import Learner
 from placer.policies.training.networks import exported, imported
 from placer.policies.tuned import Tuned, Tuning
 from placer.report.progress import Progress
-from placer.rigs import Rig
 from placer.search.candidate import SINGLE, Candidate
 from placer.search.judge import Judge
 from placer.search.portfolio import search
@@ -40,7 +40,7 @@ class Tuner:
     def __init__(
         self,
         problem: Problem,
-        rig: Rig,
+        rig: Runtime,
         policy: Policy,
         name: str,
         tuning: Tuning,
@@ -75,7 +75,7 @@ class Tuner:
                 f"--budget {self.tuning.budget}, or add a device"
             )
         step_s = simulated.step_ns / 1e9
-        with closing(self.rig.backend(self.problem, 10.0 * step_s, step_s)) as backend:
+        with closing(self.rig.backend(self.problem, [step_s, 10.0 * step_s])) as backend:
             measuring = Measuring(judge=self.judge, rig=self.rig, backend=backend, known=simulated)
             measuring.also += [
                 own for own in found if own.name.startswith(SINGLE) and own.step_ns < OVERFULL_NS

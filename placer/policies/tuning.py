@@ -8,11 +8,11 @@ noise of the simulated choice is not preferred to it.
 
 from __future__ import annotations
 
-from envs.calibrate import calibrated
 from envs.cluster import Cluster
 from envs.compiled import loading_stage
 from envs.discover import check_devices
 from envs.problem import Problem
+from envs.runtime import calibrated, runtime_for
 from graphs.extract import ExtractionError, Step, extract
 from graphs.extract.fake import check_has_memory
 from graphs.graph import GraphArrays
@@ -21,7 +21,6 @@ from placer.policies.threads import one_thread
 from placer.policies.tuned import Tuned, Tuning
 from placer.policies.tuner import Tuner
 from placer.report.progress import Progress, Silent
-from placer.rigs import rig_for
 from placer.search.compiling import load_compiled_code
 
 
@@ -59,7 +58,7 @@ def tune(
     check_has_memory(step)
     hear.stage("Extracting the graph")
     extraction = extract(step)
-    rig = rig_for(extraction, cluster)
+    rig = runtime_for(extraction, cluster)
     if not rig.runs:
         raise ExtractionError(
             "only the modules of this model were extracted: cuda:N and cpu can run them, core:N "
@@ -69,7 +68,7 @@ def tune(
         hear.stage("Calibrating devices")
         cluster = calibrated(cluster)
     hear.stage("Measuring op costs")
-    graph = rig.costed(rig.graph, cluster, hear)
+    graph = rig.costed(rig.graph, cluster, progress=lambda done, total: hear.advance(done / total))
     problem = Problem.of(GraphArrays.from_graph(graph), rig.planned(cluster))
     hear.stage(loading_stage())
     load_compiled_code()

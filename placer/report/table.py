@@ -12,7 +12,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from envs.host_names import is_core
 from envs.placement import ROOT, module_of
 from placer.given import GIVEN
 from placer.milliseconds import milliseconds
@@ -100,7 +99,7 @@ def _legend(found: Optimization, ran: bool) -> str:
             "; wall, min: median and shortest by the wall clock; spread: between the quartiles, as "
             "a share of the median; in brackets: predicted, it was not run"
         )
-    if ran and is_core(found.problem.cluster.names[0]):
+    if any(row.measurement and row.measurement.has_cpu_clock for row in found.rows):
         text += (
             f"; rebuilt: {REBUILT.removeprefix('rebuilt ')}, without what others did to this "
             "machine; no time counts the way of gradients back from the workers"
@@ -257,7 +256,7 @@ def _measured_cells(seen: Measurement | None, failure: str) -> list[str]:
         return ["failed", "", "", ""]
     if seen is None or not seen.ok:
         return ["-"] * 4
-    return [_ms(seen.median_s), _ms(seen.min_s), f"{seen.spread:.0%}", _ms(seen.rebuilt_median_s)]
+    return [_ms(seen.median_s), _ms(seen.min_s), f"{seen.spread:.0%}", _ms(seen.cpu_clock_median_s)]
 
 
 def _speed_up(found: Optimization, row: Row) -> str:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from envs.discover import is_here
+from envs.runtime import is_of_torch
 from graphs.optimizer import NONE
 from graphs.precision import FULL
-from placer.export.renaming import is_of_torch
 from placer.report.html.exports import Tried
 from placer.sources.names import PREFIX
 
