@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envs.cache_folder import CacheWarning
-from envs.costs.cache import TABLES, Conditions, CostCache, Session, file_name
+from envs.costs.cache import TABLES, Conditions, CostCache, Session, UnreadableCacheError, file_name
 
 HERE = Conditions(kind="core", hardware="this", torch="2")
 SPREADS = st.sampled_from([0.0, 0.1, 0.11, 3.0])
@@ -232,7 +232,7 @@ def test_a_damaged_or_foreign_file_is_set_aside_with_a_remark(
     cache.store(HERE, session({"a": 1.0}))
     damage(cache.path)
     content = cache.path.read_bytes()
-    with pytest.raises(ValueError, match="--clear"):
+    with pytest.raises(UnreadableCacheError):
         cache.holdings()
     with pytest.warns(UserWarning, match="no readable cache of op costs"):
         meet(cache)
