@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from random_problems import every_placement, random_problem
 from simulator_cases import one_kind
 
-from benchmarks.pipedream import profile_names, profile_problem
+from benchmarks.instances import profile_names, profiled
 from envs.cluster import Cluster, Device, Link
 from envs.load_bound import Sweep, load_bound_ns, quick_load_bound_ns
 from envs.max_load import max_load_ns
@@ -91,7 +91,7 @@ def test_the_bound_of_a_chain_is_its_optimum_though_devices_may_be_visited_again
 
 
 def test_one_heavy_op_bounds_the_load_before_any_sweep() -> None:
-    problem = profile_problem("alexnet")
+    problem = profiled("alexnet")
     heaviest_ns = int(problem.cost_ns.max())
     assert heaviest_ns > problem.cost_ns[:, 0].sum() / 4
     assert quick_load_bound_ns(problem) == heaviest_ns
@@ -157,7 +157,7 @@ def test_contiguous_parts_are_the_best_of_all_parts(
 
 
 def test_the_search_is_never_worse_than_contiguous_parts() -> None:
-    problem = profile_problem("resnet101")
+    problem = profiled("resnet101")
     parts = pipeline_parts(problem, narrow_order(problem.graph))
     found = balance(problem, Budget(evaluations=100), 0)
     assert max_load_ns(problem, found[0].devices)[0] <= max_load_ns(problem, parts)[0]
@@ -165,7 +165,7 @@ def test_the_search_is_never_worse_than_contiguous_parts() -> None:
 
 def test_profiles_are_read_as_their_files_say() -> None:
     assert len(profile_names()) == 13
-    problem = profile_problem("vgg16")
+    problem = profiled("vgg16")
     assert (problem.op_count, problem.device_count) == (41, 4)
     assert problem.cost_ns.sum(axis=0).tolist() == [690_507_000] * 4
     assert problem.graph.parameter_bytes.sum() == 553_430_176
@@ -173,7 +173,7 @@ def test_profiles_are_read_as_their_files_say() -> None:
 
 @pytest.mark.parametrize("name", ["alexnet", "squeezenet1_0", "vgg16"])
 def test_the_search_finds_what_is_proven_to_be_the_optimum(name: str) -> None:
-    problem = profile_problem(name)
+    problem = profiled(name)
     found = balance(problem, Budget(evaluations=200_000), 0)
     best_ns = int(max_load_ns(problem, found[0].devices)[0])
     assert load_bound_ns(problem, best_ns) == best_ns

@@ -66,7 +66,7 @@ def add_replicas(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="RATE",
         help="bytes of gradients that a replica turns into that payload, and back, in a second; "
-        "benchmarks.slow_network measures it (default: that takes no time)",
+        "`python -m benchmarks slow_network` measures it (default: that takes no time)",
     )
     group.add_argument(
         "--average-every",

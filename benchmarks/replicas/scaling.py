@@ -1,27 +1,29 @@
 """Simulated scaling of data parallelism against published figures; nothing is measured.
 
-    python -m benchmarks.scaling
+    python -m benchmarks scaling
 
 For each figure: the predicted efficiency if reductions begin after the step, if they overlap with
 the backward pass in buckets, and if everything that can be hidden is hidden, next to the published
 efficiency. ResNet-50 uses the graph of the model with its forward and backward pass scaled to
 published times; for other models the published amount of gradients appears evenly over the last two
-thirds of a step. Numbers that the source does not give are printed as assumed. Averages of models
+thirds of a step. Numbers that the source does not give are marked as assumed. Averages of models
 do not overlap with computation: their band begins at the prediction, and their period, which the
 source does not give, is fitted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from functools import cache
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
 from torch.nn import functional as F
 
+from benchmarks.record import Effort, Part
+from benchmarks.tables import Table
 from envs.buckets import CAP_BYTES
 from envs.cluster import Cluster, Device
 from envs.collectives import Level, halving_doubling_s, ring_s, single_reducer_s
@@ -229,38 +231,52 @@ def halving_gain(size_bytes: float) -> float:
     return ring_s(size_bytes, servers) / halving_doubling_s(size_bytes, servers)
 
 
-def main() -> None:
-    print("Baidu, 1.2 GB at 1 GB/s: published and computed seconds")
-    for name, published_s, computed_s in baidu_s():
-        print(f"  {name:24} {published_s:6.2f} {computed_s:6.2f}")
-    tensor = 4 * 25.6e6 / 161
-    print(
-        f"Halving-doubling over ring, 32 servers: 3x published; {halving_gain(tensor):.1f}x for a "
-        f"tensor of {tensor / 1e6:.2f} MB, {halving_gain(CAP_BYTES):.1f}x for 25 MiB"
+def parts(_: Effort) -> dict[str, Part]:
+    """Return the parts."""
+    return {"formulas": formulas, "efficiencies": efficiencies}
+
+
+def formulas(found: dict[str, Any]) -> Table:
+    """Compare the formulas of collectives with published times."""
+    rows = [
+        (name, f"{published_s:.2f} s", f"{computed_s:.2f} s")
+        for name, published_s, computed_s in baidu_s()
+    ]
+    for size_bytes in (4 * 25.6e6 / 161, CAP_BYTES):
+        name = f"32 servers, {size_bytes / 1e6:.2f} MB: ring / halving-doubling"
+        rows.append((name, "3x", f"{halving_gain(size_bytes):.1f}x"))
+    found["rows"] = rows
+    title = "300 M fp32 parameters over 1 GB/s (Baidu), and arXiv 1706.02677"
+    return Table("Collectives", title, ("collective", "published", "computed"), tuple(rows))
+
+
+def efficiencies(found: dict[str, Any]) -> Table:
+    """Compare predicted efficiencies with published ones."""
+    rows = []
+    for one in scalings():
+        own = predicted(one)
+        found[one.name] = {
+            **asdict(own),
+            "published": one.published,
+            "source": one.source,
+            "assumed": one.assumed,
+            "algorithm": algorithm_of(one),
+        }
+        shares = own.no_overlap, own.in_buckets, own.full_overlap, one.published
+        in_band = "yes" if own.holds(one.published) else "NO"
+        fitted = ", fitted" if one.every > 1 else ""
+        rows.append((one.name, *(f"{share:.1%}" for share in shares), in_band + fitted))
+    return Table(
+        "Scaling of data parallelism",
+        "predicted and published efficiencies; sources and assumptions in benchmarks/replicas/"
+        "scaling.py",
+        ("system", "no overlap", "buckets", "full overlap", "published", "in band"),
+        tuple(rows),
     )
-    print(
-        f"\n{'efficiency':38} {'no overlap':>10} {'buckets':>8} {'full':>6} {'published':>10}  "
-        "in band"
-    )
-    rows = list(scalings())
-    for one in rows:
-        found = predicted(one)
-        print(
-            f"{one.name:38} {found.no_overlap:10.1%} {found.in_buckets:8.1%} "
-            f"{found.full_overlap:6.0%} {one.published:10.1%}  "
-            f"{'yes' if found.holds(one.published) else 'NO'}{', fitted' if one.every > 1 else ''}"
-        )
-    print_sources(rows)
 
 
-def print_sources(rows: Sequence[Scaling]) -> None:
-    print()
-    for one in rows:
-        size = float(one.step.size_bytes.sum())
-        how = one.reduction.of(int(min(size, max(one.bucket_bytes, size / GRADIENTS))), one.levels)
-        names = ", ".join(how.by_level) or how.algorithm
-        print(f"{one.name}: {one.source}. Assumed: {one.assumed}. By {names}.")
-
-
-if __name__ == "__main__":
-    main()
+def algorithm_of(one: Scaling) -> str:
+    """Return the names of the algorithms that reduce a bucket, by level."""
+    size = float(one.step.size_bytes.sum())
+    how = one.reduction.of(int(min(size, max(one.bucket_bytes, size / GRADIENTS))), one.levels)
+    return ", ".join(how.by_level) or how.algorithm

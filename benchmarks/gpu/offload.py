@@ -1,6 +1,6 @@
 """Value of op placement on one accelerator with too little memory and a CPU.
 
-    python -m benchmarks.offload --out offload.json
+    python -m benchmarks.gpu.offload --out offload.json
 
 For each model the accelerator memory is limited to shares of the peak of the whole training step.
 Measured without a limit: the whole step on either device. Measured under each limit, in turn: the
@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.record import Record, arguments, quartiles
-from benchmarks.torch_models import models, two_devices
-from benchmarks.workbench import Workbench, everything_on, in_order, summary
+from benchmarks.gpu.models import models, two_devices
+from benchmarks.gpu.workbench import Workbench, arguments, everything_on, in_order, summary
+from benchmarks.record import Record, quartiles
 from envs import torch_devices
 from envs.cluster import Cluster
 from envs.problem import Problem

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -113,3 +115,16 @@ def summary(row: dict[str, Any]) -> str:
         return f"{row['name']} failed: {row['failure'][:80]}"
     measured_ms, predicted_ms = row["median_s"] * 1e3, row["predicted_s"] * 1e3
     return f"{row['name']}: {measured_ms:.1f} ms, predicted {predicted_ms:.1f} ms"
+
+
+def arguments(description: str, limit_s: float) -> argparse.Namespace:
+    """Parse the options of the benchmarks on torch devices."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON file of the results")
+    parser.add_argument(
+        "--limit", type=float, default=limit_s, metavar="SECONDS", help=f"time [{limit_s:.0f}]"
+    )
+    parser.add_argument(
+        "--small", action="store_true", help="small models, as where there is no CUDA device"
+    )
+    return parser.parse_args()

@@ -34,7 +34,7 @@ def two_devices() -> Iterator[Cluster]:
     if own_accelerators():
         yield discover("cuda:0,cpu")
         return
-    sys.path.append(str(Path(__file__).parents[1] / "tests"))
+    sys.path.append(str(Path(__file__).parents[2] / "tests"))
     fake = importlib.import_module("vdev")
     with fake.vdev(FAKE_LINK_BYTES_PER_S):
         yield discover("vdev:0,cpu", FAKE_MEMORY)

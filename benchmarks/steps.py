@@ -1,24 +1,35 @@
-"""What placements win when they really run, and how well their steps were predicted."""
+"""Measured training steps as placed, against one device and the unplaced model.
+
+    python -m benchmarks steps
+
+For each model: the step of the best placement on the first two cores (the first accelerator and the
+CPU, if there is one) against the best single device, the unplaced model with torch's threads on all
+cores, and predicted over measured steps of all candidates that ran.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
 from torch.nn import functional as F
 
-from envs.cluster import Cluster
+from benchmarks.record import Effort, Part
+from benchmarks.tables import Table
+from envs.torch_devices import own_accelerators
 from graphs.extract import Step
-from graphs.models import InceptionConfig, InceptionV3, Nmt, NmtConfig, TwoTowers
+from graphs.models import Nmt, NmtConfig
 from placer.api import optimize
-from placer.bench.table import Table
 from placer.outcome import REBUILT, Optimization, Row
-from placer.report.progress import Progress
+from placer.target import load_step
 
-AUXILIARY_WEIGHT: Final = 0.4
+EXAMPLES: Final = Path(__file__).parents[1] / "examples"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +53,7 @@ class Steps:
 
     @classmethod
     def of(cls, model: str, found: Optimization) -> Steps:
-        """The figures of an optimization that ran its candidates."""
+        """Return the numbers of an optimization that ran its candidates."""
         ran = [row for row in found.rows if row.measurement is not None and row.can_run]
         unplaced, single = found.all_cores, found.single
         return cls(
@@ -60,34 +71,13 @@ class Steps:
 
 
 def _wall_s(row: Row | None) -> float:
-    """Median of a candidate by the wall clock; nan where it was not run."""
+    """Return the median of a candidate by the wall clock; nan if it was not run."""
     seen = row.measurement if row is not None else None
     return seen.median_s if seen is not None else float("nan")
 
 
-def two_towers() -> Step:
-    """Two stacks of matrices that meet in one product, a batch of 256 pairs."""
-    torch.manual_seed(0)
-    inputs = (torch.randn(256, 1024), torch.randn(256, 1024), torch.randint(2, (256,)).float())
-    return Step(TwoTowers().train(), inputs, loss=F.binary_cross_entropy_with_logits)
-
-
-def inception() -> Step:
-    """Inception-V3 with its auxiliary classifier, a batch of two images."""
-
-    def loss(output: Any, labels: torch.Tensor) -> torch.Tensor:
-        logits, auxiliary = output
-        return F.cross_entropy(logits, labels) + AUXILIARY_WEIGHT * F.cross_entropy(
-            auxiliary, labels
-        )
-
-    torch.manual_seed(0)
-    model = InceptionV3(InceptionConfig(dropout=0.0)).train()
-    return Step(model, (torch.randn(2, 3, 299, 299), torch.randint(1000, (2,))), loss=loss)
-
-
 def translation() -> Step:
-    """Recurrent translation with attention, eight words, a batch of 32 sentences."""
+    """Return a step of recurrent translation with attention, eight words, 32 sentences."""
 
     def loss(logits: torch.Tensor, next_tokens: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(logits.flatten(0, 1), next_tokens.flatten())
@@ -101,63 +91,67 @@ def translation() -> Step:
 
 
 MODELS: Final[Mapping[str, Callable[[], Step]]] = {
-    "two towers, batch 256": two_towers,
-    "Inception-V3, batch 2": inception,
+    "two towers, batch 256": partial(load_step, f"{EXAMPLES}/two_towers.py:build", training=True),
+    "Inception-V3, batch 2": partial(load_step, f"{EXAMPLES}/inception.py:build", training=True),
     "translation with attention, batch 32": translation,
 }
 
 
-def measured_steps(
-    models: Sequence[str], devices: str | Cluster, budget: str, progress: Progress
-) -> list[Steps]:
-    """Place training steps of :data:`MODELS` and run the best candidates.
+def parts(effort: Effort) -> dict[str, Part]:
+    """Return a part for each model."""
+    budget = effort.pick(quick="3s", normal="20s", full="20s")
+    count = effort.pick(quick=1, normal=len(MODELS), full=len(MODELS))
+    return {name: partial(measured, name, budget) for name in list(MODELS)[:count]}
+
+
+def measured(model: str, budget: str, found: dict[str, Any]) -> Table:
+    """Place a training step and run the best candidates.
 
     Raises:
-        PlacementError: every candidate of a model failed when it was run.
+        PlacementError: every candidate failed when it was run.
     """
-    found = []
-    for number, name in enumerate(models):
-        progress.advance(number / len(models), name)
-        step = MODELS[name]()
-        placed = optimize(
-            step.model,
-            step.inputs,
-            loss=step.loss,
-            devices=devices,
-            budget=budget,
-            progress=False,
-        )
-        found.append(Steps.of(name, placed))
-    return found
+    step, devices = MODELS[model](), devices_here()
+    result = optimize(
+        step.model, step.inputs, loss=step.loss, devices=devices, budget=budget, progress=False
+    )
+    own = Steps.of(model, result)
+    found.update(asdict(own), devices=devices, budget=budget)
+    return step_table(own, devices)
 
 
-def step_table(found: Sequence[Steps], devices: str) -> Table:
-    """Models with what was measured of them."""
+def devices_here() -> str:
+    """Return the devices of the benchmark on this machine."""
+    if accelerators := own_accelerators():
+        return f"{accelerators[0]},cpu"
+    return ",".join(f"core:{core}" for core in sorted(os.sched_getaffinity(0))[:2])
+
+
+def step_table(own: Steps, devices: str) -> Table:
+    """Return the measurements of one model."""
     note = (
         f"; where it is in brackets, the machine was busy, and what stands before it is {REBUILT}"
     )
-    note = note if any(each.best_s != each.best_wall_s for each in found) else ""
+    busy = own.best_s != own.best_wall_s
     return Table(
         "Training steps",
-        f"really run on {devices}, medians in ms by the wall clock" + note,
+        f"measured on {devices}, medians in ms by the wall clock" + note * busy,
         ("model", "ops", "one device", "placed", "speed-up", "unplaced", "predicted / measured"),
-        tuple(
+        (
             (
-                each.model,
-                f"{each.ops:,}",
-                _both(each.single_s, each.single_wall_s),
-                _both(each.best_s, each.best_wall_s),
-                f"{each.speed_up:.2f}x",
-                "-" if each.unplaced_s is None else f"{each.unplaced_s * 1e3:.1f}",
-                _range(list(each.predicted_over_measured.values())),
-            )
-            for each in found
+                own.model,
+                f"{own.ops:,}",
+                _both(own.single_s, own.single_wall_s),
+                _both(own.best_s, own.best_wall_s),
+                f"{own.speed_up:.2f}x",
+                "-" if own.unplaced_s is None else f"{own.unplaced_s * 1e3:.1f}",
+                _range(list(own.predicted_over_measured.values())),
+            ),
         ),
     )
 
 
 def _both(step_s: float, wall_s: float) -> str:
-    """A step in ms, and by the wall clock where that is another time."""
+    """Return a step in ms, with that by the wall clock in brackets if it differs."""
     wall = f" ({wall_s * 1e3:.1f})" if np.isfinite(wall_s) and wall_s != step_s else ""
     return f"{step_s * 1e3:.1f}{wall}"
 

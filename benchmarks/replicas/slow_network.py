@@ -1,6 +1,6 @@
 """Step times of two replicas over an emulated slow network: measured and predicted.
 
-    python -m benchmarks.slow_network [--rate-mbit 200] [--out FILE]
+    python -m benchmarks slow_network [--quick]
 
 Needs root and ``tc``: every replica runs in its own network namespace, whose interface is limited
 to the rate in both directions; the network of the machine itself is not touched. Replicas share the
@@ -8,13 +8,11 @@ machine, and each may be slower than one that has it to itself. Two speed-ups ar
 a replica that trains alone while the other does the same beside it, which is also the basis of the
 predictions, and against one that has the machine to itself. The cost of encoding gradients and of
 ending a block is measured on the same tensors, without a network, and passed to the simulation of
-replicas that plans use. On a machine with other load the numbers are noise, and a warning is
-printed.
+replicas that plans use. On a machine with other load the numbers are noise.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -23,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +34,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.record import Record
+from benchmarks.record import Effort, Part
+from benchmarks.tables import Table
 from envs.collectives import Level
 from envs.reduction import Reduction
 from envs.replicas import ReplicaStep, SlotNetwork, replicated
@@ -47,11 +46,11 @@ from placer.parallel.coding import coding_bytes_per_s, median_s
 RANKS = 2
 PERIOD = 16
 STEPS, ROUNDS = PERIOD, 7
+RATE_MBIT = 200.0
 LATENCY_S = 1e-4
 WIDTH = 512  # 530 k parameters, 85 ms at 200 Mbit/s
 BATCH = 768  # about 25 ms on an idle core
 CARRIED = 1448 / 1514  # payload share of an Ethernet frame; the rest are TCP and other headers
-MOST_LOAD = 1.5
 MOST_APART = 0.15  # largest relative difference of measured and predicted
 SPEED_UP = {"allreduce": (0.0, 0.7), "bmuf": (1.4, RANKS)}  # least, most; at 200 Mbit/s
 PLANNED = {
@@ -76,13 +75,13 @@ done
 sleep 1
 for i in $(seq 0 $(({ranks} - 1))); do
   RANK=$i WORLD_SIZE={ranks} MASTER_ADDR=10.9.0.1 MASTER_PORT=29500 GLOO_SOCKET_IFNAME=eth0 \\
-    ip netns exec h$i {python} -m benchmarks.slow_network --rank {out} &
+    ip netns exec h$i {python} -m benchmarks.replicas.slow_network {out} {rounds} &
 done
 wait
 """
 
 
-def measured() -> dict[str, Any]:
+def measured(rounds: int) -> dict[str, Any]:
     """Measure step seconds of all rounds (baselines and each method), and encoding rates.
 
     Every round runs all of them, so that a disturbance affects neighbours alike.
@@ -94,7 +93,7 @@ def measured() -> dict[str, Any]:
     work |= {name: partial(steps, name) for name in PLANNED}
     found: dict[str, list[float]] = {name: [] for name in work}
     rates: list[dict[str, float | None]] = []
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for name, step_s in work.items():
             found[name].append(step_s())
         rates.append({name: coding_rate(name) for name in PLANNED})
@@ -169,11 +168,9 @@ def size_bytes() -> int:
     return sum(parameter.nbytes for parameter in model().parameters())
 
 
-def predicted(
-    alone_s: float, rate_mbit: float, coding: Mapping[str, float | None]
-) -> dict[str, float]:
+def predicted(alone_s: float, coding: Mapping[str, float | None]) -> dict[str, float]:
     """Predict step times with a single bucket that is ready last, so that nothing overlaps."""
-    bandwidth = CARRIED * rate_mbit * 1e6 / 8
+    bandwidth = CARRIED * RATE_MBIT * 1e6 / 8
     link = Level(ranks=RANKS, latency_s=LATENCY_S, bandwidth_bytes_per_s=bandwidth)
     network = SlotNetwork(levels=(link,), queues=frozenset())
     step_ns, size = round(alone_s * 1e9), np.array([size_bytes()])
@@ -194,105 +191,89 @@ def predicted(
     return {name: replicated(replica, [network], how).step_s for name, how in planned.items()}
 
 
-def row(
-    name: str, step_s: float, expected_s: float, speed_up: float, speed_up_of_one: float
-) -> str:
-    """Format one line: measured, predicted and the bars; both speed-ups must keep the bar."""
-    off = step_s / expected_s - 1
-    bars = [f"within {MOST_APART:.0%}: {'yes' if abs(off) <= MOST_APART else 'NO'}"]
-    if name in SPEED_UP:
-        least, most = SPEED_UP[name]
-        kept = least <= min(speed_up, speed_up_of_one) <= max(speed_up, speed_up_of_one) <= most
-        bars.append(f"{least:g} .. {most:g}x: {'yes' if kept else 'NO'}")
-    return (
-        f"{name:10}{step_s * 1e3:9.1f} ms{expected_s * 1e3:9.1f} ms{off:+8.0%}{speed_up:9.2f}x"
-        f"{speed_up_of_one:9.2f}x  {', '.join(bars)}"
-    )
-
-
-def on_hosts(rate_mbit: float) -> dict[str, Any]:
+def on_hosts(rounds: int) -> dict[str, Any]:
     """Run all ranks in network namespaces and return the measurements of rank 0."""
     with TemporaryDirectory() as folder:
         out = Path(folder, "found.json")
-        script = HOSTS.format(ranks=RANKS, rate=rate_mbit, python=sys.executable, out=out)
+        script = HOSTS.format(
+            ranks=RANKS, rate=RATE_MBIT, python=sys.executable, out=out, rounds=rounds
+        )
         subprocess.run(["unshare", "-n", "-m", "bash", "-c", script], check=True)
         found: dict[str, Any] = json.loads(out.read_text())
         return found
 
 
-def one_rank(out: Path) -> None:
+def one_rank(out: Path, rounds: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method="env://")
-    found = measured()
+    found = measured(rounds)
     if dist.get_rank() == 0:
         out.write_text(json.dumps(found))
     dist.barrier()
     os._exit(0)
 
 
-def table(found: Mapping[str, Any], rate_mbit: float) -> list[dict[str, Any]]:
-    """Print and return a row for each method, from its fastest round and median encoding rate."""
-    best = {name: min(rounds) for name, rounds in found["steps_s"].items()}
-    coding = {
-        name: statistics.median(rates) if None not in rates else None
-        for name in PLANNED
-        for rates in ([own[name] for own in found["coding_bytes_per_s"]],)
-    }
-    alone_s, one_s = best.pop("alone"), best.pop("one")
-    expected = predicted(alone_s, rate_mbit, coding)
-    print(
-        f"{RANKS} replicas over {rate_mbit:g} Mbit/s, each for itself {alone_s * 1e3:.1f} ms a "
-        f"step, one that has the machine to itself {one_s * 1e3:.1f} ms; fastest rounds"
-    )
-    print(
-        f"{'sync':10}{'measured':>12}{'predicted':>12}{'apart':>8}{'speed-up':>10}{'of one':>10}  "
-        "bars"
-    )
-    rows = []
-    for name, step_s in best.items():
-        speed_up, of_one = RANKS * alone_s / step_s, RANKS * one_s / step_s
-        rate = coding[name]
-        print(row(name, step_s, expected[name], speed_up, of_one))
-        rows.append(
-            {
-                "sync": name,
-                "measured_s": step_s,
-                "predicted_s": expected[name],
-                "speed_up": speed_up,
-                "speed_up_of_one": of_one,
-                "coding_s": 0.0 if rate is None else size_bytes() / rate,
-            }
-        )
-    worst = max(abs(own["measured_s"] / own["predicted_s"] - 1) for own in rows)
-    print(f"largest difference {worst:.0%}")
-    return rows
+def parts(effort: Effort) -> dict[str, Part]:
+    """Return the part for all methods."""
+    rounds = effort.pick(quick=1, normal=ROUNDS, full=ROUNDS)
+    return {f"{RATE_MBIT:g} Mbit/s": partial(compared, rounds)}
 
 
-def main(rate_mbit: float = 200.0, out: Path | None = None) -> None:
+def compared(rounds: int, found: dict[str, Any]) -> Table | None:
+    """Measure and predict all methods; skipped without root."""
     if os.geteuid() or not all(map(shutil.which, ("unshare", "tc", "ip"))):
-        print("skipped: an emulated network takes root, unshare, ip and tc")
-        return
-    load = os.getloadavg()[0]
-    if load > MOST_LOAD:
-        print(f"the machine does other work (load {load:.1f}): times mean little")
-    record = Record(out, math.inf)
-    found = on_hosts(rate_mbit)
-    record.data["parts"][f"{rate_mbit:g} Mbit/s"] = {
-        "ranks": RANKS,
-        "size_bytes": size_bytes(),
-        "rows": table(found, rate_mbit),
-        **found,
-    }
-    record.save()
+        found["skipped"] = "an emulated network takes root, unshare, ip and tc"
+        return None
+    found.update(on_hosts(rounds), ranks=RANKS, size_bytes=size_bytes())
+    best = {name: min(of_rounds) for name, of_rounds in found["steps_s"].items()}
+    alone_s, one_s = best.pop("alone"), best.pop("one")
+    coding = coding_rates(found["coding_bytes_per_s"])
+    expected = predicted(alone_s, coding)
+    found["rows"] = rows = [
+        {
+            "sync": name,
+            "measured_s": step_s,
+            "predicted_s": expected[name],
+            "speed_up": RANKS * alone_s / step_s,
+            "speed_up_of_one": RANKS * one_s / step_s,
+            "coding_s": 0.0 if (rate := coding[name]) is None else size_bytes() / rate,
+        }
+        for name, step_s in best.items()
+    ]
+    return Table(
+        "Replicas over a slow network",
+        f"{RANKS} replicas over {RATE_MBIT:g} Mbit/s, each for itself {alone_s * 1e3:.1f} ms a "
+        f"step, one that has the machine to itself {one_s * 1e3:.1f} ms; fastest of {rounds} "
+        "rounds",
+        ("sync", "measured", "predicted", "apart", "speed-up", "of one", "bars hold"),
+        tuple(map(cells, rows)),
+    )
+
+
+def coding_rates(rounds: Sequence[Mapping[str, float | None]]) -> dict[str, float | None]:
+    """Return the median rate of each method, None where nothing is encoded."""
+    found: dict[str, float | None] = {}
+    for name in PLANNED:
+        rates = [rate for own in rounds if (rate := own[name]) is not None]
+        found[name] = statistics.median(rates) if rates else None
+    return found
+
+
+def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the cells of a method: measured, predicted and the bars that both speed-ups keep."""
+    off = row["measured_s"] / row["predicted_s"] - 1
+    ups = row["speed_up"], row["speed_up_of_one"]
+    least, most = SPEED_UP.get(row["sync"], (0.0, math.inf))
+    holds = abs(off) <= MOST_APART and least <= min(ups) <= max(ups) <= most
+    return (
+        row["sync"],
+        f"{row['measured_s'] * 1e3:.1f} ms",
+        f"{row['predicted_s'] * 1e3:.1f} ms",
+        f"{off:+.0%}",
+        *(f"{up:.2f}x" for up in ups),
+        "yes" if holds else "NO",
+    )
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rate-mbit", type=float, default=200.0)
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where the results go (JSON)")
-    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.rank is not None:
-        one_rank(arguments.rank)
-    else:
-        main(arguments.rate_mbit, arguments.out)
+    one_rank(Path(sys.argv[1]), int(sys.argv[2]))

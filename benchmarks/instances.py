@@ -1,16 +1,19 @@
-"""Problems that placers are judged on.
+"""Problems of the benchmarks.
 
 ``judged`` are 430 to 3,270 ops of five families on 2 to 8 devices; ``u`` marks unequal devices. The
-policy `synthetic-only` was trained on none of these families; `generalist` knows them all, if not
-these graphs. Ideas were chosen by these problems, so ``unseen`` are others of the same families, by
-which nothing was chosen. ``communicating`` are sharded matrix programs on links so slow that
+policy `synthetic-only` was trained on none of these families; `generalist` knows them all, but not
+these graphs. Ideas were selected on these problems, so ``unseen`` are others of the same families,
+which influenced no choice. ``communicating`` are sharded matrix programs on links so slow that
 sending every output once takes four times as long as all ops. ``planted`` have an optimum known by
-construction.
+construction. ``profiled`` are networks whose op times were published with PipeDream.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
 
 import networkx as nx
 import numpy as np
@@ -18,14 +21,15 @@ import numpy as np
 from envs.cluster import Cluster, Device, Link, LinkOrder, Sharing
 from envs.problem import Problem
 from graphs import sketches
-from graphs.graph import ANY_KIND, GraphArrays
+from graphs.graph import ANY_KIND, GraphArrays, add_edge, add_op, new_graph
 from graphs.planted import Planted, planted
 from graphs.shapes import Weights, layered
 from placer.policies.pool import Exercise, exercise
 
-COMMUNICATION = 4.0
-ROOMY_BYTES = 1 << 45
-PLANTED = (  # devices, ops of each, inputs of an op
+COMMUNICATION: Final = 4.0
+ROOMY_BYTES: Final = 1 << 45
+PROFILES: Final = Path(__file__).parent / "data" / "pipedream"
+PLANTED: Final = (  # devices, ops of each, inputs of an op
     (2, 100, 2.0),
     (4, 50, 2.0),
     (4, 250, 1.5),
@@ -50,7 +54,7 @@ class Machine:
     factor: float = 2.0
 
     def cluster(self) -> Cluster:
-        """Devices and the link."""
+        """Return the devices and the link."""
         kinds = ["slow"] * self.slow + ["fast"] * (self.devices - self.slow)
         devices = tuple(
             Device(name=f"device:{i}", kind=kind, memory_bytes=ROOMY_BYTES)
@@ -66,7 +70,7 @@ class Machine:
         return Cluster(name=f"{self.devices} devices", devices=devices, links=(link,))
 
     def problem(self, graph: nx.DiGraph[str]) -> Problem:
-        """A graph with costs of any kind on these devices."""
+        """Return the problem of a graph with costs of any kind on these devices."""
         arrays = GraphArrays.from_graph(graph)
         cost = arrays.costs_for(ANY_KIND)
         arrays = replace(arrays, cost_s={"fast": cost, "slow": cost * self.factor})
@@ -74,7 +78,7 @@ class Machine:
 
 
 def judged() -> list[Exercise]:
-    """Five families, of which `synthetic-only` has seen none."""
+    """Return problems of five families, of which `synthetic-only` has seen none."""
     rng = np.random.default_rng
     inception = sketches.inception(batch=32)
     nmt = sketches.nmt(layers=4, steps=24, batch=128)
@@ -107,7 +111,7 @@ def judged() -> list[Exercise]:
 
 
 def unseen() -> list[Exercise]:
-    """Graphs and clusters by which nothing was chosen; the same five families."""
+    """Return other problems of the same five families, which influenced no choice."""
     rng = np.random.default_rng
     instances: list[tuple[str, nx.DiGraph[str], Machine]] = [
         (
@@ -158,7 +162,7 @@ def unseen() -> list[Exercise]:
 
 
 def communicating() -> list[Exercise]:
-    """Sharded matrix programs: four times as much to send as to compute."""
+    """Return sharded matrix programs, with four times as much to send as to compute."""
     programs = {
         "chain, 2 shards": sketches.matrix_chain(shards=2),
         "chain, 3 shards": sketches.matrix_chain(shards=3),
@@ -180,10 +184,10 @@ def communicating() -> list[Exercise]:
     return found
 
 
-def planted_instances() -> list[tuple[Exercise, Planted]]:
-    """Problems with the schedules that they were cut out of."""
+def planted_instances(count: int = len(PLANTED)) -> list[tuple[Exercise, Planted]]:
+    """Return the first problems with the schedules that they were cut out of."""
     found = []
-    for seed, (devices, each, degree) in enumerate(PLANTED):
+    for seed, (devices, each, degree) in enumerate(PLANTED[:count]):
         made = planted(
             np.random.default_rng(100 + seed),
             devices=devices,
@@ -200,6 +204,50 @@ def planted_instances() -> list[tuple[Exercise, Planted]]:
         )
         found.append((exercise(machine.problem(made.graph), f"{devices} x {each} ops"), made))
     return found
+
+
+def profile_names() -> list[str]:
+    """Return the names of the profiled networks."""
+    return sorted(path.stem for path in PROFILES.glob("*.json"))
+
+
+def profiled(name: str) -> Problem:
+    """Return a profiled network on the cluster that its file describes.
+
+    An op is a node of the file, forward and backward together, as both use its parameters and saved
+    activations. A transfer is therefore counted once, for the output, and not for the gradient.
+    """
+    data: dict[str, Any] = json.loads((PROFILES / f"{name}.json").read_text(encoding="utf-8"))
+    graph = new_graph(data["name"], {"gpu": data["source"]["path"]})
+    ids = [node[0] for node in data["nodes"]]
+    for op_id, op, forward_us, backward_us, output_bytes, parameter_bytes in data["nodes"]:
+        add_op(
+            graph,
+            op_id,
+            op=op,
+            cost_s={"gpu": (forward_us + backward_us) / 1e6},
+            output_bytes=output_bytes,
+            parameter_bytes=parameter_bytes,
+            gradient_bytes=parameter_bytes,
+        )
+    for source, target in data["edges"]:
+        add_edge(graph, ids[source], ids[target])
+    return Problem.of(GraphArrays.from_graph(graph), _equal_gpus(data["devices"]))
+
+
+def _equal_gpus(devices: dict[str, Any]) -> Cluster:
+    names = tuple(f"gpu:{d}" for d in range(devices["count"]))
+    memory_bytes = devices["memory_bytes"]
+    link = Link(
+        between=names,
+        latency_s=devices["latency_s"],
+        bandwidth_bytes_per_s=devices["bandwidth_bytes_per_s"],
+    )
+    return Cluster(
+        name="equal GPUs",
+        devices=tuple(Device(name=name, kind="gpu", memory_bytes=memory_bytes) for name in names),
+        links=(link,),
+    )
 
 
 def _unequal(

@@ -1,24 +1,24 @@
-"""What figures depend on: the machine, its devices, versions."""
+"""What results depend on: machine, devices, versions."""
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 import re
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-import numpy as np
-import torch
-
-import placer
 from envs.cache_folder import processor
 from envs.discover import available_memory_bytes
-from envs.torch_devices import own_accelerators
 
 
 def environment() -> dict[str, Any]:
-    """What the numbers depend on: machine, devices, versions."""
+    """Return the machine, its devices and load, and the versions of the libraries."""
+    import torch
+
+    import placer
+    from envs.torch_devices import own_accelerators
+
     found: dict[str, Any] = {
         "placer": placer.__version__,
         "machine": platform.machine(),
@@ -42,30 +42,15 @@ def environment() -> dict[str, Any]:
         }
     for package in ("transformers", "accelerate"):
         try:
-            found[package] = __import__(package).__version__
-        except ImportError:
+            found[package] = version(package)
+        except PackageNotFoundError:
             found[package] = None
     return found
 
 
-def machine_name() -> str:
-    """The processor and how many cores of it, or the first GPU, as part of a file name."""
-    accelerators = own_accelerators()
-    if accelerators:
-        name = f"{torch.cuda.get_device_name(accelerators[0])} {len(accelerators)} devices"
-    else:
-        name = f"{processor()} {len(os.sched_getaffinity(0))} cores"
+def machine_name(seen: dict[str, Any]) -> str:
+    """Return the first accelerator or the processor, with the number of them, as a file name."""
+    devices = [device["name"] for device in seen["devices"].values()]
+    name = f"{devices[0]} {len(devices)} devices" if devices else ""
+    name = name or f"{seen['processor']} {seen['cores']} cores"
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-
-
-def plain(value: Any) -> Any:
-    """The same as JSON knows it: None for what is no finite number."""
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, np.generic):
-        return plain(value.item())
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

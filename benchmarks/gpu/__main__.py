@@ -5,8 +5,8 @@
 First the calibration. Then for each model: the sum of the profiled costs against the step time, and
 overlapped copies against in-line copies on the same placements. Then for each model: the placed
 module on one device against the model itself, the time to place it again, and predicted against
-measured step times of random placements and of search results. Last, benchmarks/offload.py. On an
-H200 a profile took up to 24 s, the second part 22 s and offload 24 to 67 s for each model, 380 s
+measured step times of random placements and of search results. Last, benchmarks/gpu/offload.py. On
+an H200 a profile took up to 24 s, the second part 22 s and offload 24 to 67 s for each model, 380 s
 together; the rest of the limit is for the pairs with overlap, 10 s for each model.
 """
 
@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import offload
-from benchmarks.record import Record, arguments, quartiles
-from benchmarks.torch_models import models, two_devices
-from benchmarks.workbench import Workbench, everything_on, in_order, placement
+from benchmarks.gpu import offload
+from benchmarks.gpu.models import models, two_devices
+from benchmarks.gpu.workbench import Workbench, arguments, everything_on, in_order, placement
+from benchmarks.record import Record, quartiles
 from envs import torch_devices
 from envs.calibrate import calibrated
 from envs.cluster import Cluster

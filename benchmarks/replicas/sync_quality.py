@@ -1,34 +1,34 @@
 """Losses at equal samples of methods that synchronize replicas, against synchronous SGD.
 
-    python -m benchmarks.sync_quality [--quick] [--out FILE]
+    python -m benchmarks sync_quality [--quick]
 
 A student learns the labels of a random network, a tenth of them wrong, in one pass over fresh
 samples; learning rates decay to 0. All workers are stacked in one process; averages and codings are
 computed by the same code that runs on ranks. Synchronous SGD multiplies the learning rate by the
 number of workers, half or a quarter of it, after a warm-up, and the best one counts; methods that
-average models use the learning rate of one worker. About ten minutes on two idle cores; one minute
-with --quick: one seed of the short task for a quarter of its samples.
+average models use the learning rate of one worker. About ten minutes on two idle cores; half a
+minute with --quick: one seed of the short task for an eighth of its samples.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import pairwise
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.record import Record
+from benchmarks.record import Effort, Part
+from benchmarks.tables import Table
 from placer.parallel.block_averager import AVERAGING, BMUF, BlockAverager, BlockUpdate
 from placer.parallel.quantised import Segments, decode, encode
 
@@ -38,7 +38,6 @@ WRONG = 0.1
 BATCH = 32
 LR, MOMENTUM = 0.15, 0.5
 TEST_SAMPLES = 20_000
-SEEDS = (0, 1, 2)
 ONE_BIT_WARMUP = 200
 
 
@@ -65,6 +64,7 @@ class Task:
     workers: int
     period: int
     steps: int
+    methods: tuple[str, ...] = ("synchronous", "averaging", "BMUF")
     bars: tuple[tuple[str, Bar], ...] = ()  # by method
 
 
@@ -72,6 +72,7 @@ SHORT = Task(
     workers=4,
     period=16,
     steps=4096,
+    methods=("synchronous", "averaging", "BMUF", "1-bit", "1-bit without feedback"),
     bars=(
         ("averaging", Bar(0.03, is_least=True)),
         ("BMUF", Bar(0.01)),
@@ -267,11 +268,11 @@ def trained(job: Job) -> float:
     return every_step(job)
 
 
-def jobs(task: Task, methods: tuple[str, ...], seeds: tuple[int, ...]) -> list[Job]:
-    """Return all trainings of a task, the longest first."""
+def jobs(task: Task, seeds: Iterable[int]) -> list[Job]:
+    """Return all trainings of a task."""
     full = float(task.workers)
     found = []
-    for method in methods:
+    for method in task.methods:
         if method == "synchronous":
             factors: tuple[float, ...] = (full, full / 2, full / 4)
         else:
@@ -280,55 +281,59 @@ def jobs(task: Task, methods: tuple[str, ...], seeds: tuple[int, ...]) -> list[J
     return found
 
 
-def table(task: Task, losses: dict[Job, float]) -> list[dict[str, Any]]:
-    """Print and return mean losses over seeds against synchronous SGD, and their bars."""
-    print(f"{task.workers} workers, {task.steps} steps of {BATCH}, blocks of {task.period} steps")
-    means: dict[str, float] = {}
+def parts(effort: Effort) -> dict[str, Part]:
+    """Return a part for each task."""
+    quick = replace(SHORT, steps=SHORT.steps // 8, bars=())
+    seeds = effort.seed_count(quick=1, normal=3, full=3)
+    tasks = effort.pick(quick=(quick,), normal=(SHORT, LONG), full=(SHORT, LONG))
+    return {f"{task.workers} workers": partial(compared, task, seeds) for task in tasks}
+
+
+def compared(task: Task, seeds: int, found: dict[str, Any]) -> Table:
+    """Train with all methods of a task in several processes and compare their losses."""
+    own = jobs(task, tuple(range(seeds)))
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("spawn")) as pool:
+        losses = dict(zip(own, pool.map(trained, own), strict=True))
+    found.update((name, value) for name, value in asdict(task).items() if name != "bars")
+    found["losses"] = [
+        {"method": j.method, "seed": j.seed, "lr_factor": j.lr_factor, "loss": loss}
+        for j, loss in losses.items()
+    ]
+    found["means"] = rows = means(task, losses)
+    return Table(
+        f"Quality of synchronization, {task.workers} workers",
+        f"loss after {task.steps} steps of {BATCH}, blocks of {task.period} steps, mean of {seeds} "
+        "seeds, against synchronous SGD",
+        ("method", "loss", "gap", "bar", "holds"),
+        tuple(
+            (
+                row["method"],
+                f"{row['mean_loss']:.4f}",
+                f"{row['gap']:+.1%}",
+                row.get("bar", ""),
+                {True: "yes", False: "NO", None: ""}[row.get("holds")],
+            )
+            for row in rows
+        ),
+    )
+
+
+def means(task: Task, losses: Mapping[Job, float]) -> list[dict[str, Any]]:
+    """Return mean losses over seeds against synchronous SGD, and their bars."""
+    found: dict[str, float] = {}
     for job in losses:
         own = [loss for other, loss in losses.items() if replace(other, seed=job.seed) == job]
         mean = statistics.fmean(own)
-        means[job.method] = min(mean, means.get(job.method, math.inf), key=_finite)
+        found[job.method] = min(mean, found.get(job.method, math.inf), key=_finite)
     rows: list[dict[str, Any]] = []
-    for method, mean in means.items():
-        gap = mean / means["synchronous"] - 1
-        bar = dict(task.bars).get(method)
-        told = "" if bar is None else f"  {bar!s:8} {'yes' if bar.holds(gap) else 'NO'}"
-        print(f"  {method:24}{mean:9.4f}{gap:+9.1%}{told}", flush=True)
+    for method, mean in found.items():
+        gap = mean / found["synchronous"] - 1
         row = {"method": method, "mean_loss": mean, "gap": gap}
-        rows.append(row if bar is None else {**row, "bar": str(bar), "holds": bar.holds(gap)})
+        if (bar := dict(task.bars).get(method)) is not None:
+            row |= {"bar": str(bar), "holds": bar.holds(gap)}
+        rows.append(row)
     return rows
 
 
 def _finite(loss: float) -> float:
     return loss if math.isfinite(loss) else math.inf
-
-
-def main(quick: bool = False, out: Path | None = None) -> None:
-    seeds = SEEDS[:1] if quick else SEEDS
-    short = replace(SHORT, steps=SHORT.steps // 4, bars=()) if quick else SHORT
-    bits = ("1-bit", "1-bit without feedback")
-    plain = ("synchronous", "averaging", "BMUF")
-    todo = {short: jobs(short, (*plain, *bits), seeds)}
-    if not quick:
-        todo[LONG] = jobs(LONG, plain, seeds)
-    record = Record(out, math.inf)
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("spawn")) as pool:
-        for task, own in todo.items():
-            losses = dict(zip(own, pool.map(trained, own), strict=True))
-            record.data["parts"][f"{task.workers} workers"] = {
-                **{name: value for name, value in asdict(task).items() if name != "bars"},
-                "means": table(task, losses),
-                "losses": [
-                    {"method": j.method, "seed": j.seed, "lr_factor": j.lr_factor, "loss": loss}
-                    for j, loss in losses.items()
-                ],
-            }
-            record.save()
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where the results go (JSON)")
-    options = parser.parse_args()
-    main(options.quick, options.out)

@@ -1,29 +1,28 @@
 """All methods that synchronize replicas: bytes sent, and losses at equal samples.
 
-    python -m benchmarks.sync_methods [--quick] [--seeds N] [--out FILE]
+    python -m benchmarks sync_methods [--quick] [--seeds N]
 
-The short task of ``benchmarks.sync_quality``, trained by four gloo ranks. Bytes are counted on the
-loopback device of a network namespace of their own, which needs root, TCP and IP headers included;
-without root, bytes are not counted. They are counted in the last quarter of the steps, when all
-warm-ups are over. Methods that reduce gradients use four times the learning rate of one worker,
-after a warm-up, the best setting of synchronous SGD; methods that average models use that of one
-worker, and so does asynchronous SGD, whose losses differ from run to run because the order of
-gradients depends on timing. About six minutes a seed on two idle cores; one minute with --quick, a
-quarter of the samples.
+The short task of ``sync_quality``, trained by four gloo ranks. Bytes are counted on the loopback
+device of a network namespace of their own, which needs root, TCP and IP headers included; without
+root, bytes are not counted. They are counted in the last quarter of the steps, when all warm-ups
+are over. Methods that reduce gradients use four times the learning rate of one worker, after a
+warm-up, the best setting of synchronous SGD; methods that average models use that of one worker,
+and so does asynchronous SGD, whose losses differ from run to run because the order of gradients
+depends on timing. About six minutes a seed on two idle cores; one minute with --quick, an eighth of
+the samples.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import math
 import os
 import shutil
 import statistics
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
+from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,8 +33,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.record import Record
-from benchmarks.sync_quality import (
+from benchmarks.record import Effort, Part
+from benchmarks.replicas.sync_quality import (
     BATCH,
     LR,
     MOMENTUM,
@@ -47,16 +46,12 @@ from benchmarks.sync_quality import (
     judging,
     learning_rate,
 )
+from benchmarks.tables import Table
 from placer.parallel import Setup, SyncOptions, sync_named
 from placer.parallel.registry import DEFAULT, METHODS, method_named
 
 ASYNCHRONOUS = "asgd"
 IN_OWN_NETWORK = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
-
-
-def task_of(*, quick: bool) -> Task:
-    """Return the training task."""
-    return replace(SHORT, steps=SHORT.steps // (4 if quick else 1), bars=())
 
 
 def options_of(name: str, task: Task) -> SyncOptions:
@@ -70,7 +65,7 @@ def options_of(name: str, task: Task) -> SyncOptions:
 
 
 def student(seed: int) -> nn.Sequential:
-    """Return one of :class:`benchmarks.sync_quality.Students` as an nn.Sequential."""
+    """Return one of :class:`benchmarks.replicas.sync_quality.Students` as an nn.Sequential."""
     one = Students(1, seed)
     parts = iter(torch.split(one.all.detach()[0], one.sizes))
     layers: list[nn.Module] = []
@@ -151,7 +146,7 @@ def one_rank(out: Path, task: Task, seeds: int) -> None:
     os._exit(0)
 
 
-def on_ranks(task: Task, seeds: int, *, quick: bool) -> list[dict[str, Any]]:
+def on_ranks(task: Task, seeds: int) -> list[dict[str, Any]]:
     """Run all trainings; without a network namespace their bytes are None."""
     counts = not os.geteuid() and all(map(shutil.which, ("unshare", "ip")))
     if not counts:
@@ -163,38 +158,61 @@ def on_ranks(task: Task, seeds: int, *, quick: bool) -> list[dict[str, Any]]:
             "--local-addr=127.0.0.1",
             f"--nproc-per-node={task.workers}",
             "-m",
-            "benchmarks.sync_methods",
+            "benchmarks.replicas.sync_methods",
+            str(out),
+            str(task.steps),
+            str(seeds),
         ]
-        launch += ["--rank", str(out), "--seeds", str(seeds), *(["--quick"] if quick else [])]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         subprocess.run([*(IN_OWN_NETWORK if counts else ()), *launch], check=True, env=environment)
         found: list[dict[str, Any]] = json.loads(out.read_text())
     return found if counts else [{**row, "bytes_per_step": None} for row in found]
 
 
-def table(task: Task, found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Print and return a row for each method: means over seeds, compared with synchronous SGD."""
-    print(f"{task.workers} workers, {task.steps} steps of {BATCH}, blocks of {task.period} steps")
-    print(f"  {'sync':14}{'kB a step':>10}{'less by':>9}{'loss':>9}{'gap':>9}")
-    rows: list[dict[str, Any]] = []
-    for name in dict.fromkeys(own["method"] for own in found):
-        own = [row for row in found if row["method"] == name]
-        row = {
+def parts(effort: Effort) -> dict[str, Part]:
+    """Return the part for all methods."""
+    task = replace(SHORT, steps=SHORT.steps // effort.pick(quick=8, normal=1, full=1))
+    seeds = effort.seed_count(quick=1, normal=1, full=1)
+    return {f"{task.workers} workers": partial(compared, task, seeds)}
+
+
+def compared(task: Task, seeds: int, found: dict[str, Any]) -> Table:
+    """Train with all methods and compare their bytes and losses."""
+    found.update(steps=task.steps, period=task.period, runs=on_ranks(task, seeds))
+    found["rows"] = rows = means(found["runs"])
+    return Table(
+        "Synchronization methods",
+        f"{task.workers} workers, {task.steps} steps of {BATCH}, blocks of {task.period} steps; "
+        f"{ASYNCHRONOUS} differs in each run",
+        ("method", "kB a step", "less by", "loss", "gap"),
+        tuple(
+            (
+                row["method"],
+                "-" if row["bytes_per_step"] is None else f"{row['bytes_per_step'] / 1e3:.1f}",
+                "-" if row["times_less"] is None else f"{row['times_less']:.2f}x",
+                f"{row['mean_loss']:.4f}",
+                f"{row['gap']:+.1%}",
+            )
+            for row in rows
+        ),
+    )
+
+
+def means(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row for each method: means over seeds, compared with synchronous SGD."""
+    rows: list[dict[str, Any]] = [
+        {
             "method": name,
-            "bytes_per_step": _mean(row["bytes_per_step"] for row in own),
-            "mean_loss": _mean(row["loss"] for row in own),
-            "is_deterministic": name != ASYNCHRONOUS,
+            "bytes_per_step": _mean(row["bytes_per_step"] for row in runs if row["method"] == name),
+            "mean_loss": _mean(row["loss"] for row in runs if row["method"] == name),
         }
-        rows.append(row)
+        for name in dict.fromkeys(row["method"] for row in runs)
+    ]
     [synchronous] = [row for row in rows if row["method"] == DEFAULT]
     for row in rows:
+        size = row["bytes_per_step"]
+        row["times_less"] = None if size is None else synchronous["bytes_per_step"] / size
         row["gap"] = row["mean_loss"] / synchronous["mean_loss"] - 1
-        size, told = row["bytes_per_step"], f"{'-':>10}{'-':>9}"
-        if size is not None:
-            row["times_less"] = synchronous["bytes_per_step"] / size
-            told = f"{size / 1e3:10.1f}{row['times_less']:8.2f}x"
-        last = "" if row["is_deterministic"] else "  otherwise in each run"
-        print(f"  {row['method']:14}{told}{row['mean_loss']:9.4f}{row['gap']:+9.1%}{last}")
     return rows
 
 
@@ -203,26 +221,6 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return statistics.fmean(known) if known else None
 
 
-def main(quick: bool = False, out: Path | None = None, seeds: int = 1) -> None:
-    task = task_of(quick=quick)
-    record = Record(out, math.inf)
-    found = on_ranks(task, seeds, quick=quick)
-    record.data["parts"][f"{task.workers} workers"] = {
-        **{name: value for name, value in asdict(task).items() if name != "bars"},
-        "rows": table(task, found),
-        "runs": found,
-    }
-    record.save()
-
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="default: 1")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where the results go (JSON)")
-    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.rank is not None:
-        one_rank(arguments.rank, task_of(quick=arguments.quick), arguments.seeds)
-    else:
-        main(arguments.quick, arguments.out, arguments.seeds)
+    out, steps, seeds = sys.argv[1:]
+    one_rank(Path(out), replace(SHORT, steps=int(steps)), int(seeds))
