@@ -42,7 +42,7 @@ BY_WORKERS: Final = {
     "two towers": f"{EXAMPLES}/two_towers.py:build",
     "Inception-V3": f"{EXAMPLES}/inception.py:build",
 }
-QUICK_PARTS: Final = ("module, Inception-V3", "workers, two towers")
+QUICK_PARTS: Final = ("module, ResNet", "workers, two towers")
 BAR: Final = 1.05
 """Largest ratio for calls in this process."""
 

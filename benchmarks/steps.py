@@ -128,13 +128,10 @@ def devices_here() -> str:
 
 def step_table(own: Steps, devices: str) -> Table:
     """Return the measurements of one model."""
-    note = (
-        f"; where it is in brackets, the machine was busy, and what stands before it is {REBUILT}"
-    )
-    busy = own.best_s != own.best_wall_s
     return Table(
         "Training steps",
-        f"measured on {devices}, medians in ms by the wall clock" + note * busy,
+        f"measured on {devices}, medians in ms by the wall clock; on a busy machine {REBUILT}, "
+        "with those by the wall clock in brackets",
         ("model", "ops", "one device", "placed", "speed-up", "unplaced", "predicted / measured"),
         (
             (
