@@ -15,14 +15,13 @@ from numpy.typing import NDArray
 from envs.max_load import max_load_ns
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS
-from envs.sweep_plan import narrow_order
 from placer.milliseconds import milliseconds
 from placer.search.balance_run import Balancing, load_compiled_code
 from placer.search.budget import Budget, Meter
 from placer.search.candidate import Candidate
 from placer.search.heuristics import heuristics
 from placer.search.judge import Judge
-from placer.search.pipeline_parts import pipeline_parts
+from placer.search.pipeline_parts import narrow_order, pipeline_parts
 from placer.search.walking import next_chunk
 
 NAME: Final = "annealing"
