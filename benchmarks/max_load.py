@@ -25,8 +25,7 @@ from envs.bounds import load_bound_ns
 from envs.max_load import max_load_ns
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS
-from placer.search.balance_run import load_compiled_code
-from placer.search.balancing import balance
+from placer.search.annealing.max_load import balance, load_compiled_code
 from placer.search.budget import Budget
 from placer.search.trivial import trivial_plans
 

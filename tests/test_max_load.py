@@ -32,7 +32,7 @@ from envs.max_load import (
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
-from placer.search.balancing import balance
+from placer.search.annealing.max_load import balance
 from placer.search.budget import Budget
 from placer.search.pipeline_parts import narrow_order, pipeline_parts
 
