@@ -3,7 +3,8 @@
     python -m benchmarks max_load
 
 For each profile (data/pipedream): the best single device and the layer split, the median and range
-of the search over seeds, and the lower bound of a sweep over the ops (``envs.load_bound``).
+of the search over seeds, and the best proven lower bound: by
+CP-SAT where ortools is installed, otherwise the average work per device or the costliest op.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, Final
 
 import numpy as np
@@ -18,12 +20,11 @@ import numpy as np
 from benchmarks.instances import profile_names, profiled
 from benchmarks.record import Effort, Part
 from benchmarks.tables import Table, spread
-from envs.load_bound import load_bound_ns
+from envs.bounds import load_bound_ns
 from envs.max_load import max_load_ns
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS
-from placer.search.balance_run import load_compiled_code
-from placer.search.balancing import balance
+from placer.search.annealing.max_load import balance, load_compiled_code
 from placer.search.budget import Budget
 from placer.search.trivial import trivial_plans
 
@@ -36,8 +37,7 @@ class Budgets:
 
     search_s: float
     seeds: int
-    states: int
-    sweeps: int
+    proof_s: float
 
 
 def parts(effort: Effort) -> dict[str, Part]:
@@ -45,8 +45,7 @@ def parts(effort: Effort) -> dict[str, Part]:
     budgets = Budgets(
         search_s=effort.pick(quick=0.2, normal=1.0, full=10.0),
         seeds=effort.seed_count(quick=1, normal=3, full=5),
-        states=effort.pick(quick=3_000, normal=30_000, full=100_000),
-        sweeps=effort.pick(quick=1, normal=5, full=8),
+        proof_s=effort.pick(quick=1.0, normal=6.0, full=60.0),
     )
     names = effort.pick(quick=QUICK_PROFILES, normal=(*profile_names(),), full=(*profile_names(),))
     return {name: partial(profile, name, budgets) for name in names}
@@ -61,7 +60,7 @@ def profile(name: str, budgets: Budgets, found: dict[str, Any]) -> Table:
     single_ns = int(max_load_ns(problem, np.array(single)).min())
     layers_ns = int(max_load_ns(problem, plans["layer split"])[0])
     own_ns = sorted(searched_ns(problem, budgets.search_s, seed) for seed in range(budgets.seeds))
-    bound_ns = load_bound_ns(problem, own_ns[0], states=budgets.states, sweeps=budgets.sweeps)
+    bound_ns = proven_ns(problem, own_ns[0], budgets.proof_s)
     gap = statistics.median(own_ns) / bound_ns - 1
     found.update(single_ns=single_ns, layers_ns=layers_ns, search_ns=own_ns, bound_ns=bound_ns)
     return Table(
@@ -87,6 +86,16 @@ def searched_ns(problem: Problem, seconds: float, seed: int) -> int:
     """Return the max-load of the best placement that the search finds."""
     best = balance(problem, Budget(seconds=seconds), seed)[0]
     return int(max_load_ns(problem, best.devices)[0])
+
+
+def proven_ns(problem: Problem, known_ns: int, proof_s: float) -> int:
+    """Return the best lower bound that can be proven within a time limit."""
+    bound_ns = load_bound_ns(problem)
+    if find_spec("ortools") is None:
+        return bound_ns
+    from benchmarks.max_load_model import solver_bound_ns
+
+    return max(bound_ns, solver_bound_ns(problem, known_ns, proof_s))
 
 
 def _milliseconds(ns: int) -> str:
