@@ -22,15 +22,19 @@ from typing import TYPE_CHECKING, Any
 from placer.shadow_guard import refuse_shadows
 
 if TYPE_CHECKING:
+    from envs.cluster import Cluster, Device, Link
     from envs.placement import Placement
     from graphs.optimizer import Optimizer
-    from placer.api import optimize, train, weigh_devices
+    from placer.api import optimize, train
     from placer.applying import apply, export_placement
     from placer.outcome import Optimization
     from placer.replica_plan import Replication
 
 __version__ = "0.1.0"
 __all__ = [
+    "Cluster",
+    "Device",
+    "Link",
     "Optimization",
     "Optimizer",
     "Placement",
@@ -40,7 +44,6 @@ __all__ = [
     "export_placement",
     "optimize",
     "train",
-    "weigh_devices",
 ]
 
 _HOMES = {
@@ -48,7 +51,9 @@ _HOMES = {
     "export_placement": "placer.applying",
     "optimize": "placer.api",
     "train": "placer.api",
-    "weigh_devices": "placer.api",
+    "Cluster": "envs.cluster",
+    "Device": "envs.cluster",
+    "Link": "envs.cluster",
     "Optimization": "placer.outcome",
     "Optimizer": "graphs.optimizer",
     "Placement": "envs.placement",

@@ -1,4 +1,4 @@
-"""Public functions that search placements, compare devices and train policies.
+"""Public functions that search placements and train policies.
 
 See :mod:`placer.applying` for running and exporting a placement.
 """
@@ -32,8 +32,6 @@ from placer.replica_plan import Replication
 from placer.replication import plan_step
 from placer.report.progress import Progress, progress_for
 from placer.search.budget import Budget
-from placer.tradeoff import Tradeoff
-from placer.weighing import weigh_step
 
 
 def optimize(
@@ -151,85 +149,6 @@ def optimize(
         return found()
     with progress_for(sys.stderr.isatty()) as shown:
         return found(shown)
-
-
-def weigh_devices(
-    model: nn.Module,
-    example_inputs: Any,
-    devices: Cluster,
-    *,
-    loss: Callable[[Any, Any], torch.Tensor] | None = None,
-    training: bool = True,
-    optimizer: str | Optimizer | None = None,
-    dtype: str = FULL,
-    budget: str = "20s",
-    seed: int = 0,
-    policy: str | None = GENERALIST,
-    placer: str = DEFAULT,
-    keep_together: Sequence[str] = (),
-    pin: Mapping[str, str] | None = None,
-    groups: int | None = None,
-    fresh: bool = False,
-    extractor: str = AUTO,
-    progress: bool = True,
-) -> Tradeoff:
-    """Compare step time and price of every sub-cluster, to decide which devices to rent.
-
-    Placements are simulated and not run. ``.fastest.found`` and ``.cheapest.found`` are what
-    :func:`optimize` would return, ``.front`` is the Pareto front.
-
-    Args:
-        model: as for :func:`optimize`.
-        example_inputs: as for :func:`optimize`.
-        devices: the devices to choose from. Those without a ``price_per_hour`` are free; devices
-            that are alike are interchangeable.
-        loss: as for :func:`optimize`.
-        training: as for :func:`optimize`.
-        optimizer: as for :func:`optimize`.
-        dtype: as for :func:`optimize`.
-        budget: search budget of all searches together, ``"60s"`` or ``"4000e"``.
-        seed: seed of the searches.
-        policy: as for :func:`optimize`.
-        placer: as for :func:`optimize`.
-        keep_together: as for :func:`optimize`.
-        pin: as for :func:`optimize`.
-        groups: as for :func:`optimize`.
-        fresh: as for :func:`optimize`.
-        extractor: as for :func:`optimize`.
-        progress: show progress on stderr.
-
-    Raises:
-        ExtractionError: as for :func:`optimize`.
-        ValueError: as for :func:`optimize`; or no device has a price, or the devices form more
-            than 64 different sub-clusters.
-        PlacementError: no placement that fits was found.
-        KeyboardInterrupt: stopped before there was any placement.
-    """
-    proposer = _proposer(policy, placer)
-    options = Options(
-        budget=Budget.parse(budget),
-        seed=seed,
-        policy=proposer,
-        placer=placer_named(placer, proposer),
-        measure=False,
-        keep_together=tuple(keep_together),
-        pins=dict(pin or {}),
-        fresh=fresh,
-        extractor=extractor,
-        groups=groups,
-    )
-    step = Step.of(
-        model,
-        example_inputs,
-        loss,
-        training=training,
-        optimizer=Optimizer.of(optimizer),
-        dtype=dtype,
-    )
-    if not progress:
-        return weigh_step(step, devices, options)
-    with progress_for(sys.stderr.isatty()) as shown:
-        return weigh_step(step, devices, options, shown)
 
 
 def _proposer(policy: str | None, placer: str | Placer) -> Policy | None:

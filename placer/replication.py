@@ -27,7 +27,6 @@ from envs.replicas import (
     replicated,
     slot_networks,
 )
-from envs.subclusters import part_of
 from envs.topology import Block
 from graphs.gradients import Gradients, gradients_of, no_gradients
 from graphs.graph import PHASES, GraphArrays
@@ -244,7 +243,7 @@ class _Planner:
             )
             hear = Slice(self.hear, number, len(searches))
             try:
-                found = self._searched(parts, part_of(cluster, group), budget, hear)
+                found = self._searched(parts, cluster.part(group), budget, hear)
             except KeyboardInterrupt:
                 if all(known.found is None for known in self.searched.values()):
                     raise
@@ -255,7 +254,7 @@ class _Planner:
         if several > 1 and all(self.searched[search].found is None for search in asked):
             parts, group = max(asked, key=lambda search: (self._is_search(*search), len(search[1])))
             self.searched[parts, group] = self._searched(
-                parts, part_of(cluster, group), self.options.budget, self.hear
+                parts, cluster.part(group), self.options.budget, self.hear
             )
 
     def _is_search(self, parts: int, group: Block) -> bool:

@@ -28,7 +28,6 @@ from envs.reduction import CHEAPEST, Reduction
 from envs.replica_set import Replicas
 from envs.replicas import ReplicaStep, replicated, slot_networks
 from envs.simulator import Simulator
-from envs.subclusters import part_of
 from envs.topology import levels_of
 from graphs.batch import with_part_of_batch
 from graphs.extract import Step
@@ -421,7 +420,7 @@ def test_on_tiny_clusters_no_split_is_better_than_the_plan(seed: int, bandwidth:
         if replicas * size > 3:
             continue
         groups = [range(r * size, (r + 1) * size) for r in range(replicas)]
-        part = part_of(cluster, groups[0])
+        part = cluster.part(groups[0])
         one = optimize_graph(graph, part, options)
         whole = Problem.of(GraphArrays.from_graph(graph), cluster)
         step = replicated(ReplicaStep.of(one.problem, one.placement), slot_networks(whole, groups))
@@ -523,7 +522,6 @@ def test_the_command_says_how_to_train_what_was_planned(
     ("extra", "message"),
     [
         (["--batch", "global"], "give --data-parallel"),
-        (["--data-parallel", "auto", "--pareto"], "leave --data-parallel out"),
         (["--data-parallel", "2", "--average-every", "4", "--payload", "1-bit"], "full precision"),
     ],
 )
@@ -531,9 +529,7 @@ def test_options_that_do_not_fit_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], extra: list[str], message: str
 ) -> None:
     save_graph(layers(1), tmp_path / "graph.json")
-    cluster = nodes(1, 2)
-    priced = tuple(replace(device, price_per_hour=1.0) for device in cluster.devices)
-    (tmp_path / "c.toml").write_text(cluster_to_toml(replace(cluster, devices=priced)))
+    (tmp_path / "c.toml").write_text(cluster_to_toml(nodes(1, 2)))
     command = ["optimize", str(tmp_path / "graph.json"), "--cluster", str(tmp_path / "c.toml")]
     assert main([*command, "--out", str(tmp_path / "out.json"), *extra]) != 0
     assert message in capsys.readouterr().err

@@ -27,7 +27,6 @@ from placer.cli.optimize_arguments import add_arguments, cluster_of, options_of
 from placer.cli.replicas import check_replicas, command_of, plan_of, print_planned
 from placer.cli.report import why_no_report
 from placer.cli.talk import progress_of, say
-from placer.cli.tradeoff import check_pareto, print_weighed
 from placer.missing_file import why_not_read
 
 if TYPE_CHECKING:
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from placer.pipeline import Options
     from placer.replica_plan import ReplicaPlan
     from placer.report.progress import Progress
-    from placer.tradeoff import Tradeoff
 
 EPILOG = """\
 targets:
@@ -55,7 +53,6 @@ examples:
   placer optimize examples/inception.py:build --devices core:0,core:1 --budget 60s
   placer optimize model.py:build --devices cuda:0,cpu --memory cuda:0=8GiB
   placer optimize model.py:build --inference --out placement.json --timeline timeline.json
-  placer optimize graph.json --cluster priced.toml --pareto
   placer optimize 'hf:gpt2-xl?batch=8' --devices examples/8xh100.toml --data-parallel auto
 """
 
@@ -85,7 +82,6 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         options, cluster = options_of(args), cluster_of(args)
-        check_pareto(args, cluster, options)
         check_replicas(args)
         check_target(args.target)
     except (ValueError, OSError) as error:
@@ -97,18 +93,13 @@ def run(args: argparse.Namespace) -> int:
     from placer.report.progress import Timed
     from placer.report.table import best_line, print_optimization
 
-    weighed: Tradeoff | None = None
     planned: ReplicaPlan | None = None
     say(args, _foretold(args, cluster, options))
     stages_s = {"Loading libraries": time.perf_counter() - began}
     try:
         with progress_of(args) as shown:
             progress = Timed(shown)
-            if args.pareto:
-                weighed = _weighed(args, cluster, options, progress)
-                found = weighed.picked(args.pareto_pick or "fastest")
-                found = replace(found, search_s=weighed.search_s)
-            elif args.data_parallel is not None:
+            if args.data_parallel is not None:
                 planned = plan_of(
                     args, cluster, options, progress, lambda: _step(args, cluster, progress)
                 )
@@ -125,9 +116,7 @@ def run(args: argparse.Namespace) -> int:
     stages_s |= {**progress.took_s, "Writing files": time.perf_counter() - searched}
     total_s = time.perf_counter() - began
     try:
-        if weighed is not None:
-            print_weighed(weighed, args)
-        elif planned is not None:
+        if planned is not None:
             print_planned(planned, args)
         elif args.json:
             print(json.dumps(_summary(found, args, total_s), allow_nan=False))
@@ -187,17 +176,6 @@ def _optimize(
     return optimize_step(_step(args, cluster, progress), cluster, options, progress)
 
 
-def _weighed(
-    args: argparse.Namespace, cluster: Cluster, options: Options, progress: Progress
-) -> Tradeoff:
-    from placer.target import is_graph_file, load_graph_target
-    from placer.weighing import weigh_graph, weigh_step
-
-    if is_graph_file(args.target):
-        return weigh_graph(load_graph_target(args.target), cluster, options, progress)
-    return weigh_step(_step(args, cluster, progress), cluster, options, progress)
-
-
 def _step(args: argparse.Namespace, cluster: Cluster, progress: Progress) -> Step:
     from envs.discover import is_here
     from graphs.optimizer import Optimizer
@@ -254,11 +232,13 @@ def _foretold(args: argparse.Namespace, cluster: Cluster, options: Options) -> s
     from placer.target import is_graph_file
 
     is_model = not is_graph_file(args.target)
-    places_once = not args.pareto and args.data_parallel is None
     return foretold(
         options.budget,
         is_model=is_model,
-        is_run=is_model and places_once and options.measure and all(map(is_here, cluster.names)),
+        is_run=is_model
+        and args.data_parallel is None
+        and options.measure
+        and all(map(is_here, cluster.names)),
     )
 
 

@@ -19,7 +19,6 @@ from placer.cli.arguments import (
 )
 from placer.cli.replicas import add_replicas
 from placer.cli.report import add_report
-from placer.cli.tradeoff import add_pareto
 from placer.placers.registry import DEFAULT
 
 if TYPE_CHECKING:
@@ -104,7 +103,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="what you have: a placement, or a device_map as JSON; one more candidate, always run",
     )
-    add_pareto(parser)
     add_replicas(parser)
     add_extractor(parser)
     parser.add_argument(

@@ -94,8 +94,6 @@ def check_replicas(args: argparse.Namespace) -> None:
             if getattr(args, name) is not None:
                 option = f"--{name.replace('_', '-')}"
                 raise ValueError(f"{option} is about replicas: give --data-parallel, too")
-    elif args.pareto:
-        raise ValueError("--pareto weighs single placements: leave --data-parallel out")
 
 
 def wanted_of(args: argparse.Namespace) -> Replication:
