@@ -28,6 +28,7 @@ def gpu(name: str, memory_gb: int, tflop_per_s: float, price: float) -> placer.D
 # rates as in data sheets, prices made up
 DEVICES = gpu("l4", 24, 30.3, 0.80), gpu("t4:0", 16, 8.1, 0.35), gpu("t4:1", 16, 8.1, 0.35)
 NETWORK = placer.Link(between=("l4", "t4:0", "t4:1"), latency_s=1e-5, bandwidth_bytes_per_s=12e9)
+SEARCH = placer.SearchConfig(budget="500e", measure=False)
 CLUSTER = placer.Cluster(name="for rent", devices=DEVICES, links=(NETWORK,))
 
 
@@ -46,7 +47,7 @@ def main() -> None:
     found: list[tuple[float, float, str]] = []
     for kinds, alike in groupby(parts, lambda part: [device.kind for device in part.devices]):
         part = next(alike)  # of equal devices only the number counts
-        best = placer.optimize(model, batch, devices=part, budget="500e", measure=False).best
+        best = placer.optimize(model, batch, devices=part, search=SEARCH).best
         found.append((part.price_per_hour, best.predicted_s, " + ".join(kinds)))
     for price, step_s, kinds in sorted(found):
         rivals = [(p, s) for p, s, _ in found if (p, s) != (price, step_s)]

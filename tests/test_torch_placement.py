@@ -83,8 +83,9 @@ def test_a_model_too_large_for_a_device_is_placed_and_runs_as_placed(tmp_path: P
         model,
         tokens,
         devices="vdev:0,cpu",
-        memory={"vdev:0": "100kB", "cpu": 1 << 30},
-        pin={"left": "vdev:0"},
+        constraints=placer.Constraints(
+            memory={"vdev:0": "100kB", "cpu": 1 << 30}, pins={"left": "vdev:0"}
+        ),
         budget="300e",
         progress=False,
     )
@@ -150,11 +151,10 @@ def test_what_is_timed_with_overlapping_copies_runs_with_them(
         model,
         tokens,
         devices="vdev:0,cpu",
-        memory={"vdev:0": 1 << 30, "cpu": 1 << 30},
-        pin={"left": "vdev:0", "right": "cpu"},
-        budget="20e",
-        policy=None,
-        overlap=True,
+        constraints=placer.Constraints(
+            memory={"vdev:0": 1 << 30, "cpu": 1 << 30}, pins={"left": "vdev:0", "right": "cpu"}
+        ),
+        search=placer.SearchConfig(budget="20e", policy=None, overlap=True),
         progress=False,
     )
     assert any("sending(" in source for source in ran)
@@ -225,7 +225,7 @@ def test_a_model_too_large_for_a_gpu_is_placed_and_runs_as_placed() -> None:
         (tokens, target),
         loss=nn.MSELoss(),
         devices="cuda:0,cpu",
-        memory={"cuda:0": "256MiB"},
+        constraints=placer.Constraints(memory={"cuda:0": "256MiB"}),
         budget="500e",
         progress=False,
     )
@@ -268,8 +268,9 @@ def test_where_no_plan_fits_in_fact_it_is_planned_for_less_memory(
         model,
         tokens,
         devices="vdev:0,cpu",
-        memory={"vdev:0": "100kB", "cpu": 1 << 30},
-        pin={"left": "vdev:0", "table": "cpu"},
+        constraints=placer.Constraints(
+            memory={"vdev:0": "100kB", "cpu": 1 << 30}, pins={"left": "vdev:0", "table": "cpu"}
+        ),
         budget="100e",
         progress=False,
     )
