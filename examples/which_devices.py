@@ -49,11 +49,11 @@ def main() -> None:
         part = next(alike)  # of equal devices only the number counts
         best = placer.optimize(model, batch, devices=part, search=SEARCH).best
         found.append((part.price_per_hour, best.predicted_s, " + ".join(kinds)))
-    for price, step_s, kinds in sorted(found):
+    for price, step_s, names in sorted(found):
         rivals = [(p, s) for p, s, _ in found if (p, s) != (price, step_s)]
         mark = "" if any(p <= price and s <= step_s for p, s in rivals) else ", on the Pareto front"
         prices = f"{price:.2f} per hour, {price * step_s / 3600:.3g} per step"
-        print(f"{kinds}: step {step_s * 1e3:.3f} ms, {prices}{mark}")
+        print(f"{names}: step {step_s * 1e3:.3f} ms, {prices}{mark}")
 
 
 if __name__ == "__main__":
