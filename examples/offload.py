@@ -43,7 +43,7 @@ def place(model: nn.Module, batch: Tensor) -> placer.Optimization:
         batch,
         training=False,
         devices="cuda:0,cpu",
-        memory={"cuda:0": CAP},
+        constraints=placer.Constraints(memory={"cuda:0": CAP}),
         budget="5s",
     )
 

@@ -64,9 +64,9 @@ def apply(
         optimizer: makes the placed step update the parameters; the placement must have been
             searched with an optimizer of this kind. Without it, any torch optimizer can be used
             beside the step, even if the search included one.
-        dtype: as for :func:`optimize`; required with a placement (file).
+        dtype: "bf16" for a step under ``torch.autocast``; used with a placement (file).
         extractor: as for :func:`optimize`; ignored with a result of it, which knows its extractor.
-        overlap: as for :func:`optimize`; use the same value to run what was measured.
+        overlap: as for :class:`placer.SearchConfig`; use the same value to run what was measured.
 
     Raises:
         ExtractionError: the model cannot be extracted, is on the meta device, its extraction holds
@@ -91,7 +91,7 @@ def apply(
             example_inputs,
             loss,
             training=training,
-            optimizer=Optimizer.of(optimizer),
+            optimizer=optimizer,
             dtype=dtype,
         )
         extraction = extract(step, extractor)
@@ -169,7 +169,7 @@ def export_placement(
         example_inputs: as for :func:`optimize`; required with a placement (file).
         loss: as for :func:`optimize`.
         training: as for :func:`optimize`.
-        dtype: as for :func:`optimize`.
+        dtype: as for :func:`apply`.
         extractor: as for :func:`optimize`.
         renamed: {device of the placement: device to write}, as in ``{"core:0": "cuda:0"}``.
         main_device: device of the inputs of a model with a device map, by default the first

@@ -263,10 +263,11 @@ def test_the_price_of_what_was_optimized_heeds_the_demands_of_its_user() -> None
         step.inputs,
         loss=step.loss,
         devices=cluster,
-        budget="30e",
-        measure=False,
+        search=placer.SearchConfig(budget="30e", measure=False),
         progress=False,
-        pin={"1": cores[1], "0.first": cores[0], "0:sin": cores[1]},
+        constraints=placer.Constraints(
+            pins={"1": cores[1], "0.first": cores[0], "0:sin": cores[1]}
+        ),
     )
     renamed = dict(zip(cores, NAMES, strict=True))
     exported = placer.export_placement(step.model, found, "device-map", renamed=renamed)

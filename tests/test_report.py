@@ -31,9 +31,10 @@ from graphs.graph import GraphArrays, add_op, attributes_of, new_graph
 from graphs.sketches import transformer
 from placer.cli.commands import build_parser
 from placer.cli.main import main
+from placer.job import SearchConfig
 from placer.outcome import Optimization
 from placer.parallel.arguments import build_parser as run_parser
-from placer.pipeline import Options, optimize_problem
+from placer.pipeline import optimize_problem
 from placer.report.html import (
     Source,
     as_gpus,
@@ -45,7 +46,6 @@ from placer.report.html import (
 )
 from placer.report.html.page import embedded
 from placer.report.html.schedule import thinned, timeline_data
-from placer.search.budget import Budget
 
 
 def placed(problem: Problem, seed: int = 0) -> Placement:
@@ -57,7 +57,7 @@ def placed(problem: Problem, seed: int = 0) -> Placement:
 
 
 def found_in(problem: Problem, budget: str = "300e") -> Optimization:
-    return optimize_problem(problem, Options(budget=Budget.parse(budget), measure=False))
+    return optimize_problem(problem, SearchConfig(policy=None, budget=budget, measure=False))
 
 
 @settings(max_examples=60)

@@ -155,12 +155,12 @@ def _exported(args: argparse.Namespace) -> Exported:
 
 def _placement(args: argparse.Namespace) -> Placement:
     from envs.placement import Placement
-    from placer.given import load_given
+    from placer.warm_start import load_warm_start
 
     try:
         return Placement.load(args.placement)
     except ValueError:
-        if not isinstance(load_given(args.placement), Placement):
+        if not isinstance(load_warm_start(args.placement), Placement):
             raise ValueError(
                 f"{args.placement} is a device_map already: placer export takes the placement that "
                 "placer optimize wrote; placer measure and placer optimize --start-from take maps"

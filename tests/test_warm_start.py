@@ -26,8 +26,8 @@ from placer.cli.main import main
 from placer.device_map import DeviceMap
 from placer.export.device_map import device_map
 from placer.export.placed_modules import PlacedModules
-from placer.given import GIVEN, load_given, placement_of
 from placer.measuring import score
+from placer.warm_start import WARM_START, load_warm_start, placement_of
 
 torch.set_num_threads(1)
 PAIR = ("a", "b")
@@ -104,11 +104,13 @@ def test_a_map_that_was_exported_is_the_placement_again() -> None:
 def test_maps_are_read_with_gpus_by_number(tmp_path: Path) -> None:
     path = tmp_path / "map.json"
     path.write_text('{"0": 1, "2": "cpu", "4": "cuda", "6": "core:0"}')
-    assert load_given(path) == DeviceMap({"0": "cuda:1", "2": "cpu", "4": "cuda:0", "6": "core:0"})
+    assert load_warm_start(path) == DeviceMap(
+        {"0": "cuda:1", "2": "cpu", "4": "cuda:0", "6": "core:0"}
+    )
     extraction = extract(layers())
     placement = cut_placement(extraction, PAIR, ("2",), of_calls=False)
     placement.save(path)
-    assert isinstance(load_given(path), Placement)
+    assert isinstance(load_warm_start(path), Placement)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +127,7 @@ def test_what_is_no_map_is_refused(tmp_path: Path, content: str, told: str) -> N
     path = tmp_path / "map.json"
     path.write_text(content)
     with pytest.raises(ValueError, match=told):
-        load_given(path)
+        load_warm_start(path)
 
 
 def test_a_map_of_another_model_is_refused() -> None:
@@ -293,13 +295,13 @@ def test_what_a_user_has_is_one_more_candidate_and_always_run() -> None:
         step.inputs,
         loss=step.loss,
         devices="vdev:0,cpu",
-        memory={"vdev:0": 1 << 30, "cpu": 1 << 30},
-        budget="50e",
-        policy=None,
-        start_from={"0": "vdev:0", "2": "cpu"},
+        constraints=placer.Constraints(memory={"vdev:0": 1 << 30, "cpu": 1 << 30}),
+        search=placer.SearchConfig(
+            budget="50e", policy=None, start_from={"0": "vdev:0", "2": "cpu"}
+        ),
         progress=False,
     )
-    given = next(row for row in found.rows if row.name == GIVEN)
+    given = next(row for row in found.rows if row.name == WARM_START)
     assert given.measurement is not None
     assert given.measurement.ok
     assert set(given.placement.devices_of("0")) == {"vdev:0"}
@@ -320,7 +322,7 @@ def test_a_search_from_a_placement_is_never_worse_than_it(
     started = [*command, "--budget", "1e", "--out", str(out), "--start-from", str(best)]
     assert main(started) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["best"], found["step_s"]) == (GIVEN, far["step_s"])
+    assert (found["best"], found["step_s"]) == (WARM_START, far["step_s"])
 
 
 def test_a_graph_file_has_no_modules_to_start_from(

@@ -1,4 +1,4 @@
-"""Placements that a user already has, as placement files or Hugging Face device maps."""
+"""Warm starts: existing placements, as placement files or Hugging Face device maps."""
 
 from __future__ import annotations
 
@@ -16,36 +16,49 @@ if TYPE_CHECKING:
     from graphs.extract import Extraction
     from placer.device_map import DeviceMap
 
-GIVEN: Final = "given"
+WARM_START: Final = "warm start"
+"""Name of the candidate."""
 
 
-class GivenError(ValueError):
+class WarmStartError(ValueError):
     """A placement or device map does not fit its graph, model or cluster."""
 
     def __init__(self, message: str) -> None:
         super().__init__(brief(message))
 
 
-Given: TypeAlias = "Placement | DeviceMap"
+WarmStart: TypeAlias = "Placement | DeviceMap"
 
 
-def load_given(path: Path) -> Given:
+def load_warm_start(path: Path) -> WarmStart:
     """Read a placement file or a device map, ``{"model.layers.0": 0, "lm_head": "cpu"}``.
 
     Raises:
         ValueError: the file is neither; the message starts with its path.
         OSError: the file cannot be read.
     """
-    return load_checked(path, lambda data: _given(table(data, "")))
+    return load_checked(path, lambda data: _parsed(table(data, "")))
 
 
-def check_here(given: Given) -> None:
+def warm_start_of(start: Placement | DeviceMap | Mapping[str, int | str] | str | Path) -> WarmStart:
+    """Convert a placement, a device map or the path of either.
+
+    Raises:
+        ValueError: the argument is none of these.
+        OSError: the file cannot be read.
+    """
+    if isinstance(start, str | Path):
+        return load_warm_start(Path(start))
+    return _parsed(start) if isinstance(start, Mapping) else start
+
+
+def check_here(start: WarmStart) -> None:
     """Check that the devices of a device map are on this machine.
 
     Raises:
         ValueError: one is not; for a GPU number the message explains what numbers mean.
     """
-    for name in () if isinstance(given, Placement) else given.device_names:
+    for name in () if isinstance(start, Placement) else start.device_names:
         if why := why_not_here(name):
             kind, _, index = name.partition(":")
             number = f"{index} in a device map means {name}, and " if kind == "cuda" else ""
@@ -53,42 +66,32 @@ def check_here(given: Given) -> None:
             raise ValueError(f"{number}{why}{hint}")
 
 
-def given_from(given: Placement | Mapping[str, int | str] | str | Path) -> Given:
-    """Convert a placement, a device map or the path of either.
-
-    Raises:
-        ValueError: the argument is none of these.
-        OSError: the file cannot be read.
-    """
-    if isinstance(given, Placement):
-        return given
-    return _given(given) if isinstance(given, Mapping) else load_given(Path(given))
-
-
 def placement_of(
-    given: Given, extraction: Extraction | None, graph: GraphArrays, cluster: Cluster
+    start: WarmStart, extraction: Extraction | None, graph: GraphArrays, cluster: Cluster
 ) -> Placement:
     """Convert a placement or device map to a placement of a graph on a cluster.
 
     ``extraction`` is the source of the graph, None for a graph file.
 
     Raises:
-        GivenError: the argument belongs to another graph or model, has other devices, or is a
+        WarmStartError: the argument belongs to another graph or model, has other devices, or is a
             device map for a graph file, which has no modules.
     """
-    if isinstance(given, Placement):
+    if isinstance(start, Placement):
         try:
-            return given.aligned(graph, cluster)
+            return start.aligned(graph, cluster)
         except ValueError as error:
-            raise GivenError(str(error)) from error
+            raise WarmStartError(str(error)) from error
     if extraction is None:
-        raise GivenError("a device map names modules, and a graph file has none: give a placement")
-    placement = given.placed(extraction, graph, cluster)
+        raise WarmStartError(
+            "a device map names modules, and a graph file has none: give a placement"
+        )
+    placement = start.placed(extraction, graph, cluster)
     placement.check(graph, cluster)
     return placement
 
 
-def _given(data: Mapping[str, object]) -> Given:
+def _parsed(data: Mapping[str, object]) -> WarmStart:
     if "format" in data:
         return Placement.from_dict(data)
     if not data:
