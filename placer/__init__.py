@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from envs.placement import Placement
     from graphs.optimizer import Optimizer
     from placer.api import optimize, train, weigh_devices
-    from placer.applying import apply, export_placement
+    from placer.applying import apply, export
     from placer.outcome import Optimization
     from placer.replica_plan import Replication
 
@@ -37,7 +37,7 @@ __all__ = [
     "Replication",
     "__version__",
     "apply",
-    "export_placement",
+    "export",
     "optimize",
     "train",
     "weigh_devices",
@@ -45,7 +45,7 @@ __all__ = [
 
 _HOMES = {
     "apply": "placer.applying",
-    "export_placement": "placer.applying",
+    "export": "placer.applying",
     "optimize": "placer.api",
     "train": "placer.api",
     "weigh_devices": "placer.api",

@@ -24,8 +24,8 @@ from graphs.extract.call_graph import call_graph
 from graphs.graph import PHASES, GraphArrays
 from placer.cli.main import main
 from placer.device_map import DeviceMap
-from placer.export.device_map import device_map
-from placer.export.placed_modules import PlacedModules
+from placer.exports.device_map import device_map
+from placer.exports.placed_modules import PlacedModules
 from placer.given import GIVEN, load_given, placement_of
 from placer.measuring import score
 

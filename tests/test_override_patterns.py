@@ -12,9 +12,9 @@ from test_export import experts_on
 from torch import Tensor, nn
 
 from graphs.extract import Step, extract
-from placer.export.faults import ExportError
-from placer.export.override_regex import WEIGHTS, override_regex
-from placer.export.placed_modules import PlacedModules
+from placer.exports.override_patterns import WEIGHTS, override_patterns
+from placer.exports.placed_modules import PlacedModules
+from placer.exports.renaming import ExportError
 
 WITH_EXPERTS = [
     arch
@@ -27,7 +27,7 @@ NO_WEIGHTS_OF_EXPERTS = {"ffn_norm_exps"}  # read by experts, but not part of th
 @pytest.fixture(scope="module")
 def rules() -> list[tuple[str, str]]:
     """Return (pattern, buffer) pairs of two expert layers, on the CPU and on cuda:1."""
-    text = override_regex(experts_on("separate_moe", ("cpu", "cuda:1"))).content
+    text = override_patterns(experts_on("separate_moe", ("cpu", "cuda:1"))).content
     return [(rule.rpartition("=")[0], rule.rpartition("=")[2]) for rule in text.split(",")]
 
 
@@ -72,8 +72,8 @@ def test_layers_of_two_stacks_have_one_number_so_that_one_alone_may_have_experts
         return PlacedModules.of(extraction, placement)
 
     with pytest.raises(ExportError, match="experts in 2 lists of layers, encoder, decoder, but"):
-        override_regex(placed(Layer))
-    content = override_regex(placed(nn.Tanh)).content
+        override_patterns(placed(Layer))
+    content = override_patterns(placed(nn.Tanh)).content
     assert content == rf"blk\.(0|1|2)\.{WEIGHTS}=CUDA0"
 
 
