@@ -1,4 +1,4 @@
-"""Placements exported as pipelines, layer counts and overrides, and the export command."""
+"""Placements exported as pipelines and layer counts, and the export command."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import tiny_models
 import tiny_reference_models
 import tiny_transformers
 import torch
-from in_turn import in_turn
 from placed_at_random import cut_placement, placement_of
 from torch import nn
 from torch.distributed.pipelining import SplitPoint, pipeline
@@ -31,7 +30,6 @@ from placer.cli.main import main
 from placer.exports import FORMATS, format_named, pipelining
 from placer.exports.format import export_extracted
 from placer.exports.layer_counts import layer_counts, titan_parts
-from placer.exports.override_patterns import override_patterns
 from placer.exports.pipelining import Stage
 from placer.exports.placed_modules import PlacedModules, Stack, stacks
 from placer.exports.renaming import ExportError
@@ -235,42 +233,6 @@ def test_models_without_one_stack_have_no_counts() -> None:
         layer_counts(cut("t5", "decoder.block.0"))
     with pytest.raises(ExportError, match="no list of like layers"):
         layer_counts(cut("conv_net", "4"))
-
-
-# --- overrides
-
-
-def experts_on(name: str, device_of_layer: tuple[str, ...]) -> PlacedModules:
-    """Return all modules on cuda:0, except the experts of each layer on these devices."""
-    extraction = extracted(name)
-    names = tuple(dict.fromkeys(("cuda:0", *device_of_layer)))
-    devices = []
-    for node in extraction.graph:
-        module = attributes_of(extraction.graph, node)["module"]
-        layer = re.search(r"layers\.(\d+)\..*experts", module)
-        devices.append(names.index(device_of_layer[int(layer[1])]) if layer else 0)
-    return PlacedModules.of(extraction, placement_of(extraction.graph, names, devices))
-
-
-@pytest.mark.parametrize("name", in_turn(["mixtral", "separate_moe"], slow=["mixtral"]))
-def test_overrides_match_the_tensors_of_the_experts_and_no_others(name: str) -> None:
-    found = override_patterns(experts_on(name, ("cpu", "cuda:1"))).content
-    rules = [rule.rpartition("=") for rule in found.split(",")]
-
-    def buffer_of(tensor: str) -> list[str]:
-        return [buffer for pattern, _, buffer in rules if re.search(pattern, tensor)]
-
-    for kind in ("up", "down", "gate"):
-        assert buffer_of(f"blk.0.ffn_{kind}_exps.weight") == ["CPU"]
-        assert buffer_of(f"blk.1.ffn_{kind}_exps.weight") == ["CUDA1"]
-        assert buffer_of(f"blk.10.ffn_{kind}_exps.weight") == []
-    assert buffer_of("blk.0.ffn_gate_inp.weight") == []
-    assert buffer_of("blk.0.attn_q.weight") == []
-
-
-def test_models_without_experts_have_nothing_to_override() -> None:
-    with pytest.raises(ExportError, match="no layers with experts"):
-        override_patterns(cut("llama", "model.layers.1"))
 
 
 # --- the command

@@ -7,11 +7,13 @@ import re
 import pytest
 import torch
 from gguf.constants import MODEL_ARCH, MODEL_ARCH_NAMES, MODEL_TENSORS, TENSOR_NAMES
-from placed_at_random import cut_placement
-from test_export import experts_on
+from in_turn import in_turn
+from placed_at_random import cut_placement, placement_of
+from test_export import cut, extracted
 from torch import Tensor, nn
 
 from graphs.extract import Step, extract
+from graphs.graph import attributes_of
 from placer.exports.override_patterns import WEIGHTS, override_patterns
 from placer.exports.placed_modules import PlacedModules
 from placer.exports.renaming import ExportError
@@ -22,6 +24,39 @@ WITH_EXPERTS = [
     if any(TENSOR_NAMES[tensor].endswith("_exps") for tensor in tensors)
 ]
 NO_WEIGHTS_OF_EXPERTS = {"ffn_norm_exps"}  # read by experts, but not part of them
+
+
+def experts_on(name: str, device_of_layer: tuple[str, ...]) -> PlacedModules:
+    """Return all modules on cuda:0, except the experts of each layer on these devices."""
+    extraction = extracted(name)
+    names = tuple(dict.fromkeys(("cuda:0", *device_of_layer)))
+    devices = []
+    for node in extraction.graph:
+        module = attributes_of(extraction.graph, node)["module"]
+        layer = re.search(r"layers\.(\d+)\..*experts", module)
+        devices.append(names.index(device_of_layer[int(layer[1])]) if layer else 0)
+    return PlacedModules.of(extraction, placement_of(extraction.graph, names, devices))
+
+
+@pytest.mark.parametrize("name", in_turn(["mixtral", "separate_moe"], slow=["mixtral"]))
+def test_overrides_match_the_tensors_of_the_experts_and_no_others(name: str) -> None:
+    found = override_patterns(experts_on(name, ("cpu", "cuda:1"))).content
+    rules = [rule.rpartition("=") for rule in found.split(",")]
+
+    def buffer_of(tensor: str) -> list[str]:
+        return [buffer for pattern, _, buffer in rules if re.search(pattern, tensor)]
+
+    for kind in ("up", "down", "gate"):
+        assert buffer_of(f"blk.0.ffn_{kind}_exps.weight") == ["CPU"]
+        assert buffer_of(f"blk.1.ffn_{kind}_exps.weight") == ["CUDA1"]
+        assert buffer_of(f"blk.10.ffn_{kind}_exps.weight") == []
+    assert buffer_of("blk.0.ffn_gate_inp.weight") == []
+    assert buffer_of("blk.0.attn_q.weight") == []
+
+
+def test_models_without_experts_have_nothing_to_override() -> None:
+    with pytest.raises(ExportError, match="no layers with experts"):
+        override_patterns(cut("llama", "model.layers.1"))
 
 
 @pytest.fixture(scope="module")

@@ -102,9 +102,11 @@ class Exported:
         moved = f"{self.moved_op_count} of {self.op_count} ops run elsewhere than placed"
         sentences = [moved if self.moved_op_count else f"all {self.op_count} ops run where placed"]
         if self.placed_step is not None:
+            why = "" if self.exported_step is None else self.exported_step.why
+            why = why or self.placed_step.why
             sentences.append(
                 f"predicted step on {', '.join(self.placed_on)}: {_step_text(self.placed_step)} as "
-                f"placed, {_step_text(self.exported_step)} as exported"
+                f"placed, {_step_text(self.exported_step)} as exported{why and f': {why}'}"
             )
         return [*sentences, self.remedy] if self.remedy else sentences
 
@@ -308,7 +310,7 @@ def _with_whole(placed: PlacedModules, modules: Sequence[str]) -> PlacedModules:
 def _step_text(step: StepResult | None) -> str:
     if step is None:
         return "unknown"
-    return f"{milliseconds(step.step_s)} ms" if step.feasible else f"impossible ({step.why})"
+    return f"{milliseconds(step.step_s)} ms" if step.feasible else "impossible"
 
 
 def _step_data(step: StepResult | None) -> dict[str, Any] | None:
