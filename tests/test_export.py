@@ -396,5 +396,5 @@ def test_a_loss_that_is_a_module_and_placed_elsewhere_moves() -> None:
 def test_every_format_is_found_by_its_name() -> None:
     for name in FORMATS:
         assert callable(format_named(name))
-    with pytest.raises(ValueError, match="did you mean 'device-map'"):
+    with pytest.raises(ValueError, match="did you mean device-map"):
         format_named("device_map")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
+
+from graphs.names import suggestion
 
 if TYPE_CHECKING:
     from placer.exports.format import Format
@@ -48,9 +49,10 @@ def format_named(name: str) -> Format:
         ValueError: the format does not exist; the message lists those that do.
     """
     if name not in FORMATS:
-        near = get_close_matches(name, FORMATS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"there is no format {name!r}, there are {', '.join(FORMATS)}{hint}")
+        raise ValueError(
+            f"there is no format {name!r}, there are {', '.join(FORMATS)}"
+            f"{suggestion(name, FORMATS)}"
+        )
     module, _, function = FORMATS[name].function.partition(":")
     found: Format = getattr(import_module(f"placer.exports.{module}"), function)
     return found
