@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from graphs.graph import Graph
     from graphs.optimizer import Optimizer
     from placer.api import optimize, train
-    from placer.applying import apply, export_placement
+    from placer.applying import apply, export
     from placer.job import Constraints, SearchConfig
     from placer.outcome import Optimization
     from placer.placers import register_placer
@@ -51,7 +51,7 @@ _HOMES = {  # name: module, or module:name there
     "Simulator": "envs.simulator",
     "Workload": "graphs.extract:Step",
     "apply": "placer.applying",
-    "export_placement": "placer.applying",
+    "export": "placer.applying",
     "load_policy": "placer.policies:load",
     "optimize": "placer.api",
     "register_placer": "placer.placers",
@@ -72,7 +72,7 @@ __all__ = [
     "Workload",
     "__version__",
     "apply",
-    "export_placement",
+    "export",
     "load_policy",
     "optimize",
     "register_placer",

@@ -18,9 +18,8 @@ from graphs.extract.extraction import ties_of
 from graphs.extract.program import VIEW
 from graphs.graph import GraphArrays
 from graphs.names import suggestion
-from placer.export.device_flow import first_conflict, main_device_of
-from placer.export.hooks import Hooks
-from placer.export.placed_modules import around, canonical_paths, parent
+from placer.exports.dry_run import Hooks, flow, main_device_of
+from placer.exports.placed_modules import around, canonical_paths, parent
 from placer.warm_start import WARM_START, WarmStartError
 
 MOST_NAMED: Final = 3
@@ -52,10 +51,10 @@ class DeviceMap:
         device_of = self._dispatched(path_of)
         fed = main_device_of(self.device_names)
         told = "the device map is run op by op, which dispatch_model would not do: "
-        if found := first_conflict(extraction.own_forward, step, device_of, fed):
+        if found := flow(extraction.own_forward, step, device_of, fed).conflict:
             return told + (
-                f"there {found.told(model)} fails, since what {found.origins} give is on several "
-                "devices"
+                f"there {found.description(model)} fails, since what {found.origins} give is on "
+                "several devices"
             )
         computed = Hooks.of(model, device_of, fed).runs_on
         others = [path for path, name in device_of.items() if computed[path] != name]

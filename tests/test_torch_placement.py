@@ -207,7 +207,7 @@ def test_a_model_that_runs_placed_can_be_placed_and_exported_anew(tmp_path: Path
         assert placed(tokens).item() == pytest.approx(alone, abs=1e-6)
         assert model.left[0].weight.device.type == "cpu"
         assert model.right[0].weight.device.type == "vdev"
-    exported = placer.export_placement(model, other, "device-map", tokens, main_device="cpu")
+    exported = placer.export(other, "device-map", model, tokens, main_device="cpu")
     assert exported.content["left"] == "cpu"
     assert exported.content["right.0"] == "vdev:0"
 

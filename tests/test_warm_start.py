@@ -24,8 +24,8 @@ from graphs.extract.call_graph import call_graph
 from graphs.graph import PHASES, GraphArrays
 from placer.cli.main import main
 from placer.device_map import DeviceMap
-from placer.export.device_map import device_map
-from placer.export.placed_modules import PlacedModules
+from placer.exports.device_map import device_map
+from placer.exports.placed_modules import PlacedModules
 from placer.measuring import score
 from placer.warm_start import WARM_START, load_warm_start, placement_of
 

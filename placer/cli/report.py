@@ -146,12 +146,12 @@ def _why_not_left(page: str, path: Path) -> str | None:
 def _source(
     found: Optimization, args: argparse.Namespace, placement: Path, extraction: Extraction | None
 ) -> Source:
-    from placer.report.html import Source, as_gpus, tried_exports
+    from placer.report.html import Source, as_gpus, export_trials
 
     devices = found.problem.cluster.names
     exports = {}
     if extraction is not None:
-        exports = tried_exports(extraction, found.placement, found.problem, as_gpus(devices))
+        exports = export_trials(extraction, found.placement, found.problem, as_gpus(devices))
     return Source(
         placement=placement,
         target=args.target,
@@ -174,7 +174,7 @@ def _launch(
     """Return the command that trains with the placement, "" if placer cannot run it."""
     from envs.host_names import is_core
     from envs.replica_set import Replicas
-    from placer.export.renaming import is_of_torch
+    from placer.exports.renaming import is_of_torch
     from placer.parallel.launching import launch_command, why_not_run
 
     if extraction is None or not extraction.step.training or placement.micro_batches > 1:

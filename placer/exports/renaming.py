@@ -1,11 +1,17 @@
-"""Renaming of devices in exports, as in ``--as core:0=cuda:0``."""
+"""Errors of exports, and the renaming of devices, as in ``--as core:0=cuda:0``."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import count
 
-from placer.export.faults import RenamingError
+
+class ExportError(ValueError):
+    """The format cannot express the placement; the message says what prevents it."""
+
+
+class RenamingError(ExportError):
+    """Device names are invalid or missing; the message says how to give them."""
 
 
 def check_renamed(renamed: Mapping[str, str], placed_on: Sequence[str]) -> None:
@@ -28,36 +34,6 @@ def check_renamed(renamed: Mapping[str, str], placed_on: Sequence[str]) -> None:
             )
 
 
-def told_joined(renamed: Mapping[str, str], placed_on: Sequence[str]) -> list[str]:
-    """Return a sentence for every new name that several devices of the placement share.
-
-    >>> told_joined({"core:0": "cuda:0", "core:1": "cuda:0"}, ["core:0", "core:1"])
-    ['core:0 and core:1 are both written as cuda:0: one device runs what was placed on 2']
-    """
-    written: dict[str, list[str]] = {}
-    for name in placed_on:
-        written.setdefault(renamed.get(name, name), []).append(name)
-    return [
-        f"{' and '.join(names)} are {'both' if len(names) == 2 else 'all'} written as {new}: one "
-        f"device runs what was placed on {len(names)}"
-        for new, names in written.items()
-        if len(names) > 1
-    ]
-
-
-def told_costs_of_others(renamed: Mapping[str, str], placed_on: Sequence[str]) -> list[str]:
-    """Return a sentence if predictions use the costs of devices of another kind, or none.
-
-    >>> told_costs_of_others({"core:0": "cuda:0"}, ["core:0", "core:1"])
-    ['predicted with the costs of core:0, not of what it stands for']
-    """
-    others = [name for name in placed_on if _kind(renamed.get(name, name)) != _kind(name)]
-    if not others:
-        return []
-    what = "what it stands for" if len(others) == 1 else "what they stand for"
-    return [f"predicted with the costs of {', '.join(others)}, not of {what}"]
-
-
 def check_main_device(name: str | None, devices: Collection[str]) -> None:
     """Check that torch has the main device.
 
@@ -70,7 +46,7 @@ def check_main_device(name: str | None, devices: Collection[str]) -> None:
         )
 
 
-def why_no_torch(
+def unknown_devices(
     used: Collection[str], renamed: Mapping[str, str], placed_on: Sequence[str]
 ) -> str:
     """Return a message about used devices that torch lacks, "" if there are none.
@@ -103,7 +79,3 @@ def is_of_torch(name: str) -> bool:
         return torch.device(name).type != "meta"
     except RuntimeError:
         return False
-
-
-def _kind(name: str) -> str:
-    return name.partition(":")[0]

@@ -7,17 +7,15 @@ Tensors count as experts by the pattern of llama.cpp's own ``--cpu-moe``.
 
 from __future__ import annotations
 
-from placer.export.faults import ExportError
-from placer.export.format import Exported
-from placer.export.layers import stacks
-from placer.export.moved import told_moved
-from placer.export.placed_modules import PlacedModules, is_inside
+from placer.exports.format import FormatOutput
+from placer.exports.placed_modules import PlacedModules, is_inside, stacks
+from placer.exports.renaming import ExportError
 
 EXPERTS = "experts"
 WEIGHTS = r"ffn_(up|down|gate|gate_up)_(ch|)exps\."
 
 
-def override_regex(placed: PlacedModules) -> Exported:
+def override_patterns(placed: PlacedModules) -> FormatOutput:
     """Return one pattern per device with experts; all other tensors are left to llama.cpp.
 
     Raises:
@@ -36,12 +34,7 @@ def override_regex(placed: PlacedModules) -> Exported:
         for buffer, layers in sorted(layers_on.items())
     ]
     home = {module: device_of[layer] for layer, modules in experts.items() for module in modules}
-    runs_on = placed.by_module(home)
-    told = told_moved(placed, runs_on, home, "the experts of a layer are in one buffer")
-    is_as_placed = not told
-    if placed.price is not None:
-        told += placed.price.told(runs_on, moved=not is_as_placed)
-    return Exported(is_as_placed=is_as_placed, content=",".join(patterns), remarks=tuple(told))
+    return FormatOutput(content=",".join(patterns), runs_on=placed.by_module(home))
 
 
 def _experts(placed: PlacedModules) -> dict[int, list[str]]:

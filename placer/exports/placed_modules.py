@@ -1,14 +1,17 @@
-"""A placement of ops by module: the device with most of the work of each module."""
+"""A placement of ops by module: the device with most of the work of each module.
+
+Modules are named by their path in the model; a layer is a member of a stack of layers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from torch import nn
 
+from envs.backend import StepResult
 from envs.cluster import Cluster, Device
 from envs.host_names import is_core
 from envs.placement import Placement
@@ -16,13 +19,11 @@ from graphs.extract import Extraction, Step
 from graphs.extract.call_graph import call_graph
 from graphs.extract.extraction import ties_of
 from graphs.graph import PHASES, GraphArrays
-from placer.export.call_keys import call_keys
-from placer.export.renaming import check_renamed, why_no_torch
-
-if TYPE_CHECKING:
-    from placer.export.price import Price
+from placer.exports.renaming import RenamingError, check_renamed, unknown_devices
 
 FORWARD, BACKWARD = PHASES.index("forward"), PHASES.index("backward")
+PredictStep = Callable[[Mapping[str, str]], StepResult]
+"""Predicts the step if calls run on {call: device}."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,17 +43,17 @@ class PlacedModules:
     """The forward ops of a placed step in program order, and their model.
 
     ``backward`` are the backward ops; if modules are placed, they run with their forward calls.
-    ``main_device`` is the device of the model's inputs, None if the format decides. ``price``
-    predicts steps of coarser placements, None if unknown (:mod:`placer.export.price`). ``no_torch``
-    is a message about devices that torch lacks, or "".
+    ``main_device`` is the device of the model's inputs, None if the format decides.
+    ``predict_step`` predicts the step if calls run on {call: device}, None if costs are unknown.
+    ``renaming_needed`` is a message about devices that torch lacks, or "".
     """
 
     extraction: Extraction
     ops: tuple[PlacedOp, ...]
     backward: tuple[PlacedOp, ...] = ()
     main_device: str | None = None
-    no_torch: str = ""
-    price: Price | None = None
+    renaming_needed: str = ""
+    predict_step: PredictStep | None = None
 
     @classmethod
     def of(
@@ -62,7 +63,7 @@ class PlacedModules:
         *,
         renamed: Mapping[str, str] | None = None,
         main_device: str | None = None,
-        price: Price | None = None,
+        predict_step: PredictStep | None = None,
     ) -> PlacedModules:
         """Return a placement by the modules of the model it was made for.
 
@@ -71,7 +72,7 @@ class PlacedModules:
             placement: of its ops (devices ``core:N``) or of its calls (``cuda:N``, ``cpu``).
             renamed: {device of the placement: device to export}.
             main_device: device of the model's inputs.
-            price: predicts steps of coarser placements.
+            predict_step: predicts the step if calls run on {call: device}.
 
         Raises:
             RenamingError: ``renamed`` names devices that do not exist.
@@ -100,15 +101,16 @@ class PlacedModules:
             )
             of_phase[graph.phase[i]].append(own)
         ops = of_phase[FORWARD]
-        found = cls(
+        return cls(
             extraction=extraction,
             ops=tuple(ops),
             backward=tuple(of_phase[BACKWARD]),
             main_device=main_device,
-            price=price,
+            renaming_needed=unknown_devices(
+                {op.device for op in ops}, names, placement.device_names
+            ),
+            predict_step=predict_step,
         )
-        missing = why_no_torch({op.device for op in ops}, names, placement.device_names)
-        return replace(found, no_torch=missing)
 
     @property
     def step(self) -> Step:
@@ -119,6 +121,15 @@ class PlacedModules:
     def model(self) -> nn.Module:
         """Return the placed model."""
         return self.step.model
+
+    def check_torch_devices(self) -> None:
+        """Check that torch has the devices of all forward ops.
+
+        Raises:
+            RenamingError: torch lacks one; the message says how to rename it.
+        """
+        if self.renaming_needed:
+            raise RenamingError(self.renaming_needed)
 
     @cached_property
     def _work(self) -> dict[str, dict[str, tuple[int, int]]]:
@@ -155,16 +166,14 @@ class PlacedModules:
             found = self.majority([module])
         return found or self.ops[0].device
 
-    def moved(self, runs_on: Mapping[str, str]) -> tuple[PlacedOp, ...]:
-        """Return the forward ops off their device in the placement if calls run on {call: device}.
+    def moved_ops(self, runs_on: Mapping[str, str]) -> list[PlacedOp]:
+        """Return the ops off their device in the placement if calls run on {call: device}.
 
-        Ops of other calls count as not moved.
+        Backward ops run with their forward call. Ops of other calls count as not moved.
         """
-        return _elsewhere(self.ops, runs_on)
-
-    def moved_backward(self, runs_on: Mapping[str, str]) -> tuple[PlacedOp, ...]:
-        """Return the backward ops off their device in the placement; see :meth:`moved`."""
-        return _elsewhere(self.backward, runs_on)
+        return [
+            op for op in (*self.ops, *self.backward) if runs_on.get(op.call, op.device) != op.device
+        ]
 
     def by_module(self, device_of: Mapping[str, str]) -> dict[str, str]:
         """Return {call: device} for calls in the modules of {module: device}."""
@@ -250,8 +259,58 @@ def is_inside(module: str, outer: str) -> bool:
     return not outer or module == outer or module.startswith(outer + ".")
 
 
-def _elsewhere(ops: Iterable[PlacedOp], runs_on: Mapping[str, str]) -> tuple[PlacedOp, ...]:
-    return tuple(op for op in ops if runs_on.get(op.call, op.device) != op.device)
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """A list of layers of one class: path of the list and of its members, in order."""
+
+    path: str
+    layers: tuple[str, ...]
+
+
+def stacks(model: nn.Module) -> list[Stack]:
+    """Return outermost stacks: ModuleLists or Sequentials of two or more modules of one class.
+
+    >>> stacks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    [Stack(path='', layers=('0', '1'))]
+    """
+    found: list[Stack] = []
+    for path, module in model.named_modules():
+        if any(is_inside(path, known.path) for known in found):
+            continue
+        members = list(module.children())
+        is_list = isinstance(module, nn.ModuleList | nn.Sequential)
+        if is_list and len(members) > 1 and len({type(member) for member in members}) == 1:
+            prefix = f"{path}." if path else ""
+            found.append(Stack(path, tuple(prefix + name for name, _ in module.named_children())))
+    return found
+
+
+def layer_of(module: str, found: list[Stack]) -> str | None:
+    """Return the layer that contains a module, None if there is none."""
+    return next(
+        (layer for stack in found for layer in stack.layers if is_inside(module, layer)), None
+    )
+
+
+def call_keys(extraction: Extraction, graph: GraphArrays) -> tuple[str, ...]:
+    """Return the key of each op's forward call, (N,).
+
+    For a step that was not exported, the key is the id of the op's forward op. ``graph`` has the
+    ops or the calls of the extraction.
+    """
+    own = tuple(extraction.graph)
+    if graph.ids == own and extraction.own_forward is not None:
+        return extraction.call_of
+    if graph.ids == own:
+        return tuple(
+            own[i if source is None else source] for i, source in enumerate(extraction.forward_of)
+        )
+    return tuple(map(_forward_id, graph.ids, graph.phase.tolist()))
+
+
+def _forward_id(op_id: str, phase: int) -> str:
+    module, _, op = op_id.rpartition(":")
+    return f"{module}:{op.removeprefix(f'{PHASES[phase]}/')}"
 
 
 def _graph_of(extraction: Extraction, placement: Placement) -> GraphArrays:

@@ -1,4 +1,4 @@
-"""Cost of an export, given as the predicted step time."""
+"""The predicted steps of a placement and of its export."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ from graphs.extract import Extraction, Step, extract
 from graphs.extract.call_graph import call_graph
 from graphs.graph import GraphArrays, attributes_of
 from placer.cli.main import main
-from placer.export.call_keys import call_keys
-from placer.export.device_map import device_map
-from placer.export.layer_counts import layer_counts
-from placer.export.placed_modules import PlacedModules
-from placer.export.price import coarsened, price_of
+from placer.exports.device_map import device_map
+from placer.exports.format import FormatOutput, StepPredictor, export_extracted
+from placer.exports.layer_counts import layer_counts
+from placer.exports.pipelining import pipeline
+from placer.exports.placed_modules import PlacedModules, call_keys
+from placer.exports.renaming import ExportError
 from placer.milliseconds import milliseconds
 
 torch.set_num_threads(1)
@@ -78,15 +79,10 @@ def calls_on(extraction: Extraction, device_of: dict[str, str]) -> dict[str, str
 def test_ops_go_where_their_call_is_and_others_stay() -> None:
     extraction = block()
     problem = problem_of(extraction)
-    placed = alternating(extraction).aligned(problem.graph, problem.cluster)
-    calls = calls_on(extraction, {"0": "gpu one", "1": "gpu two"})
-    found = coarsened(
-        problem,
-        placed,
-        call_keys(extraction, problem.graph),
-        calls,
-        {"cuda:0": "gpu one", "cuda:1": "gpu two"},
-    )
+    renamed = {"cuda:0": "gpu one", "cuda:1": "gpu two"}
+    predictor = StepPredictor.of(problem, alternating(extraction), extraction, renamed)
+    placed = predictor.placement
+    found = predictor.exported_placement(calls_on(extraction, {"0": "gpu one", "1": "gpu two"}))
     for module, before, after in zip(
         problem.graph.modules, placed.devices, found.devices, strict=True
     ):
@@ -116,60 +112,31 @@ def placed_on(problem: Problem, *devices: int) -> Placement:
     return Placement.of(problem.graph, problem.cluster, np.array(devices), np.zeros(len(devices)))
 
 
-def numbers(told: str) -> list[str]:
-    return re.findall(r"[\d.]+(?: ms|%|x)", told)
-
-
-def test_the_price_is_the_step_of_the_exported_placement_over_that_of_the_placement() -> None:
+def test_the_steps_as_placed_and_as_exported_are_predicted() -> None:
     extraction = four_calls()
     problem = problem_of(extraction)
+    predictor = StepPredictor.of(problem, placed_on(problem, 0, 1, 0, 1), extraction)
     halves = calls_on(extraction, {"0": "cuda:0", "1": "cuda:1"})
-    price = price_of(problem, placed_on(problem, 0, 1, 0, 1), extraction, {})
-    (told,) = price.told(halves)
-    assert numbers(told) == ["5.000 ms", "28.6%", "7.000 ms", "0.80x", "0.57x"]
-    assert told.endswith("not worth it")
-    (told,) = price.told(halves, single_step=False)
-    assert numbers(told) == ["5.000 ms", "28.6%", "7.000 ms"]
-    price = price_of(problem, placed_on(problem, 0, 0, 0, 0), extraction, {})
-    (told,) = price.told(calls_on(extraction, {"": "cuda:1"}))
-    assert numbers(told)[-2:] == ["1.00x", "1.00x"]
-    (told,) = price.told(halves, moved=False)
-    assert numbers(told)[:3] == ["5.000 ms", "25.0%", "4.000 ms"]
-    assert price.told(calls_on(extraction, {"": "cuda:1"}), moved=False) == []
+    assert predictor.placed_step.step_s == pytest.approx(7 * MILLISECOND)
+    assert predictor.step(halves).step_s == pytest.approx(5 * MILLISECOND)
+    assert predictor.step(calls_on(extraction, {"": "cuda:1"})).step_s == pytest.approx(
+        4 * MILLISECOND
+    )
 
 
-def test_a_price_for_devices_of_another_kind_says_whose_costs_it_has() -> None:
-    extraction = four_calls()
-    problem = problem_of(extraction)
-    stand_for = {"cuda:0": "cpu", "cuda:1": "xpu:0"}
-    price = price_of(problem, placed_on(problem, 0, 1, 0, 1), extraction, stand_for)
-    halves = calls_on(extraction, {"0": "cpu", "1": "xpu:0"})
-    step, costs = price.told(halves)
-    assert "5.000 ms" in step
-    assert "costs of cuda:0, cuda:1" in costs
-    swapped = {"cuda:0": "cuda:1", "cuda:1": "cuda:0"}
-    price = price_of(problem, placed_on(problem, 0, 1, 0, 1), extraction, swapped)
-    assert len(price.told(calls_on(extraction, {"0": "cuda:1", "1": "cuda:0"}))) == 1
-
-
-def test_what_wins_back_most_of_a_loss_is_known() -> None:
-    extraction = four_calls()
-    problem = problem_of(extraction)
-    price = price_of(problem, placed_on(problem, 0, 0, 0, 0), extraction, {})
-    first, *_, last = problem.graph.ids
-    two = {first: "cuda:1", last: "cuda:1"}  # two changes of device
-    assert price.is_won_back(two, {})
-    assert not price.is_won_back(two, {first: "cuda:1"}), "half is not most"
-    assert not price.is_won_back({}, {})
-
-
-def test_an_export_that_does_not_fit_is_told_so_although_nothing_is_moved() -> None:
+def test_an_export_that_does_not_fit_into_memory_says_so() -> None:
     extraction = block()
     problem = problem_of(extraction, memory_bytes=400)  # one layer with its gradients is 160 bytes
     placement = cut_placement(extraction, NAMES, ("1",), of_calls=True)
-    price = price_of(problem, placement, extraction, {})
-    (told,) = price.told(calls_on(extraction, {"": "cuda:0"}), moved=False)
-    assert "impossible: cuda:0 needs " in told
+
+    def on_one_device(placed: PlacedModules) -> FormatOutput:
+        return FormatOutput(content="", runs_on=placed.by_module({"": "cuda:0"}))
+
+    found = export_extracted(on_one_device, extraction, placement, problem=problem)
+    assert found.exported_step is not None
+    assert not found.exported_step.feasible
+    assert "impossible as exported: cuda:0 needs " in found.summary[1]
+    assert found.to_dict()["exported_step"]["step_s"] is None
 
 
 def two_branches() -> Extraction:
@@ -184,10 +151,10 @@ def two_branches() -> Extraction:
 
 
 @pytest.mark.parametrize(
-    ("apart", "advised"), [("right", ["right"]), ("", [])], ids=["a-branch", "everything"]
+    ("apart", "modules"), [("right", ["right"]), ("", [])], ids=["a-branch", "everything"]
 )
-def test_modules_are_to_be_held_together_only_where_that_is_predicted_to_win(
-    apart: str, advised: list[str]
+def test_modules_are_to_be_kept_together_only_where_that_is_predicted_to_win(
+    apart: str, modules: list[str]
 ) -> None:
     extraction = two_branches()
     nodes = [attributes_of(extraction.graph, op) for op in extraction.graph]
@@ -195,19 +162,15 @@ def test_modules_are_to_be_held_together_only_where_that_is_predicted_to_win(
         int(node["phase"] == "backward" and node["module"].startswith(apart)) for node in nodes
     ]
     placement = placement_of(extraction.graph, NAMES, devices)
-    price = price_of(problem_of(extraction, of_calls=False), placement, extraction, {})
-    found = device_map(PlacedModules.of(extraction, placement, price=price))
+    problem = problem_of(extraction, of_calls=False)
+    found = export_extracted(device_map, extraction, placement, problem=problem)
     assert found.content == {"": 0}
-    assert any(re.search("1.00x as fast as .* not worth it", told) for told in found.remarks)
-    advice = [remark for remark in found.remarks if "--keep-together" in remark]
-    assert re.findall(r"--keep-together (\w+)", "".join(advice)) == advised
-    if advice:
-        held = price.step(calls_on(extraction, {"left": "cuda:0", "right": "cuda:1"}))
-        assert f"is then predicted to take {milliseconds(held.step_s)} ms" in advice[0]
-    assert not any(
-        "--keep-together" in remark
-        for remark in device_map(PlacedModules.of(extraction, placement)).remarks
-    )
+    assert re.findall(r"--keep-together (\w+)", found.remedy) == modules
+    if modules:
+        predictor = StepPredictor.of(problem, placement, extraction)
+        held = predictor.step(calls_on(extraction, {"left": "cuda:0", "right": "cuda:1"}))
+        assert f"{milliseconds(held.step_s)} ms as exported" in found.remedy
+    assert export_extracted(device_map, extraction, placement).remedy == ""
 
 
 def test_no_step_is_predicted_where_only_the_layers_are_followed() -> None:
@@ -216,13 +179,13 @@ def test_no_step_is_predicted_where_only_the_layers_are_followed() -> None:
     model.norm = nn.LayerNorm(4)
     extraction = extract(Step.of(model, torch.ones(2, 4), training=False))
     problem = problem_of(extraction)
-    price = price_of(problem, placed_on(problem, 0, 1, 0), extraction, {})
-    placed = PlacedModules.of(extraction, price.placed, price=price)
-    found = layer_counts(placed)
+    placement = placed_on(problem, 0, 1, 0)
+    found = export_extracted(layer_counts, extraction, placement, problem=problem)
     assert found.content["counts"] == [1, 1]
-    around, *_, told = found.remarks
-    assert "and then norm is on cuda:0 again" in around
-    assert told.startswith("no step is predicted")
+    assert found.placed_step is not None
+    assert found.exported_step is None
+    with pytest.raises(ExportError, match="and then norm is on cuda:0 again"):
+        export_extracted(pipeline, extraction, placement)
 
 
 def test_joined_modules_are_where_the_step_is_predicted_to_be_fastest() -> None:
@@ -233,15 +196,15 @@ def test_joined_modules_are_where_the_step_is_predicted_to_be_fastest() -> None:
     extraction = extract(Step.of(model, torch.ones(2, 4), training=False))
     graph = call_graph(extraction).graph
     placement = placement_of(graph, NAMES, [int(op.startswith("right")) for op in graph])
-    price = price_of(problem_of(extraction), placement, extraction, {})
-    by_work = device_map(PlacedModules.of(extraction, placement)).content
-    assert by_work == {"left.0": 0, "left.2": 1, "right": 1, "head": 0}
-    found = device_map(PlacedModules.of(extraction, placement, price=price)).content
-    assert found == {"left": 0, "right.0": 1, "right.2": 0, "head": 0}
+    by_work = export_extracted(device_map, extraction, placement)
+    assert by_work.content == {"left.0": 0, "left.2": 1, "right": 1, "head": 0}
+    problem = problem_of(extraction)
+    fastest = export_extracted(device_map, extraction, placement, problem=problem)
+    assert fastest.content == {"left": 0, "right.0": 1, "right.2": 0, "head": 0}
 
 
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
-def test_the_price_of_what_was_optimized_heeds_the_demands_of_its_user() -> None:
+def test_pins_of_an_optimization_count_as_exported_too() -> None:
     cores = tuple(f"core:{core}" for core in CORES[:2])
     devices = tuple(
         Device(
@@ -270,10 +233,12 @@ def test_the_price_of_what_was_optimized_heeds_the_demands_of_its_user() -> None
         ),
     )
     renamed = dict(zip(cores, NAMES, strict=True))
-    exported = placer.export_placement(step.model, found, "device-map", renamed=renamed)
+    exported = placer.export(found, "device-map", renamed=renamed)
     assert exported.content == {"0": 0, "1": 1}
-    *_, told = (remark for remark in exported.remarks if "predicted" in remark)
-    assert f"impossible: op '0:sin' is on {cores[0]}, but may only run on {cores[1]}" in told
+    assert exported.exported_step is not None
+    assert exported.exported_step.why == (
+        f"op '0:sin' is on {cores[0]}, but may only run on {cores[1]}"
+    )
 
 
 MODEL = """
@@ -304,13 +269,9 @@ def test_the_command_holds_exports_to_the_memory_that_it_is_given(
     command = ["export", str(given), f"{model}:build", "--format", "device-map"]
     command += ["--as", f"{core}=cuda:0", "--memory"]
     assert main([*command, f"{core}=300B"]) == 0
-    assert "give --predict" in capsys.readouterr().err
-    assert main([*command, f"{core}=300B", "--predict"]) == 0
-    told = capsys.readouterr()
-    assert f"no step is predicted, since as placed {core} needs " in told.err
-    assert "but has 300 B" in told.err
-    assert main([*command, f"{core}=1MB", "--predict"]) == 0
-    assert capsys.readouterr().err == ""
+    assert re.search(r"impossible as exported: .* has 300 B", capsys.readouterr().err)
+    assert main([*command, f"{core}=1MB"]) == 0
+    assert "impossible" not in capsys.readouterr().err
     assert main([*command, "core:99=1MB"]) == 2
     assert "core:99" in capsys.readouterr().err
 
@@ -332,14 +293,11 @@ def test_the_command_predicts_on_the_devices_of_the_placement(
     command = ["export", str(given), f"{model}:build", "--format", "device-map", "--as", renamed]
     assert main(command) == 0
     plain = capsys.readouterr()
-    assert "a step is predicted" not in plain.err
-    assert "give --predict, too" in plain.err
-    runs = f"torchrun --nproc-per-node=1 -m placer.run {model}:build --placement {given} --steps"
-    assert runs in plain.err
+    assert "predicted step" not in plain.err
     assert main([*command, "--predict"]) == 0
-    priced = capsys.readouterr()
-    assert "as exported a step is predicted to take " in priced.err
-    assert priced.out == plain.out
+    predicted = capsys.readouterr()
+    assert f"predicted step on {', '.join(cores)}: " in predicted.err
+    assert predicted.out == plain.out
     cached = calibrated_before(discover(",".join(cores)))
     assert cached is not None
     signatures = op_signatures(extraction.program)
@@ -349,5 +307,4 @@ def test_the_command_predicts_on_the_devices_of_the_placement(
     CostCache().store(conditions_of(cached.devices[0]), calm)
     assert main(command) == 0
     known = capsys.readouterr()
-    assert "as exported a step is predicted to take " in known.err
-    assert "--predict" not in known.err
+    assert "predicted step on " in known.err

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from placed_at_random import placement_of, random_placement
-from test_export_price import NAMES, problem_of
+from test_export_prediction import NAMES, problem_of
 from tiny_models import Plain, squared
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -20,10 +20,10 @@ from vdev import vdev
 from graphs.extract import Extraction, Step, extract
 from graphs.extract.call_graph import call_graph
 from placer.device_map import DeviceMap
-from placer.export.device_flow import flow
-from placer.export.device_map import device_map
-from placer.export.placed_modules import PlacedModules
-from placer.export.price import price_of
+from placer.exports.device_map import device_map
+from placer.exports.dry_run import flow
+from placer.exports.format import StepPredictor, export_extracted
+from placer.exports.placed_modules import PlacedModules
 
 torch.set_num_threads(1)
 accelerate = pytest.importorskip("accelerate")
@@ -125,24 +125,20 @@ def test_calls_run_where_accelerate_runs_them_and_what_it_cannot_run_is_found() 
 
 @without_cuda
 @pytest.mark.parametrize("by", ["op", "module"])
-def test_an_export_tells_how_many_ops_accelerate_runs_elsewhere_than_placed(by: str) -> None:
-    extraction, ran, told = outer(), 0, 0
+def test_an_export_counts_the_ops_that_accelerate_runs_elsewhere_than_placed(by: str) -> None:
+    extraction, ran, moving = outer(), 0, 0
     for seed in range(12):
         placement = random_placement(extraction, ("cpu", "vdev:0"), seed, by=by)
         placed = PlacedModules.of(extraction, placement, main_device="cpu")
-        found = device_map(placed)
+        found = export_extracted(device_map, extraction, placement, main_device="cpu")
         if len(set(found.content.values())) == 1:
             continue
         seen = dispatched(extraction, found.content)
         moved = sum(seen[op.call] != op.device for op in placed.ops)
-        remarks = [text for text in found.remarks if "forward ops" in text]
-        assert [text.startswith(f"{moved} of {len(placed.ops)} ") for text in remarks] == [
-            True for _ in range(moved > 0)
-        ]
-        assert found.is_as_placed == (moved == 0)
+        assert (found.moved_op_count, found.op_count) == (moved, len(placed.ops))
         ran += 1
-        told += moved > 0
-    assert min(ran, told) >= 3
+        moving += moved > 0
+    assert min(ran, moving) >= 3
 
 
 def chain(*, training: bool = False) -> Extraction:
@@ -154,19 +150,20 @@ def chain(*, training: bool = False) -> Extraction:
     return extract(Step.of(model, inputs, squared if training else None, training=training))
 
 
-def test_functions_outside_of_modules_are_told_with_where_they_would_run_and_priced_there() -> None:
+def test_functions_outside_of_modules_count_where_they_would_run() -> None:
     extraction = chain()
-    problem = problem_of(extraction)
     placement = placement_of(call_graph(extraction).graph, NAMES, [0, 1, 0, 1])
-    price = price_of(problem, placement, extraction, {})
-    found = device_map(PlacedModules.of(extraction, placement, price=price))
+    found = export_extracted(device_map, extraction, placement, problem=problem_of(extraction))
     assert found.content == {"first": 0, "second": 1}
-    assert not found.is_as_placed
-    moved, priced = found.remarks
-    assert moved.startswith("1 of 4 forward ops")
-    assert "the code of the model (cuda:1 -> cuda:0)" in moved
+    assert (found.moved_op_count, found.op_count) == (1, 4)
     # Four ops of 1 ms; three device changes become one.
-    assert "5.000 ms, 28.6% less than the 7.000 ms" in priced
+    assert found.placed_step is not None
+    assert found.exported_step is not None
+    assert (found.placed_step.step_s, found.exported_step.step_s) == (0.007, 0.005)
+    assert found.summary == [
+        "1 of 4 ops run elsewhere than placed",
+        "predicted step on cuda:0, cuda:1: 7.000 ms as placed, 5.000 ms as exported",
+    ]
 
 
 def test_a_loss_is_computed_where_the_output_is_returned_but_is_no_part_of_the_map() -> None:
@@ -175,28 +172,29 @@ def test_a_loss_is_computed_where_the_output_is_returned_but_is_no_part_of_the_m
     problem = problem_of(extraction)
     on_second = [int("sub" in op or "pow" in op or "mean" in op) for op in graph]
     placement = placement_of(graph, NAMES, on_second)
-    price = price_of(problem, placement, extraction, {})
-    found = device_map(PlacedModules.of(extraction, placement, price=price))
+    found = export_extracted(device_map, extraction, placement, problem=problem)
     assert found.content == {"": 0}
-    assert found.is_as_placed
+    assert found.moved_op_count == 0
     assert set(flow(extraction.forward, extraction.step, {"": "cuda:0"}, "cuda:0").of_loss) == {
         op for op, device in zip(graph, on_second, strict=True) if device and "backward" not in op
     }
-    assert price.step({"second:linear": "cuda:0"}).step_s == price.as_placed.step_s
+    predictor = StepPredictor.of(problem, placement, extraction)
+    assert predictor.step({"second:linear": "cuda:0"}).step_s == predictor.placed_step.step_s
 
 
 def test_what_a_map_has_on_the_cpu_beside_an_accelerator_is_computed_there() -> None:
     extraction = chain()
-    placement = placement_of(call_graph(extraction).graph, ("cuda:0", "cpu"), [0, 0, 0, 1])
-    found = device_map(PlacedModules.of(extraction, placement))
-    assert found.content == {"first": 0, "second": "cpu"}
-    assert not found.is_as_placed
-    assert "second (cpu -> cuda:0)" in found.remarks[0]
     on_gpus = placement_of(call_graph(extraction).graph, NAMES, [0, 0, 0, 1])
-    renamed = {"cuda:1": "cpu"}
-    price = price_of(problem_of(extraction), on_gpus, extraction, renamed)
-    priced = device_map(PlacedModules.of(extraction, on_gpus, renamed=renamed, price=price))
-    assert priced.remarks[1].startswith("no step is predicted")
+    found = export_extracted(
+        device_map,
+        extraction,
+        on_gpus,
+        problem=problem_of(extraction),
+        renamed={"cuda:1": "cpu"},
+    )
+    assert found.content == {"first": 0, "second": "cpu"}
+    assert found.moved_op_count == 1
+    assert found.exported_step is None, "sending the weights in every step takes time, too"
 
 
 def test_the_code_around_nested_modules_of_a_map_is_followed() -> None:
