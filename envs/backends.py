@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from contextlib import ExitStack
 from typing import Final
 
@@ -10,6 +9,7 @@ from envs.backend import Backend
 from envs.problem import Problem
 from envs.runtime import Runtime
 from envs.simulator import Simulated
+from graphs.names import suggestion
 
 BACKENDS: Final = ("simulated", "measured")
 
@@ -37,11 +37,9 @@ def backend_named(
         OSError: there is too little memory, or too many processes or open files.
     """
     if name not in BACKENDS:
-        near = difflib.get_close_matches(name, BACKENDS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(
             f"there is no backend {name!r}, there are {', '.join(BACKENDS)}, and any object with a "
-            f"method evaluate{hint}"
+            f"method evaluate{suggestion(name, BACKENDS)}"
         )
     if name == "simulated":
         return Simulated(problem)

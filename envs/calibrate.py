@@ -70,8 +70,8 @@ class Calibration:
         except (OSError, ValueError):
             return None
         pairs = itertools.permutations(self.devices.names, 2)
-        whole = all(known.link_between(*pair) for pair in pairs)
-        return known if whole and known.names == self.devices.names else None
+        same = known.names == self.devices.names
+        return known if same and all(known.link_between(*pair) for pair in pairs) else None
 
     def measured(self) -> Cluster:
         """Measure the cluster, and store it unless other processes used the cores meanwhile.

@@ -22,12 +22,12 @@ from placer.policies.summary import FEATURES, summarise
 from placer.policies.training import scores, train
 from placer.policies.training.config import Ppo
 from placer.policies.training.scores import untrained_scores
+from placer.search.annealing.moves import below, exponential, seeded, uniform
 from placer.search.budget import Budget
 from placer.search.decoder import HEFT, WEIGHT_COUNT
 from placer.search.heuristics import HEFT_NAME, heuristics
 from placer.search.judge import Judge
 from placer.search.portfolio import search
-from placer.search.randomness import below, exponential, seeded, uniform
 
 torch.set_num_threads(1)
 

@@ -25,11 +25,10 @@ from envs.reduction import Reduction
 from envs.replica_set import Batch, Replicas
 from graphs.extract import Step
 from placer import run
+from placer.job import Job, SearchConfig
 from placer.parallel.state_file import read_state
-from placer.pipeline import Options
 from placer.replica_plan import Replication
-from placer.replication import plan_step
-from placer.search.budget import Budget
+from placer.replication import plan_job
 from placer.target import load_function, load_step
 
 NORM = "nn.BatchNorm1d(16), "  # its statistics are per pass
@@ -127,8 +126,13 @@ def planned(target: str, path: Path, names: Sequence[str], wanted: Replication) 
     )
     link = Link(between=tuple(names), latency_s=1e-5, bandwidth_bytes_per_s=1e10)
     cluster = replace(cluster, devices=devices, links=(link,))
-    options = Options(budget=Budget(evaluations=50), measure=False)
-    found = plan_step(load_step(target, training=True), cluster, options, wanted).found
+    job = Job(
+        source=load_step(target, training=True),
+        cluster=cluster,
+        search=SearchConfig(policy=None, budget="50e"),
+        replicas=wanted,
+    )
+    found = plan_job(job).found
     found.save(path)
     assert found.placement.replicas is not None
     return found.placement.replicas

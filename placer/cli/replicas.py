@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from placer.cli.arguments import count, extraction_to_dict, run_options
 
 if TYPE_CHECKING:
-    from envs.cluster import Cluster
-    from graphs.extract import Step
-    from placer.pipeline import Options
     from placer.replica_plan import ReplicaPlan, Replication
-    from placer.report.progress import Progress
 
 AUTO: Final = "auto"
 ALGORITHMS: Final = (
@@ -66,7 +61,7 @@ def add_replicas(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="RATE",
         help="bytes of gradients that a replica turns into that payload, and back, in a second; "
-        "benchmarks.slow_network measures it (default: that takes no time)",
+        "`python -m benchmarks slow_network` measures it (default: that takes no time)",
     )
     group.add_argument(
         "--average-every",
@@ -83,23 +78,18 @@ def add_replicas(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def check_replicas(args: argparse.Namespace) -> None:
-    """Check that the options are consistent with ``--data-parallel``.
+def replication_of(args: argparse.Namespace) -> Replication | None:
+    """Return the requested replication, None without ``--data-parallel``.
 
     Raises:
-        ValueError: an option is not; the message names it.
+        ValueError: an option requires ``--data-parallel``, or contradicts another.
     """
     if args.data_parallel is None:
         for name in OPTIONS:
             if getattr(args, name) is not None:
                 option = f"--{name.replace('_', '-')}"
                 raise ValueError(f"{option} is about replicas: give --data-parallel, too")
-    elif args.pareto:
-        raise ValueError("--pareto weighs single placements: leave --data-parallel out")
-
-
-def wanted_of(args: argparse.Namespace) -> Replication:
-    """Return the requested replication."""
+        return None
     from envs.reduction import Reduction
     from placer.replica_plan import Replication
 
@@ -115,23 +105,6 @@ def wanted_of(args: argparse.Namespace) -> Replication:
         ),
         samples=args.samples,
     )
-
-
-def plan_of(
-    args: argparse.Namespace,
-    cluster: Cluster,
-    options: Options,
-    progress: Progress,
-    load_step: Callable[[], Step],
-) -> ReplicaPlan:
-    """Return the plan for a graph file, or for the step that ``load_step`` returns."""
-    from placer.replication import plan_graph, plan_step
-    from placer.target import is_graph_file, load_graph_target
-
-    wanted = wanted_of(args)
-    if is_graph_file(args.target):
-        return plan_graph(load_graph_target(args.target), cluster, options, wanted, progress)
-    return plan_step(load_step(), cluster, options, wanted, progress)
 
 
 def print_planned(plan: ReplicaPlan, args: argparse.Namespace) -> None:

@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_map_only
 from envs.placement import Placement
 from envs.runtime import tensor_device
 from graphs.extract import Extraction
-from placer.export.pipeline_split import pipeline_stages
-from placer.export.placed_modules import PlacedModules
+from placer.exports.pipelining import pipeline_stages
+from placer.exports.placed_modules import PlacedModules
 from placer.parallel.options import SyncOptions
 from placer.parallel.sync import MakeOptimizer, Setup
 
