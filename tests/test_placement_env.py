@@ -286,7 +286,7 @@ def test_a_model_may_be_placed_by_simulated_steps() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"backend": "mesured"}, "'measured'"),
+        ({"backend": "mesured"}, "did you mean measured"),
         ({"backend": "measured"}, "model="),
         ({"model": nn.Linear(1, 1), "optimizer": "adamax"}, "'adamax'"),
         ({"model": nn.Linear(1, 1), "dtype": "fp8"}, "'fp8'"),
