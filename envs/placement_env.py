@@ -132,7 +132,9 @@ class PlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
             )
         self.render_mode = render_mode
         self.chosen = np.arange(len(self.pool))
-        count = most_devices or max(problem.device_count for problem in self.pool)
+        self._device_count = count = most_devices or max(
+            problem.device_count for problem in self.pool
+        )
         shape = (len(OP_FEATURES) + count * len(DEVICE_FEATURES),)
         self.observation_space = spaces.Box(0.0, LARGEST_FEATURE, shape, np.float32)
         self.action_space = spaces.Discrete(count)
@@ -207,9 +209,9 @@ class PlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
     def action_masks(self) -> NDArray[np.bool_]:
         """Return which devices are valid, (D,); see :meth:`PartialSchedule.mask`."""
         mask = self._schedule.mask()
-        return np.concatenate([mask, np.zeros(int(self.action_space.n) - len(mask), np.bool_)])
+        return np.concatenate([mask, np.zeros(self._device_count - len(mask), np.bool_)])
 
-    def render(self) -> str | None:  # type: ignore[override]  # the base allows arrays only
+    def render(self) -> str | None:
         """Return the schedule of the ops placed so far as text, in mode "ansi"."""
         return str(self._schedule) if self.render_mode == "ansi" else None
 

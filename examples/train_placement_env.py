@@ -10,11 +10,10 @@ env = gymnasium.make("placer/Placement-v0", render_mode="ansi")
 model = MaskablePPO("MlpPolicy", env, n_steps=256, gamma=1.0, seed=0, device="cpu")
 model.learn(3_000)
 
-observation, _ = env.reset(seed=0)
-ended, info = False, {}
-while not ended:
+observation, info = env.reset(seed=0)
+while "step_s" not in info:
     masks = env.get_wrapper_attr("action_masks")()
-    action, _ = model.predict(observation, action_masks=masks, deterministic=True)
-    observation, reward, ended, _, info = env.step(action)
+    action = model.predict(observation, action_masks=masks, deterministic=True)[0]
+    observation, _, _, _, info = env.step(action)
 print(env.render())
 print(f"step: {info['step_s'] * 1e3:.2f} ms, best single device: {info['baseline_s'] * 1e3:.2f} ms")

@@ -10,8 +10,8 @@ env = gymnasium.make("placer/Scheduler-v0", render_mode="ansi")
 model = PPO("MlpPolicy", env, n_steps=128, batch_size=64, seed=0, device="cpu")
 model.learn(2_000)
 
-observation, _ = env.reset(seed=0)
-action, _ = model.predict(observation, deterministic=True)
-_, reward, _, _, info = env.step(action)
+observation = env.reset(seed=0)[0]
+action = model.predict(observation, deterministic=True)[0]
+info = env.step(action)[4]
 print(env.render())
 print(f"step: {info['step_ns'] / 1e6:.2f} ms, HEFT or ETF: {info['reference_ns'] / 1e6:.2f} ms")

@@ -126,7 +126,7 @@ class SchedulerEnv(gym.Env[NDArray[np.float32], NDArray[np.float32]]):
         info = {"step_ns": cost, "reference_ns": item.reference_ns, "family": item.family}
         return self._observe(), reward_of(item, cost), True, False, info
 
-    def render(self) -> str | None:  # type: ignore[override]  # the base allows arrays only
+    def render(self) -> str | None:
         """Return the simulated schedule of the last step as text, in mode "ansi"."""
         if self.render_mode != "ansi":
             return None

@@ -273,7 +273,7 @@ def _trained_on(config: TrainingConfig, curriculum: Curriculum) -> dict[str, Any
     problems = [item.judge.problem for item in curriculum.pool]
     if config.backend == "measured":
         [problem] = problems
-        own = {"graph": problem.graph.name, "devices": list(problem.cluster.names)}
+        own: dict[str, Any] = {"graph": problem.graph.name, "devices": list(problem.cluster.names)}
     else:
         families = dict.fromkeys(family for stage in config.stage for family in stage.families)
         devices = sorted({count for stage in config.stage for count in stage.clusters.devices})
