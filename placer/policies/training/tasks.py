@@ -301,8 +301,7 @@ def _decoders(config: TrainingConfig, curriculum: Curriculum) -> Decoders:
 
 def ratio_of(pool: Sequence[Exercise], info: Mapping[str, Any]) -> float:
     """Return the step time of an episode that ended, relative to the reference of its problem."""
-    step_ns: int = round(info["step_s"] * 1e9)
-    return pool[info["number"]].ratio(step_ns)
+    return pool[int(info["number"])].ratio(round(info["step_s"] * 1e9))
 
 
 def _episodes(network: Any, item: Exercise, devices: int) -> list[float]:
