@@ -10,8 +10,8 @@
         loss = placed.step(batch)
 
 Submodules are imported on first use. If Gymnasium was imported before this package, the
-environments ``placer/Placement-v0``, ``placer/GeneratedPlacement-v0`` and
-``placer/PlacementParams-v0`` are registered; otherwise ``import placer.registration`` does it.
+environments ``placer/Placement-v0`` and ``placer/Scheduler-v0`` are registered; otherwise
+``import placer.registration`` does it.
 """
 
 from __future__ import annotations
