@@ -28,7 +28,7 @@ from envs.simulator import INFEASIBLE_NS
 from placer.search.balance_run import load_compiled_code
 from placer.search.balancing import balance
 from placer.search.budget import Budget
-from placer.search.trivial import trivial_plans
+from placer.search.trivial import layer_split, single_device
 
 CLOSED: Final = 0.02
 
@@ -63,10 +63,9 @@ def main(names: Sequence[str] = (), effort: Effort = SHORT) -> None:
 def report(name: str, effort: Effort) -> float:
     """Print one line and return the gap between the median and the bound."""
     problem = profile_problem(name)
-    plans = dict(trivial_plans(problem))
-    single = [plan for title, plan in plans.items() if title.startswith("single")]
-    single_ns = int(max_load_ns(problem, np.array(single)).min())
-    layers_ns = int(max_load_ns(problem, plans["layer split"])[0])
+    single = np.array([single_device(problem, d) for d in range(problem.device_count)])
+    single_ns = int(max_load_ns(problem, single).min())
+    layers_ns = int(max_load_ns(problem, layer_split(problem))[0])
     found_ns = sorted(searched_ns(problem, effort.search_s, seed) for seed in range(effort.seeds))
     began = time.perf_counter()
     bound_ns, proof = proven(problem, found_ns[0], effort)

@@ -22,7 +22,8 @@ import placer
 from envs.measurement import Measurement
 from graphs.extract import Step
 from graphs.extract.step import LossModule
-from placer.outcome import Optimization, Row
+from placer.result import Result
+from placer.search.candidate import Candidate
 from placer.target import load_step
 
 EXAMPLES = {
@@ -56,7 +57,7 @@ def main() -> None:
         print(f"  executor on one core / eager on one core: {overhead(found, cores[0])}")
 
 
-def report(name: str, found: Optimization) -> None:
+def report(name: str, found: Result) -> None:
     single, best = found.single, found.best
     assert single is not None
     one, two = single.measurement, best.measurement
@@ -80,15 +81,15 @@ def spread(seen: Measurement) -> str:
     )
 
 
-def accuracy(row: Row) -> str:
-    assert row.measurement is not None
+def accuracy(candidate: Candidate) -> str:
+    assert candidate.measurement is not None
     return (
-        f"{row.predicted_s / row.measurement.median_s:.2f} wall, "
-        f"{row.predicted_s / row.measurement.rebuilt_median_s:.2f} rebuilt"
+        f"{candidate.predicted_s / candidate.measurement.median_s:.2f} wall, "
+        f"{candidate.predicted_s / candidate.measurement.rebuilt_median_s:.2f} rebuilt"
     )
 
 
-def overhead(found: Optimization, core: int) -> str:
+def overhead(found: Result, core: int) -> str:
     """Return the time ratios of placed to plain model on one core, results copied back included."""
     assert found.extraction is not None
     assert found.single is not None

@@ -38,9 +38,10 @@ from placer.policies.maskable import maskable_ppo
 from placer.policies.pool import Exercise
 from placer.policies.training.scores import scores
 from placer.search.budget import Budget
-from placer.search.candidate import Candidate, ranked
+from placer.search.candidate import Candidate, Kind, ranked
 from placer.search.compiling import load_compiled_code
 from placer.search.judge import Judge
+from placer.search.request import SearchRequest
 
 POLICIES = ("synthetic-only", "generalist")
 SHORT_S = (0.1, 1.0)
@@ -265,7 +266,9 @@ def _remains(problems: Sequence[Exercise], policy: Policy, seed: int) -> tuple[f
     for item in problems:
         plans = [
             ranked(item.known)[0],
-            Portfolio(policy).place(item.judge.problem, Budget(seconds=1.0), seed)[0],
+            Portfolio(policy).place(
+                SearchRequest(item.judge.problem, Budget(seconds=1.0), seed=seed)
+            )[0],
         ]
         nominal.append([plan.step_ns for plan in plans])
         draws = range(DRAWS * seed, DRAWS * (seed + 1))
@@ -308,9 +311,9 @@ def large(policy: Policy, out: dict[str, Any]) -> None:
     """Run the portfolio on a large graph."""
     began = time.perf_counter()
     problem = Problem.of(flat_layered(LARGE_OPS, 64, seed=3), cluster_of(8))
-    plans = Portfolio(policy).place(problem, Budget(seconds=LARGE_S), 0)
+    plans = Portfolio(policy).place(SearchRequest(problem, Budget(seconds=LARGE_S)))
     spent = time.perf_counter() - began
-    [heft] = [plan for plan in plans if plan.name == "HEFT"]
+    [heft] = [plan for plan in plans if plan.kind is Kind.HEFT]
     ratio = plans[0].step_ns / heft.step_ns
     print(f"{LARGE_OPS:,} ops on 8 devices: {spent:.1f} s, {ratio:.4f} of HEFT ({plans[0].name})")
     out |= {"ops": LARGE_OPS, "spent_s": spent, "to HEFT": ratio}
@@ -321,7 +324,7 @@ def op_by_op(problems: Sequence[Exercise], policy: Policy, out: dict[str, Any]) 
     smallest = min(problems, key=lambda item: item.judge.problem.op_count)
     problem = smallest.judge.problem
     plan = maskable_ppo(problem, Budget(seconds=MASKABLE_S), seed=0)
-    best = Portfolio(policy).place(problem, Budget(seconds=0.1), 0)[0]
+    best = Portfolio(policy).place(SearchRequest(problem, Budget(seconds=0.1)))[0]
     ratios = [smallest.ratio(each.step_ns) for each in (plan, best)]
     print(
         f"{smallest.family}, {problem.op_count} ops: MaskablePPO {ratios[0]:.3f} after "

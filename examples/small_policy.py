@@ -51,7 +51,7 @@ def main() -> None:
             budget="64e",
             progress=False,
         )
-        steps_s = {row.name: row.predicted_s for row in found.rows}
+        steps_s = {candidate.name: candidate.predicted_s for candidate in found.candidates}
         print(f"{name}: {steps_s['policy'] * 1e3:.3f} ms, HEFT: {steps_s['HEFT'] * 1e3:.3f} ms")
 
 

@@ -26,15 +26,19 @@ if TYPE_CHECKING:
     from graphs.optimizer import Optimizer
     from placer.api import optimize, train, weigh_devices
     from placer.applying import apply, export_placement
-    from placer.outcome import Optimization
-    from placer.replica_plan import Replication
+    from placer.replica_plan import ReplicatedResult, Replication
+    from placer.result import Result
+    from placer.search.candidate import Candidate, Kind
 
 __version__ = "0.1.0"
 __all__ = [
-    "Optimization",
+    "Candidate",
+    "Kind",
     "Optimizer",
     "Placement",
+    "ReplicatedResult",
     "Replication",
+    "Result",
     "__version__",
     "apply",
     "export_placement",
@@ -49,10 +53,13 @@ _HOMES = {
     "optimize": "placer.api",
     "train": "placer.api",
     "weigh_devices": "placer.api",
-    "Optimization": "placer.outcome",
     "Optimizer": "graphs.optimizer",
     "Placement": "envs.placement",
+    "Candidate": "placer.search.candidate",
+    "Kind": "placer.search.candidate",
+    "ReplicatedResult": "placer.replica_plan",
     "Replication": "placer.replica_plan",
+    "Result": "placer.result",
 }
 
 refuse_shadows()

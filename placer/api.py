@@ -23,7 +23,6 @@ from graphs.extract import AUTO, Step
 from graphs.optimizer import Optimizer
 from graphs.precision import FULL
 from placer.given import given_from
-from placer.outcome import Optimization
 from placer.pipeline import Options, optimize_step
 from placer.placers import DEFAULT, asks_policy, placer_named
 from placer.placers.placer import Placer
@@ -31,6 +30,7 @@ from placer.policies import GENERALIST, Policy, load
 from placer.replica_plan import Replication
 from placer.replication import plan_step
 from placer.report.progress import Progress, progress_for
+from placer.result import Result
 from placer.search.budget import Budget
 from placer.tradeoff import Tradeoff
 from placer.weighing import weigh_step
@@ -60,7 +60,7 @@ def optimize(
     start_from: Placement | Mapping[str, int | str] | str | Path | None = None,
     replicas: int | str | Replication | None = None,
     progress: bool = True,
-) -> Optimization:
+) -> Result:
     """Find the placement of a model's ops that minimizes the step time.
 
     Args:
@@ -100,8 +100,9 @@ def optimize(
         start_from: warm start: a placement, a Hugging Face device map, or a file of either. It is
             an additional candidate and is always run.
         replicas: train this many replicas of a placement, each on its own devices; ``"auto"``
-            chooses the number; see :class:`placer.Replication` for more options. The result is the
-            placement of one replica; its ``replication`` holds all alternatives. Nothing is run.
+            chooses the number; see :class:`placer.Replication` for more options. Nothing is run.
+            The result is the placement of one replica, a :class:`placer.ReplicatedResult`, whose
+            ``replication`` holds all alternatives.
         progress: show progress on stderr.
 
     Returns:
@@ -142,7 +143,7 @@ def optimize(
         dtype=dtype,
     )
 
-    def found(shown: Progress | None = None) -> Optimization:
+    def found(shown: Progress | None = None) -> Result:
         if wanted is None:
             return optimize_step(step, cluster, options, shown)
         return plan_step(step, cluster, options, wanted, shown).found

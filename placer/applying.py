@@ -30,12 +30,12 @@ from placer.export import format_named
 from placer.export.format import Exported
 from placer.export.placed_modules import PlacedModules
 from placer.export.price import price_of
-from placer.outcome import Optimization
+from placer.result import Result
 
 
 def apply(
     model: nn.Module,
-    placement: Optimization | Placement | str | Path,
+    placement: Result | Placement | str | Path,
     example_inputs: Any = None,
     *,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
@@ -75,7 +75,7 @@ def apply(
             example inputs are missing, or copies cannot overlap on these devices.
         WorkerError: the workers do not start.
     """
-    if isinstance(placement, Optimization) and placement.extraction is not None:
+    if isinstance(placement, Result) and placement.extraction is not None:
         made_for = placement.extraction
         step = replace(made_for.step, model=model, optimizer=Optimizer.of(optimizer))
         same = made_for.step.model is model and made_for.step.optimizer == step.optimizer
@@ -146,7 +146,7 @@ def _placed_module(
 
 def export_placement(
     model: nn.Module,
-    placement: Optimization | Placement | str | Path,
+    placement: Result | Placement | str | Path,
     format: str,
     example_inputs: Any = None,
     *,
@@ -182,7 +182,7 @@ def export_placement(
             example inputs are missing.
     """
     write = format_named(format)
-    if isinstance(placement, Optimization) and placement.extraction is not None:
+    if isinstance(placement, Result) and placement.extraction is not None:
         extraction = placement.extraction
     elif example_inputs is None:
         raise ValueError(
@@ -194,13 +194,13 @@ def export_placement(
         extraction = extract(step, extractor)
     found = _map_of(placement)
     price = None
-    if isinstance(placement, Optimization) and found.graph == placement.problem.graph.hash:
+    if isinstance(placement, Result) and found.graph == placement.problem.graph.hash:
         price = price_of(placement.problem, found, extraction, renamed or {})
     return write(
         PlacedModules.of(extraction, found, renamed=renamed, main_device=main_device, price=price)
     )
 
 
-def _map_of(placement: Optimization | Placement | str | Path) -> Placement:
-    found = placement.placement if isinstance(placement, Optimization) else placement
+def _map_of(placement: Result | Placement | str | Path) -> Placement:
+    found = placement.placement if isinstance(placement, Result) else placement
     return found if isinstance(found, Placement) else Placement.load(Path(found))

@@ -21,7 +21,8 @@ from graphs.graph import GraphArrays
 from placer.export.device_flow import first_conflict, main_device_of
 from placer.export.hooks import Hooks
 from placer.export.placed_modules import around, canonical_paths, parent
-from placer.given import GIVEN, GivenError
+from placer.given import GivenError
+from placer.search.candidate import Kind
 
 MOST_NAMED: Final = 3
 """Number of modules that a message names."""
@@ -106,7 +107,7 @@ class DeviceMap:
             devices[i] = own if group < 0 else home.setdefault(group, own)
         rank = np.empty(len(graph))
         rank[graph.topological] = np.arange(len(graph), 0, -1)
-        return Placement.of(graph, cluster, devices, rank, MadeBy(placer=GIVEN))
+        return Placement.of(graph, cluster, devices, rank, MadeBy(placer=Kind.WARM_START.value))
 
     def _modules(self, path_of: Mapping[str, str]) -> dict[str, str]:
         return {path_of[path]: name for path, name in self.devices.items() if path in path_of}

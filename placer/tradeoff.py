@@ -10,7 +10,8 @@ import numpy as np
 
 from envs.cluster import Cluster
 from envs.problem import Problem
-from placer.outcome import SMALLEST_GAIN, Optimization, extraction_remarks
+from placer.messages import SMALLEST_GAIN, extraction_remarks
+from placer.result import Result
 
 if TYPE_CHECKING:
     from graphs.extract import Extraction
@@ -25,7 +26,7 @@ class Offer:
     """Devices to be rented together, and the best plan found that uses all of them."""
 
     cluster: Cluster
-    found: Optimization | None  # None where nothing fits or can run
+    found: Result | None  # None where nothing fits or can run
     why: str = ""  # nothing does
 
     @property
@@ -80,7 +81,7 @@ class Tradeoff:
         equal = [o for o in self.offers if o.price_per_million_steps <= least * (1 + SMALLEST_GAIN)]
         return min(equal, key=lambda offer: (offer.step_s, offer.price_per_hour))
 
-    def picked(self, pick: Pick) -> Optimization:
+    def picked(self, pick: Pick) -> Result:
         """The plan of the fastest or of the cheapest offer.
 
         Raises:

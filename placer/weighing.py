@@ -20,9 +20,9 @@ from envs.problem import Problem
 from envs.subclusters import Counts, Subclusters, is_part, part_of
 from graphs.coarsen import Coarsened
 from graphs.graph import GraphArrays
+from placer.choose import PlacementError
 from placer.demands import demanded
 from placer.interrupt import Interrupt
-from placer.outcome import PlacementError
 from placer.pipeline import Options, costed_step, grouped, optimize_problem
 from placer.report.progress import Progress, Silent
 from placer.search.budget import Budget

@@ -18,11 +18,12 @@ from envs.simulator import Schedule, Simulated
 from envs.simulator.critical import critical_path
 from envs.simulator.idle import idle_times
 from graphs.graph import PHASES
-from placer.outcome import Optimization, Row
 from placer.pipeline import Options, optimize_step
 from placer.placers import placer_named
 from placer.policies import load
+from placer.result import Result
 from placer.search.budget import Budget
+from placer.search.candidate import Candidate
 from placer.target import load_step
 
 HERE = Path(__file__).resolve().parent
@@ -54,7 +55,7 @@ def main() -> None:
     (HERE / "gain.svg").write_text(gain(found))
 
 
-def placed(budget: str) -> Optimization:
+def placed(budget: str) -> Result:
     """Optimize the quickstart's model on two cores."""
     page = (HERE.parent / "quickstart.md").read_text()
     [source] = re.findall(r"```python\n(# model\.py\n.*?)```", page, re.DOTALL)
@@ -69,7 +70,7 @@ def placed(budget: str) -> Optimization:
         return optimize_step(step, discover("core:0,core:1"), options)
 
 
-def timeline(found: Optimization) -> str:
+def timeline(found: Result) -> str:
     """Return an SVG of the step on one core and as placed: a track per core, one for transfers."""
     assert found.single is not None
     simulated = Simulated(found.problem)
@@ -88,7 +89,7 @@ def timeline(found: Optimization) -> str:
 
 
 def _step(
-    parts: list[str], found: Optimization, row: Row, schedule: Schedule, scale: float, top: float
+    parts: list[str], found: Result, row: Candidate, schedule: Schedule, scale: float, top: float
 ) -> float:
     """Draw one step below ``top`` and return its bottom."""
     graph, names = found.problem.graph, found.problem.cluster.names
@@ -145,9 +146,9 @@ def _step(
     return bottom
 
 
-def gain(found: Optimization) -> str:
+def gain(found: Result) -> str:
     """Return an SVG of all candidates, predicted and measured, and the lower bound."""
-    rows = sorted(found.rows, key=found.step_s)
+    rows = sorted(found.candidates, key=found.step_s)
     longest_s = max(max(row.predicted_s, found.step_s(row)) for row in rows)
     scale = (WIDTH - LEFT - 110) / longest_s
     parts: list[str] = []

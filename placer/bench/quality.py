@@ -16,6 +16,7 @@ from placer.placers.registry import listings, placer_named
 from placer.policies import Policy
 from placer.policies.pool import Exercise
 from placer.search.budget import Budget
+from placer.search.request import SearchRequest
 
 TOO_SLOW: Final = ("exact", "sequence-to-sequence")
 """For graphs of this size: the one proves, the other makes a hundred plans a second."""
@@ -51,7 +52,7 @@ def bound_gaps(
 
 def step_ns(placer: Placer, item: Exercise, budget: Budget, seed: int) -> int:
     """Of the best plan that a placer finds."""
-    return placer.place(item.judge.problem, budget, seed)[0].step_ns
+    return placer.place(SearchRequest(item.judge.problem, budget, seed=seed))[0].step_ns
 
 
 def every_placer(

@@ -20,6 +20,7 @@ from placer.search.candidate import Candidate
 from placer.search.decoder import HEFT, WEIGHT_COUNT
 from placer.search.judge import Judge
 from placer.search.portfolio import SENDERS
+from placer.search.request import SearchRequest
 
 WITH_MOVES = Annealed(senders=SENDERS)
 
@@ -71,7 +72,9 @@ def searched(
     """Ratios of a placer."""
 
     def ratio(item: Exercise, seed: int) -> float:
-        return item.ratio(placer.place(item.judge.problem, budget, seed)[0].step_ns)
+        return item.ratio(
+            placer.place(SearchRequest(item.judge.problem, budget, seed=seed))[0].step_ns
+        )
 
     return Scores(name, np.array([[ratio(p, seed) for p in problems] for seed in range(seeds)]))
 

@@ -15,8 +15,10 @@ from graphs.extract import Step
 from graphs.models import InceptionConfig, InceptionV3, Nmt, NmtConfig, TwoTowers
 from placer.api import optimize
 from placer.bench.table import Table
-from placer.outcome import REBUILT, Optimization, Row
+from placer.messages import CPU_CLOCK
 from placer.report.progress import Progress
+from placer.result import Result
+from placer.search.candidate import Candidate
 
 AUXILIARY_WEIGHT: Final = 0.4
 
@@ -25,7 +27,7 @@ AUXILIARY_WEIGHT: Final = 0.4
 class Steps:
     """Measured training steps of one model, medians in seconds.
 
-    On a busy machine those of one device and of the best are rebuilt from CPU clocks, and
+    On a busy machine those of one device and of the best are CPU-clock times, and
     ``single_wall_s`` and ``best_wall_s`` are not the same.
     """
 
@@ -41,9 +43,9 @@ class Steps:
     predicted_over_measured: Mapping[str, float]  # of every candidate that ran
 
     @classmethod
-    def of(cls, model: str, found: Optimization) -> Steps:
+    def of(cls, model: str, found: Result) -> Steps:
         """The figures of an optimization that ran its candidates."""
-        ran = [row for row in found.rows if row.measurement is not None and row.can_run]
+        ran = [row for row in found.candidates if row.measurement is not None and row.can_run]
         unplaced, single = found.all_cores, found.single
         return cls(
             model=model,
@@ -59,7 +61,7 @@ class Steps:
         )
 
 
-def _wall_s(row: Row | None) -> float:
+def _wall_s(row: Candidate | None) -> float:
     """Median of a candidate by the wall clock; nan where it was not run."""
     seen = row.measurement if row is not None else None
     return seen.median_s if seen is not None else float("nan")
@@ -134,7 +136,7 @@ def measured_steps(
 def step_table(found: Sequence[Steps], devices: str) -> Table:
     """Models with what was measured of them."""
     note = (
-        f"; where it is in brackets, the machine was busy, and what stands before it is {REBUILT}"
+        f"; where it is in brackets, the machine was busy, and the number before it is {CPU_CLOCK}"
     )
     note = note if any(each.best_s != each.best_wall_s for each in found) else ""
     return Table(

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     from envs.discover import discover
     from placer.bench.environment import plain
     from placer.bench.evidence import FULL, QUICK, around_tables, gather
-    from placer.outcome import PlacementError
+    from placer.choose import PlacementError
     from placer.report.console import stdout_console
 
     try:

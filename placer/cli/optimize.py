@@ -5,15 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import os
 import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from placer.cli.arguments import extraction_to_dict
 from placer.cli.duration import foretold, taken
 from placer.cli.failures import (
     BAD_USAGE,
@@ -33,10 +31,10 @@ from placer.missing_file import why_not_read
 if TYPE_CHECKING:
     from envs.cluster import Cluster
     from graphs.extract import Step
-    from placer.outcome import Optimization
     from placer.pipeline import Options
     from placer.replica_plan import ReplicaPlan
     from placer.report.progress import Progress
+    from placer.result import Result
     from placer.tradeoff import Tradeoff
 
 EPILOG = """\
@@ -91,11 +89,11 @@ def run(args: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         return fail(BAD_USAGE, error)
     from graphs.selection import DemandError
+    from placer.choose import PlacementError
     from placer.given import GivenError
-    from placer.outcome import PlacementError
     from placer.report.console import stdout_console
     from placer.report.progress import Timed
-    from placer.report.table import best_line, print_optimization
+    from placer.report.table import print_result
 
     weighed: Tradeoff | None = None
     planned: ReplicaPlan | None = None
@@ -130,11 +128,12 @@ def run(args: argparse.Namespace) -> int:
         elif planned is not None:
             print_planned(planned, args)
         elif args.json:
-            print(json.dumps(_summary(found, args, total_s), allow_nan=False))
+            data = {**found.to_dict(), "total_s": total_s, "out": str(args.out)}
+            print(json.dumps(data, allow_nan=False))
         elif args.quiet:
-            print(best_line(found))
+            print(found)
         else:
-            print_optimization(found, stdout_console())
+            print_result(found, stdout_console(), verbose=args.verbose)
     except KeyboardInterrupt:
         why = why or f"stopped while printing; the placement is in {args.out}"
     except BrokenPipeError:
@@ -148,18 +147,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _tell(
-    found: Optimization,
+    found: Result,
     planned: ReplicaPlan | None,
     args: argparse.Namespace,
     options: Options,
     took: str,
 ) -> None:
     """Print remarks, output files, duration and next steps."""
-    from placer.outcome import extraction_remarks
-
-    if found.extraction is not None and args.json:
-        for remark in extraction_remarks(found.extraction):
-            say(args, remark)
     if found.extraction is not None and options.start_from is not None:
         from placer.device_map import DeviceMap
 
@@ -178,7 +172,7 @@ def _file(args: argparse.Namespace) -> Path:
 
 def _optimize(
     args: argparse.Namespace, cluster: Cluster, options: Options, progress: Progress
-) -> Optimization:
+) -> Result:
     from placer.pipeline import optimize_graph, optimize_step
     from placer.target import is_graph_file, load_graph_target
 
@@ -209,7 +203,7 @@ def _step(args: argparse.Namespace, cluster: Cluster, progress: Progress) -> Ste
     return replace(step, optimizer=Optimizer.of(args.optimizer), dtype=args.dtype)
 
 
-def _write(found: Optimization, args: argparse.Namespace) -> str | None:
+def _write(found: Result, args: argparse.Namespace) -> str | None:
     """Write the placement, timeline and report; return why that failed, or None."""
     from placer.interrupt import uninterrupted
     from placer.report.timeline import write_timeline
@@ -238,7 +232,7 @@ def _least_bytes(target: str) -> int:
     return LEAST_BYTES
 
 
-def _kept_elsewhere(found: Optimization, out: Path) -> str:
+def _kept_elsewhere(found: Result, out: Path) -> str:
     """Save the placement to a temporary file or print it; return where it is."""
     try:
         other = Path(tempfile.gettempdir()) / f"{out.stem}-{os.urandom(4).hex()}{out.suffix}"
@@ -262,7 +256,7 @@ def _foretold(args: argparse.Namespace, cluster: Cluster, options: Options) -> s
     )
 
 
-def _talk(found: Optimization, args: argparse.Namespace, took: str) -> str:
+def _talk(found: Result, args: argparse.Namespace, took: str) -> str:
     talk = [f"placement: {args.out}"]
     if args.timeline is not None:
         talk.append(f"timeline: {args.timeline} (opens in ui.perfetto.dev)")
@@ -272,32 +266,8 @@ def _talk(found: Optimization, args: argparse.Namespace, took: str) -> str:
     talk += [took, f"seed {args.seed}"]
     if found.stopped:
         talk.insert(0, "stopped early, this is the best so far")
+    hidden = len(found.remarks) - len(found.main_remarks)
+    has_table = not (args.json or args.pareto or args.data_parallel is not None)
+    if hidden and has_table and not args.verbose:
+        talk.append(f"--verbose prints {hidden} more remark{'s'[: hidden > 1]}")
     return "; ".join(talk)
-
-
-def _summary(found: Optimization, args: argparse.Namespace, total_s: float) -> dict[str, Any]:
-    from placer.record import candidates_to_list
-
-    data = found.placement.to_dict()
-    times = data["measured"] or data["predicted"]
-    return {
-        "best": found.best.name,
-        "objective": data["objective"],
-        "micro_batches": data["micro_batches"],
-        "in_flight": found.placement.in_flight,
-        "step_s": times["step_s"],
-        "predicted": data["predicted"],
-        "measured": data["measured"],
-        "speed_up": found.speed_up if math.isfinite(found.speed_up) else None,
-        "lower_bound_s": found.lower_bound_s,
-        "verdict": found.verdict,
-        "cost_source": dict(found.cost_source),
-        "search_s": found.search_s,
-        "measuring_s": found.measuring_s,
-        "total_s": total_s,
-        "seed": args.seed,
-        "stopped": found.stopped,
-        **extraction_to_dict(found.extraction),
-        "candidates": candidates_to_list(found),
-        "out": str(args.out),
-    }

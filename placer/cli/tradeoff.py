@@ -6,8 +6,6 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from placer.cli.arguments import extraction_to_dict
-
 if TYPE_CHECKING:
     from envs.cluster import Cluster
     from placer.pipeline import Options
@@ -53,6 +51,7 @@ def print_weighed(found: Tradeoff, args: argparse.Namespace) -> None:
     """The table, or JSON."""
     from placer.report.console import stdout_console
     from placer.report.tradeoff import print_tradeoff, rent_line, tradeoff_to_dict
+    from placer.result import extraction_to_dict
 
     if not args.json:
         if args.quiet:

@@ -16,7 +16,7 @@ from envs.placement import MadeBy, Placement
 from envs.simulator import OVERFULL_NS, Simulator
 from placer.policies.pool import CANNOT_RUN
 from placer.rigs import MeasuringBackend, Rig
-from placer.search.candidate import Candidate
+from placer.search.candidate import Candidate, Kind
 from placer.search.judge import Judge
 
 
@@ -59,7 +59,7 @@ class Measuring:
         del numbers
         devices, priority, _ = self.judge.decoded(weights)
         plans = [
-            self.judge.candidate("tuned policy", *own)
+            self.judge.candidate(Kind.TUNED_POLICY, *own)
             for own in zip(devices, priority, strict=True)
         ]
         fitting = [plan for plan in plans if plan.step_ns < OVERFULL_NS]

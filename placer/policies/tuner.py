@@ -26,9 +26,10 @@ from placer.policies.training.networks import exported, imported
 from placer.policies.tuned import Tuned, Tuning
 from placer.report.progress import Progress
 from placer.rigs import Rig
-from placer.search.candidate import SINGLE, Candidate
+from placer.search.candidate import Candidate, Kind
 from placer.search.judge import Judge
 from placer.search.portfolio import search
+from placer.search.request import SearchRequest
 
 FINALISTS: Final = 4
 """Number of fastest candidates that are run once more at the end."""
@@ -61,13 +62,13 @@ class Tuner:
     def tuned(self) -> Tuned:
         """Run the tuning and return its result."""
         self.hear.stage("Searching with simulated reward")
-        found = search(
+        request = SearchRequest(
             self.problem,
             self.tuning.budget,
-            self.tuning.seed,
-            self.policy,
+            seed=self.tuning.seed,
             progress=self.hear.advance,
         )
+        found = search(request, self.policy)
         simulated = found[0]
         if simulated.step_ns >= OVERFULL_NS:
             raise ValueError(
@@ -78,7 +79,7 @@ class Tuner:
         with closing(self.rig.backend(self.problem, 10.0 * step_s, step_s)) as backend:
             measuring = Measuring(judge=self.judge, rig=self.rig, backend=backend, known=simulated)
             measuring.also += [
-                own for own in found if own.name.startswith(SINGLE) and own.step_ns < OVERFULL_NS
+                own for own in found if own.kind is Kind.SINGLE_DEVICE and own.step_ns < OVERFULL_NS
             ]
             learner, batch = self._learner(measuring, simulated)
             self.hear.stage("Learning from what is measured")
@@ -137,13 +138,14 @@ class Tuner:
         scale = (self.policy.feature_mean, self.policy.feature_deviation)
         weights = exported(learner.policy, "", *scale).weights(self.item.summary)[0]
         devices, priority, _ = self.judge.decoded(weights[None])
-        return self.judge.candidate("tuned policy", devices[0], priority[0])
+        return self.judge.candidate(Kind.TUNED_POLICY, devices[0], priority[0])
 
     def _searched(self, fit: Fit, number: int) -> list[Candidate]:
         """Return the best candidate for the fitted simulator, with its unfitted step time."""
         seed = self.tuning.seed + number + 1
-        found = search(fit.problem, self.tuning.budget, seed, self.policy)[0]
-        plan = self.judge.candidate(f"{found.name}, fitted", found.devices, found.priority)
+        found = search(SearchRequest(fit.problem, self.tuning.budget, seed=seed), self.policy)[0]
+        name = f"{found.name}, fitted"
+        plan = self.judge.candidate(found.kind, found.devices, found.priority, name=name)
         return [plan] if plan.step_ns < OVERFULL_NS else []
 
     def _result(self, learner: Learner, measuring: Measuring) -> Tuned:

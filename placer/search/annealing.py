@@ -24,7 +24,7 @@ from envs.simulator import (
     Workspace,
     simulate_core,
 )
-from placer.search.candidate import Candidate
+from placer.search.candidate import Candidate, Kind
 from placer.search.judge import Judge
 from placer.search.outline import Outline
 from placer.search.randomness import below, exponential, seeded, uniform
@@ -144,10 +144,10 @@ class Annealing:
             self._senders,
         )
 
-    def best(self, name: str = "annealing") -> Candidate:
+    def best(self) -> Candidate:
         """Return the best placement so far."""
-        walk = self._walk
-        return self._judge.candidate(name, walk.best_devices, walk.best_priority, self.best_cost)
+        walk, kind = self._walk, Kind.ANNEALING
+        return self._judge.candidate(kind, walk.best_devices, walk.best_priority, self.best_cost)
 
 
 @compiled_borrowing

@@ -26,6 +26,7 @@ from envs.simulator import simulate_batch
 from envs.toy_problem import toy_problem
 from placer.search import annealing, decoder, etf
 from placer.search.annealing import Annealing
+from placer.search.candidate import Kind
 from placer.search.decoder import HEFT
 from placer.search.judge import Judge
 
@@ -85,7 +86,7 @@ def help_compiling() -> None:
 def _simulated(problem: Problem) -> None:
     judge = Judge(problem)
     start = np.zeros(problem.op_count, np.int32)
-    first = judge.candidate("first", start, np.zeros(problem.op_count))
+    first = judge.candidate(Kind.OTHER, start, np.zeros(problem.op_count))
     Annealing(judge, first, 0).run(1, first=0, stride=1, total=1)
 
 
