@@ -48,7 +48,7 @@ class Objective:
         if self.in_flight is not None and self.micro_batches == 1:
             raise ValueError("in_flight is of several micro-batches: give 2 or more of them")
 
-    def search(self, placer: Placer, request: SearchRequest) -> list[Candidate]:
+    def search(self, request: SearchRequest, placer: Placer) -> list[Candidate]:
         """Return the placer's candidates for this objective; the heuristics are always among them.
 
         A step with micro-batches is searched as the problem of all its copies, for throughput as

@@ -331,7 +331,7 @@ class _Optimization:
             should_stop=self.interrupt.asked,
             trail=trail,
         )
-        found = options.objective.search(options.placer or Portfolio(options.policy), request)
+        found = options.objective.search(request, options.placer or Portfolio(options.policy))
         if self.coarse is not None:
             found = [_expanded(candidate, self.coarse) for candidate in found]
             found += _by_op(problem)  # groups may exclude good placements

@@ -22,6 +22,7 @@ from placer.policies import load
 from placer.policies.pool import Exercise
 from placer.report.progress import Silent
 from placer.search.budget import Budget
+from placer.search.request import SearchRequest
 
 TABLE = Table("Gaps", "above the optimum", ("problem", "gap"), (("small", "0.0%"), ("big", "2.0%")))
 
@@ -34,7 +35,7 @@ def inception() -> Exercise:
 def test_gaps_are_those_between_plans_and_their_bound(inception: Exercise) -> None:
     problem = inception.judge.problem
     gaps = bound_gaps(placer_named("heft"), [inception], Budget(evaluations=10), seeds=2)
-    plan = placer_named("heft").place(problem, Budget(evaluations=10), 0)[0]
+    plan = placer_named("heft").place(SearchRequest(problem, Budget(evaluations=10)))[0]
     assert gaps == {"inception 4": [plan.step_ns / lower_bound_ns(problem) - 1.0] * 2}
 
 

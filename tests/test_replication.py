@@ -36,15 +36,15 @@ from graphs.files import save_graph
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 from graphs.mirror import with_backward
 from graphs.synthetic import Weights, layered
+from placer.choose import PlacementError
 from placer.cli import replicas as cli
 from placer.cli.main import main
 from placer.model_batches import batch_size, with_part_of_inputs
 from placer.objectives import Objective
-from placer.outcome import PlacementError
 from placer.parallel.planned import manner_of
 from placer.pipeline import Options, optimize_graph
 from placer.placers import placer_named
-from placer.replica_plan import ReplicaPlan, Replication
+from placer.replica_plan import ReplicaPlan, ReplicatedResult, Replication
 from placer.replication import plan_graph, plan_step
 from placer.report.progress import Silent
 from placer.search.budget import Budget
@@ -556,7 +556,7 @@ def test_from_python_replicas_come_with_the_placement() -> None:
         replicas=public.Replication(replicas=2, batch="per-replica"),
         progress=False,
     )
-    assert found.replication is not None
+    assert isinstance(found, ReplicatedResult)
     assert found.replication.best.samples == 16
     assert found.placement.replicas is not None
     assert len(found.placement.replicas) == 2

@@ -21,9 +21,9 @@ from envs.cluster import Cluster, Device, Link, cluster_to_toml
 from graphs.files import save_graph
 from graphs.graph import add_edge, add_op, new_graph
 from graphs.synthetic import layered
+from placer.choose import PlacementError
 from placer.cli.main import main
 from placer.objectives import Objective
-from placer.outcome import PlacementError
 from placer.pipeline import Options, optimize_graph
 from placer.report.progress import Silent
 from placer.search.budget import Budget

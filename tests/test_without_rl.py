@@ -39,7 +39,7 @@ model, inputs, loss = build()
 found = placer.optimize(
     model, inputs, loss=loss, budget="20e", progress=False, **{options!r}
 )
-assert any(row.measurement is not None and row.measurement.ok for row in found.rows)
+assert any(row.measurement is not None and row.measurement.ok for row in found.candidates)
 with placer.apply(model, found) as placed:
     assert placed.step(*inputs).isfinite()
 found.save("placement.json")
