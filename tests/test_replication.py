@@ -129,7 +129,7 @@ def test_the_placement_tells_of_its_replicas_and_survives_its_file(tmp_path: Pat
     read = Placement.load(tmp_path / "placement.json", found.placement.device_names)
     assert read == found.placement
     assert read.predicted is not None
-    assert read.predicted["replicated_step_s"] == found.replication.best.step_s  # type: ignore[union-attr]
+    assert read.predicted["replicated_step_s"] == found.replication.best.step_s
 
 
 def test_the_placement_tells_what_auto_came_to(tmp_path: Path) -> None:
