@@ -44,10 +44,7 @@ def backend_named(
     if name == "simulated":
         return Simulated(problem)
     if runtime is None:
-        raise ValueError(
-            'backend "measured" runs a model: give model=, inputs= and, unless the model returns '
-            "its own loss, loss="
-        )
+        raise ValueError('backend "measured" runs a model: give a workload, not a graph')
     measured = runtime.backend(problem, rounds=rounds)
     until_closed.callback(measured.close)
     return measured

@@ -182,7 +182,7 @@ def evaluate(
     return source.measure(problem, placements, predicted_s, progress)
 
 
-def problem_of(runtime: Runtime, cluster: Cluster) -> Problem:
+def costed_problem(runtime: Runtime, cluster: Cluster) -> Problem:
     """Return the problem of placing a step; devices and ops are measured where needed.
 
     Raises:
@@ -194,7 +194,7 @@ def problem_of(runtime: Runtime, cluster: Cluster) -> Problem:
     return Problem.of(GraphArrays.from_graph(graph), runtime.planned(cluster))
 
 
-def known_problem_of(runtime: Runtime, cluster: Cluster) -> Problem | None:
+def known_problem(runtime: Runtime, cluster: Cluster) -> Problem | None:
     """Return the problem from the cache; None if anything would have to be measured.
 
     Raises:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +26,8 @@ if TYPE_CHECKING:
 
     from envs.cluster import Cluster
     from graphs.extract import Step
-    from placer.outcome import Optimization
     from placer.replica_plan import Replication
+    from placer.result import Result
 
 
 def optimize(
@@ -45,7 +44,7 @@ def optimize(
     extractor: str = AUTO,
     fresh: bool = False,
     progress: bool = True,
-) -> Optimization:
+) -> Result:
     """Find the placement that minimizes the step time of a model or graph.
 
     ::
@@ -72,8 +71,9 @@ def optimize(
         search: how placements are searched, see :class:`placer.SearchConfig`.
         constraints: pins, ops kept together and memory limits, see :class:`placer.Constraints`.
         replicas: train this many replicas of a placement, each on its own devices; ``"auto"``
-            chooses the number; see :class:`placer.Replication` for more options. The result is the
-            placement of one replica; its ``replication`` holds all alternatives. Nothing is run.
+            chooses the number; see :class:`placer.Replication` for more options. Nothing is run.
+            The result is the placement of one replica, a :class:`placer.ReplicatedResult`, whose
+            ``replication`` holds all alternatives.
         extractor: how the graph of a model is extracted: ``"export"``, ``"dispatch"`` or
             ``"modules"``; ``"auto"`` takes the first of these that succeeds.
         fresh: measure devices and ops again and ignore the cache.
@@ -111,7 +111,7 @@ def optimize(
         return run_job(job, shown)
 
 
-def run_job(job: Job, progress: Progress | None = None) -> Optimization:
+def run_job(job: Job, progress: Progress | None = None) -> Result:
     """Load what a job places, and place it.
 
     Raises:
@@ -159,12 +159,16 @@ def train(
     out: str | Path,
     config: str | Path | None = None,
     *,
+    backend: str | None = None,
+    workload: Step | None = None,
+    devices: str | Path | Cluster = "auto",
+    start: str | None = None,
     seconds: float | None = None,
     seeds: int | None = None,
     families: Sequence[str] | None = None,
     fresh: bool = False,
 ) -> Policy:
-    """Train a policy with PPO on generated graphs and keep the best seed.
+    """Train a policy with PPO and keep the best seed.
 
     An interrupted training resumes from ``out``.checkpoint when it is called again.
 
@@ -173,28 +177,40 @@ def train(
             written; the last part is the policy's name.
         config: training configuration, see :mod:`placer.policies.training.config`; the arguments
             below override it.
-        seconds: CPU time of each seed, instead of a number of decodes.
+        backend: ``"simulated"`` rewards simulated steps of generated graphs, ``"measured"`` those
+            of ``workload``, run on ``devices``.
+        workload: the model to train on, with backend "measured".
+        devices: devices of this machine to run it on: names, a cluster file or a Cluster.
+        start: policy to begin with, by name or path.
+        seconds: length of each seed instead of a number of decodes: CPU time, or wall time with
+            worker processes or measured steps.
         seeds: number of seeds.
         families: families of :mod:`graphs.synthetic` to train on, or "reference"; by default all
             but chains.
         fresh: start from scratch even if there is a checkpoint.
 
     Raises:
-        ValueError: a family does not exist, seconds or seeds is not above 0, the file is not a
-            valid configuration, or the checkpoint belongs to another one.
+        ExtractionError: the model cannot be extracted or run.
+        ValueError: a family, device or policy does not exist, seconds or seeds is not above 0, the
+            file is not a valid configuration, the checkpoint belongs to another one, or there is a
+            workload with simulated reward or none with measured reward.
+        WorkerError: the devices cannot run the model.
         OSError: a file cannot be read or written.
     """
-    from placer.policies.training import TrainingConfig, load_config
+    from envs.placement_env import devices_of
+    from placer.policies.training import Length, config_of
     from placer.policies.training import train as train_policy
-    from placer.policies.training.config import Length
 
-    chosen = TrainingConfig() if config is None else load_config(Path(config))
+    chosen = config_of(
+        None if config is None else Path(config),
+        length=None if seconds is None else Length(seconds=seconds),
+        families=families,
+        backend=backend,
+        start=start,
+        seeds=seeds,
+    )
     if chosen.algorithm != "ppo":
-        raise ValueError("what chooses devices op by op proposes no weights: use placer train")
-    if seconds is not None:
-        chosen = replace(chosen, length=Length(seconds=seconds))
-    if families is not None:
-        stages = tuple(replace(stage, families=tuple(families)) for stage in chosen.stage)
-        chosen = replace(chosen, stage=stages)
-    train_policy(Path(out), chosen if seeds is None else replace(chosen, seeds=seeds), fresh=fresh)
+        raise ValueError("a policy that chooses devices op by op cannot propose: use placer train")
+    measured = None if workload is None else (workload, devices_of(devices))
+    train_policy(Path(out), chosen, measured=measured, fresh=fresh)
     return load(str(out))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Final
 
@@ -16,9 +16,10 @@ from envs.problem import Problem
 from envs.reduction import CHEAPEST, Reduction
 from envs.replica_set import Batch, Replicas
 from envs.replicas import ReplicaStep, ReplicatedStep, slot_networks
+from placer.messages import extraction_remarks
 from placer.milliseconds import milliseconds
-from placer.outcome import Optimization, extraction_remarks
 from placer.parallel.launching import why_not_run
+from placer.result import Result
 
 if TYPE_CHECKING:
     from graphs.extract import Extraction
@@ -100,7 +101,7 @@ class Split:
 
     groups: tuple[tuple[str, ...], ...]
     samples: int  # per parameter update
-    found: Optimization | None = None
+    found: Result | None = None
     alone: ReplicaStep | None = None
     step: ReplicatedStep | None = None
     one_samples_per_s: float = np.nan  # of one replica, with the whole global batch
@@ -206,7 +207,7 @@ class ReplicaPlan:
         return tuple(level.ranks for level in slot_networks(self.problem, groups)[slot].levels)
 
     @property
-    def found(self) -> Optimization:
+    def found(self) -> ReplicatedResult:
         """Return the result for one replica, with the replicated step in its prediction."""
         best = self.best
         assert best.found is not None and best.step is not None  # noqa: PT018  # the first has both
@@ -221,13 +222,15 @@ class ReplicaPlan:
             predicted=predicted,
             replicas=self.replicas,
         )
-        return replace(
+        own = replace(
             best.found,
             placement=placement,
             search_s=self.search_s,
             extraction=self.extraction,
             cost_source=self.cost_source,
-            replication=self,
+        )
+        return ReplicatedResult(
+            **{part.name: getattr(own, part.name) for part in fields(Result)}, replication=self
         )
 
     @property
@@ -319,6 +322,13 @@ class ReplicaPlan:
         if self.extraction is not None:
             found += extraction_remarks(self.extraction)
         return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ReplicatedResult(Result):
+    """The result for one replica, with the plan that holds all alternatives."""
+
+    replication: ReplicaPlan
 
 
 def share_of_ideal(samples_per_s: float, ideal: float) -> float:

@@ -31,14 +31,16 @@ from envs.topology import Block
 from graphs.gradients import Gradients, gradients_of, no_gradients
 from graphs.graph import PHASES, GraphArrays
 from placer.batches import GraphSource, StepSource
+from placer.choose import PlacementError
 from placer.interrupt import Interrupt
 from placer.job import Job, SearchConfig
-from placer.outcome import Optimization, PlacementError
+from placer.messages import NO_OPTIMIZER
 from placer.pipeline import grouped, optimize_problem
 from placer.replica_orders import Variant, variants
 from placer.replica_plan import ReplicaPlan, Replication, Split
 from placer.replica_scaling import Scaling
 from placer.report.progress import Progress, Silent
+from placer.result import Result
 from placer.search.budget import Budget
 from placer.search.compiling import load_compiled_code
 from placer.several import Slice, share_of
@@ -93,7 +95,7 @@ def _rank(split: Split) -> tuple[bool, float, int, int]:
 class _Searched:
     """The result of one search, or why there is none."""
 
-    found: Optimization | None
+    found: Result | None
     plans: Sequence[Variant] = ()
     why: str = ""
 
@@ -289,7 +291,7 @@ class _Planner:
         if self.wanted.batch == "global" and self.wanted.samples is None:
             yield "How many samples the step has is not known: its batch is cut into any parts."
         if self._trains and not phases["optimizer"]:
-            yield "No optimizer is in the step: neither its time nor its state is counted."
+            yield NO_OPTIMIZER
         if best.replicas > 1 and best.devices_each > 1:
             yield "Reductions and the transfers of a replica are simulated as if apart."
         reduction = self.wanted.reduction

@@ -115,3 +115,17 @@ def test_a_small_policy_is_trained_and_proposes(tmp_path: Path) -> None:
     assert first_ms == second_ms
     assert own_ms < 2 * first_ms
     assert shipped_ms <= first_ms
+
+
+def test_reinforcement_learning_finds_a_placement_better_than_one_device(tmp_path: Path) -> None:
+    text = printed("train_placement_env.py", tmp_path)
+    assert "two-towers: 14 of 14 ops placed" in text
+    [(step_ms, single_ms)] = re.findall(r"step: ([\d.]+) ms, best single device: ([\d.]+)", text)
+    assert float(step_ms) < float(single_ms)
+
+
+def test_reinforcement_learning_sets_scheduler_weights(tmp_path: Path) -> None:
+    text = printed("train_scheduler_env.py", tmp_path)
+    assert "two-towers: 14 of 14 ops placed" in text
+    [(step_ms, heft_ms)] = re.findall(r"step: ([\d.]+) ms, HEFT or ETF: ([\d.]+)", text)
+    assert float(step_ms) < 1.2 * float(heft_ms)

@@ -25,7 +25,7 @@ from envs.cluster import load_cluster
 from envs.placement import Placement
 from graphs.files import load_graph
 from placer.policies import load as load_policy
-from placer.policies.suites import load_suites
+from placer.policies.evaluation import load_suites
 from placer.policies.training.config import load_config
 from placer.sources import exported, exported_check
 from placer.sources.symbolic_sizes import check_expression

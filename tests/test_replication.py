@@ -35,16 +35,16 @@ from graphs.files import save_graph
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 from graphs.mirror import with_backward
 from graphs.synthetic import Weights, layered
+from placer.choose import PlacementError
 from placer.cli import replicas as cli
 from placer.cli.main import main
 from placer.job import Job, SearchConfig
 from placer.model_batches import batch_size, with_part_of_inputs
 from placer.objectives import Objective
-from placer.outcome import PlacementError
 from placer.parallel.planned import manner_of
 from placer.pipeline import optimize_job
 from placer.placers import placer_named
-from placer.replica_plan import ReplicaPlan, Replication
+from placer.replica_plan import ReplicaPlan, ReplicatedResult, Replication
 from placer.replication import plan_job
 from placer.report.progress import Silent
 
@@ -132,7 +132,7 @@ def test_the_placement_tells_of_its_replicas_and_survives_its_file(tmp_path: Pat
     read = Placement.load(tmp_path / "placement.json", found.placement.device_names)
     assert read == found.placement
     assert read.predicted is not None
-    assert read.predicted["replicated_step_s"] == found.replication.best.step_s  # type: ignore[union-attr]
+    assert read.predicted["replicated_step_s"] == found.replication.best.step_s
 
 
 def test_the_placement_tells_what_auto_came_to(tmp_path: Path) -> None:
@@ -558,7 +558,7 @@ def test_from_python_replicas_come_with_the_placement() -> None:
         replicas=public.Replication(replicas=2, batch="per-replica"),
         progress=False,
     )
-    assert found.replication is not None
+    assert isinstance(found, ReplicatedResult)
     assert found.replication.best.samples == 16
     assert found.placement.replicas is not None
     assert len(found.placement.replicas) == 2

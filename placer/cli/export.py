@@ -172,12 +172,12 @@ def _problem(
             memory.
     """
     from envs.discover import discover
-    from envs.runtime import known_problem_of, problem_of, runtime_for
+    from envs.runtime import costed_problem, known_problem, runtime_for
 
     try:
         cluster = discover(",".join(placement.device_names), memory)
         runtime = runtime_for(extraction, cluster)
-        return (problem_of if measure else known_problem_of)(runtime, cluster)
+        return (costed_problem if measure else known_problem)(runtime, cluster)
     except ValueError:  # devices elsewhere, a module graph, or unknown memory
         if measure:
             raise

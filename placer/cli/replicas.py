@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any, Final
 
-from placer.cli.arguments import count, extraction_to_dict, run_options
+from placer.cli.arguments import count, run_options
 
 if TYPE_CHECKING:
     from placer.replica_plan import ReplicaPlan, Replication
@@ -111,6 +111,7 @@ def print_planned(plan: ReplicaPlan, args: argparse.Namespace) -> None:
     """Print the plan as tables or JSON."""
     from placer.report.console import stdout_console
     from placer.report.replicas import plan_to_dict, print_plan
+    from placer.result import extraction_to_dict
 
     if not args.json:
         if args.quiet:

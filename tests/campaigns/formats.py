@@ -26,7 +26,7 @@ from placer.cli.main import main
 from placer.device_map import DeviceMap
 from placer.parallel.state_file import read_state, write_state
 from placer.policies import load as load_policy
-from placer.policies.suites import Suite, load_suites
+from placer.policies.evaluation import Suite, load_suites
 from placer.policies.training import TrainingConfig, load_config
 from placer.policies.training.checkpoint import read_checkpoint
 from placer.policies.training.config import Length, Stage, Testing

@@ -1,9 +1,10 @@
-"""Choice of decoder weights as a one-step environment, and as a VecEnv for training."""
+"""The scheduler's weights as the action of a one-step environment, and of a VecEnv for training."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
 import numpy as np
@@ -12,62 +13,143 @@ from numpy.typing import NDArray
 from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvStepReturn
 
+from envs.backends import BACKENDS
+from envs.cluster import Cluster
+from envs.partial_schedule import PartialSchedule, schedule_chart
+from envs.placement_env import devices_of, problem_of
+from envs.runtime import costed_problem, runtime_for
+from envs.simulator import Simulator
 from envs.toy_problem import toy_problem
-from placer.policies.decoders import Decoders, Here
+from placer.policies.decoders import Decoders, InProcess
 from placer.policies.network import ACTION_SCALE, FARTHEST, normalised
 from placer.policies.pool import Exercise, exercise
 from placer.policies.rewards import Rewards, plain_rewards
 from placer.policies.summary import FEATURES
 from placer.search.decoder import HEFT, WEIGHT_COUNT
 
+if TYPE_CHECKING:
+    import networkx as nx
 
-class PlacementParamsEnv(gym.Env[NDArray[np.float32], NDArray[np.float32]]):
-    """Choose the weights of the list scheduler for a problem; an episode has one step.
+    from graphs.extract import Step
+
+
+class SchedulerEnv(gym.Env[NDArray[np.float32], NDArray[np.float32]]):
+    """Set the weights of the list scheduler for a problem; an episode has one step.
 
     Observation: (F,) float32 in -2 .. 2: the summary of a problem drawn from the pool, normalised
                  by the pool's mean and standard deviation.
-    Action:      (K,) float32 in -1 .. 1; weights = HEFT + 2 * action.
+    Action:      (K,) float32 in -1 .. 1; scheduler weights = HEFT + 2 * action.
     Reward:      -10 log(step / reference), the reference being the best of single device, HEFT and
                  ETF; not below -20. Higher is better, 0 equals the best heuristic.
     Info:        ``step_ns``, ``reference_ns`` and ``family``.
+    Rendering:   mode "ansi": the simulated schedule of the last step as text.
+
+    Steps are simulated, or measured beside the reference with ``backend="measured"``; then close
+    the environment to end the workers.
     """
 
-    metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012 - declared so by Gymnasium
+    metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 4}  # noqa: RUF012 - declared so by Gymnasium
 
-    def __init__(self, pool: Sequence[Exercise] | None = None) -> None:
-        """Draw problems from ``pool``, by default from one small problem."""
-        self.pool = list(pool or [exercise(toy_problem(), "two-towers")])
+    def __init__(
+        self,
+        *,
+        workload: Step | None = None,
+        graph: nx.DiGraph[str] | str | Path | None = None,
+        cluster: Cluster | str | Path = "auto",
+        backend: str = "simulated",
+        pool: Sequence[Exercise] | None = None,
+        memory: Mapping[str, int] | None = None,
+        render_mode: str | None = None,
+    ) -> None:
+        """Place a workload, a graph with known costs, or (default) two towers on three devices.
+
+        Args:
+            workload: a model with its inputs. Its ops are timed on the devices, whatever the
+                backend.
+            graph: a graph with known costs, or a graph.json file.
+            cluster: a cluster, a cluster.toml file, or names of devices of this machine.
+            backend: ``"simulated"``, or ``"measured"``, which runs the workload on its devices.
+            pool: problems, of which every episode draws one; with simulated reward.
+            memory: {device name: bytes} that placements may use, if the cluster is given by names.
+            render_mode: "ansi" or None.
+
+        Raises:
+            ValueError: several of workload, graph and pool are given; the backend does not exist,
+                or needs a workload; or there is no such device.
+            ExtractionError: the model cannot be extracted.
+            WorkerError: workers do not start, or cannot run the model.
+        """
+        if sum(own is not None for own in (workload, graph, pool)) > 1:
+            raise ValueError("give one of workload, graph and pool")
+        if backend not in BACKENDS:
+            raise ValueError(f"there is no backend {backend!r}, there are {', '.join(BACKENDS)}")
+        if backend == "measured":
+            if workload is None:
+                raise ValueError('backend "measured" runs a model: give a workload')
+            from placer.policies.measured_decoders import MeasuredDecoders
+
+            measured = MeasuredDecoders.of(workload, devices_of(cluster, memory))
+            self.decoders: Decoders = measured
+            self.pool = [measured.item]
+        else:
+            if workload is not None:
+                from graphs.extract import extract  # imports torch
+
+                devices = devices_of(cluster, memory)
+                runtime = runtime_for(extract(workload), devices)
+                pool = [exercise(costed_problem(runtime, devices))]
+            elif graph is not None:
+                pool = [exercise(problem_of(graph, cluster))]
+            self.pool = list(pool or [exercise(toy_problem(), "two-towers")])
+            self.decoders = InProcess([item.judge for item in self.pool])
         self.feature_mean, self.feature_deviation = pool_scale(self.pool)
         self.observation_space = observation_space()
         self.action_space = action_space()
-        self._current = self.pool[0]
+        self.render_mode = render_mode
+        self._number = 0
+        self._weights: NDArray[np.float64] | None = None
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[NDArray[np.float32], dict[str, Any]]:
         """Draw a problem."""
         super().reset(seed=seed)
-        self._current = self.pool[int(self.np_random.integers(len(self.pool)))]
+        self._number = int(self.np_random.integers(len(self.pool)))
+        self._weights = None
         return self._observe(), {}
 
     def step(
         self, action: NDArray[np.float32]
     ) -> tuple[NDArray[np.float32], float, bool, bool, dict[str, Any]]:
-        """Decode the weights; the episode ends."""
-        cost = decoded_cost(self._current, action)
-        info = {
-            "step_ns": cost,
-            "reference_ns": self._current.reference_ns,
-            "family": self._current.family,
-        }
-        return self._observe(), reward_of(self._current, cost), True, False, info
+        """Schedule with these weights; the episode ends."""
+        item = self.pool[self._number]
+        self._weights = weights_of(action[None])
+        cost = int(self.decoders.costs(np.array([self._number]), self._weights)[0])
+        info = {"step_ns": cost, "reference_ns": item.reference_ns, "family": item.family}
+        return self._observe(), reward_of(item, cost), True, False, info
+
+    def render(self) -> str | None:
+        """Return the simulated schedule of the last step as text, in mode "ansi"."""
+        if self.render_mode != "ansi":
+            return None
+        judge = self.pool[self._number].judge
+        if self._weights is None:
+            return str(PartialSchedule(judge.problem))
+        devices, priority, _ = judge.decoded(self._weights)
+        schedule = Simulator(judge.problem, memory=False).run(devices[0], priority[0])
+        return schedule_chart(judge.problem, devices[0], schedule.start_ns, schedule.end_ns)
+
+    def close(self) -> None:
+        """End what was started to run the model."""
+        self.decoders.close()
 
     def _observe(self) -> NDArray[np.float32]:
-        return normalised(self._current.summary, self.feature_mean, self.feature_deviation)
+        summary = self.pool[self._number].summary
+        return normalised(summary, self.feature_mean, self.feature_deviation)
 
 
-class ParamsBatch(VecEnv):
-    """VecEnv of :class:`PlacementParamsEnv`; problems differ from episode to episode.
+class SchedulerBatch(VecEnv):
+    """VecEnv of :class:`SchedulerEnv`; problems differ from episode to episode.
 
     The info of every step has the ``ratio`` of the cost to the reference.
     """
@@ -88,7 +170,7 @@ class ParamsBatch(VecEnv):
         """
         super().__init__(count, observation_space(), action_space())
         self.pool = list(pool)
-        self.decoders = decoders or Here([item.judge for item in self.pool])
+        self.decoders = decoders or InProcess([item.judge for item in self.pool])
         self.rewards = rewards or plain_rewards(len(self.pool))
         self.chosen = np.arange(len(self.pool))
         self._random = np.random.default_rng(seed)
@@ -185,13 +267,8 @@ def pool_scale(pool: Sequence[Exercise]) -> tuple[NDArray[np.float32], NDArray[n
     )
 
 
-def decoded_cost(item: Exercise, action: NDArray[np.float32]) -> int:
-    """Return the cost of a decoded action (K,)."""
-    return int(item.judge.decoded(weights_of(action[None]))[2][0])
-
-
 def weights_of(actions: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Return decoder weights (B, K) of actions (B, K)."""
+    """Return scheduler weights (B, K) of actions (B, K)."""
     return np.asarray(HEFT + ACTION_SCALE * np.clip(actions.astype(np.float64), -1.0, 1.0))
 
 

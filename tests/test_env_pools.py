@@ -1,4 +1,4 @@
-"""Environments that draw problems: op by op, batched, and without end."""
+"""Environments that draw problems from a pool: op by op, batched, and without end."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stable_baselines3.common.env_checker import check_env as check_env_of_sb3
 
-from envs.placement_env import INVALID_REWARD
-from placer.policies.generated_env import GeneratedBatch, GeneratedPlacementEnv
-from placer.policies.params_env import ParamsBatch
+from envs.placement_env import INVALID_REWARD, PlacementEnv
 from placer.policies.pool import Clusters, Exercise, draw_pool
+from placer.policies.scheduler_env import SchedulerBatch
+from placer.policies.training.tasks import PlacementBatch, ratio_of
 from placer.registration import register_environments
 
 torch.set_num_threads(1)
@@ -30,12 +30,16 @@ def small_pool(count: int = 3) -> list[Exercise]:
     return draw_pool(5, count, 80, ["layered", "grid"], Clusters(devices=(2, 3, 4)))
 
 
-def masked_action(environment: GeneratedPlacementEnv, rng: np.random.Generator) -> int:
+def placement_env(pool: list[Exercise], most_devices: int | None = None) -> PlacementEnv:
+    return PlacementEnv(pool=[item.judge.problem for item in pool], most_devices=most_devices)
+
+
+def masked_action(environment: PlacementEnv, rng: np.random.Generator) -> int:
     return int(rng.choice(np.flatnonzero(environment.action_masks())))
 
 
 def test_checkers_pass_with_problems_of_unequal_numbers_of_devices() -> None:
-    environment = GeneratedPlacementEnv(small_pool(6), devices=6)
+    environment = placement_env(small_pool(6), 6)
     check_env(environment, skip_render_check=True)
     check_env_of_sb3(environment)
 
@@ -44,7 +48,7 @@ def test_checkers_pass_with_problems_of_unequal_numbers_of_devices() -> None:
 @given(st.integers(0, 1000))
 def test_an_episode_with_allowed_actions_ends_with_the_ratio_of_a_placement(seed: int) -> None:
     pool = small_pool()
-    environment = GeneratedPlacementEnv(pool)
+    environment = placement_env(pool)
     rng = np.random.default_rng(seed)
     environment.reset(seed=seed)
     item = pool[environment.state()["number"]]
@@ -54,24 +58,24 @@ def test_an_episode_with_allowed_actions_ends_with_the_ratio_of_a_placement(seed
         _, reward, ended, _, info = environment.step(masked_action(environment, rng))
     assert info["feasible"]
     assert reward > INVALID_REWARD
-    assert info["ratio"] == pytest.approx(info["step_s"] * 1e9 / item.reference_ns)
+    assert ratio_of(pool, info) == pytest.approx(info["step_s"] * 1e9 / item.reference_ns)
     devices, priority = info["placement"].arrays()
     assert item.judge.costs(devices[None], priority[None])[0] == round(info["step_s"] * 1e9)
 
 
 def test_devices_that_a_problem_lacks_are_masked_and_end_the_episode() -> None:
-    environment = GeneratedPlacementEnv(small_pool(), devices=8)
+    environment = placement_env(small_pool(), 8)
     observation, _ = environment.reset(seed=0)
-    count = environment.pool[environment.state()["number"]].judge.problem.device_count
+    count = environment.problem.device_count
     assert not environment.action_masks()[count:].any()
     assert (observation[8 + 8 * count :] == 0.0).all()
     _, reward, ended, _, info = environment.step(7)
     assert (reward, ended) == (INVALID_REWARD, True)
-    assert "ratio" not in info
+    assert not info["feasible"]
 
 
 def test_a_given_problem_is_taken_and_chosen_ones_are_drawn() -> None:
-    environment = GeneratedPlacementEnv(small_pool(6))
+    environment = placement_env(small_pool(6))
     environment.reset(seed=0, options={"number": 4})
     assert environment.state()["number"] == 4
     environment.chosen = np.array([1, 2])
@@ -87,7 +91,7 @@ def test_a_batch_that_was_put_away_goes_on_as_if_nothing_had_happened(kind: str)
     pool = small_pool()
 
     def batch(seed: int) -> Any:
-        made = ParamsBatch(pool, 3, seed) if kind == "weights" else GeneratedBatch(pool, 3, 4)
+        made = SchedulerBatch(pool, 3, seed) if kind == "weights" else PlacementBatch(pool, 3, 4)
         made.seed(seed)
         return made
 
@@ -116,14 +120,14 @@ def test_a_batch_that_was_put_away_goes_on_as_if_nothing_had_happened(kind: str)
     [
         ("placer/Placement-v0", True),
         ("placer/Placement-v0", False),
-        ("placer/GeneratedPlacement-v0", True),
-        ("placer/GeneratedPlacement-v0", False),
-        ("placer/PlacementParams-v0", False),
+        ("placer/Scheduler-v0", False),
     ],
 )
 def test_random_actions_never_break_an_environment(name: str, masked: bool) -> None:
-    options: Any = {} if name == "placer/Placement-v0" else {"pool": small_pool(12)}
-    environment: Any = gym.make(name, **options).unwrapped
+    pool: list[Any] = small_pool(12)
+    if name == "placer/Placement-v0":
+        pool = [item.judge.problem for item in pool]
+    environment: Any = gym.make(name, pool=pool).unwrapped
     environment.action_space.seed(0)
     masks = environment.action_masks if masked else None
     observation, _ = environment.reset(seed=0)
