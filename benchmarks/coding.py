@@ -9,7 +9,7 @@ from typing import Final, TypeAlias
 
 import torch
 
-from placer.parallel.onebit import Coder
+from placer.parallel.methods.onebit import Coder
 
 ROUNDS: Final = 15
 _Coding: TypeAlias = Callable[[torch.Tensor, Sequence[int], int], Callable[[], object]]
@@ -23,7 +23,7 @@ def coding_bytes_per_s(
 
     The median over some rounds with random gradients of parameters of these sizes, in one bucket on
     the CPU, with torch's current number of threads. None for payloads without coding, such as fp32.
-    It is the ``coding_bytes_per_s`` of :class:`envs.reduction.Reduction`. For ``before`` see
+    It is the ``coding_bytes_per_s`` of :class:`placer.Replication`. For ``before`` see
     :func:`median_s`.
     """
     if payload not in CODINGS:
@@ -69,4 +69,4 @@ CODINGS: Final[Mapping[str, _Coding]] = {
     "bf16": _narrow(torch.bfloat16),
     "1-bit": _one_bit,
 }
-"""By payload, see ``envs.collectives.PAYLOADS``."""
+"""By payload, see ``envs.replicas.collectives.PAYLOADS``."""

@@ -22,13 +22,12 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from envs.buckets import CAP_BYTES
 from envs.cluster import Cluster, Device
-from envs.collectives import Level, halving_doubling_s, ring_s, single_reducer_s
 from envs.placement import Placement
 from envs.problem import Problem
-from envs.reduction import CHEAPEST, Reduction
-from envs.replicas import ReplicaStep, SlotNetwork, replicated
+from envs.replicas.collectives import Level, halving_doubling_s, ring_s, single_reducer_s
+from envs.replicas.spec import AUTO, BUCKET_BYTES, Replication
+from envs.replicas.step import ReplicaStep, SlotNetwork, replicated
 from envs.roofline import roofline_costs
 from graphs.costs import with_costs
 from graphs.extract import Step, extract
@@ -58,14 +57,14 @@ class Scaling:
     levels: tuple[Level, ...]
     source: str
     assumed: str
-    algorithm: str = CHEAPEST
-    bucket_bytes: int = CAP_BYTES  # 1: every layer is reduced separately
+    algorithm: str = AUTO
+    bucket_bytes: int = BUCKET_BYTES  # 1: every layer is reduced separately
     every: int = 1  # steps between averages of parameters; values above 1 are fitted to the figure
 
     @property
-    def reduction(self) -> Reduction:
+    def replication(self) -> Replication:
         """Return how gradients are reduced."""
-        return Reduction(algorithm=self.algorithm, bucket_bytes=self.bucket_bytes)
+        return Replication(reduction=self.algorithm, bucket_bytes=self.bucket_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +84,9 @@ def predicted(one: Scaling) -> Predicted:
     """Predict the efficiency of replicas of one device each."""
     network = SlotNetwork(levels=one.levels, queues=frozenset())
     if one.every > 1:
-        rare = replicated(one.step, [network], replace(one.reduction, every=one.every))
+        rare = replicated(one.step, [network], replace(one.replication, average_every=one.every))
         return Predicted(rare.alone_s / rare.no_overlap_s, rare.alone_s / rare.step_s, 1.0)
-    found = replicated(one.step, [network], one.reduction)
+    found = replicated(one.step, [network], one.replication)
     return Predicted(
         found.alone_s / found.no_overlap_s,
         found.alone_s / found.step_s,
@@ -236,7 +235,7 @@ def main() -> None:
     tensor = 4 * 25.6e6 / 161
     print(
         f"Halving-doubling over ring, 32 servers: 3x published; {halving_gain(tensor):.1f}x for a "
-        f"tensor of {tensor / 1e6:.2f} MB, {halving_gain(CAP_BYTES):.1f}x for 25 MiB"
+        f"tensor of {tensor / 1e6:.2f} MB, {halving_gain(BUCKET_BYTES):.1f}x for 25 MiB"
     )
     print(
         f"\n{'efficiency':38} {'no overlap':>10} {'buckets':>8} {'full':>6} {'published':>10}  "
@@ -257,7 +256,8 @@ def print_sources(rows: Sequence[Scaling]) -> None:
     print()
     for one in rows:
         size = float(one.step.size_bytes.sum())
-        how = one.reduction.of(int(min(size, max(one.bucket_bytes, size / GRADIENTS))), one.levels)
+        bucket = int(min(size, max(one.bucket_bytes, size / GRADIENTS)))
+        how = one.replication.all_reduce(bucket, one.levels)
         names = ", ".join(how.by_level) or how.algorithm
         print(f"{one.name}: {one.source}. Assumed: {one.assumed}. By {names}.")
 

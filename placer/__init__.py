@@ -23,11 +23,11 @@ from placer.shadow_guard import refuse_shadows
 
 if TYPE_CHECKING:
     from envs.placement import Placement
+    from envs.replicas.spec import Replication
     from graphs.optimizer import Optimizer
     from placer.api import optimize, train, weigh_devices
     from placer.applying import apply, export_placement
     from placer.outcome import Optimization
-    from placer.replica_plan import Replication
 
 __version__ = "0.1.0"
 __all__ = [
@@ -52,7 +52,7 @@ _HOMES = {
     "Optimization": "placer.outcome",
     "Optimizer": "graphs.optimizer",
     "Placement": "envs.placement",
-    "Replication": "placer.replica_plan",
+    "Replication": "envs.replicas.spec",
 }
 
 refuse_shadows()

@@ -19,6 +19,7 @@ from envs.cluster import Cluster
 from envs.discover import discover
 from envs.op_costs import load_devices
 from envs.placement import Placement
+from envs.replicas.spec import Replication
 from graphs.extract import AUTO, Step
 from graphs.optimizer import Optimizer
 from graphs.precision import FULL
@@ -28,8 +29,7 @@ from placer.pipeline import Options, optimize_step
 from placer.placers import DEFAULT, asks_policy, placer_named
 from placer.placers.placer import Placer
 from placer.policies import GENERALIST, Policy, load
-from placer.replica_plan import Replication
-from placer.replication import plan_step
+from placer.replicate.plan import plan_step
 from placer.report.progress import Progress, progress_for
 from placer.search.budget import Budget
 from placer.tradeoff import Tradeoff

@@ -19,7 +19,7 @@ from placer.search.trail import Trail
 
 if TYPE_CHECKING:
     from graphs.extract import Extraction
-    from placer.replica_plan import ReplicaPlan
+    from placer.replicate.result import ReplicaPlan
 
 NO_HEADROOM: Final = 0.02
 """Relative gap to the lower bound below which a single device leaves no headroom."""

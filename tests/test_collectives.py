@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from message_twin import PLAYED, hierarchy, is_reduction, seconds_of
 
-from envs.collectives import (
+from envs.replicas.collectives import (
     ALGORITHMS,
     FLAT,
     PAYLOADS,

@@ -30,6 +30,7 @@ from graphs.extract.call_graph import call_graph
 from graphs.graph import attributes_of
 from graphs.optimizer import Optimizer
 from placer.cli.main import main
+from placer.cli.run import build_parser as build_run_parser
 from placer.export import FORMATS, format_named
 from placer.export.faults import ExportError
 from placer.export.layer_counts import layer_counts
@@ -39,7 +40,6 @@ from placer.export.pipeline_split import pipeline_split
 from placer.export.placed_modules import PlacedModules
 from placer.export.stages import Stage
 from placer.export.torchtitan import titan_parts
-from placer.parallel.arguments import build_parser as build_run_parser
 
 torch.set_num_threads(1)
 GPUS = ("cuda:0", "cuda:1")

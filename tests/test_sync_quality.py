@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks import sync_quality
 from benchmarks.sync_quality import Bits, Students
-from placer.parallel.onebit import OneBit
+from placer.parallel.methods.onebit import OneBit
 
 RANKS = 2
 STEPS = 5

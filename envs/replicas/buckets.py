@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-CAP_BYTES: Final = 25 << 20
-"""Default bucket size of torch's DistributedDataParallel."""
+from envs.replicas.spec import BUCKET_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -31,7 +29,7 @@ def buckets_of(
     size_bytes: NDArray[np.int64],
     ready_ns: NDArray[np.int64],
     *,
-    cap_bytes: int = CAP_BYTES,
+    cap_bytes: int = BUCKET_BYTES,
 ) -> Buckets:
     """Pack gradients (P,) into buckets of at most ``cap_bytes``, in order, slot by slot.
 

@@ -9,16 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.problem import Problem
-from envs.topology import Block, nested_blocks
+from envs.replicas.topology import Block, nested_blocks
 
 
 def replica_groups(problem: Problem, size: int) -> list[list[Block]]:
     """Return disjoint groups of ``size`` devices, by classes of alike groups, largest class first.
 
     A group lies within a node if the node is large enough, else on as few nodes as needed within
-    the smallest larger block (rack, cluster; see :func:`envs.topology.nested_blocks`), which it
-    shares with no other group. Devices of one kind are grouped together; leftover devices are in no
-    group. Groups are alike if devices at equal positions are, and the links among them: one
+    the smallest larger block (rack, cluster; see :mod:`envs.replicas.topology`), which it shares
+    with no other group. Devices of one kind are grouped together; leftover devices are in no group.
+    Groups are alike if devices at equal positions are, and the links among them: one
     placement then serves all.
 
     Raises:

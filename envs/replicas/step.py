@@ -27,17 +27,17 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.buckets import Buckets, buckets_of, busiest_ns, reduced_ns, serial_ns
 from envs.cluster import Cluster
-from envs.collectives import AllReduce, Level
 from envs.host_names import is_core, split_name
 from envs.micro_batches import OPTIMIZER, Pipeline
 from envs.nanoseconds import nanoseconds
 from envs.placement import Placement
 from envs.problem import NO_QUEUE, Problem
-from envs.reduction import Reduction
+from envs.replicas.buckets import Buckets, buckets_of, busiest_ns, reduced_ns, serial_ns
+from envs.replicas.collectives import AllReduce, Level
+from envs.replicas.spec import Replication
+from envs.replicas.topology import levels_of
 from envs.simulator import Schedule, Simulator
-from envs.topology import levels_of
 from graphs.frozen import frozen
 from graphs.gradients import Gradients, gradients_of
 
@@ -212,33 +212,25 @@ class ReplicatedStep:
 def replicated(
     step: ReplicaStep,
     networks: Sequence[SlotNetwork],
-    reduction: Reduction | None = None,
-    *,
-    accumulate: int = 1,
+    replication: Replication | None = None,
 ) -> ReplicatedStep:
     """Compute the step of all replicas from the step of one and the networks of its slots.
 
     Args:
         step: the step of one replica.
         networks: one per slot, see :func:`slot_networks`.
-        reduction: how gradients are reduced.
-        accumulate: passes whose gradients are added up before a reduction and an update.
-
-    Raises:
-        ValueError: ``accumulate`` is below 1, or there is no such algorithm.
+        replication: how gradients are accumulated and reduced; its number of replicas is not used.
     """
-    how = reduction or Reduction()
-    if accumulate < 1:
-        raise ValueError(f"gradients of {accumulate} passes are accumulated: give 1 or more")
-    before_ns = (accumulate - 1) * step.pass_ns
+    how = replication or Replication()
+    before_ns = (how.accumulate - 1) * step.pass_ns
     slots, sizes, ready = step.slot, step.size_bytes, step.ready_ns + before_ns
-    if how.every > 1:
+    if how.average_every > 1:
         slots = np.flatnonzero(step.trained_bytes).astype(np.int32)
         sizes, ready = step.trained_bytes[slots], np.zeros(len(slots), np.int64)
     joined = np.array([bool(network.levels) for network in networks], np.bool_)[slots]
-    cap = how.bucket_bytes if how.every == 1 else np.iinfo(np.int64).max
+    cap = how.bucket_bytes if how.average_every == 1 else np.iinfo(np.int64).max
     buckets = buckets_of(slots[joined], sizes[joined], ready[joined], cap_bytes=int(cap))
-    cost = cache(how.of)
+    cost = cache(how.all_reduce)
     reductions = tuple(
         (size, cost(size, networks[slot].levels))
         for slot, size in zip(buckets.slot.tolist(), buckets.size_bytes.tolist(), strict=True)
@@ -249,8 +241,8 @@ def replicated(
     queues = [network.queues for network in networks]
     end_ns = reduced_ns(buckets, duration_ns, queues)
     alone_ns = before_ns + step.step_ns
-    if how.every > 1:
-        exposed = int(end_ns.max(initial=0)) / how.every
+    if how.average_every > 1:
+        exposed = int(end_ns.max(initial=0)) / how.average_every
         step_ns, communication_ns, full_ns = alone_ns + exposed, exposed, float(alone_ns)
     else:
         after_ns = end_ns + step.update_ns[buckets.slot]

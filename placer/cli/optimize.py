@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from graphs.extract import Step
     from placer.outcome import Optimization
     from placer.pipeline import Options
-    from placer.replica_plan import ReplicaPlan
+    from placer.replicate.result import ReplicaPlan
     from placer.report.progress import Progress
     from placer.tradeoff import Tradeoff
 

@@ -1,18 +1,35 @@
-"""The arguments of ``python -m placer.run``."""
+"""``python -m placer.run``: trains replicas of a placed model, one on each rank of torchrun."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import select
+import sys
+import threading
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from graphs.precision import FULL
 from placer.cli.arguments import add_extractor, count, dtype, seed
+from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs
 from placer.cli.parser import CommandParser
-from placer.parallel.options import WARMUP_STEPS
-from placer.parallel.registry import DEFAULT, METHODS
+from placer.parallel.methods.registry import (
+    DEFAULT,
+    METHODS,
+    OPTIONS,
+    WARMUP_STEPS,
+    SyncConfig,
+)
+from placer.parallel.plan import OPTIMIZERS, RunRequest
 
-OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
-EPILOG = """\
+if TYPE_CHECKING:
+    from placer.parallel.run import Run
+    from placer.parallel.training import Trained
+
+EPILOG: Final = """\
 ways to keep replicas one model (--sync):
 {methods}
 
@@ -25,7 +42,7 @@ example:
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
     width = max(len(method.name) for method in METHODS)
-    methods = "\n".join(f"  {method.name:{width}}  {method.summary}" for method in METHODS)
+    methods = "\n".join(f"  {method.name:{width}}  {method.sends}" for method in METHODS)
     parser = CommandParser(
         prog="python -m placer.run",
         description="Trains replicas of a placed model, one for each rank that torchrun starts.",
@@ -41,7 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FILE:FUNCTION",
         help="gives batch NUMBER, as the target's inputs; made-up batches by default",
     )
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default=OPTIMIZERS[0])
     parser.add_argument("--lr", type=float, default=0.01, help="learning rate (default: 0.01)")
     parser.add_argument("--seed", type=seed, default=0, help="of models and made-up batches")
     _add_sync(parser)
@@ -70,7 +87,10 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_sync(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("keeping replicas one model")
     group.add_argument(
-        "--sync", metavar="NAME", help=f"default: what the placement was planned with, or {DEFAULT}"
+        "--sync",
+        dest="method",
+        metavar="NAME",
+        help=f"default: what the placement was planned with, or {DEFAULT}",
     )
     group.add_argument(
         "--accumulate",
@@ -98,3 +118,113 @@ def levels(text: str) -> tuple[int, ...]:
         argparse.ArgumentTypeError: the text has another form.
     """
     return tuple(count(part) for part in text.split("x"))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one rank and return its exit status: 0, 1 if the run failed, 2 for bad usage."""
+    args = build_parser().parse_args(arguments)
+    try:
+        request = _request(args)
+    except ValueError as error:
+        return fail(BAD_USAGE, error)
+    from graphs.extract import ExtractionError
+    from placer.parallel.liveness import StoppedError
+    from placer.parallel.processes import own_rank
+    from placer.parallel.run import prepare_run, train_rank
+    from placer.target import TargetError
+
+    outputs = {"--checkpoint": args.checkpoint, "--save": args.save}
+    try:
+        why = why_not_outputs(outputs, {"--placement": args.placement}) if not own_rank() else None
+    except OSError as error:
+        return fail(JOB_FAILED, error)
+    if why is not None:
+        return fail(BAD_USAGE, why)
+    try:
+        run = prepare_run(request)
+    except (TargetError, ValueError, OSError) as error:
+        return fail(BAD_USAGE, error)
+
+    def started(ranks: int) -> None:
+        for remark in run.remarks(ranks):
+            print(remark, file=sys.stderr)
+
+    def progress(number: int, loss: float) -> None:
+        if not args.json:
+            print(f"step {number + 1:6}  loss {loss:.6g}", flush=True)
+
+    try:
+        trained = train_rank(run, started, progress)
+    except (ExtractionError, ValueError, OSError, RuntimeError, StoppedError) as error:
+        return fail(JOB_FAILED, f"rank {own_rank()}: {error}")
+    if own_rank() == 0:
+        _print(run, trained, as_json=args.json)
+    return 0
+
+
+def _request(args: argparse.Namespace) -> RunRequest:
+    # Raises ValueError if options contradict each other.
+    if args.resume and args.checkpoint is None:
+        raise ValueError("--resume goes on from a checkpoint: give --checkpoint, too")
+    if args.checkpoint_every is not None and args.checkpoint is None:
+        raise ValueError("--checkpoint-every needs a --checkpoint to write")
+    if args.checkpoint is not None and args.method == "asgd":
+        raise ValueError("asgd cannot go on from a checkpoint: gradients are under way")
+    if not args.timeout_s > 0:
+        raise ValueError(f"--timeout-s {args.timeout_s} is not above 0")
+    given = vars(args).copy()
+    given.pop("json")
+    names = ("method", "accumulate", *OPTIONS)
+    overrides = {name: v for name in names if (v := given.pop(name)) is not None}
+    if args.method is not None:
+        SyncConfig(**overrides)  # a mistake is told before the model is loaded
+    return RunRequest(**given, overrides=overrides)
+
+
+def _print(run: Run, trained: Trained, *, as_json: bool) -> None:
+    from placer.milliseconds import milliseconds
+
+    if as_json:
+        content: dict[str, Any] = {
+            "steps": run.request.steps,
+            "first_step": trained.first_step,
+            "sync": run.plan.sync.method,
+            "losses": list(trained.losses),
+            "step_s": trained.step_s,
+            "report": dict(trained.report),
+        }
+        print(json.dumps(content))
+        return
+    if trained.step_s is not None:
+        print(f"median step: {milliseconds(trained.step_s)} ms by the wall clock")
+    for name, value in trained.report.items():
+        print(f"{name}: {value:.6g}")
+
+
+def end_with(launcher: int) -> None:
+    """End this process when its launcher ends: a killed launcher does not stop its ranks."""
+    gone = select.poll()
+    gone.register(os.pidfd_open(launcher), select.POLLIN)
+
+    def leave() -> None:
+        gone.poll()
+        os._exit(JOB_FAILED)
+
+    threading.Thread(target=leave, name="launcher", daemon=True).start()
+
+
+def script() -> NoReturn:
+    """Run the module as a script.
+
+    Exits without interpreter shutdown, in which gloo's threads may abort the process.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with(os.getppid())
+    try:
+        code = main()
+    except SystemExit as leaving:  # argparse, on --help and bad usage
+        code = leaving.code if isinstance(leaving.code, int) else 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)

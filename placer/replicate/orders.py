@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from envs.placement import Placement
 from envs.problem import Problem
-from envs.replicas import ReplicaSimulator, ReplicaStep
+from envs.replicas.step import ReplicaSimulator, ReplicaStep
 from graphs.gradients import Gradients
 from placer.outcome import Optimization, Row
 

@@ -9,7 +9,7 @@ one replica per device and one replica on all devices are planned for comparison
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
@@ -18,27 +18,21 @@ import networkx as nx
 from envs.cluster import Cluster
 from envs.compiled import loading_stage
 from envs.problem import Problem
-from envs.replica_groups import replica_groups
-from envs.replicas import (
-    ReplicaStep,
-    ReplicatedStep,
-    SlotNetwork,
-    overlaps,
-    replicated,
-    slot_networks,
-)
+from envs.replicas.groups import replica_groups
+from envs.replicas.spec import Replication
+from envs.replicas.step import replicated, slot_networks
+from envs.replicas.topology import Block
 from envs.subclusters import part_of
-from envs.topology import Block
 from graphs.gradients import Gradients, gradients_of, no_gradients
-from graphs.graph import PHASES, GraphArrays
-from placer.batches import GraphSource, StepSource
+from graphs.graph import GraphArrays
 from placer.demands import demanded
 from placer.interrupt import Interrupt
 from placer.outcome import Optimization, PlacementError
 from placer.pipeline import Options, grouped, optimize_problem
-from placer.replica_orders import Variant, variants
-from placer.replica_plan import ReplicaPlan, Replication, Split
-from placer.replica_scaling import Scaling
+from placer.replicate.orders import Variant, variants
+from placer.replicate.result import ReplicaPlan, Split
+from placer.replicate.scaling import Scaling
+from placer.replicate.sources import GraphSource, ModelSource, StepSource, batch_size
 from placer.report.progress import Progress, Silent
 from placer.search.budget import Budget
 from placer.search.compiling import load_compiled_code
@@ -65,8 +59,6 @@ def plan_step(
         PlacementError: no replica fits.
         KeyboardInterrupt: stopped before there was any plan.
     """
-    from placer.model_batches import ModelSource, batch_size
-
     check_options(options)
     hear = progress or Silent()
     with Interrupt():
@@ -169,7 +161,6 @@ class _Planner:
             searched=len(self.searched),
             left_out=len(searches) - len(self.searched),
             search_s=self.search_s,
-            notes=(*self.source.notes, *self._notes(problem, splits[0])),
             extraction=self.source.extraction,
             cost_source=cost_source,
         )
@@ -298,7 +289,7 @@ class _Planner:
         except ValueError as error:
             return replace(split, why=str(error))
         plans = known.plans if split.replicas > 1 else known.plans[:1]
-        steps = [self._replicated(plan.step, networks) for plan in plans]
+        steps = [replicated(plan.step, networks, self.wanted) for plan in plans]
         best = min(range(len(plans)), key=lambda i: steps[i].step_s)
         split = replace(
             split,
@@ -310,36 +301,3 @@ class _Planner:
 
     def _scaling(self, problem: Problem) -> Scaling:
         return Scaling(problem, self.wanted, self.graphs, self._gradients)
-
-    def _replicated(self, step: ReplicaStep, networks: Sequence[SlotNetwork]) -> ReplicatedStep:
-        return replicated(step, networks, self.wanted.reduction, accumulate=self.wanted.accumulate)
-
-    def _notes(self, problem: Problem, best: Split) -> Iterator[str]:
-        phases: Mapping[str, bool] = {
-            name: bool((problem.graph.phase == i).any()) for i, name in enumerate(PHASES)
-        }
-        if not self._trains:
-            yield "Inference has no gradients: replicas do not wait for each other."
-        elif not phases["backward"]:
-            yield "The graph has no backward pass: each op is taken to end with its own gradients."
-        if self.wanted.batch == "global" and self.wanted.samples is None:
-            yield "How many samples the step has is not known: its batch is cut into any parts."
-        if self._trains and not phases["optimizer"]:
-            yield "No optimizer is in the step: neither its time nor its state is counted."
-        if best.replicas > 1 and best.devices_each > 1:
-            yield "Reductions and the transfers of a replica are simulated as if apart."
-        reduction = self.wanted.reduction
-        if (
-            best.replicas > 1
-            and reduction.payload != "fp32"
-            and reduction.coding_bytes_per_s is None
-        ):
-            yield f"To turn gradients into {reduction.payload}, and back, is taken to take no time."
-        if best.replicas > 1 and not overlaps(problem.cluster):
-            yield (
-                "Pinned cores give all gradients at the end: none of the communication is hidden. "
-                "It is taken to be as fast as their links; through gloo it is slower."
-            )
-        idle = problem.device_count - best.devices
-        if idle:
-            yield f"{idle} of {problem.device_count} devices are left idle."

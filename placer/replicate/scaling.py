@@ -11,12 +11,13 @@ import numpy as np
 
 from envs.cluster import Cluster
 from envs.problem import Problem
-from envs.replica_groups import replica_groups
-from envs.replicas import ReplicaStep, SlotNetwork, replicated, slot_networks
+from envs.replicas.groups import replica_groups
+from envs.replicas.spec import Replication
+from envs.replicas.step import ReplicaStep, SlotNetwork, replicated, slot_networks
 from graphs.batch import with_part_of_batch
 from graphs.gradients import Gradients
 from graphs.graph import GraphArrays
-from placer.replica_plan import CurvePoint, Replication, Split, share_of_ideal
+from placer.replicate.result import CurvePoint, Split, share_of_ideal
 
 CURVE_DEVICES: Final = 4096
 """Number of devices that the curve reaches at least."""
@@ -66,7 +67,7 @@ class Scaling:
         self, split: Split, replicas: int, networks: Sequence[SlotNetwork], *, beyond: bool = False
     ) -> CurvePoint:
         one, wanted = self._replica(split, replicas), self.wanted
-        found = replicated(one, networks, wanted.reduction, accumulate=wanted.accumulate)
+        found = replicated(one, networks, wanted)
         samples = wanted.step_samples(replicas)
         samples_per_s = samples / found.step_s if found.step_s else np.inf
         assert split.found is not None

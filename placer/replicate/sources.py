@@ -1,21 +1,54 @@
-"""Steps of a model with a part of its batch, for micro-batches and replicas."""
+"""Sources of a step with its whole batch or a part of it: a graph file or a model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol
 
 import networkx as nx
-import torch
 
 from envs.cluster import Cluster
-from graphs.extract import Extraction, ExtractionError, Step
-from graphs.extract.call_graph import CallGraph
-from graphs.extract.gradient_makers import gradient_makers
+from graphs.batch import with_part_of_batch
 from placer.pipeline import Options, costed_step
 from placer.report.progress import Progress
-from placer.rigs import TorchDevices
+
+if TYPE_CHECKING:
+    import torch
+
+    from graphs.extract import Extraction, Step
+
+
+class StepSource(Protocol):
+    """Provides a step with its whole batch or a part of it."""
+
+    cluster: Cluster
+    extraction: Extraction | None
+    makers: Mapping[str, Sequence[str]]  # {op with parameters: ops that compute their gradients}
+
+    def graph(self, parts: int) -> nx.DiGraph[str]:
+        """Return the graph with costs for one of ``parts`` equal parts of the batch.
+
+        Raises:
+            ValueError: the batch cannot be divided so.
+        """
+        ...
+
+
+class GraphSource:
+    """Scales the costs of a graph file."""
+
+    extraction: Extraction | None = None
+    makers: Mapping[str, Sequence[str]] = MappingProxyType({})
+
+    def __init__(self, whole: nx.DiGraph[str], cluster: Cluster) -> None:
+        self.whole = whole
+        self.cluster = cluster
+
+    def graph(self, parts: int) -> nx.DiGraph[str]:
+        """Return the scaled graph; see :func:`graphs.batch.with_part_of_batch`."""
+        return with_part_of_batch(self.whole, parts)
 
 
 class ModelSource:
@@ -28,13 +61,9 @@ class ModelSource:
         self.given = cluster
         known = costed_step(step, cluster, options, hear)
         self.extraction: Extraction | None = known.extraction
-        calls = known.rig.calls if isinstance(known.rig, TorchDevices) else None
-        self.makers: Mapping[str, Sequence[str]] = gradient_makers(
-            known.extraction, calls if isinstance(calls, CallGraph) else None
-        )
+        self.makers: Mapping[str, Sequence[str]] = known.rig.gradient_makers()
         self.cluster = known.cluster
         self.whole = known.graph
-        self.notes: dict[str, None] = {}
 
     def graph(self, parts: int) -> nx.DiGraph[str]:
         """Return the graph with costs for one of ``parts`` equal parts of the inputs.
@@ -42,6 +71,8 @@ class ModelSource:
         Raises:
             ValueError: the inputs cannot be divided so, or the smaller step cannot be extracted.
         """
+        from graphs.extract import ExtractionError
+
         if parts == 1:
             return self.whole
         smaller = with_part_of_inputs(self.step, parts)
@@ -61,7 +92,12 @@ class ModelSource:
 def batch_size(step: Step) -> int | None:
     """Return the first dimension that all input tensors share, None if they differ."""
     sizes: set[int] = set()
-    _mapped((step.inputs, dict(step.keywords)), lambda tensor: _noted(tensor, sizes))
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        sizes.update(tensor.shape[:1])
+        return tensor
+
+    _mapped((step.inputs, dict(step.keywords)), note)
     return sizes.pop() if len(sizes) == 1 else None
 
 
@@ -81,13 +117,9 @@ def with_part_of_inputs(step: Step, parts: int) -> Step | None:
     return replace(step, inputs=inputs, keywords=keywords)
 
 
-def _noted(tensor: torch.Tensor, sizes: set[int]) -> torch.Tensor:
-    if tensor.ndim:
-        sizes.add(tensor.shape[0])
-    return tensor
-
-
 def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    import torch
+
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, dict):

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from placer.parallel.block_averager import flat_of, write
 from placer.parallel.grad_sync import Group, broadcast_state
 from placer.parallel.groups import new_group
-from placer.parallel.sync import MakeOptimizer, Setup
+from placer.parallel.methods.block_averager import flat_of, write
+from placer.parallel.methods.sync import GroupOf, MakeOptimizer
 
 PUSH: Final = 0
 DONE: Final = 1
@@ -31,18 +31,18 @@ class AsyncSgd:
     its own buffers until :meth:`finish`, which broadcasts those of rank 0.
     """
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, module: nn.Module, make_optimizer: MakeOptimizer, group_of: GroupOf) -> None:
         """Start the server on rank 0.
 
         Raises:
             ValueError: parameters that need gradients have several dtypes, or there are none, or
                 the process group of a device has only some of the ranks.
         """
-        for device in {parameter.device for parameter in setup.module.parameters()}:
-            check_is_all(setup.group_of(device))
-        broadcast_state(setup.module, setup.group_of)
-        self._module = setup.module
-        self._parameters = [own for own in setup.module.parameters() if own.requires_grad]
+        for device in {parameter.device for parameter in module.parameters()}:
+            check_is_all(group_of(device))
+        broadcast_state(module, group_of)
+        self._module = module
+        self._parameters = [own for own in module.parameters() if own.requires_grad]
         if not self._parameters:
             raise ValueError("no parameter needs a gradient: there is nothing for a server to do")
         if len(dtypes := {parameter.dtype for parameter in self._parameters}) > 1:
@@ -51,7 +51,7 @@ class AsyncSgd:
         self._version = 0
         self._server: Server | None = None
         if dist.get_rank() == 0:
-            self._server = Server(self._parameters, setup.make_optimizer, self._group)
+            self._server = Server(self._parameters, make_optimizer, self._group)
 
     def zero_grad(self) -> None:
         """Begin a step."""

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from placer.parallel.bucket import GradientBucket, Pending
+from placer.parallel.buckets import GradientBucket, Pending
 from placer.parallel.groups import digests, new_group
-from placer.parallel.reductions import OfGroup, Then, all_gather, begun, reduce_scatter
+from placer.parallel.methods.reductions import OfGroup, Then, all_gather, begun, reduce_scatter
 
 
 class Hierarchical(OfGroup):

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from placer.parallel.options import WARMUP_STEPS
-from placer.parallel.reductions import HookReduction
+from placer.parallel.methods.reductions import HookReduction
+from placer.parallel.methods.registry import WARMUP_STEPS
 
 RANK: Final = 2
 _KEPT: Final = ("error_dict", "p_memory_dict", "q_memory_dict")
@@ -24,7 +24,7 @@ class PowerSgd(HookReduction):
         self,
         group: dist.ProcessGroup | None = None,
         *,
-        rank: int = RANK,
+        approximation_rank: int = RANK,
         warmup_steps: int = WARMUP_STEPS,
     ) -> None:
         """Set the rank of the approximation and the number of initial plain all-reduce steps.
@@ -36,7 +36,7 @@ class PowerSgd(HookReduction):
             raise ValueError(f"PowerSGD begins after 2 steps at the earliest, not {warmup_steps}")
         state = PowerSGDState(
             process_group=group if group is not None else dist.group.WORLD,
-            matrix_approximation_rank=rank,
+            matrix_approximation_rank=approximation_rank,
             start_powerSGD_iter=warmup_steps,
         )
         super().__init__(powerSGD_hook, state)

@@ -1,6 +1,7 @@
-"""Reductions of buckets: sums in full or half precision, and DDP communication hooks."""
+"""Reductions of buckets: sums in full or half precision, and DDP communication hooks.
 
-from __future__ import annotations
+Annotations are not strings here, since DDP compares those of its hooks.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -8,7 +9,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from placer.parallel.bucket import GradientBucket, Pending
+from placer.parallel.buckets import GradientBucket, Pending
 
 
 class Reduction(Protocol):
@@ -55,12 +56,10 @@ class AllReduce(OfGroup):
         return begun(dist.all_reduce(flat, group=self.group, async_op=True))
 
 
-class HalfPrecision(OfGroup):
-    """Averages gradients that are sent, and added, in a narrower dtype."""
+class Float16(OfGroup):
+    """Averages gradients that are sent, and added, in half precision."""
 
-    def __init__(self, dtype: torch.dtype, group: dist.ProcessGroup | None = None) -> None:
-        super().__init__(group)
-        self.dtype = dtype
+    dtype = torch.float16
 
     def start(self, bucket: GradientBucket) -> Pending:
         """Start the all-reduce in the narrow dtype; divide first, since sums may overflow fp16."""
@@ -70,11 +69,14 @@ class HalfPrecision(OfGroup):
         return Then(work, lambda: flat.copy_(narrow))
 
 
-class HookReduction(Stateless):
-    """A DDP communication hook, ``hook(state, bucket)``, as a reduction.
+class BFloat16(Float16):
+    """The same in bfloat16."""
 
-    For a reduction as a hook see :func:`placer.parallel.ddp.ddp_hook`.
-    """
+    dtype = torch.bfloat16
+
+
+class HookReduction(Stateless):
+    """A DDP communication hook, ``hook(state, bucket)``, as a reduction; see :func:`ddp_hook`."""
 
     def __init__(
         self, hook: Callable[[Any, Any], torch.futures.Future[torch.Tensor]], state: Any
@@ -93,6 +95,21 @@ class HookReduction(Stateless):
                 flat.copy_(mean)
 
         return Then(future, take)
+
+
+def ddp_hook(
+    state: Reduction,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]  # torch hides it from type checkers
+) -> torch.futures.Future[torch.Tensor]:
+    """Run a reduction as a DDP hook: ``ddp.register_comm_hook(reduction, ddp_hook)``.
+
+    It waits for each bucket, so nothing overlaps with the backward pass. DDP rebuilds its buckets
+    after the first step, so stateful reductions must start with a later one.
+    """
+    state.start(bucket).wait()
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
 
 
 class Then:

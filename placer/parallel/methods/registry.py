@@ -1,91 +1,171 @@
-"""Registry of the sync methods; reading the list imports none of them."""
+"""The methods that keep replicas in sync, and their options; listing them imports none of them."""
 
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 from importlib import import_module
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
-from placer.parallel.options import WARMUP_STEPS
+from envs.replicas.spec import BUCKET_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from placer.parallel.sync import Setup, Sync
+    import torch
+    from torch import nn
+
+    from placer.parallel.grad_sync import Group
+    from placer.parallel.methods.sync import MakeOptimizer, Sync
 
 DEFAULT: Final = "allreduce"
+WARMUP_STEPS: Final = 200
+"""Default number of plain steps before gradients are sent as bits or low-rank matrices."""
+Family: TypeAlias = Literal["reduction", "average", "server"]
 _BLOCKS: Final = ("period", "warmup_steps", "block_momentum", "block_rate")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """Registry entry of a sync method."""
+    """A method that keeps replicas in sync.
+
+    Attributes:
+        name: its name in commands.
+        sends: what ranks send, in words.
+        family: "reduction": gradients in every step; "average": models after every block of steps;
+            "server": gradients to a parameter server, as they come.
+        home: "module:name" of its reduction, block update or :class:`Sync`.
+        options: names of the options in :class:`SyncConfig` that it takes.
+        warmup_steps: default number of plain steps before it begins.
+    """
 
     name: str
-    summary: str
-    home: str  # "module:function" that makes a Sync from a Setup
-    options: tuple[str, ...] = ()  # names of the SyncOptions that it takes
-    warmup_steps: int = 0  # default number of plain steps before it begins
+    sends: str
+    family: Family
+    home: str
+    options: tuple[str, ...] = ()
+    warmup_steps: int = 0
 
 
-def _own(name: str, summary: str, home: str, *options: str, warmup_steps: int = 0) -> Method:
+def _reduction(name: str, sends: str, home: str, *options: str, warmup_steps: int = 0) -> Method:
     return Method(
         name=name,
-        summary=summary,
-        home=f"placer.parallel.{home}",
+        sends=sends,
+        family="reduction",
+        home=home,
         options=options,
         warmup_steps=warmup_steps,
     )
 
 
+def _average(name: str, sends: str, home: str, *options: str) -> Method:
+    home = f"block_averager:{home}"
+    return Method(name=name, sends=sends, family="average", home=home, options=options)
+
+
 METHODS: Final = (
-    _own(DEFAULT, "mean of gradients every step, in full precision", "methods:allreduce"),
-    _own(
+    _reduction(DEFAULT, "mean of gradients every step, in full precision", "reductions:AllReduce"),
+    _reduction(
         "hierarchical",
         "the same level by level: inside nodes, then across",
-        "methods:hierarchical",
+        "hierarchical:Hierarchical",
         "levels",
     ),
-    _own("fp16", "gradients are sent in fp16: half of the bytes", "methods:fp16"),
-    _own("bf16", "gradients are sent in bf16: half of the bytes", "methods:bf16"),
-    _own(
+    _reduction("fp16", "gradients are sent in fp16: half of the bytes", "reductions:Float16"),
+    _reduction("bf16", "gradients are sent in bf16: half of the bytes", "reductions:BFloat16"),
+    _reduction(
         "powersgd",
         "gradients are sent as products of thin matrices, with error feedback",
-        "methods:powersgd",
+        "powersgd:PowerSgd",
         "approximation_rank",
         "warmup_steps",
         warmup_steps=WARMUP_STEPS,
     ),
-    _own(
+    _reduction(
         "onebit",
         "a bit per gradient, with error feedback at both ends",
-        "methods:onebit",
+        "onebit:OneBit",
         "warmup_steps",
         warmup_steps=WARMUP_STEPS,
     ),
-    _own(
+    _average(
         "ma",
         "model averaging: the mean of the models after every block of steps",
-        "methods:averaging",
+        "AVERAGING",
         "period",
         "warmup_steps",
     ),
-    _own("bmuf", "averaging with Nesterov momentum of block updates", "methods:bmuf", *_BLOCKS),
-    _own(
+    _average("bmuf", "averaging with Nesterov momentum of block updates", "BMUF", *_BLOCKS),
+    _average(
         "bmuf-classic",
         "averaging with classical momentum of block updates",
-        "methods:bmuf_classic",
+        "BMUF_CLASSIC",
         *_BLOCKS,
     ),
-    _own("slowmo", "SlowMo: slow momentum 0.5 on averaging", "methods:slowmo", *_BLOCKS),
-    _own("diloco", "DiLoCo: block rate 0.7, Nesterov momentum 0.9", "methods:diloco", *_BLOCKS),
-    _own(
-        "asgd",
-        "asynchronous SGD: a parameter server applies gradients as they come",
-        "async_sgd:AsyncSgd",
+    _average("slowmo", "SlowMo: slow momentum 0.5 on averaging", "SLOWMO", *_BLOCKS),
+    _average("diloco", "DiLoCo: block rate 0.7, Nesterov momentum 0.9", "DILOCO", *_BLOCKS),
+    Method(
+        name="asgd",
+        sends="asynchronous SGD: a parameter server applies gradients as they come",
+        family="server",
+        home="async_sgd:AsyncSgd",
     ),
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncConfig:
+    """How the replicas of a run are kept in sync; None means the default of the method.
+
+    Attributes:
+        method: name of the method, one of ``METHODS``.
+        accumulate: backward passes per step, whose gradients are averaged.
+        bucket_bytes: maximum bytes of gradients that are reduced together.
+        warmup_steps: plain synchronous steps before the method begins.
+        period: steps per block.
+        block_momentum: momentum of block updates.
+        block_rate: factor of block updates.
+        levels: ranks at each level of the network, innermost first.
+        approximation_rank: rank of the PowerSGD matrices.
+    """
+
+    method: str = DEFAULT
+    accumulate: int = 1
+    bucket_bytes: int = BUCKET_BYTES
+    warmup_steps: int | None = None
+    period: int | None = None
+    block_momentum: float | None = None
+    block_rate: float | None = None
+    levels: tuple[int, ...] | None = None
+    approximation_rank: int | None = None
+
+    def __post_init__(self) -> None:
+        least = {"warmup_steps": 0}
+        for name in ("accumulate", "bucket_bytes", *least, "period", "approximation_rank"):
+            value = getattr(self, name)
+            if value is not None and value < least.get(name, 1):
+                raise ValueError(f"{name} is {value}, below {least.get(name, 1)}")
+        if self.block_momentum is not None and not 0 <= self.block_momentum < 1:
+            raise ValueError(f"block_momentum is {self.block_momentum}, not within 0 .. 1")
+        if self.block_rate is not None and not (0 < self.block_rate < math.inf):
+            raise ValueError(f"block_rate is {self.block_rate}, not a number above 0")
+        if self.levels is not None and not (self.levels and min(self.levels) >= 1):
+            raise ValueError(f"levels are {self.levels}, not numbers of ranks")
+        taken = method_named(self.method).options
+        if ignored := next((name for name in self.options if name not in taken), None):
+            takers = ", ".join(other.name for other in METHODS if ignored in other.options)
+            raise ValueError(f"sync {self.method!r} takes no {ignored}; {takers} do")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return {name: value} of the options of the method that are set."""
+        return {name: value for name in OPTIONS if (value := getattr(self, name)) is not None}
+
+
+_OF_ALL: Final = ("method", "accumulate", "bucket_bytes")
+OPTIONS: Final = tuple(own.name for own in fields(SyncConfig) if own.name not in _OF_ALL)
+"""Options that only some of the methods take."""
 
 
 def method_named(name: str) -> Method:
@@ -102,27 +182,34 @@ def method_named(name: str) -> Method:
     return known[name]
 
 
-def check_options(name: str, given: tuple[str, ...]) -> None:
-    """Check that a method takes all options that are set.
+def make_sync(
+    module: nn.Module,
+    make_optimizer: MakeOptimizer,
+    config: SyncConfig | None = None,
+    *,
+    group_of: Callable[[torch.device], Group] = lambda device: None,
+) -> Sync:
+    """Create what keeps a replica in sync with those of all other ranks.
+
+    Args:
+        module: the replica, on its devices.
+        make_optimizer: makes the optimizer for some parameters.
+        config: method and options; by default the mean of gradients in every step.
+        group_of: returns the process group of a device, None for all ranks.
 
     Raises:
-        ValueError: it does not take one of them, or there is no such method.
+        ValueError: the replicas do not match, or the method cannot work on them.
     """
-    method = method_named(name)
-    for option in given:
-        if option not in method.options:
-            takers = [other.name for other in METHODS if option in other.options]
-            raise ValueError(f"sync {name!r} takes no {option}; {', '.join(takers)} do")
+    from placer.parallel.methods.sync import EveryBlock, EveryStep
 
-
-def sync_named(name: str, setup: Setup) -> Sync:
-    """Create the sync method with this name for the replicas of all ranks.
-
-    Raises:
-        ValueError: there is no such method, it does not take an option that is set, or the replicas
-            do not match.
-    """
-    check_options(name, setup.options.given)
-    module, _, function = method_named(name).home.partition(":")
-    make = cast("Callable[[Setup], Sync]", getattr(import_module(module), function))
-    return make(setup)
+    config = config or SyncConfig()
+    method = method_named(config.method)
+    module_name, _, name = method.home.partition(":")
+    home: Any = getattr(import_module(f"placer.parallel.methods.{module_name}"), name)
+    match method.family:
+        case "reduction":
+            return EveryStep(module, make_optimizer, config, group_of, reduction=home)
+        case "average":
+            return EveryBlock(module, make_optimizer, config, group_of, update=home)
+    sync: Sync = home(module, make_optimizer, group_of)
+    return sync

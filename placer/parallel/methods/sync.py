@@ -1,38 +1,96 @@
-"""Sync methods by name: gradient reductions every step, model averages every block."""
+"""The interface of the sync methods, and its two families: reductions and averages of blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from placer.parallel import block_averager as blocks
-from placer.parallel.block_averager import BlockAverager, BlockUpdate, mean_of_ranks
 from placer.parallel.grad_sync import GradSync, Group, broadcast_state
-from placer.parallel.hierarchical import Hierarchical
-from placer.parallel.onebit import OneBit
-from placer.parallel.options import WARMUP_STEPS
-from placer.parallel.powersgd import RANK, PowerSgd
-from placer.parallel.reductions import AllReduce, HalfPrecision, Reduction
-from placer.parallel.sync import Setup, Sync
+from placer.parallel.methods.block_averager import (
+    PERIOD,
+    BlockAverager,
+    BlockUpdate,
+    mean_of_ranks,
+)
+from placer.parallel.methods.reductions import Reduction
+from placer.parallel.methods.registry import SyncConfig
+
+MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+GroupOf: TypeAlias = Callable[[torch.device], Group]
+
+
+class Sync(Protocol):
+    """Trains a replica together with those of all other ranks; drives its optimizer.
+
+    ::
+
+        for batch in shard:
+            sync.zero_grad()
+            replica(*batch).backward()
+            sync.step()
+        sync.finish()
+    """
+
+    def zero_grad(self) -> None:
+        """Begin a step."""
+        ...
+
+    def step(self) -> None:
+        """Update the model with the current gradients.
+
+        Raises:
+            RuntimeError: another rank is gone.
+        """
+        ...
+
+    def finish(self) -> None:
+        """Set the replica to the resulting parameters, the same on every rank."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state to resume from on this rank, without parameters and buffers.
+
+        Raises:
+            ValueError: the method cannot resume, since its results depend on timing.
+        """
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned on this rank."""
+        ...
+
+    def report(self) -> dict[str, Any]:
+        """Return statistics of the run, for people and programs."""
+        ...
 
 
 class EveryStep:
     """Reduces gradients in every step."""
 
-    def __init__(self, setup: Setup, reduction: Callable[[Group], Reduction]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        make_optimizer: MakeOptimizer,
+        config: SyncConfig,
+        group_of: GroupOf,
+        *,
+        reduction: Callable[..., Reduction],
+    ) -> None:
+        """Lay out gradients; ``reduction`` takes a process group and the options that are set."""
         self._gradients = GradSync(
-            setup.module,
-            reduction=reduction,
-            group_of=setup.group_of,
-            accumulate=setup.accumulate,
-            bucket_bytes=setup.bucket_bytes,
+            module,
+            reduction=partial(reduction, **config.options),
+            group_of=group_of,
+            accumulate=config.accumulate,
+            bucket_bytes=config.bucket_bytes,
         )
-        self._optimizer = setup.make_optimizer(setup.module.parameters())
+        self._optimizer = make_optimizer(module.parameters())
 
     def zero_grad(self) -> None:
         """Begin a step."""
@@ -66,16 +124,28 @@ class EveryStep:
 class EveryBlock:
     """Trains replicas independently and averages them after every block."""
 
-    def __init__(self, setup: Setup, update: BlockUpdate) -> None:
-        broadcast_state(setup.module, setup.group_of)
-        self._optimizer = setup.make_optimizer(setup.module.parameters())
-        options, group_of = setup.options, setup.group_of
-        first = next(setup.module.parameters())
+    def __init__(
+        self,
+        module: nn.Module,
+        make_optimizer: MakeOptimizer,
+        config: SyncConfig,
+        group_of: GroupOf,
+        *,
+        update: BlockUpdate,
+    ) -> None:
+        """Start all replicas from the model of the first rank."""
+        broadcast_state(module, group_of)
+        self._optimizer = make_optimizer(module.parameters())
+        if config.block_momentum is not None:
+            update = replace(update, momentum=config.block_momentum)
+        if config.block_rate is not None:
+            update = replace(update, rate=config.block_rate)
+        first = next(module.parameters())
         self._averager = BlockAverager(
-            setup.module,
-            _adjusted(update, options.block_momentum, options.block_rate),
-            period=options.period or blocks.PERIOD,
-            warmup_steps=options.warmup_steps or 0,
+            module,
+            update,
+            period=config.period or PERIOD,
+            warmup_steps=config.warmup_steps or 0,
             inner=self._optimizer,
             workers=dist.get_world_size(group_of(first.device)),
             mean=lambda flat: mean_of_ranks(flat, group_of(flat.device)),
@@ -109,70 +179,3 @@ class EveryBlock:
     def report(self) -> dict[str, Any]:
         """Return an empty report."""
         return {}
-
-
-def allreduce(setup: Setup) -> Sync:
-    """Return the mean of gradients in full precision."""
-    return EveryStep(setup, AllReduce)
-
-
-def hierarchical(setup: Setup) -> Sync:
-    """Return the mean of gradients, reduced level by level."""
-    return EveryStep(setup, partial(Hierarchical, levels=setup.options.levels))
-
-
-def fp16(setup: Setup) -> Sync:
-    """Return the mean of gradients in fp16."""
-    return EveryStep(setup, partial(HalfPrecision, torch.float16))
-
-
-def bf16(setup: Setup) -> Sync:
-    """Return the mean of gradients in bf16."""
-    return EveryStep(setup, partial(HalfPrecision, torch.bfloat16))
-
-
-def powersgd(setup: Setup) -> Sync:
-    """Return PowerSGD."""
-    rank = setup.options.approximation_rank or RANK
-    return EveryStep(setup, partial(PowerSgd, rank=rank, warmup_steps=_warmup(setup)))
-
-
-def onebit(setup: Setup) -> Sync:
-    """Return 1-bit SGD."""
-    return EveryStep(setup, partial(OneBit, warmup_steps=_warmup(setup)))
-
-
-def averaging(setup: Setup) -> Sync:
-    """Return model averaging."""
-    return EveryBlock(setup, blocks.AVERAGING)
-
-
-def bmuf(setup: Setup) -> Sync:
-    """Return BMUF with Nesterov block momentum."""
-    return EveryBlock(setup, blocks.BMUF)
-
-
-def bmuf_classic(setup: Setup) -> Sync:
-    """Return BMUF with classical block momentum."""
-    return EveryBlock(setup, blocks.BMUF_CLASSIC)
-
-
-def slowmo(setup: Setup) -> Sync:
-    """Return SlowMo."""
-    return EveryBlock(setup, blocks.SLOWMO)
-
-
-def diloco(setup: Setup) -> Sync:
-    """Return DiLoCo."""
-    return EveryBlock(setup, blocks.DILOCO)
-
-
-def _warmup(setup: Setup) -> int:
-    given = setup.options.warmup_steps
-    return WARMUP_STEPS if given is None else given
-
-
-def _adjusted(update: BlockUpdate, momentum: float | None, rate: float | None) -> BlockUpdate:
-    if momentum is not None:
-        update = replace(update, momentum=momentum)
-    return update if rate is None else replace(update, rate=rate)
