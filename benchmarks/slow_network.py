@@ -134,7 +134,9 @@ def apart(ranks: int) -> float:
 
 
 def steps(name: str) -> float:
-    options = {"onebit": {"warmup_steps": 0}, "bmuf": {"period": PERIOD}}.get(name, {})
+    options: dict[str, Any] = {"onebit": {"warmup_steps": 0}, "bmuf": {"period": PERIOD}}.get(
+        name, {}
+    )
     replica = model()
     make = partial(torch.optim.SGD, lr=0.01)
     sync = make_sync(replica, make, SyncConfig(method=name, **options))

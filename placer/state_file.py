@@ -89,8 +89,8 @@ def _encoded(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
     # JSON form of a value: containers and tensors become lists that begin with their type.
     if isinstance(value, torch.Tensor | np.ndarray):
         is_tensor, name = isinstance(value, torch.Tensor), str(len(tensors))
-        tensor = torch.as_tensor(value).detach().cpu().contiguous()
-        tensors[name] = tensor.clone()
+        tensor = torch.as_tensor(value).detach().cpu()
+        tensors[name] = tensor.clone(memory_format=torch.contiguous_format)
         return ["tensor" if is_tensor else "array", name]
     if isinstance(value, Mapping):
         return ["dict", [[_encoded(k, tensors), _encoded(v, tensors)] for k, v in value.items()]]

@@ -166,7 +166,8 @@ def interrupted(make: Callable[[], Reduction]) -> bool:
 
 
 @pytest.mark.parametrize(
-    "make", [partial(OneBit, warmup_steps=2), partial(PowerSgd, rank=1, warmup_steps=2)]
+    "make",
+    [partial(OneBit, warmup_steps=2), partial(PowerSgd, approximation_rank=1, warmup_steps=2)],
 )
 def test_what_a_reduction_remembers_can_be_saved(make: Callable[[], Reduction]) -> None:
     assert all(on_ranks(2, interrupted, make))

@@ -18,7 +18,7 @@ from placer.parallel.groups import new_group
 from placer.parallel.methods.registry import METHODS, method_named
 
 STEPS = 12
-QUICK = {"period": 3, "warmup_steps": 2}
+QUICK: dict[str, Any] = {"period": 3, "warmup_steps": 2}
 sgd = partial(torch.optim.SGD, lr=0.1)
 
 

@@ -93,8 +93,8 @@ def run_plan(
             f"{passes}: leave --accumulate out, or plan with it"
         )
     method, remarks = (given["method"], ()) if "method" in given else planned_method(plan)
-    planned = {"period": plan.average_every if plan.average_every > 1 else None}
-    planned |= {"levels": plan.levels or None}
+    period = plan.average_every if plan.average_every > 1 else None
+    planned: dict[str, Any] = {"period": period, "levels": plan.levels or None}
     taken = method_named(method).options
     sync: dict[str, Any] = {
         "method": method,
