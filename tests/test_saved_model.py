@@ -18,7 +18,7 @@ from placer.parallel import SyncConfig, make_sync
 from placer.parallel.data import FromFunction
 from placer.parallel.methods.block_averager import flat_of
 from placer.parallel.replica import placed_replica
-from placer.parallel.training import STATE_FORMAT, Course, train, write_model
+from placer.parallel.training import STATE_FORMAT, TrainingPlan, train, write_model
 from placer.state_file import read_state
 from placer.target import load_function, load_step
 
@@ -46,7 +46,7 @@ def trained_by_blocks(
     config = SyncConfig(method="bmuf", period=2)
     sync = make_sync(replica.module, lambda own: torch.optim.SGD(own, lr=0.1), config)
     batches = FromFunction(load_function(f"{target}:batch"), step)
-    train(replica, sync, batches, Course(steps=4, save=saved))
+    train(replica, sync, batches, TrainingPlan(steps=4, save=saved))
     [base] = sync.state_dict()["averager"]["base"]
     return dict(replica.module.state_dict()), base
 

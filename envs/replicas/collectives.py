@@ -199,13 +199,6 @@ def all_reduce(
     return AllReduce(algorithm=algorithm, seconds=seconds)
 
 
-def all_reduce_s(
-    algorithm: str, size_bytes: float, levels: Sequence[Level], *, payload_factor: float = 1.0
-) -> float:
-    """Return the seconds of :func:`all_reduce`, which documents the arguments and errors."""
-    return all_reduce(algorithm, size_bytes, levels, payload_factor=payload_factor).seconds
-
-
 def cheapest_all_reduce(
     size_bytes: float, levels: Sequence[Level], *, payload_factor: float = 1.0
 ) -> AllReduce:

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from placer.parallel.grad_sync import GradSync
     from placer.parallel.methods.block_averager import BlockAverager, BlockUpdate
     from placer.parallel.methods.reductions import HookReduction, ddp_hook
-    from placer.parallel.methods.registry import SyncConfig, make_sync
-    from placer.parallel.methods.sync import Sync
+    from placer.parallel.methods.registry import SyncConfig
+    from placer.parallel.methods.sync import Sync, make_sync
     from placer.parallel.pipelined import PipelinedReplica
 
 __all__ = [
@@ -39,7 +39,7 @@ _HOMES = {
     "Sync": "methods.sync",
     "SyncConfig": "methods.registry",
     "ddp_hook": "methods.reductions",
-    "make_sync": "methods.registry",
+    "make_sync": "methods.sync",
 }
 
 

@@ -29,8 +29,8 @@ from envs.torch_devices import CPU, torch_device
 from graphs.extract import Extraction
 from placer.export.pipeline_split import pipeline_stages
 from placer.export.placed_modules import PlacedModules
-from placer.parallel.methods.registry import SyncConfig, make_sync
-from placer.parallel.methods.sync import MakeOptimizer, Sync
+from placer.parallel.methods.registry import SyncConfig
+from placer.parallel.methods.sync import MakeOptimizer, Sync, make_sync
 
 REPLICAS: Final = "dp"
 STAGES: Final = "place"

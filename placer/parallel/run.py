@@ -20,11 +20,12 @@ from graphs.extract import Step
 from placer.parallel.data import Batches, FromFunction, MadeUp, Shards
 from placer.parallel.groups import check_same, groups_of_slots
 from placer.parallel.liveness import Liveness, RunStore, StoppedError, shared_secret
-from placer.parallel.methods.registry import make_sync, method_named
+from placer.parallel.methods.registry import method_named
+from placer.parallel.methods.sync import make_sync
 from placer.parallel.plan import RunPlan, RunRequest, run_plan
 from placer.parallel.processes import joined, on_own_devices, rank_count, stop_on_sigterm
 from placer.parallel.replica import Replica, placed_replica
-from placer.parallel.training import Checkpoint, Course, Trained, train
+from placer.parallel.training import Checkpoint, Trained, TrainingPlan, train
 from placer.replicate.sources import batch_size, with_part_of_inputs
 from placer.target import load_function, load_step
 
@@ -49,7 +50,7 @@ class Run:
         return json.dumps({key: content.get(key) for key in keys})
 
     @property
-    def course(self) -> dict[str, Any]:
+    def changeable(self) -> dict[str, Any]:
         """Settings that may change when a run is resumed."""
         names = ("steps", "checkpoint_every", "resume")
         return {name: getattr(self.request, name) for name in names}
@@ -167,7 +168,7 @@ def train_rank(
         try:
             stop_on_sigterm()
             check_same("placements", run.essence)
-            check_same("the options of the run", json.dumps(run.settings | run.course))
+            check_same("the options of the run", json.dumps(run.settings | run.changeable))
             if rank == 0:
                 started(ranks)
             torch.manual_seed(spread_seed(request.seed, rank))  # dropout differs between replicas
@@ -180,7 +181,7 @@ def train_rank(
                 group_of=groups_of_slots(list(map(torch_device, names))),
             )
             hear = progress if rank == 0 else lambda step, loss: None
-            return train(replica, sync, run.batches, _course(run), liveness.at, hear)
+            return train(replica, sync, run.batches, _training_plan(run), liveness.at, hear)
         except (RuntimeError, StoppedError) as error:
             raise liveness.error(error) from error
         finally:
@@ -200,11 +201,11 @@ def _optimizer(request: RunRequest, parameters: Iterable[nn.Parameter]) -> torch
     return torch.optim.AdamW(parameters, lr=request.lr)
 
 
-def _course(run: Run) -> Course:
+def _training_plan(run: Run) -> TrainingPlan:
     path = run.request.checkpoint
     essence = {name: str(value) for name, value in run.settings.items() if value is not None}
-    return Course(
-        **run.course,
+    return TrainingPlan(
+        **run.changeable,
         checkpoint=None if path is None else Checkpoint(path, essence),
         accumulate=run.plan.sync.accumulate,
         save=run.request.save,

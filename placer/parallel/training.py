@@ -107,7 +107,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
+class TrainingPlan:
     """Length of a run, and where it is saved.
 
     Attributes:
@@ -141,7 +141,7 @@ def train(
     replica: Replica,
     sync: Sync,
     batches: Batches,
-    course: Course,
+    plan: TrainingPlan,
     reached: Callable[[int], None] = lambda step: None,
     progress: Callable[[int, float], None] = lambda step, loss: None,
 ) -> Trained:
@@ -151,7 +151,7 @@ def train(
         replica: the replica of this rank.
         sync: keeps it in sync with the others.
         batches: the data of all ranks.
-        course: length of the run and checkpoints.
+        plan: length of the run and checkpoints.
         reached: called with each step that begins.
         progress: called with each step and its loss.
 
@@ -161,28 +161,28 @@ def train(
         OSError: a checkpoint cannot be read or written, or the model cannot be saved.
     """
     losses: list[float] = []
-    kept = course.checkpoint.read() if course.resume and course.checkpoint is not None else None
+    kept = plan.checkpoint.read() if plan.resume and plan.checkpoint is not None else None
     if kept is not None:
         step, state = kept
         losses = _take_up(state, replica, sync)
-        if step > course.steps:
-            raise ValueError(f"the checkpoint is of step {step}, beyond the {course.steps} to do")
+        if step > plan.steps:
+            raise ValueError(f"the checkpoint is of step {step}, beyond the {plan.steps} to do")
     first, rank, ranks = len(losses), dist.get_rank(), dist.get_world_size()
     seconds: list[float] = []
-    for step in range(first, course.steps):
+    for step in range(first, plan.steps):
         start_s = time.perf_counter()
         reached(step)
         sync.zero_grad()
-        numbers = numbers_of(step, rank, ranks, course.accumulate)
+        numbers = numbers_of(step, rank, ranks, plan.accumulate)
         losses.append(replica.backward([batches(number) for number in numbers]))
         sync.step()
         seconds.append(time.perf_counter() - start_s)
         progress(step, losses[-1])
-        if course.checkpoint is not None and _is_due(course, step + 1):
-            course.checkpoint.write(step + 1, _state(replica, sync, losses))
+        if plan.checkpoint is not None and _is_due(plan, step + 1):
+            plan.checkpoint.write(step + 1, _state(replica, sync, losses))
     sync.finish()
-    if course.save is not None and rank == 0:
-        write_model(course.save, replica.module)
+    if plan.save is not None and rank == 0:
+        write_model(plan.save, replica.module)
     dist.barrier()  # ranks that still send would take one that leaves earlier for dead
     return Trained(
         losses=tuple(losses),
@@ -192,9 +192,9 @@ def train(
     )
 
 
-def _is_due(course: Course, done: int) -> bool:
-    every = course.checkpoint_every
-    return done == course.steps or (every is not None and done % every == 0)
+def _is_due(plan: TrainingPlan, done: int) -> bool:
+    every = plan.checkpoint_every
+    return done == plan.steps or (every is not None and done % every == 0)
 
 
 def _state(replica: Replica, sync: Sync, losses: list[float]) -> dict[str, Any]:

@@ -5,19 +5,9 @@ from __future__ import annotations
 import difflib
 import math
 from dataclasses import dataclass, fields
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from envs.replicas.spec import BUCKET_BYTES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
-    from torch import nn
-
-    from placer.parallel.grad_sync import Group
-    from placer.parallel.methods.sync import MakeOptimizer, Sync
 
 DEFAULT: Final = "allreduce"
 WARMUP_STEPS: Final = 200
@@ -180,36 +170,3 @@ def method_named(name: str) -> Method:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"there is no sync {name!r}: there are {', '.join(known)}{hint}")
     return known[name]
-
-
-def make_sync(
-    module: nn.Module,
-    make_optimizer: MakeOptimizer,
-    config: SyncConfig | None = None,
-    *,
-    group_of: Callable[[torch.device], Group] = lambda device: None,
-) -> Sync:
-    """Create what keeps a replica in sync with those of all other ranks.
-
-    Args:
-        module: the replica, on its devices.
-        make_optimizer: makes the optimizer for some parameters.
-        config: method and options; by default the mean of gradients in every step.
-        group_of: returns the process group of a device, None for all ranks.
-
-    Raises:
-        ValueError: the replicas do not match, or the method cannot work on them.
-    """
-    from placer.parallel.methods.sync import EveryBlock, EveryStep
-
-    config = config or SyncConfig()
-    method = method_named(config.method)
-    module_name, _, name = method.home.partition(":")
-    home: Any = getattr(import_module(f"placer.parallel.methods.{module_name}"), name)
-    match method.family:
-        case "reduction":
-            return EveryStep(module, make_optimizer, config, group_of, reduction=home)
-        case "average":
-            return EveryBlock(module, make_optimizer, config, group_of, update=home)
-    sync: Sync = home(module, make_optimizer, group_of)
-    return sync

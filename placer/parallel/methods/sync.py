@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -19,7 +20,7 @@ from placer.parallel.methods.block_averager import (
     mean_of_ranks,
 )
 from placer.parallel.methods.reductions import Reduction
-from placer.parallel.methods.registry import SyncConfig
+from placer.parallel.methods.registry import SyncConfig, method_named
 
 MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 GroupOf: TypeAlias = Callable[[torch.device], Group]
@@ -179,3 +180,34 @@ class EveryBlock:
     def report(self) -> dict[str, Any]:
         """Return an empty report."""
         return {}
+
+
+def make_sync(
+    module: nn.Module,
+    make_optimizer: MakeOptimizer,
+    config: SyncConfig | None = None,
+    *,
+    group_of: GroupOf = lambda device: None,
+) -> Sync:
+    """Create what keeps a replica in sync with those of all other ranks.
+
+    Args:
+        module: the replica, on its devices.
+        make_optimizer: makes the optimizer for some parameters.
+        config: method and options; by default the mean of gradients in every step.
+        group_of: returns the process group of a device, None for all ranks.
+
+    Raises:
+        ValueError: the replicas do not match, or the method cannot work on them.
+    """
+    config = config or SyncConfig()
+    method = method_named(config.method)
+    module_name, _, name = method.home.partition(":")
+    home: Any = getattr(import_module(f"placer.parallel.methods.{module_name}"), name)
+    match method.family:
+        case "reduction":
+            return EveryStep(module, make_optimizer, config, group_of, reduction=home)
+        case "average":
+            return EveryBlock(module, make_optimizer, config, group_of, update=home)
+    sync: Sync = home(module, make_optimizer, group_of)
+    return sync
