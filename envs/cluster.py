@@ -41,7 +41,6 @@ directly; where two have none, such as GPUs that copy through the host, list one
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 from collections import Counter
@@ -50,6 +49,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
+from graphs.names import suggestion
 from graphs.printable import check_printable
 from graphs.strict_json import load_toml, within
 
@@ -226,8 +226,7 @@ class Cluster:
         """
         if name in self.names:
             return self.names.index(name)
-        near = difflib.get_close_matches(name, self.names, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = suggestion(name, self.names)
         raise ValueError(
             f"cluster {self.name!r} has no device {name!r}: it has {', '.join(self.names)}{hint}"
         )
@@ -351,9 +350,7 @@ def _typed(value: object, annotation: str, where: str) -> object:
 def _known(table: Mapping[str, Any], known: set[str], prefix: str) -> None:
     for key in table:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ValueError(f"unknown key {prefix}{key}{hint}")
+            raise ValueError(f"unknown key {prefix}{key}{suggestion(key, known)}")
 
 
 def _table(value: object, where: str) -> Mapping[str, Any]:

@@ -14,7 +14,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import reprlib
@@ -30,6 +29,7 @@ from numpy.typing import NDArray
 from envs.cluster import LARGEST_INT, MOST_DEVICES, Cluster
 from envs.replicas.spec import Replication
 from graphs.graph import PHASES, GraphArrays
+from graphs.names import suggestion
 from graphs.printable import check_printable
 from graphs.strict_json import array, fields, inside, load_checked, number, table, text, within
 from graphs.whole_file import write_whole
@@ -182,8 +182,7 @@ class Placement:
             if path == module or path.startswith(module + ".") or (module == ROOT and not path)
         ]
         if not inside:
-            near = difflib.get_close_matches(module, {*paths, *self.ops}, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = suggestion(module, {*paths, *self.ops})
             raise KeyError(f"no op or module {module!r} in this placement{hint}")
         return inside
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
+
+from graphs.names import suggestion
 
 STATE: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
@@ -39,8 +40,7 @@ class Optimizer:
 
     def __post_init__(self) -> None:
         if self.kind not in STATE:
-            near = difflib.get_close_matches(self.kind, STATE, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = suggestion(self.kind, STATE)
             raise ValueError(f"optimizer {self.kind!r} is not one of {', '.join(STATE)}{hint}")
         numbers = {
             "learning_rate": self.learning_rate,

@@ -6,7 +6,6 @@ itself.
 
 from __future__ import annotations
 
-import difflib
 import gc
 import json
 import math
@@ -19,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from graphs.names import suggestion
 from graphs.printable import check_printable, escaped
 from graphs.whole_file import read_limited
 
@@ -165,9 +165,7 @@ def fields(
     found = table(value, where)
     if not known.issuperset(found):
         key = next(key for key in found if key not in known)
-        near = difflib.get_close_matches(key, sorted(known), n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"unknown key {inside(where, key)}{hint}")
+        raise ValueError(f"unknown key {inside(where, key)}{suggestion(key, sorted(known))}")
     if missing := [key for key in required if key not in found]:
         raise ValueError(f"{where or 'the file'} lacks {', '.join(missing)}")
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -18,6 +17,7 @@ from graphs.extract import Extraction
 from graphs.extract.extraction import ties_of
 from graphs.extract.program import VIEW
 from graphs.graph import GraphArrays
+from graphs.names import suggestion
 from placer.export.device_flow import first_conflict, main_device_of
 from placer.export.hooks import Hooks
 from placer.export.placed_modules import around, canonical_paths, parent
@@ -156,8 +156,7 @@ class DeviceMap:
         tensors = model.state_dict().keys()
         for path in self.devices:
             if path not in modules and path not in tensors:
-                near = difflib.get_close_matches(path, modules, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
+                hint = suggestion(path, modules)
                 raise GivenError(
                     f"the device map names {path!r}, which {type(model).__name__} has not{hint}"
                 )

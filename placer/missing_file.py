@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from pathlib import Path
+
+from graphs.names import suggestion
 
 
 def missing_file(path: Path) -> str:
@@ -15,8 +16,7 @@ def missing_file(path: Path) -> str:
     if path.is_dir():
         return f"there is no file {path}: it is a folder"
     neighbours = sorted(near.name for near in folder.glob(f"*{path.suffix}") if near.is_file())
-    near = difflib.get_close_matches(path.name, neighbours, n=1)
-    return f"there is no file {path}" + (f"; did you mean {folder / near[0]}?" if near else "")
+    return f"there is no file {path}" + suggestion(path.name, neighbours)
 
 
 def why_not_read(error: OSError) -> str:

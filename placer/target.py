@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import networkx as nx
 
 from graphs.files import load_graph
+from graphs.names import suggestion
 from placer.missing_file import missing_file, why_not_read
 from placer.sources.fault import TargetError
 from placer.sources.names import is_exported, is_huggingface, is_onnx
@@ -174,10 +174,9 @@ def _function(module: ModuleType, name: str, path: str) -> Callable[[], object]:
         found: Callable[[], object] = functions[name]
         return found
     own = [k for k, v in functions.items() if getattr(v, "__module__", "") == module.__name__]
-    near = difflib.get_close_matches(name, own, n=1)
     raise TargetError(
         f"{path} has no function {name!r}; it defines {', '.join(own) if own else 'none'}"
-        + (f"; did you mean {near[0]}?" if near else "")
+        + suggestion(name, own)
     )
 
 

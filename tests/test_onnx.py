@@ -300,7 +300,7 @@ def test_modules_that_the_exporter_noted_are_those_of_the_graph(path: Path) -> N
 
 
 def test_a_file_that_is_not_there_is_named(path: Path) -> None:
-    assert f"did you mean {path}?" in refusal(path.with_name("modle.onnx"))
+    assert f"did you mean {path.name}?" in refusal(path.with_name("modle.onnx"))
 
 
 def test_what_is_no_onnx_file_is_refused(path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from graphs.extract.autocast import autocast
 from graphs.extract.calls import module_paths
 from graphs.extract.keys import and_outer
 from graphs.extract.trial import forward_of
+from graphs.names import suggestion
 
 
 class HookedModule(nn.Module):
@@ -166,10 +166,9 @@ class HookedModule(nn.Module):
         known = set(self._paths.values())
         for path in devices:
             if path not in known:
-                near = get_close_matches(path, known, n=1)
                 raise ValueError(
                     f"{path!r} has a device, but {type(self._step.model).__name__} has no such "
-                    f"module{f'; is it {near[0]!r}?' if near else ''}"
+                    f"module{suggestion(path, known)}"
                 )
         full = {device: full_device(device) for device in set(devices.values())}
         return {path: full[device] for path, device in devices.items()}

@@ -23,5 +23,6 @@ def __getattr__(name: str) -> Any:
     """Load a public name on first use."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = "extraction" if name in ("Extraction", "FallBack", "extract") else "step"
-    return getattr(import_module(f"{__name__}.{home}"), name)
+    traces = name in ("Extraction", "FallBack", "extract")
+    home = "graphs.extract.extraction" if traces else "graphs.extract.step"
+    return getattr(import_module(home), name)

@@ -18,10 +18,9 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from graphs.costs import call_flops
-from graphs.extract.export import Traced
 from graphs.extract.keys import operator_name, owner
 from graphs.extract.lineage import accumulates, forward_ops, is_backward, tagged_call
-from graphs.extract.program import VIEW, Call, Ref, Source, StepProgram, Value
+from graphs.extract.program import VIEW, Call, Ref, Result, Source, StepProgram, Value
 from graphs.extract.step import ExtractionError
 from graphs.graph import Phase
 from graphs.mirror import ACCUMULATES
@@ -29,6 +28,28 @@ from graphs.mirror import ACCUMULATES
 MAYBE_COPIES: Final = ("reshape", "contiguous", "to", "_reshape_alias")
 ALSO_VIEWS: Final = ("_unsafe_view",)
 IGNORED: Final = ("_assert_tensor_metadata", "_assert_async", "_assert_scalar")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """An aten graph, and the meaning of its placeholders and outputs.
+
+    ``sources`` and ``results`` are by fx node; their ``value`` is not set yet. ``prefix`` is what
+    the traced module's paths have before the model's own. ``outputs`` is what the step returns,
+    with a Position in place of every tensor. ``depends_on_data`` are the lines of the model that
+    read tensor values on which the graph depends. ``exported`` is the forward pass before it was
+    lowered, if it was exported; nodes of ``graph`` are tagged with the calls in it that they stem
+    from.
+    """
+
+    graph: fx.Graph
+    sources: dict[fx.Node, Source]
+    results: list[tuple[fx.Node, Result]]
+    prefix: str
+    training: bool
+    outputs: Any
+    depends_on_data: tuple[str, ...] = ()
+    exported: fx.GraphModule | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,9 +26,9 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from graphs.extract.assigned import PlainTensors, check_same_form
 from graphs.extract.autocast import autocast
+from graphs.extract.convert import Traced
 from graphs.extract.export import (
     Position,
-    Traced,
     cell_by_cell,
     constants_of,
 )

@@ -25,6 +25,7 @@ from graphs.extract.autocast import (
     share_casts,
     without_casts,
 )
+from graphs.extract.convert import Traced
 from graphs.extract.fake import without_meta
 from graphs.extract.lineage import tag_calls
 from graphs.extract.own_backward import own_backward_refused
@@ -48,28 +49,6 @@ class Position:
     """Placeholder for an output tensor: the result with this number as its name."""
 
     number: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Traced:
-    """An aten graph, and the meaning of its placeholders and outputs.
-
-    ``sources`` and ``results`` are by fx node; their ``value`` is not set yet. ``prefix`` is what
-    the traced module's paths have before the model's own. ``outputs`` is what the step returns,
-    with a Position in place of every tensor. ``depends_on_data`` are the lines of the model that
-    read tensor values on which the graph depends. ``exported`` is the forward pass before it was
-    lowered, if it was exported; nodes of ``graph`` are tagged with the calls in it that they stem
-    from.
-    """
-
-    graph: fx.Graph
-    sources: dict[fx.Node, Source]
-    results: list[tuple[fx.Node, Result]]
-    prefix: str
-    training: bool
-    outputs: Any
-    depends_on_data: tuple[str, ...] = ()
-    exported: fx.GraphModule | None = None
 
 
 def trace(step: Step) -> Traced:

@@ -14,10 +14,10 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 import networkx as nx
 
 from graphs.extract import AUTO
-from graphs.extract.convert import OpFacts, convert
+from graphs.extract.convert import OpFacts, Traced, convert
 from graphs.extract.dag import build_graph
 from graphs.extract.dispatch import record
-from graphs.extract.export import Traced, trace
+from graphs.extract.export import trace
 from graphs.extract.exported_calls import calls_of
 from graphs.extract.faults import check_step
 from graphs.extract.forward import ForwardProgram, forward_program

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any, NoReturn
 
+from graphs.names import suggestion
 from placer.cli.failures import BAD_USAGE
 
 
@@ -76,12 +76,10 @@ class CommandParser(argparse.ArgumentParser):
             name = word.partition("=")[0]
             if not name.startswith("--") or " " in name or name in self._option_string_actions:
                 continue
-            near = difflib.get_close_matches(name, self._option_string_actions, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = suggestion(name, self._option_string_actions)
             self.error(f"there is no option {name}{hint}")
 
 
 def _no_command(word: str, commands: Sequence[str]) -> str:
-    near = difflib.get_close_matches(word, commands, n=1)
-    hint = f"; did you mean {near[0]}?" if near else f": there are {', '.join(commands)}"
+    hint = suggestion(word, commands) or f": there are {', '.join(commands)}"
     return f"there is no command {word!r}{hint}"

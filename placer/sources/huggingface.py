@@ -12,7 +12,6 @@ question mark follow the batch size, the number of tokens, or fields of the conf
 from __future__ import annotations
 
 import copy
-import difflib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -34,6 +33,7 @@ from torch.nn.modules.module import (
 from envs.discover import available_memory_bytes
 from envs.torch_devices import is_out_of_memory
 from graphs.extract import Step
+from graphs.names import suggestion
 from graphs.strict_json import brief, parse_json
 from placer.missing_file import why_not_read
 from placer.sources.fault import TargetError
@@ -264,11 +264,10 @@ def _maker(transformers: Any, request: Request) -> tuple[Callable[..., Any], Map
     kind, sizes = SIZES.get(name, (name, {}))
     if kind in transformers.CONFIG_MAPPING:
         return transformers.CONFIG_MAPPING[kind], sizes
-    similar = difflib.get_close_matches(name, [*SIZES, *transformers.CONFIG_MAPPING], 1)
-    meant = f"did you mean {PREFIX}{similar[0]}? " if similar else ""
+    meant = suggestion(name, [*SIZES, *transformers.CONFIG_MAPPING])
     raise TargetError(
         f"{PREFIX}{request.name}: there is no such folder, and neither a type that transformers "
-        f"knows nor a model whose sizes placer knows has this name; {meant}{_known()}"
+        f"knows nor a model whose sizes placer knows has this name{meant or ';'} {_known()}"
     )
 
 
@@ -311,11 +310,8 @@ def _check_fields(config: Any, request: Request) -> None:
     known = {name for name in listed if not name.startswith("_")}
     for name in request.fields:
         if name not in known:
-            similar = difflib.get_close_matches(name, ["batch", "sequence", *known], 1)
-            raise TargetError(
-                f"{PREFIX}{request.name} has no field {name!r}"
-                + (f"; did you mean {similar[0]}?" if similar else "")
-            )
+            hint = suggestion(name, ["batch", "sequence", *known])
+            raise TargetError(f"{PREFIX}{request.name} has no field {name!r}{hint}")
 
 
 def _head(transformers: Any, config: Any, request: Request) -> Any:
