@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from dataclasses import dataclass, fields
 from typing import Any, Final, Literal, TypeAlias
 
 from envs.replicas.spec import BUCKET_BYTES
+from graphs.names import suggestion
 
 DEFAULT: Final = "allreduce"
 WARMUP_STEPS: Final = 200
@@ -166,7 +166,6 @@ def method_named(name: str) -> Method:
     """
     known = {method.name: method for method in METHODS}
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = suggestion(name, known, cutoff=0.4)
         raise ValueError(f"there is no sync {name!r}: there are {', '.join(known)}{hint}")
     return known[name]
