@@ -8,7 +8,7 @@ import os
 import select
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -22,6 +22,7 @@ from placer.parallel.methods.registry import (
     OPTIONS,
     WARMUP_STEPS,
     SyncConfig,
+    method_named,
 )
 from placer.parallel.plan import OPTIMIZERS, RunRequest
 
@@ -146,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return fail(BAD_USAGE, error)
 
     def started(ranks: int) -> None:
-        for remark in run.remarks(ranks):
+        for remark in _remarks(run, ranks):
             print(remark, file=sys.stderr)
 
     def progress(number: int, loss: float) -> None:
@@ -179,6 +180,30 @@ def _request(args: argparse.Namespace) -> RunRequest:
     if args.method is not None:
         SyncConfig(**overrides)  # a mistake is told before the model is loaded
     return RunRequest(**given, overrides=overrides)
+
+
+def _remarks(run: Run, ranks: int) -> Iterator[str]:
+    """Yield what the run is, and what differs from the plan or is assumed, one line each."""
+    request, sync, names = run.request, run.plan.sync, run.own.device_names
+    width = len(names)
+    title = f"{ranks} replica{'s'[: ranks > 1]} on {width} device{'s'[: width > 1]}"
+    if ranks > 1:
+        title += f" each, kept one model by --sync {sync.method}"
+    title += f", seed {request.seed}"
+    yield title + (f", {sync.accumulate} passes a step" if sync.accumulate > 1 else "")
+    yield from run.plan.remarks
+    given = sync.warmup_steps
+    plain = method_named(sync.method).warmup_steps if given is None else given
+    begins = f"{sync.method} begins after {plain} plain steps"
+    if plain >= request.steps:
+        steps = f"this run has {request.steps}: give more --steps, or fewer --warmup-steps"
+        yield f"{begins}, and {steps}"
+    elif plain and given is None:
+        yield f"{begins}, unless --warmup-steps says otherwise"
+    if request.data is None:
+        yield "no --data: batches are made up, losses mean nothing"
+    if run.is_shared:
+        yield f"replicas of a host share {', '.join(names)}: there are no others here"
 
 
 def _print(run: Run, trained: Trained, *, as_json: bool) -> None:

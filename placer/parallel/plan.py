@@ -90,7 +90,7 @@ def run_plan(
     if plan.batch == "global" and passes != plan.accumulate:
         raise ValueError(
             f"the plan cuts a batch for {count} replicas x {plan.accumulate} passes, not for "
-            f"{passes}: leave --accumulate out, or plan with it"
+            f"{passes}: leave accumulate out, or plan with it"
         )
     method, remarks = (given["method"], ()) if "method" in given else planned_method(plan)
     period = plan.average_every if plan.average_every > 1 else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,6 @@ from graphs.extract import Step
 from placer.parallel.data import Batches, FromFunction, MadeUp, Shards
 from placer.parallel.groups import check_same, groups_of_slots
 from placer.parallel.liveness import Liveness, RunStore, StoppedError, shared_secret
-from placer.parallel.methods.registry import method_named
 from placer.parallel.methods.sync import make_sync
 from placer.parallel.plan import RunPlan, RunRequest, run_plan
 from placer.parallel.processes import joined, on_own_devices, rank_count, stop_on_sigterm
@@ -68,29 +67,6 @@ class Run:
             **sync.options,
             "placement": hashlib.sha256(self.essence.encode()).hexdigest()[:12],
         }
-
-    def remarks(self, ranks: int) -> Iterator[str]:
-        """Yield what the run is, and what differs from the plan or is assumed, one line each."""
-        request, sync, names = self.request, self.plan.sync, self.own.device_names
-        width = len(names)
-        title = f"{ranks} replica{'s'[: ranks > 1]} on {width} device{'s'[: width > 1]}"
-        if ranks > 1:
-            title += f" each, kept one model by --sync {sync.method}"
-        title += f", seed {request.seed}"
-        yield title + (f", {sync.accumulate} passes a step" if sync.accumulate > 1 else "")
-        yield from self.plan.remarks
-        given = sync.warmup_steps
-        plain = method_named(sync.method).warmup_steps if given is None else given
-        begins = f"{sync.method} begins after {plain} plain steps"
-        if plain >= request.steps:
-            steps = f"this run has {request.steps}: give more --steps, or fewer --warmup-steps"
-            yield f"{begins}, and {steps}"
-        elif plain and given is None:
-            yield f"{begins}, unless --warmup-steps says otherwise"
-        if request.data is None:
-            yield "no --data: batches are made up, losses mean nothing"
-        if self.is_shared:
-            yield f"replicas of a host share {', '.join(names)}: there are no others here"
 
 
 def prepare_run(request: RunRequest) -> Run:
