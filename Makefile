@@ -53,9 +53,8 @@ format: $(READY)  ## let ruff mend what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(READY)  ## measure this machine into benchmarks/results and the README, 15 minutes; then all else, an hour
-	$(BIN)/placer bench --out benchmarks/results --markdown README.md
-	$(BIN)/python -m benchmarks
+bench: $(READY)  ## run all benchmarks into benchmarks/results and docs/benchmarks.md, two hours
+	$(BIN)/python -m benchmarks --out benchmarks/results --markdown docs/benchmarks.md
 
 bench-gpu: $(READY)  ## measure everything that needs a GPU, in 8 minutes; elsewhere on a fake one
 	@mkdir -p $(OUT)

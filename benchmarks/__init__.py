@@ -1,1 +1,1 @@
-"""Benchmarks; every speed is printed as a ratio to a baseline of the same run."""
+"""Benchmarks: ``python -m benchmarks``, and ``python -m benchmarks.gpu`` for accelerators."""

@@ -1,103 +1,138 @@
 """Run all benchmarks one after the other, or the named ones.
 
-    python -m benchmarks [--quick | --full] [--out FILE] [NAME ...]
+    python -m benchmarks [--quick | --full] [--seeds N] [--out PATH] [--markdown PAGE] [NAME ...]
 
-All of them take about an hour; with ``--quick``, which shortens the longest ones, 20 minutes; with
-``--full``, which runs five seeds of ten-second searches and longer proofs, three hours. With
-``--out`` the printed lines and all ratios of the search benchmark are also written to a JSON file.
+A name is that of a benchmark, or of one of its parts: ``search`` or ``search:unseen``. All of them
+take about two hours; with ``--quick``, which does less of everything, a few minutes; with
+``--full``, which has more seeds and longer searches, four hours. ``--out`` keeps all numbers as
+JSON, ``--markdown`` replaces the tables between two markers of a page.
+Benchmarks that need a GPU are in ``benchmarks.gpu``.
 """
 
 from __future__ import annotations
 
 import argparse
-import io
 import math
 import sys
-from collections.abc import Callable
-from contextlib import redirect_stdout
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Final, Protocol
 
 from benchmarks import (
-    coarsen,
     extraction,
     max_load,
-    placement,
-    profiling,
-    scaling,
+    overhead,
+    quality,
     search,
     simulator,
-    slow_network,
     startup,
-    sync_methods,
-    sync_quality,
+    steps,
 )
-from benchmarks.record import Record
+from benchmarks.record import Effort, Part, Record
+from benchmarks.replicas import scaling, slow_network, sync_methods, sync_quality
+from benchmarks.tables import Table, around_tables, merged, write_tables
 
-ALL = {
-    "startup": startup,
-    "extraction": extraction,
-    "coarsen": coarsen,
-    "profiling": profiling,
+
+class Benchmark(Protocol):
+    """A module with named parts, which are run in this order."""
+
+    def parts(self, effort: Effort, /) -> Mapping[str, Part]:
+        """Return all parts by name."""
+        ...
+
+
+BENCHMARKS: Final[Mapping[str, Benchmark]] = {
     "simulator": simulator,
+    "quality": quality,
     "search": search,
     "max_load": max_load,
+    "steps": steps,
+    "overhead": overhead,
+    "extraction": extraction,
+    "startup": startup,
     "scaling": scaling,
-    "placement": placement,
     "sync_quality": sync_quality,
     "sync_methods": sync_methods,
     "slow_network": slow_network,
 }
 
 
-class Heard(io.StringIO):
-    """Text stream that records what is printed and passes it on."""
+def chosen_parts(names: Sequence[str], effort: Effort) -> dict[str, dict[str, Part]]:
+    """Return the named parts by benchmark; all parts of all benchmarks without names.
 
-    def __init__(self, through: TextIO) -> None:
-        super().__init__()
-        self.through = through
-
-    def write(self, text: str) -> int:
-        self.through.write(text)
-        self.through.flush()
-        return super().write(text)
-
-
-def heard(work: Callable[[], object], found: dict[str, Any]) -> None:
-    """Run a benchmark and keep the lines it prints in ``found``."""
-    with redirect_stdout(Heard(sys.stdout)) as said:
-        try:
-            work()
-        finally:
-            found["printed"] = said.getvalue().splitlines()
+    Raises:
+        ValueError: there is no such benchmark or part.
+    """
+    chosen: dict[str, dict[str, Part]] = {}
+    for name in names or BENCHMARKS:
+        benchmark, _, part = name.partition(":")
+        if benchmark not in BENCHMARKS:
+            raise ValueError(f"there is no benchmark {name!r}; there are {', '.join(BENCHMARKS)}")
+        parts = dict(BENCHMARKS[benchmark].parts(effort))
+        if part and part not in parts:
+            raise ValueError(f"{benchmark} has no part {part!r}; it has {', '.join(parts)}")
+        chosen.setdefault(benchmark, {}).update({part: parts[part]} if part else parts)
+    return chosen
 
 
-def main(
-    names: list[str], *, quick: bool = False, full: bool = False, out: Path | None = None
-) -> None:
-    if unknown := [name for name in names if name not in ALL]:
-        sys.exit(f"there is no benchmark {unknown[0]!r}; there are {', '.join(ALL)}")
-    record = Record(out, math.inf)
-    works: dict[str, Callable[[], object]] = {name: ALL[name].main for name in ALL}
-    works["sync_quality"] = partial(sync_quality.main, quick)
-    works["sync_methods"] = partial(sync_methods.main, quick)
-    works["max_load"] = partial(max_load.main, effort=max_load.FULL if full else max_load.SHORT)
-    for name in names or ALL:
-        if name == "search":
-            search.main(record, search.QUICK if quick else search.FULL if full else search.Effort())
-        else:
-            record.part(name, partial(heard, works[name]))
-    if failed := [name for name, part in record.data["parts"].items() if "failure" in part]:
-        sys.exit(f"failed: {', '.join(failed)}")
+def run(chosen: Mapping[str, Mapping[str, Part]], record: Record) -> list[Table]:
+    """Run benchmarks, print the tables of each and return all of them."""
+    tables: list[Table] = []
+    for benchmark, parts in chosen.items():
+        found = [record.part(f"{benchmark}: {name}", part) for name, part in parts.items()]
+        for table in (own := merged(table for table in found if table is not None)):
+            print(table.text(), flush=True)
+        tables += own
+    return tables
+
+
+def page_of(tables: Sequence[Table], record: Record, command: str) -> str:
+    """Return tables as Markdown, with the machine that they were measured on."""
+    seen = record.data["environment"]
+    machine = f"{seen['processor']}, {seen['cores']} cores, torch {seen['torch']}"
+    return "\n".join(
+        [f"Measured on {machine}, by `{command}`.\n", *(table.markdown() for table in tables)]
+    )
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks")
+    level = parser.add_mutually_exclusive_group()
+    level.add_argument("--quick", action="store_true", help="less of everything: a few minutes")
+    level.add_argument("--full", action="store_true", help="more seeds, longer searches: 4 hours")
+    parser.add_argument("--seeds", type=int, metavar="N", help="seeds of searches and trainings")
+    parser.add_argument(
+        "--limit", type=float, default=math.inf, metavar="SECONDS", help="time limit of the run"
+    )
+    parser.add_argument("--out", type=Path, metavar="PATH", help="JSON file of results, or folder")
+    parser.add_argument(
+        "--markdown", type=Path, metavar="PAGE", help="write tables between markers of a page"
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(BENCHMARKS))
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parse the arguments, run the benchmarks and write the results; failed parts exit with 1."""
+    parser = build_parser()
+    asked = parser.parse_args(arguments)
+    effort = Effort("quick" if asked.quick else "full" if asked.full else "normal", asked.seeds)
+    try:
+        chosen = chosen_parts(asked.names, effort)
+        if asked.markdown is not None:
+            around_tables(asked.markdown)
+    except ValueError as error:
+        parser.error(str(error))
+    record = Record(asked.out, asked.limit)
+    tables = run(chosen, record)
+    if asked.markdown is not None:
+        options = [] if effort.level == "normal" else [f"--{effort.level}"]
+        command = " ".join(["python -m benchmarks", *options, *asked.names])
+        write_tables(asked.markdown, page_of(tables, record, command))
+    if record.failed:
+        sys.exit(f"failed: {', '.join(record.failed)}")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m benchmarks")
-    effort = parser.add_mutually_exclusive_group()
-    effort.add_argument("--quick", action="store_true", help="the longest ones short")
-    effort.add_argument("--full", action="store_true", help="more seeds, longer proofs")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where the results go (JSON)")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(ALL))
-    chosen = parser.parse_args()
-    main(chosen.names, quick=chosen.quick, full=chosen.full, out=chosen.out)
+    main()

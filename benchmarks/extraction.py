@@ -1,10 +1,10 @@
 """Extraction time in multiples of torch.export alone, and the peak memory of extraction.
 
-    python -m benchmarks.extraction
+    python -m benchmarks extraction
 
 Training steps of the examples, and of a model with the shape of Llama-3-8B (batch 1 of 2048 tokens)
 that is built on the meta device: its parameters would take 32 GB. The latter runs in its own
-process, whose peak memory is printed.
+process, whose peak memory is reported.
 """
 
 from __future__ import annotations
@@ -14,23 +14,26 @@ import resource
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 
+from benchmarks.record import Effort, Part
+from benchmarks.tables import Table
 from graphs.extract import Step, extract
 from graphs.extract.fake import without_meta
 from graphs.extract.step import LossModule
 from placer.sources.huggingface import SIZES
 from placer.target import load_step
 
-FOLDER = Path(__file__).parents[1] / "examples"
-EXAMPLES = (
+FOLDER: Final = Path(__file__).parents[1] / "examples"
+EXAMPLES: Final = (
     "two_towers.py:build",
-    "dlrm.py:build",
     "resnet.py:build",
+    "dlrm.py:build",
     "inception.py:build",
     "nasnet.py:build",
     "rnnlm.py:build",
@@ -38,31 +41,54 @@ EXAMPLES = (
     "moe.py:build",
     "moe.py:build_stacked",
 )
-TOKENS = 2048
-LARGE = "large"
+QUICK_EXAMPLES: Final = 2
+TOKENS: Final = 2048
 
 
-def main() -> None:
+def parts(effort: Effort) -> dict[str, Part]:
+    """Return a part for each example, and one for the large model."""
+    count = effort.pick(quick=QUICK_EXAMPLES, normal=len(EXAMPLES), full=len(EXAMPLES))
+    found: dict[str, Part] = {target: partial(example, target) for target in EXAMPLES[:count]}
+    if effort.level != "quick":
+        found["Llama-3-8B"] = in_own_process
+    return found
+
+
+def example(target: str, found: dict[str, Any]) -> Table:
+    """Extract the training step of an example."""
     warm_up()
-    print(f"{'training step':28}{'ops':>7}{'extract':>10}{'export alone':>14}{'ratio':>7}")
-    for target in EXAMPLES:
-        line(target, seconds(load_step(f"{FOLDER}/{target}", training=True)))
-    # In a separate process, so that the memory of the examples does not count.
-    command = [sys.executable, "-m", "benchmarks.extraction", LARGE]
+    found.update(times(load_step(f"{FOLDER}/{target}", training=True)))
+    return table(target, found)
+
+
+def in_own_process(found: dict[str, Any]) -> Table:
+    """Extract the large model where the memory of other parts does not count."""
+    command = [sys.executable, "-m", "benchmarks.extraction"]
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    found = json.loads(printed.splitlines()[-1])
-    line("shape of Llama-3-8B, meta", found["seconds"])
-    peak = f"{found['peak_bytes'] / 1e6:.0f} MB at most"
-    print(f"  its process, torch loaded: {found['process_s']:.1f} s, {peak}")
+    found.update(json.loads(printed.splitlines()[-1]))
+    return table("shape of Llama-3-8B, on meta", found)
 
 
-def line(name: str, found: tuple[int, float, float]) -> None:
-    ops, extract_s, export_s = found
-    ratio = extract_s / export_s
-    print(f"{name:28}{ops:7}{extract_s:8.1f} s{export_s:12.1f} s{ratio:6.1f}x", flush=True)
+def table(name: str, found: dict[str, Any]) -> Table:
+    """Return the times of one model."""
+    extract_s, export_s = found["extract_s"], found["export_s"]
+    peak_bytes = found.get("peak_bytes")
+    row = (
+        f"{found['ops']:,}",
+        f"{extract_s:.1f}",
+        f"{export_s:.1f}",
+        f"{extract_s / export_s:.1f}x",
+        "" if peak_bytes is None else f"{peak_bytes / 1e6:,.0f}",
+    )
+    return Table(
+        "Extraction",
+        "seconds, against torch.export alone",
+        ("training step", "ops", "extract", "export", "ratio", "peak MB"),
+        ((name, *row),),
+    )
 
 
-def seconds(step: Step) -> tuple[int, float, float]:
+def times(step: Step) -> dict[str, Any]:
     """Return the number of ops, the seconds of extraction and the seconds of torch.export alone."""
     start_s = time.perf_counter()
     with without_meta(step) as traceable:
@@ -70,11 +96,12 @@ def seconds(step: Step) -> tuple[int, float, float]:
         torch.export.export(LossModule(traceable), inputs, keywords, strict=False)
     exported_s = time.perf_counter()
     ops = extract(step).program.op_count
-    return ops, time.perf_counter() - exported_s, exported_s - start_s
+    extract_s = time.perf_counter() - exported_s
+    return {"ops": ops, "extract_s": extract_s, "export_s": exported_s - start_s}
 
 
-def large(start_s: float) -> None:
-    """Extract the large model and print the results as JSON; the main function of its process."""
+def large(start_s: float) -> dict[str, Any]:
+    """Extract the large model; the main function of its process."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes: dict[str, Any] = dict(SIZES["llama-3-8b"][1])
@@ -82,12 +109,11 @@ def large(start_s: float) -> None:
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**sizes, use_cache=False))
     tokens = torch.zeros(1, TOKENS, dtype=torch.int64)
-    found = {
-        "seconds": seconds(Step.of(model, {"input_ids": tokens, "labels": tokens})),
+    found = times(Step.of(model, {"input_ids": tokens, "labels": tokens}))
+    return found | {
         "process_s": time.perf_counter() - start_s,
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
-    print(json.dumps(found))
 
 
 def warm_up() -> None:
@@ -97,7 +123,4 @@ def warm_up() -> None:
 
 
 if __name__ == "__main__":
-    if LARGE in sys.argv[1:]:
-        large(time.perf_counter())
-    else:
-        main()
+    print(json.dumps(large(time.perf_counter())))

@@ -1,115 +1,102 @@
-"""Gap between the max-load of the search and its proven lower bound, on 13 profiled networks.
+"""Max-load of the search on 13 profiled networks, and its gap to the proven lower bound.
 
-    python -m benchmarks.max_load [--full] [NAME ...]
+    python -m benchmarks max_load
 
-For each profile (``data/pipedream``): the best single device and the layer split, the median and
-range of the search over seeds, and the best proven bound. The bound is proven by a sweep over the
-ops (``envs.load_bound``) or, where that leaves a gap and ortools is installed, by CP-SAT.
-``--full`` spends more time on all of it: 10 s and 5 seeds, up to an hour in total.
+For each profile (data/pipedream): the best single device and the layer split, the median and range
+of the search over seeds, and the best proven lower bound: by
+CP-SAT where ortools is installed, otherwise the average work per device or the costliest op.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
-from benchmarks.pipedream import profile_names, profile_problem
-from envs.load_bound import load_bound_ns
+from benchmarks.instances import profile_names, profiled
+from benchmarks.record import Effort, Part
+from benchmarks.tables import Table, spread
+from envs.bounds import load_bound_ns
 from envs.max_load import max_load_ns
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS
-from placer.search.balance_run import load_compiled_code
-from placer.search.balancing import balance
+from placer.search.annealing.max_load import balance, load_compiled_code
 from placer.search.budget import Budget
 from placer.search.trivial import trivial_plans
 
-CLOSED: Final = 0.02
+QUICK_PROFILES: Final = ("alexnet", "resnet18", "vgg16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Effort:
-    """Budgets of the search and of the proofs."""
+class Budgets:
+    """Budgets of the search and of the proof."""
 
     search_s: float
     seeds: int
-    states: int
-    sweeps: int
-    solver_s: float
+    proof_s: float
 
 
-SHORT: Final = Effort(search_s=1.0, seeds=3, states=30_000, sweeps=5, solver_s=6.0)
-FULL: Final = Effort(search_s=10.0, seeds=5, states=100_000, sweeps=8, solver_s=60.0)
-
-
-def main(names: Sequence[str] = (), effort: Effort = SHORT) -> None:
-    load_compiled_code()
-    print(f"max-load in ms, search {effort.search_s:g} s, {effort.seeds} seeds")
-    print(
-        f"{'':16} {'ops':>4} {'devices':>7} {'single':>8} {'layers':>8} {'median':>8} "
-        f"{'(range)':>17} {'bound':>8} {'gap':>6}  proven by"
+def parts(effort: Effort) -> dict[str, Part]:
+    """Return a part for each profile."""
+    budgets = Budgets(
+        search_s=effort.pick(quick=0.2, normal=1.0, full=10.0),
+        seeds=effort.seed_count(quick=1, normal=3, full=5),
+        proof_s=effort.pick(quick=1.0, normal=6.0, full=60.0),
     )
-    gaps = [report(name, effort) for name in names or profile_names()]
-    closed = sum(gap <= CLOSED for gap in gaps)
-    print(f"{closed} of {len(gaps)} within {CLOSED:.0%} of what is proven")
+    names = effort.pick(quick=QUICK_PROFILES, normal=(*profile_names(),), full=(*profile_names(),))
+    return {name: partial(profile, name, budgets) for name in names}
 
 
-def report(name: str, effort: Effort) -> float:
-    """Print one line and return the gap between the median and the bound."""
-    problem = profile_problem(name)
+def profile(name: str, budgets: Budgets, found: dict[str, Any]) -> Table:
+    """Search one profile with all seeds and bound its max-load."""
+    load_compiled_code()
+    problem = profiled(name)
     plans = dict(trivial_plans(problem))
     single = [plan for title, plan in plans.items() if title.startswith("single")]
     single_ns = int(max_load_ns(problem, np.array(single)).min())
     layers_ns = int(max_load_ns(problem, plans["layer split"])[0])
-    found_ns = sorted(searched_ns(problem, effort.search_s, seed) for seed in range(effort.seeds))
-    began = time.perf_counter()
-    bound_ns, proof = proven(problem, found_ns[0], effort)
-    took_s = time.perf_counter() - began
-    median_ns = int(statistics.median(found_ns))
-    gap = median_ns / bound_ns - 1
-    spread = f"({found_ns[0] / 1e6:.2f}-{found_ns[-1] / 1e6:.2f})"
-    print(
-        f"{name:16} {problem.op_count:4} {problem.device_count:7} {milliseconds(single_ns)} "
-        f"{milliseconds(layers_ns)} {milliseconds(median_ns)} {spread:>17} "
-        f"{milliseconds(bound_ns)} {gap:6.2%}  {proof}, {took_s:.0f} s",
-        flush=True,
+    own_ns = sorted(searched_ns(problem, budgets.search_s, seed) for seed in range(budgets.seeds))
+    bound_ns = proven_ns(problem, own_ns[0], budgets.proof_s)
+    gap = statistics.median(own_ns) / bound_ns - 1
+    found.update(single_ns=single_ns, layers_ns=layers_ns, search_ns=own_ns, bound_ns=bound_ns)
+    return Table(
+        "Max-load",
+        f"ms, search {budgets.search_s:g} s, median and range of {budgets.seeds} seeds",
+        ("profile", "ops", "devices", "single", "layers", "search", "bound", "gap"),
+        (
+            (
+                name,
+                f"{problem.op_count}",
+                f"{problem.device_count}",
+                _milliseconds(single_ns),
+                _milliseconds(layers_ns),
+                spread([ns / 1e6 for ns in own_ns], ".2f"),
+                _milliseconds(bound_ns),
+                f"{gap:.2%}",
+            ),
+        ),
     )
-    return gap
 
 
 def searched_ns(problem: Problem, seconds: float, seed: int) -> int:
+    """Return the max-load of the best placement that the search finds."""
     best = balance(problem, Budget(seconds=seconds), seed)[0]
     return int(max_load_ns(problem, best.devices)[0])
 
 
-def proven(problem: Problem, known_ns: int, effort: Effort) -> tuple[int, str]:
-    """Return the best lower bound and the name of its proof."""
-    swept_ns = load_bound_ns(problem, known_ns, states=effort.states, sweeps=effort.sweeps)
-    if swept_ns == known_ns:
-        return swept_ns, "sweep: optimal"
-    if known_ns <= (1 + CLOSED / 2) * swept_ns or find_spec("ortools") is None:
-        return swept_ns, "sweep"
+def proven_ns(problem: Problem, known_ns: int, proof_s: float) -> int:
+    """Return the best lower bound that can be proven within a time limit."""
+    bound_ns = load_bound_ns(problem)
+    if find_spec("ortools") is None:
+        return bound_ns
     from benchmarks.max_load_model import solver_bound_ns
 
-    solver_ns = solver_bound_ns(problem, known_ns, effort.solver_s)
-    if solver_ns <= swept_ns:
-        return swept_ns, "sweep"
-    return solver_ns, "CP-SAT: optimal" if solver_ns == known_ns else "CP-SAT"
+    return max(bound_ns, solver_bound_ns(problem, known_ns, proof_s))
 
 
-def milliseconds(ns: int) -> str:
-    return f"{ns / 1e6:8.2f}" if ns < INFEASIBLE_NS else f"{'no room':>8}"
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help="profiles; all by default")
-    parser.add_argument("--full", action="store_true", help="10 s, 5 seeds and longer proofs")
-    arguments = parser.parse_args()
-    main(arguments.names, FULL if arguments.full else SHORT)
+def _milliseconds(ns: int) -> str:
+    return f"{ns / 1e6:.2f}" if ns < INFEASIBLE_NS else "no room"

@@ -1,33 +1,61 @@
-"""Results of a benchmark in one JSON file, part by part, so that a failed part loses no other.
+"""Results of benchmarks in one JSON file, part by part, so that a failed part loses no other.
 
 A part has a name such as "translation: profile"; the text after the last colon is its kind.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import math
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
+from benchmarks.environment import environment, machine_name
+from benchmarks.tables import Table
 from graphs.whole_file import write_whole
-from placer.bench.environment import environment, plain
+
+T = TypeVar("T")
+Part: TypeAlias = Callable[[dict[str, Any]], Table | None]
+"""Part of a benchmark: stores its results in the dict and returns a table of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much is measured."""
+
+    level: Literal["quick", "normal", "full"] = "normal"
+    seeds: int | None = None  # instead of each benchmark's own number
+
+    def pick(self, *, quick: T, normal: T, full: T) -> T:
+        """Return the value for this level."""
+        return {"quick": quick, "normal": normal, "full": full}[self.level]
+
+    def seed_count(self, *, quick: int, normal: int, full: int) -> int:
+        """Return the number of seeds: the one asked for, or that of this level."""
+        return self.seeds or self.pick(quick=quick, normal=normal, full=full)
 
 
 class Record:
-    """Results of a benchmark; the file is rewritten after every part."""
+    """Results of a run; the file is rewritten after every part.
 
-    def __init__(self, out: Path | None, limit_s: float) -> None:
-        self.out = out
+    ``out`` may be a folder; the file in it is named after the day and the machine.
+    """
+
+    def __init__(self, out: Path | None = None, limit_s: float = math.inf) -> None:
         self.limit_s = limit_s
         self.began = time.perf_counter()
         self.data: dict[str, Any] = {"environment": environment(), "parts": {}}
+        if out is not None and out.is_dir():
+            out /= f"{date.today().isoformat()}-{machine_name(self.data['environment'])}.json"
+        self.out = out
         self.longest_s: dict[str, float] = {}  # by kind of part
 
     @property
@@ -35,8 +63,13 @@ class Record:
         """Return the seconds until the time limit."""
         return self.limit_s - (time.perf_counter() - self.began)
 
-    def part(self, name: str, work: Callable[[dict[str, Any]], None]) -> None:
-        """Run one part, which fills the dict it is given; report and record its failure.
+    @property
+    def failed(self) -> list[str]:
+        """Return the names of the parts that failed."""
+        return [name for name, part in self.data["parts"].items() if "failure" in part]
+
+    def part(self, name: str, work: Part) -> Table | None:
+        """Run one part and return its table; report and record its failure.
 
         The part is skipped if the longest part of its kind so far took longer than the time left.
         """
@@ -46,11 +79,11 @@ class Record:
         if why := self._why_not(kind):
             found["skipped"] = why
             self.say(f"{name}: {why}")
-            return
+            return None
         self.say(f"{name} ...")
-        start = time.perf_counter()
+        start, table = time.perf_counter(), None
         try:
-            work(found)
+            table = work(found)
         except Exception as error:  # noqa: BLE001 - the other parts shall run whatever it is
             found["failure"] = f"{type(error).__name__}: {error}"[:2000]
             found["traceback"] = traceback.format_exc()[-4000:]
@@ -58,6 +91,7 @@ class Record:
         found["part_s"] = time.perf_counter() - start
         self.longest_s[kind] = max(self.longest_s.get(kind, 0.0), found["part_s"])
         self.save()
+        return table
 
     def _why_not(self, kind: str) -> str:
         left_s, longest_s = self.left_s, self.longest_s.get(kind, 0.0)
@@ -80,6 +114,19 @@ class Record:
         print(f"[{time.perf_counter() - self.began:6.1f} s] {text}", file=sys.stderr, flush=True)
 
 
+def plain(value: Any) -> Any:
+    """Return the value as JSON knows it, with None for what is no finite number."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, np.generic):
+        return plain(value.item())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
 def quartiles(seconds: Any) -> dict[str, Any]:
     """Return the median, the quartiles and all repeats of a time."""
     values = np.asarray(seconds, np.float64)
@@ -89,14 +136,15 @@ def quartiles(seconds: Any) -> dict[str, Any]:
     return {"median_s": middle, "low_s": low, "high_s": high, "repeats_s": values.tolist()}
 
 
-def arguments(description: str, limit_s: float) -> argparse.Namespace:
-    """Parse the options of the benchmarks on torch devices."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where the results go (JSON)")
-    parser.add_argument(
-        "--limit", type=float, default=limit_s, metavar="SECONDS", help=f"default: {limit_s:.0f}"
-    )
-    parser.add_argument(
-        "--small", action="store_true", help="small models, as where there is no CUDA device"
-    )
-    return parser.parse_args()
+def seconds(
+    work: Callable[[], object],
+    repeats: int = 9,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[float]:
+    """Return the sorted times of a few runs."""
+    times = []
+    for _ in range(repeats):
+        start = clock()
+        work()
+        times.append(clock() - start)
+    return sorted(times)

@@ -1,70 +1,71 @@
-"""Quality of search results: at equal seconds, at equal evaluations, and against known optima.
+"""Quality of search results: annealing, and the portfolio with and without trained policies.
 
-    python -m benchmarks.search [--quick | --full] [--seeds N] [--out FILE] [PART ...]
+    python -m benchmarks search [--quick | --full] [--seeds N]
 
 Everything runs on one core, with the same simulator and the same clock, on the problems of
-placer/bench/instances.py. Unless stated otherwise, numbers are step times relative to the best of
+benchmarks/instances.py. Unless stated otherwise, numbers are step times relative to the best of
 {single device, HEFT, ETF}, geometric means over the problems: medians over five seeds with their
 range; smaller is better. Ten-second budgets use one seed; with ``--full``, which takes two hours,
 five. "Initial weights" is the same portfolio with the untrained network: HEFT, and samples around
 it. `generalist` was trained on graphs of all these families, `synthetic-only` on none. ``--quick``
-uses one seed and skips the ten-second budgets.
+has one seed of the shortest parts.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
-from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.record import Record
+from benchmarks.instances import communicating, judged, unseen
+from benchmarks.quality import Scores, searched
+from benchmarks.record import Effort, Part
+from benchmarks.simulator import cluster_of, flat_layered
+from benchmarks.tables import Table, spread
 from envs.problem import Problem
-from placer.bench.instances import communicating, judged, unseen
-from placer.bench.quality import every_placer, planted_gaps
-from placer.bench.scores import WITH_MOVES, Initial, Scores, compared, searched
-from placer.bench.speed import cluster_of, flat_layered
+from placer.placers.annealing import Annealed
+from placer.placers.placer import Placer
 from placer.placers.portfolio import Portfolio
 from placer.placers.registry import placer_named
 from placer.policies import Policy, load
-from placer.policies.maskable import maskable_ppo
+from placer.policies.network import ACTION_SCALE
 from placer.policies.pool import Exercise
+from placer.policies.training.config import Ppo
 from placer.policies.training.scores import scores
 from placer.search.budget import Budget
 from placer.search.candidate import Candidate, ranked
 from placer.search.compiling import load_compiled_code
+from placer.search.decoder import HEFT, WEIGHT_COUNT
 from placer.search.judge import Judge
+from placer.search.portfolio import SENDERS
 
-POLICIES = ("synthetic-only", "generalist")
-SHORT_S = (0.1, 1.0)
-LONG_S = 10.0
-EVALUATIONS = 1000
-NOISE = 0.15
-DRAWS = 12
-LARGE_OPS = 100_000
-LARGE_S = 20.0
-MASKABLE_S = 10.0
-
-Work = Callable[[dict[str, Any]], None]
-"""A part of the benchmark: prints its results and stores them in the dict."""
-
-
-@dataclass(frozen=True, slots=True)
-class Effort:
-    """Number of seeds of short and of ten-second budgets; 0 skips the ten-second ones."""
-
-    seeds: int = 5
-    long_seeds: int = 1
+POLICIES: Final = ("synthetic-only", "generalist")
+SHORT_S: Final = (0.1, 1.0)
+LONG_S: Final = 10.0
+EVALUATIONS: Final = 1000
+NOISE: Final = 0.15
+DRAWS: Final = 12
+LARGE_OPS: Final = 100_000
+LARGE_S: Final = 20.0
+QUICK_PARTS: Final = ("policies", "0.1s")
+WITH_MOVES: Final = Annealed(senders=SENDERS)
 
 
-QUICK, FULL = Effort(seeds=1, long_seeds=0), Effort(long_seeds=5)
+class Initial:
+    """The proposals of a policy before it is trained."""
+
+    def propose(
+        self, judge: Judge, known: list[Candidate]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return HEFT, with the deviation that training begins with."""
+        deviation = ACTION_SCALE * math.exp(Ppo().log_std)
+        return np.array([HEFT]), np.full((1, WEIGHT_COUNT), deviation)
 
 
 class Subjects:
@@ -72,16 +73,11 @@ class Subjects:
 
     @cached_property
     def judged(self) -> list[Exercise]:
-        problems = judged()
-        sizes = [item.judge.problem.op_count for item in problems]
-        print(f"{len(problems)} problems of {min(sizes)} to {max(sizes)} ops")
-        return problems
+        return judged()
 
     @cached_property
     def unseen(self) -> list[Exercise]:
-        problems = unseen()
-        print(f"{len(problems)} problems by which nothing was chosen")
-        return problems
+        return unseen()
 
     @cached_property
     def communicating(self) -> list[Exercise]:
@@ -92,17 +88,15 @@ class Subjects:
         load_compiled_code()
         return {name: load(name) for name in POLICIES}
 
-    @property
-    def generalist(self) -> Policy:
-        return self.policies["generalist"]
 
-
-def parts(effort: Effort) -> dict[str, Work]:
+def parts(effort: Effort) -> dict[str, Part]:
     """Return all parts by name; each takes the dict for its results."""
-    of, seeds, long_seeds = Subjects(), effort.seeds, effort.long_seeds
-    budgets = [*(Budget(seconds=s) for s in SHORT_S), Budget(evaluations=EVALUATIONS)]
+    of = Subjects()
+    seeds = effort.seed_count(quick=1, normal=5, full=5)
+    long_seeds = effort.seed_count(quick=1, normal=1, full=5)
     long = Budget(seconds=LONG_S)
-    found: dict[str, Work] = {
+    budgets = [*(Budget(seconds=s) for s in SHORT_S), Budget(evaluations=EVALUATIONS)]
+    found: dict[str, Part] = {
         "policies": lambda out: of_policies(of.policies, of.judged, seeds, out),
         **{
             f"{budget}": partial(
@@ -110,153 +104,155 @@ def parts(effort: Effort) -> dict[str, Work]:
             )
             for budget in budgets
         },
+        f"{long}": lambda out: at_budget(of.judged, long, of.policies, long_seeds, out, False),
         "training-seeds": lambda out: each_training_seed(
             of.judged, of.policies["synthetic-only"], seeds, out
         ),
         "unseen": lambda out: on_unseen(of, seeds, out),
-        "noise": lambda out: under_noise(of.judged, of.generalist, seeds, out),
-        "large": lambda out: large(of.generalist, out),
-        "op-by-op": lambda out: op_by_op(of.judged, of.generalist, out),
+        "noise": lambda out: under_noise(of.judged, of.policies["generalist"], seeds, out),
+        "large": lambda out: large(of.policies["generalist"], out),
         "communication-1s": lambda out: heavy(of, Budget(seconds=SHORT_S[1]), seeds, out),
-        "planted": lambda out: on_planted(
-            of.generalist, LONG_S if long_seeds else SHORT_S[1], max(long_seeds, 1), out
-        ),
-        "placers": lambda out: of_placers(of.judged, of.generalist, max(long_seeds, 1), out),
+        f"communication-{long}": lambda out: heavy(of, long, long_seeds, out),
     }
-    if long_seeds:
-        found[f"{long}"] = lambda out: at_budget(
-            of.judged, long, of.policies, long_seeds, out, controls=False
-        )
-        found[f"communication-{long}"] = lambda out: heavy(of, long, long_seeds, out)
+    if effort.level == "quick":
+        return {name: found[name] for name in QUICK_PARTS}
     return found
 
 
 def of_policies(
-    policies: dict[str, Policy], problems: Sequence[Exercise], seeds: int, out: dict[str, Any]
-) -> None:
+    policies: Mapping[str, Policy], problems: Sequence[Exercise], seeds: int, out: dict[str, Any]
+) -> Table:
     """Score the proposals of policies, without a search."""
-    medians = []
+    found = []
     for name, policy in policies.items():
         proposed = [scores(policy, problems, seed) for seed in range(seeds)]
-        one = Scores(f"{name}, one decode", np.stack([proposed[0][0]]))
-        best = Scores(f"{name}, best of 16", np.stack([best for _, best in proposed]))
-        print(one.line(), best.line(), sep="\n")
-        out |= {each.name: each.to_dict() for each in (one, best)}
-        medians.append((one.median(), best.median()))
-    losses = [unaware / aware - 1.0 for unaware, aware in zip(*medians, strict=True)]
-    print(f"    {POLICIES[0]} loses {losses[0]:.1%} and {losses[1]:.1%} against {POLICIES[1]}")
-
-
-def of_placers(
-    problems: Sequence[Exercise], policy: Policy, seeds: int, out: dict[str, Any]
-) -> None:
-    """Compare all placers that accept graphs of this size."""
-    for budget in (Budget(evaluations=EVALUATIONS), Budget(seconds=SHORT_S[1])):
-        print(f"every placer, {budget}, {seeds} seeds")
-        found = every_placer(problems, policy, budget, seeds, lambda own: print(own.line()))
-        out[f"{budget}"] = {own.name: own.to_dict() for own in found}
+        found.append(Scores(f"{name}, one decode", np.stack([proposed[0][0]])))
+        found.append(Scores(f"{name}, best of 16", np.stack([best for _, best in proposed])))
+    out |= {each.name: each.to_dict() for each in found}
+    return score_table(f"Policies alone, {len(problems)} problems", seeds, found)
 
 
 def at_budget(
     problems: Sequence[Exercise],
     budget: Budget,
-    policies: dict[str, Policy],
+    policies: Mapping[str, Policy],
     seeds: int,
     out: dict[str, Any],
-    *,
     controls: bool = True,
-) -> None:
+) -> Table:
     """Compare annealing with the portfolio: no policy, initial weights, and trained policies."""
-    print(f"{budget}, {seeds} seeds")
-
-    def tell(name: str, placer: Any) -> Scores:
-        found = searched(name, placer, problems, budget, seeds)
-        print(found.line())
-        out[name.strip()] = found.to_dict()
-        return found
-
-    annealing = tell("annealing", placer_named("annealing"))
+    placers: dict[str, Placer] = {"annealing": placer_named("annealing")}
     if controls:
-        tell("  with the portfolio's moves", WITH_MOVES)
-        tell("portfolio without a policy", Portfolio())
-        tell("portfolio with initial weights", Portfolio(Initial()))
-    medians: dict[str, float] = {}
-    for name, policy in policies.items():
-        own = tell(f"portfolio with {name}", Portfolio(policy))
-        out[own.name]["to annealing"] = compared(own, annealing, problems, by_problem=not controls)
-        medians[name] = own.median()
-    if all(name in medians for name in POLICIES):
-        unaware, aware = (medians[name] for name in POLICIES)
-        print(f"    {POLICIES[0]} loses {unaware / aware - 1.0:.1%} against {POLICIES[1]}")
+        placers["annealing with the portfolio's moves"] = WITH_MOVES
+        placers["portfolio without a policy"] = Portfolio()
+        placers["portfolio with initial weights"] = Portfolio(Initial())
+    placers |= {f"portfolio with {name}": Portfolio(policy) for name, policy in policies.items()}
+    return compared(f"{budget}, {len(problems)} problems", placers, problems, budget, seeds, out)
+
+
+def compared(
+    title: str,
+    placers: Mapping[str, Placer],
+    problems: Sequence[Exercise],
+    budget: Budget,
+    seeds: int,
+    out: dict[str, Any],
+) -> Table:
+    """Search with every placer and compare the portfolios with annealing, problem by problem."""
+    found = [searched(name, placer, problems, budget, seeds) for name, placer in placers.items()]
+    annealing = found[0]
+    for own in found:
+        out[own.name] = own.to_dict()
+        if own.name.startswith("portfolio with "):
+            out[own.name]["to annealing"] = relative(own, annealing, problems)
+    out["problems"] = [item.family for item in problems]
+    return score_table(title, seeds, found)
+
+
+def relative(own: Scores, other: Scores, problems: Sequence[Exercise]) -> dict[str, Any]:
+    """Return the mean and the worst ratio of two algorithms over the problems."""
+    ratios = np.exp(np.log(own.ratios / other.ratios).mean(axis=0))
+    worst = int(ratios.argmax())
+    return {
+        "mean": float(np.exp(np.log(ratios).mean())),
+        "worst": float(ratios[worst]),
+        "worst_problem": problems[worst].family,
+    }
+
+
+def score_table(title: str, seeds: int, found: Iterable[Scores]) -> Table:
+    """Return a row for each search algorithm."""
+    note = f"step / best of {{single device, HEFT, ETF}}, geometric mean, {seeds} seeds"
+    rows = tuple((own.name, spread(own.means(), ".3f")) for own in found)
+    return Table(f"Search, {title}", note, ("search algorithm", "ratio"), rows)
 
 
 def each_training_seed(
     problems: Sequence[Exercise], policy: Policy, seeds: int, out: dict[str, Any]
-) -> None:
+) -> Table:
     """Measure the gain of learning separately for each training seed."""
     budget = Budget(seconds=SHORT_S[0])
-    print(f"{budget}, each training seed of {policy.name} alone")
-    initial = searched("initial weights", Portfolio(Initial()), problems, budget, seeds)
-    print(initial.line())
-    unlearnt = searched("without a policy", Portfolio(), problems, budget, seeds)
-    print(unlearnt.line())
+    numbers = [policy.card["seed"], *policy.card["others"]]
     alone = [replace(policy, others=()), *policy.others]
+    initial = searched("initial weights", Portfolio(Initial()), problems, budget, seeds)
+    unlearnt = searched("without a policy", Portfolio(), problems, budget, seeds)
     own = [
         searched(f"seed {number}", Portfolio(member), problems, budget, seeds)
-        for number, member in zip(training_seeds(policy), alone, strict=True)
+        for number, member in zip(numbers, alone, strict=True)
     ]
-    for each in own:
-        print(f"{each.line()}   initial / this {initial.median() / each.median():.3f}")
     mean = float(np.exp(np.mean([np.log(each.median()) for each in own])))
-    print(f"    initial / geometric mean of the seeds: {initial.median() / mean:.3f}")
     out |= {each.name: each.to_dict() for each in (initial, unlearnt, *own)}
     out["initial / geometric mean of the seeds"] = initial.median() / mean
+    title = f"{budget}, each training seed of {policy.name} alone, {len(problems)} problems"
+    return score_table(title, seeds, (initial, unlearnt, *own))
 
 
-def training_seeds(policy: Policy) -> list[int]:
-    """Return the training seeds of a policy and of its others, in their order."""
-    return [policy.card["seed"], *policy.card["others"]]
-
-
-def on_unseen(of: Subjects, seeds: int, out: dict[str, Any]) -> None:
-    """Repeat the comparisons on problems that were not used to choose anything."""
-    of_policies(of.policies, of.unseen, seeds, out.setdefault("policies", {}))
+def on_unseen(of: Subjects, seeds: int, out: dict[str, Any]) -> Table:
+    """Repeat the comparisons on problems that influenced no choice."""
+    tables = [of_policies(of.policies, of.unseen, seeds, out.setdefault("policies", {}))]
     for seconds in SHORT_S:
         budget = Budget(seconds=seconds)
-        at_budget(of.unseen, budget, of.policies, seeds, out.setdefault(f"{budget}", {}))
-    policy = of.policies["synthetic-only"]
-    each_training_seed(of.unseen, policy, seeds, out.setdefault("training-seeds", {}))
+        own = out.setdefault(f"{budget}", {})
+        tables.append(at_budget(of.unseen, budget, of.policies, seeds, own))
+    own = out.setdefault("training-seeds", {})
+    tables.append(each_training_seed(of.unseen, of.policies["synthetic-only"], seeds, own))
+    return joined("Search, problems that influenced no choice", tables)
 
 
-def heavy(of: Subjects, budget: Budget, seeds: int, out: dict[str, Any]) -> None:
+def joined(title: str, tables: Sequence[Table]) -> Table:
+    """Return one table with the titles of the others in front of their rows."""
+    rows = tuple(
+        (f"{table.title.removeprefix('Search, ')}: {row[0]}", *row[1:])
+        for table in tables
+        for row in table.rows
+    )
+    return replace(tables[0], title=title, rows=rows)
+
+
+def heavy(of: Subjects, budget: Budget, seeds: int, out: dict[str, Any]) -> Table:
     """Compare searches on problems with four times as much communication as computation."""
-    problems = of.communicating
-    print(f"communication-heavy, {budget}, {seeds} seeds")
-    annealing = searched("annealing", placer_named("annealing"), problems, budget, seeds)
-    print(annealing.line())
-    out[annealing.name] = annealing.to_dict()
+    placers: dict[str, Placer] = {"annealing": placer_named("annealing")}
     if budget.seconds != LONG_S:
-        more = searched("with the portfolio's moves", WITH_MOVES, problems, budget, seeds)
-        print(more.line())
-        out[more.name] = more.to_dict()
-    for name, policy in of.policies.items():
-        own = searched(f"portfolio with {name}", Portfolio(policy), problems, budget, seeds)
-        print(own.line())
-        out[own.name] = own.to_dict() | {"to annealing": compared(own, annealing, problems)}
+        placers["annealing with the portfolio's moves"] = WITH_MOVES
+    placers |= {f"portfolio with {name}": Portfolio(policy) for name, policy in of.policies.items()}
+    problems = of.communicating
+    return compared(f"communication-heavy, {budget}", placers, problems, budget, seeds, out)
 
 
 def under_noise(
     problems: Sequence[Exercise], policy: Policy, seeds: int, out: dict[str, Any]
-) -> None:
+) -> Table:
     """Measure how much of the gain over the best heuristic remains if costs and sizes are wrong."""
     found = sorted(_remains(problems, policy, seed) for seed in range(seeds))
     shares = [share for share, *_ in found]
-    share, nominal, noisy = found[len(found) // 2]
-    print(
-        f"costs and sizes off by {NOISE:.0%}: {share:.0%} ({shares[0]:.0%} to {shares[-1]:.0%}) of "
-        f"the gain over the best heuristic remains ({nominal:.3f} becomes {noisy:.3f})"
-    )
+    _, nominal, noisy = found[len(found) // 2]
     out |= {"shares": shares, "nominal": nominal, "noisy": noisy}
+    return Table(
+        f"Search, costs and sizes off by {NOISE:.0%}",
+        "how much of the gain over the best heuristic remains",
+        ("remaining gain", "ratio as planned", "ratio with errors"),
+        ((spread(shares, ".0%"), f"{nominal:.3f}", f"{noisy:.3f}"),),
+    )
 
 
 def _remains(problems: Sequence[Exercise], policy: Policy, seed: int) -> tuple[float, float, float]:
@@ -294,63 +290,18 @@ def perturbed_costs(problem: Problem, plans: Sequence[Candidate], draw: int) -> 
     return judge.costs(devices, np.array([plan.priority for plan in plans]))
 
 
-def on_planted(policy: Policy, seconds: float, seeds: int, out: dict[str, Any]) -> None:
-    """Measure the gap to known optima."""
-    out |= planted_gaps(Portfolio(policy), Budget(seconds=seconds), seeds)
-    gaps = list(out.values())
-    print(
-        f"planted optima, {len(gaps)} problems, {seconds:g} s, {seeds} seeds: median gap "
-        f"{np.median(gaps):.2%}, worst {np.max(gaps):.2%}"
-    )
-
-
-def large(policy: Policy, out: dict[str, Any]) -> None:
+def large(policy: Policy, out: dict[str, Any]) -> Table:
     """Run the portfolio on a large graph."""
     began = time.perf_counter()
     problem = Problem.of(flat_layered(LARGE_OPS, 64, seed=3), cluster_of(8))
     plans = Portfolio(policy).place(problem, Budget(seconds=LARGE_S), 0)
-    spent = time.perf_counter() - began
+    spent_s = time.perf_counter() - began
     [heft] = [plan for plan in plans if plan.name == "HEFT"]
     ratio = plans[0].step_ns / heft.step_ns
-    print(f"{LARGE_OPS:,} ops on 8 devices: {spent:.1f} s, {ratio:.4f} of HEFT ({plans[0].name})")
-    out |= {"ops": LARGE_OPS, "spent_s": spent, "to HEFT": ratio}
-
-
-def op_by_op(problems: Sequence[Exercise], policy: Policy, out: dict[str, Any]) -> None:
-    """Run plain deep RL (MaskablePPO), trained within its budget on this problem alone."""
-    smallest = min(problems, key=lambda item: item.judge.problem.op_count)
-    problem = smallest.judge.problem
-    plan = maskable_ppo(problem, Budget(seconds=MASKABLE_S), seed=0)
-    best = Portfolio(policy).place(problem, Budget(seconds=0.1), 0)[0]
-    ratios = [smallest.ratio(each.step_ns) for each in (plan, best)]
-    print(
-        f"{smallest.family}, {problem.op_count} ops: MaskablePPO {ratios[0]:.3f} after "
-        f"{MASKABLE_S:g} s, portfolio {ratios[1]:.3f} after 0.1 s"
+    out |= {"ops": LARGE_OPS, "spent_s": spent_s, "to HEFT": ratio}
+    return Table(
+        "Search, large graph",
+        f"portfolio with {policy.name}, {LARGE_S:g} s, 8 devices",
+        ("ops", "seconds", "step / HEFT", "best"),
+        ((f"{LARGE_OPS:,}", f"{spent_s:.1f}", f"{ratio:.4f}", plans[0].name),),
     )
-    out |= {"MaskablePPO": ratios[0], "portfolio": ratios[1]}
-
-
-def main(record: Record, effort: Effort, names: Sequence[str] = ()) -> None:
-    """Run all parts, or the named ones."""
-    works = parts(effort)
-    for name in names or works:
-        record.part(f"search: {name}", works[name])
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.search")
-    chosen = parser.add_mutually_exclusive_group()
-    chosen.add_argument("--quick", action="store_true", help="one seed, no ten-second budgets")
-    chosen.add_argument("--full", action="store_true", help="five seeds of ten-second budgets, too")
-    parser.add_argument("--seeds", type=int, metavar="N", help="of short budgets (default: 5)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where the results go (JSON)")
-    parser.add_argument(
-        "names", nargs="*", metavar="PART", help=f"default: all of {', '.join(parts(Effort()))}"
-    )
-    arguments = parser.parse_args()
-    if unknown := set(arguments.names) - set(parts(FULL)):
-        parser.error(f"there is no part {', '.join(unknown)}")
-    wanted = QUICK if arguments.quick else FULL if arguments.full else Effort()
-    if arguments.seeds:
-        wanted = replace(wanted, seeds=arguments.seeds)
-    main(Record(arguments.out, math.inf), wanted, arguments.names)

@@ -1,41 +1,37 @@
 """Startup time: --help, and the first evaluation of a graph file with and without a warm cache.
 
-    python -m benchmarks.startup [--warm]
+    python -m benchmarks startup
 
 CPU seconds (user and system) of separate processes, the minimum of several. "First evaluation" is
 the moment when `placer optimize graph.json` knows the cost of its first placement of that graph.
-The last part compiles everything into an empty cache and prints for every compiled function how
-often it was compiled (once for every combination of argument types) and how long that took, alone
-and with its callees. ``--warm`` skips the last part.
+``cold`` starts with an empty cache of compiled code.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from benchmarks.record import Effort, Part
+from benchmarks.simulator import cluster_of
+from benchmarks.tables import Table
 from envs.cluster import cluster_to_toml
 from graphs.files import save_graph
 from graphs.synthetic import layered
-from placer.bench.speed import cluster_of
 
-OPS, DEVICES = 1000, 4
-REPEATS = 5
-SHOWN = 25
-"""Number of functions in the table of compile times."""
-
-UNTIL_FIRST_EVALUATION = """
+OPS: Final = 1000
+DEVICES: Final = 4
+UNTIL_FIRST_EVALUATION: Final = """
 import os, sys, time
 
 from placer.cli.main import main
@@ -54,36 +50,6 @@ def first_costs(self, devices, priority):
 Judge.costs = first_costs
 main(sys.argv[1:])
 """
-WITH_EVENTS = """
-import json, time
-from numba.core import event
-
-class Compiling(event.Listener):
-    def __init__(self):
-        self.open, self.done = [], []
-
-    def on_start(self, happening):
-        self.open.append([time.process_time(), 0.0])
-
-    def on_end(self, happening):
-        began, inner_s = self.open.pop()
-        total_s = time.process_time() - began
-        if self.open:
-            self.open[-1][1] += total_s
-        function = happening.data["dispatcher"].py_func
-        name = f"{function.__module__}.{function.__qualname__}"
-        self.done.append((name, total_s - inner_s, total_s))
-
-listener = Compiling()
-event.register("numba:compile", listener)
-try:
-    from placer.search import compiling
-
-    compiling._started = lambda: None  # all in this process
-    compiling.load_compiled_code()
-finally:
-    print(json.dumps(listener.done))
-"""
 
 
 class Took(NamedTuple):
@@ -94,7 +60,54 @@ class Took(NamedTuple):
     printed: str
 
 
+def parts(effort: Effort) -> dict[str, Part]:
+    """Return the parts."""
+    repeats = effort.pick(quick=2, normal=5, full=5)
+    found: dict[str, Part] = {"warm": lambda found: warm(found, repeats)}
+    return found if effort.level == "quick" else found | {"cold": cold}
+
+
+def warm(found: dict[str, Any], repeats: int) -> Table:
+    """Time processes whose compiled code is in the cache."""
+    with first_evaluation() as (command, _):
+        took(command)  # compiles what is not in the cache
+        first = least(command, repeats)
+    help_s = least([sys.executable, "-m", "placer.cli.main", "--help"], repeats).cpu_s
+    reached, with_torch = first.printed.split()[-2:]
+    found.update(help_s=help_s, first_evaluation_s=float(reached), with_torch=with_torch == "True")
+    return table([("placer --help", help_s), ("first evaluation of a graph file", float(reached))])
+
+
+def cold(found: dict[str, Any]) -> Table:
+    """Time a process that compiles everything."""
+    with first_evaluation() as (command, folder):
+        first = took(command, folder / "cache")
+    found.update(wall_s=first.wall_s, cpu_s=first.cpu_s)
+    return table([("the same, nothing in the cache of compiled code", first.cpu_s)])
+
+
+def table(rows: Sequence[tuple[str, float]]) -> Table:
+    """Return a row for each process."""
+    note = f"CPU seconds; the graph has {OPS:,} ops on {DEVICES} devices"
+    cells = tuple((name, f"{cpu_s:.2f}") for name, cpu_s in rows)
+    return Table("Startup", note, ("process", "CPU seconds"), cells)
+
+
+@contextmanager
+def first_evaluation() -> Iterator[tuple[list[str], Path]]:
+    """Yield a command that ends with the first evaluation of a graph file, and its folder."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        graph, cluster = folder / "graph.json", folder / "cluster.toml"
+        save_graph(layered(np.random.default_rng(0), ops=OPS, width=8), graph)
+        cluster.write_text(cluster_to_toml(cluster_of(DEVICES)))
+        code = UNTIL_FIRST_EVALUATION.format(ops=OPS)
+        asked = ["optimize", str(graph), "--cluster", str(cluster), "--budget", "100e", "--quiet"]
+        yield [sys.executable, "-c", code, *asked, "--out", str(folder / "placement.json")], folder
+
+
 def took(command: Sequence[str], cache: Path | None = None) -> Took:
+    """Run a process, with its own cache of compiled code if one is given."""
     environment = dict(os.environ)
     if cache is not None:
         environment["NUMBA_CACHE_DIR"] = str(cache)
@@ -105,61 +118,6 @@ def took(command: Sequence[str], cache: Path | None = None) -> Took:
     return Took(wall_s, cpu_s, done.stdout)
 
 
-def optimize(folder: Path) -> list[str]:
-    """Return a command that ends with the first evaluation of a graph file."""
-    graph, cluster = folder / "graph.json", folder / "cluster.toml"
-    save_graph(layered(np.random.default_rng(0), ops=OPS, width=8), graph)
-    cluster.write_text(cluster_to_toml(cluster_of(DEVICES)))
-    code = UNTIL_FIRST_EVALUATION.format(ops=OPS)
-    asked = ["optimize", str(graph), "--cluster", str(cluster), "--budget", "100e", "--quiet"]
-    return [sys.executable, "-c", code, *asked, "--out", str(folder / "placement.json")]
-
-
-def least(command: Sequence[str]) -> Took:
-    return min((took(command) for _ in range(REPEATS)), key=lambda one: one.cpu_s)
-
-
-def measure_warm(command: Sequence[str]) -> None:
-    took(command)  # compiles what is not in the cache
-    first = least(command)
-    reached, with_torch = first.printed.split()[-2:]
-    print(f"CPU seconds, the least of {REPEATS}")
-    help_s = least([sys.executable, "-m", "placer.cli.main", "--help"]).cpu_s
-    print(f"  placer --help            {help_s:6.2f}")
-    print(f"  placer optimize of a graph file, {OPS:,} ops on {DEVICES} devices:")
-    loaded = "with" if with_torch == "True" else "without"
-    print(f"  to its first evaluation  {float(reached):6.2f}  {loaded} torch")
-
-
-def measure_cold(command: Sequence[str], folder: Path) -> None:
-    first = took(command, folder / "first")
-    print("Nothing in the cache of compiled code")
-    print(f"  to the first evaluation  {first.wall_s:6.1f} s, {first.cpu_s:.1f} s of CPU time")
-    by_function = took([sys.executable, "-c", WITH_EVENTS], folder / "by function")
-    print_functions(json.loads(by_function.printed))
-
-
-def print_functions(done: list[Any]) -> None:
-    """Print the functions that take longest to compile; ``done``: [name, own s, total s]."""
-    own: dict[str, list[float]] = defaultdict(list)
-    total: dict[str, float] = defaultdict(float)
-    for name, own_s, total_s in done:
-        own[name].append(own_s)
-        total[name] += total_s
-    print("  in one process    own s   with callees   times  function")
-    for name in sorted(own, key=lambda name: -sum(own[name]))[:SHOWN]:
-        print(f"  {sum(own[name]):21.2f} {total[name]:14.2f} {len(own[name]):7}  {name}")
-    print(f"  {sum(map(sum, own.values())):21.2f} {'':14} {len(done):7}  all")
-
-
-def main(*, warm: bool = False) -> None:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        command = optimize(folder)
-        measure_warm(command)
-        if not warm:
-            measure_cold(command, folder)
-
-
-if __name__ == "__main__":
-    main(warm="--warm" in sys.argv[1:])
+def least(command: Sequence[str], repeats: int) -> Took:
+    """Run a process several times and return the one with the least CPU time."""
+    return min((took(command) for _ in range(repeats)), key=lambda one: one.cpu_s)

@@ -50,10 +50,7 @@ def backend_named(
     if name == "simulated":
         return Simulated(problem)
     if model is None:
-        raise ValueError(
-            'backend "measured" runs a model: give model=, inputs= and, unless the model returns '
-            "its own loss, loss="
-        )
+        raise ValueError('backend "measured" runs a model: give a workload, not a graph')
     measured = model.measured(rounds=rounds, overlap=overlap)
     until_closed.callback(measured.close)
     return measured

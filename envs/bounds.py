@@ -86,6 +86,17 @@ def pace_ns(problem: Problem, *, optimizer: bool = True) -> int:
     return _whole(*_shares(problem.cost_ns[rows], problem.allowed[rows]))
 
 
+def load_bound_ns(problem: Problem) -> int:
+    """Return a lower bound on the largest load: average work per device, or the costliest op.
+
+    Raises:
+        ValueError: no placement can run, see :func:`why_apart`.
+    """
+    never = np.iinfo(np.int64).max
+    cost_ns = np.where(problem.allowed, problem.cost_ns, never).min(axis=1)
+    return max(bounds_of(problem).work_ns, int(cost_ns.max(initial=0)))
+
+
 def why_apart(problem: Problem) -> str:
     """Return why missing links let no placement run, or "" if none is known to be missing."""
     return "" if problem.connected.all() else _why_apart(problem, paths(problem))

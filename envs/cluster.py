@@ -9,7 +9,7 @@
     name = "core:0"            # kind, memory_bytes, launch_s, peak_flop_per_s,
     kind = "core"              # bandwidth_bytes_per_s and source as in Device
     memory_bytes = 8_000_000_000
-    price_per_hour = 0.05      # in any currency; only for placer optimize --pareto
+    price_per_hour = 0.05      # in any currency; 0: not given
     contention = 3.1           # only if other processes used it during calibration
 
     [[link]]
@@ -44,8 +44,8 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
@@ -175,6 +175,14 @@ class Link:
             return False
         return self.port_of(source) != self.port_of(destination)
 
+    def among(self, names: Collection[str]) -> Link | None:
+        """Return the link between those of its devices that are named, None if it joins none."""
+        between = tuple(name for name in self.between if name in names)
+        if len({self.port_of(name) for name in between}) < 2:
+            return None
+        ports = (tuple(name for name in port if name in names) for port in self.ports)
+        return replace(self, between=between, ports=tuple(port for port in ports if port))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
@@ -230,6 +238,13 @@ class Cluster:
         raise ValueError(
             f"cluster {self.name!r} has no device {name!r}: it has {', '.join(self.names)}{hint}"
         )
+
+    def part(self, devices: Iterable[int]) -> Cluster:
+        """Return the cluster of some devices (indices), in the same order, with their links."""
+        kept = [self.devices[d] for d in sorted(set(devices))]
+        names = {device.name for device in kept}
+        links = (link.among(names) for link in self.links)
+        return replace(self, devices=tuple(kept), links=tuple(filter(None, links)))
 
     def link_between(self, source: str, destination: str) -> Link | None:
         """Return the link from source to destination, or None."""

@@ -16,6 +16,17 @@ CPU: Final = torch.device("cpu")
 Found = TypeVar("Found")
 
 
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch use one thread within the block, which is faster for small networks."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error means that memory ran out.
 

@@ -40,8 +40,7 @@ def place(cluster: str, start_from: placer.Placement | None = None) -> placer.Op
         torch.randn(4096, 512),
         training=False,
         devices=HERE / cluster,
-        budget="3000e",
-        start_from=start_from,
+        search=placer.SearchConfig(budget="3000e", start_from=start_from),
         progress=False,
     )
 
@@ -59,7 +58,7 @@ def main() -> None:
     tell("three equal GPUs", equal)
     mixed = place("mixed.toml", start_from=equal.placement)
     tell("one of them fast", mixed)
-    [as_it_was] = [row for row in mixed.rows if row.name == "given"]
+    [as_it_was] = [row for row in mixed.rows if row.name == "warm start"]
     gain = as_it_was.predicted_s / mixed.best.predicted_s
     print(
         f"the placement for equal GPUs takes {as_it_was.predicted_s * 1e3:.3f} ms there: knowing "

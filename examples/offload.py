@@ -43,7 +43,7 @@ def place(model: nn.Module, batch: Tensor) -> placer.Optimization:
         batch,
         training=False,
         devices="cuda:0,cpu",
-        memory={"cuda:0": CAP},
+        constraints=placer.Constraints(memory={"cuda:0": CAP}),
         budget="5s",
     )
 
@@ -61,12 +61,10 @@ def main() -> None:
         print(f"{device}: {peak_bytes / 1e6:.0f} MB at its peak")
 
     simulated = {} if torch.cuda.is_available() else {"gpu": "cuda:0", "host": "cpu"}
-    exported = placer.export_placement(
-        model, found, "device-map", batch, training=False, renamed=simulated
-    )
+    exported = placer.export(found, "device-map", renamed=simulated)
     print(f"device_map: {json.dumps(exported.content)}")
-    for remark in exported.remarks:
-        print(remark)
+    for sentence in exported.summary:
+        print(sentence)
 
 
 if __name__ == "__main__":

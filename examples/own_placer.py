@@ -65,7 +65,11 @@ def main() -> None:
     cluster = Path(__file__).parent / "mixed.toml"
     for searcher in (HillClimbing(), "portfolio"):
         found = placer.optimize(
-            model, batch, devices=cluster, placer=searcher, budget=BUDGET, progress=False
+            model,
+            batch,
+            devices=cluster,
+            search=placer.SearchConfig(budget=BUDGET, placer=searcher),
+            progress=False,
         )
         name = searcher if isinstance(searcher, str) else searcher.name
         print(f"{name}, {BUDGET}:")

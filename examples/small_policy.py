@@ -46,9 +46,7 @@ def main() -> None:
             model,
             batch,
             devices=HERE / "mixed.toml",
-            placer="policy",
-            policy=name,
-            budget="64e",
+            search=placer.SearchConfig(budget="64e", placer="policy", policy=name),
             progress=False,
         )
         steps_s = {row.name: row.predicted_s for row in found.rows}

@@ -15,7 +15,7 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeAlias, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypedDict, cast
 
 import networkx as nx
 import numpy as np
@@ -25,6 +25,10 @@ from graphs.frozen import frozen
 from graphs.order import topological_order
 from graphs.printable import check_printable
 
+if TYPE_CHECKING:
+    Graph: TypeAlias = nx.DiGraph[str]
+else:
+    Graph = nx.DiGraph
 Phase: TypeAlias = Literal["forward", "backward", "optimizer"]
 PHASES: Final[tuple[Phase, ...]] = ("forward", "backward", "optimizer")
 ANY_KIND: Final = "*"

@@ -8,7 +8,7 @@ from typing import Final
 import networkx as nx
 
 from graphs.graph import attributes_of
-from graphs.selection import DemandError, matching
+from graphs.selection import ConstraintError, matching
 
 KEPT: Final = "kept together: "
 WHY: Final[Mapping[str, str]] = {
@@ -16,7 +16,7 @@ WHY: Final[Mapping[str, str]] = {
     "state ": "a tied parameter or state that the step changes has one home",
     "tensor of ": "views of a part stay with their tensor",
     "call": "calls stay with their backward ops and with those that share their state",
-    KEPT: "so it was demanded",
+    KEPT: "the user keeps them together",
 }
 """Reasons for a co-location group, by the prefix of its name."""
 
@@ -29,8 +29,8 @@ def pin(graph: nx.DiGraph[str], devices: Mapping[str, str]) -> nx.DiGraph[str]:
         devices: {op id, module path or glob: device name}, see :func:`graphs.selection.matching`.
 
     Raises:
-        DemandError: a pattern matches nothing, two patterns pin one op or one co-location group to
-            different devices, or the graph does not allow the device for an op.
+        ConstraintError: a pattern matches nothing, two patterns pin one op or one co-location group
+            to different devices, or the graph does not allow the device for an op.
     """
     pinned: nx.DiGraph[str] = graph.copy()
     pinned_by: dict[str, str] = {}
@@ -38,13 +38,13 @@ def pin(graph: nx.DiGraph[str], devices: Mapping[str, str]) -> nx.DiGraph[str]:
         for op_id in matching(graph, pattern):
             other = pinned_by.setdefault(op_id, pattern)
             if devices[other] != device:
-                raise DemandError(
+                raise ConstraintError(
                     f"op {op_id!r} is pinned to {devices[other]} by {other!r} and to {device} by "
                     f"{pattern!r}; give patterns that do not overlap"
                 )
             allowed = attributes_of(graph, op_id)["devices"]
             if allowed is not None and device not in allowed:
-                raise DemandError(
+                raise ConstraintError(
                     f"op {op_id!r} cannot be pinned to {device}: the graph allows only "
                     f"{', '.join(allowed)}"
                 )
@@ -65,7 +65,7 @@ def _check_groups(
         other = first.setdefault(group, pattern)
         if devices[other] != devices[pattern]:
             why = next((f" ({why})" for start, why in WHY.items() if group.startswith(start)), "")
-            raise DemandError(
+            raise ConstraintError(
                 f"{other!r} is pinned to {devices[other]} and {pattern!r} to {devices[pattern]}, "
                 f"but ops of both are in the co-location group {group!r}, which shares one "
                 f"device{why}; pin them to the same device"
@@ -78,7 +78,7 @@ def keep_together(graph: nx.DiGraph[str], patterns: Sequence[str]) -> nx.DiGraph
     Patterns that overlap, and co-location groups that a pattern touches, become one group.
 
     Raises:
-        DemandError: a pattern matches nothing.
+        ConstraintError: a pattern matches nothing.
     """
     kept: nx.DiGraph[str] = graph.copy()
     for pattern in patterns:

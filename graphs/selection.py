@@ -12,7 +12,7 @@ import networkx as nx
 from graphs.graph import attributes_of
 
 
-class DemandError(ValueError):
+class ConstraintError(ValueError):
     """A user constraint that cannot be met; the message says why and what to do."""
 
 
@@ -23,7 +23,7 @@ def matching(graph: nx.DiGraph[str], pattern: str) -> list[str]:
     stands for all ops inside it, and ``layers.3.*`` matches the module ``layers.3`` itself, too.
 
     Raises:
-        DemandError: nothing matches; the message suggests similar names.
+        ConstraintError: nothing matches; the message suggests similar names.
     """
     whole_module = pattern.removesuffix(".*")
     glob = re.compile(fnmatch.translate(pattern))
@@ -44,7 +44,7 @@ def matching(graph: nx.DiGraph[str], pattern: str) -> list[str]:
 
     found = [op_id for op_id in graph if named(op_id)]
     if not found:
-        raise DemandError(_nothing_matches(graph, pattern))
+        raise ConstraintError(_nothing_matches(graph, pattern))
     return found
 
 

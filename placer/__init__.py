@@ -10,8 +10,8 @@
         loss = placed.step(batch)
 
 Submodules are imported on first use. If Gymnasium was imported before this package, the
-environments ``placer/Placement-v0``, ``placer/GeneratedPlacement-v0`` and
-``placer/PlacementParams-v0`` are registered; otherwise ``import placer.registration`` does it.
+environments ``placer/Placement-v0`` and ``placer/Scheduler-v0`` are registered; otherwise
+``import placer.registration`` does it.
 """
 
 from __future__ import annotations
@@ -22,38 +22,62 @@ from typing import TYPE_CHECKING, Any
 from placer.shadow_guard import refuse_shadows
 
 if TYPE_CHECKING:
+    from envs.cluster import Cluster, Device, Link
     from envs.placement import Placement
     from envs.replicas.spec import Replication
+    from envs.simulator import Simulator
+    from graphs.extract import Step as Workload
+    from graphs.graph import Graph
     from graphs.optimizer import Optimizer
-    from placer.api import optimize, train, weigh_devices
-    from placer.applying import apply, export_placement
+    from placer.api import optimize, train
+    from placer.applying import apply, export
+    from placer.job import Constraints, SearchConfig
     from placer.outcome import Optimization
+    from placer.placers import register_placer
+    from placer.policies import load as load_policy
 
 __version__ = "0.1.0"
-__all__ = [
-    "Optimization",
-    "Optimizer",
-    "Placement",
-    "Replication",
-    "__version__",
-    "apply",
-    "export_placement",
-    "optimize",
-    "train",
-    "weigh_devices",
-]
-
-_HOMES = {
-    "apply": "placer.applying",
-    "export_placement": "placer.applying",
-    "optimize": "placer.api",
-    "train": "placer.api",
-    "weigh_devices": "placer.api",
+_HOMES = {  # name: module, or module:name there
+    "Cluster": "envs.cluster",
+    "Constraints": "placer.job",
+    "Device": "envs.cluster",
+    "Graph": "graphs.graph",
+    "Link": "envs.cluster",
     "Optimization": "placer.outcome",
     "Optimizer": "graphs.optimizer",
     "Placement": "envs.placement",
     "Replication": "envs.replicas.spec",
+    "SearchConfig": "placer.job",
+    "Simulator": "envs.simulator",
+    "Workload": "graphs.extract:Step",
+    "apply": "placer.applying",
+    "export": "placer.applying",
+    "load_policy": "placer.policies:load",
+    "optimize": "placer.api",
+    "register_placer": "placer.placers",
+    "train": "placer.api",
 }
+__all__ = [
+    "Cluster",
+    "Constraints",
+    "Device",
+    "Graph",
+    "Link",
+    "Optimization",
+    "Optimizer",
+    "Placement",
+    "Replication",
+    "SearchConfig",
+    "Simulator",
+    "Workload",
+    "__version__",
+    "apply",
+    "export",
+    "load_policy",
+    "optimize",
+    "register_placer",
+    "train",
+]
 
 refuse_shadows()
 if "gymnasium" in sys.modules:  # make gymnasium.make("placer/...") work
@@ -65,7 +89,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'placer' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_HOMES[name]), name)
+    module, _, attribute = _HOMES[name].partition(":")
+    return getattr(import_module(module), attribute or name)
 
 
 def __dir__() -> list[str]:

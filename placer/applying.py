@@ -26,10 +26,8 @@ from graphs.extract.module_map import ModuleMap, placeable
 from graphs.graph import GraphArrays
 from graphs.optimizer import Optimizer
 from graphs.precision import FULL
-from placer.export import format_named
-from placer.export.format import Exported
-from placer.export.placed_modules import PlacedModules
-from placer.export.price import price_of
+from placer.exports import format_named
+from placer.exports.format import Exported, export_extracted
 from placer.outcome import Optimization
 
 
@@ -64,9 +62,9 @@ def apply(
         optimizer: makes the placed step update the parameters; the placement must have been
             searched with an optimizer of this kind. Without it, any torch optimizer can be used
             beside the step, even if the search included one.
-        dtype: as for :func:`optimize`; required with a placement (file).
+        dtype: "bf16" for a step under ``torch.autocast``; used with a placement (file).
         extractor: as for :func:`optimize`; ignored with a result of it, which knows its extractor.
-        overlap: as for :func:`optimize`; use the same value to run what was measured.
+        overlap: as for :class:`placer.SearchConfig`; use the same value to run what was measured.
 
     Raises:
         ExtractionError: the model cannot be extracted, is on the meta device, its extraction holds
@@ -91,7 +89,7 @@ def apply(
             example_inputs,
             loss,
             training=training,
-            optimizer=Optimizer.of(optimizer),
+            optimizer=optimizer,
             dtype=dtype,
         )
         extraction = extract(step, extractor)
@@ -144,32 +142,35 @@ def _placed_module(
     )
 
 
-def export_placement(
-    model: nn.Module,
+def export(
     placement: Optimization | Placement | str | Path,
     format: str,
+    model: nn.Module | None = None,
     example_inputs: Any = None,
     *,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     training: bool = True,
+    optimizer: str | Optimizer | None = None,
     dtype: str = FULL,
     extractor: str = AUTO,
     renamed: Mapping[str, str] | None = None,
     main_device: str | None = None,
 ) -> Exported:
-    """Convert a placement to the format of another runtime: ``.content`` and ``.remarks``.
+    """Convert a placement to the format of another runtime and compare both.
 
-    For a result of :func:`optimize` the remarks include the predicted step time as exported.
+    The result has ``.content``, ``.moved_op_count`` and, for a result of :func:`optimize`, the
+    predicted step as placed and as exported (``.placed_step``, ``.exported_step``).
 
     Args:
-        model: the model that was placed.
         placement: the result of :func:`optimize`, or a placement (file).
         format: ``"device-map"``, ``"pipeline"``, ``"layer-counts"`` or ``"override-regex"``; see
-            :mod:`placer.export`.
+            :mod:`placer.exports`.
+        model: the model that was placed; required with a placement (file).
         example_inputs: as for :func:`optimize`; required with a placement (file).
         loss: as for :func:`optimize`.
         training: as for :func:`optimize`.
-        dtype: as for :func:`optimize`.
+        optimizer: as for :class:`placer.Workload`.
+        dtype: as for :func:`apply`.
         extractor: as for :func:`optimize`.
         renamed: {device of the placement: device to write}, as in ``{"core:0": "cuda:0"}``.
         main_device: device of the inputs of a model with a device map, by default the first
@@ -179,25 +180,32 @@ def export_placement(
         ExportError: the runtime cannot run this placement; the message names the module.
         ExtractionError: the model cannot be extracted.
         ValueError: the placement belongs to another graph, the format does not exist, or the
-            example inputs are missing.
+            model or example inputs are missing.
     """
     write = format_named(format)
     if isinstance(placement, Optimization) and placement.extraction is not None:
         extraction = placement.extraction
-    elif example_inputs is None:
+    elif model is None or example_inputs is None:
         raise ValueError(
-            "a placement from a file does not hold the model's inputs: example_inputs are needed "
-            "(and loss), as for optimize"
+            "a placement from a file does not hold the model or its inputs: model and "
+            "example_inputs are needed (and loss), as for optimize"
         )
     else:
-        step = Step.of(model, example_inputs, loss, training=training, dtype=dtype)
+        step = Step.of(
+            model,
+            example_inputs,
+            loss,
+            training=training,
+            optimizer=Optimizer.of(optimizer),
+            dtype=dtype,
+        )
         extraction = extract(step, extractor)
     found = _map_of(placement)
-    price = None
+    problem = None
     if isinstance(placement, Optimization) and found.graph == placement.problem.graph.hash:
-        price = price_of(placement.problem, found, extraction, renamed or {})
-    return write(
-        PlacedModules.of(extraction, found, renamed=renamed, main_device=main_device, price=price)
+        problem = placement.problem
+    return export_extracted(
+        write, extraction, found, problem=problem, renamed=renamed, main_device=main_device
     )
 
 

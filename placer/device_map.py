@@ -18,10 +18,9 @@ from graphs.extract.extraction import ties_of
 from graphs.extract.program import VIEW
 from graphs.graph import GraphArrays
 from graphs.names import suggestion
-from placer.export.device_flow import first_conflict, main_device_of
-from placer.export.hooks import Hooks
-from placer.export.placed_modules import around, canonical_paths, parent
-from placer.given import GIVEN, GivenError
+from placer.exports.dry_run import Hooks, flow, main_device_of
+from placer.exports.placed_modules import around, canonical_paths, parent
+from placer.warm_start import WARM_START, WarmStartError
 
 MOST_NAMED: Final = 3
 """Number of modules that a message names."""
@@ -52,10 +51,10 @@ class DeviceMap:
         device_of = self._dispatched(path_of)
         fed = main_device_of(self.device_names)
         told = "the device map is run op by op, which dispatch_model would not do: "
-        if found := first_conflict(extraction.own_forward, step, device_of, fed):
+        if found := flow(extraction.own_forward, step, device_of, fed).conflict:
             return told + (
-                f"there {found.told(model)} fails, since what {found.origins} give is on several "
-                "devices"
+                f"there {found.description(model)} fails, since what {found.origins} give is on "
+                "several devices"
             )
         computed = Hooks.of(model, device_of, fed).runs_on
         others = [path for path, name in device_of.items() if computed[path] != name]
@@ -79,9 +78,9 @@ class DeviceMap:
         of them. Priorities keep program order.
 
         Raises:
-            GivenError: the map names modules that the model lacks, leaves out some with parameters,
-                has devices that the cluster lacks, or names a tensor outside all its modules
-                although the graph is a module graph.
+            WarmStartError: the map names modules that the model lacks, leaves out some with
+                parameters, has devices that the cluster lacks, or names a tensor outside all its
+                modules although the graph is a module graph.
         """
         model = extraction.step.model
         self._check(model)
@@ -106,7 +105,7 @@ class DeviceMap:
             devices[i] = own if group < 0 else home.setdefault(group, own)
         rank = np.empty(len(graph))
         rank[graph.topological] = np.arange(len(graph), 0, -1)
-        return Placement.of(graph, cluster, devices, rank, MadeBy(placer=GIVEN))
+        return Placement.of(graph, cluster, devices, rank, MadeBy(placer=WARM_START))
 
     def _modules(self, path_of: Mapping[str, str]) -> dict[str, str]:
         return {path_of[path]: name for path, name in self.devices.items() if path in path_of}
@@ -149,7 +148,9 @@ class DeviceMap:
     def _check_devices(self, cluster: Cluster) -> None:
         for path, name in self.devices.items():
             if name not in cluster.names:
-                raise GivenError(f"the device map has {path!r} on {name}, {_meant(name, cluster)}")
+                raise WarmStartError(
+                    f"the device map has {path!r} on {name}, {_meant(name, cluster)}"
+                )
 
     def _check(self, model: nn.Module) -> None:
         modules = dict(model.named_modules(remove_duplicate=False))
@@ -157,11 +158,11 @@ class DeviceMap:
         for path in self.devices:
             if path not in modules and path not in tensors:
                 hint = suggestion(path, modules)
-                raise GivenError(
+                raise WarmStartError(
                     f"the device map names {path!r}, which {type(model).__name__} has not{hint}"
                 )
         if missing := [name for name in tensors if around(name, self.devices) is None]:
-            raise GivenError(
+            raise WarmStartError(
                 f"the device map leaves out {len(missing)} of {len(tensors)} parameters and "
                 f"buffers, such as {missing[0]!r}"
             )
@@ -184,11 +185,11 @@ def _of_readers(
     """Return {op: device of the first of these tensors that it reads}, from {tensor: device}.
 
     Raises:
-        GivenError: the graph is a module graph, where the tensors that an op reads are unknown.
+        WarmStartError: the graph is a module graph, where the tensors that an op reads are unknown.
     """
     program = extraction.own_program
     if program is None:
-        raise GivenError(
+        raise WarmStartError(
             f"the device map names {next(iter(tensors))!r}, but in a graph of modules it is not "
             "known what reads a tensor: give its module a device, such as the model itself, ''"
         )

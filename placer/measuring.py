@@ -18,9 +18,9 @@ from graphs.extract import AUTO, Step, extract
 from graphs.extract.fake import check_has_memory
 from graphs.graph import GraphArrays
 from placer.device_map import DeviceMap
-from placer.given import Given, placement_of
 from placer.report.progress import Progress, Silent
 from placer.rigs import rig_for
+from placer.warm_start import WarmStart, placement_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class Score:
 
 def score(
     step: Step,
-    given: Given,
+    start: WarmStart,
     cluster: Cluster,
     *,
     fresh: bool = False,
@@ -81,7 +81,7 @@ def score(
 
     Args:
         step: the model and its example inputs.
-        given: a placement of its ops, or a device map of its modules.
+        start: a placement of its ops, or a device map of its modules.
         cluster: devices of this machine; speeds are calibrated.
         fresh: measure devices and ops again and ignore the cache.
         extractor: how the graph is extracted.
@@ -90,7 +90,7 @@ def score(
 
     Raises:
         ExtractionError: the model cannot be extracted, or its extraction cannot be run.
-        GivenError: the placement belongs to another model or has other devices.
+        WarmStartError: the placement belongs to another model or has other devices.
         ValueError: copies cannot overlap on these devices.
         WorkerError: the workers do not start.
     """
@@ -99,7 +99,7 @@ def score(
     hear.stage("Extracting the graph")
     extraction = extract(step, extractor)
     rig = rig_for(extraction, cluster, overlap=overlap)
-    placement = placement_of(given, extraction, GraphArrays.from_graph(rig.graph), cluster)
+    placement = placement_of(start, extraction, GraphArrays.from_graph(rig.graph), cluster)
     hear.stage("Calibrating devices")
     cluster = calibrated(cluster, again=fresh)
     hear.stage("Measuring op costs")
@@ -119,5 +119,5 @@ def score(
         predicted=predicted,
         measurement=seen,
         cost_source=graph.graph["cost_source"],
-        conflict=given.conflict(extraction) if isinstance(given, DeviceMap) else "",
+        conflict=start.conflict(extraction) if isinstance(start, DeviceMap) else "",
     )

@@ -8,8 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from envs.bounds import lower_bound_ns, pace_ns
-from envs.load_bound import quick_load_bound_ns
+from envs.bounds import load_bound_ns, lower_bound_ns, pace_ns
 from envs.max_load import max_load_ns, used_bytes, why_overloaded
 from envs.micro_batches import Pipeline
 from envs.placement import OBJECTIVES, Placement, check_micro_batches
@@ -165,7 +164,7 @@ class Objective:
             ValueError: no placement can run because a link is missing.
         """
         if self.name == "max-load":
-            return quick_load_bound_ns(problem) / 1e9
+            return load_bound_ns(problem) / 1e9
         if self.name == "throughput":
             return pace_ns(problem, optimizer=False) / 1e9
         if self.micro_batches > 1:

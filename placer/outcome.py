@@ -34,7 +34,7 @@ SMALLEST_GAIN: Final = 0.01
 """Relative difference below which two step times count as equal."""
 SIMPLEST_FIRST: Final = (
     "single",
-    "given",
+    "warm start",
     "layer split",
     "first layers",
     "round robin",

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 import networkx as nx
@@ -21,28 +20,22 @@ from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS, Simulated
 from envs.simulator.schedule import run_order
 from graphs.coarsen import Coarsened, coarsen
-from graphs.extract import AUTO
 from graphs.graph import GraphArrays
-from placer.demands import demanded
-from placer.given import GIVEN, Given, placement_of
 from placer.interrupt import Interrupt
-from placer.objectives import Objective
+from placer.job import Job, SearchConfig
 from placer.outcome import Optimization, PlacementError, Row, choose
-from placer.placers.placer import Placer
-from placer.placers.portfolio import Portfolio
 from placer.record import with_record
 from placer.report.progress import Progress, Silent
 from placer.running import Runs, joined, overfull, run_best, with_less_memory
-from placer.search.budget import Budget
 from placer.search.candidate import Candidate
 from placer.search.compiling import compiled_beside, load_compiled_code
 from placer.search.heuristics import ETF_NAME, HEFT_NAME, heuristics
 from placer.search.judge import Judge
-from placer.search.portfolio import Proposer
 from placer.search.trail import Trail, recorded
+from placer.warm_start import WARM_START, placement_of
 
 if TYPE_CHECKING:
-    from graphs.extract import Extraction, Step
+    from graphs.extract import Extraction
     from placer.rigs import Rig
 
 SMALLER: Final = (0.85, 0.7)
@@ -50,30 +43,11 @@ SMALLER: Final = (0.85, 0.7)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """Options of an optimization."""
-
-    budget: Budget = field(default_factory=lambda: Budget(seconds=20.0))
-    seed: int = 0
-    policy: Proposer | None = None  # None: search without a policy
-    placer: Placer | None = None  # None: Portfolio(policy)
-    measure: bool = True
-    objective: Objective = field(default_factory=Objective)
-    keep_together: Sequence[str] = ()  # patterns: ops that match one share a device
-    pins: Mapping[str, str] = field(default_factory=dict)  # {pattern: device name}
-    fresh: bool = False  # measure devices and ops again and ignore the cache
-    extractor: str = AUTO  # how the graph is extracted
-    overlap: bool = False  # run with copies that overlap compute
-    groups: int | None = None  # place at most this many groups of ops; None: single ops
-    start_from: Given | None = None  # warm start
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Outset:
     """Inputs of a search besides its problem."""
 
     coarse: Coarsened | None  # groups of ops to place; None: single ops
-    given: Placement | None  # warm start
+    start: Placement | None  # warm start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,114 +58,101 @@ class CostedStep:
     rig: Rig
     graph: nx.DiGraph[str]  # with costs and user constraints
     cluster: Cluster  # calibrated, with the memory that placements may use
-    given: Placement | None
+    start: Placement | None  # warm start
 
 
-def optimize_step(
-    step: Step, cluster: Cluster, options: Options, progress: Progress | None = None
-) -> Optimization:
-    """Place one step of a model.
+def optimize_job(job: Job, progress: Progress | None = None) -> Optimization:
+    """Place the step of a workload, or a graph with known costs.
 
-    If all devices are on this machine, the best candidates are run; otherwise the simulated step
-    time decides.
-
-    Args:
-        step: the model and its example inputs.
-        cluster: devices. If all are on this machine and there are no links, device and link speeds
-            are calibrated. Devices elsewhere need rates, see envs/roofline.py.
-        options: search budget, seed, constraints and the like.
-        progress: receives progress.
+    If all devices of a workload are on this machine, the best candidates are run; otherwise the
+    simulated step time decides. Devices on this machine without links are calibrated, devices
+    elsewhere need rates, see envs/roofline.py.
 
     Raises:
         ExtractionError: the model cannot be extracted, or is on the meta device.
-        DemandError: an option names ops or devices that do not exist, or contradicts another.
+        ConstraintError: a constraint names ops or devices that do not exist, or contradicts
+            another.
         ValueError: a device is neither on this machine nor described, cores are mixed with torch
-            devices, the warm start belongs to another model or cluster, or copies cannot overlap.
+            devices, an op has no cost on any device, the warm start belongs to another model,
+            graph or cluster, or copies cannot overlap.
         PlacementError: no placement that fits was found, or nothing could be run.
         KeyboardInterrupt: stopped before there was any placement.
     """
     hear = progress or Silent()
-    all_here = all(map(is_here, cluster.names))
     with Interrupt() as interrupt:
-        known = costed_step(step, cluster, options, hear)
+        if isinstance(job.source, nx.DiGraph):
+            return _optimize_graph(job, job.source, interrupt, hear)
+        all_here = all(map(is_here, job.cluster.names))
+        known = costed_step(job, hear)
         problem = Problem.of(GraphArrays.from_graph(known.graph), known.cluster)
         runs = all_here and known.rig.runs
         found = _decided(
             problem,
-            options,
+            job.search,
             interrupt,
             hear,
             known.extraction,
             known.rig if runs else None,
-            outset=_Outset(coarse=grouped(known.graph, options), given=known.given),
+            outset=_Outset(coarse=grouped(known.graph, job.search), start=known.start),
         )
         return replace(found, cost_source=known.graph.graph["cost_source"])
 
 
-def costed_step(step: Step, cluster: Cluster, options: Options, hear: Progress) -> CostedStep:
-    """Extract a step and measure or look up its op costs.
+def _optimize_graph(
+    job: Job, graph: nx.DiGraph[str], interrupt: Interrupt, hear: Progress
+) -> Optimization:
+    graph = job.constraints.applied_to(graph, job.cluster)
+    problem = Problem.of(GraphArrays.from_graph(graph), job.cluster)
+    outset = _Outset(coarse=grouped(graph, job.search), start=_start(job, None, graph, job.cluster))
+    found = _decided(problem, job.search, interrupt, hear, outset=outset)
+    return replace(found, cost_source=graph.graph["cost_source"])
+
+
+def costed_step(job: Job, hear: Progress) -> CostedStep:
+    """Extract the step of a job's workload and measure or look up its op costs.
 
     Raises:
         ExtractionError: the model cannot be extracted, or is on the meta device.
-        DemandError: an option names ops or devices that do not exist, or contradicts another.
-        ValueError: as for :func:`optimize_step`.
+        ConstraintError: a constraint names ops or devices that do not exist, or contradicts
+            another.
+        ValueError: as for :func:`optimize_job`.
     """
     from envs.calibrate import calibrated
     from envs.op_costs import check_cluster
-    from graphs.extract import extract
+    from graphs.extract import Step, extract
     from graphs.extract.fake import check_has_memory
     from placer.rigs import rig_for
 
+    step, cluster = job.source, job.cluster
+    assert isinstance(step, Step)  # loaded
     check_cluster(cluster)
     if any(map(is_here, cluster.names)):
         check_has_memory(step)
     hear.stage("Extracting the graph")
     with compiled_beside() as compiles:
-        extraction = extract(step, options.extractor)
-        rig = rig_for(extraction, cluster, overlap=options.overlap)
-        graph = demanded(rig.graph, cluster, options.keep_together, options.pins)
-        given = _given(options, extraction, graph, cluster)
+        extraction = extract(step, job.extractor)
+        rig = rig_for(extraction, cluster, overlap=job.search.overlap)
+        graph = job.constraints.applied_to(rig.graph, cluster)
+        start = _start(job, extraction, graph, cluster)
         if compiles:  # before anything is timed
             hear.stage(loading_stage())
             load_compiled_code()
     if all(map(is_here, cluster.names)) and not cluster.links:
         hear.stage("Calibrating devices")
-        cluster = calibrated(cluster, again=options.fresh)
+        cluster = calibrated(cluster, again=job.fresh)
     hear.stage("Measuring op costs")
     return CostedStep(
         extraction=extraction,
         rig=rig,
-        graph=rig.costed(graph, cluster, hear, fresh=options.fresh),
+        graph=rig.costed(graph, cluster, hear, fresh=job.fresh),
         cluster=rig.planned(cluster),
-        given=given,
+        start=start,
     )
-
-
-def optimize_graph(
-    graph: nx.DiGraph[str], cluster: Cluster, options: Options, progress: Progress | None = None
-) -> Optimization:
-    """Place a graph with known costs; nothing is run, the simulated step time decides.
-
-    Raises:
-        DemandError: an option names ops or devices that do not exist, or contradicts another.
-        ValueError: an op has no cost on any device of the cluster, or the warm start is no
-            placement of the graph.
-        PlacementError: no placement that fits was found.
-        KeyboardInterrupt: stopped before there was any placement.
-    """
-    hear = progress or Silent()
-    with Interrupt() as interrupt:
-        graph = demanded(graph, cluster, options.keep_together, options.pins)
-        problem = Problem.of(GraphArrays.from_graph(graph), cluster)
-        given = _given(options, None, graph, cluster)
-        outset = _Outset(coarse=grouped(graph, options), given=given)
-        found = _decided(problem, options, interrupt, hear, outset=outset)
-        return replace(found, cost_source=graph.graph["cost_source"])
 
 
 def optimize_problem(
     problem: Problem,
-    options: Options,
+    search: SearchConfig,
     progress: Progress | None = None,
     *,
     coarse: Coarsened | None = None,
@@ -203,21 +164,22 @@ def optimize_problem(
         KeyboardInterrupt: stopped before there was any placement.
     """
     with Interrupt() as interrupt:
-        outset = _Outset(coarse=coarse, given=None)
-        return _decided(problem, options, interrupt, progress or Silent(), outset=outset)
+        outset = _Outset(coarse=coarse, start=None)
+        return _decided(problem, search, interrupt, progress or Silent(), outset=outset)
 
 
-def _given(
-    options: Options, extraction: Extraction | None, graph: nx.DiGraph[str], cluster: Cluster
+def _start(
+    job: Job, extraction: Extraction | None, graph: nx.DiGraph[str], cluster: Cluster
 ) -> Placement | None:
-    if options.start_from is None:
+    start = job.search.start_from
+    if start is None:
         return None
-    return placement_of(options.start_from, extraction, GraphArrays.from_graph(graph), cluster)
+    return placement_of(start, extraction, GraphArrays.from_graph(graph), cluster)
 
 
 def _decided(
     problem: Problem,
-    options: Options,
+    search: SearchConfig,
     interrupt: Interrupt,
     hear: Progress,
     extraction: Extraction | None = None,
@@ -243,10 +205,10 @@ def _decided(
     try:
         with interrupt.polled(), recorded() as trail:
             hear.stage("Searching placements")
-            rows = _searched(problem, options, interrupt, hear, rig, outset)
+            rows = _searched(problem, search, interrupt, hear, rig, outset)
             ended = ran = time.perf_counter()
             bounds_s = [row.bound_s for row in rows if row.bound_s is not None]
-        if rig is not None and options.measure and not interrupt.requested:
+        if rig is not None and search.measure and not interrupt.requested:
             hear.stage("Running the best for real")
             runs = run_best(rows, rig, problem, hear)
             for share in SMALLER:
@@ -255,7 +217,7 @@ def _decided(
                 hear.stage(f"Memory did not suffice: searching again for {share:.0%} of it")
                 smaller = with_less_memory(problem, share)
                 with interrupt.polled(), recorded() as again:
-                    more = _searched(smaller, options, interrupt, hear, rig, outset)
+                    more = _searched(smaller, search, interrupt, hear, rig, outset)
                 if not any(np.isfinite(row.predicted_s) for row in more):
                     break
                 trail = again
@@ -266,7 +228,7 @@ def _decided(
             raise
     except (WorkerError, OSError) as error:
         trouble = str(error)
-    if rig is not None and options.measure:
+    if rig is not None and search.measure:
         ran = time.perf_counter()
     with interrupt.polled():
         rows = [replace(row, measurement=runs.of_row.get(i)) for i, row in enumerate(rows)]
@@ -277,7 +239,7 @@ def _decided(
                 problem=problem,
                 rows=tuple(rows),
                 best=best,
-                lower_bound_s=max(options.objective.lower_bound_s(problem), *bounds_s, 0.0),
+                lower_bound_s=max(search.objective.lower_bound_s(problem), *bounds_s, 0.0),
                 solved=bool(bounds_s),
                 search_s=ended - began,
                 measuring_s=ran - ended,
@@ -290,14 +252,14 @@ def _decided(
         )
 
 
-def grouped(graph: nx.DiGraph[str], options: Options) -> Coarsened | None:
-    """Return the ops merged into groups, None if the options ask for none."""
-    return None if options.groups is None else coarsen(graph, most_groups=options.groups)
+def grouped(graph: nx.DiGraph[str], search: SearchConfig) -> Coarsened | None:
+    """Return the ops merged into groups, None if the search asks for none."""
+    return None if search.groups is None else coarsen(graph, most_groups=search.groups)
 
 
 def _searched(
     problem: Problem,
-    options: Options,
+    search: SearchConfig,
     interrupt: Interrupt,
     hear: Progress,
     rig: Rig | None,
@@ -306,21 +268,21 @@ def _searched(
     searched = problem
     if outset.coarse is not None:
         searched = Problem.of(GraphArrays.from_graph(outset.coarse.graph), problem.cluster)
-    candidates = options.objective.search(
+    candidates = search.objective.search(
         searched,
-        options.budget,
-        options.seed,
-        options.placer or Portfolio(options.policy),
+        search.budget,
+        search.seed,
+        search.placer,
         progress=hear.advance,
         should_stop=interrupt.asked,
     )
     if outset.coarse is not None:
         candidates = [_expanded(plan, outset.coarse) for plan in candidates]
         candidates += _by_op(problem)  # groups may exclude good placements
-    if outset.given is not None:
-        candidates.append(Judge(problem).candidate(GIVEN, *outset.given.arrays()))
+    if outset.start is not None:
+        candidates.append(Judge(problem).candidate(WARM_START, *outset.start.arrays()))
     simulated = Simulated(problem)
-    return [_row(simulated, candidate, options, rig) for candidate in candidates]
+    return [_row(simulated, candidate, search, rig) for candidate in candidates]
 
 
 def _by_op(problem: Problem) -> list[Candidate]:
@@ -335,16 +297,16 @@ def _expanded(plan: Candidate, coarse: Coarsened) -> Candidate:
     return replace(plan, devices=devices, priority=priority, bound_ns=None)
 
 
-def _row(simulated: Simulated, candidate: Candidate, options: Options, rig: Rig | None) -> Row:
-    problem, objective = simulated.problem, options.objective
+def _row(simulated: Simulated, candidate: Candidate, search: SearchConfig, rig: Rig | None) -> Row:
+    problem, objective = simulated.problem, search.objective
     schedule = simulated.simulator.run(candidate.devices, candidate.priority)
     priority = np.empty(problem.op_count)
     order = run_order(problem, schedule.start_ns) if rig is None else rig.order(problem, schedule)
     priority[order] = np.arange(problem.op_count, 0, -1)
     made_by = MadeBy(
         placer=candidate.title,
-        seed=options.seed,
-        budget=str(options.budget),
+        seed=search.seed,
+        budget=str(search.budget),
         version=placer.__version__,
     )
     placement = replace(

@@ -1,14 +1,12 @@
-"""Registers all environments with Gymnasium, without importing them.
+"""Registers the environments with Gymnasium, without importing them.
 
-Importing this module registers them, so either of these works::
+``import placer`` does so if Gymnasium was imported before; otherwise import this module::
 
     import placer.registration
-    gymnasium.make("placer/PlacementParams-v0", pool=pool)
-    gymnasium.make("placer/GeneratedPlacement-v0", pool=pool)
+    gymnasium.make("placer/Placement-v0", graph="graph.json", cluster="cluster.toml")
 
-    gymnasium.make("placer.registration:placer/Placement-v0", problem=problem)
-
-Gymnasium 1.0 and later do not discover plug-ins.
+Gymnasium can also import it by itself, as in ``gymnasium.make("placer.registration:placer/...")``.
+It does not discover plug-ins since version 1.0.
 """
 
 from __future__ import annotations
@@ -17,19 +15,14 @@ from typing import Final
 
 import gymnasium
 
-from envs import registration
-
-PARAMS_ID: Final = "placer/PlacementParams-v0"
-GENERATED_ID: Final = "placer/GeneratedPlacement-v0"
 _ENTRIES: Final = {
-    PARAMS_ID: "placer.policies.params_env:PlacementParamsEnv",
-    GENERATED_ID: "placer.policies.generated_env:GeneratedPlacementEnv",
+    "placer/Placement-v0": "envs.placement_env:PlacementEnv",
+    "placer/Scheduler-v0": "placer.policies.scheduler_env:SchedulerEnv",
 }
 
 
 def register_environments() -> None:
-    """Register the environments of ``placer`` and ``envs`` that are not registered yet."""
-    registration.register_environments()
+    """Register the environments that are not registered yet."""
     for name, entry in _ENTRIES.items():
         if name not in gymnasium.registry:
             gymnasium.register(name, entry_point=entry)

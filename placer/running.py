@@ -12,9 +12,9 @@ import numpy as np
 from envs.cluster import Cluster
 from envs.measurement import Measurement
 from envs.problem import Problem
-from placer.given import GIVEN
 from placer.outcome import Row
 from placer.report.progress import Progress
+from placer.warm_start import WARM_START
 
 if TYPE_CHECKING:
     from placer.rigs import Rig
@@ -98,4 +98,4 @@ def worth_running(rows: Sequence[Row], cluster: Cluster) -> list[int]:
             singles.setdefault(kind_of[placement.device_names[placement.devices[0]]], i)
     others = [i for i in by_time if not rows[i].is_single]
     chosen = [*singles.values(), *others[:MEASURED_CANDIDATES]]
-    return chosen + [i for i in by_time if rows[i].name == GIVEN and i not in chosen]
+    return chosen + [i for i in by_time if rows[i].name == WARM_START and i not in chosen]

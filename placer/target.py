@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,8 @@ import networkx as nx
 
 from graphs.files import load_graph
 from graphs.names import suggestion
+from graphs.optimizer import Optimizer
+from graphs.precision import FULL
 from placer.missing_file import missing_file, why_not_read
 from placer.sources.fault import TargetError
 from placer.sources.names import is_exported, is_huggingface, is_onnx
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from graphs.extract import Step
 
 __all__ = [
+    "Target",
     "TargetError",
     "check_target",
     "is_graph_file",
@@ -29,6 +33,30 @@ __all__ = [
     "load_graph_target",
     "load_step",
 ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """The name of a model or graph, and the step to take of a model."""
+
+    name: str
+    training: bool = True
+    optimizer: Optimizer | None = None
+    dtype: str = FULL
+
+    @property
+    def is_graph(self) -> bool:
+        """Return whether it names a graph file."""
+        return is_graph_file(self.name)
+
+    def load(self, *, weights: bool = True) -> Step:
+        """Load the step; see :func:`load_step`.
+
+        Raises:
+            TargetError: as for :func:`load_step`.
+        """
+        step = load_step(self.name, training=self.training, weights=weights)
+        return replace(step, optimizer=self.optimizer, dtype=self.dtype)
 
 
 def load_step(target: str, *, training: bool, weights: bool = True) -> Step:

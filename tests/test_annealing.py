@@ -12,10 +12,9 @@ from envs.cluster import Cluster, Device, Link
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS, OVERFULL_NS, Simulator
 from graphs.graph import GraphArrays, add_op, new_graph
-from placer.search.annealing import HOT, Annealing
+from placer.search.annealing.step_time import HOT, Annealing, heat
 from placer.search.heuristics import heuristics
 from placer.search.judge import Judge
-from placer.search.walking import heat
 
 
 def test_a_plan_that_cannot_run_costs_no_less_because_the_one_before_lacked_memory() -> None:

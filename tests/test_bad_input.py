@@ -19,7 +19,7 @@ from envs.nanoseconds import HORIZON_NS
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS, Simulator
 from graphs.graph import LARGEST_BYTES, GraphArrays, add_edge, add_op, new_graph
-from placer.search.annealing import Annealing
+from placer.search.annealing.step_time import Annealing
 from placer.search.decoder import HEFT, decode
 from placer.search.heuristics import heuristics
 from placer.search.judge import Judge

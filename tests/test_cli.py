@@ -234,7 +234,7 @@ def test_a_full_disk_is_told_before_the_search(
     graph, cluster = files()
     before = sorted(tmp_path.rglob("*"))
     monkeypatch.setattr("os.posix_fallocate", full)
-    monkeypatch.setattr("placer.pipeline.optimize_graph", lambda *_: pytest.fail("it searched"))
+    monkeypatch.setattr("placer.api.optimize_job", lambda *_: pytest.fail("it searched"))
     arguments = ["optimize", str(graph), "--cluster", str(cluster), "--budget", "50e"]
     assert main([*arguments, "--out", str(tmp_path / "p.json")]) == 1
     assert "p.json cannot be written: no space left on device" in capsys.readouterr().err

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import placer
 from graphs.extract import ExtractionError
-from placer import apply, optimize
 from placer.cli.main import main
 
 torch.set_num_threads(1)
@@ -122,18 +122,16 @@ def test_what_was_recorded_is_not_applied_to_other_data() -> None:
             y = super().forward(x)
             return y if x.sum() > 0 else -y
 
-    found = optimize(
+    found = placer.optimize(
         Branch(4, 4),
         (torch.ones(2, 4), torch.zeros(2, 4)),
         loss=torch.nn.functional.mse_loss,
         devices=CORE,
-        budget="20e",
-        policy=None,
-        measure=False,
+        search=placer.SearchConfig(budget="20e", policy=None, measure=False),
         progress=False,
     )
     assert any("other inputs may take another path" in remark for remark in found.remarks)
     assert found.extraction is not None
     with pytest.raises(ExtractionError, match="reads values of tensors") as refused:
-        apply(found.extraction.step.model, found)
+        placer.apply(found.extraction.step.model, found)
     assert __file__ in str(refused.value)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.coding import CODINGS, coding_bytes_per_s
+from benchmarks.replicas.coding import CODINGS, coding_bytes_per_s
 from envs.replicas.collectives import PAYLOADS
 from placer.parallel.methods.onebit import Coder
 

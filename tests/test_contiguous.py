@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from itertools import permutations
+from itertools import combinations_with_replacement, pairwise, permutations
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 from placer.placers import placer_named
 from placer.search.budget import Budget
 from placer.search.contiguous import MOST_PLACES, contiguous
+from placer.search.pipeline_parts import narrow_order, pipeline_parts
 
 
 def chain(
@@ -154,3 +155,39 @@ def test_the_placer_is_the_balanced_split(objective: str) -> None:
     expected = contiguous(problem)
     assert expected is not None
     assert [plan.devices.tolist() for plan in found] == [expected.tolist()]
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 10**6))
+def test_the_narrow_order_has_every_op_once_and_after_what_it_reads(seed: int) -> None:
+    graph = random_problem(seed, ops=40).graph
+    order = narrow_order(graph).tolist()
+    position = {i: at for at, i in enumerate(order)}
+    assert sorted(order) == list(range(len(graph)))
+    for i, (first, end) in enumerate(pairwise(graph.successor_start.tolist())):
+        assert all(position[i] < position[v] for v in graph.successors[first:end].tolist())
+
+
+def best_parts_ns(problem: Problem, order: NDArray[np.int32]) -> int:
+    count = problem.op_count
+    plans = []
+    for borders in combinations_with_replacement(range(count + 1), problem.device_count - 1):
+        plan = np.empty(count, np.int32)
+        plan[order] = np.searchsorted(borders, np.arange(count), side="right")
+        plans.append(plan)
+    return int(max_load_ns(problem, np.array(plans)).min())
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(0, 10**6), unequal=st.booleans(), pins=st.booleans(), tight=st.booleans())
+def test_pipeline_parts_are_the_best_of_all_parts_of_an_order(
+    seed: int, unequal: bool, pins: bool, tight: bool
+) -> None:
+    memory_bytes = 10_000_000 if tight else 10**12
+    problem = random_problem(
+        seed, ops=9, devices=3, unequal=unequal, pins=pins, memory_bytes=memory_bytes
+    )
+    for order in (problem.graph.topological, narrow_order(problem.graph)):
+        best_ns = best_parts_ns(problem, order)
+        if best_ns < INFEASIBLE_NS:
+            assert max_load_ns(problem, pipeline_parts(problem, order)).tolist() == [best_ns]

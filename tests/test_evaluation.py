@@ -13,9 +13,17 @@ from tiny_training import TINY
 
 from placer.cli.main import main
 from placer.policies import load
-from placer.policies.evaluation import ALL, BEST, ONE, UNTRAINED, evaluate, write_into_card
+from placer.policies.evaluation import (
+    ALL,
+    BEST,
+    ONE,
+    UNTRAINED,
+    Suite,
+    evaluate,
+    load_suites,
+    write_into_card,
+)
 from placer.policies.network import FORMAT
-from placer.policies.suites import Suite, load_suites
 from placer.policies.training import train
 from placer.search.heuristics import HEFT_NAME
 

@@ -19,8 +19,9 @@ from envs.simulator import OVERFULL_NS
 from graphs.files import save_graph
 from graphs.synthetic import layered
 from placer.cli.main import main
+from placer.job import SearchConfig
 from placer.outcome import PlacementError
-from placer.pipeline import Options, optimize_problem
+from placer.pipeline import optimize_problem
 from placer.placers import placer_named
 from placer.search.budget import Budget
 from placer.search.candidate import Candidate
@@ -118,9 +119,9 @@ def test_that_parameters_fit_nowhere_is_proven() -> None:
     room = int(size.sum()) // 2 + 1  # enough in total, but no half has exactly this size
     tight = random_problem(0, ops=9, devices=2, memory_bytes=room)
     assert not why_too_large(tight)
-    options = Options(placer=placer_named("exact"), budget=Budget(evaluations=3000))
+    search = SearchConfig(placer=placer_named("exact"), budget=Budget(evaluations=3000))
     with pytest.raises(PlacementError, match="fits nowhere"):
-        optimize_problem(tight, options)
+        optimize_problem(tight, search)
 
 
 @pytest.fixture

@@ -60,6 +60,18 @@ def test_knowing_that_devices_differ_is_faster(tmp_path: Path) -> None:
     assert set(re.findall(r"expert \d, width \d+: (\S+)", text)) == {"gpu:0", "gpu:1", "gpu:2"}
 
 
+def test_dear_devices_are_on_the_front_only_if_they_are_faster(tmp_path: Path) -> None:
+    text = printed("which_devices.py", tmp_path)
+    steps_ms, prices = numbers(r"step ([\d.]+) ms", text), numbers(r"([\d.]+) per hour", text)
+    assert prices == [0.35, 0.7, 0.8, 1.15, 1.5]
+    shortest = [min(steps_ms[: i + 1]) for i in range(len(steps_ms))]
+    marks = ["Pareto" in line for line in text.splitlines()]
+    assert marks == [ms == least for ms, least in zip(steps_ms, shortest, strict=True)]
+    per_step = numbers(r"([\d.e-]+) per step", text)
+    expected = [ms / 3.6e6 * price for ms, price in zip(steps_ms, prices, strict=True)]
+    assert per_step == pytest.approx(expected, rel=0.01)
+
+
 def test_what_is_offloaded_fits_and_is_exported(tmp_path: Path) -> None:
     text = printed("offload.py", tmp_path)
     [weights_mb], [cap_mb] = numbers(r"weights: (\d+) MB", text), numbers(r"use (\d+) MB", text)
@@ -103,3 +115,17 @@ def test_a_small_policy_is_trained_and_proposes(tmp_path: Path) -> None:
     assert first_ms == second_ms
     assert own_ms < 2 * first_ms
     assert shipped_ms <= first_ms
+
+
+def test_reinforcement_learning_finds_a_placement_better_than_one_device(tmp_path: Path) -> None:
+    text = printed("train_placement_env.py", tmp_path)
+    assert "two-towers: 14 of 14 ops placed" in text
+    [(step_ms, single_ms)] = re.findall(r"step: ([\d.]+) ms, best single device: ([\d.]+)", text)
+    assert float(step_ms) < float(single_ms)
+
+
+def test_reinforcement_learning_sets_scheduler_weights(tmp_path: Path) -> None:
+    text = printed("train_scheduler_env.py", tmp_path)
+    assert "two-towers: 14 of 14 ops placed" in text
+    [(step_ms, heft_ms)] = re.findall(r"step: ([\d.]+) ms, HEFT or ETF: ([\d.]+)", text)
+    assert float(step_ms) < 1.2 * float(heft_ms)

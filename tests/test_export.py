@@ -1,4 +1,4 @@
-"""Placements exported as pipelines, layer counts and overrides, and the export command."""
+"""Placements exported as pipelines and layer counts, and the export command."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import functools
 import json
 import re
-import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,6 @@ import tiny_models
 import tiny_reference_models
 import tiny_transformers
 import torch
-from in_turn import in_turn
 from placed_at_random import cut_placement, placement_of
 from torch import nn
 from torch.distributed.pipelining import SplitPoint, pipeline
@@ -28,18 +26,13 @@ from envs.placement import Placement
 from graphs.extract import Extraction, Step, extract
 from graphs.extract.call_graph import call_graph
 from graphs.graph import attributes_of
-from graphs.optimizer import Optimizer
 from placer.cli.main import main
-from placer.cli.run import build_parser as build_run_parser
-from placer.export import FORMATS, format_named
-from placer.export.faults import ExportError
-from placer.export.layer_counts import layer_counts
-from placer.export.layers import Stack, stacks
-from placer.export.override_regex import override_regex
-from placer.export.pipeline_split import pipeline_split
-from placer.export.placed_modules import PlacedModules
-from placer.export.stages import Stage
-from placer.export.torchtitan import titan_parts
+from placer.exports import FORMATS, format_named, pipelining
+from placer.exports.format import export_extracted
+from placer.exports.layer_counts import layer_counts, titan_parts
+from placer.exports.pipelining import Stage
+from placer.exports.placed_modules import PlacedModules, Stack, stacks
+from placer.exports.renaming import ExportError
 
 torch.set_num_threads(1)
 GPUS = ("cuda:0", "cuda:1")
@@ -101,7 +94,7 @@ def test_torch_cuts_the_model_where_the_placement_does(
 ) -> None:
     names = tuple(f"cuda:{i}" for i in range(len(cuts) + 1))
     placed = cut(name, *cuts, names=names, of_calls=of_calls)
-    found = pipeline_split(placed).content
+    found = pipelining.pipeline(placed).content
     assert found["stages"] == list(names)
     assert len(found["split_points"]) == len(cuts)
     for start, asked in zip(found["split_points"], cuts, strict=True):
@@ -124,49 +117,44 @@ def test_a_placement_that_goes_back_is_no_pipeline_and_the_module_is_named() -> 
     placed = cut("conv_net", "1", "7", names=("cuda:0", "cuda:1", "cuda:2"))
     back = [replace(op, device=op.device.replace("2", "0")) for op in placed.ops]
     with pytest.raises(ExportError, match="then 7 is"):
-        pipeline_split(replace(placed, ops=tuple(back)))
+        pipelining.pipeline(replace(placed, ops=tuple(back)))
 
 
 def test_a_module_that_runs_again_later_is_named() -> None:
     placed = cut("norm_later", "first")
     with pytest.raises(ExportError, match="norm runs again"):
-        pipeline_split(placed)
+        pipelining.pipeline(placed)
 
 
 def test_a_stage_does_not_begin_with_what_is_called_twice() -> None:
     with pytest.raises(ExportError, match="begin with norm"):
-        pipeline_split(cut("norm_twice", "norm"))
-    assert pipeline_split(cut("norm_twice", "last")).content["split_points"].keys() == {"last"}
+        pipelining.pipeline(cut("norm_twice", "norm"))
+    assert pipelining.pipeline(cut("norm_twice", "last")).content["split_points"].keys() == {"last"}
 
 
 def test_one_device_is_nothing_to_split() -> None:
     with pytest.raises(ExportError, match="all modules are on cuda:0"):
-        pipeline_split(cut("conv_net", names=("cuda:0",)))
+        pipelining.pipeline(cut("conv_net", names=("cuda:0",)))
 
 
-def test_a_shared_embedding_stays_where_it_is_reached_and_that_is_told() -> None:
-    found = pipeline_split(cut("gpt2", "transformer.h.1"))
+def test_a_shared_embedding_stays_where_it_is_reached_and_its_gradients_need_a_sum() -> None:
+    found = pipelining.pipeline(cut("gpt2", "transformer.h.1"))
     assert found.content["split_points"] == {"transformer.h.1": "beginning"}
-    assert found.remarks[-1].startswith("transformer.wte and lm_head share a parameter")
+    assert "transformer.wte and lm_head share" in found.remedy
 
 
-def test_backward_ops_are_told_of_the_modules_that_take_them_along() -> None:
+def test_backward_ops_run_with_their_forward_call_whichever_module_they_are_named_after() -> None:
     layer = functools.partial(tiny_models.Plain, lambda m, x: m.norm(x + m.first(x)))
     layers = (layer(first=nn.Linear(4, 4), norm=nn.LayerNorm(4)) for _ in "12")
     model = nn.Sequential(*layers)
     extraction = extract(Step.of(model, (torch.ones(2, 4), torch.ones(2, 4)), nn.MSELoss()))
+    ids = list(extraction.graph)
     by_layer = [
-        int(not attributes_of(extraction.graph, op)["module"].startswith("0"))
-        for op in extraction.graph
+        int(not attributes_of(extraction.graph, op)["module"].startswith("0")) for op in ids
     ]
-    assert call_of(extraction, "1.norm:backward/add.gradient").startswith("0.norm:")
-    placed = PlacedModules.of(extraction, placement_of(extraction.graph, GPUS, by_layer))
-    (told, *_) = (remark for remark in pipeline_split(placed).remarks if "backward" in remark)
-    assert told.endswith("0 (1)")
-
-
-def call_of(extraction: Extraction, op: str) -> str:
-    return extraction.call_of[list(extraction.graph).index(op)]
+    assert extraction.call_of[ids.index("1.norm:backward/add.gradient")].startswith("0.norm:")
+    placement = placement_of(extraction.graph, GPUS, by_layer)
+    assert export_extracted(pipelining.pipeline, extraction, placement).moved_op_count == 1
 
 
 # --- layers
@@ -218,11 +206,10 @@ def test_names_for_torchtitan_are_children_of_the_model_or_layers_of_its_list() 
     assert of_hugging_face == [["tok_embeddings", "layers.0"], ["lm_head"]]
 
 
-def test_where_torchtitan_has_no_names_it_is_told() -> None:
+def test_names_for_torchtitan_are_left_out_where_it_has_none() -> None:
     found = layer_counts(cut("gpt2", "transformer.h.1"))
     assert found.content["counts"] == [1, 1]
     assert "torchtitan" not in found.content
-    assert any("torchtitan has no names" in remark for remark in found.remarks)
 
 
 def test_counts_hold_although_what_is_around_the_layers_goes_back() -> None:
@@ -231,7 +218,7 @@ def test_counts_hold_although_what_is_around_the_layers_goes_back() -> None:
     found = layer_counts(replace(placed, ops=tuple(back)))
     assert found.content["counts"] == [1, 1]
     assert "torchtitan" not in found.content
-    assert "and then model.norm is on cuda:0 again" in found.remarks[0]
+    assert not found.is_predictable
 
 
 def test_layers_on_one_device_are_nothing_to_split() -> None:
@@ -246,42 +233,6 @@ def test_models_without_one_stack_have_no_counts() -> None:
         layer_counts(cut("t5", "decoder.block.0"))
     with pytest.raises(ExportError, match="no list of like layers"):
         layer_counts(cut("conv_net", "4"))
-
-
-# --- overrides
-
-
-def experts_on(name: str, device_of_layer: tuple[str, ...]) -> PlacedModules:
-    """Return all modules on cuda:0, except the experts of each layer on these devices."""
-    extraction = extracted(name)
-    names = tuple(dict.fromkeys(("cuda:0", *device_of_layer)))
-    devices = []
-    for node in extraction.graph:
-        module = attributes_of(extraction.graph, node)["module"]
-        layer = re.search(r"layers\.(\d+)\..*experts", module)
-        devices.append(names.index(device_of_layer[int(layer[1])]) if layer else 0)
-    return PlacedModules.of(extraction, placement_of(extraction.graph, names, devices))
-
-
-@pytest.mark.parametrize("name", in_turn(["mixtral", "separate_moe"], slow=["mixtral"]))
-def test_overrides_match_the_tensors_of_the_experts_and_no_others(name: str) -> None:
-    found = override_regex(experts_on(name, ("cpu", "cuda:1"))).content
-    rules = [rule.rpartition("=") for rule in found.split(",")]
-
-    def buffer_of(tensor: str) -> list[str]:
-        return [buffer for pattern, _, buffer in rules if re.search(pattern, tensor)]
-
-    for kind in ("up", "down", "gate"):
-        assert buffer_of(f"blk.0.ffn_{kind}_exps.weight") == ["CPU"]
-        assert buffer_of(f"blk.1.ffn_{kind}_exps.weight") == ["CUDA1"]
-        assert buffer_of(f"blk.10.ffn_{kind}_exps.weight") == []
-    assert buffer_of("blk.0.ffn_gate_inp.weight") == []
-    assert buffer_of("blk.0.attn_q.weight") == []
-
-
-def test_models_without_experts_have_nothing_to_override() -> None:
-    with pytest.raises(ExportError, match="no layers with experts"):
-        override_regex(cut("llama", "model.layers.1"))
 
 
 # --- the command
@@ -326,16 +277,6 @@ def test_the_command_writes_what_the_formats_say(
     assert json.loads(capsys.readouterr().out)["counts"] == [1, 2]
 
 
-def test_the_command_tells_of_devices_that_become_one(
-    target: tuple[str, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    joined = "core:0 and core:1 are both written as cuda:0"
-    assert export(target, "--format", "device-map", "--as", "core:0=cuda:0,core:1=cuda:0") == 0
-    assert joined in capsys.readouterr().err
-    assert export(target, "--format", "device-map", "--as", "core:0=cuda:0,core:1=cuda:1") == 0
-    assert "written as" not in capsys.readouterr().err
-
-
 def test_the_command_says_what_is_in_the_way(
     target: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -370,26 +311,6 @@ def test_what_differs_from_the_step_that_was_placed_is_told_where_it_is_known(
     placement_of(extract(step).graph, ("core:0",), [0] * 6).save(target[1])
     assert export(target, "--format", "layer-counts") == 2
     assert "give --inference" in capsys.readouterr().err
-
-
-def test_the_command_that_runs_what_was_placed_has_all_that_it_was_placed_with(
-    target: tuple[str, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in "123"))
-    step = Step.of(model, (torch.ones(2, 4), torch.ones(2, 4)), nn.MSELoss(), dtype="bf16")
-    extraction = extract(replace(step, optimizer=Optimizer.of("adam")), "export")
-    placement = cut_placement(extraction, ("core:0", "core:1"), ("1",), of_calls=False)
-    placement.save(target[1])
-    given = ["--dtype", "bf16", "--extractor", "export", "--optimizer", "adam"]
-    assert export(target, "--format", "layer-counts", *given) == 0
-    told = capsys.readouterr().err
-    command = shlex.split(told.partition("runs every op where it is placed: ")[2].splitlines()[0])
-    args = build_run_parser().parse_args(command[command.index("placer.run") + 1 :])
-    assert (args.dtype, args.extractor, args.optimizer) == ("bf16", "export", "adam")
-    assert (args.target, args.placement) == target
-    replace(placement, micro_batches=4).save(target[1])
-    assert export(target, "--format", "layer-counts", *given) == 0
-    assert "placer.run" not in capsys.readouterr().err, "it runs no micro-batches"
 
 
 def test_devices_are_named_in_the_order_of_the_cluster_whatever_runs_first(
@@ -436,16 +357,6 @@ def test_devices_may_stand_for_each_other(
     assert json.loads(capsys.readouterr().out)["stages"] == ["core:1", "core:0"]
 
 
-def test_a_main_device_that_is_not_used_is_told(
-    target: tuple[str, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    both = ("--as", "core:0=cuda:0,core:1=cuda:0", "--main-device", "cuda:1")
-    assert export(target, "--format", "device-map", *both) == 0
-    assert "--main-device cuda:1 is not used" in capsys.readouterr().err
-    assert export(target, "--format", "layer-counts", "--main-device", "cuda:1") == 0
-    assert "--main-device cuda:1 is not used" in capsys.readouterr().err
-
-
 def test_a_device_map_is_no_placement_to_export(
     target: tuple[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -461,31 +372,29 @@ def test_python_exports_what_the_command_does(target: tuple[str, Path]) -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in "123"))
     inputs = (torch.ones(2, 4), torch.ones(2, 4))
     renamed = {"core:0": "cuda:0", "core:1": "cuda:1"}
-    found = placer.export_placement(
-        model, target[1], "device-map", inputs, loss=nn.MSELoss(), renamed=renamed
+    found = placer.export(
+        target[1], "device-map", model, inputs, loss=nn.MSELoss(), renamed=renamed
     )
     assert found.content == {"0": 0, "1": 1, "2": 1}
-    (backward,) = found.remarks  # cut in the forward pass; everything after the cut is on core:1
-    assert backward.startswith("3 of 12 backward ops")
-    assert backward.endswith("0 (3)")
+    # Cut in the forward pass; everything after the cut is on core:1, all backward ops included.
+    assert (found.moved_op_count, found.op_count) == (3, 19)
     with pytest.raises(ValueError, match="example_inputs are needed"):
-        placer.export_placement(model, target[1], "pipeline")
+        placer.export(target[1], "pipeline", model)
 
 
-def test_a_loss_that_is_a_module_and_placed_elsewhere_is_named() -> None:
+def test_a_loss_that_is_a_module_and_placed_elsewhere_moves() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in "12"))
     extraction = extract(Step.of(model, (torch.ones(2, 4), torch.ones(2, 4)), nn.MSELoss()))
     graph = call_graph(extraction).graph
     modules = [attributes_of(graph, node)["module"] for node in graph]
     devices = [int(module.startswith("1")) for module in modules]
     placed = PlacedModules.of(extraction, placement_of(graph, GPUS, devices))
-    moved = pipeline_split(placed).remarks[0]
-    assert "1 of 5 forward ops" in moved
-    assert "loss (cuda:0 -> cuda:1)" in moved
+    moved = placed.moved_ops(pipelining.pipeline(placed).runs_on)
+    assert [op.module for op in moved if op in placed.ops] == ["loss"]
 
 
 def test_every_format_is_found_by_its_name() -> None:
     for name in FORMATS:
         assert callable(format_named(name))
-    with pytest.raises(ValueError, match="did you mean 'device-map'"):
+    with pytest.raises(ValueError, match="did you mean device-map"):
         format_named("device_map")

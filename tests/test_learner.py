@@ -7,18 +7,20 @@ from dataclasses import replace
 
 import pytest
 import torch
+from random_problems import random_problem
 from tiny_training import TINY
 
-from placer.policies.params_env import ParamsBatch
-from placer.policies.pool import draw_pool
-from placer.policies.training.learner import Learner
+from placer.policies import load
+from placer.policies.pool import draw_pool, exercise
+from placer.policies.scheduler_env import SchedulerBatch
+from placer.policies.training.learner import Learner, exported, imported
 
 torch.set_num_threads(1)
 
 
 def learner(average_rollouts: int) -> Learner:
     config = replace(TINY, ppo=replace(TINY.ppo, average_rollouts=average_rollouts))
-    return Learner(config, 0, ParamsBatch(draw_pool(5, 2, 80), 4, 0))
+    return Learner(config, 0, SchedulerBatch(draw_pool(5, 2, 80), 4, 0))
 
 
 def test_a_policy_is_the_exponential_average_of_the_network_after_each_rollout() -> None:
@@ -63,3 +65,18 @@ def test_a_training_that_diverges_ends(weight: float) -> None:
         learning.model.policy.get_parameter("action_net.weight").fill_(weight)
     with pytest.raises(FloatingPointError, match=r"diverged after \d+ decodes"):
         learning.rollout()
+
+
+def test_a_network_that_begins_with_a_policy_proposes_the_same_weights() -> None:
+    policy = load("generalist")
+    item = exercise(random_problem(2, ops=30, devices=3))
+    scale = (policy.feature_mean, policy.feature_deviation)
+    layers = tuple(len(bias) for _, bias in policy.layers[:-1])
+    config = replace(TINY, ppo=replace(TINY.ppo, layers=layers))
+    learning = Learner(config, 0, SchedulerBatch([item], 4, 0, scale=scale))
+    imported(learning.model.policy, policy)
+    ours = exported(learning.model.policy, "", *scale).weights(item.summary)
+    for one, other in zip(ours, policy.weights(item.summary), strict=True):
+        assert (one == other).all()
+    with pytest.raises(ValueError, match=r"needs ppo.layers = \[16\]"):
+        imported(learner(1).model.policy, policy)

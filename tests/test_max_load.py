@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from random_problems import every_placement, keeps_groups, random_problem
 from simulator_cases import Case, fork, one_kind, problem_of, random_case
 
+from benchmarks.instances import profile_names, profiled
+from envs.bounds import load_bound_ns
 from envs.cluster import Cluster, Device
 from envs.compiled import compiled_borrowing
 from envs.max_load import (
@@ -30,8 +32,9 @@ from envs.max_load import (
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
-from placer.search.balancing import balance
+from placer.search.annealing.max_load import balance
 from placer.search.budget import Budget
+from placer.search.pipeline_parts import narrow_order, pipeline_parts
 
 
 def test_both_ends_pay_for_a_transfer_once() -> None:
@@ -190,3 +193,49 @@ def test_a_pipeline_of_equal_stages_is_cut_into_equal_parts() -> None:
     found = balance(problem, Budget(evaluations=60_000), 0)
     # Inner parts pay for two transfers of 0.1 us: ten ops each, 10.2 us.
     assert max_load_ns(problem, found[0].devices).tolist() == [10_200]
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 10**6), tight=st.booleans(), pins=st.booleans(), unequal=st.booleans())
+def test_no_placement_has_a_smaller_load_than_the_bound(
+    seed: int, tight: bool, pins: bool, unequal: bool
+) -> None:
+    memory_bytes = 8_000_000 if tight else 10**12
+    problem = random_problem(
+        seed, ops=7, devices=3, groups=True, pins=pins, unequal=unequal, memory_bytes=memory_bytes
+    )
+    assert load_bound_ns(problem) <= max_load_ns(problem, every_placement(problem)).min()
+
+
+def test_one_heavy_op_bounds_the_load() -> None:
+    problem = profiled("alexnet")
+    heaviest_ns = int(problem.cost_ns.max())
+    assert heaviest_ns > problem.cost_ns[:, 0].sum() / 4
+    assert load_bound_ns(problem) == heaviest_ns
+
+
+def test_the_search_is_never_worse_than_contiguous_parts() -> None:
+    problem = profiled("resnet101")
+    parts = pipeline_parts(problem, narrow_order(problem.graph))
+    found = balance(problem, Budget(evaluations=100), 0)
+    assert max_load_ns(problem, found[0].devices)[0] <= max_load_ns(problem, parts)[0]
+
+
+def test_profiles_are_read_as_their_files_say() -> None:
+    assert len(profile_names()) == 13
+    problem = profiled("vgg16")
+    assert (problem.op_count, problem.device_count) == (41, 4)
+    assert problem.cost_ns.sum(axis=0).tolist() == [690_507_000] * 4
+    assert problem.graph.parameter_bytes.sum() == 553_430_176
+
+
+@pytest.mark.parametrize(
+    ("name", "proven_ns"),
+    [("alexnet", 651_326_067), ("squeezenet1_0", 490_061_067), ("vgg16", 284_421_213)],
+)
+def test_the_search_finds_the_proven_optimum_of_published_profiles(
+    name: str, proven_ns: int
+) -> None:
+    problem = profiled(name)
+    found = balance(problem, Budget(evaluations=200_000), 0)
+    assert max_load_ns(problem, found[0].devices).tolist() == [proven_ns]

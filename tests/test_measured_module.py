@@ -334,10 +334,8 @@ def test_a_model_that_keeps_computed_tensors_is_measured(extractor: str) -> None
         loss=step.loss,
         extractor=extractor,
         devices="vdev:0,cpu",
-        memory=MEMORY,
-        pin={"0": "vdev:0", "2": "cpu"},
-        budget="5e",
-        policy=None,
+        constraints=placer.Constraints(memory=MEMORY, pins={"0": "vdev:0", "2": "cpu"}),
+        search=placer.SearchConfig(budget="5e", policy=None),
         progress=False,
     )
     assert found.best.measurement is not None

@@ -83,10 +83,10 @@ def test_a_loop_that_depends_on_data_is_placed_measured_and_run(tmp_path: Path) 
         loss=tiny_models.squared,
         extractor="modules",
         devices="vdev:0,cpu",
-        memory={"vdev:0": "100kB", "cpu": 1 << 30},
-        pin={"head": "vdev:0"},
-        budget="100e",
-        policy=None,
+        constraints=placer.Constraints(
+            memory={"vdev:0": "100kB", "cpu": 1 << 30}, pins={"head": "vdev:0"}
+        ),
+        search=placer.SearchConfig(budget="100e", policy=None),
         progress=False,
     )
     assert found.best.measurement is not None
@@ -124,8 +124,7 @@ def test_on_the_cpu_alone_its_modules_are_timed_and_run() -> None:
         loss=tiny_models.squared,
         extractor="modules",
         devices="cpu",
-        budget="20e",
-        policy=None,
+        search=placer.SearchConfig(budget="20e", policy=None),
         progress=False,
     )
     assert found.best.is_single

@@ -23,7 +23,7 @@ from placer.cli.main import main
 from placer.objectives import Objective
 from placer.placers.portfolio import Portfolio
 from placer.placers.registry import placer_named
-from placer.search.balancing import balance
+from placer.search.annealing.max_load import balance
 from placer.search.budget import Budget
 
 Files = Callable[..., tuple[Path, Path]]

@@ -24,13 +24,13 @@ from torch.utils._sympy import functions
 from envs.cluster import load_cluster
 from envs.placement import Placement
 from graphs.files import load_graph
-from placer.given import load_given
 from placer.policies import load as load_policy
-from placer.policies.suites import load_suites
+from placer.policies.evaluation import load_suites
 from placer.policies.training.config import load_config
 from placer.sources import exported, exported_check
 from placer.sources.symbolic_sizes import check_expression
 from placer.target import TargetError, load_step
+from placer.warm_start import load_warm_start
 
 torch.set_num_threads(1)
 
@@ -709,7 +709,7 @@ PLACEMENT: Program = {"format": "placer-placement/1", "devices": {"a": "core:0"}
         (Placement.load, {**PLACEMENT, "cluster": ESCAPE}),
         (Placement.load, {**PLACEMENT, "made_by": {"version": ESCAPE}}),
         (Placement.load, {**PLACEMENT, ESCAPE: 1}),
-        (load_given, {"model": ESCAPE}),
+        (load_warm_start, {"model": ESCAPE}),
         (load_cluster, f'name = "{ascii(ESCAPE)[1:-1]}"'),
         (load_config, f'"{ascii(ESCAPE)[1:-1]}" = 1'),
         (load_suites, f'[[suite]]\nname = "{ascii(ESCAPE)[1:-1]}"'),

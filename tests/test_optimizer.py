@@ -307,13 +307,9 @@ def test_what_was_searched_with_an_optimizer_is_applied_with_or_without() -> Non
     model, twin = step.model, copy.deepcopy(step.model)
     cluster = discover(f"core:{CORES[0]}")
     found = placer.optimize(
-        model,
-        step.inputs,
-        loss=step.loss,
-        optimizer="momentum",
+        placer.Workload.of(model, step.inputs, loss=step.loss, optimizer="momentum"),
         devices=cluster,
-        budget="20e",
-        measure=False,
+        search=placer.SearchConfig(budget="20e", measure=False),
         progress=False,
     )
     assert not any("No optimizer" in remark for remark in found.remarks)

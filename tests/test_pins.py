@@ -7,7 +7,7 @@ import pytest
 
 from graphs.graph import add_op, attributes_of, new_graph
 from graphs.pins import keep_together, pin
-from graphs.selection import DemandError, matching
+from graphs.selection import ConstraintError, matching
 
 
 def model() -> nx.DiGraph[str]:
@@ -73,13 +73,15 @@ def test_pins_that_part_a_group_are_refused_with_its_name_and_why() -> None:
     graph = model()
     graph.nodes["embed:mm"]["colocate"] = graph.nodes["head:mm"]["colocate"] = "parameter e.weight"
     with pytest.raises(
-        DemandError,
+        ConstraintError,
         match=r"'embed' is pinned to a and 'head' to b, but .* 'parameter e\.weight', .* one home",
     ):
         pin(graph, {"embed": "a", "layers": "b", "head": "b"})
     assert attributes_of(pin(graph, {"embed": "a", "head": "a"}), "head:mm")["devices"] == ("a",)
     kept = keep_together(graph, ["layers"])
-    with pytest.raises(DemandError, match=r"'layers\.3\.attention' to b, but .*so it was demanded"):
+    with pytest.raises(
+        ConstraintError, match=r"'layers\.3\.attention' to b, but .*the user keeps them together"
+    ):
         pin(kept, {"layers.3:mm": "a", "layers.3.attention": "b"})
 
 

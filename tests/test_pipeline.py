@@ -32,10 +32,10 @@ from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 from graphs.synthetic import draw
 from placer import pipeline
 from placer.cli.main import main
+from placer.job import Job, SearchConfig
 from placer.objectives import Objective
 from placer.outcome import Optimization, PlacementError, Row, choose, extraction_remarks
-from placer.pipeline import Options, optimize_graph, optimize_problem
-from placer.placers import placer_named
+from placer.pipeline import optimize_job, optimize_problem
 from placer.policies import load
 from placer.record import candidates_to_list
 from placer.rigs import Cores, rounds_for
@@ -209,11 +209,10 @@ def test_what_was_not_found_to_fit_is_not_said_to_fit_nowhere(objective: Objecti
     resident = int(random_problem(0, ops=24).graph.resident_bytes.sum())
     share = 0.45 if objective.name == "latency" else 0.36
     problem = random_problem(0, ops=24, devices=3, memory_bytes=int(share * resident))
-    options = Options(placer=placer_named("heft"), objective=objective)
-    if objective.name == "max-load":
-        options = replace(options, placer=placer_named("layer-split"))
+    name = "heft" if objective.name == "latency" else "layer-split"
+    search = SearchConfig(placer=name, objective=objective)
     with pytest.raises(PlacementError, match="within the budget"):
-        optimize_problem(problem, options)
+        optimize_problem(problem, search)
 
 
 def test_the_plan_that_misses_memory_by_least_is_named() -> None:
@@ -228,10 +227,10 @@ def test_the_plan_that_misses_memory_by_least_is_named() -> None:
 def test_a_longer_search_finds_what_a_short_one_did_not() -> None:
     resident = int(random_problem(1, ops=24).graph.resident_bytes.sum())
     problem = random_problem(1, ops=24, devices=3, memory_bytes=int(0.45 * resident))
-    options = Options(policy=load("generalist"), budget=Budget(evaluations=20))
+    search = SearchConfig(policy=load("generalist"), budget=Budget(evaluations=20))
     with pytest.raises(PlacementError, match="No placement that was found"):
-        optimize_problem(problem, options)
-    found = optimize_problem(problem, replace(options, budget=Budget(evaluations=2000)))
+        optimize_problem(problem, search)
+    found = optimize_problem(problem, replace(search, budget=Budget(evaluations=2000)))
     assert np.isfinite(found.best.predicted_s)
 
 
@@ -252,8 +251,13 @@ def chain(length: int) -> nx.DiGraph[str]:
     return graph
 
 
+def optimized(graph: nx.DiGraph[str], **search: Any) -> Optimization:
+    config = SearchConfig(policy=None, **search)
+    return optimize_job(Job(source=graph, cluster=PAIR, search=config))
+
+
 def test_a_chain_has_no_headroom_and_stays_on_one_device() -> None:
-    found = optimize_graph(chain(12), PAIR, Options(budget=Budget.parse("200e")))
+    found = optimized(chain(12), budget="200e")
     assert found.best.is_single
     assert "headroom" in found.verdict
     assert found.best.predicted_s == pytest.approx(12e-3)
@@ -264,7 +268,7 @@ def test_independent_ops_are_split_and_the_gain_is_told() -> None:
     graph = new_graph("independent")
     for i in range(8):
         add_op(graph, str(i), cost_s={"*": 1e-3})
-    found = optimize_graph(graph, PAIR, Options(budget=Budget.parse("200e")))
+    found = optimized(graph, budget="200e")
     assert found.best.predicted_s == pytest.approx(4e-3)
     assert found.speed_up == pytest.approx(2.0)
     assert found.verdict.startswith("2.00x")
@@ -285,8 +289,7 @@ class Towers(nn.Module):
 
 def test_groups_of_ops_are_placed_as_one_and_simulated_op_by_op() -> None:
     graph = draw(np.random.default_rng(3), "inception", max_ops=100)
-    options = Options(budget=Budget.parse("400e"), groups=12)
-    found = optimize_graph(graph, PAIR, options)
+    found = optimized(graph, budget="400e", groups=12)
     coarse = coarsen(graph, most_groups=12)
     where = np.array(found.placement.devices)
     assert all(len(set(where[coarse.members(g)])) == 1 for g in range(len(coarse)))
@@ -331,7 +334,7 @@ def test_a_model_is_placed_measured_and_runs_as_placed(tmp_path: Path) -> None:
 
 
 def test_a_placement_file_needs_example_inputs_and_its_own_graph(tmp_path: Path) -> None:
-    found = optimize_graph(chain(3), PAIR, Options(budget=Budget.parse("50e")))
+    found = optimized(chain(3), budget="50e")
     found.save(tmp_path / "placement.json")
     with pytest.raises(ValueError, match="example_inputs"):
         placer.apply(Towers(), tmp_path / "placement.json")

@@ -348,14 +348,11 @@ def test_a_step_with_optimizer_in_bf16_is_optimized_and_runs_as_placed() -> None
     batch = torch.randint(500, (8,)), torch.randn(8, 4)
     alone = copy.deepcopy(model)
     found = placer.optimize(
-        model,
-        batch,
-        loss=nn.MSELoss(),
-        optimizer="adamw",
-        dtype="bf16",
+        placer.Workload.of(model, batch, loss=nn.MSELoss(), optimizer="adamw", dtype="bf16"),
         devices="vdev:0,cpu",
-        memory={"vdev:0": "30kB", "cpu": 1 << 30},
-        pin={"1": "vdev:0"},
+        constraints=placer.Constraints(
+            memory={"vdev:0": "30kB", "cpu": 1 << 30}, pins={"1": "vdev:0"}
+        ),
         budget="100e",
         progress=False,
     )

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -31,27 +32,60 @@ from envs.executor.fork_server import running_server
 from envs.measurement import CONTENDED
 from envs.placement import Placement
 from envs.placement_env import INVALID_REWARD, PlacementEnv
-from envs.registration import register_environments
 from envs.simulator import Simulated
 from envs.toy_problem import toy_problem
-from placer.registration import register_environments as register_all
+from graphs.extract import Step
+from graphs.files import save_graph
+from graphs.optimizer import Optimizer
+from graphs.synthetic import draw
+from placer.registration import register_environments
 
 torch.set_num_threads(1)
 
+CLUSTER = """
+format = "placer-cluster/1"
+name = "two"
+
+[[device]]
+name = "a"
+kind = "fast"
+memory_bytes = 1000000000000
+
+[[device]]
+name = "b"
+kind = "fast"
+memory_bytes = 1000000000000
+
+[[link]]
+between = ["a", "b"]
+latency_s = 1e-5
+bandwidth_bytes_per_s = 1e10
+"""
 CORES = sorted(os.sched_getaffinity(0))
-IDS = ("placer/Placement-v0", "placer/PlacementParams-v0", "placer/GeneratedPlacement-v0")
+IDS = ("placer/Placement-v0", "placer/Scheduler-v0")
 
 
 @pytest.mark.parametrize("name", IDS)
 def test_both_checkers_pass(name: str) -> None:
-    environment = gym.make(name).unwrapped
-    check_env(environment, skip_render_check=True)
+    environment = gym.make(name, render_mode="ansi").unwrapped
+    check_env(environment)
+    check_env_of_sb3(environment, skip_render_check=False)
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_a_graph_and_a_cluster_from_files_are_placed(name: str, tmp_path: Path) -> None:
+    graph, cluster = tmp_path / "graph.json", tmp_path / "cluster.toml"
+    save_graph(draw(np.random.default_rng(0), family="grid", max_ops=100), graph)
+    cluster.write_text(CLUSTER)
+    environment = gym.make(name, graph=str(graph), cluster=cluster).unwrapped
     check_env_of_sb3(environment)
+    with pytest.raises(ValueError, match="give a cluster"):
+        gym.make(name, graph=graph)
 
 
 def test_checkers_pass_with_another_problem() -> None:
     problem = random_problem(4, devices=5, groups=True, pins=True, unequal=True)
-    environment = gym.make(IDS[0], problem=problem).unwrapped
+    environment = gym.make(IDS[0], pool=[problem]).unwrapped
     check_env(environment, skip_render_check=True)
     check_env_of_sb3(environment)
     check_env_of_sb3(ActionMasker(environment, lambda inner: inner.action_masks()))  # type: ignore[attr-defined]  # gym.Env has no masks
@@ -60,12 +94,11 @@ def test_checkers_pass_with_another_problem() -> None:
 def test_registering_again_changes_nothing() -> None:
     before = dict(gym.registry)
     register_environments()
-    register_all()
     assert dict(gym.registry) == before
 
 
 def test_gymnasium_finds_them_by_module_and_name() -> None:
-    name = f"envs.registration:{IDS[0]}"
+    name = f"placer.registration:{IDS[0]}"
     code = f"import gymnasium; print(gymnasium.make('{name}').reset(seed=0)[0].shape)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("(")
@@ -87,6 +120,28 @@ def test_registration_loads_neither_torch_nor_numba() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_the_partial_schedule_is_drawn_as_text() -> None:
+    environment = gym.make(IDS[0], render_mode="ansi")
+    environment.reset()
+    for action in (0, 0, 1):  # the input, then two ops of a tower
+        environment.step(np.int64(action))
+    drawn = str(environment.render()).splitlines()
+    assert drawn[0] == "two-towers: 3 of 14 ops placed, 2.16 ms"
+    assert [line.rsplit("| ")[-1] for line in drawn[1:4]] == ["2 ops", "1 ops", "0 ops"]
+    assert re.match(r"device:0 \|#+=+ *\|", drawn[1])
+    assert re.match(r"device:1 \| +#+\|", drawn[2])
+    assert drawn[4].startswith("next op: ")
+    assert gym.make(IDS[0]).unwrapped.render() is None
+
+
+def test_a_schedule_of_scheduler_weights_is_drawn_as_text() -> None:
+    environment = gym.make(IDS[1], render_mode="ansi")
+    environment.reset()
+    assert "0 of 14 ops placed" in str(environment.render())
+    environment.step(environment.action_space.sample() * 0)
+    assert str(environment.render()).startswith("two-towers: 14 of 14 ops placed, ")
+
+
 @settings(max_examples=40)
 @given(st.integers(0, 10_000), st.integers(1, 6), st.booleans())
 def test_masked_rollouts_end_in_placements_that_keep_all_rules(
@@ -101,7 +156,7 @@ def test_masked_rollouts_end_in_placements_that_keep_all_rules(
         unequal=True,
         memory_bytes=12_000_000 if tight else 10**12,
     )
-    environment = PlacementEnv(problem)
+    environment = PlacementEnv(pool=[problem])
     rng = np.random.default_rng(seed)
     observation, _ = environment.reset(seed=seed)
     ended, reward = False, 0.0
@@ -135,7 +190,7 @@ def played(
 
 
 def test_everything_on_the_best_device_is_worth_nothing() -> None:
-    assert played(PlacementEnv(random_problem(3, devices=3)))[0] == 0.0
+    assert played(PlacementEnv(pool=[random_problem(3, devices=3)]))[0] == 0.0
 
 
 def test_a_split_of_two_towers_is_worth_more() -> None:
@@ -151,7 +206,7 @@ def test_a_split_of_two_towers_is_worth_more() -> None:
 
 
 def test_a_device_that_is_masked_or_does_not_exist_ends_the_episode() -> None:
-    environment = PlacementEnv(random_problem(3, devices=2))
+    environment = PlacementEnv(pool=[random_problem(3, devices=2)])
     for action in (2, -1):
         environment.reset()
         _, reward, ended, _, info = environment.step(action)
@@ -165,7 +220,7 @@ def test_a_group_is_placed_in_one_step() -> None:
     problem = random_problem(8, groups=True)
     group = problem.graph.group
     units = len(set(group[group >= 0].tolist())) + int((group < 0).sum())
-    assert played(PlacementEnv(problem))[2] == units < problem.op_count
+    assert played(PlacementEnv(pool=[problem]))[2] == units < problem.op_count
 
 
 class Constant:
@@ -193,17 +248,17 @@ def two_cores() -> Cluster:
     return Cluster(name="two-cores", devices=devices, links=(link,))
 
 
+def linear_step(**options: Any) -> Step:
+    return Step.of(nn.Linear(4, 3), (torch.randn(5, 4), torch.randn(5, 3)), F.mse_loss, **options)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 def test_a_model_is_placed_by_measured_steps_and_its_workers_end_with_the_environment() -> None:
     running_server()
     before = descendants()
-    own: dict[str, Any] = {
-        "model": nn.Linear(4, 3),
-        "inputs": (torch.randn(5, 4), torch.randn(5, 3)),
-    }
     made = gym.make(
-        IDS[0], backend="measured", loss=F.mse_loss, devices=two_cores(), rounds=1, **own
+        IDS[0], workload=linear_step(), cluster=two_cores(), backend="measured", rounds=1
     )
     environment = made.unwrapped
     assert isinstance(environment, PlacementEnv)
@@ -221,26 +276,15 @@ def test_a_model_is_placed_by_measured_steps_and_its_workers_end_with_the_enviro
 
 @pytest.mark.usefixtures("second_device")
 def test_on_devices_of_torch_a_model_is_placed_with_its_updates_and_in_bf16() -> None:
-    own: dict[str, Any] = {
-        "model": nn.Linear(4, 3),
-        "inputs": (torch.randn(5, 4), torch.randn(5, 3)),
-        "loss": F.mse_loss,
-    }
+    updated = linear_step(optimizer=Optimizer(kind="adamw"), dtype="bf16")
     made = gym.make(
-        IDS[0],
-        backend="measured",
-        devices=pair(),
-        rounds=1,
-        optimizer="adamw",
-        dtype="bf16",
-        overlap=True,
-        **own,
+        IDS[0], workload=updated, cluster=pair(), backend="measured", rounds=1, overlap=True
     )
     environment = made.unwrapped
     assert isinstance(environment, PlacementEnv)
     assert getattr(environment.backend, "overlap", False)
     graph = environment.problem.graph
-    plain = gym.make(IDS[0], devices=pair(), **own).unwrapped
+    plain = gym.make(IDS[0], workload=linear_step(), cluster=pair()).unwrapped
     assert isinstance(plain, PlacementEnv)
     assert set(plain.problem.graph.ids) < set(graph.ids), "and the updates"
     assert graph.resident_bytes.sum() > plain.problem.graph.resident_bytes.sum(), "and their state"
@@ -256,10 +300,8 @@ def test_an_episode_over_the_limit_of_the_host_ends_with_the_amount() -> None:
     made = gym.make(
         IDS[0],
         backend="measured",
-        model=model,
-        inputs=(torch.randn(500, 8), torch.randn(500, 4)),
-        loss=F.mse_loss,
-        devices="vdev:0,cpu",
+        workload=Step.of(model, (torch.randn(500, 8), torch.randn(500, 4)), F.mse_loss),
+        cluster="vdev:0,cpu",
         memory={"vdev:0": 1 << 30, "cpu": 1 << 20},  # weights fit, activations do not
         rounds=1,
     )
@@ -272,12 +314,8 @@ def test_an_episode_over_the_limit_of_the_host_ends_with_the_amount() -> None:
 
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 def test_a_model_may_be_placed_by_simulated_steps() -> None:
-    environment = PlacementEnv(
-        model=nn.Linear(4, 3),
-        inputs=torch.randn(5, 4),
-        training=False,
-        devices=two_cores(),
-    )
+    step = Step.of(nn.Linear(4, 3), torch.randn(5, 4), training=False)
+    environment = PlacementEnv(workload=step, cluster=two_cores())
     assert environment.problem.graph.ids == (":linear",)
     assert isinstance(environment.backend, Simulated)
     environment.close()
@@ -287,10 +325,9 @@ def test_a_model_may_be_placed_by_simulated_steps() -> None:
     ("given", "message"),
     [
         ({"backend": "mesured"}, "'measured'"),
-        ({"backend": "measured"}, "model="),
-        ({"model": nn.Linear(1, 1), "optimizer": "adamax"}, "'adamax'"),
-        ({"model": nn.Linear(1, 1), "dtype": "fp8"}, "'fp8'"),
-        ({"problem": toy_problem(), "model": nn.Linear(1, 1)}, "problem or a model"),
+        ({"backend": "measured"}, "give a workload"),
+        ({"pool": [toy_problem()], "graph": "graph.json"}, "one of workload, graph and pool"),
+        ({"pool": [toy_problem()] * 2, "backend": "measured"}, "of a pool are simulated"),
     ],
 )
 def test_a_backend_that_cannot_be_had_is_refused(given: dict[str, Any], message: str) -> None:

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, ClassVar
@@ -390,7 +389,7 @@ def test_a_policy_is_loaded_for_who_asks_it_only(
         loaded.append(name)
         return load(name)
 
-    monkeypatch.setattr("placer.policies.load", load_and_tell)
+    monkeypatch.setattr("placer.job.load", load_and_tell)
     graph, cluster = files()
     arguments = ["optimize", str(graph), "--cluster", str(cluster), "--budget", "20e"]
     arguments += ["--out", str(tmp_path / "p.json")]
@@ -417,14 +416,22 @@ def test_a_model_is_placed_by_the_placer_that_is_named(tmp_path: Path) -> None:
         links=(Link(between=names, latency_s=1e-5, bandwidth_bytes_per_s=1e10),),
     )
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-    place = partial(
-        placer.optimize, model, torch.ones(2, 8), training=False, devices=cluster, progress=False
-    )
-    found = place(placer="cross-entropy", budget="20e")
+
+    def place(devices: str | Path | Cluster = cluster, **search: Any) -> placer.Optimization:
+        return placer.optimize(
+            model,
+            torch.ones(2, 8),
+            training=False,
+            devices=devices,
+            search=placer.SearchConfig(budget="20e", **search),
+            progress=False,
+        )
+
+    found = place(placer="cross-entropy")
     assert {"cross-entropy", "single cuda:6", "HEFT"} <= {row.name for row in found.rows}
     assert not {"annealing", "evolution", "policy"} & {row.name for row in found.rows}
-    mine = place(placer=placer_named("heft"), budget="20e")
-    assert mine.best.predicted_s == place(placer="heft", budget="20e").best.predicted_s
+    mine = place(placer=placer_named("heft"))
+    assert mine.best.predicted_s == place(placer="heft").best.predicted_s
     with pytest.raises(ValueError, match="'Heft' asks no policy"):
         place(placer=placer_named("heft"), policy="mine")
     file = tmp_path / "cluster.toml"
@@ -432,7 +439,8 @@ def test_a_model_is_placed_by_the_placer_that_is_named(tmp_path: Path) -> None:
     from_file = place(placer="heft", devices=str(file))
     assert from_file.problem.cluster == cluster
     assert place(placer="heft", devices=file).placement == from_file.placement
+    limited = placer.Constraints(memory={"cuda:6": "1GiB"})
     with pytest.raises(ValueError, match="leave memory out"):
-        place(devices=file, memory={"cuda:6": "1GiB"})
+        placer.optimize(model, torch.ones(2, 8), devices=file, constraints=limited)
     with pytest.raises(ValueError, match="there is no placer 'cem'"):
         place(placer="cem")

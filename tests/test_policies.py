@@ -16,18 +16,18 @@ from tiny_training import TINY
 from placer.policies import Policy, load, names
 from placer.policies.maskable import maskable_ppo
 from placer.policies.network import ACTION_SCALE, FORMAT, RANGES
-from placer.policies.params_env import ParamsBatch, PlacementParamsEnv
 from placer.policies.pool import draw_pool, exercise, families
+from placer.policies.scheduler_env import SchedulerBatch, SchedulerEnv
 from placer.policies.summary import FEATURES, summarise
 from placer.policies.training import scores, train
 from placer.policies.training.config import Ppo
 from placer.policies.training.scores import untrained_scores
+from placer.search.annealing.moves import below, exponential, seeded, uniform
 from placer.search.budget import Budget
 from placer.search.decoder import HEFT, WEIGHT_COUNT
 from placer.search.heuristics import HEFT_NAME, heuristics
 from placer.search.judge import Judge
 from placer.search.portfolio import search
-from placer.search.randomness import below, exponential, seeded, uniform
 
 torch.set_num_threads(1)
 
@@ -236,7 +236,7 @@ def test_a_pool_is_drawn_by_its_seed_and_families_take_turns() -> None:
 
 def test_zero_action_is_heft_in_the_environment() -> None:
     item = exercise(random_problem(3, devices=4), "made-up")
-    environment = PlacementParamsEnv([item])
+    environment = SchedulerEnv(pool=[item])
     environment.reset(seed=0)
     _, reward, ended, _, info = environment.step(np.zeros(WEIGHT_COUNT, np.float32))
     assert ended
@@ -249,7 +249,7 @@ def test_the_same_seed_draws_the_same_problems() -> None:
     pool = draw_pool(5, 6, 100)
     observed = []
     for seed in (1, 1, 2):
-        environment = PlacementParamsEnv(pool)
+        environment = SchedulerEnv(pool=pool)
         first = environment.reset(seed=seed)[0]
         observed.append(np.stack([first, *(environment.reset()[0] for _ in range(8))]))
     assert (observed[0] == observed[1]).all()
@@ -258,9 +258,9 @@ def test_the_same_seed_draws_the_same_problems() -> None:
 
 def test_the_batch_rewards_as_the_plain_environment_does() -> None:
     pool = draw_pool(5, 4, 100)
-    batch = ParamsBatch(pool, 16, seed=3)
+    batch = SchedulerBatch(pool, 16, seed=3)
     observations = batch.reset()
-    plain = [PlacementParamsEnv([item]) for item in pool]
+    plain = [SchedulerEnv(pool=[item]) for item in pool]
     numbers = [
         int(np.flatnonzero((batch._observations == row).all(axis=1))[0]) for row in observations
     ]

@@ -13,7 +13,6 @@ from node_clusters import nodes
 from envs.cluster import Cluster, Device, Link
 from envs.problem import Problem
 from envs.replicas.groups import replica_groups
-from envs.subclusters import part_of
 from graphs.graph import GraphArrays, add_op, new_graph
 
 
@@ -98,7 +97,7 @@ def test_groups_are_disjoint_and_their_clusters_are_the_same(
     else:
         assert len(groups) == count // -(-size // per_node)
     graph = problem.graph
-    first, *others = (Problem.of(graph, part_of(problem.cluster, group)) for group in groups)
+    first, *others = (Problem.of(graph, problem.cluster.part(group)) for group in groups)
     for other in others:
         for name in ("cost_ns", "memory_bytes", "latency_s", "bandwidth_bytes_per_s", "queue"):
             assert np.array_equal(getattr(first, name), getattr(other, name))

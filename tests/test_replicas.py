@@ -22,7 +22,6 @@ from envs.replicas.collectives import Level
 from envs.replicas.spec import Replication
 from envs.replicas.step import ReplicaStep, SlotNetwork, replicated, slot_networks
 from envs.simulator import Simulator
-from envs.subclusters import part_of
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 from graphs.mirror import with_backward
 from graphs.synthetic import Weights, layered
@@ -198,7 +197,7 @@ def test_pinned_cores_give_all_gradients_at_the_end_to_one_process(host: str) ->
     )
     steps = []
     for cluster in (gpus, cores):
-        replica = Problem.of(training_step(), part_of(cluster, [0, 1]))
+        replica = Problem.of(training_step(), cluster.part([0, 1]))
         one = ReplicaStep.of(replica, placed(replica, [0, 1, 0, 0, 1, 0, 0, 1, 0]))
         networks = slot_networks(Problem.of(training_step(), cluster), [[0, 1], [2, 3]])
         steps.append((one, replicated(one, networks, RING)))

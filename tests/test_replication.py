@@ -27,7 +27,6 @@ from envs.replicas.spec import Replication
 from envs.replicas.step import ReplicaStep, replicated, slot_networks
 from envs.replicas.topology import levels_of
 from envs.simulator import Simulator
-from envs.subclusters import part_of
 from graphs.batch import with_part_of_batch
 from graphs.extract import Step
 from graphs.files import save_graph
@@ -35,20 +34,20 @@ from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 from graphs.mirror import with_backward
 from graphs.synthetic import Weights, layered
 from placer.cli.main import main
+from placer.job import Job, SearchConfig
 from placer.objectives import Objective
 from placer.outcome import PlacementError
 from placer.parallel.plan import run_plan
-from placer.pipeline import Options, optimize_graph
+from placer.pipeline import optimize_job
 from placer.placers import placer_named
-from placer.replicate.plan import plan_graph, plan_step
+from placer.replicate.plan import plan_job
 from placer.replicate.result import ReplicaPlan
 from placer.replicate.sources import batch_size, with_part_of_inputs
 from placer.report.progress import Silent
 from placer.report.replicas import remarks_of, verdict_of
-from placer.search.budget import Budget
 
 MB = 10**6
-OPTIONS = Options(budget=Budget(evaluations=400))
+SEARCH = SearchConfig(policy=None, budget="400e")
 
 
 def layers(count: int = 8, *, towers: str = "a") -> nx.DiGraph[str]:
@@ -68,9 +67,13 @@ def layers(count: int = 8, *, towers: str = "a") -> nx.DiGraph[str]:
 
 
 def plan(
-    graph: nx.DiGraph[str], cluster: Cluster, wanted: Replication | None = None
+    source: Step | nx.DiGraph[str],
+    cluster: Cluster,
+    wanted: Replication | None = None,
+    search: SearchConfig = SEARCH,
 ) -> ReplicaPlan:
-    return plan_graph(graph, cluster, OPTIONS, wanted or Replication())
+    replicas = wanted or Replication()
+    return plan_job(Job(source=source, cluster=cluster, search=search, replicas=replicas))
 
 
 def test_a_fast_network_makes_a_replica_of_every_device() -> None:
@@ -181,8 +184,8 @@ def test_a_global_batch_is_shared_and_each_replica_has_its_part() -> None:
 
 
 def test_micro_batches_hide_reductions_behind_the_rest_of_the_pipeline() -> None:
-    options = replace(OPTIONS, objective=Objective(micro_batches=4))
-    found = plan_graph(layers(), nodes(1, 4), options, Replication(replicas=2))
+    search = replace(SEARCH, objective=Objective(micro_batches=4))
+    found = plan(layers(), nodes(1, 4), Replication(replicas=2), search)
     assert found.best.name == "2 x 2"
     assert found.best.step is not None
     assert found.found.placement.micro_batches == 4
@@ -294,7 +297,7 @@ def test_a_replica_across_hosts_is_told_to_be_simulated_only() -> None:
 def test_inference_has_nothing_to_reduce() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     step = Step.of(model, torch.randn(6, 8), training=False)
-    found = plan_step(step, rated(2), OPTIONS, Replication())
+    found = plan(step, rated(2), Replication())
     assert found.best.name == "2 x 1"
     assert found.best.efficiency == 1
     assert found.best.samples == 12
@@ -303,11 +306,11 @@ def test_inference_has_nothing_to_reduce() -> None:
 
 def test_a_model_is_extracted_again_for_a_smaller_batch() -> None:
     step = training()
-    one = plan_step(step, rated(4), OPTIONS, Replication(batch="global", replicas=4))
+    one = plan(step, rated(4), Replication(batch="global", replicas=4))
     assert one.best.samples == 8
     assert not any("divided" in remark for remark in remarks_of(one))
     assert one.best.found is not None
-    full = plan_step(step, rated(4), OPTIONS, Replication(replicas=4))
+    full = plan(step, rated(4), Replication(replicas=4))
     assert full.best.found is not None
     assert one.best.found.problem.graph.flops.sum() * 4 == pytest.approx(
         full.best.found.problem.graph.flops.sum(), rel=0.05
@@ -317,16 +320,16 @@ def test_a_model_is_extracted_again_for_a_smaller_batch() -> None:
 def test_a_batch_that_cannot_be_cut_is_named() -> None:
     step = training()
     with pytest.raises(PlacementError, match="8 samples are not 3 equal parts"):
-        plan_step(step, rated(4), OPTIONS, Replication(batch="global", replicas=3))
+        plan(step, rated(4), Replication(batch="global", replicas=3))
     with pytest.raises(PlacementError, match="16 passes"):
-        plan_step(step, rated(4), OPTIONS, Replication(batch="global", replicas=4, accumulate=4))
-    found = plan_step(step, rated(3), OPTIONS, Replication(batch="global"))
+        plan(step, rated(4), Replication(batch="global", replicas=4, accumulate=4))
+    found = plan(step, rated(3), Replication(batch="global"))
     why = {split.name: split.why for split in found.splits}
     assert why["3 x 1"].startswith("The 8 samples are not 3 equal parts")
     assert not why["2 x 1"]
     apart = Step.of(step.model, (torch.randn(8, 16), torch.randn(4, 4)), lambda y, z: y.sum())
     with pytest.raises(PlacementError, match="no first dimension"):
-        plan_step(apart, rated(2), OPTIONS, Replication(batch="global", replicas=2))
+        plan(apart, rated(2), Replication(batch="global", replicas=2))
 
 
 def test_a_model_that_refuses_a_smaller_batch_is_refused() -> None:
@@ -334,7 +337,7 @@ def test_a_model_that_refuses_a_smaller_batch_is_refused() -> None:
     model = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
     step = Step.of(model.train(), (torch.randn(2, 16), torch.randn(2, 4)), F.mse_loss)
     with pytest.raises(PlacementError, match="one of 2 parts"):
-        plan_step(step, rated(2), OPTIONS, Replication(batch="global", replicas=2))
+        plan(step, rated(2), Replication(batch="global", replicas=2))
 
 
 def test_a_batch_is_the_first_dimension_that_all_inputs_share() -> None:
@@ -366,9 +369,9 @@ def test_a_part_of_a_batch_has_its_part_of_costs_and_activations_alone() -> None
 @given(seed=st.integers(0, 999))
 def test_one_replica_is_what_plain_optimize_gives(seed: int) -> None:
     graph, cluster = random_training(seed), nodes(2, 2)
-    options = replace(OPTIONS, seed=seed)
-    planned = plan_graph(graph, cluster, options, Replication(replicas=1)).found
-    plain = optimize_graph(graph, cluster, options)
+    search = replace(SEARCH, seed=seed)
+    planned = plan(graph, cluster, Replication(replicas=1), search).found
+    plain = optimize_job(Job(source=graph, cluster=cluster, search=search))
     assert planned.placement.devices == plain.placement.devices
     assert planned.placement.priority == plain.placement.priority
     assert planned.best.predicted_s == plain.best.predicted_s
@@ -391,7 +394,7 @@ def test_a_plan_fits_and_is_what_its_simulation_says(
         found = plan(graph, cluster)
     except PlacementError:
         with pytest.raises(PlacementError):
-            optimize_graph(graph, cluster, OPTIONS)
+            optimize_job(Job(source=graph, cluster=cluster, search=SEARCH))
         return
     for split in found.splits:
         if split.found is None or split.step is None:
@@ -411,14 +414,14 @@ def test_on_tiny_clusters_no_split_is_better_than_the_plan(seed: int, bandwidth:
     """Compares every R and d, placed by the exact placer; costs do not depend on the order here."""
     graph = random_training(seed, ops=3)
     cluster = nodes(1, 3, inside_bytes_per_s=bandwidth)
-    options = replace(OPTIONS, placer=placer_named("exact", None))
-    found = plan_graph(graph, cluster, options, Replication())
+    search = replace(SEARCH, placer=placer_named("exact", None))
+    found = plan(graph, cluster, Replication(), search)
     for replicas, size in product(range(1, 4), repeat=2):
         if replicas * size > 3:
             continue
         groups = [range(r * size, (r + 1) * size) for r in range(replicas)]
-        part = part_of(cluster, groups[0])
-        one = optimize_graph(graph, part, options)
+        part = cluster.part(groups[0])
+        one = optimize_job(Job(source=graph, cluster=part, search=search))
         whole = Problem.of(GraphArrays.from_graph(graph), cluster)
         step = replicated(ReplicaStep.of(one.problem, one.placement), slot_networks(whole, groups))
         assert found.best.samples_per_s >= replicas / step.step_s * (1 - 1e-12)
@@ -430,7 +433,10 @@ def test_stopped_early_it_keeps_what_was_found() -> None:
             if share > 0.5:
                 signal.raise_signal(signal.SIGINT)
 
-    found = plan_graph(layers(), nodes(2, 4), OPTIONS, Replication(), Impatient())
+    found = plan_job(
+        Job(source=layers(), cluster=nodes(2, 4), search=SEARCH, replicas=Replication()),
+        Impatient(),
+    )
     assert found.left_out > 0
     assert found.best.found is not None
     assert any(remark.startswith("Stopped early") for remark in remarks_of(found))
@@ -444,9 +450,9 @@ def test_too_many_replicas_and_devices_that_differ_are_refused() -> None:
     uneven = replace(cluster, devices=(first, replace(last, memory_bytes=10**12)))
     with pytest.raises(ValueError, match="no 2 devices"):
         plan(layers(), uneven, Replication(replicas=2))
-    pipelined = replace(OPTIONS, objective=Objective(name="throughput", micro_batches=2))
+    pipelined = replace(SEARCH, objective=Objective(name="throughput", micro_batches=2))
     with pytest.raises(ValueError, match="objective throughput"):
-        plan_graph(layers(), cluster, pipelined, Replication())
+        plan(layers(), cluster, Replication(), pipelined)
     with pytest.raises(ValueError, match="replicas are 'many'"):
         Replication.of("many")
     with pytest.raises(ValueError, match="replicas is 0, below 1"):
@@ -519,7 +525,6 @@ def test_the_command_says_how_to_train_what_was_planned(
     ("extra", "message"),
     [
         (["--batch", "global"], "give --data-parallel"),
-        (["--data-parallel", "auto", "--pareto"], "leave --data-parallel out"),
         (["--data-parallel", "2", "--average-every", "4", "--payload", "1-bit"], "full precision"),
     ],
 )
@@ -527,9 +532,7 @@ def test_options_that_do_not_fit_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], extra: list[str], message: str
 ) -> None:
     save_graph(layers(1), tmp_path / "graph.json")
-    cluster = nodes(1, 2)
-    priced = tuple(replace(device, price_per_hour=1.0) for device in cluster.devices)
-    (tmp_path / "c.toml").write_text(cluster_to_toml(replace(cluster, devices=priced)))
+    (tmp_path / "c.toml").write_text(cluster_to_toml(nodes(1, 2)))
     command = ["optimize", str(tmp_path / "graph.json"), "--cluster", str(tmp_path / "c.toml")]
     assert main([*command, "--out", str(tmp_path / "out.json"), *extra]) != 0
     assert message in capsys.readouterr().err
@@ -542,8 +545,7 @@ def test_from_python_replicas_come_with_the_placement() -> None:
         step.inputs,
         loss=F.mse_loss,
         devices=rated(2),
-        budget="100e",
-        policy=None,
+        search=public.SearchConfig(budget="100e", policy=None),
         replicas=public.Replication(replicas=2, batch="per-replica"),
         progress=False,
     )

@@ -32,20 +32,20 @@ from graphs.sketches import transformer
 from placer.cli.commands import build_parser
 from placer.cli.main import main
 from placer.cli.run import build_parser as run_parser
+from placer.job import SearchConfig
 from placer.outcome import Optimization
-from placer.pipeline import Options, optimize_problem
+from placer.pipeline import optimize_problem
 from placer.report.html import (
     Source,
     as_gpus,
+    export_trials,
     next_commands,
     page,
     report_data,
     reviewed,
-    tried_exports,
 )
 from placer.report.html.page import embedded
 from placer.report.html.schedule import thinned, timeline_data
-from placer.search.budget import Budget
 
 
 def placed(problem: Problem, seed: int = 0) -> Placement:
@@ -57,7 +57,7 @@ def placed(problem: Problem, seed: int = 0) -> Placement:
 
 
 def found_in(problem: Problem, budget: str = "300e") -> Optimization:
-    return optimize_problem(problem, Options(budget=Budget.parse(budget), measure=False))
+    return optimize_problem(problem, SearchConfig(policy=None, budget=budget, measure=False))
 
 
 @settings(max_examples=60)
@@ -331,7 +331,7 @@ def test_exports_that_fail_are_not_offered_but_told_and_others_come_with_their_p
     placement = Placement.of(
         problem.graph, problem.cluster, np.array(on_second, np.int64), np.zeros(len(graph))
     )
-    exports = tried_exports(extraction, placement, problem, as_gpus(names))
+    exports = export_trials(extraction, placement, problem, as_gpus(names))
     source = Source(
         placement=Path("placement.json"), target="model.py:build", devices=names, exports=exports
     )
@@ -341,8 +341,7 @@ def test_exports_that_fail_are_not_offered_but_told_and_others_come_with_their_p
     published = next_commands(replace(source, target="hf:gpt2"))
     assert any("from_pretrained" in command.what for command in published)
     assert "--as core:0=cuda:0,core:1=cuda:1" in hugging_face.command
-    assert "cat in Towers.forward" in hugging_face.told
-    assert "a step is predicted to take" in hugging_face.told
+    assert " ops run elsewhere than placed. Predicted step on " in hugging_face.told
     pipeline = commands["Export for torch.distributed.pipelining"]
     assert pipeline.command == ""
     assert "head is on cuda:0 again" in pipeline.told
@@ -420,7 +419,7 @@ def test_reports_of_clusters_elsewhere_try_their_exports_too(tmp_path: Path) -> 
     one, two = (data_of(path)["commands"] for path in (first, second))
     assert one == two
     [hugging_face] = [command for command in one if "Hugging Face" in command["what"]]
-    assert "a step is predicted to take" in hugging_face["told"]
+    assert "Predicted step on n1:g0, n1:g1: " in hugging_face["told"]
     assert not any("placer.run" in command["command"] for command in one)  # no torch knows n1:g0
 
 

@@ -20,11 +20,11 @@ from envs.placement import Placement
 from envs.problem import Problem
 from graphs.graph import GraphArrays
 from graphs.sketches import inception
+from placer.job import SearchConfig
 from placer.milliseconds import milliseconds
 from placer.outcome import Optimization
-from placer.pipeline import Options, optimize_problem
+from placer.pipeline import optimize_problem
 from placer.report.html import Source, next_commands, report_data, reviewed, write_report
-from placer.search.budget import Budget
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -65,7 +65,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     graph = inception(blocks=3)
     graph = nx.relabel_nodes(graph, {"loss:cross_entropy": RUDE})
     problem = Problem.of(GraphArrays.from_graph(graph), cluster)
-    found = optimize_problem(problem, Options(budget=Budget(evaluations=300), measure=False))
+    found = optimize_problem(problem, SearchConfig(policy=None, budget="300e", measure=False))
     path = tmp_path_factory.mktemp("report") / "report.html"
     source = Source(placement=Path("placement.json"), target="model.py:build", devices=NAMES)
     write_report(report_data(measured(found), next_commands(source)), path)
@@ -211,7 +211,7 @@ def test_on_a_busy_machine_both_clocks_are_told_and_the_unplaced_step_has_no_bar
     )
     problem = Problem.of(GraphArrays.from_graph(inception(blocks=2)), cluster)
     found = measured(
-        optimize_problem(problem, Options(budget=Budget(evaluations=100), measure=False))
+        optimize_problem(problem, SearchConfig(policy=None, budget="100e", measure=False))
     )
     runs = {
         row.name: replace(seen, wall_s=5 * seen.wall_s, peak_memory_bytes={})

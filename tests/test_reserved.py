@@ -13,9 +13,9 @@ from torch.distributed.pipelining import SplitPoint, pipeline
 
 from graphs.extract import Step, extract
 from graphs.extract.reserved import reserved_at_the_top, reserved_modules, reserved_names
-from placer.export.faults import ExportError
-from placer.export.pipeline_split import pipeline_split
-from placer.export.placed_modules import PlacedModules
+from placer.exports import pipelining
+from placer.exports.placed_modules import PlacedModules
+from placer.exports.renaming import ExportError
 
 torch.set_num_threads(1)
 LIKELY = ("meta", "graph")
@@ -70,7 +70,7 @@ def test_torch_fails_where_a_name_is_reserved_and_the_path_is_told(name: str) ->
     extraction = extract(Step.of(model, (inputs, torch.ones(3, 4)), tiny_models.squared))
     placement = cut_placement(extraction, ("cuda:0", "cuda:1"), (f"0.{name}",), of_calls=True)
     with pytest.raises(ExportError, match=rf"rename the submodule '0\.{name}'"):
-        pipeline_split(PlacedModules.of(extraction, placement))
+        pipelining.pipeline(PlacedModules.of(extraction, placement))
 
 
 def test_usual_names_are_free() -> None:

@@ -60,10 +60,10 @@ def test_a_relative_reward_is_measured_by_what_untrained_weights_do_on_that_prob
 
 
 def test_untrained_weights_earn_nothing_on_average() -> None:
-    from placer.policies.decoders import Here
+    from placer.policies.decoders import InProcess
 
     pool = draw_pool(3, 6, 100)
-    here = Here([item.judge for item in pool])
+    here = InProcess([item.judge for item in pool])
     references = np.array([item.reference_ns for item in pool])
     rewards = relative_rewards(here, references, 0.2)
     again = relative_rewards(here, references, 0.2)

@@ -24,10 +24,9 @@ from envs.discover import present
 from envs.replicas.spec import Batch, Replication
 from graphs.extract import Step
 from placer.cli import run
+from placer.job import Job, SearchConfig
 from placer.parallel.training import STATE_FORMAT
-from placer.pipeline import Options
-from placer.replicate.plan import plan_step
-from placer.search.budget import Budget
+from placer.replicate.plan import plan_job
 from placer.state_file import read_state
 from placer.target import load_function, load_step
 
@@ -126,8 +125,13 @@ def planned(target: str, path: Path, names: Sequence[str], wanted: Replication) 
     )
     link = Link(between=tuple(names), latency_s=1e-5, bandwidth_bytes_per_s=1e10)
     cluster = replace(cluster, devices=devices, links=(link,))
-    options = Options(budget=Budget(evaluations=50), measure=False)
-    found = plan_step(load_step(target, training=True), cluster, options, wanted).found
+    job = Job(
+        source=load_step(target, training=True),
+        cluster=cluster,
+        search=SearchConfig(policy=None, budget="50e"),
+        replicas=wanted,
+    )
+    found = plan_job(job).found
     found.save(path)
     assert found.placement.replicas is not None
     return found.placement.replicas

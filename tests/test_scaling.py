@@ -1,10 +1,10 @@
-"""Predicted scaling against published figures; assumptions are in benchmarks/scaling.py."""
+"""Predicted scaling against published figures; see benchmarks/replicas/scaling.py."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.scaling import (
+from benchmarks.replicas.scaling import (
     baidu_s,
     predicted,
     scalings,

@@ -10,13 +10,13 @@ from random_problems import random_problem
 
 from placer.placers import placer_named
 from placer.policies import load
+from placer.search.annealing.step_time import MOST_STARTS, STEPS_PER_START
 from placer.search.budget import Budget
 from placer.search.decoder import HEFT, decode
 from placer.search.etf import etf
 from placer.search.heuristics import heuristics
 from placer.search.judge import Judge
 from placer.search.portfolio import search
-from placer.search.walking import MOST_STARTS, STEPS_PER_START
 
 ONCE = Budget(evaluations=1)
 

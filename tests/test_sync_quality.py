@@ -8,8 +8,8 @@ from ranks import on_ranks
 from test_reductions import SIZES, bucket_of, gradients_of
 from torch import Tensor
 
-from benchmarks import sync_quality
-from benchmarks.sync_quality import Bits, Students
+from benchmarks.replicas import sync_quality
+from benchmarks.replicas.sync_quality import Bits, Students
 from placer.parallel.methods.onebit import OneBit
 
 RANKS = 2

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from benchmarks.steps import Steps, step_table
 from envs.cluster import Cluster, Device, Link
 from envs.measurement import Measurement
 from envs.placement import MadeBy, Placement
 from envs.problem import Problem
 from graphs.graph import GraphArrays, add_op, new_graph
-from placer.bench.steps import Steps, step_table
 from placer.outcome import Optimization, Row, choose
 from placer.report.console import stdout_console
 from placer.report.html import report_data
@@ -194,14 +194,14 @@ def test_links_that_were_measured_on_a_busy_machine_are_told() -> None:
 
 def test_the_evidence_of_a_busy_machine_has_both_clocks() -> None:
     quiet = optimization(("core:0", "core:1"))
-    table = step_table([Steps.of("m", quiet)], "two cores")
+    table = step_table(Steps.of("m", quiet), "two cores")
     assert table.rows[0][2:4] == ("603.4", "355.6")
     rows = tuple(
         replace(row, measurement=replace(seen, wall_s=3 * seen.wall_s))
         for row in quiet.rows
         if (seen := row.measurement) is not None
     )
-    table = step_table([Steps.of("m", replace(quiet, rows=rows, best=rows[0]))], "two cores")
+    table = step_table(Steps.of("m", replace(quiet, rows=rows, best=rows[0])), "two cores")
     assert table.rows[0][2:4] == ("603.4 (1810.1)", "355.6 (1066.9)")
 
 

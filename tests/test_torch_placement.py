@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +81,9 @@ def test_a_model_too_large_for_a_device_is_placed_and_runs_as_placed(tmp_path: P
         model,
         tokens,
         devices="vdev:0,cpu",
-        memory={"vdev:0": "100kB", "cpu": 1 << 30},
-        pin={"left": "vdev:0"},
+        constraints=placer.Constraints(
+            memory={"vdev:0": "100kB", "cpu": 1 << 30}, pins={"left": "vdev:0"}
+        ),
         budget="300e",
         progress=False,
     )
@@ -150,11 +149,10 @@ def test_what_is_timed_with_overlapping_copies_runs_with_them(
         model,
         tokens,
         devices="vdev:0,cpu",
-        memory={"vdev:0": 1 << 30, "cpu": 1 << 30},
-        pin={"left": "vdev:0", "right": "cpu"},
-        budget="20e",
-        policy=None,
-        overlap=True,
+        constraints=placer.Constraints(
+            memory={"vdev:0": 1 << 30, "cpu": 1 << 30}, pins={"left": "vdev:0", "right": "cpu"}
+        ),
+        search=placer.SearchConfig(budget="20e", policy=None, overlap=True),
         progress=False,
     )
     assert any("sending(" in source for source in ran)
@@ -186,29 +184,30 @@ def test_overlap_is_refused_where_nothing_overlaps() -> None:
 def test_a_model_that_runs_placed_can_be_placed_and_exported_anew(tmp_path: Path) -> None:
     model, tokens = build()
     alone = copy.deepcopy(model)(tokens).item()
-    place: Callable[..., placer.Optimization] = partial(
-        placer.optimize,
-        model,
-        tokens,
-        devices="vdev:0,cpu",
-        memory={"vdev:0": 1 << 30, "cpu": 1 << 30},
-        budget="50e",
-        policy=None,
-        progress=False,
-    )
+
+    def place(**pins: str) -> placer.Optimization:
+        return placer.optimize(
+            model,
+            tokens,
+            devices="vdev:0,cpu",
+            search=placer.SearchConfig(budget="50e", policy=None),
+            constraints=placer.Constraints(memory={"vdev:0": 1 << 30, "cpu": 1 << 30}, pins=pins),
+            progress=False,
+        )
+
     other = tmp_path / "other.json"
-    place(pin={"left": "cpu", "right": "vdev:0", "table": "cpu"}).save(other)
-    first = place(pin={"left": "vdev:0", "right": "cpu"})
+    place(left="cpu", right="vdev:0", table="cpu").save(other)
+    first = place(left="vdev:0", right="cpu")
     assert placer.apply(model, first)(tokens).item() == pytest.approx(alone, abs=1e-6)
     assert model.left[0].weight.device.type == "vdev"
-    second = place(pin={"left": "cpu", "right": "vdev:0"})
+    second = place(left="cpu", right="vdev:0")
     assert model.left[0].weight.device.type == "vdev", "optimize leaves the model alone"
     for placement in (second, other):
         placed = placer.apply(model, placement, tokens)
         assert placed(tokens).item() == pytest.approx(alone, abs=1e-6)
         assert model.left[0].weight.device.type == "cpu"
         assert model.right[0].weight.device.type == "vdev"
-    exported = placer.export_placement(model, other, "device-map", tokens, main_device="cpu")
+    exported = placer.export(other, "device-map", model, tokens, main_device="cpu")
     assert exported.content["left"] == "cpu"
     assert exported.content["right.0"] == "vdev:0"
 
@@ -225,7 +224,7 @@ def test_a_model_too_large_for_a_gpu_is_placed_and_runs_as_placed() -> None:
         (tokens, target),
         loss=nn.MSELoss(),
         devices="cuda:0,cpu",
-        memory={"cuda:0": "256MiB"},
+        constraints=placer.Constraints(memory={"cuda:0": "256MiB"}),
         budget="500e",
         progress=False,
     )
@@ -268,8 +267,9 @@ def test_where_no_plan_fits_in_fact_it_is_planned_for_less_memory(
         model,
         tokens,
         devices="vdev:0,cpu",
-        memory={"vdev:0": "100kB", "cpu": 1 << 30},
-        pin={"left": "vdev:0", "table": "cpu"},
+        constraints=placer.Constraints(
+            memory={"vdev:0": "100kB", "cpu": 1 << 30}, pins={"left": "vdev:0", "table": "cpu"}
+        ),
         budget="100e",
         progress=False,
     )

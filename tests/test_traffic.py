@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from traffic import own_network
 
-from benchmarks.sync_methods import sent_bytes
+from benchmarks.replicas.sync_methods import sent_bytes
 from placer.parallel import SyncConfig, make_sync
 from placer.parallel.methods.registry import method_named
 

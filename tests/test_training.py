@@ -24,10 +24,10 @@ from small_files import largest_file
 from tiny_training import TINY, TWO_STAGES, toml
 
 from placer.policies import load, reference
-from placer.policies.decoders import Here, Processes
-from placer.policies.params_env import weights_of
+from placer.policies.decoders import InProcess, Processes
 from placer.policies.pool import Clusters, draw_pool
 from placer.policies.records import record
+from placer.policies.scheduler_env import weights_of
 from placer.policies.training import load_config, train
 from placer.policies.training.config import Imitation, Length, TrainingConfig
 from placer.policies.training.imitation import evolved_actions
@@ -196,7 +196,7 @@ def test_processes_decode_to_the_same_costs_and_come_back_when_killed() -> None:
     judges = [item.judge for item in pool]
     numbers = np.array([0, 2, 1, 1, 0])
     weights = HEFT + np.random.default_rng(0).normal(size=(5, WEIGHT_COUNT))
-    expected = Here(judges).costs(numbers, weights)
+    expected = InProcess(judges).costs(numbers, weights)
     decoders = Processes(judges, 2)
     try:
         assert (decoders.costs(numbers, weights) == expected).all()
@@ -305,7 +305,7 @@ def test_curves_that_cannot_be_written_are_an_error_and_no_traceback(
 
 def test_evolved_weights_are_no_worse_than_those_it_began_with() -> None:
     pool = draw_pool(5, 4, 80)
-    decoders = Here([item.judge for item in pool])
+    decoders = InProcess([item.judge for item in pool])
     numbers = np.arange(4)
     actions = evolved_actions(decoders, numbers, Imitation(graphs=4, decodes=60), 0, lambda _: None)
     heft = decoders.costs(numbers, np.tile(HEFT, (4, 1)))

@@ -22,11 +22,11 @@ import placer
 from envs.simulator import OVERFULL_NS
 from placer.cli.main import main
 from placer.policies import load
-from placer.policies.decoders import Here
+from placer.policies.decoders import InProcess
+from placer.policies.evaluation import Suite
 from placer.policies.pool import Clusters, draw_exercise
 from placer.policies.records import Within, differences, plain, record
 from placer.policies.rewards import relative_rewards
-from placer.policies.suites import Suite
 from placer.policies.training import load_config
 from placer.policies.training.config import Ppo, Stage, TrainingConfig
 
@@ -64,8 +64,11 @@ def test_a_configuration_that_is_written_reads_back_unchanged(tmp_path: Path) ->
         ('workers = "rat"', "workers is 'rat'"),
         ("[ppo]\nlayers = 64", "ppo.layers is 64, not a list"),
         ("stage = []", "number of items of stage is 0"),
-        ('algorithm = "maskable-ppo"\n[imitation]\ngraphs = 2', "only decoder weights"),
+        ('algorithm = "maskable-ppo"\n[imitation]\ngraphs = 2', "only scheduler weights"),
         ('algorithm = "maskable-ppo"\nworkers = 2', "leave them out"),
+        ('algorithm = "maskable-ppo"\nstart = "generalist"', "need algorithm ppo"),
+        ('backend = "measured"\nworkers = 2', "workers: with backend measured"),
+        ('backend = "measured"\n[[stage]]\ngraphs = 2', "stage: with backend measured"),
         ("seeds = = 2", "line 2"),
     ],
 )
@@ -141,7 +144,7 @@ def test_clusters_at_the_ends_of_their_ranges_can_be_trained_on(clusters: Cluste
     drawn = draw_exercise(np.random.default_rng(0), "grid", 80, clusters)
     assert np.isfinite(drawn.summary).all()
     assert 1 <= drawn.reference_ns < OVERFULL_NS
-    rewards = relative_rewards(Here([drawn.judge]), np.array([drawn.reference_ns]), 0.2)
+    rewards = relative_rewards(InProcess([drawn.judge]), np.array([drawn.reference_ns]), 0.2)
     assert np.isfinite(rewards.expected).all()
 
 
@@ -237,6 +240,11 @@ def test_python_trains_by_the_same_configuration(tmp_path: Path) -> None:
         (["--decodes", "10", "--seconds", "1"], "give one of them"),
         (["--workers", "2", "--ray"], "not both"),
         (["--device", "cuda"], "no such device"),
+        (["--start", "nobody"], "there is no policy 'nobody'"),
+        (["--backend", "measured"], "give --target"),
+        (["--backend", "measured", "--target", "graph.json"], "cannot be run"),
+        (["--backend", "measured", "--target", "x.py:f", "--families", "grid"], "leave it out"),
+        (["--target", "model.py:build"], "--target needs --backend measured"),
     ],
 )
 def test_the_command_refuses_what_makes_no_sense(

@@ -26,8 +26,9 @@ import pathlib, placer
 from model import build
 
 model, inputs, loss = build()
+search = placer.SearchConfig(budget="20e", measure=False)
 found = placer.optimize(
-    model, inputs, loss=loss, devices="core:0,core:1", budget="20e", measure=False, progress=False
+    model, inputs, loss=loss, devices="core:0,core:1", search=search, progress=False
 )
 found.save("from_python.json")
 print(pathlib.Path(placer.__file__).parent)

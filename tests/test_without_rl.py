@@ -36,9 +36,9 @@ import placer
 from model import build
 
 model, inputs, loss = build()
-found = placer.optimize(
-    model, inputs, loss=loss, budget="20e", progress=False, **{options!r}
-)
+constraints = placer.Constraints(**{constraints!r})
+workload = placer.Workload.of(model, inputs, loss)
+found = placer.optimize(workload, {devices!r}, budget="20e", constraints=constraints)
 assert any(row.measurement is not None and row.measurement.ok for row in found.rows)
 with placer.apply(model, found) as placed:
     assert placed.step(*inputs).isfinite()
@@ -77,9 +77,9 @@ def done_without(code: str, folder: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 def test_placements_are_found_run_and_measured_without(tmp_path: Path) -> None:
-    options = {"devices": f"core:{CORES[0]},core:{CORES[1]}"}
-    code = FROM_PYTHON.format(options=options) + FROM_THE_COMMAND_LINE.format(given=[])
-    printed = done_without(code, tmp_path)
+    devices = f"core:{CORES[0]},core:{CORES[1]}"
+    code = FROM_PYTHON.format(devices=devices, constraints={})
+    printed = done_without(code + FROM_THE_COMMAND_LINE.format(given=[]), tmp_path)
     assert "measured step: " in printed
     assert "memory of core:" in printed
 
@@ -87,9 +87,11 @@ def test_placements_are_found_run_and_measured_without(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="vdev would take CUDA's place")
 def test_devices_of_torch_are_measured_without(tmp_path: Path) -> None:
-    options = {"devices": "vdev:0,cpu", "memory": MEMORY, "pin": {"0": "vdev:0", "2": "cpu"}}
+    constraints = {"memory": MEMORY, "pins": {"0": "vdev:0", "2": "cpu"}}
     given = ["--memory", ",".join(f"{name}={size}" for name, size in MEMORY.items())]
-    code = FROM_PYTHON.format(options=options) + FROM_THE_COMMAND_LINE.format(given=given)
+    code = FROM_PYTHON.format(
+        devices="vdev:0,cpu", constraints=constraints
+    ) + FROM_THE_COMMAND_LINE.format(given=given)
     printed = done_without(WITH_A_SECOND_DEVICE + code, tmp_path)
     assert "measured step: " in printed
     assert "vdev:0" in printed

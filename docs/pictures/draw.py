@@ -13,17 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
-from envs.discover import discover
+import placer
 from envs.simulator import Schedule, Simulated
 from envs.simulator.critical import critical_path
 from envs.simulator.idle import idle_times
 from graphs.graph import PHASES
 from placer.outcome import Optimization, Row
-from placer.pipeline import Options, optimize_step
-from placer.placers import placer_named
-from placer.policies import load
-from placer.search.budget import Budget
-from placer.target import load_step
 
 HERE = Path(__file__).resolve().parent
 STYLE = """\
@@ -58,15 +53,10 @@ def placed(budget: str) -> Optimization:
     """Optimize the quickstart's model on two cores."""
     page = (HERE.parent / "quickstart.md").read_text()
     [source] = re.findall(r"```python\n(# model\.py\n.*?)```", page, re.DOTALL)
-    policy = load("generalist")
-    options = Options(
-        budget=Budget.parse(budget), policy=policy, placer=placer_named("portfolio", policy)
-    )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.py")
         path.write_text(source)
-        step = load_step(f"{path}:build", training=True)
-        return optimize_step(step, discover("core:0,core:1"), options)
+        return placer.optimize(f"{path}:build", "core:0,core:1", budget=budget, progress=False)
 
 
 def timeline(found: Optimization) -> str:

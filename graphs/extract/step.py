@@ -65,7 +65,7 @@ class Step:
         loss: Callable[[Any, Any], torch.Tensor] | None = None,
         *,
         training: bool = True,
-        optimizer: Optimizer | None = None,
+        optimizer: str | Optimizer | None = None,
         dtype: str = FULL,
     ) -> Step:
         """Build a step from example inputs: a tensor, a tuple or list of arguments, or keywords.
@@ -75,6 +75,7 @@ class Step:
 
         Raises:
             StepError: a loss function has no target, or several entries could be it.
+            ValueError: there is no such optimizer or dtype.
         """
         inputs: tuple[Any, ...] = (example_inputs,)
         keywords: dict[str, Any] = {}
@@ -93,7 +94,7 @@ class Step:
                     )
         elif isinstance(example_inputs, tuple | list):
             inputs = tuple(example_inputs)
-        return cls(model, inputs, keywords, loss, training, optimizer, dtype)
+        return cls(model, inputs, keywords, loss, training, Optimizer.of(optimizer), dtype)
 
     @property
     def model_inputs(self) -> tuple[Any, ...]:

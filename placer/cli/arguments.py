@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from graphs.extract import Extraction
+    from placer.target import Target
 
 from graphs.optimizer import NONE, STATE
 from graphs.precision import FULL, check_dtype
@@ -86,6 +87,19 @@ def add_step(parser: argparse.ArgumentParser) -> None:
         default=FULL,
         metavar="NAME",
         help="bf16 places the step under torch.autocast; fp32 (default) as the model is",
+    )
+
+
+def target_of(args: argparse.Namespace) -> Target:
+    """Return the target with the options of :func:`add_step` and ``--inference``."""
+    from graphs.optimizer import Optimizer
+    from placer.target import Target
+
+    return Target(
+        name=args.target,
+        training=not args.inference,
+        optimizer=Optimizer.of(args.optimizer),
+        dtype=args.dtype,
     )
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 
 import placer
 from placer.cli import (
-    bench,
     cache,
     completion,
     devices,
@@ -42,7 +41,6 @@ COMMANDS = (
     cache,
     show,
     report,
-    bench,
     train,
     evaluate_policy,
     completion,

@@ -40,9 +40,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate the policy, print the scores, write them into its card."""
-    from placer.policies.evaluation import evaluate, write_into_card
+    from placer.policies.evaluation import evaluate, load_suites, suite_named, write_into_card
     from placer.policies.network import CARD, file_of, load, path_of
-    from placer.policies.suites import load_suites, suite_named
 
     try:
         suite = suite_named(args.suite, load_suites(args.suites))

@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphs.optimizer import NONE
-from placer.cli.arguments import add_extractor, add_memory, add_step, run_options
+from placer.cli.arguments import add_extractor, add_memory, add_step
 from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs, why_not_written
 from placer.cli.talk import say
-from placer.export import FORMATS
+from placer.exports import FORMATS
 
 if TYPE_CHECKING:
     from envs.placement import Placement
+    from envs.problem import Problem
     from graphs.extract import Extraction
-    from placer.export.format import Exported
-    from placer.export.price import Price
+    from placer.exports.format import Exported
 
 EPILOG = """\
 formats:
-  device-map      Hugging Face: {module: GPU}, for from_pretrained and accelerate's dispatch_model
-  pipeline        torch.distributed.pipelining: modules that stages begin with (split_spec)
-  layer-counts    layers per stage, for vLLM (VLLM_PP_LAYER_PARTITION) and torchtitan
-                  (module_fqns_per_model_part)
-  override-regex  llama.cpp: where the experts are, for --override-tensor
+{formats}
 
 examples:
   placer export placement.json model.py:build --format device-map --out device_map.json
@@ -36,10 +31,11 @@ examples:
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
+    formats = [f"  {name:16}{entry.description}" for name, entry in FORMATS.items()]
     parser = commands.add_parser(
         "export",
         help="write a placement as a device_map, pipeline split, layer counts or overrides",
-        epilog=EPILOG,
+        epilog=EPILOG.format(formats="\n".join(formats)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("placement", type=Path, help="placement.json")
@@ -59,15 +55,14 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument(
         "--main-device",
         metavar="NAME",
-        help="where the model will be fed, for device-map (default: the first accelerator)",
+        help="device of the model's inputs, for device-map (default: the first accelerator)",
     )
     parser.add_argument(
         "--predict",
         action="store_true",
-        help="measure what it takes to predict the step as exported against the step as placed, on "
-        "the placement's devices; where that is known from before, both are told anyway",
+        help="measure op costs that are not known yet, to predict the step as placed and exported",
     )
-    add_memory(parser, "; an export that would not fit is told")
+    add_memory(parser, "; implies --predict")
     parser.add_argument("--inference", action="store_true", help="a placement of inference")
     add_step(parser)
     add_extractor(parser)
@@ -75,38 +70,38 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(args: argparse.Namespace) -> int:
-    """Extract the model, write the placement in the format, print remarks on its cost."""
+    """Extract the model, write the placement in the format, compare both."""
     if (why := why_not_outputs({"--out": args.out}, {"placement": args.placement})) is not None:
         return fail(BAD_USAGE, why)
     from graphs.extract import ExtractionError
     from graphs.whole_file import write_whole
-    from placer.export.faults import ExportError, RenamingError
+    from placer.exports.renaming import ExportError, RenamingError
     from placer.target import TargetError
 
     if args.inference and args.optimizer != NONE:
         return fail(BAD_USAGE, "inference has no gradients: give --inference or --optimizer")
     try:
-        found = _exported(args)
+        exported = _exported(args)
     except (TargetError, RenamingError) as error:
         return fail(BAD_USAGE, error)
     except (ExtractionError, ExportError) as error:
         return fail(JOB_FAILED, error)
     except (ValueError, OSError) as error:
         return fail(BAD_USAGE, error)
-    for remark in found.remarks:
-        say(args, remark)
+    for sentence in exported.summary:
+        say(args, sentence)
     if args.out is not None:
         try:
-            write_whole(args.out, found.text)
+            write_whole(args.out, exported.text)
         except OSError as error:
             return fail(JOB_FAILED, why_not_written(args.out, error))
         say(args, f"{args.format}: {args.out}")
     if args.json:
         out = None if args.out is None else str(args.out)
-        told = {"format": args.format, "content": found.content, "remarks": found.remarks}
-        print(json.dumps({**told, "out": out}, allow_nan=False))
+        data = {"format": args.format, **exported.to_dict(), "out": out}
+        print(json.dumps(data, allow_nan=False))
     elif args.out is None:
-        print(found.text, end="")
+        print(exported.text, end="")
     return 0
 
 
@@ -129,38 +124,37 @@ def _exported(args: argparse.Namespace) -> Exported:
 
     from graphs.extract import extract
     from graphs.optimizer import Optimizer
-    from placer.export import format_named
-    from placer.export.placed_modules import PlacedModules
-    from placer.export.renaming import check_renamed
+    from placer.exports import format_named
+    from placer.exports.format import export_extracted
+    from placer.exports.renaming import check_renamed
     from placer.target import is_graph_file, load_step
 
     placement = _placement(args)
     check_renamed(args.renamed, placement.device_names)
     if is_graph_file(args.target):
         raise ValueError("a graph file has no modules to name: give the model that it is of")
-    step = load_step(args.target, training=not args.inference, weights=args.predict)
+    predict = args.predict or bool(args.memory)
+    step = load_step(args.target, training=not args.inference, weights=predict)
     step = replace(step, optimizer=Optimizer.of(args.optimizer), dtype=args.dtype)
     extraction = extract(step, args.extractor)
-    price = _price(args, extraction, placement)
-    placed = PlacedModules.of(
+    return export_extracted(
+        format_named(args.format),
         extraction,
         placement,
+        problem=_problem(extraction, placement, args.memory, measure=predict),
         renamed=args.renamed,
         main_device=args.main_device,
-        price=price,
     )
-    found = format_named(args.format)(placed)
-    return replace(found, remarks=(*found.remarks, *_remarks(args, found, placement, price)))
 
 
 def _placement(args: argparse.Namespace) -> Placement:
     from envs.placement import Placement
-    from placer.given import load_given
+    from placer.warm_start import load_warm_start
 
     try:
         return Placement.load(args.placement)
     except ValueError:
-        if not isinstance(load_given(args.placement), Placement):
+        if not isinstance(load_warm_start(args.placement), Placement):
             raise ValueError(
                 f"{args.placement} is a device_map already: placer export takes the placement that "
                 "placer optimize wrote; placer measure and placer optimize --start-from take maps"
@@ -168,48 +162,25 @@ def _placement(args: argparse.Namespace) -> Placement:
         raise
 
 
-def _price(args: argparse.Namespace, extraction: Extraction, placement: Placement) -> Price | None:
-    """Return the predictor of exports; None if costs are unknown and ``--predict`` is not given.
+def _problem(
+    extraction: Extraction, placement: Placement, memory: dict[str, int], *, measure: bool
+) -> Problem | None:
+    """Return the placed graph with op costs; None if costs are unknown and not to be measured.
 
     Raises:
-        ValueError: ``--predict`` or ``--memory`` is given, but the devices are not on this machine
-            or lack the memory.
+        ValueError: costs are to be measured, but the devices are not on this machine or lack the
+            memory.
     """
     from envs.discover import discover
     from envs.model_problem import ModelProblem
-    from placer.export.price import price_of
 
     try:
-        cluster = discover(",".join(placement.device_names), args.memory)
-        if args.predict:
-            known: ModelProblem | None = ModelProblem.of_extraction(extraction, cluster)
-        else:
-            known = ModelProblem.known(extraction, cluster)
+        cluster = discover(",".join(placement.device_names), memory)
+        if measure:
+            return ModelProblem.of_extraction(extraction, cluster).problem
+        known = ModelProblem.known(extraction, cluster)
     except ValueError:  # devices elsewhere, a module graph, or unknown memory
-        if args.predict or args.memory:
+        if measure:
             raise
         return None
-    if known is None:
-        return None
-    return price_of(known.problem, placement, extraction, args.renamed)
-
-
-def _remarks(
-    args: argparse.Namespace, found: Exported, placement: Placement, price: Price | None
-) -> list[str]:
-    from envs.discover import is_here
-    from placer.export.renaming import told_joined
-
-    told = told_joined(args.renamed, placement.device_names)
-    if args.main_device is not None and args.format != "device-map":
-        told.append(f"--main-device {args.main_device} is not used: only device-map knows of it")
-    here = all(map(is_here, placement.device_names))
-    if price is None and args.memory:
-        told.append("give --predict, too, to know whether it fits into this memory")
-    elif price is None and here and not found.is_as_placed:
-        told.append("give --predict, too, to know how long a step takes with these ops moved")
-    if not found.is_as_placed and not args.inference and placement.micro_batches == 1:
-        words = ["torchrun", "--nproc-per-node=1", "-m", "placer.run", args.target]
-        words += ["--placement", str(args.placement), "--steps", "100", *run_options(args)]
-        told.append(f"placer itself runs every op where it is placed: {shlex.join(words)}")
-    return told
+    return None if known is None else known.problem

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from placer.cli.arguments import add_extractor, add_step, extraction_to_dict, why_no_step
+from placer.cli.arguments import add_extractor, add_step, extraction_to_dict, target_of, why_no_step
 from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs, why_not_written
 from placer.cli.talk import progress_of, say
 
@@ -140,10 +139,9 @@ def _why_not(args: argparse.Namespace) -> str | None:
 
 
 def _cluster(args: argparse.Namespace) -> Cluster:
-    from envs.discover import discover
-    from envs.op_costs import load_devices
+    from placer.job import cluster_of
 
-    return load_devices(args.cluster) if args.cluster else discover(args.devices or "core:0")
+    return cluster_of(args.cluster or args.devices or "core:0")
 
 
 def _file(target: str) -> Path:
@@ -157,16 +155,14 @@ def _graph(
     from envs.discover import is_here
     from graphs.extract import extract
     from graphs.extract.fake import check_has_memory
-    from graphs.optimizer import Optimizer
     from placer.rigs import rig_for
-    from placer.target import is_graph_file, load_graph_target, load_step
+    from placer.target import is_graph_file, load_graph_target
 
     if is_graph_file(args.target):
         return load_graph_target(args.target), None
     measures = cluster is not None and any(map(is_here, cluster.names))
     progress.stage("Loading the model")
-    step = load_step(args.target, training=not args.inference, weights=measures)
-    step = replace(step, optimizer=Optimizer.of(args.optimizer), dtype=args.dtype)
+    step = target_of(args).load(weights=measures)
     if measures:
         check_has_memory(step)
     progress.stage("Extracting the graph")

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from placer.cli.arguments import add_devices, add_extractor, add_step, why_no_step
+from placer.cli.arguments import add_devices, add_extractor, add_step, target_of, why_no_step
 from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail
 from placer.cli.talk import progress_of, say
 
@@ -53,38 +53,32 @@ def run(args: argparse.Namespace) -> int:
         return fail(BAD_USAGE, why)
     from envs.discover import discover
     from graphs.extract import ExtractionError
-    from placer.given import GivenError, check_here, load_given
     from placer.target import TargetError, is_graph_file
+    from placer.warm_start import WarmStartError, check_here, load_warm_start
 
     try:
         if is_graph_file(args.target):
             raise ValueError("a graph file has no model to run: see placer simulate")
-        given = load_given(args.placement)
+        placement = load_warm_start(args.placement)
         if args.devices is None:
-            check_here(given)
-        cluster = discover(args.devices or ",".join(given.device_names), args.memory)
+            check_here(placement)
+        cluster = discover(args.devices or ",".join(placement.device_names), args.memory)
     except (ValueError, OSError) as error:
         return fail(BAD_USAGE, error)
-    from dataclasses import replace
-
-    from graphs.optimizer import Optimizer
     from placer.measuring import score
-    from placer.target import load_step
 
     try:
         with progress_of(args) as progress:
             progress.stage("Loading the model")
-            step = load_step(args.target, training=not args.inference)
-            step = replace(step, optimizer=Optimizer.of(args.optimizer), dtype=args.dtype)
             found = score(
-                step,
-                given,
+                target_of(args).load(),
+                placement,
                 cluster,
                 fresh=args.fresh,
                 extractor=args.extractor,
                 progress=progress,
             )
-    except (TargetError, GivenError) as error:
+    except (TargetError, WarmStartError) as error:
         return fail(BAD_USAGE, error)
     except (ExtractionError, ValueError, OSError, RuntimeError) as error:
         return fail(JOB_FAILED, error)

@@ -9,7 +9,6 @@ import math
 import os
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,21 +22,15 @@ from placer.cli.failures import (
     why_not_outputs,
     why_not_written,
 )
-from placer.cli.optimize_arguments import add_arguments, cluster_of, options_of
-from placer.cli.replicas import check_replicas, command_of, plan_of, print_planned
+from placer.cli.optimize_arguments import add_arguments, job_of
+from placer.cli.replicas import command_of, print_planned
 from placer.cli.report import why_no_report
 from placer.cli.talk import progress_of, say
-from placer.cli.tradeoff import check_pareto, print_weighed
 from placer.missing_file import why_not_read
 
 if TYPE_CHECKING:
-    from envs.cluster import Cluster
-    from graphs.extract import Step
+    from placer.job import Job
     from placer.outcome import Optimization
-    from placer.pipeline import Options
-    from placer.replicate.result import ReplicaPlan
-    from placer.report.progress import Progress
-    from placer.tradeoff import Tradeoff
 
 EPILOG = """\
 targets:
@@ -55,7 +48,6 @@ examples:
   placer optimize examples/inception.py:build --devices core:0,core:1 --budget 60s
   placer optimize model.py:build --devices cuda:0,cpu --memory cuda:0=8GiB
   placer optimize model.py:build --inference --out placement.json --timeline timeline.json
-  placer optimize graph.json --cluster priced.toml --pareto
   placer optimize 'hf:gpt2-xl?batch=8' --devices examples/8xh100.toml --data-parallel auto
 """
 
@@ -84,39 +76,26 @@ def run(args: argparse.Namespace) -> int:
     from placer.target import TargetError, check_target
 
     try:
-        options, cluster = options_of(args), cluster_of(args)
-        check_pareto(args, cluster, options)
-        check_replicas(args)
+        job = job_of(args)
         check_target(args.target)
     except (ValueError, OSError) as error:
         return fail(BAD_USAGE, error)
-    from graphs.selection import DemandError
-    from placer.given import GivenError
+    from graphs.selection import ConstraintError
+    from placer.api import run_job
     from placer.outcome import PlacementError
     from placer.report.console import stdout_console
     from placer.report.progress import Timed
     from placer.report.table import best_line, print_optimization
+    from placer.warm_start import WarmStartError
 
-    weighed: Tradeoff | None = None
-    planned: ReplicaPlan | None = None
-    say(args, _foretold(args, cluster, options))
+    say(args, _foretold(job))
     stages_s = {"Loading libraries": time.perf_counter() - began}
     try:
         with progress_of(args) as shown:
             progress = Timed(shown)
-            if args.pareto:
-                weighed = _weighed(args, cluster, options, progress)
-                found = weighed.picked(args.pareto_pick or "fastest")
-                found = replace(found, search_s=weighed.search_s)
-            elif args.data_parallel is not None:
-                planned = plan_of(
-                    args, cluster, options, progress, lambda: _step(args, cluster, progress)
-                )
-                found = replace(planned.found, search_s=planned.search_s)
-            else:
-                found = _optimize(args, cluster, options, progress)
+            found = run_job(job, progress)
         progress.complete()
-    except (TargetError, DemandError, GivenError) as error:
+    except (TargetError, ConstraintError, WarmStartError) as error:
         return fail(BAD_USAGE, error)
     except (PlacementError, ValueError, OSError, RuntimeError) as error:
         return fail(JOB_FAILED, error)
@@ -125,10 +104,8 @@ def run(args: argparse.Namespace) -> int:
     stages_s |= {**progress.took_s, "Writing files": time.perf_counter() - searched}
     total_s = time.perf_counter() - began
     try:
-        if weighed is not None:
-            print_weighed(weighed, args)
-        elif planned is not None:
-            print_planned(planned, args)
+        if found.replication is not None:
+            print_planned(found.replication, args)
         elif args.json:
             print(json.dumps(_summary(found, args, total_s), allow_nan=False))
         elif args.quiet:
@@ -143,70 +120,31 @@ def run(args: argparse.Namespace) -> int:
         why = why or f"{why_not_read(error)}; the placement is in {args.out}"
     if why is not None:
         return fail(JOB_FAILED, why)
-    _tell(found, planned, args, options, taken(total_s, stages_s))
+    _tell(found, args, job, taken(total_s, stages_s))
     return 0
 
 
-def _tell(
-    found: Optimization,
-    planned: ReplicaPlan | None,
-    args: argparse.Namespace,
-    options: Options,
-    took: str,
-) -> None:
+def _tell(found: Optimization, args: argparse.Namespace, job: Job, took: str) -> None:
     """Print remarks, output files, duration and next steps."""
     from placer.outcome import extraction_remarks
 
     if found.extraction is not None and args.json:
         for remark in extraction_remarks(found.extraction):
             say(args, remark)
-    if found.extraction is not None and options.start_from is not None:
+    if found.extraction is not None and job.search.start_from is not None:
         from placer.device_map import DeviceMap
 
-        given = options.start_from
-        if isinstance(given, DeviceMap) and (remark := given.conflict(found.extraction)):
+        start = job.search.start_from
+        if isinstance(start, DeviceMap) and (remark := start.conflict(found.extraction)):
             say(args, remark)
     say(args, _talk(found, args, took))
-    if planned is not None and (command := command_of(planned, args)):
+    if found.replication is not None and (command := command_of(found.replication, args)):
         say(args, f"train it: {command}")
 
 
 def _file(args: argparse.Namespace) -> Path:
     path, colon, _ = args.target.rpartition(":")
     return Path(path if colon else args.target)
-
-
-def _optimize(
-    args: argparse.Namespace, cluster: Cluster, options: Options, progress: Progress
-) -> Optimization:
-    from placer.pipeline import optimize_graph, optimize_step
-    from placer.target import is_graph_file, load_graph_target
-
-    if is_graph_file(args.target):
-        return optimize_graph(load_graph_target(args.target), cluster, options, progress)
-    return optimize_step(_step(args, cluster, progress), cluster, options, progress)
-
-
-def _weighed(
-    args: argparse.Namespace, cluster: Cluster, options: Options, progress: Progress
-) -> Tradeoff:
-    from placer.target import is_graph_file, load_graph_target
-    from placer.weighing import weigh_graph, weigh_step
-
-    if is_graph_file(args.target):
-        return weigh_graph(load_graph_target(args.target), cluster, options, progress)
-    return weigh_step(_step(args, cluster, progress), cluster, options, progress)
-
-
-def _step(args: argparse.Namespace, cluster: Cluster, progress: Progress) -> Step:
-    from envs.discover import is_here
-    from graphs.optimizer import Optimizer
-    from placer.target import load_step
-
-    progress.stage("Loading the model")
-    measures = any(map(is_here, cluster.names))
-    step = load_step(args.target, training=not args.inference, weights=measures)
-    return replace(step, optimizer=Optimizer.of(args.optimizer), dtype=args.dtype)
 
 
 def _write(found: Optimization, args: argparse.Namespace) -> str | None:
@@ -249,16 +187,14 @@ def _kept_elsewhere(found: Optimization, out: Path) -> str:
     return f"the placement is in {other}"
 
 
-def _foretold(args: argparse.Namespace, cluster: Cluster, options: Options) -> str:
+def _foretold(job: Job) -> str:
     from envs.discover import is_here
-    from placer.target import is_graph_file
 
-    is_model = not is_graph_file(args.target)
-    places_once = not args.pareto and args.data_parallel is None
+    is_run = not job.has_costs and job.replicas is None and job.search.measure
     return foretold(
-        options.budget,
-        is_model=is_model,
-        is_run=is_model and places_once and options.measure and all(map(is_here, cluster.names)),
+        job.search.budget,
+        is_model=not job.has_costs,
+        is_run=is_run and all(map(is_here, job.cluster.names)),
     )
 
 

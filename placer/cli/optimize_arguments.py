@@ -1,4 +1,4 @@
-"""Options of ``placer optimize``, and their conversion to search options and devices."""
+"""Options of ``placer optimize``, and their conversion to a job."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ from placer.cli.arguments import (
     pin,
     pins_of,
     seed,
+    target_of,
     why_no_step,
 )
-from placer.cli.replicas import add_replicas
+from placer.cli.replicas import add_replicas, replication_of
 from placer.cli.report import add_report
-from placer.cli.tradeoff import add_pareto
 from placer.placers.registry import DEFAULT
 
 if TYPE_CHECKING:
-    from envs.cluster import Cluster
-    from placer.pipeline import Options
-    from placer.policies import Policy
+    from placer.job import Job
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,9 +100,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--start-from",
         type=Path,
         metavar="FILE",
-        help="what you have: a placement, or a device_map as JSON; one more candidate, always run",
+        help="warm start: a placement, or a device_map as JSON; one more candidate, always run",
     )
-    add_pareto(parser)
     add_replicas(parser)
     add_extractor(parser)
     parser.add_argument(
@@ -128,88 +125,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_report(parser)
 
 
-def options_of(args: argparse.Namespace) -> Options:
-    """Return the options of the search.
+def job_of(args: argparse.Namespace) -> Job:
+    """Return the job that the arguments describe; its target is not loaded yet.
 
     Raises:
-        ValueError: an option is invalid or contradicts another.
+        ValueError: an argument is invalid or contradicts another.
         OSError: a file cannot be read.
     """
-    from placer.given import load_given
-    from placer.objectives import Objective
-    from placer.pipeline import Options
-    from placer.placers import placer_named
-    from placer.search.budget import Budget
+    from placer.job import Constraints, Job, SearchConfig
 
-    objective = Objective(
-        name=args.objective, micro_batches=args.micro_batches, in_flight=args.in_flight
-    )
-    if objective != Objective() and not args.target.endswith(".json"):
-        raise ValueError(
-            "a model is run step by step: other objectives and micro-batches are for graph files "
-            "(placer extract writes one)"
-        )
-    policy = _policy(args)
-    return Options(
-        objective=objective,
-        budget=Budget.parse(args.budget),
-        seed=args.seed,
-        policy=policy,
-        placer=placer_named(args.placer, policy, objective=args.objective),
-        measure=not args.no_measure,
-        keep_together=tuple(args.keep_together),
-        pins=pins_of(args.pin),
-        fresh=args.fresh,
-        extractor=args.extractor,
-        groups=args.groups,
-        start_from=None if args.start_from is None else load_given(args.start_from),
-    )
-
-
-def _policy(args: argparse.Namespace) -> Policy | None:
-    """Return the policy that the placer uses.
-
-    Raises:
-        ValueError: the policy does not exist, or the placer uses none.
-    """
-    from placer.placers import asks_policy
-    from placer.policies import GENERALIST, load
-
-    if args.policy == "none":
-        return None
-    if asks_policy(args.placer, objective=args.objective):
-        return load(args.policy or GENERALIST)
-    if args.policy is not None:
-        raise ValueError(
-            f"placer {args.placer!r} asks no policy under the objective {args.objective}: leave "
-            "--policy out"
-        )
-    return None
-
-
-def cluster_of(args: argparse.Namespace) -> Cluster:
-    """Return the devices to place on.
-
-    Raises:
-        ValueError: a device does not exist, or options for devices contradict each other.
-        OSError: the cluster file cannot be read.
-    """
-    from envs.cluster import load_cluster
-    from envs.discover import discover
-
+    target = target_of(args)
     if args.cluster is not None and args.devices is not None:
         raise ValueError("give --devices or --cluster, not both")
     if args.cluster is not None and args.memory:
         raise ValueError("a cluster file says how much memory its devices have: leave --memory out")
-    is_graph = args.target.endswith(".json")
-    if (why := why_no_step(args, is_graph=is_graph)) is not None:
+    if (why := why_no_step(args, is_graph=target.is_graph)) is not None:
         raise ValueError(why)
-    if args.cluster is not None:
-        if is_graph:  # it has costs, so its devices may be anywhere
-            return load_cluster(args.cluster)
-        from envs.op_costs import load_devices
-
-        return load_devices(args.cluster)
-    if is_graph:
+    if target.is_graph and args.cluster is None:
         raise ValueError("a graph file has no devices of its own: give --cluster cluster.toml")
-    return discover(args.devices or "auto", args.memory)
+    return Job.of(
+        target,
+        args.cluster or args.devices or "auto",
+        search=SearchConfig(
+            budget=args.budget,
+            seed=args.seed,
+            placer=args.placer,
+            policy=args.policy or "auto",
+            objective=args.objective,
+            micro_batches=args.micro_batches,
+            in_flight=args.in_flight,
+            groups=args.groups,
+            measure=not args.no_measure,
+            start_from=args.start_from,
+        ),
+        constraints=Constraints(
+            keep_together=tuple(args.keep_together), pins=pins_of(args.pin), memory=args.memory
+        ),
+        replicas=replication_of(args),
+        extractor=args.extractor,
+        fresh=args.fresh,
+    )

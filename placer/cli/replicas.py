@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from envs.replicas.collectives import ALGORITHMS, PAYLOADS
@@ -12,11 +11,7 @@ from envs.replicas.spec import AUTO, BATCHES, Replication
 from placer.cli.arguments import count, extraction_to_dict, run_options
 
 if TYPE_CHECKING:
-    from envs.cluster import Cluster
-    from graphs.extract import Step
-    from placer.pipeline import Options
     from placer.replicate.result import ReplicaPlan
-    from placer.report.progress import Progress
 
 OPTIONS: Final = (
     *("batch", "accumulate", "reduction", "payload", "coding_bytes_per_s", "average_every"),
@@ -62,7 +57,7 @@ def add_replicas(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="RATE",
         help="bytes of gradients that a replica turns into that payload, and back, in a second; "
-        "benchmarks.slow_network measures it (default: that takes no time)",
+        "`python -m benchmarks slow_network` measures it (default: that takes no time)",
     )
     group.add_argument(
         "--average-every",
@@ -79,42 +74,20 @@ def add_replicas(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def check_replicas(args: argparse.Namespace) -> None:
-    """Check that the options are consistent with ``--data-parallel``.
+def replication_of(args: argparse.Namespace) -> Replication | None:
+    """Return the requested replication, None without ``--data-parallel``.
 
     Raises:
-        ValueError: an option is not; the message names it.
+        ValueError: an option requires ``--data-parallel``, or contradicts another.
     """
     if args.data_parallel is None:
         for name in OPTIONS:
             if getattr(args, name) is not None:
                 option = f"--{name.replace('_', '-')}"
                 raise ValueError(f"{option} is about replicas: give --data-parallel, too")
-    elif args.pareto:
-        raise ValueError("--pareto weighs single placements: leave --data-parallel out")
-
-
-def wanted_of(args: argparse.Namespace) -> Replication:
-    """Return the requested replication."""
+        return None
     given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
     return Replication(replicas=None if args.data_parallel == AUTO else args.data_parallel, **given)
-
-
-def plan_of(
-    args: argparse.Namespace,
-    cluster: Cluster,
-    options: Options,
-    progress: Progress,
-    load_step: Callable[[], Step],
-) -> ReplicaPlan:
-    """Return the plan for a graph file, or for the step that ``load_step`` returns."""
-    from placer.replicate.plan import plan_graph, plan_step
-    from placer.target import is_graph_file, load_graph_target
-
-    wanted = wanted_of(args)
-    if is_graph_file(args.target):
-        return plan_graph(load_graph_target(args.target), cluster, options, wanted, progress)
-    return plan_step(load_step(), cluster, options, wanted, progress)
 
 
 def print_planned(plan: ReplicaPlan, args: argparse.Namespace) -> None:

@@ -146,12 +146,12 @@ def _why_not_left(page: str, path: Path) -> str | None:
 def _source(
     found: Optimization, args: argparse.Namespace, placement: Path, extraction: Extraction | None
 ) -> Source:
-    from placer.report.html import Source, as_gpus, tried_exports
+    from placer.report.html import Source, as_gpus, export_trials
 
     devices = found.problem.cluster.names
     exports = {}
     if extraction is not None:
-        exports = tried_exports(extraction, found.placement, found.problem, as_gpus(devices))
+        exports = export_trials(extraction, found.placement, found.problem, as_gpus(devices))
     return Source(
         placement=placement,
         target=args.target,
@@ -174,7 +174,7 @@ def _launch(
     """Return the command that trains with the placement, "" if placer cannot run it."""
     from envs.host_names import is_core
     from envs.replicas.spec import Replication
-    from placer.export.renaming import is_of_torch
+    from placer.exports.renaming import is_of_torch
     from placer.parallel.plan import launch_command, why_not_run
 
     if extraction is None or not extraction.step.training or placement.micro_batches > 1:
@@ -205,35 +205,33 @@ def _search_words(placement: Placement, args: argparse.Namespace) -> list[str]:
 def _reviewed(
     placement: Placement, args: argparse.Namespace, progress: Progress
 ) -> tuple[Optimization, Extraction | None]:
-    from dataclasses import replace
+    import networkx as nx
 
-    from envs.cluster import load_cluster
-    from envs.discover import discover, is_here
-    from envs.op_costs import load_devices
     from envs.problem import Problem
     from graphs.graph import GraphArrays
-    from graphs.optimizer import Optimizer
-    from placer.pipeline import Options, costed_step
+    from placer.cli.arguments import target_of
+    from placer.job import Constraints, Job, SearchConfig
+    from placer.pipeline import costed_step
     from placer.report.html import reviewed
-    from placer.target import is_graph_file, load_graph_target, load_step
 
     if args.cluster is not None and (args.devices is not None or args.memory):
         raise ValueError("give --devices and --memory, or --cluster, not both")
-    if is_graph_file(args.target):
-        if args.cluster is None:
-            raise ValueError("a graph file has no devices of its own: give --cluster cluster.toml")
-        graph, cluster = load_graph_target(args.target), load_cluster(args.cluster)
-        extraction = None
+    target = target_of(args)
+    if target.is_graph and args.cluster is None:
+        raise ValueError("a graph file has no devices of its own: give --cluster cluster.toml")
+    job = Job.of(
+        target,
+        args.cluster or args.devices or ",".join(placement.device_names),
+        search=SearchConfig(policy=None),
+        constraints=Constraints(memory=args.memory),
+        extractor=args.extractor,
+        fresh=args.fresh,
+    ).loaded(progress)
+    extraction: Extraction | None = None
+    if isinstance(job.source, nx.DiGraph):
+        graph, cluster = job.source, job.cluster
     else:
-        named = args.devices or ",".join(placement.device_names)
-        cluster = load_devices(args.cluster) if args.cluster else discover(named, args.memory)
-        progress.stage("Loading the model")
-        here = any(map(is_here, cluster.names))
-        step = load_step(args.target, training=not args.inference, weights=here)
-        step = replace(step, optimizer=Optimizer.of(args.optimizer), dtype=args.dtype)
-        known = costed_step(
-            step, cluster, Options(extractor=args.extractor, fresh=args.fresh), progress
-        )
+        known = costed_step(job, progress)
         graph, cluster, extraction = known.graph, known.cluster, known.extraction
     problem = Problem.of(GraphArrays.from_graph(graph), cluster)
     fitting = placement.aligned(problem.graph, cluster)

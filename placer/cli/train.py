@@ -4,50 +4,36 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from placer.cli.arguments import add_devices, count, seed
+from placer.cli.arguments import add_devices, seed
 from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs
 from placer.cli.talk import progress_of
 
 if TYPE_CHECKING:
+    from envs.cluster import Cluster
+    from graphs.extract import Step
     from placer.policies.training import TrainingConfig
 
 EPILOG = """\
 A training that was stopped or killed goes on from NAME.checkpoint when the same command is given
-again, and ends as it would have without. NAME.csv tells of every rollout; with the extra "track"
-so does NAME.tensorboard.
-
-With --reward measured a policy is tuned to one model on devices of this machine, and the fastest
-placement that was measured goes to NAME.placement.json.
+again; with simulated reward it ends as it would have without. NAME.csv has a line for every
+rollout; with the extra "track" so has NAME.tensorboard.
 
 examples:
   placer train --config trained_policies/generalist.toml --out trained_policies/generalist
   placer train --out policies/mine --families layered moe --decodes 100000 --seeds 1
-  placer train --reward measured --target examples/inception.py:build --devices core:0,core:1 \\
-    --from generalist --out policies/inception
+  placer train --backend measured --target examples/inception.py:build --devices core:0,core:1 \\
+    --start generalist --decodes 64 --out policies/inception
 """
-ONLY_SIMULATED = [
-    "config",
-    "decodes",
-    "seconds",
-    "seeds",
-    "families",
-    "workers",
-    "device",
-    "ray",
-    "fresh",
-]
-ONLY_MEASURED = ["target", "devices", "memory", "from_policy", "rounds", "plans", "budget"]
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
     parser = commands.add_parser(
         "train",
-        help="train a policy on generated graphs",
+        help="train a policy on generated graphs, or on one model by measured steps",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -62,15 +48,19 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "--config",
         type=Path,
         metavar="FILE",
-        help="what to train on and how (TOML); the options below go before what it says",
+        help="training configuration (TOML); the options below override it",
     )
     parser.add_argument(
-        "--decodes", type=int, metavar="N", help="length of each seed (default: 350000)"
+        "--start", metavar="NAME", help="policy to begin with (default with measured: generalist)"
     )
     parser.add_argument(
-        "--seconds", type=float, help="length of each seed in processor time instead"
+        "--decodes",
+        type=int,
+        metavar="N",
+        help="length of each seed (default: 350000, measured 256)",
     )
-    parser.add_argument("--seeds", type=int, help="how many (default: 5)")
+    parser.add_argument("--seconds", type=float, help="length of each seed in time instead")
+    parser.add_argument("--seeds", type=int, help="number of seeds (default: 5, measured 1)")
     parser.add_argument("--first-seed", type=seed, metavar="N", help="the default is 0")
     parser.add_argument(
         "--families", nargs="+", metavar="NAME", help="to train on (default: all but chains)"
@@ -89,28 +79,14 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument(
         "--fresh", action="store_true", help="begin anew, whatever checkpoint there is"
     )
-    measured = parser.add_argument_group("tuning to one model by measured steps")
+    measured = parser.add_argument_group("reward")
     measured.add_argument(
-        "--reward",
+        "--backend",
         choices=["simulated", "measured"],
-        default="simulated",
-        help="measured: tune a policy to --target by what its steps take here",
+        help="of the steps: simulated (default), or measured, of one model",
     )
-    measured.add_argument("--target", help="the model, as for placer optimize")
+    measured.add_argument("--target", help="the model to measure, as for placer optimize")
     add_devices(measured, "auto")
-    measured.add_argument(
-        "--from",
-        dest="from_policy",
-        metavar="NAME",
-        help="the policy to begin with (default: generalist)",
-    )
-    measured.add_argument("--rounds", type=count, metavar="N", help="of measuring (default: 6)")
-    measured.add_argument(
-        "--plans", type=count, metavar="N", help="sampled and run in each round (default: 6)"
-    )
-    measured.add_argument(
-        "--budget", help="of each search by simulated reward (default: 20s), as for placer optimize"
-    )
     parser.set_defaults(run=run)
 
 
@@ -118,31 +94,30 @@ def run(args: argparse.Namespace) -> int:
     """Train the policy, write it with its card, print which seed was kept."""
     if not args.out.name.strip("."):
         return fail(BAD_USAGE, f"--out {args.out} names no policy; write for example policies/mine")
-    other = ONLY_MEASURED if args.reward == "simulated" else ONLY_SIMULATED
-    if given := [name for name in other if getattr(args, name) not in (None, False, {})]:
-        option = given[0].partition("_")[0]
-        return fail(BAD_USAGE, f"--{option} says nothing with --reward {args.reward}: leave it out")
-    if args.reward == "measured":
-        from placer.cli.tuning import run_tuning
-
-        return run_tuning(args)
     endings = {"weights": "safetensors", "card": "json", "log": "csv", "checkpoint": "checkpoint"}
     files = {key: args.out.with_name(f"{args.out.name}.{end}") for key, end in endings.items()}
     if (why := why_not_outputs(files, {"--config": args.config})) is not None:
         return fail(BAD_USAGE, why)
+    from graphs.extract import ExtractionError
     from placer.policies.training import train
+    from placer.target import TargetError
 
     try:
         config = _config(args)
-    except (ValueError, OSError) as error:
+        measured = _measured(args, config)
+    except (TargetError, ValueError, OSError) as error:
         return fail(BAD_USAGE, error)
     try:
         with progress_of(args) as progress:
             progress.stage(f"Training {args.out.name}")
-            card = train(args.out, config, progress=progress.advance, fresh=args.fresh)
+            card = train(
+                args.out, config, measured=measured, progress=progress.advance, fresh=args.fresh
+            )
+    except ExtractionError as error:
+        return fail(JOB_FAILED, error)
     except ValueError as error:
         return fail(BAD_USAGE, error)
-    except (OSError, FloatingPointError) as error:
+    except (OSError, FloatingPointError, RuntimeError) as error:
         return fail(JOB_FAILED, error)
     except KeyboardInterrupt:
         if not files["checkpoint"].exists():
@@ -162,19 +137,43 @@ def _config(args: argparse.Namespace) -> TrainingConfig:
         ValueError: the file is not a configuration, or an option is invalid.
         OSError: the file cannot be read.
     """
-    from placer.policies.training import TrainingConfig, load_config
-    from placer.policies.training.config import Length
+    from placer.policies.training import Length, config_of
 
-    config = TrainingConfig() if args.config is None else load_config(args.config)
-    if args.decodes is not None or args.seconds is not None:
-        config = replace(config, length=Length(decodes=args.decodes, seconds=args.seconds))
-    if args.families is not None:
-        stages = tuple(replace(stage, families=tuple(args.families)) for stage in config.stage)
-        config = replace(config, stage=stages)
-    given = {name: getattr(args, name) for name in ("seeds", "first_seed", "workers", "device")}
-    config = replace(config, **{k: v for k, v in given.items() if v is not None})
-    if args.ray is None:
-        return config
-    if args.workers is not None:
+    if args.ray is not None and args.workers is not None:
         raise ValueError("give --workers or --ray, not both")
-    return replace(config, workers="ray", ray_address=args.ray or config.ray_address)
+    has_length = args.decodes is not None or args.seconds is not None
+    return config_of(
+        args.config,
+        length=Length(decodes=args.decodes, seconds=args.seconds) if has_length else None,
+        families=args.families,
+        backend=args.backend,
+        start=args.start,
+        seeds=args.seeds,
+        first_seed=args.first_seed,
+        workers=args.workers if args.ray is None else "ray",
+        ray_address=args.ray or None,
+        device=args.device,
+    )
+
+
+def _measured(args: argparse.Namespace, config: TrainingConfig) -> tuple[Step, Cluster] | None:
+    """Return the step to measure and its devices, if steps are measured.
+
+    Raises:
+        TargetError: the target cannot be loaded.
+        ValueError: there is no such device, or options do not suit the backend.
+    """
+    if config.backend == "simulated":
+        given = {"--target": args.target, "--devices": args.devices, "--memory": args.memory}
+        if names := [name for name, value in given.items() if value]:
+            raise ValueError(f"{names[0]} needs --backend measured")
+        return None
+    from envs.discover import discover
+    from placer.target import is_graph_file, load_step
+
+    if args.target is None:
+        raise ValueError("measured steps are those of one model: give --target")
+    if is_graph_file(args.target):
+        raise ValueError("a graph file cannot be run: give the function that makes the model")
+    cluster = discover(args.devices or "auto", args.memory)
+    return load_step(args.target, training=True), cluster

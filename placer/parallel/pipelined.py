@@ -27,8 +27,8 @@ from envs.host_names import is_core
 from envs.placement import Placement
 from envs.torch_devices import CPU, torch_device
 from graphs.extract import Extraction
-from placer.export.pipeline_split import pipeline_stages
-from placer.export.placed_modules import PlacedModules
+from placer.exports.pipelining import pipeline_stages
+from placer.exports.placed_modules import PlacedModules
 from placer.parallel.methods.registry import SyncConfig
 from placer.parallel.methods.sync import MakeOptimizer, Sync, make_sync
 

@@ -1,10 +1,18 @@
 """Placers by name: all search algorithms behind one protocol.
 
 ``placer_named("heft").place(problem, Budget.parse("100e"), seed=0)`` returns candidates, best
-first. A distribution adds its own placers by entry points of the group ``placer.placers``, and
-tests them with :mod:`placer.placers.contract`. Importing this package loads nothing heavy.
+first. :func:`register_placer` adds one in this process, a distribution adds its own by entry points
+of the group ``placer.placers``; :mod:`placer.placers.contract` tests them. Importing this package
+loads nothing heavy.
 """
 
-from placer.placers.registry import DEFAULT, Listing, asks_policy, listings, placer_named
+from placer.placers.registry import (
+    DEFAULT,
+    Listing,
+    asks_policy,
+    listings,
+    placer_named,
+    register_placer,
+)
 
-__all__ = ["DEFAULT", "Listing", "asks_policy", "listings", "placer_named"]
+__all__ = ["DEFAULT", "Listing", "asks_policy", "listings", "placer_named", "register_placer"]

@@ -11,21 +11,26 @@ import numpy as np
 from envs.problem import Problem
 from placer.milliseconds import milliseconds
 from placer.placers.placer import ALL, LATENCY, MAX_LOAD, Progress
-from placer.search.annealing import Annealing
-from placer.search.balancing import balance
+from placer.search.annealing.max_load import balance
+from placer.search.annealing.step_time import (
+    MOST_STARTS,
+    Annealing,
+    moves_left,
+    walk,
+    worthwhile_starts,
+)
 from placer.search.budget import Budget, Meter
 from placer.search.candidate import Candidate, ranked
 from placer.search.compiling import load_compiled_code
 from placer.search.heuristics import heuristics
 from placer.search.judge import Judge
-from placer.search.walking import MOST_STARTS, moves_left, walk, worthwhile_starts
 
 
 @dataclass(frozen=True, slots=True)
 class Annealed:
     """Annealing from the best heuristic, repeated with other seeds if the budget allows.
 
-    ``senders`` as in :class:`placer.search.annealing.Annealing`.
+    ``senders`` as in :class:`placer.search.annealing.step_time.Annealing`.
     """
 
     senders: float = 0.0

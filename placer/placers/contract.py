@@ -12,8 +12,9 @@
 A check takes a factory of the placer (its class, or a function without arguments) and raises an
 AssertionError that names the fault and the problem. Evaluations are counted in
 :class:`placer.search.judge.Judge`, :class:`envs.simulator.Simulator`,
-:class:`placer.search.annealing.Annealing` and :class:`placer.search.balance_run.Balancing`. For
-time budgets the checks replace the clock.
+:class:`placer.search.annealing.step_time.Annealing` and
+:class:`placer.search.annealing.max_load.LoadAnnealing`. For time budgets the checks replace the
+clock.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from envs.problem import Problem
 from envs.simulator import Simulator
 from placer.placers.placer import ALL, MAX_LOAD, Placer
 from placer.placers.problems import contract_problems
-from placer.search.annealing import Annealing
-from placer.search.balance_run import Balancing
+from placer.search.annealing.max_load import LoadAnnealing
+from placer.search.annealing.step_time import Annealing
 from placer.search.budget import Budget
 from placer.search.candidate import Candidate
 from placer.search.compiling import load_compiled_code
@@ -240,7 +241,7 @@ def _counting(over_after_s: float | None = None) -> Iterator[_Count]:
         counted(Simulator, "step_ns", lambda devices, *_: len(np.atleast_2d(devices))),
         counted(Simulator, "run", lambda *_: 1),
         counted(Annealing, "run", lambda steps, *_: steps),
-        counted(Balancing, "run", lambda steps, *_: steps),
+        counted(LoadAnnealing, "run", lambda steps, *_: steps),
     ]
     if over_after_s is not None:
         patches.append((time, "perf_counter", clock))

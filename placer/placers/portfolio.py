@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from envs.problem import Problem
 from placer.placers.placer import ALL, LATENCY, MAX_LOAD, Progress
-from placer.search.balancing import balance
+from placer.search.annealing.max_load import balance
 from placer.search.budget import Budget
 from placer.search.candidate import Candidate
 from placer.search.portfolio import Proposer, search

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -29,10 +30,13 @@ class Listing:
     module: str = ""  # name of an extra module that must be installed
     takes_policy: bool = False
     distribution: str = ""  # distribution of a plug-in
+    make: Any = None  # class that was registered in this process
 
     @property
     def needs(self) -> str:
         """Return a description of special requirements, "" for none."""
+        if self.make is not None:
+            return "registered in this process"
         if self.distribution:
             return f"from {self.distribution}"
         if self.takes_policy:
@@ -95,14 +99,32 @@ OWN: Final = (
 )
 
 
+_REGISTERED: Final[dict[str, Listing]] = {}
+
+
+def register_placer(name: str, make: Callable[[], Placer], summary: str = "") -> None:
+    """Register a placer class, called without arguments, by name in this process.
+
+    Registering a name again replaces the class, as a notebook does that runs a cell twice.
+
+    Raises:
+        ValueError: a built-in placer has this name, or the class does not say its objectives.
+    """
+    if any(listing.name == name for listing in OWN):
+        raise ValueError(f"there is a placer {name!r} already: choose another name")
+    listing = Listing(name=name, summary=summary, home=f"{make.__module__}:{name}", make=make)
+    _loaded(listing)
+    _REGISTERED[name] = listing
+
+
 def listings() -> tuple[Listing, ...]:
-    """Return all placers: built-in ones, then plug-ins sorted by name, without duplicates."""
-    taken = {listing.name for listing in OWN}
+    """Return all placers: built-in and registered ones, then plug-ins by name, each name once."""
+    taken = {listing.name for listing in OWN} | _REGISTERED.keys()
     plugins: dict[str, Listing] = {}
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
         if point.name not in taken:
             plugins.setdefault(point.name, _plugin(point))
-    return (*OWN, *plugins.values())
+    return (*OWN, *_REGISTERED.values(), *plugins.values())
 
 
 def placer_named(
@@ -146,7 +168,7 @@ def _loaded(listing: Listing) -> Any:
     """Return the class, or another callable with an attribute ``objectives``."""
     module, _, factory = listing.home.partition(":")
     try:
-        make = getattr(import_module(module), factory)
+        make = listing.make or getattr(import_module(module), factory)
     except ModuleNotFoundError as error:
         if listing.module and error.name and error.name.partition(".")[0] == listing.module:
             raise ValueError(f"placer {listing.name!r} needs {listing.module}: {BENCH}") from error

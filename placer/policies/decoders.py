@@ -1,4 +1,4 @@
-"""Decoding of weights to costs during training, in this process or in several."""
+"""Costs of scheduler weights during training, decoded in this process or in several."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOST_RESTARTS: Final = 5
 
 
 class Decoders(Protocol):
-    """Evaluates weights on problems; the costs are the same on every machine."""
+    """Evaluates scheduler weights on problems, by their step times in nanoseconds."""
 
     def costs(
         self, numbers: NDArray[np.int64], weights: NDArray[np.floating[Any]]
@@ -35,7 +35,7 @@ class Decoders(Protocol):
         ...
 
 
-class Here:
+class InProcess:
     """Decodes in this process."""
 
     def __init__(self, judges: Sequence[Judge]) -> None:
@@ -110,7 +110,7 @@ class Processes:
             ) from error
 
 
-_own: list[Here] = []
+_own: list[InProcess] = []
 """In a worker process: its decoder."""
 
 
@@ -119,7 +119,7 @@ def _begin(problems: list[Problem]) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    _own.append(Here([Judge(problem) for problem in problems]))
+    _own.append(InProcess([Judge(problem) for problem in problems]))
 
 
 def _end_with(parent: multiprocessing.process.BaseProcess) -> None:

@@ -18,7 +18,7 @@ from stable_baselines3.common.logger import Logger
 
 from envs.placement_env import PlacementEnv
 from envs.problem import Problem
-from placer.policies.threads import one_thread
+from envs.torch_devices import one_thread
 from placer.search.budget import Budget, Meter
 from placer.search.candidate import Candidate
 from placer.search.judge import Judge
@@ -36,7 +36,7 @@ def maskable_ppo(problem: Problem, budget: Budget, seed: int) -> Candidate:
     Returns:
         A candidate named "maskable ppo".
     """
-    environment = _Remembering(PlacementEnv(problem))
+    environment = _Remembering(PlacementEnv(pool=[problem]))
     model = MaskablePPO(
         "MlpPolicy",
         environment,

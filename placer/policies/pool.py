@@ -134,9 +134,7 @@ def exercise(problem: Problem, family: str = "") -> Exercise:
     """Prepare a problem for training or testing."""
     judge = Judge(problem)
     known = heuristics(judge)
-    reference = min(
-        c.step_ns for c in known if c.name in (HEFT_NAME, ETF_NAME) or c.name.startswith(SINGLE)
-    )
+    reference = min(c.step_ns for c in known if is_reference(c))
     return Exercise(
         family=family,
         judge=judge,
@@ -144,6 +142,11 @@ def exercise(problem: Problem, family: str = "") -> Exercise:
         summary=summarise(judge, known),
         reference_ns=max(reference, 1),
     )
+
+
+def is_reference(candidate: Candidate) -> bool:
+    """Return whether a heuristic is one of those to beat: single device, HEFT and ETF."""
+    return candidate.name in (HEFT_NAME, ETF_NAME) or candidate.name.startswith(SINGLE)
 
 
 def draw_pool(

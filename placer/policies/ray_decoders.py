@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from placer.policies.decoders import Here
+from placer.policies.decoders import InProcess
 from placer.search.judge import Judge
 
 FOREVER: Final = -1
@@ -84,7 +84,7 @@ def _start(ray: Any) -> None:
         )
 
 
-_known: dict[str, Here] = {}
+_known: dict[str, InProcess] = {}
 """In a worker: its decoder, by the id of the problems; at most one entry."""
 
 
@@ -96,5 +96,5 @@ def _costs(
     key = problems[0].hex()
     if key not in _known:
         _known.clear()
-        _known[key] = Here([Judge(problem) for problem in ray.get(problems[0])])
+        _known[key] = InProcess([Judge(problem) for problem in ray.get(problems[0])])
     return _known[key].costs(numbers, weights)

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from envs.simulator import OVERFULL_NS
+from envs.torch_devices import one_thread
 from envs.toy_problem import toy_problem
 from graphs.quotient import edge_sources
-from placer.policies.threads import one_thread
 from placer.search.budget import Budget, Meter
 from placer.search.grouping import Grouping, at_most
 from placer.search.judge import Judge

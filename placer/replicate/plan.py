@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import networkx as nx
 
@@ -22,86 +22,50 @@ from envs.replicas.groups import replica_groups
 from envs.replicas.spec import Replication
 from envs.replicas.step import replicated, slot_networks
 from envs.replicas.topology import Block
-from envs.subclusters import part_of
 from graphs.gradients import Gradients, gradients_of, no_gradients
 from graphs.graph import GraphArrays
-from placer.demands import demanded
 from placer.interrupt import Interrupt
+from placer.job import Job, SearchConfig
 from placer.outcome import Optimization, PlacementError
-from placer.pipeline import Options, grouped, optimize_problem
+from placer.pipeline import grouped, optimize_problem
 from placer.replicate.orders import Variant, variants
 from placer.replicate.result import ReplicaPlan, Split
 from placer.replicate.scaling import Scaling
-from placer.replicate.sources import GraphSource, ModelSource, StepSource, batch_size
+from placer.replicate.sources import GraphSource, ModelSource, StepSource
 from placer.report.progress import Progress, Silent
 from placer.search.budget import Budget
 from placer.search.compiling import load_compiled_code
 from placer.several import Slice, share_of
 
-if TYPE_CHECKING:
-    from graphs.extract import Step
-
 MOST_REPLICAS: Final = 16
 
 
-def plan_step(
-    step: Step,
-    cluster: Cluster,
-    options: Options,
-    wanted: Replication,
-    progress: Progress | None = None,
-) -> ReplicaPlan:
-    """Plan replicas of one step of a model; op costs may be measured, plans are not run.
+def plan_job(job: Job, progress: Progress | None = None) -> ReplicaPlan:
+    """Plan replicas of the step of a workload, or of a graph with known costs.
+
+    Op costs may be measured, plans are not run.
 
     Raises:
         ExtractionError: the model cannot be extracted, or is on the meta device.
-        ValueError: as for :func:`plan_graph`, or a device is neither on this machine nor described.
+        ConstraintError: a constraint names ops or devices that do not exist, or contradicts
+            another.
+        ValueError: there are fewer devices than replicas, an op has no cost on any device, or a
+            device is neither on this machine nor described.
         PlacementError: no replica fits.
         KeyboardInterrupt: stopped before there was any plan.
     """
-    check_options(options)
+    wanted = job.replicas
+    assert wanted is not None
     hear = progress or Silent()
-    with Interrupt():
-        source = ModelSource(step, cluster, options, hear)
-    if wanted.samples is None:
-        wanted = replace(wanted, samples=batch_size(step))
-    return _Planner(source, options, wanted, hear).plan()
-
-
-def plan_graph(
-    graph: nx.DiGraph[str],
-    cluster: Cluster,
-    options: Options,
-    wanted: Replication,
-    progress: Progress | None = None,
-) -> ReplicaPlan:
-    """Plan replicas of a graph with known costs.
-
-    Raises:
-        DemandError: an option names ops or devices that do not exist, or contradicts another.
-        ValueError: there are fewer devices than replicas, an option does not apply to replicas, or
-            an op has no cost on any device.
-        PlacementError: no replica fits.
-        KeyboardInterrupt: stopped before there was any plan.
-    """
-    check_options(options)
-    graph = demanded(graph, cluster, options.keep_together, options.pins)
-    return _Planner(GraphSource(graph, cluster), options, wanted, progress or Silent()).plan()
-
-
-def check_options(options: Options) -> None:
-    """Check that the options apply to replicas.
-
-    Raises:
-        ValueError: an option is for a single placement.
-    """
-    if options.objective.name != "latency":
-        raise ValueError(
-            f"replicas are compared by their steps: objective {options.objective.name} is for a "
-            "single placement"
-        )
-    if options.start_from is not None:
-        raise ValueError("a placement to start from is one for a single replica: leave it out")
+    source: StepSource
+    if isinstance(job.source, nx.DiGraph):
+        source = GraphSource(job.constraints.applied_to(job.source, job.cluster), job.cluster)
+    else:
+        with Interrupt():
+            source = ModelSource(job, hear)
+        if wanted.samples is None:
+            wanted = replace(wanted, samples=source.samples)
+    return _Planner(source, job.search, wanted, hear).plan()
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +95,7 @@ class _Planner:
     """Runs the searches and simulations of one plan."""
 
     source: StepSource
-    options: Options
+    search: SearchConfig
     wanted: Replication
     hear: Progress
     graphs: dict[int, nx.DiGraph[str]] = field(default_factory=dict)  # {parts of the batch: graph}
@@ -231,11 +195,11 @@ class _Planner:
         several = sum(self._is_search(*search) for search in searches)
         for number, (parts, group) in enumerate(searches):
             budget = share_of(
-                self.options.budget, several if self._is_search(parts, group) else None
+                self.search.budget, several if self._is_search(parts, group) else None
             )
             hear = Slice(self.hear, number, len(searches))
             try:
-                found = self._searched(parts, part_of(cluster, group), budget, hear)
+                found = self._searched(parts, cluster.part(group), budget, hear)
             except KeyboardInterrupt:
                 if all(known.found is None for known in self.searched.values()):
                     raise
@@ -246,7 +210,7 @@ class _Planner:
         if several > 1 and all(self.searched[search].found is None for search in asked):
             parts, group = max(asked, key=lambda search: (self._is_search(*search), len(search[1])))
             self.searched[parts, group] = self._searched(
-                parts, part_of(cluster, group), self.options.budget, self.hear
+                parts, cluster.part(group), self.search.budget, self.hear
             )
 
     def _is_search(self, parts: int, group: Block) -> bool:
@@ -255,11 +219,11 @@ class _Planner:
     def _searched(self, parts: int, cluster: Cluster, budget: Budget, hear: Progress) -> _Searched:
         if why := self.wanted.why_not(parts):
             return _Searched(found=None, why=why)
-        options = replace(self.options, budget=budget, measure=False)
+        search = replace(self.search, budget=budget, measure=False)
         try:
             graph = self._graph(parts)
             problem = Problem.of(self.arrays[parts], cluster)
-            found = optimize_problem(problem, options, hear, coarse=grouped(graph, options))
+            found = optimize_problem(problem, search, hear, coarse=grouped(graph, search))
             plans = variants(problem, found, self._gradients(problem.graph))
         except (PlacementError, ValueError) as error:
             return _Searched(found=None, why=str(error))

@@ -11,7 +11,8 @@ import networkx as nx
 
 from envs.cluster import Cluster
 from graphs.batch import with_part_of_batch
-from placer.pipeline import Options, costed_step
+from placer.job import Job
+from placer.pipeline import costed_step
 from placer.report.progress import Progress
 
 if TYPE_CHECKING:
@@ -54,12 +55,13 @@ class GraphSource:
 class ModelSource:
     """Extracts a model again for each part of its batch."""
 
-    def __init__(self, step: Step, cluster: Cluster, options: Options, hear: Progress) -> None:
-        self.step = step
-        self.options = options
+    def __init__(self, job: Job, hear: Progress) -> None:
+        assert isinstance(job.source, Step)
+        self.step = job.source
+        self.samples = batch_size(job.source)
+        self.job = job
         self.hear = hear
-        self.given = cluster
-        known = costed_step(step, cluster, options, hear)
+        known = costed_step(job, hear)
         self.extraction: Extraction | None = known.extraction
         self.makers: Mapping[str, Sequence[str]] = known.rig.gradient_makers()
         self.cluster = known.cluster
@@ -82,7 +84,7 @@ class ModelSource:
                 "equal parts."
             )
         try:
-            return costed_step(smaller, self.given, self.options, self.hear).graph
+            return costed_step(replace(self.job, source=smaller), self.hear).graph
         except ExtractionError as error:
             raise ValueError(
                 f"The step cannot be extracted with one of {parts} parts of its batch: {error}"

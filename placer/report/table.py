@@ -14,10 +14,10 @@ from rich.table import Table
 
 from envs.host_names import is_core
 from envs.placement import ROOT, module_of
-from placer.given import GIVEN
 from placer.milliseconds import milliseconds
 from placer.outcome import REBUILT
 from placer.search.candidate import SINGLE, WHERE_ALLOWED
+from placer.warm_start import WARM_START
 
 if TYPE_CHECKING:
     from envs.cluster import Cluster, Link
@@ -107,8 +107,8 @@ def _legend(found: Optimization, ran: bool) -> str:
         )
     elif ran:
         text += "; every device is waited for; rebuilt: the same as wall"
-    if any(row.name == GIVEN for row in found.rows):
-        text += f"; {GIVEN}: what --start-from names"
+    if any(row.name == WARM_START for row in found.rows):
+        text += f"; {WARM_START}: what --start-from names"
     if any(row.name.endswith(WHERE_ALLOWED) for row in found.rows):
         text += f";{WHERE_ALLOWED}: what pins or missing costs keep off that device is elsewhere"
     if found.all_cores is not None:

@@ -14,6 +14,7 @@ from placer.search.trail import Trail, current_trail
 
 _FORM: Final = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:e[0-9]+(?=[a-z]))?)\s*(s|m|min|e|evals?)")
 LONGEST_CHUNK_S: Final = 0.05
+LARGEST_CHUNK: Final = 4096
 _SECONDS: Final = {"s": 1.0, "m": 60.0, "min": 60.0}
 
 
@@ -128,3 +129,11 @@ class Meter:
         if not self.stopped and self.should_stop is not None and self.should_stop():
             self.stopped = True
         return self.stopped or self.share() >= share
+
+    def next_chunk(self, chunk: int, done: int, seconds: float, most: int = LARGEST_CHUNK) -> int:
+        """Return how many steps to make until the next look at the clock, by the rate of the last.
+
+        The last chunk of ``chunk`` steps was cut to ``done`` steps, which took ``seconds``.
+        """
+        rate = done / max(seconds, 1e-6)
+        return int(min(max(rate * self.chunk_s, 1), 2 * chunk, most))

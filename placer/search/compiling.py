@@ -24,12 +24,13 @@ from envs.max_load import max_load_ns
 from envs.problem import Problem
 from envs.simulator import simulate_batch
 from envs.toy_problem import toy_problem
-from placer.search import annealing, decoder, etf
-from placer.search.annealing import Annealing
+from placer.search import decoder, etf
+from placer.search.annealing import step_time
+from placer.search.annealing.step_time import Annealing
 from placer.search.decoder import HEFT
 from placer.search.judge import Judge
 
-LARGEST: Final = (simulate_batch, annealing._anneal, decoder._decode, etf._etf)
+LARGEST: Final = (simulate_batch, step_time._anneal, decoder._decode, etf._etf)
 """Functions that take most of the compile time; if they are cached, so are mostly the others."""
 HELPER: Final = """
 import sys

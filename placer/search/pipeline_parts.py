@@ -6,6 +6,7 @@ borders follow by dynamic programming, as for pipelines of layers (PipeDream, ar
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from envs.compiled import compiled
 from envs.max_load import HOST_KIND, least_send_ns
 from envs.problem import Problem
+from graphs.graph import GraphArrays
 from placer.search.trivial import spread
 
 MOST_STEPS: Final = 20_000_000
@@ -24,6 +26,38 @@ NEVER_NS: Final = 1 << 62
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
+
+
+def narrow_order(graph: GraphArrays) -> NDArray[np.int32]:
+    """Return all ops (N,) in a topological order that keeps few outputs in use at a time.
+
+    Greedy: always the op that frees most outputs; among equals, the one that became ready last.
+    """
+    unread = np.diff(graph.successor_start).tolist()
+    missing = np.diff(graph.predecessor_start).tolist()
+    reads = _lists(graph.predecessor_start, graph.predecessors)
+    readers = _lists(graph.successor_start, graph.successors)
+    since = {i: -1 for i in graph.topological.tolist() if not missing[i]}
+    order: list[int] = []
+
+    def growth(i: int) -> tuple[int, int]:
+        return bool(readers[i]) - sum(unread[u] == 1 for u in reads[i]), -since[i]
+
+    while since:
+        chosen = min(since, key=growth)
+        del since[chosen]
+        order.append(chosen)
+        for u in reads[chosen]:
+            unread[u] -= 1
+        for v in readers[chosen]:
+            missing[v] -= 1
+            if not missing[v]:
+                since[v] = len(order)
+    return np.array(order, np.int32)
+
+
+def _lists(start: NDArray[np.int32], values: NDArray[np.int32]) -> list[list[int]]:
+    return [values[a:b].tolist() for a, b in pairwise(start.tolist())]
 
 
 def pipeline_parts(problem: Problem, order: NDArray[np.int32]) -> NDArray[np.int32]:

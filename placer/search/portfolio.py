@@ -16,7 +16,14 @@ from numpy.typing import NDArray
 from envs.bounds import lower_bound_ns
 from envs.problem import Problem
 from placer.milliseconds import milliseconds
-from placer.search.annealing import Annealing
+from placer.search.annealing.step_time import (
+    MOST_STARTS,
+    Annealing,
+    heat,
+    moves_left,
+    walk,
+    worthwhile_starts,
+)
 from placer.search.budget import Budget, Meter
 from placer.search.candidate import Candidate, distinct, ranked
 from placer.search.compiling import load_compiled_code
@@ -24,7 +31,6 @@ from placer.search.decoder import HEFT, WEIGHT_COUNT
 from placer.search.evolution import Evolution
 from placer.search.heuristics import heuristics
 from placer.search.judge import Judge
-from placer.search.walking import MOST_STARTS, heat, moves_left, next_chunk, walk, worthwhile_starts
 
 SAMPLES: Final = 32
 SAMPLE_SHARE: Final = 0.25
@@ -172,7 +178,7 @@ class _Search:
             devices, priority, new = self.judge.decoded(rows[len(costs) : len(costs) + size])
             costs += new.tolist()
             self.meter.spend(size)
-            self.chunk = next_chunk(self.meter, self.chunk, size, self.meter.seconds() - began)
+            self.chunk = self.meter.next_chunk(self.chunk, size, self.meter.seconds() - began)
             row = int(new.argmin())
             if best is None or new[row] < best.step_ns:
                 best = self.judge.candidate(name, devices[row], priority[row], int(new[row]))

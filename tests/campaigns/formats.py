@@ -24,10 +24,9 @@ from graphs.graph import GraphArrays
 from graphs.synthetic import layered
 from placer.cli.main import main
 from placer.device_map import DeviceMap
-from placer.given import load_given, placement_of
 from placer.parallel.training import STATE_FORMAT
 from placer.policies import load as load_policy
-from placer.policies.suites import Suite, load_suites
+from placer.policies.evaluation import Suite, load_suites
 from placer.policies.training import TrainingConfig, load_config
 from placer.policies.training.checkpoint import read_checkpoint
 from placer.policies.training.config import Length, Stage, Testing
@@ -35,6 +34,7 @@ from placer.policies.training.run import train
 from placer.sources import exported, huggingface, onnx
 from placer.state_file import read_state, write_state
 from placer.target import load_step
+from placer.warm_start import load_warm_start, placement_of
 
 from .mutation import Syntax
 
@@ -129,7 +129,7 @@ def formats(folder: Path) -> tuple[Format, ...]:
         return read_checkpoint(path, load_config(at.interrupted_config).essence())
 
     def device_map(path: Path) -> object:
-        given = load_given(path)
+        given = load_warm_start(path)
         extraction, graph = _extraction()
         placement = placement_of(given, extraction, graph, load_cluster(at.cluster))
         return given.conflict(extraction) if isinstance(given, DeviceMap) else placement
@@ -145,7 +145,7 @@ def formats(folder: Path) -> tuple[Format, ...]:
         Format("graph", "json", at.graph, load_graph, [of_graph], 20, at),
         Format("cluster", "toml", at.cluster, load_cluster, OF_CLUSTER, 20, at),
         Format("placement", "json", at.placement, Placement.load, OF_PLACEMENT, 15, at),
-        Format("plan of replicas", "json", at.plan, load_given, OF_PLACEMENT, 8, at),
+        Format("plan of replicas", "json", at.plan, load_warm_start, OF_PLACEMENT, 8, at),
         Format("device map", "json", at.device_map, device_map),
         Format("training", "toml", at.training, load_config, [of_training], 15, words=_if_short),
         Format("suites", "toml", at.suites, load_suites, [OF_SUITES], words=_small_suite),

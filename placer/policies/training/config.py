@@ -3,7 +3,10 @@
 ``trained_policies/NAME.toml``::
 
     format = "placer-training/1"
-    algorithm = "ppo"              # ppo: decoder weights, | maskable-ppo: devices op by op
+    algorithm = "ppo"              # ppo: scheduler weights, | maskable-ppo: devices op by op
+    backend = "simulated"          # reward: simulated steps of generated graphs, or
+                                   # "measured": of one model, on devices of this machine
+    start = ""                     # policy to begin with, by name or path; "": HEFT
     seeds = 5                      # number of policies to train
     keep = 5                       # number of policies to keep: the best, and the most helpful
     first_seed = 0
@@ -37,12 +40,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from graphs.strict_json import load_toml, within
 from graphs.synthetic import FEWEST_OPS
+from placer.policies.network import GENERALIST
 from placer.policies.pool import Clusters, families
 from placer.policies.records import Items, Within, check_ranges, plain, record
 
@@ -167,6 +172,8 @@ class TrainingConfig:
 
     format: Literal["placer-training/1"] = FORMAT
     algorithm: Algorithm = "ppo"
+    backend: Literal["simulated", "measured"] = "simulated"
+    start: str = ""  # policy to begin with
     seeds: Annotated[int, Within(1, 1000)] = 5
     keep: Annotated[int, Within(1, 1000)] = 5
     first_seed: Annotated[int, Within(0, MOST_SEEDS - 1)] = 0
@@ -182,10 +189,17 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        if self.algorithm == "maskable-ppo" and self.imitation.graphs:
-            raise ValueError("imitation: only decoder weights are imitated, with algorithm ppo")
-        if self.algorithm == "maskable-ppo" and self.workers != 0:
+        op_by_op = self.algorithm == "maskable-ppo"
+        if op_by_op and self.imitation.graphs:
+            raise ValueError("imitation: only scheduler weights are imitated, with algorithm ppo")
+        if op_by_op and self.workers != 0:
             raise ValueError("workers decode: with algorithm maskable-ppo leave them out")
+        if op_by_op and (self.start or self.backend == "measured"):
+            raise ValueError("start and backend measured need algorithm ppo")
+        if self.backend == "measured":
+            for name in ("workers", "imitation", "stage", "test"):
+                if getattr(self, name) != getattr(SIMULATED, name):
+                    raise ValueError(f"{name}: with backend measured leave it out")
 
     @property
     def graph_bytes(self) -> int:
@@ -218,6 +232,37 @@ def load_config(path: Path) -> TrainingConfig:
     return load_toml(path, _config)
 
 
+def config_of(
+    path: Path | None = None,
+    *,
+    length: Length | None = None,
+    families: Sequence[str] | None = None,
+    **overrides: Any,
+) -> TrainingConfig:
+    """Return the configuration of a file, or the default one of the backend, with some overrides.
+
+    Args:
+        path: of a TOML file.
+        length: of each seed.
+        families: of the graphs of all stages.
+        overrides: values of other fields, by name; None for none.
+
+    Raises:
+        ValueError: the file is invalid, or a value is.
+        OSError: the file cannot be read.
+    """
+    own = {name: value for name, value in overrides.items() if value is not None}
+    if path is not None:
+        config = load_config(path)
+    else:
+        config = MEASURED if own.get("backend") == "measured" else SIMULATED
+    if length is not None:
+        own["length"] = length
+    if families is not None:
+        own["stage"] = tuple(replace(stage, families=tuple(families)) for stage in config.stage)
+    return record(TrainingConfig, plain(replace(config, **own)))
+
+
 def _config(data: dict[str, Any]) -> TrainingConfig:
     if "format" not in data:
         raise ValueError(f'format is missing: write format = "{FORMAT}"')
@@ -234,3 +279,15 @@ def check_graphs(chosen: tuple[str, ...], graphs: int, max_ops: int) -> None:
     if not chosen:
         raise ValueError("families is empty: leave it out for all but chains")
     within(graphs * max_ops, 1, MOST_OPS, "graphs x max_ops")
+
+
+SIMULATED: Final = TrainingConfig()
+MEASURED: Final = TrainingConfig(
+    backend="measured",
+    start=GENERALIST,
+    seeds=1,
+    checkpoint_rollouts=1,
+    length=Length(decodes=256),
+    ppo=Ppo(environments=8, steps=1, batch_size=8, epochs=4, learning_rate=3e-4, reward="plain"),
+)
+"""Default configurations of both backends."""

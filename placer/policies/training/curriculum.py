@@ -9,8 +9,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from placer.policies.params_env import pool_scale
 from placer.policies.pool import Exercise, draw_pool
+from placer.policies.scheduler_env import pool_scale
 from placer.policies.training.config import TrainingConfig
 
 TRAINING_SEED: Final = 1_000_000
@@ -45,6 +45,11 @@ class Curriculum:
             for seed in (VALIDATION_SEED, TEST_SEED)
         )
         return cls(pool=pool, stages=stages, validation=validation, tests=tests)
+
+    @classmethod
+    def of_one(cls, item: Exercise) -> Curriculum:
+        """Train, validate and test on one problem."""
+        return cls(pool=[item], stages=[np.zeros(1, np.int64)], validation=[item], tests=[item])
 
     def scale(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Return mean and standard deviation (F,) of the summaries of all stages."""

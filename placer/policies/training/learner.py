@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, cast
 
@@ -19,6 +19,7 @@ from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.policies import BasePolicy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from placer.policies.network import Policy
 from placer.policies.training.config import TrainingConfig
 
 LOGGED: Final = {
@@ -168,6 +169,52 @@ class Learner:
                 torch.cuda.set_rng_state(cuda, model.device)
         except (KeyError, TypeError, RuntimeError) as error:
             raise ValueError(f"it is not of this training: {error}") from error
+
+
+def exported(
+    network: BasePolicy,
+    name: str,
+    mean: NDArray[np.float32],
+    deviation: NDArray[np.float32],
+) -> Policy:
+    """Return a trained network as a policy without a card."""
+    state = {key: value.detach().cpu().numpy() for key, value in network.state_dict().items()}
+    return Policy(
+        name=name,
+        card={},
+        feature_mean=mean,
+        feature_deviation=deviation,
+        layers=tuple(
+            (state[f"{layer}.weight"], state[f"{layer}.bias"]) for layer in _layers(state)
+        ),
+        log_std=state["log_std"],
+    )
+
+
+def imported(network: BasePolicy, policy: Policy) -> None:
+    """Load a policy into a network with the same layers; its critic is not changed.
+
+    Raises:
+        ValueError: the layers differ.
+    """
+    state = network.state_dict()
+    layers = _layers(state)
+    theirs = [len(bias) for _, bias in policy.layers]
+    if theirs != [len(state[f"{layer}.bias"]) for layer in layers]:
+        raise ValueError(f"start: {policy.name} needs ppo.layers = {theirs[:-1]}")
+    for layer, (matrix, bias) in zip(layers, policy.layers, strict=True):
+        state[f"{layer}.weight"] = torch.from_numpy(np.array(matrix))
+        state[f"{layer}.bias"] = torch.from_numpy(np.array(bias))
+    state["log_std"] = torch.from_numpy(np.array(policy.log_std))
+    network.load_state_dict(state)
+
+
+def _layers(state: Iterable[str]) -> list[str]:
+    """Return the names of the layers that compute the mean of actions, in order."""
+    prefix, ending = "mlp_extractor.policy_net.", ".weight"
+    hidden = [key for key in state if key.startswith(prefix) and key.endswith(ending)]
+    numbers = sorted(int(key.removeprefix(prefix).removesuffix(ending)) for key in hidden)
+    return [*(f"{prefix}{number}" for number in numbers), "action_net"]
 
 
 class _Ratios(BaseCallback):

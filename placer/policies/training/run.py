@@ -4,7 +4,7 @@
 
 Seeds vary as much as training gains, so every seed's scores go into the card, beside those of an
 untrained control: the best of sixteen random weights around HEFT. An interrupted training continues
-from its checkpoint, with the same result as without interruption.
+from its checkpoint, with the same result as without interruption if steps are simulated.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import math
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import stable_baselines3
@@ -24,26 +24,33 @@ import torch
 
 import placer
 from envs.discover import available_memory_bytes
+from envs.torch_devices import one_thread
+from placer.policies.decoders import Decoders
+from placer.policies.network import path_of
 from placer.policies.records import plain
-from placer.policies.threads import one_thread
 from placer.policies.training.checkpoint import Checkpoint, read_checkpoint
-from placer.policies.training.config import TrainingConfig
+from placer.policies.training.config import MEASURED as MEASURED_CONFIG
+from placer.policies.training.config import SIMULATED, TrainingConfig
 from placer.policies.training.curriculum import Curriculum
 from placer.policies.training.learner import Learner, Saved
 from placer.policies.training.log import Log
-from placer.policies.training.scores import MEANING, baselines, mean, table
+from placer.policies.training.scores import MEANING, MEASURED, mean, table
 from placer.policies.training.tasks import Task, task_for
+
+if TYPE_CHECKING:
+    from envs.cluster import Cluster
+    from graphs.extract import Step
 
 Progress = Callable[[float, str], None]
 RATIOS: Final = "ratios"
 """Ratios of one decode on every validation graph: in checkpoints, not in cards."""
 
 
-@one_thread()
 def train(
     out: Path,
     config: TrainingConfig | None = None,
     *,
+    measured: tuple[Step, Cluster] | None = None,
     progress: Progress | None = None,
     fresh: bool = False,
 ) -> Mapping[str, Any]:
@@ -54,6 +61,8 @@ def train(
     Args:
         out: path without suffix; its last part is the policy's name.
         config: configuration; by default all families, five seeds, 350,000 decodes.
+        measured: with backend "measured" the step whose time is measured, and devices of this
+            machine.
         progress: called with the finished share, 0 .. 1, and a text.
         fresh: ignore an existing checkpoint, and delete old TensorBoard curves.
 
@@ -61,46 +70,65 @@ def train(
         The card that was written.
 
     Raises:
-        ValueError: the checkpoint has another configuration, or there is no such device.
+        ValueError: the checkpoint has another configuration, there is no such device or policy to
+            begin with, or the model does not suit the backend.
+        ExtractionError: the model cannot be extracted or run.
+        WorkerError: the devices cannot run the model.
         OSError: a file cannot be read or written.
         FloatingPointError: the training diverged.
     """
-    config = config or TrainingConfig()
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError('device is "cuda", but torch sees no such device here: use "cpu"')
-    needed, free = config.graph_bytes, available_memory_bytes()
-    if needed > free:
-        raise ValueError(
-            f"the graphs of all stages need {needed / 1e9:.1f} GB, but {free / 1e9:.1f} GB are "
-            "free: draw fewer graphs, or smaller ones"
-        )
+    config = config or (SIMULATED if measured is None else MEASURED_CONFIG)
+    _check(config, has_model=measured is not None)
     tell = progress or _silent
     out.parent.mkdir(parents=True, exist_ok=True)
     path = out.with_name(f"{out.name}.checkpoint")
     checkpoint = None
     if path.exists() and not fresh:
         checkpoint = read_checkpoint(path, config.essence())
-    tell(0.0, "drawing graphs")
-    curriculum = Curriculum.drawn(config)
-    if checkpoint is not None and checkpoint.graphs != _digest(curriculum):
-        raise ValueError(
-            f"{path}: this version draws other graphs than the one that began: give --fresh to "
-            "begin anew"
-        )
-    with (
-        closing(task_for(config, curriculum)) as task,
-        Log(out, keep_bytes=checkpoint.log_bytes if checkpoint else 0) as log,
-    ):
-        run = _Run(config, curriculum, task, log, path, tell)
-        finished = run.seeds(checkpoint)
-    kept = most_helpful([own.data for own in finished], task.keeps)
-    together = task.together([finished[i].tensors for i in kept], curriculum.tests)
-    card = _card(out.name, config, curriculum, task, [finished[i].data for i in kept], finished)
+    with ExitStack() as stack:
+        decoders: Decoders | None = None
+        if measured is None:
+            stack.enter_context(one_thread())  # measured models use all
+            tell(0.0, "drawing graphs")
+            curriculum = Curriculum.drawn(config)
+        else:
+            from placer.policies.measured_decoders import MeasuredDecoders
+
+            decoders = MeasuredDecoders.of(*measured, lambda text: tell(0.0, text))
+            stack.enter_context(closing(decoders))
+            curriculum = Curriculum.of_one(decoders.item)
+        if checkpoint is not None and checkpoint.graphs != _digest(config, curriculum):
+            raise ValueError(
+                f"{path}: the training that began had other graphs: give --fresh to begin anew"
+            )
+        task = stack.enter_context(closing(task_for(config, curriculum, decoders)))
+        log = stack.enter_context(Log(out, keep_bytes=checkpoint.log_bytes if checkpoint else 0))
+        finished = _Run(config, curriculum, task, log, path, tell).seeds(checkpoint)
+        kept = most_helpful([own.data for own in finished], task.keeps)
+        together = task.together([finished[i].tensors for i in kept], curriculum.tests)
+        card = _card(out.name, config, curriculum, task, [finished[i].data for i in kept], finished)
     if together is not None:
         card["together"] = table(curriculum.tests, *together)
     task.save(out, card, [finished[i].tensors for i in kept])
     path.unlink(missing_ok=True)
     return card
+
+
+def _check(config: TrainingConfig, *, has_model: bool) -> None:
+    """Raise ValueError if this machine or the arguments do not suit the configuration."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError('device is "cuda", but torch sees no such device here: use "cpu"')
+    if has_model != (config.backend == "measured"):
+        needs = "needs a model" if config.backend == "measured" else "draws graphs, not a model"
+        raise ValueError(f"a training with backend {config.backend} {needs}")
+    if config.start:
+        path_of(config.start)
+    needed, free = config.graph_bytes, available_memory_bytes()
+    if needed > free:
+        raise ValueError(
+            f"the graphs of all stages need {needed / 1e9:.1f} GB, but {free / 1e9:.1f} GB are "
+            "free: draw fewer graphs, or smaller ones"
+        )
 
 
 class _Run:
@@ -122,7 +150,7 @@ class _Run:
         self.path = path
         self.tell = tell
         self.finished: list[Saved] = []
-        self.graphs = _digest(curriculum)
+        self.graphs = _digest(config, curriculum)
 
     def seeds(self, checkpoint: Checkpoint | None) -> list[Saved]:
         """Train all seeds; return their networks, each with its row of the card."""
@@ -142,7 +170,8 @@ class _Run:
         """Train a seed, from its checkpoint if given; return the learner and the time spent."""
         config, rollouts, spent_s = self.config, 0, 0.0
         # Processor time if this process does all the work: others may use the machine, too.
-        clock = time.process_time if config.workers == 0 else time.perf_counter
+        alone = config.workers == 0 and config.backend == "simulated"
+        clock = time.process_time if alone else time.perf_counter
         began = clock()
         if checkpoint is None:
             learner = self.task.learner(seed, lambda _, text: self._tell(0.0, text))
@@ -218,25 +247,18 @@ def _card(
     kept: Sequence[Mapping[str, Any]],
     finished: Sequence[Saved],
 ) -> dict[str, Any]:
-    families = dict.fromkeys(family for stage in config.stage for family in stage.families)
-    devices = sorted({count for stage in config.stage for count in stage.clusters.devices})
     rows = [{k: v for k, v in own.data.items() if k != RATIOS} for own in finished]
     return {
         "format": task.format,
         "name": name,
-        "trained_on": {
-            "families": list(families),
-            "graphs": len(curriculum.pool),
-            "largest_ops": max(item.judge.problem.op_count for item in curriculum.pool),
-            "devices": devices,
-        },
+        "trained_on": _trained_on(config, curriculum),
         "config": plain(config),
         "seed": kept[0]["seed"],
         "others": [row["seed"] for row in kept[1:]],
         "selected_by": "lowest sum of both validation scores; others by what they add to it",
-        "scores_are": MEANING,
+        "scores_are": MEANING if config.backend == "simulated" else MEASURED,
         "seeds": rows,
-        "baselines": baselines(math.exp(config.ppo.log_std), curriculum.tests),
+        "baselines": task.baselines(curriculum.tests),
         "versions": {
             "placer": placer.__version__,
             "python": platform.python_version(),
@@ -247,8 +269,24 @@ def _card(
     }
 
 
-def _digest(curriculum: Curriculum) -> str:
-    """Return a hash of the summaries, which tells whether graphs are the same."""
+def _trained_on(config: TrainingConfig, curriculum: Curriculum) -> dict[str, Any]:
+    problems = [item.judge.problem for item in curriculum.pool]
+    if config.backend == "measured":
+        [problem] = problems
+        own: dict[str, Any] = {"graph": problem.graph.name, "devices": list(problem.cluster.names)}
+    else:
+        families = dict.fromkeys(family for stage in config.stage for family in stage.families)
+        devices = sorted({count for stage in config.stage for count in stage.clusters.devices})
+        own = {"families": list(families), "devices": devices}
+    largest = max(problem.op_count for problem in problems)
+    return {**own, "graphs": len(problems), "largest_ops": largest}
+
+
+def _digest(config: TrainingConfig, curriculum: Curriculum) -> str:
+    """Return a hash of the training graphs; of a measured model without its costs."""
+    if config.backend == "measured":
+        [problem] = [item.judge.problem for item in curriculum.pool]
+        return ",".join([problem.graph.hash, *problem.cluster.names])
     seen = np.stack([item.summary for item in curriculum.pool])
     return hashlib.sha256(seen.round(6).tobytes()).hexdigest()
 

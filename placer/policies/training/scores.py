@@ -8,6 +8,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from placer.policies.decoders import Decoders, InProcess
 from placer.policies.network import ACTION_SCALE, Policy
 from placer.policies.pool import Exercise
 from placer.search.candidate import SINGLE
@@ -15,6 +16,7 @@ from placer.search.decoder import HEFT, WEIGHT_COUNT
 from placer.search.heuristics import ETF_NAME, HEFT_NAME
 
 MEANING: Final = "geometric mean of step / best of {single device, HEFT, ETF}, simulated"
+MEASURED: Final = MEANING.replace("simulated", "measured")
 DECODES: Final = 16
 SAMPLES: Final = DECODES - 1
 HEURISTICS: Final = {"single": SINGLE, HEFT_NAME: HEFT_NAME, ETF_NAME: ETF_NAME}
@@ -22,26 +24,29 @@ HEURISTICS: Final = {"single": SINGLE, HEFT_NAME: HEFT_NAME, ETF_NAME: ETF_NAME}
 
 
 def scores(
-    policy: Policy, pool: Sequence[Exercise], seed: int = 0
+    policy: Policy, pool: Sequence[Exercise], seed: int = 0, decoders: Decoders | None = None
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return ratios (len(pool),) of one decode, and of the best of sixteen with ``seed``.
 
     The sixteen are the proposals of the policy and its others, and samples around the best of
-    these.
+    these. ``decoders`` hold the pool, by default with simulated steps.
     """
     proposals = [policy.proposals(item.summary) for item in pool]
-    return _decoded(pool, proposals, seed)
+    return _decoded(pool, proposals, seed, decoders)
 
 
 def untrained_scores(
-    deviation: float, pool: Sequence[Exercise], seed: int = 0
+    deviation: float,
+    pool: Sequence[Exercise],
+    seed: int = 0,
+    decoders: Decoders | None = None,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return ratios of HEFT, and of the best of HEFT and 15 random weights around it.
 
     ``deviation`` is the standard deviation of actions.
     """
     spread = np.full((1, WEIGHT_COUNT), ACTION_SCALE * deviation)
-    return _decoded(pool, [(HEFT[None], spread)] * len(pool), seed)
+    return _decoded(pool, [(HEFT[None], spread)] * len(pool), seed, decoders)
 
 
 def heuristic_ratios(pool: Sequence[Exercise]) -> dict[str, NDArray[np.float64]]:
@@ -57,13 +62,15 @@ def heuristic_ratios(pool: Sequence[Exercise]) -> dict[str, NDArray[np.float64]]
     }
 
 
-def baselines(deviation: float, pool: Sequence[Exercise]) -> dict[str, float]:
+def baselines(
+    deviation: float, pool: Sequence[Exercise], decoders: Decoders | None = None
+) -> dict[str, float]:
     """Return scores of the heuristics, and of untrained weights: HEFT and 15 weights around it.
 
     ``deviation`` is the initial standard deviation of actions.
     """
     found = {name: mean(ratios) for name, ratios in heuristic_ratios(pool).items()}
-    untrained = untrained_scores(deviation, pool)[1]
+    untrained = untrained_scores(deviation, pool, decoders=decoders)[1]
     return {**found, "untrained, best of 16": mean(untrained)}
 
 
@@ -92,15 +99,18 @@ def _decoded(
     pool: Sequence[Exercise],
     proposals: Sequence[tuple[NDArray[np.float64], NDArray[np.float64]]],
     seed: int,
+    decoders: Decoders | None,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    decoders = decoders or InProcess([item.judge for item in pool])
     alone, sampled = [], []
     for number, (item, (all_means, deviations)) in enumerate(zip(pool, proposals, strict=True)):
         rng = np.random.default_rng([seed, number] if seed else number)
         means = all_means[:DECODES]
         normal = rng.standard_normal((SAMPLES, WEIGHT_COUNT))[: DECODES - len(means)]
-        costs = item.judge.decoded(means)[2]
+        costs = decoders.costs(np.full(len(means), number), means)
         best = int(costs.argmin())
-        more = item.judge.decoded(means[best] + deviations[best] * normal)[2]
+        tried = means[best] + deviations[best] * normal
+        more = decoders.costs(np.full(len(tried), number), tried)
         alone.append(item.ratio(int(costs[0])))
         sampled.append(item.ratio(int(min(costs.min(), more.min(initial=costs.min())))))
     return np.array(alone), np.array(sampled)

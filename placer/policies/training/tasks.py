@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -13,27 +14,29 @@ import torch
 from numpy.typing import NDArray
 from safetensors.numpy import save
 from stable_baselines3.common.policies import BasePolicy
+from stable_baselines3.common.vec_env import DummyVecEnv
+from stable_baselines3.common.vec_env.base_vec_env import VecEnvStepReturn
 
+from envs.placement_env import PlacementEnv
 from graphs.whole_file import write_whole
-from placer.policies.decoders import Decoders, Here, Processes
-from placer.policies.generated_env import GeneratedBatch, GeneratedPlacementEnv
+from placer.policies.decoders import Decoders, InProcess, Processes
 from placer.policies.network import (
     FORMAT,
     SEQUENTIAL_FORMAT,
     WEIGHTS,
     Policy,
     file_of,
+    load,
     write_card,
 )
-from placer.policies.params_env import ParamsBatch
 from placer.policies.pool import CANNOT_RUN, Exercise
 from placer.policies.rewards import Rewards, relative_rewards
+from placer.policies.scheduler_env import SchedulerBatch
 from placer.policies.training.config import TrainingConfig
 from placer.policies.training.curriculum import Curriculum
 from placer.policies.training.imitation import evolved_actions, imitate
-from placer.policies.training.learner import Learner
-from placer.policies.training.networks import exported
-from placer.policies.training.scores import SAMPLES, scores
+from placer.policies.training.learner import Learner, exported, imported
+from placer.policies.training.scores import SAMPLES, baselines, scores
 
 Ratios: TypeAlias = tuple[NDArray[np.float64], NDArray[np.float64]]
 """Ratios to the reference, (B,): of one placement each, and of the best of 16."""
@@ -62,6 +65,10 @@ class Task(Protocol):
         """Return the scores of a network."""
         ...
 
+    def baselines(self, pool: Sequence[Exercise]) -> dict[str, float]:
+        """Return the scores of heuristics and of untrained scheduler weights."""
+        ...
+
     def together(
         self, tensors: Sequence[Mapping[str, Any]], pool: Sequence[Exercise]
     ) -> Ratios | None:
@@ -79,30 +86,37 @@ class Task(Protocol):
         ...
 
 
-class DecoderWeights:
-    """Learn decoder weights for a problem: PPO, where an episode is one decode."""
+class SchedulerWeights:
+    """Learn scheduler weights for a problem: PPO, where an episode is one decode.
+
+    ``decoders`` hold the training graphs; with measured steps also those to score on.
+    """
 
     format = FORMAT
 
-    def __init__(self, config: TrainingConfig, curriculum: Curriculum) -> None:
+    def __init__(self, config: TrainingConfig, curriculum: Curriculum, decoders: Decoders) -> None:
         self.keeps = config.keep
         self.config = config
         self.curriculum = curriculum
-        self.decoders = _decoders(config, curriculum)
+        self.decoders = decoders
+        self.start = load(config.start) if config.start else None
+        self.scale = curriculum.scale()
+        if self.start is not None:
+            self.scale = self.start.feature_mean, self.start.feature_deviation
+        self._scored = decoders if config.backend == "measured" else None
         self._relative: Rewards | None = None
         self._imitated: tuple[NDArray[np.int64], NDArray[np.float32]] | None = None
 
     def blank(self, seed: int) -> Learner:
         """See :class:`Task`."""
-        count = self.config.ppo.environments
-        batch = ParamsBatch(
-            self.curriculum.pool, count, seed, self.decoders, rewards=self._rewards()
-        )
-        return Learner(self.config, seed, batch)
+        return Learner(self.config, seed, self._batch(seed))
 
     def learner(self, seed: int, tell: Callable[[float, str], None]) -> Learner:
         """See :class:`Task`; the imitated actions are the same for all seeds, and computed once."""
-        learner, imitation = self.blank(seed), self.config.imitation
+        batch, imitation = self._batch(seed), self.config.imitation
+        learner = Learner(self.config, seed, batch)
+        if self.start is not None:
+            imported(learner.model.policy, self.start)
         if imitation.graphs:
             if self._imitated is None:
                 numbers = self.curriculum.in_turn(imitation.graphs)
@@ -116,34 +130,42 @@ class DecoderWeights:
                 )
                 self._imitated = (numbers, actions)
             numbers, actions = self._imitated
-            seen = learner.batch.observations(numbers)  # type: ignore[attr-defined]
+            seen = batch.observations(numbers)
             left = imitate(learner.model, seen, actions, imitation, seed)
             tell(1.0, f"imitated, squared error {left:.3f}")
         return learner
 
-    def _rewards(self) -> Rewards | None:
-        """Return relative rewards, computed once for all seeds, or None for plain ones."""
+    def _batch(self, seed: int) -> SchedulerBatch:
         if self._relative is None and self.config.ppo.reward == "relative":
-            self._relative = self._found_rewards()
-        return self._relative
-
-    def _found_rewards(self) -> Rewards:
-        references = np.array([item.reference_ns for item in self.curriculum.pool], np.int64)
-        return relative_rewards(self.decoders, references, math.exp(self.config.ppo.log_std))
+            references = np.array([item.reference_ns for item in self.curriculum.pool], np.int64)
+            deviation = math.exp(self.config.ppo.log_std)
+            self._relative = relative_rewards(self.decoders, references, deviation)
+        return SchedulerBatch(
+            self.curriculum.pool,
+            self.config.ppo.environments,
+            seed,
+            self.decoders,
+            scale=self.scale,
+            rewards=self._relative,
+        )
 
     def tensors(self, network: BasePolicy) -> dict[str, NDArray[Any]]:
         """See :class:`Task`."""
-        return exported(network, "", *self.curriculum.scale()).tensors()
+        return exported(network, "", *self.scale).tensors()
 
     def scores(self, network: BasePolicy, pool: Sequence[Exercise]) -> Ratios:
         """See :class:`Task`."""
-        return scores(exported(network, "", *self.curriculum.scale()), pool)
+        return scores(exported(network, "", *self.scale), pool, decoders=self._scored)
+
+    def baselines(self, pool: Sequence[Exercise]) -> dict[str, float]:
+        """See :class:`Task`."""
+        return baselines(math.exp(self.config.ppo.log_std), pool, self._scored)
 
     def together(
         self, tensors: Sequence[Mapping[str, Any]], pool: Sequence[Exercise]
     ) -> Ratios | None:
         """See :class:`Task`."""
-        return scores(_joined("", {}, tensors), pool)
+        return scores(_joined("", {}, tensors), pool, decoders=self._scored)
 
     def save(
         self, path: Path, card: Mapping[str, Any], tensors: Sequence[Mapping[str, Any]]
@@ -154,6 +176,45 @@ class DecoderWeights:
     def close(self) -> None:
         """See :class:`Task`."""
         self.decoders.close()
+
+
+class PlacementBatch(DummyVecEnv):
+    """VecEnv of :class:`PlacementEnv` in one thread; the last info of an episode has its ratio."""
+
+    envs: list[PlacementEnv]  # type: ignore[assignment]  # narrower than the base's
+
+    def __init__(self, pool: Sequence[Exercise], count: int, most_devices: int) -> None:
+        """Create ``count`` environments that draw from one pool."""
+        self.pool = pool
+        problems = [item.judge.problem for item in pool]
+        made = partial(PlacementEnv, pool=problems, most_devices=most_devices)
+        super().__init__([made] * count)
+
+    def step_wait(self) -> VecEnvStepReturn:
+        """Step all environments."""
+        observations, rewards, ended, infos = super().step_wait()
+        for info in infos:
+            if info.get("feasible"):
+                info["ratio"] = ratio_of(self.pool, info)
+        return observations, rewards, ended, infos
+
+    def choose(self, numbers: NDArray[np.int64]) -> None:
+        """Restrict drawing to the problems ``numbers`` of the pool from now on."""
+        for environment in self.envs:
+            environment.chosen = numbers
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of all episodes, JSON compatible."""
+        return {"episodes": [environment.state() for environment in self.envs]}
+
+    def restore(self, state: Mapping[str, Any]) -> NDArray[np.float32]:
+        """Continue from :meth:`state`; return the last observations (count, 8 + 8 M)."""
+        return np.stack(
+            [
+                environment.restore(own)
+                for environment, own in zip(self.envs, state["episodes"], strict=True)
+            ]
+        )
 
 
 class OpByOp:
@@ -171,7 +232,7 @@ class OpByOp:
     def blank(self, seed: int) -> Learner:
         """See :class:`Task`."""
         count = self.config.ppo.environments
-        return Learner(self.config, seed, GeneratedBatch(self.curriculum.pool, count, self.devices))
+        return Learner(self.config, seed, PlacementBatch(self.curriculum.pool, count, self.devices))
 
     def learner(self, seed: int, tell: Callable[[float, str], None]) -> Learner:
         """See :class:`Task`; nothing is imitated."""
@@ -194,6 +255,10 @@ class OpByOp:
             sampled.append(min(ratios))
         return np.array(alone), np.array(sampled)
 
+    def baselines(self, pool: Sequence[Exercise]) -> dict[str, float]:
+        """See :class:`Task`."""
+        return baselines(math.exp(self.config.ppo.log_std), pool)
+
     def together(
         self, tensors: Sequence[Mapping[str, Any]], pool: Sequence[Exercise]
     ) -> Ratios | None:
@@ -211,11 +276,13 @@ class OpByOp:
         """See :class:`Task`."""
 
 
-def task_for(config: TrainingConfig, curriculum: Curriculum) -> Task:
-    """Return the task of an algorithm."""
+def task_for(
+    config: TrainingConfig, curriculum: Curriculum, decoders: Decoders | None = None
+) -> Task:
+    """Return the task of an algorithm; ``decoders`` of the training graphs are closed with it."""
     if config.algorithm == "maskable-ppo":
         return OpByOp(config, curriculum)
-    return DecoderWeights(config, curriculum)
+    return SchedulerWeights(config, curriculum, decoders or _decoders(config, curriculum))
 
 
 def _joined(name: str, card: Mapping[str, Any], tensors: Sequence[Mapping[str, Any]]) -> Policy:
@@ -229,12 +296,18 @@ def _decoders(config: TrainingConfig, curriculum: Curriculum) -> Decoders:
         from placer.policies.ray_decoders import RayTasks
 
         return RayTasks(judges, config.ray_address)
-    return Processes(judges, config.workers) if config.workers else Here(judges)
+    return Processes(judges, config.workers) if config.workers else InProcess(judges)
+
+
+def ratio_of(pool: Sequence[Exercise], info: Mapping[str, Any]) -> float:
+    """Return the step time of an episode that ended, relative to the reference of its problem."""
+    return pool[int(info["number"])].ratio(round(info["step_s"] * 1e9))
 
 
 def _episodes(network: Any, item: Exercise, devices: int) -> list[float]:
     """Return ratios of an episode with the likeliest actions and of 15 with sampled ones."""
-    environments = [GeneratedPlacementEnv([item], devices) for _ in range(1 + SAMPLES)]
+    problem = item.judge.problem
+    environments = [PlacementEnv(pool=[problem], most_devices=devices) for _ in range(1 + SAMPLES)]
     seen = np.stack([environment.reset()[0] for environment in environments])
     ratios = [np.nan] * len(environments)
     while np.isnan(ratios).any():
@@ -245,5 +318,5 @@ def _episodes(network: Any, item: Exercise, devices: int) -> list[float]:
             if np.isnan(ratios[i]):
                 seen[i], _, ended, _, info = environment.step(actions[i])
                 if ended:
-                    ratios[i] = info.get("ratio", CANNOT_RUN)
+                    ratios[i] = ratio_of([item], info) if info["feasible"] else CANNOT_RUN
     return ratios

@@ -4,21 +4,19 @@
 ``placer/report/assets`` draw the page.
 """
 
-from placer.report.html.commands import Command, Source, as_gpus, next_commands
+from placer.report.html.commands import Command, Source, as_gpus, export_trials, next_commands
 from placer.report.html.data import report_data
-from placer.report.html.exports import Tried, tried_exports
 from placer.report.html.page import page, write_report
 from placer.report.html.review import reviewed
 
 __all__ = [
     "Command",
     "Source",
-    "Tried",
     "as_gpus",
+    "export_trials",
     "next_commands",
     "page",
     "report_data",
     "reviewed",
-    "tried_exports",
     "write_report",
 ]

@@ -6,13 +6,23 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 from envs.discover import is_here
+from envs.placement import Placement
+from envs.problem import Problem
 from graphs.optimizer import NONE
 from graphs.precision import FULL
-from placer.export.renaming import is_of_torch
-from placer.report.html.exports import Tried
+from placer.exports import format_named
+from placer.exports.renaming import is_of_torch
 from placer.sources.names import PREFIX
+
+if TYPE_CHECKING:
+    from graphs.extract import Extraction
+    from placer.exports.format import Exported
+
+EXPORTS: Final = ("device-map", "pipeline", "layer-counts")
+"""The formats that a report offers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +52,7 @@ class Source:
     extractor: str = "auto"
     launch: str = ""  # command that trains it with placer
     search: Sequence[str] = ()  # other search options, as words
-    exports: Mapping[str, Tried] = field(default_factory=dict)  # {format: result of a trial}
+    exports: Mapping[str, Exported | str] = field(default_factory=dict)  # see export_trials
 
     @property
     def is_graph(self) -> bool:
@@ -68,6 +78,31 @@ class Source:
         """Return the option for memory limits, if there are any."""
         told = ",".join(f"{name}={size}" for name, size in self.memory.items())
         return ["--memory", told] if told else []
+
+
+def export_trials(
+    extraction: Extraction, placement: Placement, problem: Problem, renamed: Mapping[str, str]
+) -> dict[str, Exported | str]:
+    """Return {format: export, or why it is not possible}, so that no offered command fails.
+
+    Args:
+        extraction: the source of the placed graph.
+        placement: of its ops or calls.
+        problem: the simulated problem.
+        renamed: {device of the placement: device to export}.
+    """
+    from placer.exports.format import export_extracted
+
+    known = problem if placement.graph == problem.graph.hash else None
+    found: dict[str, Exported | str] = {}
+    for name in EXPORTS:
+        try:
+            found[name] = export_extracted(
+                format_named(name), extraction, placement, problem=known, renamed=renamed
+            )
+        except ValueError as error:  # the runtime cannot run this placement or model
+            found[name] = str(error)
+    return found
 
 
 def next_commands(source: Source) -> list[Command]:
@@ -103,19 +138,20 @@ def _of_model(source: Source) -> list[Command]:
     here = source.cluster is None and all(map(is_here, source.devices))
 
     def export(what: str, form: str, name: str) -> Command:
-        tried = source.exports.get(form, Tried())
+        trial = source.exports.get(form)
         renamed = as_gpus(source.devices)
         called = ", ".join(f"{name} is called {gpu}" for name, gpu in renamed.items())
         called = f" Here {called}." if called else ""
-        if tried.refused:
-            return Command(what, "", f"Not possible: {tried.refused}.{called}")
+        if isinstance(trial, str):
+            return Command(what, "", f"Not possible: {trial}.{called}")
         out = source.placement.with_name(name)
         words = ["placer", "export", str(source.placement), source.target, "--format", form]
         if renamed:
             words += ["--as", ",".join(f"{name}={gpu}" for name, gpu in renamed.items())]
         words += [*source.options, *source.update]
         words += ["--predict", *source.limits] if here else []
-        told = " ".join(f"{remark[:1].upper()}{remark[1:]}." for remark in tried.remarks)
+        summary = [] if trial is None else trial.summary
+        told = " ".join(f"{sentence[:1].upper()}{sentence[1:]}." for sentence in summary)
         told += called if told else ""
         return _command(what, [*words, "--out", str(out)], told)
 

@@ -1,0 +1,296 @@
+"""All measurements of torch devices, in one file.
+
+    python -m benchmarks.gpu --out gpu.json
+
+First the calibration. Then for each model: the sum of the profiled costs against the step time, and
+overlapped copies against in-line copies on the same placements. Then for each model: the placed
+module on one device against the model itself, the time to place it again, and predicted against
+measured step times of random placements and of search results. Last, benchmarks/gpu/offload.py. On
+an H200 a profile took up to 24 s, the second part 22 s and offload 24 to 67 s for each model, 380 s
+together; the rest of the limit is for the pairs with overlap, 10 s for each model.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.gpu import offload
+from benchmarks.gpu.models import models, two_devices
+from benchmarks.gpu.workbench import Workbench, arguments, everything_on, in_order, placement
+from benchmarks.record import Record, quartiles
+from envs import torch_devices
+from envs.calibrate import calibrated
+from envs.cluster import Cluster
+from envs.executor.placed_module import PlacedModule
+from envs.problem import Problem
+from envs.simulator import Simulator
+from envs.torch_devices import own_accelerators, torch_device
+from envs.torch_speeds import copy_speed
+from graphs.extract import Extraction, Step
+from graphs.extract.step import LossModule
+from placer.search.candidate import Candidate
+from placer.search.compiling import load_compiled_code
+
+PAIRS = 15
+PAIRS_S = 5.0
+REBUILDS = 7
+RANDOM_SHARES = (0.5, 0.9, 0.97)
+"""Shares of the co-location groups that random placements put on the accelerator."""
+OVERLAP_SHARES = (0.5, 0.9)
+OVERLAP_S = 2.0
+"""Seconds of step pairs (copies in line, copies overlapped) for each placement."""
+HALF = 0.5
+OFFLOAD_SHARE = 0.45
+"""Share of the time limit that is reserved for the last benchmark."""
+
+
+def calibration(cluster: Cluster, found: dict[str, Any]) -> None:
+    measured = calibrated(cluster, again=True)
+    found["devices"] = {
+        device.name: {
+            "kind": device.kind,
+            "memory_bytes": device.memory_bytes,
+            "launch_s": device.launch_s,
+            "flop_per_s": device.peak_flop_per_s,
+            "memory_bytes_per_s": device.bandwidth_bytes_per_s,
+        }
+        for device in measured.devices
+    }
+    found["links"] = {
+        " -> ".join(link.between): {
+            "latency_s": link.latency_s,
+            "bytes_per_s": link.bandwidth_bytes_per_s,
+        }
+        for link in measured.links
+    }
+    if own_accelerators():
+        pinned = copy_speed(torch_devices.CPU, torch_device(cluster.names[0]), pinned=True)
+        found["links"][f"cpu -> {cluster.names[0]}, pinned"] = {
+            "latency_s": pinned.latency_s,
+            "bytes_per_s": pinned.bytes_per_s,
+        }
+
+
+def profile(bench: Workbench, found: dict[str, Any]) -> None:
+    """Measure the whole step on each device and compare it with the sum of the profile."""
+    problem = bench.problem()
+    found.update(ops=problem.op_count, **bench.seconds)
+    found["rows"] = rows = bench.measured(
+        problem, [everything_on(problem, d) for d in range(problem.device_count)]
+    )
+    for d, row in enumerate(rows):
+        row["profile_s"] = float(problem.cost_ns[:, d].sum()) / 1e9
+        if "median_s" in row:
+            row["profile_over_measured"] = row["profile_s"] / row["median_s"]
+
+
+def overhead(bench: Workbench, cluster: Cluster, found: dict[str, Any]) -> None:
+    """Time the plain model and the placed module on the accelerator, in pairs."""
+    device = torch_device(cluster.names[0])
+    step, calls = bench.extraction.step, bench.rig.calls
+    model = copy.deepcopy(step)
+    devices = calls.devices_of_calls([device] * len(calls.graph))
+    placed_step = copy.deepcopy(step)
+    placed = PlacedModule(replaced(bench, placed_step), devices)
+    inputs = [leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf for leaf in step.inputs]
+    keywords = {
+        name: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
+        for name, leaf in step.keywords.items()
+    }
+    eager = LossModule(model).to(device)
+    one = partial(trained, eager, inputs, keywords, device)
+    other = partial(trained, placed, inputs, keywords, device)
+    for _ in range(3):
+        one(), other()
+    pairs = min(max(round(PAIRS_S / (one() + other())), 3), PAIRS)
+    seconds = [(one(), other()) for _ in range(pairs)]
+    found["eager"] = quartiles([pair[0] for pair in seconds])
+    found["placed"] = quartiles([pair[1] for pair in seconds])
+    found["placed_over_eager"] = statistics.median(p / e for e, p in seconds)
+
+
+def overlapping(bench: Workbench, cluster: Cluster, found: dict[str, Any]) -> None:
+    """Compare in-line and overlapped copies: random placements, and one for half the memory."""
+    problem = bench.problem()
+    alone = everything_on(problem, 0)
+    peak_bytes = Simulator(problem).run(alone.devices, alone.priority).peak_bytes[0]
+    cramped = bench.problem(int(HALF * peak_bytes))
+    rng = np.random.default_rng(0)
+    plans = [
+        in_order(problem, f"random, {share:.0%} of groups", random_devices(problem, rng, share))
+        for share in OVERLAP_SHARES
+    ]
+    plans += [
+        replace(plan, name="half the memory") for plan in offload.found_by_search(cramped)[:1]
+    ]
+    found["rows"] = [in_pairs(bench, cluster, problem, plan) for plan in plans]
+
+
+def in_pairs(
+    bench: Workbench, cluster: Cluster, problem: Problem, plan: Candidate
+) -> dict[str, Any]:
+    """Time steps of one placement without and with overlap, in turn."""
+    names = [torch_device(name) for name in cluster.names]
+    step, calls = bench.extraction.step, bench.rig.calls
+    placed = placement(problem, plan)
+    devices = calls.devices_of_calls([names[d] for d in placed.devices])
+    modules = [
+        PlacedModule(
+            replaced(bench, copy.deepcopy(step)),
+            devices,
+            calls.launch_order(placed.priority),
+            overlap=overlap,
+        )
+        for overlap in (False, True)
+    ]
+    inputs, keywords = list(step.inputs), dict(step.keywords)
+    runs = [partial(trained, module, inputs, keywords, names[0]) for module in modules]
+    for run in runs:
+        run()  # compiles and allocates
+    pairs = min(max(round(OVERLAP_S / sum(run() for run in runs)), 3), PAIRS)
+    seconds = [[run() for run in runs] for _ in range(pairs)]
+    in_line, beside = (list(own) for own in zip(*seconds, strict=True))
+    return {
+        "name": plan.name,
+        "transfers": modules[0].transfers,
+        "in line": quartiles(in_line),
+        "overlapping": quartiles(beside),
+        "overlapping_over_in_line": statistics.median(o / i for i, o in seconds),
+    }
+
+
+def replaced(bench: Workbench, step: Step) -> Extraction:
+    """Return the extraction with another copy of the model."""
+    return replace(bench.extraction, step=step)
+
+
+def trained(
+    module: torch.nn.Module, inputs: list[Any], keywords: dict[str, Any], device: torch.device
+) -> float:
+    """Return the seconds of one training step."""
+    torch_devices.synchronize(device)
+    start = time.perf_counter()
+    module.zero_grad(set_to_none=True)
+    module(*inputs, **keywords).backward()
+    torch_devices.synchronize(device)
+    return time.perf_counter() - start
+
+
+def rebuilding(bench: Workbench, cluster: Cluster, found: dict[str, Any]) -> None:
+    """Time placing again: with weights moved, with copies of them kept, with weights in place."""
+    calls = bench.rig.calls
+    names = [torch_device(name) for name in cluster.names]
+    shares = np.random.default_rng(0)
+    problem = bench.problem()
+    for what, keep, share in (("moved", False, 0.5), ("kept", True, 0.5), ("at home", False, 1.0)):
+        step = copy.deepcopy(bench.extraction.step)
+        module = PlacedModule(
+            replaced(bench, step),
+            calls.devices_of_calls([names[0]] * len(calls.graph)),
+            keep_copies=keep,
+        )
+        seconds = []
+        for _ in range(REBUILDS):
+            plan = random_devices(problem, shares, share)
+            devices = calls.devices_of_calls([names[d] for d in plan])
+            torch_devices.synchronize(names[0])
+            start = time.perf_counter()
+            module.place(devices)
+            torch_devices.synchronize(names[0])
+            seconds.append(time.perf_counter() - start)
+        found[what] = quartiles(seconds[1:])
+
+
+def random_devices(problem: Any, rng: np.random.Generator, share: float) -> list[int]:
+    """Return a random device for every op, the same for all ops of a co-location group."""
+    devices = (rng.random(problem.op_count) >= share).astype(int)
+    group = problem.graph.group
+    for number in range(int(group.max(initial=-1)) + 1):
+        members = np.flatnonzero(group == number)
+        devices[members] = devices[members[0]]
+    return [int(d) for d in devices]
+
+
+def predictions(bench: Workbench, found: dict[str, Any]) -> None:
+    """Compare predicted with measured time and memory of random placements and search results."""
+    problem = bench.problem()
+    rng = np.random.default_rng(0)
+    plans = [
+        in_order(problem, f"random, {share:.0%} of groups", random_devices(problem, rng, share))
+        for share in RANDOM_SHARES
+    ]
+    plans += offload.found_by_search(problem)
+    found["rows"] = rows = bench.measured(problem, plans)
+    for row in rows:
+        if "median_s" in row:
+            row["predicted_over_measured"] = row["predicted_s"] / row["median_s"]
+
+
+def prepared(
+    record: Record,
+    cluster: Cluster,
+    name: str,
+    make: Callable[[], Step],
+    benches: dict[str, Workbench],
+) -> None:
+    """Extract and profile a model, and measure the effect of overlapped copies."""
+
+    def profiled(found: dict[str, Any]) -> None:
+        bench = Workbench(make(), cluster)
+        benches[name] = bench
+        profile(bench, found)
+        offload.tell(record, found["rows"])
+
+    record.part(f"{name}: profile", profiled)
+    if name not in benches:
+        return
+
+    def overlap(found: dict[str, Any]) -> None:
+        overlapping(benches[name], cluster, found)
+        for row in found["rows"]:
+            record.say(f"  {row['name']}: {row['overlapping_over_in_line']:.2f} of copies in line")
+
+    record.part(f"{name}: overlap", overlap)
+
+
+def one_model(record: Record, cluster: Cluster, name: str, bench: Workbench) -> None:
+    """Run the remaining measurements of a model."""
+    record.part(f"{name}: overhead", partial(overhead, bench, cluster))
+    record.part(f"{name}: rebuilding", partial(rebuilding, bench, cluster))
+
+    def predicted(found: dict[str, Any]) -> None:
+        predictions(bench, found)
+        offload.tell(record, found["rows"])
+
+    record.part(f"{name}: predictions", predicted)
+
+
+def main() -> None:
+    options = arguments("Everything of torch devices that can be measured.", 460)
+    record = Record(options.out, options.limit)
+    small = options.small or not own_accelerators()
+    benches: dict[str, Workbench] = {}
+    with two_devices() as cluster:
+        record.part("calibration", partial(calibration, cluster))
+        record.part("compiled code", lambda _: load_compiled_code())
+        for name, make in models(small=small).items():
+            prepared(record, cluster, name, make, benches)
+        for name, bench in benches.items():
+            if record.left_s > OFFLOAD_SHARE * options.limit:
+                one_model(record, cluster, name, bench)
+        offload.run(record, cluster, benches, small=small)
+    record.save()
+    record.say("done" if options.out is None else f"done: {options.out}")
+
+
+if __name__ == "__main__":
+    main()

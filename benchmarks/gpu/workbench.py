@@ -1,0 +1,130 @@
+"""One step on two torch devices: extracted and profiled once, then planned and run repeatedly."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.record import quartiles
+from envs.calibrate import calibrated
+from envs.call_memory import plannable
+from envs.cluster import Cluster
+from envs.measured_module import MeasuredModule, launch_order
+from envs.measurement import Measurement
+from envs.placement import Placement
+from envs.problem import Problem
+from envs.simulator import INFEASIBLE_NS, Simulator
+from graphs.extract import Step, extract
+from graphs.graph import GraphArrays
+from placer.report.progress import Silent
+from placer.rigs import TorchDevices
+from placer.search.candidate import Candidate
+from placer.search.trivial import single_device
+
+ROUNDS = 3
+
+
+class Workbench:
+    """One step, extracted and profiled once, placed under several memory limits."""
+
+    def __init__(self, step: Step, cluster: Cluster) -> None:
+        began = time.perf_counter()
+        self.cluster = calibrated(cluster)
+        self.extraction = extract(step)
+        extracted = time.perf_counter()
+        self.rig = TorchDevices(self.extraction, self.cluster)
+        graph = self.rig.costed(self.rig.graph, self.cluster, Silent())
+        self.arrays = GraphArrays.from_graph(graph)
+        self.seconds = {
+            "extraction_s": extracted - began,
+            "profile_s": time.perf_counter() - extracted,
+        }
+
+    def problem(self, limit_bytes: int | None = None) -> Problem:
+        """Return the problem with the memory of the first device limited to ``limit_bytes``."""
+        cluster = self.cluster if limit_bytes is None else limited(self.cluster, limit_bytes)
+        return Problem.of(self.arrays, plannable(cluster))
+
+    def measured(
+        self, problem: Problem, plans: list[Candidate], limit_bytes: int | None = None
+    ) -> list[dict[str, Any]]:
+        """Run candidates in turn and return predictions and measurements of each."""
+        limits = {} if limit_bytes is None else {self.cluster.names[0]: limit_bytes}
+        placements = [placement(problem, plan) for plan in plans]
+        backend = MeasuredModule(
+            self.extraction, self.rig.calls, problem, limits=limits, rounds=ROUNDS, warm_up=0
+        )
+        with closing(backend):
+            seen = backend.measure(placements)
+        return [row(problem, plan, one) for plan, one in zip(plans, seen, strict=True)]
+
+
+def placement(problem: Problem, plan: Candidate) -> Placement:
+    """Return the placement of a candidate, with its launch order as priority."""
+    schedule = Simulator(problem).run(plan.devices, plan.priority)
+    priority = np.empty(problem.op_count)
+    priority[launch_order(problem, schedule)] = -np.arange(problem.op_count)
+    return Placement.of(problem.graph, problem.cluster, plan.devices, priority)
+
+
+def row(problem: Problem, plan: Candidate, seen: Measurement) -> dict[str, Any]:
+    """Return the predictions and the measurement of a candidate."""
+    schedule = Simulator(problem).run(plan.devices, plan.priority)
+    return {
+        "name": plan.name,
+        "ops_on_accelerator": int((plan.devices == 0).sum()),
+        "transfers": len(schedule.transfers.edge),
+        "predicted_s": schedule.step_ns / 1e9,
+        "predicted_peak_bytes": schedule.peak_bytes.tolist(),
+        "measured_peak_bytes": dict(seen.peak_memory_bytes),
+        "failure": seen.failure,
+        **quartiles(seen.wall_s),
+    }
+
+
+def limited(cluster: Cluster, limit_bytes: int) -> Cluster:
+    first, *others = cluster.devices
+    return replace(cluster, devices=(replace(first, memory_bytes=limit_bytes), *others))
+
+
+def everything_on(problem: Problem, device: int) -> Candidate:
+    """Return the candidate that runs the whole step on one device, in the order of the model."""
+    name = f"all on {problem.cluster.names[device]}"
+    return in_order(problem, name, single_device(problem, device))
+
+
+def in_order(problem: Problem, name: str, devices: Any) -> Candidate:
+    """Return a candidate that runs ops in the order of the model."""
+    rank = np.empty(problem.op_count)
+    rank[problem.graph.topological] = -np.arange(problem.op_count)
+    devices = np.asarray(devices, np.int32)
+    schedule = Simulator(problem).run(devices, rank)
+    step_ns = schedule.step_ns if schedule.feasible else INFEASIBLE_NS
+    return Candidate(name=name, devices=devices, priority=rank, step_ns=step_ns)
+
+
+def summary(row: dict[str, Any]) -> str:
+    """Return a one-line summary of a row."""
+    if row["failure"] or "median_s" not in row:
+        return f"{row['name']} failed: {row['failure'][:80]}"
+    measured_ms, predicted_ms = row["median_s"] * 1e3, row["predicted_s"] * 1e3
+    return f"{row['name']}: {measured_ms:.1f} ms, predicted {predicted_ms:.1f} ms"
+
+
+def arguments(description: str, limit_s: float) -> argparse.Namespace:
+    """Parse the options of the benchmarks on torch devices."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON file of the results")
+    parser.add_argument(
+        "--limit", type=float, default=limit_s, metavar="SECONDS", help=f"time [{limit_s:.0f}]"
+    )
+    parser.add_argument(
+        "--small", action="store_true", help="small models, as where there is no CUDA device"
+    )
+    return parser.parse_args()

@@ -1,0 +1,148 @@
+"""Overhead of running a model as placed, in multiples of the plain model.
+
+    python -m benchmarks overhead
+
+A training step, forward and backward, of the plain and the placed model in turn, so that other load
+affects both. ``module`` runs all calls on the CPU in this process, as placements on torch devices
+do; ``workers`` runs all ops in the worker process of one core, gradients copied back included,
+against the plain model with one thread on that core.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+import placer
+from benchmarks.record import Effort, Part, quartiles
+from benchmarks.tables import Table, spread
+from envs.executor.placed_module import PlacedModule
+from graphs.extract import Step, extract
+from graphs.extract.step import LossModule
+from placer.target import load_step
+
+EXAMPLES: Final = Path(__file__).parents[1] / "examples"
+IN_PROCESS: Final = {
+    "Inception-V3": f"{EXAMPLES}/inception.py:build",
+    "ResNet": f"{EXAMPLES}/resnet.py:build",
+    "BERT": "hf:bert?batch=1&sequence=64&num_hidden_layers=4",
+    "GPT-2": "hf:gpt2?batch=1&sequence=64&n_layer=4",
+}
+BY_WORKERS: Final = {
+    "two towers": f"{EXAMPLES}/two_towers.py:build",
+    "Inception-V3": f"{EXAMPLES}/inception.py:build",
+}
+QUICK_PARTS: Final = ("module, ResNet", "workers, two towers")
+BAR: Final = 1.05
+"""Largest ratio for calls in this process."""
+
+
+def parts(effort: Effort) -> dict[str, Part]:
+    """Return a part for each model and way of running it."""
+    pairs = effort.pick(quick=3, normal=9, full=9)
+    found: dict[str, Part] = {}
+    for name, target in IN_PROCESS.items():
+        found[f"module, {name}"] = partial(in_process, name, target, pairs)
+    for name, target in BY_WORKERS.items():
+        found[f"workers, {name}"] = partial(by_workers, name, target, pairs)
+    if effort.level == "quick":
+        return {name: found[name] for name in QUICK_PARTS}
+    return found
+
+
+def in_process(name: str, target: str, pairs: int, found: dict[str, Any]) -> Table:
+    """Compare the plain model with a placed module that has all calls on the CPU."""
+    extraction = extract(load_step(target, training=True))
+    step = extraction.step
+    plain = LossModule(copy.deepcopy(step))
+    calls = [call.key for call in extraction.forward.placed_calls]
+    placed = PlacedModule(extraction, dict.fromkeys(calls, torch.device("cpu")))
+    found["calls"] = len(calls)
+
+    def run(module: nn.Module) -> float:
+        return timed(module, lambda: module(*step.inputs, **step.keywords).backward())
+
+    return compared(f"{name}, in process", lambda: run(plain), lambda: run(placed), pairs, found)
+
+
+def by_workers(name: str, target: str, pairs: int, found: dict[str, Any]) -> Table:
+    """Compare the plain model on one core with a placement of all ops on that core."""
+    core = min(os.sched_getaffinity(0))
+    step = load_step(target, training=True)
+    result = placer.optimize(
+        step.model,
+        step.inputs,
+        loss=step.loss,
+        devices=f"core:{core}",
+        budget="20e",
+        measure=False,
+        progress=False,
+    )
+    with (
+        placer.apply(step.model, result.placement, step.inputs, loss=step.loss) as placed,
+        one_thread_on(core),
+    ):
+        return compared(
+            f"{name}, by a worker",
+            lambda: timed(step.model, partial(eager_step, step)),
+            lambda: timed(step.model, partial(placed.step, step.inputs)),
+            pairs,
+            found,
+        )
+
+
+def compared(
+    name: str,
+    plain: Callable[[], float],
+    placed: Callable[[], float],
+    pairs: int,
+    found: dict[str, Any],
+) -> Table:
+    """Run both in turn and return their ratios; the first pair only warms up."""
+    seconds = [(plain(), placed()) for _ in range(pairs + 1)][1:]
+    ratios = [placed_s / plain_s for plain_s, placed_s in seconds]
+    found["plain"], found["placed"] = (quartiles(own) for own in zip(*seconds, strict=True))
+    found["placed_over_plain"] = statistics.median(ratios)
+    return Table(
+        "Overhead",
+        "a training step with everything on one device, in multiples of the plain model; calls in "
+        f"process: at most {BAR}",
+        ("model", "placed / plain"),
+        ((name, spread(ratios, ".2f")),),
+    )
+
+
+def timed(module: nn.Module, work: Callable[[], object]) -> float:
+    """Return the seconds of a step; gradients are cleared before it, untimed."""
+    module.zero_grad(set_to_none=True)
+    start_s = time.perf_counter()
+    work()
+    return time.perf_counter() - start_s
+
+
+def eager_step(step: Step) -> None:
+    """Run forward and backward of the plain model."""
+    torch.autograd.backward(LossModule(step)(*step.inputs, **step.keywords))
+
+
+@contextmanager
+def one_thread_on(core: int) -> Iterator[None]:
+    """Run this process with one thread on one core."""
+    before, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    os.sched_setaffinity(0, {core})
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+        torch.set_num_threads(threads)

@@ -1,0 +1,249 @@
+"""Dry run of a device map: the device on which each call of the forward pass would run.
+
+It follows accelerate's ``dispatch_model``: inputs of a hooked module are sent to its device;
+everything else runs where its inputs are, and fails if these are on several devices.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from graphs.extract import Step
+from graphs.extract.forward import ForwardCall, ForwardProgram
+from placer.exports.placed_modules import around, canonical_paths, is_inside, parent
+
+HOST: Final = "cpu"
+INPUTS: Final = "<inputs>"
+"""Stands for the model's inputs among the modules that produce values."""
+SELF_RETURNING: Final = frozenset({"to", "contiguous", "dropout", "alias"})
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """Hooks of a dispatched model, see accelerate's ``attach_align_device_hook_on_blocks``.
+
+    ``runs_on`` is {module of the map: device that it computes on}. ``sends_to`` is {hooked module:
+    device of its inputs}: modules of the map, and inside them all modules with state, which are
+    hooked by the outermost module of the map around them.
+    """
+
+    runs_on: Mapping[str, str]
+    sends_to: Mapping[str, str]
+
+    @classmethod
+    def of(cls, model: nn.Module, device_of: Mapping[str, str], main_device: str) -> Hooks:
+        """Return the hooks of a map, {module: device}, for a model fed on the main device.
+
+        Modules that the map puts on the CPU are offloaded and compute on the main device; so does
+        the model as a whole, if the map names it beside others.
+        """
+        runs_on = {
+            path: main_device if device == HOST or not path else device
+            for path, device in device_of.items()
+        }
+        sends_to = dict(runs_on)
+        for path in _with_state(model) - runs_on.keys():
+            if (outer := _outermost(path, runs_on)) is not None:
+                sends_to[path] = runs_on[outer]
+        sends_to[""] = main_device
+        return cls(runs_on, sends_to)
+
+    def entering(self, module: str, made_in: str) -> str | None:
+        """Return the device to which a value moves when it enters a module, None if it stays."""
+        while not is_inside(made_in, module):
+            if module in self.sends_to:
+                return self.sends_to[module]
+            module = parent(module)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """An op of ``module`` that reads values on several devices, produced by ``producers``.
+
+    ``is_followed`` says whether the dry run knows the device of everything that the module's own
+    ops read; it does not follow a mask that the model creates or moves itself.
+    """
+
+    module: str
+    producers: tuple[str, ...]
+    op: str
+    is_followed: bool = True
+
+    def description(self, model: nn.Module) -> str:
+        """Return the op and its code, as in ``cat in Layer.forward of layers.0``."""
+        code = f"{self.op} in {type(model.get_submodule(self.module)).__name__}.forward"
+        return f"{code} of {self.module}" if self.module else code
+
+    @property
+    def origins(self) -> str:
+        """Return the producers of what the op reads, as in ``left and right``."""
+        names = {INPUTS: "the inputs of the model", "": "the rest of the model"}
+        return " and ".join(names.get(producer, producer) for producer in self.producers)
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """Devices of the calls of a forward pass, and the first conflict, if any.
+
+    ``devices`` is {call key: device}, without calls that run wherever their results are read. Calls
+    in ``of_loss`` are outside the model and run on the device of its output.
+    """
+
+    devices: Mapping[str, str]
+    of_loss: frozenset[str]
+    conflict: Conflict | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    device: str | None  # None: any device
+    producer: str = INPUTS  # the module of the map that produced it
+    path: str = ""  # the module whose code produced it
+
+
+ANYWHERE = _Value(None)
+
+
+def main_device_of(devices: Iterable[str]) -> str:
+    """Return accelerate's default main device: an accelerator, if there is one."""
+    return min(devices, key=lambda name: (name == HOST, len(name), name))
+
+
+def flow(
+    program: ForwardProgram,
+    step: Step,
+    device_of: Mapping[str, str],
+    main_device: str,
+    gates: Container[str] = (),
+) -> Flow:
+    """Dry-run a device map; after an op that fails, continue with its result on the main device.
+
+    Args:
+        program: the forward pass.
+        step: the step of the forward pass.
+        device_of: {module: device}; for nested modules the innermost counts.
+        main_device: device of the inputs.
+        gates: modules that the map may but need not name; they count as producers of values.
+    """
+    first: Conflict | None = None
+    devices: dict[str, str] = {}
+    of_loss: set[str] = set()
+    unknown: set[str] = set()
+    hooks = Hooks.of(step.model, device_of, main_device)
+    path_of = canonical_paths(step.model)
+    values, targets = _sources(program, step, hooks, main_device)
+    for call in program.calls:
+        if targets.intersection(call.reads):  # part of the loss, which reads the model's output
+            targets.update(_results(call))
+            devices[call.key] = main_device
+            of_loss.add(call.key)
+            continue
+        if _returns_its_argument(program, call):
+            same = values.get(call.reads[0], ANYWHERE)
+            values |= dict.fromkeys(_results(call), same)
+            continue
+        module = path_of.get(call.module, call.module)
+        made = _output(call, module, values, hooks)
+        if around(module, device_of) is None and any(
+            values.get(index, ANYWHERE).device is None for index in call.reads
+        ):
+            unknown.add(module)
+        if isinstance(made, Conflict):
+            first = first or made
+            made = _Value(main_device, path=module)
+        if module in gates and made.device is not None:
+            made = replace(made, producer=module)
+        if made.device is not None:
+            devices[call.key] = made.device
+        values |= dict.fromkeys(_results(call), made)
+    conflict = first and replace(first, is_followed=first.module not in unknown)
+    return Flow(devices, frozenset(of_loss), conflict)
+
+
+def _sources(
+    program: ForwardProgram, step: Step, hooks: Hooks, main_device: str
+) -> tuple[dict[int, _Value], set[int]]:
+    """Return the inputs, parameters and buffers by index, and the indices of the loss's targets."""
+    values: dict[int, _Value] = {}
+    targets: set[int] = set()
+    with_target = step.training and step.loss is not None
+    input_count = len(tree_leaves(step.model_inputs)) if with_target else sys.maxsize
+    for source in program.sources:
+        if source.role == "input":
+            values[source.value] = _Value(main_device)
+            if int(source.name) >= input_count:
+                targets.add(source.value)
+        elif (
+            source.role in ("parameter", "buffer")
+            and (owner := around(source.name, hooks.runs_on)) is not None
+        ):
+            values[source.value] = _Value(hooks.runs_on[owner], owner, parent(source.name))
+    return values, targets
+
+
+def _output(
+    call: ForwardCall, module: str, values: Mapping[int, _Value], hooks: Hooks
+) -> _Value | Conflict:
+    owner = around(module, hooks.runs_on)
+    own = ANYWHERE if owner is None else _Value(hooks.runs_on[owner], owner, module)
+    if _is_moved_by_model(call):
+        return own
+    read = [
+        replace(value, device=hooks.entering(module, value.path) or value.device)
+        for index in call.reads
+        if (value := values.get(index)) and value.device
+    ]
+    if len({value.device for value in read}) > 1:
+        producers = tuple(dict.fromkeys(value.producer for value in read))
+        return Conflict(module, producers, call.op)
+    if not read:
+        return own
+    return replace(read[0] if read[0].device != own.device else own, path=module)
+
+
+def _results(call: ForwardCall) -> list[int]:
+    return [value for value in call.outputs if value is not None]
+
+
+def _returns_its_argument(program: ForwardProgram, call: ForwardCall) -> bool:
+    """Return whether a call returns its argument, like to() with nothing to convert.
+
+    torch.export sees one tensor, so a reader of the result may mean the argument.
+    """
+    made = _results(call)
+    if call.op not in SELF_RETURNING or len(call.reads) != 1 or len(made) != 1:
+        return False
+    return program.storage_of[made[0]] == program.storage_of[call.reads[0]]
+
+
+def _is_moved_by_model(call: ForwardCall) -> bool:
+    """Return whether the model's own code moves a value, as in ``x.to(y.device)``."""
+    return call.op == "to" and getattr(call.target, "_overloadname", "") in (
+        "device",
+        "dtype_layout",
+        "prim_Device",
+    )
+
+
+def _with_state(model: nn.Module) -> set[str]:
+    found: set[str] = set()
+    for name in model.state_dict():
+        path = name
+        while path and (path := parent(path)) not in found:
+            found.add(path)
+    return found
+
+
+def _outermost(path: str, modules: Mapping[str, str]) -> str | None:
+    found, inner = None, around(path, modules)
+    while inner is not None:
+        found = inner
+        inner = around(parent(inner), modules) if inner else None
+    return found

@@ -1,0 +1,324 @@
+"""The interface of export formats, and the comparison of an export with its placement.
+
+A format says on which device each call runs once the runtime has loaded its output. From this
+follow the number of ops that move and the predicted step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from envs.backend import StepResult
+from envs.placement import Placement
+from envs.problem import Problem
+from envs.simulator import Simulated
+from graphs.extract import Extraction
+from placer.exports.placed_modules import (
+    PlacedModules,
+    PlacedOp,
+    around,
+    call_keys,
+    layer_of,
+    stacks,
+)
+from placer.exports.renaming import ExportError
+from placer.milliseconds import milliseconds
+
+SMALLEST_CHANGE: Final = 0.01
+"""Relative difference below which two step times count as equal."""
+MOST_TOGETHER: Final = 4
+"""Largest number of modules that a remedy names; with more there is no remedy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormatOutput:
+    """What a format writes, and where the runtime then runs each call.
+
+    Attributes:
+        content: text, or plain data for JSON.
+        runs_on: {call: device}; calls that are not listed run where they are placed.
+        not_placed: calls in ``runs_on`` that the runtime does not place, such as those of the loss.
+        is_predictable: False if ``runs_on`` does not determine the step.
+        remedy: a sentence that the user must know to run the output, or "".
+    """
+
+    content: Any
+    runs_on: Mapping[str, str]
+    not_placed: Collection[str] = frozenset()
+    is_predictable: bool = True
+    remedy: str = ""
+
+
+class Format(Protocol):
+    """Writes placements for one runtime."""
+
+    def __call__(self, placed: PlacedModules) -> FormatOutput:
+        """Return the placement in the runtime's format.
+
+        Raises:
+            ExportError: the runtime cannot run it; the message names the module.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """A placement in the format of another runtime, compared with the placement.
+
+    Attributes:
+        content: text, or plain data for JSON.
+        op_count: number of forward and backward ops.
+        moved_op_count: number of those that the runtime runs elsewhere than they are placed.
+        placed_on: the devices of the placement, for which steps are predicted.
+        placed_step: predicted step as placed, None if op costs are unknown.
+        exported_step: predicted step as exported, None if it is unknown.
+        remedy: at most one sentence: what to do about the difference.
+    """
+
+    content: Any
+    op_count: int
+    moved_op_count: int
+    placed_on: tuple[str, ...]
+    placed_step: StepResult | None = None
+    exported_step: StepResult | None = None
+    remedy: str = ""
+
+    @property
+    def text(self) -> str:
+        """Return the file content: JSON, or the text itself."""
+        if isinstance(self.content, str):
+            return self.content + "\n"
+        return json.dumps(self.content, indent=1) + "\n"
+
+    @property
+    def summary(self) -> list[str]:
+        """Return at most three sentences: ops that move, predicted steps, remedy."""
+        moved = f"{self.moved_op_count} of {self.op_count} ops run elsewhere than placed"
+        sentences = [moved if self.moved_op_count else f"all {self.op_count} ops run where placed"]
+        if self.placed_step is not None:
+            why = "" if self.exported_step is None else self.exported_step.why
+            why = why or self.placed_step.why
+            sentences.append(
+                f"predicted step on {', '.join(self.placed_on)}: {_step_text(self.placed_step)} as "
+                f"placed, {_step_text(self.exported_step)} as exported{why and f': {why}'}"
+            )
+        return [*sentences, self.remedy] if self.remedy else sentences
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return {
+            "content": self.content,
+            "op_count": self.op_count,
+            "moved_op_count": self.moved_op_count,
+            "placed_step": _step_data(self.placed_step),
+            "exported_step": _step_data(self.exported_step),
+            "remedy": self.remedy,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepPredictor:
+    """Predicts the steps of exports of a placement.
+
+    ``calls`` holds the call key of every op of the problem, ``renamed`` is {device of the
+    placement: device of the export}.
+    """
+
+    problem: Problem
+    placement: Placement
+    calls: tuple[str, ...]
+    renamed: Mapping[str, str]
+
+    @classmethod
+    def of(
+        cls,
+        problem: Problem,
+        placement: Placement,
+        extraction: Extraction,
+        renamed: Mapping[str, str] | None = None,
+    ) -> StepPredictor:
+        """Return the predictor of a placement of a problem's ops, made from the extraction.
+
+        Raises:
+            ValueError: the placement belongs to another graph or has other devices.
+        """
+        return cls(
+            problem=problem,
+            placement=placement.aligned(problem.graph, problem.cluster),
+            calls=call_keys(extraction, problem.graph),
+            renamed=dict(renamed or {}),
+        )
+
+    def step(self, runs_on: Mapping[str, str]) -> StepResult:
+        """Predict the step if calls run on {call: device of the export}."""
+        [found] = Simulated(self.problem).evaluate([self.exported_placement(runs_on)])
+        return found
+
+    @cached_property
+    def placed_step(self) -> StepResult:
+        """Return the predicted step of the placement itself."""
+        [found] = Simulated(self.problem).evaluate([self.placement])
+        return found
+
+    def exported_placement(self, runs_on: Mapping[str, str]) -> Placement:
+        """Return the placement with all ops of a call on one device, in program order.
+
+        Ops of calls that are not in ``runs_on``, or are there on devices that the placement lacks,
+        keep their device; ops that must share a device follow the first of them.
+        """
+        graph, names = self.problem.graph, self.problem.cluster.names
+        index = {self.renamed.get(name, name): d for d, name in enumerate(names)}
+        devices = np.array(self.placement.devices)
+        home: dict[int, int] = {}
+        for i in graph.topological.tolist():
+            own = index.get(runs_on.get(self.calls[i], ""), int(devices[i]))
+            group = int(graph.group[i])
+            devices[i] = own if group < 0 else home.setdefault(group, own)
+        rank = np.empty(self.problem.op_count)
+        rank[graph.topological] = np.arange(self.problem.op_count, 0, -1)
+        return replace(
+            self.placement, devices=tuple(devices.tolist()), priority=tuple(rank.tolist())
+        )
+
+
+def export_extracted(
+    write: Format,
+    extraction: Extraction,
+    placement: Placement,
+    *,
+    problem: Problem | None = None,
+    renamed: Mapping[str, str] | None = None,
+    main_device: str | None = None,
+) -> Exported:
+    """Write a placement in a format and compare the result with the placement.
+
+    Args:
+        write: the format.
+        extraction: the step of the placed model.
+        placement: of its ops or calls.
+        problem: the placed graph with op costs; without it no step is predicted.
+        renamed: {device of the placement: device to write}.
+        main_device: device of the model's inputs.
+
+    Raises:
+        ExportError: the runtime cannot run the placement.
+        ValueError: the placement belongs to another graph.
+    """
+    predictor = None
+    if problem is not None:
+        predictor = StepPredictor.of(problem, placement, extraction, renamed)
+    placed = PlacedModules.of(
+        extraction,
+        placement,
+        renamed=renamed,
+        main_device=main_device,
+        predict_step=None if predictor is None else predictor.step,
+    )
+    output = write(placed)
+    runs_on = {call: d for call, d in output.runs_on.items() if call not in output.not_placed}
+    result = Exported(
+        content=output.content,
+        op_count=len(placed.ops) + len(placed.backward),
+        moved_op_count=len(placed.moved_ops(runs_on)),
+        placed_on=placement.device_names,
+        remedy=output.remedy,
+    )
+    if predictor is None:
+        return result
+    step = predictor.step(output.runs_on) if output.is_predictable else None
+    remedy = result.remedy or _keep_together(write, placed, runs_on, step)
+    return replace(result, placed_step=predictor.placed_step, exported_step=step, remedy=remedy)
+
+
+def is_faster(step: StepResult, other: StepResult) -> bool:
+    """Return whether a step is noticeably faster than another, or fits where the other does not."""
+    if not (step.feasible and other.feasible):
+        return step.feasible and not other.feasible
+    return step.step_s < other.step_s * (1 - SMALLEST_CHANGE)
+
+
+def _keep_together(
+    write: Format,
+    placed: PlacedModules,
+    runs_on: Mapping[str, str],
+    exported_step: StepResult | None,
+) -> str:
+    """Return which modules to keep together in a new search, "" if that is not faster.
+
+    It helps if the placement separates backward ops of a module from its forward ops, which an
+    export cannot do.
+    """
+    modules = _split_modules(placed, runs_on)
+    if placed.predict_step is None or exported_step is None:
+        return ""
+    if not 0 < len(modules) <= MOST_TOGETHER:
+        return ""
+    try:
+        step = placed.predict_step(write(_with_whole(placed, modules)).runs_on)
+    except ExportError:
+        return ""
+    if not is_faster(step, exported_step):
+        return ""
+    options = " ".join(f"--keep-together {module}" for module in modules)
+    return f"place again with {options}: predicted step {_step_text(step)} as exported"
+
+
+def _split_modules(placed: PlacedModules, runs_on: Mapping[str, str]) -> list[str]:
+    """Return layers and modules whose moved backward ops are apart from their forward ops."""
+    layers, units = stacks(placed.model), placed.units()
+    leaves = {path for path, module in placed.model.named_modules() if not any(module.children())}
+    forward = {op.call: op for op in placed.ops}
+    found: dict[str, None] = {}
+    for op in placed.moved_ops(runs_on):
+        source = forward.get(op.call, op)
+        unit = around(source.module, units) or around(source.module, leaves)
+        if source.device != op.device and unit:
+            found[layer_of(unit, layers) or _list_around(unit)] = None
+    return list(found)
+
+
+def _list_around(module: str) -> str:
+    """Return the path of the list that a module is in, or the module's own path."""
+    outer, _, name = module.rpartition(".")
+    return _list_around(outer) if outer and name.isdigit() else module
+
+
+def _with_whole(placed: PlacedModules, modules: Sequence[str]) -> PlacedModules:
+    """Return the placement with each of ``modules`` on the device of most of its work."""
+    work: dict[str, dict[str, tuple[int, int]]] = {module: {} for module in modules}
+    for op in (*placed.ops, *placed.backward):
+        if (module := around(op.module, work)) is not None:
+            flops, size = work[module].get(op.device, (0, 0))
+            work[module][op.device] = (flops + op.flops, size + op.moved_bytes)
+    homes = {module: max(own, key=lambda d: own[d]) for module, own in work.items() if own}
+
+    def at_home(op: PlacedOp) -> PlacedOp:
+        module = around(op.module, homes)
+        return op if module is None else replace(op, device=homes[module])
+
+    return replace(
+        placed, ops=tuple(map(at_home, placed.ops)), backward=tuple(map(at_home, placed.backward))
+    )
+
+
+def _step_text(step: StepResult | None) -> str:
+    if step is None:
+        return "unknown"
+    return f"{milliseconds(step.step_s)} ms" if step.feasible else "impossible"
+
+
+def _step_data(step: StepResult | None) -> dict[str, Any] | None:
+    if step is None:
+        return None
+    return {
+        "step_s": step.step_s if step.feasible else None,
+        "peak_memory_bytes": dict(step.peak_memory_bytes),
+        "feasible": step.feasible,
+        "why": step.why,
+    }

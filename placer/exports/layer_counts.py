@@ -1,0 +1,103 @@
+"""Export as layers per stage: by number for vLLM, by name for torchtitan.
+
+``vllm`` holds the environment variable of vLLM's pipeline parallelism, ``torchtitan`` the setting
+of its parallelism section. torchtitan keeps children of its model by name, and single layers of
+lists. It exposes a Hugging Face model as ``tok_embeddings``, ``layers``, ``norm``, ``lm_head`` and
+``rotary_emb``, wherever they are; every stage computes the last one itself (torchtitan 0.3).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import groupby, pairwise
+from typing import Any, Final
+
+from torch import nn
+
+from placer.exports.format import FormatOutput
+from placer.exports.pipelining import Stage, shared_gradients, stage_devices, stages
+from placer.exports.placed_modules import PlacedModules, Stack, stacks
+from placer.exports.renaming import ExportError
+
+TITAN_NAMES: Final = {"embed_tokens": "tok_embeddings"}
+EVERYWHERE: Final = "rotary_emb"
+TITAN_PARTS: Final = re.compile(rf"tok_embeddings|layers\.\d+|norm|lm_head|{EVERYWHERE}")
+
+
+def layer_counts(placed: PlacedModules) -> FormatOutput:
+    """Return the number of layers of the model's only stack on each device, in stage order.
+
+    Raises:
+        ExportError: the model does not have exactly one stack of layers, the stack is on one
+            device, or the placement returns to a device.
+    """
+    stack = _only_stack(placed)
+    devices = [placed.home(layer) for layer in stack.layers]
+    runs = [(device, len(list(run))) for device, run in groupby(devices)]
+    if len(runs) == 1:
+        others = {placed.home(unit) for unit in placed.units()} - {devices[0]}
+        what = f"layers of {stack.path or 'the model'}" if others else "modules"
+        raise ExportError(f"all {what} are on {devices[0]}: there is nothing to split")
+    _check_order(stack, devices)
+    counts = [count for _, count in runs]
+    content: dict[str, Any] = {
+        "layers": stack.path,
+        "stages": [device for device, _ in runs],
+        "counts": counts,
+        "vllm": {"VLLM_PP_LAYER_PARTITION": ",".join(map(str, counts))},
+    }
+    try:
+        found = stages(placed)
+    except ExportError:  # of what is around the layers, which counts leave to the runtime
+        runs_on = placed.by_module(dict(zip(stack.layers, devices, strict=True)))
+        return FormatOutput(content=content, runs_on=runs_on, is_predictable=False)
+    if (parts := titan_parts(placed.model, stack, found)) is not None:
+        content["torchtitan"] = {"module_fqns_per_model_part": parts}
+    return FormatOutput(
+        content=content,
+        runs_on=stage_devices(placed, found),
+        remedy=shared_gradients(placed, found),
+    )
+
+
+def titan_parts(model: nn.Module, stack: Stack, found: Sequence[Stage]) -> list[list[str]] | None:
+    """Return ``module_fqns_per_model_part``, names by stage; None if torchtitan has none."""
+    inside = stack.path.rpartition(".")[0]
+    if not inside:
+        parts = [list(stage.modules) for stage in found]
+        is_list = isinstance(model.get_submodule(stack.path), nn.ModuleList)
+        layers = set(stack.layers) if is_list else set()
+        known = all("." not in name or name in layers for part in parts for name in part)
+        return parts if known else None
+    names = [[module.removeprefix(f"{inside}.") for module in stage.modules] for stage in found]
+    parts = [[TITAN_NAMES.get(name, name) for name in part] for part in names]
+    if not all(TITAN_PARTS.fullmatch(name) for part in parts for name in part):
+        return None
+    if not any(EVERYWHERE in part for part in parts):
+        return parts
+    return [[*(name for name in part if name != EVERYWHERE), EVERYWHERE] for part in parts]
+
+
+def _only_stack(placed: PlacedModules) -> Stack:
+    found = stacks(placed.model)
+    if len(found) == 1:
+        return found[0]
+    name = type(placed.model).__name__
+    if not found:
+        raise ExportError(f"{name} has no list of like layers that could be counted")
+    raise ExportError(
+        f"{name} has {len(found)} lists of layers, {', '.join(stack.path for stack in found)}, but "
+        "counts are of one; --format pipeline names split points instead"
+    )
+
+
+def _check_order(stack: Stack, devices: list[str]) -> None:
+    left: set[str] = set()
+    for layer, (before, device) in zip(stack.layers[1:], pairwise(devices), strict=True):
+        left |= {before} if before != device else set()
+        if device in left:
+            raise ExportError(
+                f"the placement is no pipeline: layer {layer} goes back to {device}, which was "
+                "left before"
+            )

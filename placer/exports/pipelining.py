@@ -1,0 +1,153 @@
+"""Export as ``torch.distributed.pipelining`` split: the modules before which stages begin.
+
+::
+
+    split_spec = {name: SplitPoint.BEGINNING for name in exported["split_points"]}
+    pipe = pipeline(model, mb_args, mb_kwargs, split_spec=split_spec)
+    stage = pipe.build_stage(rank, exported["stages"][rank])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from graphs.extract.reserved import reserved_modules
+from placer.exports.format import FormatOutput
+from placer.exports.placed_modules import PlacedModules, around, is_inside, layer_of, stacks
+from placer.exports.renaming import ExportError
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The modules that one device runs in order before the next stage; stages are disjoint."""
+
+    device: str
+    modules: tuple[str, ...]
+
+
+def pipeline(placed: PlacedModules) -> FormatOutput:
+    """Return the device of each stage, and the first module of each stage but the first.
+
+    Raises:
+        RenamingError: a device is not a torch device.
+        ExportError: the placement returns to a device, uses one device only, a stage would begin
+            with a module that is called more than once, or a module has a name that torch.export
+            reserves.
+    """
+    placed.check_torch_devices()
+    if reserved := reserved_modules(placed.model):
+        last = reserved[0].rpartition(".")[2]
+        raise ExportError(
+            f"rename the submodule {reserved[0]!r}: torch.export, which pipelining cuts the model "
+            f"with, keeps the name {last!r} for itself"
+        )
+    found, starts = pipeline_stages(placed)
+    return FormatOutput(
+        content={
+            "stages": [stage.device for stage in found],
+            "split_points": dict.fromkeys(starts, "beginning"),
+        },
+        runs_on=stage_devices(placed, found),
+        remedy=shared_gradients(placed, found),
+    )
+
+
+def pipeline_stages(placed: PlacedModules) -> tuple[list[Stage], list[str]]:
+    """Return the stages of a placement, and the first module of each stage but the first.
+
+    Raises:
+        ExportError: as for :func:`pipeline`, except for devices and reserved names.
+    """
+    found = stages(placed)
+    if len(found) == 1:
+        raise ExportError(f"all modules are on {found[0].device}: there is nothing to split")
+    starts = [stage.modules[0] for stage in found[1:]]
+    for start in starts:
+        if any(op.is_repeated and is_inside(op.module, start) for op in placed.ops):
+            raise ExportError(
+                f"a stage would begin with {start}, which a step calls more than once: pipelining "
+                "splits at every call"
+            )
+    return found, starts
+
+
+def stages(placed: PlacedModules) -> list[Stage]:
+    """Return the stages of a placement that never returns to a device.
+
+    Layers of a stack stay whole, since pipelines are cut between layers and torch cannot always cut
+    inside one. Elsewhere modules are as small as possible. A module that goes back only because it
+    shares a parameter, such as an embedding's, stays in the stage that reaches it, with a copy.
+
+    Raises:
+        ExportError: a unit is on a device that was left before, or runs again after that.
+    """
+    found = stacks(placed.model)
+    units = list(dict.fromkeys(layer_of(unit, found) or unit for unit in placed.units()))
+    device_of = {unit: placed.home(unit) for unit in units}
+    runs: list[Stage] = []
+    for unit, device in device_of.items():
+        before = next((run for run in runs if run.device == device), None)
+        if before is None:
+            runs.append(Stage(device, (unit,)))
+        elif before is runs[-1] or _share_parameter(placed, unit, before.modules):
+            runs[-1] = Stage(runs[-1].device, (*runs[-1].modules, unit))
+        else:
+            raise ExportError(
+                f"the placement is no pipeline, which has one stage for each device: {device} runs "
+                f"{before.modules[-1]}, then {runs[-1].device} runs {runs[-1].modules[0]}, and "
+                f"then {unit} is on {device} again"
+            )
+    _check_order(placed, _stage_of(runs))
+    return runs
+
+
+def stage_devices(placed: PlacedModules, found: Sequence[Stage]) -> dict[str, str]:
+    """Return {call: device of its stage}; calls outside all modules run in the stage reached."""
+    stage_of = _stage_of(found)
+    reached, devices = 0, {}
+    for op in placed.ops:
+        unit = around(op.module, stage_of)
+        reached = reached if unit is None else max(reached, stage_of[unit])
+        devices[op.call] = found[reached].device
+    return devices
+
+
+def shared_gradients(placed: PlacedModules, found: Sequence[Stage]) -> str:
+    """Return a sentence on the parameters that several stages hold a copy of, "" if none."""
+    stage_of = _stage_of(found)
+    groups = [
+        " and ".join(group)
+        for group in placed.tied_units(stage_of)
+        if len({stage_of[unit] for unit in group}) > 1
+    ]
+    if not groups or not placed.step.training:
+        return ""
+    return (
+        "in training, add up the gradients of the copies of the parameter that "
+        f"{'; '.join(groups)} share, one in each stage"
+    )
+
+
+def _stage_of(found: Sequence[Stage]) -> dict[str, int]:
+    return {unit: i for i, stage in enumerate(found) for unit in stage.modules}
+
+
+def _share_parameter(placed: PlacedModules, unit: str, modules: Sequence[str]) -> bool:
+    """Return whether a unit shares a parameter with one of these modules."""
+    return any(unit in group for group in placed.tied_units([unit, *modules]))
+
+
+def _check_order(placed: PlacedModules, stage_of: Mapping[str, int]) -> None:
+    reached = 0
+    last = ""
+    for op in placed.ops:
+        unit = around(op.module, stage_of)
+        if unit is None:
+            continue
+        if stage_of[unit] < reached:
+            raise ExportError(
+                f"the placement is no pipeline: {unit} runs again in stage {stage_of[unit]} after "
+                f"{last} in stage {reached}"
+            )
+        reached, last = stage_of[unit], unit

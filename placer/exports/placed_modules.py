@@ -1,0 +1,333 @@
+"""A placement of ops by module: the device with most of the work of each module.
+
+Modules are named by their path in the model; a layer is a member of a stack of layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import nn
+
+from envs.backend import StepResult
+from envs.cluster import Cluster, Device
+from envs.host_names import is_core
+from envs.placement import Placement
+from graphs.extract import Extraction, Step
+from graphs.extract.call_graph import call_graph
+from graphs.extract.extraction import ties_of
+from graphs.graph import PHASES, GraphArrays
+from placer.exports.renaming import RenamingError, check_renamed, unknown_devices
+
+FORWARD, BACKWARD = PHASES.index("forward"), PHASES.index("backward")
+PredictStep = Callable[[Mapping[str, str]], StepResult]
+"""Predicts the step if calls run on {call: device}."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedOp:
+    """One op of a forward or backward pass and its device."""
+
+    call: str  # key of its forward call
+    module: str
+    is_repeated: bool  # in a second or later call of its module
+    device: str
+    flops: int
+    moved_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlacedModules:
+    """The forward ops of a placed step in program order, and their model.
+
+    ``backward`` are the backward ops; if modules are placed, they run with their forward calls.
+    ``main_device`` is the device of the model's inputs, None if the format decides.
+    ``predict_step`` predicts the step if calls run on {call: device}, None if costs are unknown.
+    ``renaming_needed`` is a message about devices that torch lacks, or "".
+    """
+
+    extraction: Extraction
+    ops: tuple[PlacedOp, ...]
+    backward: tuple[PlacedOp, ...] = ()
+    main_device: str | None = None
+    renaming_needed: str = ""
+    predict_step: PredictStep | None = None
+
+    @classmethod
+    def of(
+        cls,
+        extraction: Extraction,
+        placement: Placement,
+        *,
+        renamed: Mapping[str, str] | None = None,
+        main_device: str | None = None,
+        predict_step: PredictStep | None = None,
+    ) -> PlacedModules:
+        """Return a placement by the modules of the model it was made for.
+
+        Args:
+            extraction: the model's step.
+            placement: of its ops (devices ``core:N``) or of its calls (``cuda:N``, ``cpu``).
+            renamed: {device of the placement: device to export}.
+            main_device: device of the model's inputs.
+            predict_step: predicts the step if calls run on {call: device}.
+
+        Raises:
+            RenamingError: ``renamed`` names devices that do not exist.
+            ValueError: the placement belongs to another graph.
+        """
+        names = dict(renamed or {})
+        check_renamed(names, placement.device_names)
+        graph = _graph_of(extraction, placement)
+        devices = tuple(
+            Device(name=name, kind=name, memory_bytes=0) for name in placement.device_names
+        )
+        fitting = placement.aligned(graph, Cluster(name=placement.cluster, devices=devices))
+        path_of = canonical_paths(extraction.step.model)
+        calls = call_keys(extraction, graph)
+        of_phase: dict[int, list[PlacedOp]] = {FORWARD: [], BACKWARD: []}
+        for i, op_id in enumerate(graph.ids):
+            if graph.phase[i] not in of_phase:
+                continue
+            own = PlacedOp(
+                call=calls[i],
+                module=path_of.get(graph.modules[i], graph.modules[i]),
+                is_repeated="@" in op_id.partition(":")[0],
+                device=names.get(device := fitting.device_names[fitting.devices[i]], device),
+                flops=int(graph.flops[i]),
+                moved_bytes=int(graph.moved_bytes[i]),
+            )
+            of_phase[graph.phase[i]].append(own)
+        ops = of_phase[FORWARD]
+        return cls(
+            extraction=extraction,
+            ops=tuple(ops),
+            backward=tuple(of_phase[BACKWARD]),
+            main_device=main_device,
+            renaming_needed=unknown_devices(
+                {op.device for op in ops}, names, placement.device_names
+            ),
+            predict_step=predict_step,
+        )
+
+    @property
+    def step(self) -> Step:
+        """Return the placed step."""
+        return self.extraction.step
+
+    @property
+    def model(self) -> nn.Module:
+        """Return the placed model."""
+        return self.step.model
+
+    def check_torch_devices(self) -> None:
+        """Check that torch has the devices of all forward ops.
+
+        Raises:
+            RenamingError: torch lacks one; the message says how to rename it.
+        """
+        if self.renaming_needed:
+            raise RenamingError(self.renaming_needed)
+
+    @cached_property
+    def _work(self) -> dict[str, dict[str, tuple[int, int]]]:
+        """Return {module: {device: (FLOPs, bytes moved) of the ops inside it}}."""
+        found: dict[str, dict[str, tuple[int, int]]] = {}
+        for op in self.ops:
+            module = op.module
+            while True:
+                inside = found.setdefault(module, {})
+                flops, size = inside.get(op.device, (0, 0))
+                inside[op.device] = (flops + op.flops, size + op.moved_bytes)
+                if not module:
+                    break
+                module = parent(module)
+        return found
+
+    def majority(self, modules: Iterable[str]) -> str | None:
+        """Return the device with most FLOPs, then most bytes, in some modules; None without ops.
+
+        The modules must not be nested.
+        """
+        work: dict[str, tuple[int, int]] = {}
+        for module in modules:
+            for device, (flops, size) in self._work.get(module, {}).items():
+                known_flops, known_size = work.get(device, (0, 0))
+                work[device] = (known_flops + flops, known_size + size)
+        return max(work, key=lambda device: work[device], default=None)
+
+    def home(self, module: str) -> str:
+        """Return the device of a module, or of the nearest module around it that has ops."""
+        found = self.majority([module])
+        while found is None and module:
+            module = parent(module)
+            found = self.majority([module])
+        return found or self.ops[0].device
+
+    def moved_ops(self, runs_on: Mapping[str, str]) -> list[PlacedOp]:
+        """Return the ops off their device in the placement if calls run on {call: device}.
+
+        Backward ops run with their forward call. Ops of other calls count as not moved.
+        """
+        return [
+            op for op in (*self.ops, *self.backward) if runs_on.get(op.call, op.device) != op.device
+        ]
+
+    def by_module(self, device_of: Mapping[str, str]) -> dict[str, str]:
+        """Return {call: device} for calls in the modules of {module: device}."""
+        return {
+            op.call: device_of[unit]
+            for op in self.ops
+            if (unit := around(op.module, device_of)) is not None
+        }
+
+    def units(self) -> list[str]:
+        """Return the smallest modules that have a device of their own, in program order.
+
+        A module with its own parameters or buffers is not divided; one without any inside is no
+        unit. Units without ops come last.
+        """
+        return self.in_order(_units(self.model, ""))
+
+    def in_order(self, modules: Iterable[str]) -> list[str]:
+        """Return modules in order of the first op inside them; those without ops come last."""
+        first: dict[str, int] = {}
+        for place, op in enumerate(self.ops):
+            first.setdefault(op.module, place)
+        last = len(self.ops)
+
+        def place_of(unit: str) -> int:
+            inside = [place for module, place in first.items() if is_inside(module, unit)]
+            return min(inside, default=last)
+
+        return sorted(modules, key=place_of)
+
+    def gates(self) -> frozenset[str]:
+        """Return modules without parameters and submodules that a step calls once.
+
+        A map need not name them. If it does, accelerate sends their inputs to their device.
+        """
+        units = set(self.units())
+        path_of = canonical_paths(self.model)
+        modules = dict(self.model.named_modules())
+        calls: dict[str, set[str]] = {}
+        for call in self.extraction.forward.calls:
+            module = path_of.get(call.module, call.module)
+            calls.setdefault(module, set()).add(call.key.partition(":")[0])
+        return frozenset(
+            module
+            for module, own in calls.items()
+            if module in modules
+            and len(own) == 1
+            and around(module, units) is None
+            and not any(modules[module].children())
+        )
+
+    def tied_units(self, units: Collection[str]) -> list[tuple[str, ...]]:
+        """Return groups of units that share a parameter and therefore a device."""
+        together: dict[str, dict[str, None]] = {}
+        for name, first in ties_of(self.step).items():
+            owners = [owner for key in (first, name) if (owner := around(key, units)) is not None]
+            together.setdefault(first, {}).update(dict.fromkeys(owners))
+        return [tuple(group) for group in together.values() if len(group) > 1]
+
+
+def parent(module: str) -> str:
+    """Return the path of the module around another."""
+    return module.rpartition(".")[0]
+
+
+def around(path: str, modules: Container[str]) -> str | None:
+    """Return the innermost of some modules that contains a path, None if there is none."""
+    while path not in modules:
+        if not path:
+            return None
+        path = parent(path)
+    return path
+
+
+def canonical_paths(model: nn.Module) -> dict[str, str]:
+    """Return {path of a module: its first path}; a shared module has several paths."""
+    first = {id(module): path for path, module in model.named_modules()}
+    return {path: first[id(m)] for path, m in model.named_modules(remove_duplicate=False)}
+
+
+def is_inside(module: str, outer: str) -> bool:
+    """Return whether a module is another one or inside it."""
+    return not outer or module == outer or module.startswith(outer + ".")
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """A list of layers of one class: path of the list and of its members, in order."""
+
+    path: str
+    layers: tuple[str, ...]
+
+
+def stacks(model: nn.Module) -> list[Stack]:
+    """Return outermost stacks: ModuleLists or Sequentials of two or more modules of one class.
+
+    >>> stacks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    [Stack(path='', layers=('0', '1'))]
+    """
+    found: list[Stack] = []
+    for path, module in model.named_modules():
+        if any(is_inside(path, known.path) for known in found):
+            continue
+        members = list(module.children())
+        is_list = isinstance(module, nn.ModuleList | nn.Sequential)
+        if is_list and len(members) > 1 and len({type(member) for member in members}) == 1:
+            prefix = f"{path}." if path else ""
+            found.append(Stack(path, tuple(prefix + name for name, _ in module.named_children())))
+    return found
+
+
+def layer_of(module: str, found: list[Stack]) -> str | None:
+    """Return the layer that contains a module, None if there is none."""
+    return next(
+        (layer for stack in found for layer in stack.layers if is_inside(module, layer)), None
+    )
+
+
+def call_keys(extraction: Extraction, graph: GraphArrays) -> tuple[str, ...]:
+    """Return the key of each op's forward call, (N,).
+
+    For a step that was not exported, the key is the id of the op's forward op. ``graph`` has the
+    ops or the calls of the extraction.
+    """
+    own = tuple(extraction.graph)
+    if graph.ids == own and extraction.own_forward is not None:
+        return extraction.call_of
+    if graph.ids == own:
+        return tuple(
+            own[i if source is None else source] for i, source in enumerate(extraction.forward_of)
+        )
+    return tuple(map(_forward_id, graph.ids, graph.phase.tolist()))
+
+
+def _forward_id(op_id: str, phase: int) -> str:
+    module, _, op = op_id.rpartition(":")
+    return f"{module}:{op.removeprefix(f'{PHASES[phase]}/')}"
+
+
+def _graph_of(extraction: Extraction, placement: Placement) -> GraphArrays:
+    of_ops = GraphArrays.from_graph(extraction.graph)
+    if extraction.own_forward is None or placement.graph == of_ops.hash:
+        return of_ops
+    if not placement.graph and set(of_ops.ids) <= set(placement.ops):
+        return of_ops
+    of_calls = GraphArrays.from_graph(call_graph(extraction).graph)
+    on_cores = all(map(is_core, placement.device_names))
+    return of_ops if on_cores and placement.graph != of_calls.hash else of_calls
+
+
+def _units(module: nn.Module, path: str) -> Iterator[str]:
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    if own:
+        yield path
+        return
+    for name, child in module.named_children():
+        yield from _units(child, f"{path}.{name}" if path else name)

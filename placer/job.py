@@ -1,0 +1,333 @@
+"""Jobs: what is placed, on which devices, how it is searched, and what a placement must keep to.
+
+The command line and :func:`placer.optimize` build a :class:`Job` by the same functions. All values
+are checked when they are made, and not again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+import networkx as nx
+
+from envs.byte_size import parse_bytes
+from envs.cluster import Cluster, load_cluster
+from envs.discover import discover, is_here
+from envs.replicas.spec import Replication
+from graphs.extract import AUTO
+from graphs.pins import keep_together, pin
+from graphs.selection import ConstraintError
+from placer.objectives import Objective
+from placer.placers import DEFAULT, asks_policy, placer_named
+from placer.placers.placer import LATENCY, Placer
+from placer.policies import GENERALIST, load
+from placer.report.progress import Progress
+from placer.search.budget import Budget
+from placer.search.portfolio import Proposer
+from placer.target import Target, load_graph_target
+from placer.warm_start import WarmStart, warm_start_of
+
+if TYPE_CHECKING:
+    from graphs.extract import Step
+
+Source: TypeAlias = "Target | Step | nx.DiGraph[str]"
+"""What is placed: a workload, a graph with known costs, or the name of either."""
+SEEDS: Final = 2**32
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class SearchConfig:
+    """How placements are searched, and whether and how the best ones are run."""
+
+    budget: Budget
+    seed: int
+    placer: Placer
+    objective: Objective
+    groups: int | None
+    measure: bool
+    overlap: bool
+    start_from: WarmStart | None
+
+    def __init__(
+        self,
+        *,
+        budget: str | Budget = "20s",
+        seed: int = 0,
+        placer: str | Placer = DEFAULT,
+        policy: str | Proposer | None = AUTO,
+        objective: str | Objective = LATENCY,
+        micro_batches: int = 1,
+        in_flight: int | None = None,
+        groups: int | None = None,
+        measure: bool = True,
+        overlap: bool = False,
+        start_from: WarmStart | Mapping[str, int | str] | str | Path | None = None,
+    ) -> None:
+        """Check the values and load what they name.
+
+        Args:
+            budget: search budget: wall time, ``"60s"``, or evaluations, ``"4000e"``. Extracting,
+                measuring op costs and running the best candidates come on top.
+            seed: seed of the search.
+            placer: search algorithm: a name that ``placer placers`` lists, or your own
+                :class:`placer.placers.placer.Placer`. Single devices and classic heuristics are
+                always among the candidates.
+            policy: name or path of a trained policy, or "none"; "auto" is the generalist, if the
+                search algorithm uses a policy.
+            objective: for a graph with known costs, ``"latency"``, ``"throughput"`` (the time of
+                each further micro-batch) or ``"max-load"``; for a model, ``"latency"``.
+            micro_batches: micro-batches of a step; a graph is that of one of them.
+            in_flight: most micro-batches under way at once, by default one per device.
+            groups: merge ops into at most this many groups and place the groups, for large graphs.
+            measure: run the best candidates and choose by measured step time; False chooses by the
+                simulated one.
+            overlap: run candidates with copies that overlap compute: on CUDA devices a tensor is
+                sent as soon as it is computed. Only for models that can be exported.
+            start_from: warm start: a placement, a Hugging Face device map, or a file of either. It
+                is an additional candidate and is always run.
+
+        Raises:
+            ValueError: a value is invalid, does not exist, or contradicts another.
+            OSError: a file cannot be read.
+        """
+        if not 0 <= seed < SEEDS:
+            raise ValueError(f"seed is {seed}, not a whole number from 0 to {SEEDS - 1}")
+        if groups is not None and groups < 1:
+            raise ValueError(f"groups is {groups}, below 1")
+        if isinstance(objective, str):
+            objective = Objective(name=objective, micro_batches=micro_batches, in_flight=in_flight)
+        values = {
+            "budget": Budget.parse(budget) if isinstance(budget, str) else budget,
+            "seed": seed,
+            "placer": _placer(placer, policy, objective.name),
+            "objective": objective,
+            "groups": groups,
+            "measure": measure,
+            "overlap": overlap,
+            "start_from": None if start_from is None else warm_start_of(start_from),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraints:
+    """What every placement must keep to.
+
+    Attributes:
+        keep_together: op ids, module paths or globs such as ``"layers.3.*"``; all ops that match
+            the same pattern share a device.
+        pins: {op id, module path or glob: device name} for ops with a fixed device.
+        memory: {device name: bytes, or a size such as ``"8GiB"``} that may be used of this
+            machine's devices, by default the free memory.
+    """
+
+    keep_together: Sequence[str] = ()
+    pins: Mapping[str, str] = field(default_factory=dict)
+    memory: Mapping[str, int | str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.keep_together, str):
+            raise ConstraintError("keep_together is a list of names, not one name")
+        _ = self.memory_bytes  # raises if a size cannot be parsed
+
+    @property
+    def memory_bytes(self) -> dict[str, int]:
+        """Return the memory limits in bytes.
+
+        Raises:
+            ValueError: a size cannot be parsed.
+        """
+        return {
+            name: parse_bytes(size) if isinstance(size, str) else size
+            for name, size in self.memory.items()
+        }
+
+    def applied_to(self, graph: nx.DiGraph[str], cluster: Cluster) -> nx.DiGraph[str]:
+        """Return the graph with co-located and pinned ops; the same object if there are none.
+
+        Raises:
+            ConstraintError: a device does not exist, a pattern matches nothing, or pins contradict
+                each other or separate ops that must share a device.
+        """
+        for pattern, device in self.pins.items():
+            if device not in cluster.names:
+                raise ConstraintError(
+                    f"{pattern!r} is pinned to {device!r}, but the devices are "
+                    f"{', '.join(cluster.names)}"
+                )
+        if self.keep_together:
+            graph = keep_together(graph, self.keep_together)
+        return pin(graph, self.pins) if self.pins else graph
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One placement to find; build it with :meth:`of`.
+
+    Attributes:
+        source: what is placed.
+        cluster: devices to place on.
+        search: how it is searched.
+        constraints: what placements must keep to.
+        replicas: data-parallel replicas to plan, None for a single placement.
+        extractor: how the graph of a model is extracted.
+        fresh: measure devices and ops again and ignore the cache.
+    """
+
+    source: Source
+    cluster: Cluster
+    search: SearchConfig = field(default_factory=SearchConfig)
+    constraints: Constraints = field(default_factory=Constraints)
+    replicas: Replication | None = None
+    extractor: str = AUTO
+    fresh: bool = False
+
+    def __post_init__(self) -> None:
+        objective = self.search.objective
+        if self.has_costs:
+            if self.extractor != AUTO or self.fresh or self.search.overlap:
+                raise ValueError(
+                    "a graph has its costs and is not run: extractor, fresh and overlap are for "
+                    "models"
+                )
+        elif objective != Objective():
+            raise ValueError(
+                "a model is run step by step: other objectives and micro-batches are for graphs "
+                "with known costs (placer extract writes one)"
+            )
+        if self.replicas is not None:
+            if objective.name != LATENCY:
+                raise ValueError(
+                    f"replicas are compared by their steps: objective {objective.name} is for a "
+                    "single placement"
+                )
+            if self.search.start_from is not None:
+                raise ValueError("a warm start is for a single placement, not for replicas")
+
+    @classmethod
+    def of(
+        cls,
+        source: Source | str | Path,
+        devices: str | Path | Cluster = "auto",
+        *,
+        search: SearchConfig | None = None,
+        constraints: Constraints | None = None,
+        replicas: int | str | Replication | None = None,
+        extractor: str = AUTO,
+        fresh: bool = False,
+    ) -> Job:
+        """Build a job from what users give.
+
+        Args:
+            source: a workload, a graph with known costs, or a target of the command line, such as
+                the path of a graph file.
+            devices: see :func:`cluster_of`.
+            search: how to search, by default for 20 seconds.
+            constraints: what placements must keep to.
+            replicas: number of replicas, or "auto".
+            extractor: ``"export"``, ``"dispatch"``, ``"modules"`` or ``"auto"``.
+            fresh: measure devices and ops again and ignore the cache.
+
+        Raises:
+            ValueError: a value is invalid, does not exist, or contradicts another.
+            OSError: a file cannot be read.
+        """
+        source = Target(name=str(source)) if isinstance(source, str | Path) else source
+        constraints = constraints or Constraints()
+        if replicas is not None:
+            replicas = Replication.of(replicas)
+        return cls(
+            source=source,
+            cluster=cluster_of(devices, constraints.memory_bytes, has_costs=_has_costs(source)),
+            search=search or SearchConfig(),
+            constraints=constraints,
+            replicas=replicas,
+            extractor=extractor,
+            fresh=fresh,
+        )
+
+    @property
+    def has_costs(self) -> bool:
+        """Return whether the source is a graph with known costs, so that nothing is run."""
+        return _has_costs(self.source)
+
+    def loaded(self, progress: Progress) -> Job:
+        """Return the job with the workload or graph that its target names.
+
+        Raises:
+            TargetError: the target cannot be loaded.
+        """
+        if not isinstance(self.source, Target):
+            return self
+        if self.source.is_graph:
+            return replace(self, source=load_graph_target(self.source.name))
+        progress.stage("Loading the model")
+        weights = any(map(is_here, self.cluster.names))
+        return replace(self, source=self.source.load(weights=weights))
+
+
+def cluster_of(
+    devices: str | Path | Cluster,
+    memory: Mapping[str, int] | None = None,
+    *,
+    has_costs: bool = False,
+) -> Cluster:
+    """Return the devices to place on.
+
+    Args:
+        devices: ``"auto"``, names such as ``"cuda:0,cpu"`` or ``"core:0,core:1"``, a cluster file
+            (a path, or text that ends in ``.toml``) or a Cluster.
+        memory: {device name: bytes} that may be used of named devices.
+        has_costs: whether op costs are known, so that the devices may be anywhere.
+
+    Raises:
+        ValueError: a device does not exist, or the arguments contradict each other.
+        OSError: the cluster file cannot be read.
+    """
+    if isinstance(devices, str) and not devices.endswith(".toml"):
+        if has_costs:
+            raise ValueError("a graph has no devices of its own: give a cluster, or its file")
+        return discover(devices, memory)
+    if memory:
+        raise ValueError("a cluster says how much memory its devices have: leave memory out")
+    if isinstance(devices, Cluster):
+        return devices
+    if has_costs:
+        return load_cluster(Path(devices))
+    from envs.op_costs import load_devices
+
+    return load_devices(Path(devices))
+
+
+def _has_costs(source: Source) -> bool:
+    return source.is_graph if isinstance(source, Target) else isinstance(source, nx.DiGraph)
+
+
+def _placer(placer: str | Placer, policy: str | Proposer | None, objective: str) -> Placer:
+    """Return the search algorithm with its policy.
+
+    Raises:
+        ValueError: one of them does not exist, the algorithm does not support the objective, or a
+            policy is named that it does not use.
+    """
+    name = placer if isinstance(placer, str) else type(placer).__name__
+    if isinstance(policy, str):
+        if isinstance(placer, str) and asks_policy(placer, objective=objective):
+            policy = None if policy == "none" else load(GENERALIST if policy == AUTO else policy)
+        elif policy in {AUTO, "none"}:
+            policy = None
+        else:
+            raise ValueError(
+                f"placer {name!r} asks no policy for the objective {objective}: leave out the "
+                f"policy {policy!r}"
+            )
+    if isinstance(placer, str):
+        return placer_named(placer, policy, objective=objective)
+    if objective not in placer.objectives:
+        served = " and ".join(placer.objectives)
+        raise ValueError(f"placer {name!r} serves the objective {served}, not {objective}")
+    return placer

@@ -1,0 +1,197 @@
+"""Costs of scheduler weights on real devices: reward of a training with measured steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+import placer
+from envs.calibrate import calibrated
+from envs.cluster import Cluster
+from envs.discover import check_devices
+from envs.executor.worker_error import WorkerError
+from envs.measurement import Measurement, contended, tied
+from envs.placement import MadeBy, Placement
+from envs.problem import Problem
+from envs.simulator import INFEASIBLE_NS, OVERFULL_NS, Simulator
+from graphs.extract import ExtractionError, Step, extract
+from graphs.extract.fake import check_has_memory
+from graphs.graph import GraphArrays
+from placer.policies.pool import CANNOT_RUN, Exercise, exercise, is_reference
+from placer.report.progress import Silent
+from placer.rigs import MeasuringBackend, Rig, rig_for
+from placer.search.compiling import load_compiled_code
+
+MOST_AT_ONCE: Final = 16
+"""Placements that are run in the same rounds; more would be far apart from their reference."""
+
+
+class MeasuredDecoders:
+    """Decoders that measure the placements of one problem on its devices.
+
+    A cost is the reference's step time times the measured ratio to it. The reference is the fastest
+    measured one of single device, HEFT and ETF, and runs in the same rounds as every placement;
+    within noise of it the ratio is 1. So neither the machine's load nor its noise is rewarded. A
+    placement is measured once. ``item`` is the problem with measured step times of its heuristics.
+    """
+
+    def __init__(self, item: Exercise, rig: Rig, backend: MeasuringBackend) -> None:
+        """Measure the heuristics; the backend is closed with the decoders.
+
+        Raises:
+            ValueError: no heuristic placement fits into memory.
+            KeyboardInterrupt: the measurement was stopped.
+            WorkerError: the workers do not start, or no heuristic placement can be run.
+        """
+        self.judge = item.judge
+        self._problem = item.judge.problem
+        self._simulator = Simulator(self._problem, memory=False)
+        self._rig = rig
+        self._backend = backend
+        self._ratios: dict[bytes, float] = {}
+        self.measured = 0  # placements that were run
+        known = [c for c in item.known if is_reference(c)]
+        fitting = [c for c in known if c.step_ns < OVERFULL_NS]
+        if not fitting:
+            raise ValueError("no heuristic placement fits into memory: add a device")
+        placements = [self._placement(c.devices, c.priority) for c in fitting]
+        runs = self._run([placement for _, placement in placements])
+        loaded = contended(runs)
+        steps_s = [run.step_s(contended=loaded) for run in runs]
+        best = int(np.argmin(steps_s))
+        if not runs[best].ok:
+            raise WorkerError(f"{fitting[best].name} cannot be run: {runs[best].failure}")
+        self._reference = placements[best][1]
+        self._remember([key for key, _ in placements], runs, runs[best])
+        reference_ns = max(round(steps_s[best] * 1e9), 1)
+        measured_ns = {
+            id(c): round(reference_ns * self._ratios[key])
+            for c, (key, _) in zip(fitting, placements, strict=True)
+        }
+        self.item = replace(
+            item,
+            known=[replace(c, step_ns=measured_ns.get(id(c), INFEASIBLE_NS)) for c in known],
+            reference_ns=reference_ns,
+        )
+
+    @classmethod
+    def of(
+        cls, step: Step, cluster: Cluster, tell: Callable[[str], None] | None = None
+    ) -> MeasuredDecoders:
+        """Extract a step, measure the costs of its ops and start its devices.
+
+        Args:
+            step: the model and its inputs.
+            cluster: devices of this machine; speeds are calibrated if there are no links.
+            tell: called with a text when a stage begins.
+
+        Raises:
+            ExtractionError: the model cannot be extracted, or its extraction cannot be run.
+            ValueError: a device is not on this machine, or there is only one.
+            WorkerError: the workers do not start, or cannot run the model.
+        """
+        hear = tell or _silent
+        check_devices(cluster.names)
+        if len(cluster) < 2:
+            raise ValueError("on one device there is nothing to learn: name two or more")
+        check_has_memory(step)
+        hear("extracting the graph")
+        extraction = extract(step)
+        rig = rig_for(extraction, cluster)
+        if not rig.runs:
+            raise ExtractionError(
+                "only the modules of this model were extracted: cuda:N and cpu can run them, "
+                "core:N cannot"
+            )
+        hear("measuring op costs")
+        cluster = cluster if cluster.links else calibrated(cluster)
+        graph = rig.costed(rig.graph, cluster, Silent())
+        problem = Problem.of(GraphArrays.from_graph(graph), rig.planned(cluster))
+        load_compiled_code()
+        hear("measuring the heuristics")
+        item = exercise(problem, "measured")
+        step_s = item.reference_ns / 1e9
+        backend = rig.backend(problem, 10.0 * step_s, step_s)
+        try:
+            return cls(item, rig, backend)
+        except BaseException:
+            backend.close()
+            raise
+
+    def costs(
+        self, numbers: NDArray[np.int64], weights: NDArray[np.floating[Any]]
+    ) -> NDArray[np.int64]:
+        """Return costs (B,) of decoded ``weights`` (B, K); there is only one problem.
+
+        Raises:
+            KeyboardInterrupt: the measurement was stopped.
+            WorkerError: the workers do not start, or the reference cannot be run any more.
+        """
+        del numbers
+        devices, priority, simulated = self.judge.decoded(weights)
+        keys: list[bytes] = []
+        new: dict[bytes, Placement] = {}
+        for own_devices, own_priority, cost in zip(devices, priority, simulated, strict=True):
+            key, placement = self._placement(own_devices, own_priority)
+            keys.append(key)
+            if cost >= OVERFULL_NS:
+                self._ratios[key] = CANNOT_RUN
+            elif key not in self._ratios:
+                new[key] = placement
+        self._measure(new)
+        ratios = np.array([self._ratios[key] for key in keys])
+        return np.asarray(np.rint(self.item.reference_ns * ratios), np.int64)
+
+    def close(self) -> None:
+        """Stop the workers."""
+        self._backend.close()
+
+    def _measure(self, new: Mapping[bytes, Placement]) -> None:
+        keys = list(new)
+        for first in range(0, len(keys), MOST_AT_ONCE):
+            some = keys[first : first + MOST_AT_ONCE]
+            reference, *runs = self._run([self._reference, *(new[key] for key in some)])
+            if not reference.ok:
+                raise WorkerError(f"the best heuristic cannot be run: {reference.failure}")
+            self._remember(some, runs, reference)
+
+    def _run(self, placements: Sequence[Placement]) -> list[Measurement]:
+        runs = self._backend.measure(placements)
+        if self._backend.interrupted:
+            raise KeyboardInterrupt
+        return runs
+
+    def _remember(
+        self, keys: Sequence[bytes], runs: Sequence[Measurement], reference: Measurement
+    ) -> None:
+        """Store the ratios of placements to the reference that ran in the same rounds."""
+        self.measured += len(runs)
+        loaded = contended([reference, *runs])
+        for key, run in zip(keys, runs, strict=True):
+            if not run.ok:
+                ratio = CANNOT_RUN
+            elif run is reference or tied(run, reference, loaded=loaded):
+                ratio = 1.0
+            else:
+                ratio = run.step_s(contended=loaded) / reference.step_s(contended=loaded)
+            self._ratios[key] = ratio
+
+    def _placement(
+        self, devices: NDArray[np.int32], priority: NDArray[np.float64]
+    ) -> tuple[bytes, Placement]:
+        """Return a placement whose priorities give the simulated order, and a key for both."""
+        problem = self._problem
+        order = self._rig.order(problem, self._simulator.run(devices, priority))
+        ranks = np.empty(problem.op_count)
+        ranks[order] = np.arange(problem.op_count, 0, -1)
+        made_by = MadeBy(placer="policy", version=placer.__version__)
+        placement = Placement.of(problem.graph, problem.cluster, devices, ranks, made_by)
+        return devices.tobytes() + ranks.tobytes(), placement
+
+
+def _silent(text: str) -> None:
+    """Ignore what begins."""

@@ -1,0 +1,285 @@
+"""AnnealingState and moves of an annealing run, whatever its energy.
+
+A move changes the device of an op (with its co-location group), of a connected cluster of ops, of a
+run of ops in order, or of two ops that swap. It is recorded, so that it can be undone.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envs.compiled import compiled_borrowing, compiled_inline, int64
+from envs.compiled_tables import by_pointer
+from envs.problem import Problem
+
+COLD: Final = 1e-5
+"""Relative temperature at the end; it falls geometrically from the initial one."""
+
+BEST: Final = 0
+MOVED: Final = 1
+FREE: Final = 2
+"""The first counter of the energy's own."""
+COUNTERS: Final = 4
+
+Bools = NDArray[np.bool_]
+Ints = NDArray[np.int32]
+Longs = NDArray[np.int64]
+Random = NDArray[np.uint64]
+
+_STAR: Final = np.uint64(0x2545F4914F6CDD1D)
+_A: Final = np.uint64(12)
+_B: Final = np.uint64(25)
+_C: Final = np.uint64(27)
+_UNUSED_BITS: Final = np.uint64(11)
+_STEP: Final = 2.0**-53
+
+
+@by_pointer
+class AnnealingState(NamedTuple):
+    """Placement of N ops in C co-location groups, the best one so far, and the last move."""
+
+    devices: Ints  # (N,)
+    best_devices: Ints  # (N,)
+    order: Ints  # (N,) ops by rank
+    rank: Ints  # (N,)
+    allowed: Bools  # (N, D)
+    neighbour_start: Ints  # (N + 1,)
+    consumer_start: Ints  # (N,) where the consumers of an op begin among its neighbours
+    neighbours: Ints  # (2 E,) for each op the ops that it reads, then its consumers
+    group: Ints  # (N,) -1 for none
+    group_start: Ints  # (C + 1,)
+    members: Ints  # ops of all groups, group by group
+    moved: Ints  # (2 N,) the first counters[MOVED] entries are the moved ops
+    moved_from: Ints  # (2 N,) their previous devices
+    counters: Longs  # (COUNTERS,)
+    random: Random  # (1,)
+
+
+@by_pointer
+class MoveShares(NamedTuple):
+    """Probabilities of the kinds of moves, and sizes; without a swap, run or cluster one op moves.
+
+    A cluster spreads to each neighbour with a probability that is drawn once per move.
+    """
+
+    swaps: float
+    runs: float
+    clusters: float
+    mean_cluster: float  # ops
+    large: float  # probability that a cluster has any number of ops
+    least_spreading: float
+    most_spreading: float
+    to_neighbour: float  # probability that the target is the device of a neighbour
+
+
+def new_state(problem: Problem, devices: Ints, order: Ints, seed: int) -> AnnealingState:
+    """Return the state of a run that starts from ``devices`` (N,), with ops in ``order`` (N,)."""
+    graph, count = problem.graph, problem.op_count
+    grouped = np.flatnonzero(graph.group >= 0).astype(np.int32)
+    sizes = np.bincount(graph.group[grouped], minlength=0)
+    rank = np.empty(count, np.int32)
+    rank[order] = np.arange(count, dtype=np.int32)
+    start, consumer_start, neighbours = _neighbours(problem)
+    return AnnealingState(
+        devices=np.array(devices, np.int32),
+        best_devices=np.array(devices, np.int32),
+        order=np.array(order, np.int32),
+        rank=rank,
+        allowed=np.array(problem.allowed),
+        neighbour_start=start,
+        consumer_start=consumer_start,
+        neighbours=neighbours,
+        group=np.array(graph.group, np.int32),
+        group_start=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32),
+        members=grouped[np.argsort(graph.group[grouped], kind="stable")],
+        moved=np.zeros(2 * count, np.int32),
+        moved_from=np.zeros(2 * count, np.int32),
+        counters=np.zeros(COUNTERS, np.int64),
+        random=seeded(seed),
+    )
+
+
+def _neighbours(problem: Problem) -> tuple[Ints, Ints, Ints]:
+    """Return ``neighbour_start``, ``consumer_start`` and ``neighbours`` of a state."""
+    graph, count = problem.graph, problem.op_count
+    degrees = np.stack([np.diff(graph.predecessor_start), np.diff(graph.successor_start)], axis=1)
+    is_input = np.repeat(np.tile([True, False], count), degrees.ravel())
+    neighbours = np.empty(len(is_input), np.int32)
+    neighbours[is_input] = graph.predecessors
+    neighbours[~is_input] = graph.successors
+    start = np.array(graph.predecessor_start + graph.successor_start, np.int32)
+    consumer_start = np.array(start[:-1] + degrees[:, 0], np.int32)
+    return start, consumer_start, neighbours
+
+
+def seeded(seed: int) -> Random:
+    """Return a state (1,) for :func:`uniform`; different seeds give unrelated sequences."""
+    return np.random.SeedSequence(seed).generate_state(1, np.uint64) | np.uint64(1)
+
+
+@compiled_borrowing
+def uniform(state: Random) -> float:
+    """Return the next number in 0 <= x < 1 (xorshift64*, Vigna: arXiv 1402.6246).
+
+    The numbers are the same on every machine.
+    """
+    x = state[0]
+    x ^= x >> _A
+    x ^= x << _B
+    x ^= x >> _C
+    state[0] = x
+    return float((x * _STAR) >> _UNUSED_BITS) * _STEP
+
+
+@compiled_borrowing
+def below(state: Random, count: int) -> int:
+    """Return an integer in 0 .. count - 1."""
+    return int(uniform(state) * count)
+
+
+@compiled_borrowing
+def exponential(state: Random, mean: float) -> float:
+    """Return a positive, exponentially distributed number."""
+    return -float(np.log(1.0 - uniform(state))) * mean
+
+
+@compiled_inline
+def temperature(hot: float, progress: float) -> float:
+    """Return the relative temperature at ``progress`` (1 at the end of the schedule)."""
+    return float(hot * (COLD / hot) ** min(progress, 1.0))
+
+
+@compiled_inline
+def change_devices(state: AnnealingState, moves: MoveShares, op: int) -> None:
+    """Draw and make a move of ``op``; none if an op is not allowed on its new device."""
+    random, device_count = state.random, state.allowed.shape[1]
+    home = int64(state.devices[op])
+    kind = uniform(random)
+    if kind < moves.swaps:
+        _swap(state, op, home)
+        return
+    if kind < moves.swaps + moves.runs:
+        _move_run(state, op, home, device_count)
+        return
+    target = below(random, device_count)
+    if uniform(random) < moves.to_neighbour:
+        first = state.neighbour_start[op]
+        degree = state.neighbour_start[op + 1] - first
+        k = below(random, max(degree, 1))
+        if degree > 0:
+            target = int64(state.devices[state.neighbours[first + k]])
+    if target == home:
+        target = _another(random, home, device_count)
+    if not state.allowed[op, target]:
+        return
+    _move(state, op, target)
+    if kind < moves.swaps + moves.runs + moves.clusters:
+        _move_cluster(state, moves, home, target)
+
+
+@compiled_inline
+def _swap(state: AnnealingState, op: int, home: int) -> None:
+    other = below(state.random, len(state.devices))
+    there = int64(state.devices[other])
+    apart = state.group[op] < 0 or state.group[op] != state.group[other]
+    if there != home and apart and state.allowed[op, there] and state.allowed[other, home]:
+        _move(state, op, there)
+        _move(state, other, home)
+
+
+@compiled_inline
+def _move_cluster(state: AnnealingState, moves: MoveShares, home: int, target: int) -> None:
+    """Move neighbours on ``home`` along with the moved ops, breadth first."""
+    random = state.random
+    size = 2 + int(min(exponential(random, moves.mean_cluster), len(state.devices)))
+    if moves.large > 0.0 and uniform(random) < moves.large:
+        size = _any_size(state)
+    spreading = moves.most_spreading
+    if moves.least_spreading < spreading:
+        spreading -= (spreading - moves.least_spreading) * uniform(random)
+    leader = 0
+    while leader < state.counters[MOVED] and state.counters[MOVED] < size:
+        op = int64(state.moved[leader])
+        leader += 1
+        for k in range(state.neighbour_start[op], state.neighbour_start[op + 1]):
+            other = int64(state.neighbours[k])
+            if (
+                state.devices[other] == home
+                and state.allowed[other, target]
+                and uniform(random) < spreading
+            ):
+                _move(state, other, target)
+                if state.counters[MOVED] >= size:
+                    return
+
+
+@compiled_inline
+def _move_run(state: AnnealingState, op: int, home: int, device_count: int) -> None:
+    """Move an op and those after or before it in the order to the device that follows the run.
+
+    This shifts a border between two parts of the order. If the run ends before it meets another
+    device, the target is random.
+    """
+    random = state.random
+    step = 1 if uniform(random) < 0.5 else -1
+    size = _any_size(state)
+    target, at, length = home, int64(state.rank[op]), 0
+    while 0 <= at < len(state.order) and length < size and target == home:
+        target = int64(state.devices[state.order[at]])
+        at += step
+        length += 1
+    if target == home:
+        target = _another(random, home, device_count)
+    for k in range(length):
+        other = int64(state.order[state.rank[op] + k * step])
+        if state.devices[other] == home and state.allowed[other, target]:
+            _move(state, other, target)
+
+
+@compiled_inline
+def _any_size(state: AnnealingState) -> int:
+    """Return a size from 1 to N, log-uniformly distributed."""
+    return int(len(state.devices) ** uniform(state.random))
+
+
+@compiled_inline
+def _another(random: Random, home: int, device_count: int) -> int:
+    return int((home + 1 + below(random, device_count - 1)) % device_count)
+
+
+@compiled_inline
+def _move(state: AnnealingState, op: int, target: int) -> None:
+    """Move an op and its group, and record it."""
+    group = state.group[op]
+    first, end = 0, 1
+    if group >= 0:
+        first, end = state.group_start[group], state.group_start[group + 1]
+    for k in range(first, end):
+        member = state.members[k] if group >= 0 else op
+        at = state.counters[MOVED]
+        state.moved[at] = member
+        state.moved_from[at] = state.devices[member]
+        state.counters[MOVED] = at + 1
+        state.devices[member] = target
+
+
+@compiled_inline
+def undo_or_redo(state: AnnealingState) -> None:
+    """Exchange the devices of the moved ops before and after the move."""
+    for k in range(state.counters[MOVED]):
+        op = state.moved[k]
+        state.devices[op], state.moved_from[k] = state.moved_from[k], state.devices[op]
+
+
+@compiled_inline
+def keep_if_best(state: AnnealingState, cost: int) -> bool:
+    """Store the devices if their cost is the lowest so far; return whether it is."""
+    if cost >= state.counters[BEST]:
+        return False
+    state.counters[BEST] = cost
+    for i in range(len(state.devices)):
+        state.best_devices[i] = state.devices[i]
+    return True

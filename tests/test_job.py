@@ -1,0 +1,154 @@
+"""Jobs: the command line and Python build the same ones, and contradictions are refused."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import placer
+from envs.cluster import Cluster, Device, Link, cluster_to_toml
+from graphs.files import load_graph, save_graph
+from graphs.graph import add_edge, add_op, new_graph
+from placer.cli.main import main
+from placer.job import Job, cluster_of
+from placer.placers import registry
+from placer.placers.heft import Heft
+from placer.placers.round_robin import Turns
+
+CLUSTER = Cluster(
+    name="pair",
+    devices=tuple(
+        Device(
+            name=name,
+            kind="x",
+            memory_bytes=10**9,
+            peak_flop_per_s=1e9,
+            bandwidth_bytes_per_s=1e9,
+        )
+        for name in "ab"
+    ),
+    links=(Link(between=("a", "b"), latency_s=1e-6, bandwidth_bytes_per_s=1e10),),
+)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    """Return the paths of a graph and of a cluster."""
+    graph = new_graph("two chains")
+    for i in range(12):
+        add_op(graph, str(i), cost_s={"x": 1e-3}, output_bytes=100)
+        if i > 1:
+            add_edge(graph, str(i - 2), str(i))
+    save_graph(graph, tmp_path / "graph.json")
+    (tmp_path / "cluster.toml").write_text(cluster_to_toml(CLUSTER))
+    return tmp_path / "graph.json", tmp_path / "cluster.toml"
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments"),
+    [
+        ("--seed 3 --placer annealing", {"search": {"seed": 3, "placer": "annealing"}}),
+        ("--objective max-load --groups 6", {"search": {"objective": "max-load", "groups": 6}}),
+        (
+            "--objective throughput --micro-batches 4 --in-flight 2",
+            {"search": {"objective": "throughput", "micro_batches": 4, "in_flight": 2}},
+        ),
+        (
+            "--pin 0=b --keep-together [123]",
+            {"kept": {"pins": {"0": "b"}, "keep_together": ["[123]"]}},
+        ),
+        ("--policy none --data-parallel 2", {"search": {"policy": None}, "replicas": 2}),
+    ],
+)
+def test_a_graph_is_placed_from_python_as_from_the_command_line(
+    options: str, arguments: dict[str, Any], files: tuple[Path, Path]
+) -> None:
+    graph, cluster = files
+    out = graph.parent / "placement.json"
+    command = ["optimize", str(graph), "--cluster", str(cluster), "--budget", "100e", "--quiet"]
+    assert main([*command, "--out", str(out), *options.split()]) == 0
+    for source, devices in ((graph, str(cluster)), (load_graph(graph), CLUSTER)):
+        found = placer.optimize(
+            source,
+            devices,
+            search=placer.SearchConfig(budget="100e", **arguments.get("search", {})),
+            constraints=placer.Constraints(**arguments.get("kept", {})),
+            replicas=arguments.get("replicas"),
+            progress=False,
+        )
+        assert found.placement.to_dict() == json.loads(out.read_text())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"devices": "auto"}, "no devices of its own"),
+        ({"fresh": True}, "are for models"),
+        ({"search": {"objective": "throughput"}}, "give 2 or more"),
+        ({"search": {"seed": -1}}, "seed is -1"),
+        ({"search": {"groups": 0}}, "groups is 0"),
+        ({"search": {"placer": "heft", "policy": "generalist"}}, "'heft' asks no policy"),
+        ({"search": {"placer": Heft(), "objective": "max-load"}}, "not max-load"),
+        ({"search": {"objective": "max-load"}, "replicas": 2}, "objective max-load"),
+        ({"constraints": {"memory": {"a": "much"}}}, "much"),
+        ({"constraints": {"memory": {"a": 1}}}, "leave memory out"),
+    ],
+)
+def test_contradictions_are_refused_when_a_job_is_made(
+    arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Job.of(
+            new_graph("any"),
+            arguments.get("devices", CLUSTER),
+            search=placer.SearchConfig(**arguments.get("search", {})),
+            constraints=placer.Constraints(**arguments.get("constraints", {})),
+            replicas=arguments.get("replicas"),
+            fresh=arguments.get("fresh", False),
+        )
+
+
+def test_what_is_said_twice_or_in_vain_is_refused() -> None:
+    workload = placer.Workload.of(nn.Linear(2, 2), torch.ones(1, 2), training=False)
+    with pytest.raises(ValueError, match="leave budget out"):
+        placer.optimize(workload, CLUSTER, budget="1s", search=placer.SearchConfig())
+    with pytest.raises(ValueError, match="given twice"):
+        placer.optimize(workload, CLUSTER, devices="cpu")
+    with pytest.raises(ValueError, match="a workload has its own"):
+        placer.optimize(workload, CLUSTER, loss=nn.MSELoss())
+    with pytest.raises(ValueError, match="other objectives"):
+        placer.optimize(workload, CLUSTER, search=placer.SearchConfig(objective="max-load"))
+
+
+def test_memory_of_named_devices_is_limited() -> None:
+    limits = placer.Constraints(memory={"cpu": "1MiB"}).memory_bytes
+    assert cluster_of("cpu", limits).devices[0].memory_bytes == 1 << 20
+
+
+def test_a_registered_placer_is_used_by_its_name(
+    files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_REGISTERED", {})
+    graph, cluster = files
+    placer.register_placer("in turn", Turns)
+    search = placer.SearchConfig(budget="10e", placer="in turn")
+    assert isinstance(search.placer, Turns)
+    found = placer.optimize(graph, cluster, search=search, progress=False)
+    assert any(row.name.startswith("round robin") for row in found.rows)
+    with pytest.raises(ValueError, match="choose another name"):
+        placer.register_placer("heft", Turns)
+    with pytest.raises(ValueError, match="objectives"):
+        placer.register_placer("no class", dict)  # type: ignore[arg-type]  # that is the point
+
+
+@pytest.mark.parametrize("name", placer.__all__)
+def test_public_names_exist_and_functions_take_at_most_twelve_parameters(name: str) -> None:
+    public = getattr(placer, name)
+    if inspect.isfunction(public) or public in (placer.SearchConfig, placer.Constraints):
+        assert len(inspect.signature(public).parameters) <= 12
