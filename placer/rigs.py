@@ -6,7 +6,7 @@ exported forward pass in this process, or the model's own code module by module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol
 
 import networkx as nx
@@ -25,6 +25,8 @@ from envs.problem import Problem
 from envs.simulator.schedule import Schedule, run_order
 from graphs.costs import with_costs
 from graphs.extract import Extraction
+from graphs.extract.call_graph import CallGraph
+from graphs.extract.gradient_makers import gradient_makers
 from graphs.extract.module_map import placeable
 from placer.costing import costed_graph
 from placer.report.progress import Progress
@@ -75,6 +77,10 @@ class Rig(Protocol):
         """Return all ops in execution order, from a simulated schedule."""
         ...
 
+    def gradient_makers(self) -> Mapping[str, Sequence[str]]:
+        """Return {id with parameters: ids that compute their gradients} of the graph."""
+        ...
+
     def backend(self, problem: Problem, longest_s: float, shortest_s: float) -> MeasuringBackend:
         """Return a backend for candidates with predicted step times between these."""
         ...
@@ -119,6 +125,10 @@ class Cores:
     def order(self, problem: Problem, schedule: Schedule) -> list[int]:
         """Return ops by start time."""
         return run_order(problem, schedule.start_ns)
+
+    def gradient_makers(self) -> Mapping[str, Sequence[str]]:
+        """Return the ops that compute the gradients of each op's parameters."""
+        return gradient_makers(self.extraction)
 
     def backend(self, problem: Problem, longest_s: float, shortest_s: float) -> MeasuringBackend:
         """Return a backend of worker processes."""
@@ -173,6 +183,11 @@ class TorchDevices:
     def order(self, problem: Problem, schedule: Schedule) -> list[int]:
         """Return ops by start time, those on the CPU by end time."""
         return launch_order(problem, schedule)
+
+    def gradient_makers(self) -> Mapping[str, Sequence[str]]:
+        """Return the calls that compute the gradients of each call's parameters."""
+        calls = self.calls if isinstance(self.calls, CallGraph) else None
+        return gradient_makers(self.extraction, calls)
 
     def backend(self, problem: Problem, longest_s: float, shortest_s: float) -> MeasuringBackend:
         """Return a backend that runs a placed or hooked module in this process."""
