@@ -6,11 +6,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import Final
 
-import networkx as nx
-
 from envs.backend import Evaluation, ProgressCallback, measurements
 from envs.cluster import Cluster
-from envs.costs.cached_costs import OpCosts, first_of_kinds, with_op_costs
+from envs.costs.cached_costs import OpCosts, first_of_kinds
 from envs.costs.ops import core_costs, known_core_costs
 from envs.costs.roofline import SOURCE, check_cluster, roofline_costs
 from envs.discover import is_own_core_set, present
@@ -59,17 +57,6 @@ class CoreRuntime:
     def known_costs(self, cluster: Cluster) -> dict[str, OpCosts] | None:
         """Return the cached costs on cores of this machine, None unless all ops are cached."""
         return known_core_costs(self.extraction, first_of_kinds(cluster.devices))
-
-    def costed(
-        self,
-        graph: nx.DiGraph[str],
-        cluster: Cluster,
-        *,
-        fresh: bool = False,
-        progress: ProgressCallback | None = None,
-    ) -> nx.DiGraph[str]:
-        """Return a copy of ``graph`` with the costs of this runtime's."""
-        return with_op_costs(graph, self.costs(cluster, fresh=fresh, progress=progress))
 
     def planned(self, cluster: Cluster) -> Cluster:
         """Return the cluster with all its memory."""

@@ -9,7 +9,7 @@
      "predicted": {"step_s": ..., "peak_memory_bytes": {device: int}} or null,
      "measured": {"step_s": ..., ...} or null,
      "made_by": {"placer": ..., "seed": ..., "budget": ..., "version": ...},
-     "replicas": {...} (optional, see envs/replica_set.py)}
+     "replicas": {...} (optional, see envs/replicas/spec.py)}
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.cluster import LARGEST_INT, MOST_DEVICES, Cluster
-from envs.replica_set import Replicas
+from envs.replicas.spec import Replication
 from graphs.graph import PHASES, GraphArrays
 from graphs.names import suggestion
 from graphs.printable import check_printable
@@ -90,7 +90,7 @@ class Placement:
     predicted: Mapping[str, Any] | None = None
     measured: Mapping[str, Any] | None = None
     made_by: MadeBy = field(default_factory=MadeBy)
-    replicas: Replicas | None = None
+    replicas: Replication | None = None
 
     def __post_init__(self) -> None:
         if not self.ops:
@@ -364,7 +364,7 @@ class Placement:
             predicted=_optional(top, "predicted"),
             measured=_optional(top, "measured"),
             made_by=_made_by(top.get("made_by") or {}),
-            replicas=None if replicas is None else Replicas.from_dict(replicas, "replicas"),
+            replicas=None if replicas is None else Replication.from_dict(replicas, "replicas"),
         )
 
     def save(self, path: Path) -> None:

@@ -63,21 +63,6 @@ class Runtime(Protocol):
         """
         ...
 
-    def costed(
-        self,
-        graph: nx.DiGraph[str],
-        cluster: Cluster,
-        *,
-        fresh: bool = False,
-        progress: ProgressCallback | None = None,
-    ) -> nx.DiGraph[str]:
-        """Return a copy of ``graph``, which has the nodes of this runtime's, with their costs.
-
-        Raises:
-            ValueError, WorkerError, ExtractionError: as for :meth:`costs`.
-        """
-        ...
-
     def planned(self, cluster: Cluster) -> Cluster:
         """Return the cluster with the memory that placements may use."""
         ...
@@ -182,6 +167,24 @@ def evaluate(
     return source.measure(problem, placements, predicted_s, progress)
 
 
+def costed(
+    runtime: Runtime,
+    graph: nx.DiGraph[str],
+    cluster: Cluster,
+    *,
+    fresh: bool = False,
+    progress: ProgressCallback | None = None,
+) -> nx.DiGraph[str]:
+    """Return a copy of ``graph``, which has the nodes of the runtime's, with their costs.
+
+    Raises:
+        ValueError, WorkerError, ExtractionError: as for :meth:`Runtime.costs`.
+    """
+    from envs.costs.cached_costs import with_op_costs
+
+    return with_op_costs(graph, runtime.costs(cluster, fresh=fresh, progress=progress))
+
+
 def costed_problem(runtime: Runtime, cluster: Cluster) -> Problem:
     """Return the problem of placing a step; devices and ops are measured where needed.
 
@@ -190,7 +193,7 @@ def costed_problem(runtime: Runtime, cluster: Cluster) -> Problem:
         WorkerError, ExtractionError: as for :meth:`Runtime.costs`.
     """
     cluster = calibrated(cluster)
-    graph = runtime.costed(runtime.graph, cluster)
+    graph = costed(runtime, runtime.graph, cluster)
     return Problem.of(GraphArrays.from_graph(graph), runtime.planned(cluster))
 
 

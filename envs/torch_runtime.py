@@ -7,11 +7,9 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Final
 
-import networkx as nx
-
 from envs.backend import Evaluation, ProgressCallback, measurements
 from envs.cluster import Cluster, Device
-from envs.costs.cached_costs import OpCosts, with_op_costs
+from envs.costs.cached_costs import OpCosts
 from envs.costs.calls import call_costs, known_call_costs
 from envs.costs.modules import torch_module_costs
 from envs.discover import present
@@ -71,17 +69,6 @@ class TorchRuntime:
         if self.call_graph is None:
             return None
         return known_call_costs(self.extraction, self.call_graph, cluster)
-
-    def costed(
-        self,
-        graph: nx.DiGraph[str],
-        cluster: Cluster,
-        *,
-        fresh: bool = False,
-        progress: ProgressCallback | None = None,
-    ) -> nx.DiGraph[str]:
-        """Return a copy of ``graph`` with the costs of this runtime's."""
-        return with_op_costs(graph, self.costs(cluster, fresh=fresh, progress=progress))
 
     def planned(self, cluster: Cluster) -> Cluster:
         """Return the cluster with some memory reserved for fragmentation and libraries.

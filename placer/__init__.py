@@ -24,6 +24,7 @@ from placer.shadow_guard import refuse_shadows
 if TYPE_CHECKING:
     from envs.cluster import Cluster, Device, Link
     from envs.placement import Placement
+    from envs.replicas.spec import Replication
     from envs.simulator import Simulator
     from graphs.extract import Step as Workload
     from graphs.graph import Graph
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from placer.job import Constraints, SearchConfig
     from placer.placers import register_placer
     from placer.policies import load as load_policy
-    from placer.replica_plan import ReplicatedResult, Replication
+    from placer.replicate.result import ReplicatedResult
     from placer.result import Result
     from placer.search.candidate import Candidate, Kind
 
@@ -48,8 +49,8 @@ _HOMES = {  # name: module, or module:name there
     "Link": "envs.cluster",
     "Optimizer": "graphs.optimizer",
     "Placement": "envs.placement",
-    "ReplicatedResult": "placer.replica_plan",
-    "Replication": "placer.replica_plan",
+    "ReplicatedResult": "placer.replicate.result",
+    "Replication": "envs.replicas.spec",
     "Result": "placer.result",
     "SearchConfig": "placer.job",
     "Simulator": "envs.simulator",

@@ -16,7 +16,7 @@ from graphs.extract import AUTO
 from placer.job import Constraints, Job, SearchConfig, Source
 from placer.pipeline import optimize_job
 from placer.policies import Policy, load
-from placer.replication import plan_job
+from placer.replicate.plan import plan_job
 from placer.report.progress import Progress, Silent, progress_for
 from placer.target import Target
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from envs.cluster import Cluster
+    from envs.replicas.spec import Replication
     from graphs.extract import Step
-    from placer.replica_plan import Replication
     from placer.result import Result
 
 

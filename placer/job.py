@@ -16,6 +16,7 @@ import networkx as nx
 from envs.byte_size import parse_bytes
 from envs.cluster import Cluster, load_cluster
 from envs.discover import discover, is_here
+from envs.replicas.spec import Replication
 from graphs.extract import AUTO
 from graphs.pins import keep_together, pin
 from graphs.selection import ConstraintError
@@ -32,7 +33,6 @@ from placer.warm_start import WarmStart, warm_start_of
 
 if TYPE_CHECKING:
     from graphs.extract import Step
-    from placer.replica_plan import Replication
 
 Source: TypeAlias = "Target | Step | nx.DiGraph[str]"
 """What is placed: a workload, a graph with known costs, or the name of either."""
@@ -240,8 +240,6 @@ class Job:
         source = Target(name=str(source)) if isinstance(source, str | Path) else source
         constraints = constraints or Constraints()
         if replicas is not None:
-            from placer.replica_plan import Replication
-
             replicas = Replication.of(replicas)
         return cls(
             source=source,

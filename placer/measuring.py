@@ -12,7 +12,7 @@ from envs.cluster import Cluster
 from envs.measurement import Measurement, contended, noise
 from envs.placement import Placement
 from envs.problem import Problem
-from envs.runtime import calibrated, runtime_for
+from envs.runtime import calibrated, costed, runtime_for
 from envs.simulator import Simulated
 from graphs.extract import AUTO, Step, extract
 from graphs.extract.fake import check_has_memory
@@ -106,7 +106,7 @@ def score(
         hear.advance(done / total)
 
     hear.stage("Measuring op costs")
-    graph = runtime.costed(runtime.graph, cluster, fresh=fresh, progress=advance)
+    graph = costed(runtime, runtime.graph, cluster, fresh=fresh, progress=advance)
     problem = Problem.of(GraphArrays.from_graph(graph), runtime.planned(cluster))
     [predicted] = Simulated(problem).evaluate([placement])
     expected_s = predicted.step_s if predicted.feasible else 1.0

@@ -118,7 +118,7 @@ def costed_step(job: Job, hear: Progress) -> CostedStep:
         ValueError: as for :func:`optimize_job`.
     """
     from envs.costs.roofline import check_cluster
-    from envs.runtime import calibrated, runtime_for
+    from envs.runtime import calibrated, costed, runtime_for
     from graphs.extract import Step, extract
     from graphs.extract.fake import check_has_memory
 
@@ -143,7 +143,8 @@ def costed_step(job: Job, hear: Progress) -> CostedStep:
     return CostedStep(
         extraction=extraction,
         runtime=runtime,
-        graph=runtime.costed(
+        graph=costed(
+            runtime,
             graph,
             cluster,
             fresh=job.fresh,

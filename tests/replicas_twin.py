@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
-from envs.replicas import ReplicaStep
+from envs.replicas.step import ReplicaStep
 
 
 def twin_buckets(step: ReplicaStep, cap_bytes: int) -> list[tuple[int, int, int]]:

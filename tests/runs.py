@@ -18,7 +18,7 @@ from envs.placement import Placement
 from graphs.extract import extract
 from graphs.extract.call_graph import call_graph
 from graphs.graph import GraphArrays
-from placer import run
+from placer.cli import run
 from placer.target import load_step
 
 TARGET = """

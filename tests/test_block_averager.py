@@ -13,14 +13,14 @@ from ranks import on_ranks
 from replicas import backward, batches, mlp, mse, own_batch, parameters
 from torch import Tensor, nn
 
-from placer.parallel.block_averager import (
+from placer.parallel.grad_sync import GradSync
+from placer.parallel.methods.block_averager import (
     AVERAGING,
     BMUF,
     BMUF_CLASSIC,
     BlockAverager,
     BlockUpdate,
 )
-from placer.parallel.grad_sync import GradSync
 
 LR = 0.2
 PERIOD = 3

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from ranks import on_ranks
 
-from placer.parallel.checkpoint import Checkpoint
+from placer.parallel.training import Checkpoint
 
 
 def written_in_turn(folder: Path, *writes: tuple[str, int]) -> list[str]:

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envs.collectives import PAYLOADS
-from placer.parallel.coding import CODINGS, coding_bytes_per_s
-from placer.parallel.onebit import Coder
+from benchmarks.replicas.coding import CODINGS, coding_bytes_per_s
+from envs.replicas.collectives import PAYLOADS
+from placer.parallel.methods.onebit import Coder
 
 SIZES = [40, 8, 300]
 

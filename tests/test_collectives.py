@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from message_twin import PLAYED, hierarchy, is_reduction, seconds_of
 
-from envs.collectives import (
+from envs.replicas.collectives import (
     ALGORITHMS,
     FLAT,
     PAYLOADS,
     Level,
     all_reduce,
-    all_reduce_s,
     cheapest_all_reduce,
     double_tree_s,
     halving_doubling_s,
@@ -27,6 +27,12 @@ from envs.collectives import (
 )
 
 GRADIENT_BYTES = 1.2e9
+
+
+def all_reduce_s(
+    algorithm: str, size_bytes: float, levels: Sequence[Level], *, payload_factor: float = 1.0
+) -> float:
+    return all_reduce(algorithm, size_bytes, levels, payload_factor=payload_factor).seconds
 
 
 def level(ranks: int, latency_s: float = 0.0, bandwidth_bytes_per_s: float = 1e9) -> Level:

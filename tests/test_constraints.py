@@ -60,7 +60,7 @@ def two_branches() -> nx.DiGraph[str]:
 
 def searched(
     graph: nx.DiGraph[str] | None = None, cluster: Cluster = PAIR, budget: str = "50e", **kept: Any
-) -> placer.Optimization:
+) -> placer.Result:
     """Return what a search finds, by default for two branches on a pair, with constraints."""
     return optimize_job(
         Job(

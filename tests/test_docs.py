@@ -28,15 +28,15 @@ from docs_pages import DOCS, PAGES, ROOT, Block, Command, anchors, blocks, comma
 
 from envs.cluster import Device, Link, cluster_from_dict
 from envs.placement import Placement
-from envs.reduction import Reduction
-from envs.replica_set import Replicas
+from envs.replicas.spec import Replication
 from graphs.files import graph_from_dict
 from graphs.graph import OpAttributes
 from placer.cli.commands import build_parser
 from placer.cli.main import main
-from placer.parallel.arguments import build_parser as build_run_parser
+from placer.cli.run import build_parser as build_run_parser
 
 RUN = "placer.run"
+REPLICAS = Replication(groups=(("a",),), coding_bytes_per_s=1.0, algorithms=("ring",), levels=(1,))
 IN_TEXT = re.compile(r"`(placer|make) ([^`]*)`")
 
 
@@ -203,7 +203,7 @@ def test_files_that_are_shown_can_be_read() -> None:
                 case "placer-graph/1":
                     assert len(graph_from_dict(data)) == len(data["nodes"])
                 case "replicas":
-                    assert Replicas.from_dict(data, "").to_dict() == data
+                    assert Replication.from_dict(data, "").to_dict() == data
             seen.add(data.get("format", "replicas"))
     assert seen == {"placer-placement/1", "placer-graph/1", "replicas"}
     clusters = [block for block in file_blocks() if "placer-cluster/1" in block.text]
@@ -219,7 +219,7 @@ def test_files_that_are_shown_can_be_read() -> None:
         ("file-formats.md", [*OpAttributes.__required_keys__]),
         (
             "file-formats.md",
-            [field.name for kind in (Replicas, Reduction) for field in fields(kind)],
+            [*REPLICAS.to_dict(), *REPLICAS.to_dict()["reduction"]],
         ),
     ],
 )

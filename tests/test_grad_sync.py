@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from vdev import vdev
 
-from placer.parallel.bucket import filled_buckets
+from placer.parallel.buckets import filled_buckets
 from placer.parallel.grad_sync import GradSync
 from placer.parallel.groups import groups_of_slots
 

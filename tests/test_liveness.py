@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from placer.cli.failures import JOB_FAILED
 from placer.parallel import liveness
-from placer.parallel.liveness import Liveness
-from placer.parallel.run_store import RunStore
+from placer.parallel.liveness import Liveness, RunStore
 
 INTERVAL_S = 0.5
 SILENCE_S = 10 * INTERVAL_S

@@ -501,7 +501,7 @@ def test_ctrl_c_before_there_is_anything_says_so(
     def stopped(*_: object, **__: object) -> None:
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(CoreRuntime, "costed", stopped)
+    monkeypatch.setattr(CoreRuntime, "costs", stopped)
     out = tmp_path / "placement.json"
     assert main([*TWO_TOWERS, "--devices", "core:0", "--out", str(out)]) == 1
     assert "stopped before" in capsys.readouterr().err

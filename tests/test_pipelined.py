@@ -20,7 +20,7 @@ from envs.cluster import Cluster, Device
 from envs.placement import Placement
 from graphs.extract import Extraction, Step, extract
 from graphs.graph import GraphArrays
-from placer.parallel import SyncOptions, sync_named
+from placer.parallel import SyncConfig
 from placer.parallel.pipelined import PipelinedReplica
 
 MICRO_BATCHES = 4
@@ -55,14 +55,13 @@ def chain() -> tuple[Extraction, Placement]:
     return extraction, Placement.of(graph, CLUSTER, devices, np.zeros(len(graph)))
 
 
-def trained(schedule: Any, name: str, options: SyncOptions) -> tuple[dict[str, Tensor], list[Any]]:
+def trained(schedule: Any, config: SyncConfig | None) -> tuple[dict[str, Tensor], list[Any]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "place"))
     replica = PipelinedReplica(*chain(), mesh, micro_batches=MICRO_BATCHES, schedule=schedule)
-    setup = replica.setup(lambda own: torch.optim.SGD(own, lr=LR), options)
     own = mesh["dp"].get_local_rank()
     losses = []
-    if name == "ddp":
-        sgd = setup.make_optimizer(replica.module.parameters())
+    if config is None:  # DDP
+        sgd = torch.optim.SGD(replica.module.parameters(), lr=LR)
         inner = replica.module
         ddp: Any = DistributedDataParallel(inner, process_group=mesh["dp"].get_group())
         ddp.graph = inner.graph  # graph of a traced stage, from which torch reads the shapes
@@ -72,7 +71,7 @@ def trained(schedule: Any, name: str, options: SyncOptions) -> tuple[dict[str, T
             losses.append(replica.backward(*batch(2 * number + own)))
             sgd.step()
         return parameters(inner), losses
-    sync = sync_named(name, setup)
+    sync = replica.make_sync(lambda own: torch.optim.SGD(own, lr=LR), config)
     for number in range(STEPS):
         sync.zero_grad()
         losses.append(replica.backward(*batch(2 * number + own)))
@@ -98,12 +97,17 @@ def in_one_process() -> tuple[dict[str, Tensor], list[list[float]]]:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "name"),
-    [(Schedule1F1B, "allreduce"), (Schedule1F1B, "ddp"), (ScheduleGPipe, "ma")],
+    ("schedule", "config"),
+    [
+        (Schedule1F1B, SyncConfig()),
+        (Schedule1F1B, None),
+        (ScheduleGPipe, SyncConfig(method="ma", period=1)),
+    ],
 )
-def test_two_stages_of_two_replicas_train_as_one_process(schedule: Any, name: str) -> None:
-    options = SyncOptions(period=1) if name == "ma" else SyncOptions()
-    results = on_ranks(4, trained, schedule, name, options)
+def test_two_stages_of_two_replicas_train_as_one_process(
+    schedule: Any, config: SyncConfig | None
+) -> None:
+    results = on_ranks(4, trained, schedule, config)
     expected, losses = in_one_process()
     for rank, (found, own) in enumerate(results):
         replica, stage = divmod(rank, 2)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from placer.parallel.quantised import Segments, decode, encode
+from placer.parallel.methods.onebit import Segments, decode, encode
 
 SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any)
 

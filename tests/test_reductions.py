@@ -16,14 +16,20 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from placer.parallel.bucket import Bucket, filled_buckets
-from placer.parallel.ddp import ddp_hook
+from placer.parallel.buckets import Bucket, filled_buckets
 from placer.parallel.grad_sync import GradSync
 from placer.parallel.groups import new_group
-from placer.parallel.hierarchical import Hierarchical, levels_of
-from placer.parallel.onebit import OneBit
-from placer.parallel.powersgd import PowerSgd
-from placer.parallel.reductions import AllReduce, HalfPrecision, HookReduction, Reduction
+from placer.parallel.methods.hierarchical import Hierarchical, levels_of
+from placer.parallel.methods.onebit import OneBit
+from placer.parallel.methods.powersgd import PowerSgd
+from placer.parallel.methods.reductions import (
+    AllReduce,
+    BFloat16,
+    Float16,
+    HookReduction,
+    Reduction,
+    ddp_hook,
+)
 
 SIZES = ((5, 3), (7,), (40, 2))
 
@@ -60,8 +66,8 @@ def flat_mean(ranks: int, step: int = 0) -> Tensor:
     ("make", "tolerance"),
     [
         (AllReduce, 1e-6),
-        (partial(HalfPrecision, torch.float16), 3e-3),
-        (partial(HalfPrecision, torch.bfloat16), 3e-2),
+        (Float16, 3e-3),
+        (BFloat16, 3e-2),
         (partial(Hierarchical, levels=(2, 2)), 1e-6),
         (partial(Hierarchical, levels=(4, 1)), 1e-6),
         (partial(Hierarchical, levels=(1, 4)), 1e-6),
@@ -160,7 +166,8 @@ def interrupted(make: Callable[[], Reduction]) -> bool:
 
 
 @pytest.mark.parametrize(
-    "make", [partial(OneBit, warmup_steps=2), partial(PowerSgd, rank=1, warmup_steps=2)]
+    "make",
+    [partial(OneBit, warmup_steps=2), partial(PowerSgd, approximation_rank=1, warmup_steps=2)],
 )
 def test_what_a_reduction_remembers_can_be_saved(make: Callable[[], Reduction]) -> None:
     assert all(on_ranks(2, interrupted, make))

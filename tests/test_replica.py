@@ -10,13 +10,11 @@ import torch
 from tiny_models import conv_net, tied_weights
 
 from envs.placement import Placement
-from envs.reduction import Reduction
-from envs.replica_set import Replicas
+from envs.replicas.spec import Replication
 from placer.parallel.data import FromFunction, MadeUp, Shards, numbers_of
-from placer.parallel.launching import launch_command
-from placer.parallel.options import WARMUP_STEPS, SyncOptions
-from placer.parallel.own_devices import on_next_devices, on_own_group
-from placer.parallel.planned import manner_of
+from placer.parallel.methods.registry import WARMUP_STEPS, SyncConfig
+from placer.parallel.plan import launch_command, run_plan
+from placer.parallel.processes import on_next_devices, on_own_group
 
 CORES = sorted(os.sched_getaffinity(0))
 TWO_CORES = pytest.mark.skipif(
@@ -103,7 +101,7 @@ def test_shards_of_a_batch_are_the_whole_of_it() -> None:
 
 
 def planned(*groups: tuple[str, ...]) -> Placement:
-    return replace(on(*groups[0]), replicas=Replicas(groups=groups))
+    return replace(on(*groups[0]), replicas=Replication(groups=groups))
 
 
 def test_a_rank_takes_the_devices_of_its_group_slot_by_slot() -> None:
@@ -129,38 +127,37 @@ PAIR = (("cuda:0",), ("cuda:1",))
 
 
 @pytest.mark.parametrize(
-    ("reduction", "sync", "remark"),
+    ("how", "method", "remark"),
     [
-        (Reduction(), "allreduce", ""),
-        (Reduction(payload="fp16"), "fp16", ""),
-        (Reduction(payload="bf16", algorithm="ring"), "bf16", "ring"),
-        (Reduction(payload="1-bit"), "onebit", ""),
-        (Reduction(algorithm="hierarchical"), "hierarchical", ""),
-        (Reduction(algorithm="hierarchical", payload="fp16"), "fp16", "in one level"),
-        (Reduction(algorithm="tree"), "allreduce", "tree"),
-        (Reduction(every=4), "ma", ""),
-        (Reduction(every=4, payload="bf16"), "ma", "bf16"),
+        (Replication(), "allreduce", ""),
+        (Replication(payload="fp16"), "fp16", ""),
+        (Replication(payload="bf16", reduction="ring"), "bf16", "ring"),
+        (Replication(payload="1-bit"), "onebit", ""),
+        (Replication(reduction="hierarchical"), "hierarchical", ""),
+        (Replication(reduction="hierarchical", payload="fp16"), "fp16", "in one level"),
+        (Replication(reduction="tree"), "allreduce", "tree"),
+        (Replication(average_every=4), "ma", ""),
     ],
 )
-def test_what_was_planned_is_what_runs(reduction: Reduction, sync: str, remark: str) -> None:
-    plan = Replicas(groups=PAIR, accumulate=3, reduction=reduction)
-    manner = manner_of(replace(on("cuda:0"), replicas=plan), ranks=2)
-    assert (manner.sync, manner.accumulate, manner.parts) == (sync, 3, 1)
-    assert manner.options.period == (4 if reduction.every > 1 else None)
-    assert remark in " ".join(manner.remarks)
-    assert bool(remark) == bool(manner.remarks)
+def test_what_was_planned_is_what_runs(how: Replication, method: str, remark: str) -> None:
+    plan = replace(how, groups=PAIR, accumulate=3)
+    found = run_plan(replace(on("cuda:0"), replicas=plan), ranks=2)
+    assert (found.sync.method, found.sync.accumulate, found.parts) == (method, 3, 1)
+    assert found.sync.period == (4 if how.average_every > 1 else None)
+    assert remark in " ".join(found.remarks)
+    assert bool(remark) == bool(found.remarks)
 
 
 def test_what_is_to_be_started_comes_to_send_bits_where_they_were_planned() -> None:
     groups = (("cuda:0",), ("cuda:1",))
-    plain = Replicas(groups=groups, reduction=Reduction(payload="bf16"))
-    bits = Replicas(groups=groups, reduction=Reduction(payload="1-bit"))
+    plain = Replication(groups=groups, payload="bf16")
+    bits = Replication(groups=groups, payload="1-bit")
     assert launch_command(plain, "m.py:build").endswith(" --steps 100")
     assert launch_command(bits, "m.py:build").endswith(f" --steps {WARMUP_STEPS + 100}")
 
 
 @pytest.mark.parametrize(
-    ("payload", "every", "algorithms", "sync", "remark"),
+    ("payload", "every", "algorithms", "method", "remark"),
     [
         ("fp32", 1, ("hierarchical",), "hierarchical", ""),
         ("fp32", 1, ("hierarchical", "tree"), "hierarchical", "tree"),
@@ -171,37 +168,40 @@ def test_what_is_to_be_started_comes_to_send_bits_where_they_were_planned() -> N
     ],
 )
 def test_what_was_chosen_for_the_plan_is_what_runs_or_it_is_told(
-    payload: str, every: int, algorithms: tuple[str, ...], sync: str, remark: str
+    payload: str, every: int, algorithms: tuple[str, ...], method: str, remark: str
 ) -> None:
-    reduction = Reduction(payload=payload, every=every)
-    plan = Replicas(groups=PAIR, reduction=reduction, algorithms=algorithms, levels=(1, 2))
+    plan = Replication(
+        groups=PAIR, payload=payload, average_every=every, algorithms=algorithms, levels=(1, 2)
+    )
     placement = replace(on("cuda:0"), replicas=plan)
-    manner = manner_of(placement, ranks=2)
-    assert manner.sync == sync
-    assert remark in " ".join(manner.remarks)
-    assert bool(remark) == bool(manner.remarks)
-    assert manner.options.levels == ((1, 2) if sync == "hierarchical" else None)
-    own = SyncOptions(levels=(2,))
-    assert manner_of(placement, ranks=2, sync="hierarchical", options=own).options.levels == (2,)
+    found = run_plan(placement, ranks=2)
+    assert found.sync.method == method
+    assert remark in " ".join(found.remarks)
+    assert bool(remark) == bool(found.remarks)
+    assert found.sync.levels == ((1, 2) if method == "hierarchical" else None)
+    own = {"method": "hierarchical", "levels": (2,)}
+    assert run_plan(placement, ranks=2, overrides=own).sync.levels == (2,)
 
 
 def test_what_the_user_says_wins_over_the_plan() -> None:
-    reduction = Reduction(every=4, bucket_bytes=1000)
-    plan = Replicas(groups=(("cuda:0",), ("cuda:1",)), reduction=reduction)
+    plan = Replication(groups=PAIR, average_every=4, bucket_bytes=1000)
     placement = replace(on("cuda:0"), replicas=plan)
-    manner = manner_of(placement, ranks=2, sync="bmuf", accumulate=2)
-    assert (manner.sync, manner.options.period, manner.accumulate) == ("bmuf", 4, 2)
-    manner = manner_of(placement, ranks=2, sync="ma", options=SyncOptions(period=2))
-    assert manner.options.period == 2
-    manner = manner_of(placement, ranks=2, sync="fp16")
-    assert (manner.options.given, manner.bucket_bytes) == ((), 1000)
+
+    def sync(**overrides: object) -> SyncConfig:
+        return run_plan(placement, ranks=2, overrides=overrides).sync
+
+    assert sync(method="bmuf", accumulate=2) == SyncConfig(
+        method="bmuf", period=4, accumulate=2, bucket_bytes=1000
+    )
+    assert sync(period=2) == SyncConfig(method="ma", period=2, bucket_bytes=1000)
+    assert sync(method="fp16") == SyncConfig(method="fp16", bucket_bytes=1000)
 
 
 def test_a_plan_for_other_ranks_or_another_division_is_refused() -> None:
-    plan = Replicas(groups=(("cuda:0",), ("cuda:1",)), batch="global", accumulate=2)
+    plan = Replication(groups=PAIR, batch="global", accumulate=2)
     placement = replace(on("cuda:0"), replicas=plan)
-    assert manner_of(placement, ranks=2).parts == 4
+    assert run_plan(placement, ranks=2).parts == 4
     with pytest.raises(ValueError, match=r"this run has 3.*--nproc-per-node=2"):
-        manner_of(placement, ranks=3, target="m.py:build")
+        run_plan(placement, ranks=3, target="m.py:build")
     with pytest.raises(ValueError, match="2 passes, not for 3"):
-        manner_of(placement, ranks=2, accumulate=3)
+        run_plan(placement, ranks=2, overrides={"accumulate": 3})

@@ -12,7 +12,7 @@ from node_clusters import nodes
 
 from envs.cluster import Cluster, Device, Link
 from envs.problem import Problem
-from envs.replica_groups import replica_groups
+from envs.replicas.groups import replica_groups
 from graphs.graph import GraphArrays, add_op, new_graph
 
 

@@ -15,19 +15,19 @@ from node_clusters import nodes
 from numpy.typing import ArrayLike
 from replicas_twin import twin_buckets, twin_ends, twin_step_ns
 
-from envs.buckets import Buckets, buckets_of, busiest_ns, reduced_ns, serial_ns
-from envs.collectives import Level
 from envs.placement import Placement
 from envs.problem import Problem
-from envs.reduction import Reduction
-from envs.replicas import ReplicaStep, SlotNetwork, replicated, slot_networks
+from envs.replicas.buckets import Buckets, buckets_of, busiest_ns, reduced_ns, serial_ns
+from envs.replicas.collectives import Level
+from envs.replicas.spec import Replication
+from envs.replicas.step import ReplicaStep, SlotNetwork, replicated, slot_networks
 from envs.simulator import Simulator
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 from graphs.mirror import with_backward
 from graphs.synthetic import Weights, layered
 
 MB = 10**6
-RING = Reduction(algorithm="ring")
+RING = Replication(reduction="ring")
 
 
 def training_step(layers: int = 3, *, updates: bool = True) -> GraphArrays:
@@ -218,7 +218,7 @@ def test_only_the_last_of_accumulated_passes_reduces() -> None:
     problem = Problem.of(training_step(), nodes(1, 1))
     step = ReplicaStep.of(problem, placed(problem, [0] * problem.op_count))
     networks = networks_of((1, 2, 1e9, 0.0, False))
-    one, four = replicated(step, networks), replicated(step, networks, accumulate=4)
+    one, four = replicated(step, networks), replicated(step, networks, Replication(accumulate=4))
     assert four.alone_s - one.alone_s == pytest.approx(3 * 9e-3)  # without updates
     assert four.exposed_s == pytest.approx(one.exposed_s)
 
@@ -226,7 +226,7 @@ def test_only_the_last_of_accumulated_passes_reduces() -> None:
 def test_averaging_parameters_every_so_often_costs_its_share_of_each_step() -> None:
     problem = Problem.of(training_step(), nodes(1, 1))
     step = ReplicaStep.of(problem, placed(problem, [0] * problem.op_count))
-    found = replicated(step, networks_of((1, 2, 1e9, 0.0, False)), Reduction(every=16))
+    found = replicated(step, networks_of((1, 2, 1e9, 0.0, False)), Replication(average_every=16))
     assert found.exposed_s == pytest.approx(30e-3 / 16)
     assert found.hidden_s == 0
 
@@ -241,23 +241,23 @@ def test_coding_takes_its_time_in_every_bucket_or_average() -> None:
     assert found.communication_s - free.communication_s == pytest.approx(30e-3)  # 30 MB
     assert found.end_ns.tolist()[0] == 5e6 + 10e6 + 10e6 / 32
     assert found.hidden_s == pytest.approx(4e-3)  # from 5 to 9 ms
-    averaged = Reduction(every=16, coding_bytes_per_s=3e9)
+    averaged = Replication(average_every=16, coding_bytes_per_s=3e9)
     found = replicated(step, networks, averaged)
     assert found.exposed_s == pytest.approx((30e-3 + 10e-3) / 16)
 
 
 def test_what_is_no_reduction_of_replicas_is_refused() -> None:
-    problem = Problem.of(training_step(), nodes(1, 1))
-    step = ReplicaStep.of(problem, placed(problem, [0] * problem.op_count))
-    networks = networks_of((1, 2, 1e9, 0.0, False))
-    wrong: dict[str, Any] = {"payload": "fp4", "every": 0, "bucket_bytes": 0}
+    wrong: dict[str, Any] = {
+        "payload": "fp4",
+        "average_every": 0,
+        "accumulate": 0,
+        "bucket_bytes": 0,
+    }
     for name, value in (wrong | {"coding_bytes_per_s": 0.0}).items():
         with pytest.raises(ValueError, match=f"{name} is {value!r}, not"):
-            Reduction(**{name: value})
+            Replication(**{name: value})
     with pytest.raises(ValueError, match="no reduction 'star'"):
-        Reduction(algorithm="star")
-    with pytest.raises(ValueError, match="of 0 passes"):
-        replicated(step, networks, accumulate=0)
+        Replication(reduction="star")
     small = Problem.of(training_step(), nodes(1, 1, memory_bytes=MB))
     with pytest.raises(ValueError, match="n0:g0"):
         ReplicaStep.of(small, placed(small, [0] * small.op_count))
@@ -299,11 +299,12 @@ def test_a_step_is_that_of_the_twin_and_between_no_and_full_overlap(
 ) -> None:
     step = random_step(seed, drawn[0], updates=updates)
     networks = networks_of(drawn)
-    how = Reduction(bucket_bytes=cap, payload=payload)
+    how = Replication(bucket_bytes=cap, payload=payload)
     found = replicated(step, networks, how)
     buckets = twin_buckets(step, cap)
     durations = [
-        round(how.of(size, networks[slot].levels).seconds * 1e9) for slot, size, _ in buckets
+        round(how.all_reduce(size, networks[slot].levels).seconds * 1e9)
+        for slot, size, _ in buckets
     ]
     ends = twin_ends(buckets, durations, [network.queues for network in networks])
     assert found.step_s == twin_step_ns(step, buckets, ends) / 1e9
@@ -322,10 +323,11 @@ def test_one_replica_and_a_network_that_takes_no_time_leave_the_plain_step(
     devices, replicas, _, _, own_cards = drawn
     alone = [SlotNetwork(levels=(), queues=frozenset())] * devices
     free = networks_of((devices, replicas, math.inf, 0.0, own_cards))
-    plain = replicated(step, alone, accumulate=accumulate)
+    how = Replication(accumulate=accumulate)
+    plain = replicated(step, alone, how)
     assert plain.step_s == plain.alone_s
     assert plain.communication_s == 0
-    assert replicated(step, free, accumulate=accumulate).step_s == plain.step_s
+    assert replicated(step, free, how).step_s == plain.step_s
     if accumulate == 1:
         assert plain.step_s == step.step_ns / 1e9
 

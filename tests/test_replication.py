@@ -21,14 +21,12 @@ from torch.nn import functional as F
 
 import placer as public
 from envs.cluster import Cluster, Device, Link, cluster_to_toml, load_cluster
-from envs.collectives import ALGORITHMS, PAYLOADS
 from envs.placement import Placement
 from envs.problem import Problem
-from envs.reduction import CHEAPEST, Reduction
-from envs.replica_set import Replicas
-from envs.replicas import ReplicaStep, replicated, slot_networks
+from envs.replicas.spec import Replication
+from envs.replicas.step import ReplicaStep, replicated, slot_networks
+from envs.replicas.topology import levels_of
 from envs.simulator import Simulator
-from envs.topology import levels_of
 from graphs.batch import with_part_of_batch
 from graphs.extract import Step
 from graphs.files import save_graph
@@ -36,17 +34,17 @@ from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 from graphs.mirror import with_backward
 from graphs.synthetic import Weights, layered
 from placer.choose import PlacementError
-from placer.cli import replicas as cli
 from placer.cli.main import main
 from placer.job import Job, SearchConfig
-from placer.model_batches import batch_size, with_part_of_inputs
 from placer.objectives import Objective
-from placer.parallel.planned import manner_of
+from placer.parallel.plan import run_plan
 from placer.pipeline import optimize_job
 from placer.placers import placer_named
-from placer.replica_plan import ReplicaPlan, ReplicatedResult, Replication
-from placer.replication import plan_job
+from placer.replicate.plan import plan_job
+from placer.replicate.result import ReplicaPlan, ReplicatedResult
+from placer.replicate.sources import batch_size, with_part_of_inputs
 from placer.report.progress import Silent
+from placer.report.replicas import remarks_of, verdict_of
 
 MB = 10**6
 SEARCH = SearchConfig(policy=None, budget="400e")
@@ -95,8 +93,8 @@ def test_a_slow_network_between_nodes_places_within_them_or_leaves_one_idle() ->
     found = plan(layers(), cluster)
     assert found.best.name == "2 x 1"
     assert found.best.groups == (("n0:g0",), ("n0:g1",))
-    assert "2 of 4 devices are left idle." in found.remarks
-    averaged = Replication(reduction=Reduction(every=10**9))
+    assert "2 of 4 devices are left idle." in remarks_of(found)
+    averaged = Replication(average_every=10**9)
     assert plan(layers(), cluster, averaged).best.name == "4 x 1"
 
 
@@ -111,7 +109,7 @@ def test_what_does_not_fit_on_one_device_is_placed_on_several() -> None:
     pure = found.pure(replicas=True)
     assert pure is not None
     assert pure.step is None
-    assert "(4 x 1) is not possible" in found.verdict
+    assert "(4 x 1) is not possible" in verdict_of(found)
     with pytest.raises(PlacementError, match="fits nowhere"):
         plan(graph, cluster, Replication(replicas=4))
 
@@ -120,14 +118,13 @@ def test_the_placement_tells_of_its_replicas_and_survives_its_file(tmp_path: Pat
     wanted = Replication(
         replicas=2,
         accumulate=3,
-        reduction=Reduction(algorithm="ring", payload="bf16", coding_bytes_per_s=2e9),
+        reduction="ring",
+        payload="bf16",
+        coding_bytes_per_s=2e9,
     )
     found = plan(layers(), nodes(1, 4), wanted).found
-    assert found.placement.replicas == Replicas(
-        groups=(("n0:g0", "n0:g1"), ("n0:g2", "n0:g3")),
-        accumulate=3,
-        reduction=wanted.reduction,
-    )
+    groups = (("n0:g0", "n0:g1"), ("n0:g2", "n0:g3"))
+    assert found.placement.replicas == replace(wanted, replicas=None, groups=groups)
     found.save(tmp_path / "placement.json")
     read = Placement.load(tmp_path / "placement.json", found.placement.device_names)
     assert read == found.placement
@@ -146,8 +143,8 @@ def test_the_placement_tells_what_auto_came_to(tmp_path: Path) -> None:
     found.save(tmp_path / "placement.json")
     read = Placement.load(tmp_path / "placement.json", found.placement.device_names)
     assert read == found.placement
-    manner = manner_of(read, ranks=8)
-    assert (manner.sync, manner.options.levels, manner.remarks) == ("hierarchical", (4, 2), ())
+    run = run_plan(read, ranks=8)
+    assert (run.sync.method, run.sync.levels, run.remarks) == ("hierarchical", (4, 2), ())
     peers = plan(layers(), nodes(1, 2), Replication(replicas=2)).replicas
     assert peers.algorithms
     assert "hierarchical" not in peers.algorithms
@@ -183,7 +180,7 @@ def test_a_global_batch_is_shared_and_each_replica_has_its_part() -> None:
     assert best.step is not None
     assert best.step.alone_s == pytest.approx(2 * 24e-3 / 8)
     assert best.samples_per_s == pytest.approx(64 / 6e-3, rel=0.02)
-    assert any("divided" in remark for remark in found.remarks)
+    assert any("divided" in remark for remark in remarks_of(found))
 
 
 def test_micro_batches_hide_reductions_behind_the_rest_of_the_pipeline() -> None:
@@ -253,7 +250,7 @@ def test_the_curve_says_where_the_batch_does_not_fit() -> None:
     found = plan(graph, cluster, Replication(batch="global", samples=64))
     assert found.best.name == "4 x 1"
     assert [point.replicas for point in found.curve if not point.fits] == [1]
-    assert any("does not fit on 1 replicas or fewer" in remark for remark in found.remarks)
+    assert any("does not fit on 1 replicas or fewer" in remark for remark in remarks_of(found))
 
 
 def test_replicas_that_are_asked_for_are_compared_with_pure_ways() -> None:
@@ -270,7 +267,7 @@ def test_the_verdict_says_what_devices_gain_together_and_of_how_many_passes_a_st
     found = plan(layers(), cluster, Replication(accumulate=2))
     assert found.best.name == "4 x 1"
     for words in ("166.7 samples/s", "4x", "2 passes", "48.00 ms for 2 samples"):
-        assert words in found.verdict
+        assert words in verdict_of(found)
 
 
 def test_what_is_assumed_of_pinned_cores_and_of_coding_is_told() -> None:
@@ -280,22 +277,21 @@ def test_what_is_assumed_of_pinned_cores_and_of_coding_is_told() -> None:
         devices=tuple(Device(name=name, kind="core", memory_bytes=10**12) for name in names),
         links=(Link(between=names, latency_s=0.0, bandwidth_bytes_per_s=1e10),),
     )
-    bits = Reduction(payload="1-bit")
-    found = plan(layers(), cores, Replication(replicas=2, reduction=bits))
+    bits = Replication(replicas=2, payload="1-bit")
+    found = plan(layers(), cores, bits)
     assert found.best.step is not None
     assert found.best.step.hidden_s == 0
-    assert any("Pinned cores" in remark for remark in found.remarks)
-    assert any("no time" in remark for remark in found.remarks)
-    measured = replace(bits, coding_bytes_per_s=1e9)
-    found = plan(layers(), nodes(1, 2), Replication(replicas=2, reduction=measured))
-    assert not any("Pinned" in told or "no time" in told for told in found.remarks)
+    assert any("Pinned cores" in remark for remark in remarks_of(found))
+    assert any("no time" in remark for remark in remarks_of(found))
+    found = plan(layers(), nodes(1, 2), replace(bits, coding_bytes_per_s=1e9))
+    assert not any("Pinned" in told or "no time" in told for told in remarks_of(found))
 
 
 def test_a_replica_across_hosts_is_told_to_be_simulated_only() -> None:
     across = plan(layers(), nodes(2, 1, inside_bytes_per_s=1e13), Replication(replicas=1))
-    assert any("this plan is simulated only" in remark for remark in across.remarks)
+    assert any("this plan is simulated only" in remark for remark in remarks_of(across))
     within = plan(layers(), nodes(2, 2), Replication(replicas=2))
-    assert not any("simulated only" in remark for remark in within.remarks)
+    assert not any("simulated only" in remark for remark in remarks_of(within))
 
 
 def test_inference_has_nothing_to_reduce() -> None:
@@ -305,14 +301,14 @@ def test_inference_has_nothing_to_reduce() -> None:
     assert found.best.name == "2 x 1"
     assert found.best.efficiency == 1
     assert found.best.samples == 12
-    assert any("no gradients" in remark for remark in found.remarks)
+    assert any("no gradients" in remark for remark in remarks_of(found))
 
 
 def test_a_model_is_extracted_again_for_a_smaller_batch() -> None:
     step = training()
     one = plan(step, rated(4), Replication(batch="global", replicas=4))
     assert one.best.samples == 8
-    assert not any("divided" in remark for remark in one.remarks)
+    assert not any("divided" in remark for remark in remarks_of(one))
     assert one.best.found is not None
     full = plan(step, rated(4), Replication(replicas=4))
     assert full.best.found is not None
@@ -443,7 +439,7 @@ def test_stopped_early_it_keeps_what_was_found() -> None:
     )
     assert found.left_out > 0
     assert found.best.found is not None
-    assert any(remark.startswith("Stopped early") for remark in found.remarks)
+    assert any(remark.startswith("Stopped early") for remark in remarks_of(found))
 
 
 def test_too_many_replicas_and_devices_that_differ_are_refused() -> None:
@@ -542,11 +538,6 @@ def test_options_that_do_not_fit_are_refused(
     assert message in capsys.readouterr().err
 
 
-def test_the_command_offers_all_reductions_and_payloads() -> None:
-    assert (CHEAPEST, *ALGORITHMS) == cli.ALGORITHMS
-    assert tuple(PAYLOADS) == cli.PAYLOADS
-
-
 def test_from_python_replicas_come_with_the_placement() -> None:
     step = training()
     found = public.optimize(
@@ -561,7 +552,7 @@ def test_from_python_replicas_come_with_the_placement() -> None:
     assert isinstance(found, ReplicatedResult)
     assert found.replication.best.samples == 16
     assert found.placement.replicas is not None
-    assert len(found.placement.replicas) == 2
+    assert len(found.placement.replicas.groups) == 2
 
 
 def shown_of(capsys: pytest.CaptureFixture[str]) -> str:

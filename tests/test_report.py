@@ -31,8 +31,8 @@ from graphs.graph import GraphArrays, add_op, attributes_of, new_graph
 from graphs.sketches import transformer
 from placer.cli.commands import build_parser
 from placer.cli.main import main
+from placer.cli.run import build_parser as run_parser
 from placer.job import SearchConfig
-from placer.parallel.arguments import build_parser as run_parser
 from placer.pipeline import optimize_problem
 from placer.report.html import (
     Source,

@@ -21,14 +21,13 @@ from torch import Tensor
 
 from envs.cluster import Link
 from envs.discover import present
-from envs.reduction import Reduction
-from envs.replica_set import Batch, Replicas
+from envs.replicas.spec import Batch, Replication
 from graphs.extract import Step
-from placer import run
+from placer.cli import run
 from placer.job import Job, SearchConfig
-from placer.parallel.state_file import read_state
-from placer.replica_plan import Replication
-from placer.replication import plan_job
+from placer.parallel.training import STATE_FORMAT
+from placer.replicate.plan import plan_job
+from placer.state_file import read_state
 from placer.target import load_function, load_step
 
 NORM = "nn.BatchNorm1d(16), "  # its statistics are per pass
@@ -117,7 +116,7 @@ def test_a_run_says_when_its_method_begins(given: list[str], told: str, tmp_path
     assert ("plain steps" in err) is bool(told)
 
 
-def planned(target: str, path: Path, names: Sequence[str], wanted: Replication) -> Replicas:
+def planned(target: str, path: Path, names: Sequence[str], wanted: Replication) -> Replication:
     """Write the plan for a target on devices of this machine and return its replicas."""
     cluster = present(names)
     devices = tuple(
@@ -144,9 +143,7 @@ def test_a_plan_runs_as_it_was_planned(batch: Batch, tmp_path: Path) -> None:
     (tmp_path / "target.py").write_text((tmp_path / "target.py").read_text().replace(NORM, ""))
     path = tmp_path / "placement.json"
     names = [f"core:{core}" for core in sorted(os.sched_getaffinity(0))[:2]]
-    wanted = Replication(
-        replicas=2, batch=batch, accumulate=2, reduction=Reduction(algorithm="ring")
-    )
+    wanted = Replication(replicas=2, batch=batch, accumulate=2, reduction="ring")
     plan = planned(f"{target}:build", path, names, wanted)
     assert plan.groups == tuple((name,) for name in names)
     given = arguments(target, path, 4, data=f"{target}:batch")
@@ -243,7 +240,10 @@ def test_training_by_blocks_stops_at_a_border_and_goes_on_to_the_same_model(
     ran(2, *arguments(target, placement, 6, checkpoint=parts, **options))
     ran(2, *arguments(target, placement, 12, checkpoint=parts, **options), "--resume")
     for number in range(2):
-        ends = [read_state(path.with_name(f"{path.name}.12.{number}")) for path in (whole, parts)]
+        ends = [
+            read_state(path.with_name(f"{path.name}.12.{number}"), STATE_FORMAT)
+            for path in (whole, parts)
+        ]
         assert ends[0]["losses"] == ends[1]["losses"]
         torch.testing.assert_close(ends[0]["module"], ends[1]["module"], rtol=0, atol=0)
         torch.testing.assert_close(ends[0]["sync"], ends[1]["sync"], rtol=0, atol=0)
@@ -263,7 +263,9 @@ def test_dropout_on_pinned_cores_goes_on_from_a_checkpoint_and_differs_between_r
     assert first["losses"] == whole["losses"][:3]
     later = ran(2, *arguments(target, placement, 6, checkpoint=kept, **options), "--resume")
     assert later["losses"] == whole["losses"]
-    mine, theirs = (read_state(tmp_path / f"whole.json.6.{r}")["losses"][0] for r in range(2))
+    mine, theirs = (
+        read_state(tmp_path / f"whole.json.6.{r}", STATE_FORMAT)["losses"][0] for r in range(2)
+    )
     assert mine != theirs  # same batch, same model
 
 
@@ -353,8 +355,7 @@ def test_ranks_that_would_resume_otherwise_are_refused(tmp_path: Path) -> None:
 
 
 def test_help_is_shown_without_loading_torch() -> None:
-    code = (
-        "import sys, placer.run as r; r.build_parser().print_help(); print('torch' in sys.modules)"
-    )
+    show = "placer.cli.run.build_parser().print_help()"
+    code = f"import sys, placer.cli.run; {show}; print('torch' in sys.modules)"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert told.stdout.endswith("False\n")

@@ -124,7 +124,7 @@ time.sleep(60)
 """
 WATCHING = """
 import os, time
-from placer.run import end_with
+from placer.cli.run import end_with
 end_with(os.getppid())
 print(os.getpid(), flush=True)
 time.sleep(60)

@@ -10,9 +10,8 @@ import torch.distributed as dist
 from ranks import on_ranks
 
 from placer.cli.failures import fail
-from placer.parallel.liveness import Liveness
+from placer.parallel.liveness import Liveness, RunStore, shared_secret
 from placer.parallel.processes import joined
-from placer.parallel.run_store import RunStore, shared_secret
 
 EVIL = "rank 1 died \x1b[2J\x1b]0;owned\x07"
 

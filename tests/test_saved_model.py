@@ -13,14 +13,13 @@ from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
 
 from envs.placement import Placement
-from placer import run
-from placer.parallel import Setup, SyncOptions, sync_named
-from placer.parallel.block_averager import flat_of
+from placer.cli import run
+from placer.parallel import SyncConfig, make_sync
 from placer.parallel.data import FromFunction
-from placer.parallel.model_file import write_model
+from placer.parallel.methods.block_averager import flat_of
 from placer.parallel.replica import placed_replica
-from placer.parallel.state_file import read_state
-from placer.parallel.training import Course, train
+from placer.parallel.training import STATE_FORMAT, TrainingPlan, train, write_model
+from placer.state_file import read_state
 from placer.target import load_function, load_step
 
 
@@ -44,14 +43,10 @@ def trained_by_blocks(
     """Return a rank's parameters after two blocks, and those that a third would start from."""
     step = load_step(f"{target}:build", training=True)
     replica = placed_replica(step, Placement.load(placement))
-    setup = Setup(
-        module=replica.module,
-        make_optimizer=lambda own: torch.optim.SGD(own, lr=0.1),
-        options=SyncOptions(period=2),
-    )
-    sync = sync_named("bmuf", setup)
+    config = SyncConfig(method="bmuf", period=2)
+    sync = make_sync(replica.module, lambda own: torch.optim.SGD(own, lr=0.1), config)
     batches = FromFunction(load_function(f"{target}:batch"), step)
-    train(replica, sync, batches, Course(steps=4, save=saved))
+    train(replica, sync, batches, TrainingPlan(steps=4, save=saved))
     [base] = sync.state_dict()["averager"]["base"]
     return dict(replica.module.state_dict()), base
 
@@ -97,7 +92,7 @@ def test_a_model_of_pinned_cores_is_saved_too(tmp_path: Path) -> None:
     placement = placed(f"{target}:build", tmp_path / "placement.json", core)
     kept, saved = tmp_path / "run.json", tmp_path / "model.safetensors"
     ran(1, *arguments(target, placement, 2, checkpoint=kept, save=saved))
-    expected = read_state(tmp_path / "run.json.2.0")["module"]
+    expected = read_state(tmp_path / "run.json.2.0", STATE_FORMAT)["module"]
     torch.testing.assert_close(load_file(saved), expected, rtol=0, atol=0)
     first = saved.read_bytes()
     saved.unlink()

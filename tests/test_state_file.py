@@ -1,4 +1,4 @@
-"""State files of ranks: written and read back."""
+"""State files: written and read back."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placer.parallel.state_file import read_state, write_state
+from placer.state_file import read_state, write_state
 
+FORMAT = "test/1"
 SCALARS = st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats() | st.text()
 TENSORS = st.lists(st.integers(-9, 9), max_size=4).map(torch.tensor)
+ARRAYS = st.lists(st.integers(0, 9), max_size=4).map(lambda row: np.array(row, np.uint32))
 KEYS = st.text() | st.integers(-9, 9)
 NESTED = st.recursive(
-    SCALARS | TENSORS,
+    SCALARS | TENSORS | ARRAYS,
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.lists(inner, max_size=3).map(tuple)
@@ -31,6 +34,8 @@ NESTED = st.recursive(
 def same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
     if isinstance(one, dict):
         return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):
@@ -42,8 +47,8 @@ def same(one: Any, other: Any) -> bool:
 @given(state=st.dictionaries(KEYS, NESTED, max_size=4))
 def test_what_is_read_is_what_was_written(state: dict[Any, Any]) -> None:
     with TemporaryDirectory() as folder:
-        write_state(Path(folder, "state"), state)
-        found = read_state(Path(folder, "state"))
+        write_state(Path(folder, "state"), state, FORMAT)
+        found = read_state(Path(folder, "state"), FORMAT)
     assert same(state, found)
     assert type(state) is type(found)
 
@@ -53,33 +58,39 @@ def test_an_optimizer_goes_on_from_a_file(tmp_path: Path) -> None:
     adam = torch.optim.Adam([parameter], lr=0.1)
     parameter.grad = torch.arange(3.0)
     adam.step()
-    write_state(tmp_path / "state", adam.state_dict())
+    write_state(tmp_path / "state", adam.state_dict(), FORMAT)
     other = torch.optim.Adam([torch.nn.Parameter(parameter.detach().clone())], lr=0.5)
-    other.load_state_dict(read_state(tmp_path / "state"))
+    other.load_state_dict(read_state(tmp_path / "state", FORMAT))
     assert same(adam.state_dict(), other.state_dict())
 
 
 def test_a_state_is_for_its_user_alone(tmp_path: Path) -> None:
-    write_state(tmp_path / "state", {})
+    write_state(tmp_path / "state", {}, FORMAT)
     assert stat.S_IMODE((tmp_path / "state").stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize("part", [b"0.25", b"\x00\x00\x80\x3f", b'"shape":[2,3]'])
 def test_a_damaged_state_is_refused(part: bytes, tmp_path: Path) -> None:
     path = tmp_path / "state"
-    write_state(path, {"weight": torch.ones(2, 3), "rate": 0.25, "none": torch.ones(0)})
-    assert same(read_state(path)["weight"], torch.ones(2, 3))
+    write_state(path, {"weight": torch.ones(2, 3), "rate": 0.25, "none": torch.ones(0)}, FORMAT)
+    assert same(read_state(path, FORMAT)["weight"], torch.ones(2, 3))
     content = path.read_bytes()
     assert part in content
     other = part.replace(b"2,3", b"3,2") if b"shape" in part else part[:-1] + b"6"
     path.write_bytes(content.replace(part, other, 1))
-    with pytest.raises(ValueError, match="state: not the state of a rank: it is damaged"):
-        read_state(path)
+    with pytest.raises(ValueError, match="state: it is damaged"):
+        read_state(path, FORMAT)
 
 
 def test_other_things_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="holds a set"):
-        write_state(tmp_path / "state", {"a": {1}})
+        write_state(tmp_path / "state", {"a": {1}}, FORMAT)
     (tmp_path / "text").write_text("no safetensors")
-    with pytest.raises(ValueError, match="text: not the state of a rank"):
-        read_state(tmp_path / "text")
+    with pytest.raises(ValueError, match="text: it is no state file"):
+        read_state(tmp_path / "text", FORMAT)
+
+
+def test_another_format_is_refused_by_name(tmp_path: Path) -> None:
+    write_state(tmp_path / "state", {}, "test/2")
+    with pytest.raises(ValueError, match="state: the format is 'test/2', this version reads 'te"):
+        read_state(tmp_path / "state", FORMAT)

@@ -13,28 +13,28 @@ from ranks import RankError, on_ranks
 from replicas import backward, batches, mlp, model, mse, own_batch, parameters
 from torch import Tensor
 
-from placer.parallel import Setup, SyncOptions, sync_named
+from placer.parallel import SyncConfig, make_sync
 from placer.parallel.groups import new_group
-from placer.parallel.registry import METHODS, check_options, method_named
+from placer.parallel.methods.registry import METHODS, method_named
 
 STEPS = 12
-QUICK = SyncOptions(period=3, warmup_steps=2)
+QUICK: dict[str, Any] = {"period": 3, "warmup_steps": 2}
 sgd = partial(torch.optim.SGD, lr=0.1)
 
 
-def options_of(name: str) -> SyncOptions:
+def config_of(name: str) -> SyncConfig:
     """Return short blocks and warm-up for methods with these options."""
     taken = method_named(name).options
-    return SyncOptions(**{key: getattr(QUICK, key) for key in QUICK.given if key in taken})
+    return SyncConfig(method=name, **{key: QUICK[key] for key in QUICK if key in taken})
 
 
-def train(name: str, options: SyncOptions, slow_rank: int = -1) -> tuple[Any, Any, Any]:
+def train(config: SyncConfig, slow_rank: int = -1) -> tuple[Any, Any, Any]:
     """Return losses on one batch before and after, the parameters and the report."""
     torch.manual_seed(dist.get_rank())
     replica = mlp()
     for parameter in replica.parameters():
         torch.nn.init.normal_(parameter, std=0.2 + 0.1 * dist.get_rank())  # rank 0's must win
-    sync = sync_named(name, Setup(module=replica, make_optimizer=sgd, options=options))
+    sync = make_sync(replica, sgd, config)
     judge = batches(10_000, 1, 16, 8)[0]
     before = float(mse(replica, judge))
     for number in range(STEPS):
@@ -49,7 +49,7 @@ def train(name: str, options: SyncOptions, slow_rank: int = -1) -> tuple[Any, An
 
 @pytest.mark.parametrize("name", [method.name for method in METHODS])
 def test_a_method_trains_and_leaves_all_ranks_with_one_model(name: str) -> None:
-    results = on_ranks(2, train, name, options_of(name))
+    results = on_ranks(2, train, config_of(name))
     for (before, after), found, _ in results:
         assert before == results[0][0][0]  # all start from the parameters of rank 0
         assert after < 0.9 * before
@@ -61,8 +61,7 @@ def parameters_that_moved(name: str) -> set[str]:
     replica = model()
     before = parameters(replica)
     decaying = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
-    setup = Setup(module=replica, make_optimizer=decaying, options=options_of(name))
-    sync = sync_named(name, setup)
+    sync = make_sync(replica, decaying, config_of(name))
     for number in range(4):
         sync.zero_grad()
         backward(mse(replica, own_batch(number)))
@@ -79,7 +78,7 @@ def test_frozen_parameters_stay_bit_for_bit_what_they_are(name: str) -> None:
 
 
 def all_frozen() -> None:
-    sync_named("asgd", Setup(module=mlp().requires_grad_(False), make_optimizer=sgd))
+    make_sync(mlp().requires_grad_(False), sgd, SyncConfig(method="asgd"))
 
 
 def test_a_server_of_nothing_is_refused() -> None:
@@ -88,7 +87,7 @@ def test_a_server_of_nothing_is_refused() -> None:
 
 
 def test_gradients_for_the_server_are_counted_and_may_be_stale() -> None:
-    results = on_ranks(3, train, "asgd", SyncOptions(), 2)
+    results = on_ranks(3, train, SyncConfig(method="asgd"), 2)
     report = results[0][2]
     assert report["updates"] == 3 * STEPS
     assert 0 < report["staleness_mean"] <= report["staleness_max"] < 3 * STEPS
@@ -96,7 +95,7 @@ def test_gradients_for_the_server_are_counted_and_may_be_stale() -> None:
 
 
 def alone(name: str) -> dict[str, Tensor]:
-    return train(name, SyncOptions())[1]  # type: ignore[no-any-return]
+    return train(SyncConfig(method=name))[1]  # type: ignore[no-any-return]
 
 
 def test_with_one_worker_the_server_does_plain_sgd() -> None:
@@ -106,7 +105,7 @@ def test_with_one_worker_the_server_does_plain_sgd() -> None:
 
 def server_that_loses_a_worker() -> None:
     replica = mlp()
-    sync = sync_named("asgd", Setup(module=replica, make_optimizer=sgd))
+    sync = make_sync(replica, sgd, SyncConfig(method="asgd"))
     if dist.get_rank() == 1:
         dist.destroy_process_group()
         return
@@ -120,9 +119,8 @@ def test_the_server_stops_when_a_worker_is_gone() -> None:
 
 def refused_server() -> str:
     half = new_group([dist.get_rank()])
-    setup = Setup(module=mlp(), make_optimizer=sgd, group_of=lambda device: half)
     try:
-        sync_named("asgd", setup)
+        make_sync(mlp(), sgd, SyncConfig(method="asgd"), group_of=lambda device: half)
     except ValueError as error:
         return str(error)
     return ""
@@ -137,8 +135,8 @@ def test_unknown_methods_and_options_that_would_be_ignored_are_refused() -> None
     with pytest.raises(ValueError, match="no sync 'bmfu'"):
         method_named("bmfu")
     with pytest.raises(ValueError, match="sync 'fp16' takes no period"):
-        check_options("fp16", ("period",))
-    check_options("bmuf", ("period", "block_momentum"))
+        SyncConfig(method="fp16", period=4)
+    SyncConfig(method="bmuf", period=4, block_momentum=0.5)
 
 
 @pytest.mark.parametrize(
@@ -148,8 +146,9 @@ def test_unknown_methods_and_options_that_would_be_ignored_are_refused() -> None
         ({"block_momentum": 1.0}, "block_momentum is 1.0"),
         ({"block_rate": 0.0}, "block_rate is 0.0"),
         ({"levels": (0, 2)}, "levels are"),
+        ({"accumulate": 0}, "accumulate is 0, below 1"),
     ],
 )
 def test_options_out_of_range_are_refused(given: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        SyncOptions(**given)
+        SyncConfig(**given)

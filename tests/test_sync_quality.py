@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.replicas import sync_quality
 from benchmarks.replicas.sync_quality import Bits, Students
-from placer.parallel.onebit import OneBit
+from placer.parallel.methods.onebit import OneBit
 
 RANKS = 2
 STEPS = 5

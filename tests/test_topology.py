@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from node_clusters import nodes
 
 from envs.cluster import Cluster, Device, Link
-from envs.collectives import Level
 from envs.problem import Problem
-from envs.topology import levels_of, nested_blocks
+from envs.replicas.collectives import Level
+from envs.replicas.topology import levels_of, nested_blocks
 from graphs.flat import flat_graph
 
 

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from traffic import own_network
 
 from benchmarks.replicas.sync_methods import sent_bytes
-from placer.parallel import Setup, SyncOptions, sync_named
-from placer.parallel.registry import method_named
+from placer.parallel import SyncConfig, make_sync
+from placer.parallel.methods.registry import method_named
 
 WIDTHS = (32, 256, 256, 10)
 SIZE_BYTES = 4 * sum((a + 1) * b for a, b in pairwise(WIDTHS))
@@ -53,9 +53,9 @@ def bytes_per_step(name: str, warm_steps: int, steps: int) -> float:
     """Return the bytes that all ranks send in a step, after uncounted warm-up steps."""
     replica = model()
     given: dict[str, Any] = {"period": PERIOD, "warmup_steps": warm_steps}
-    options = SyncOptions(**{k: v for k, v in given.items() if k in method_named(name).options})
-    make = partial(torch.optim.SGD, lr=0.01)
-    sync = sync_named(name, Setup(module=replica, make_optimizer=make, options=options))
+    options = {k: v for k, v in given.items() if k in method_named(name).options}
+    config = SyncConfig(method=name, **options)
+    sync = make_sync(replica, partial(torch.optim.SGD, lr=0.01), config)
     begin = 0
     for number in range(warm_steps + steps):
         if number == warm_steps:

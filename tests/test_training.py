@@ -167,7 +167,9 @@ def stopped(out: Path, config: TrainingConfig) -> None:
 @pytest.mark.parametrize("content", [b"", b"nothing", b"\x02\0\0\0\0\0\0\0{}"])
 def test_a_file_that_is_no_checkpoint_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "tiny.checkpoint").write_bytes(content)
-    with pytest.raises(ValueError, match=r"tiny\.checkpoint: not a checkpoint"):
+    with pytest.raises(
+        ValueError, match=r"tiny\.checkpoint: (it is no state file|the format is None)"
+    ):
         train(tmp_path / "tiny", TINY)
 
 

@@ -18,7 +18,7 @@ from envs.measured_module import MeasuredModule, launch_order
 from envs.measurement import Measurement
 from envs.placement import Placement
 from envs.problem import Problem
-from envs.runtime import calibrated
+from envs.runtime import calibrated, costed
 from envs.simulator import INFEASIBLE_NS, Simulator
 from envs.torch_runtime import TorchRuntime
 from graphs.extract import Step, extract
@@ -38,7 +38,7 @@ class Workbench:
         self.extraction = extract(step)
         extracted = time.perf_counter()
         self.runtime = TorchRuntime(self.extraction, self.cluster)
-        graph = self.runtime.costed(self.runtime.graph, self.cluster)
+        graph = costed(self.runtime, self.runtime.graph, self.cluster)
         self.arrays = GraphArrays.from_graph(graph)
         self.seconds = {
             "extraction_s": extracted - began,

@@ -24,14 +24,13 @@ from torch.nn import functional as F
 
 from benchmarks.record import Effort, Part
 from benchmarks.tables import Table
-from envs.buckets import CAP_BYTES
 from envs.cluster import Cluster, Device
-from envs.collectives import Level, halving_doubling_s, ring_s, single_reducer_s
 from envs.costs.roofline import roofline_costs
 from envs.placement import Placement
 from envs.problem import Problem
-from envs.reduction import CHEAPEST, Reduction
-from envs.replicas import ReplicaStep, SlotNetwork, replicated
+from envs.replicas.collectives import Level, halving_doubling_s, ring_s, single_reducer_s
+from envs.replicas.spec import AUTO, BUCKET_BYTES, Replication
+from envs.replicas.step import ReplicaStep, SlotNetwork, replicated
 from graphs.costs import with_costs
 from graphs.extract import Step, extract
 from graphs.graph import PHASES, GraphArrays
@@ -60,14 +59,14 @@ class Scaling:
     levels: tuple[Level, ...]
     source: str
     assumed: str
-    algorithm: str = CHEAPEST
-    bucket_bytes: int = CAP_BYTES  # 1: every layer is reduced separately
+    algorithm: str = AUTO
+    bucket_bytes: int = BUCKET_BYTES  # 1: every layer is reduced separately
     every: int = 1  # steps between averages of parameters; values above 1 are fitted to the figure
 
     @property
-    def reduction(self) -> Reduction:
+    def replication(self) -> Replication:
         """Return how gradients are reduced."""
-        return Reduction(algorithm=self.algorithm, bucket_bytes=self.bucket_bytes)
+        return Replication(reduction=self.algorithm, bucket_bytes=self.bucket_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +86,9 @@ def predicted(one: Scaling) -> Predicted:
     """Predict the efficiency of replicas of one device each."""
     network = SlotNetwork(levels=one.levels, queues=frozenset())
     if one.every > 1:
-        rare = replicated(one.step, [network], replace(one.reduction, every=one.every))
+        rare = replicated(one.step, [network], replace(one.replication, average_every=one.every))
         return Predicted(rare.alone_s / rare.no_overlap_s, rare.alone_s / rare.step_s, 1.0)
-    found = replicated(one.step, [network], one.reduction)
+    found = replicated(one.step, [network], one.replication)
     return Predicted(
         found.alone_s / found.no_overlap_s,
         found.alone_s / found.step_s,
@@ -242,7 +241,7 @@ def formulas(found: dict[str, Any]) -> Table:
         (name, f"{published_s:.2f} s", f"{computed_s:.2f} s")
         for name, published_s, computed_s in baidu_s()
     ]
-    for size_bytes in (4 * 25.6e6 / 161, CAP_BYTES):
+    for size_bytes in (4 * 25.6e6 / 161, BUCKET_BYTES):
         name = f"32 servers, {size_bytes / 1e6:.2f} MB: ring / halving-doubling"
         rows.append((name, "3x", f"{halving_gain(size_bytes):.1f}x"))
     found["rows"] = rows
@@ -278,5 +277,6 @@ def efficiencies(found: dict[str, Any]) -> Table:
 def algorithm_of(one: Scaling) -> str:
     """Return the names of the algorithms that reduce a bucket, by level."""
     size = float(one.step.size_bytes.sum())
-    how = one.reduction.of(int(min(size, max(one.bucket_bytes, size / GRADIENTS))), one.levels)
+    bucket = int(min(size, max(one.bucket_bytes, size / GRADIENTS)))
+    how = one.replication.all_reduce(bucket, one.levels)
     return ", ".join(how.by_level) or how.algorithm

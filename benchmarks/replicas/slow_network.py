@@ -35,13 +35,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.record import Effort, Part
+from benchmarks.replicas.coding import coding_bytes_per_s, median_s
 from benchmarks.tables import Table
-from envs.collectives import Level
-from envs.reduction import Reduction
-from envs.replicas import ReplicaStep, SlotNetwork, replicated
-from placer.parallel import BlockAverager, Setup, SyncOptions, sync_named
-from placer.parallel.block_averager import BMUF
-from placer.parallel.coding import coding_bytes_per_s, median_s
+from envs.replicas.collectives import Level
+from envs.replicas.spec import Replication
+from envs.replicas.step import ReplicaStep, SlotNetwork, replicated
+from placer.parallel import BlockAverager, SyncConfig, make_sync
+from placer.parallel.methods.block_averager import BMUF
 
 RANKS = 2
 PERIOD = 16
@@ -54,10 +54,10 @@ CARRIED = 1448 / 1514  # payload share of an Ethernet frame; the rest are TCP an
 MOST_APART = 0.15  # largest relative difference of measured and predicted
 SPEED_UP = {"allreduce": (0.0, 0.7), "bmuf": (1.4, RANKS)}  # least, most; at 200 Mbit/s
 PLANNED = {
-    "allreduce": Reduction(algorithm="ring"),
-    "fp16": Reduction(algorithm="ring", payload="fp16"),
-    "onebit": Reduction(algorithm="ring", payload="1-bit"),
-    "bmuf": Reduction(algorithm="ring", every=PERIOD),
+    "allreduce": Replication(reduction="ring"),
+    "fp16": Replication(reduction="ring", payload="fp16"),
+    "onebit": Replication(reduction="ring", payload="1-bit"),
+    "bmuf": Replication(reduction="ring", average_every=PERIOD),
 }
 HOSTS = """
 set -e
@@ -133,13 +133,12 @@ def apart(ranks: int) -> float:
 
 
 def steps(name: str) -> float:
-    options = {
-        "onebit": SyncOptions(warmup_steps=0),
-        "bmuf": SyncOptions(period=PERIOD),
-    }.get(name, SyncOptions())
+    options: dict[str, Any] = {"onebit": {"warmup_steps": 0}, "bmuf": {"period": PERIOD}}.get(
+        name, {}
+    )
     replica = model()
     make = partial(torch.optim.SGD, lr=0.01)
-    sync = sync_named(name, Setup(module=replica, make_optimizer=make, options=options))
+    sync = make_sync(replica, make, SyncConfig(method=name, **options))
 
     def step() -> None:
         sync.zero_grad()

@@ -47,21 +47,21 @@ from benchmarks.replicas.sync_quality import (
     learning_rate,
 )
 from benchmarks.tables import Table
-from placer.parallel import Setup, SyncOptions, sync_named
-from placer.parallel.registry import DEFAULT, METHODS, method_named
+from placer.parallel import SyncConfig, make_sync
+from placer.parallel.methods.registry import DEFAULT, METHODS, method_named
 
 ASYNCHRONOUS = "asgd"
 IN_OWN_NETWORK = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
 
 
-def options_of(name: str, task: Task) -> SyncOptions:
-    """Return the options of a method: block period, warm-up as of the learning rate, two levels."""
+def config_of(name: str, task: Task) -> SyncConfig:
+    """Return a method's options: block period, warm-up as of the learning rate, two levels."""
     taken = method_named(name).options
     if "period" in taken:
-        return SyncOptions(period=task.period)
+        return SyncConfig(method=name, period=task.period)
     if "warmup_steps" in taken:
-        return SyncOptions(warmup_steps=task.steps // 20)
-    return SyncOptions(levels=(2, task.workers // 2)) if "levels" in taken else SyncOptions()
+        return SyncConfig(method=name, warmup_steps=task.steps // 20)
+    return SyncConfig(method=name, levels=(2, task.workers // 2) if "levels" in taken else None)
 
 
 def student(seed: int) -> nn.Sequential:
@@ -96,8 +96,7 @@ def trained(name: str, task: Task, seed: int) -> dict[str, Any]:
         sgd.register_step_pre_hook(before_update)
         return sgd
 
-    options = options_of(name, task)
-    sync = sync_named(name, Setup(module=replica, make_optimizer=optimizer, options=options))
+    sync = make_sync(replica, optimizer, config_of(name, task))
     begin, counted = 0, task.steps // 4
     for number in range(task.steps):
         if number == task.steps - counted:

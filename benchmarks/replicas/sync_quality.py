@@ -29,8 +29,8 @@ from torch.nn import functional as F
 
 from benchmarks.record import Effort, Part
 from benchmarks.tables import Table
-from placer.parallel.block_averager import AVERAGING, BMUF, BlockAverager, BlockUpdate
-from placer.parallel.quantised import Segments, decode, encode
+from placer.parallel.methods.block_averager import AVERAGING, BMUF, BlockAverager, BlockUpdate
+from placer.parallel.methods.onebit import Segments, decode, encode
 
 WIDTHS = (32, 256, 256, 10)
 TEACHER = (32, 64, 64, 10)

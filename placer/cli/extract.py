@@ -154,7 +154,7 @@ def _graph(
     args: argparse.Namespace, cluster: Cluster | None, progress: Progress
 ) -> tuple[nx.DiGraph[str], Extraction | None]:
     from envs.discover import is_here
-    from envs.runtime import runtime_for
+    from envs.runtime import costed, runtime_for
     from graphs.extract import extract
     from graphs.extract.fake import check_has_memory
     from placer.target import is_graph_file, load_graph_target
@@ -172,7 +172,8 @@ def _graph(
         return extraction.graph, extraction
     progress.stage("Measuring op costs")
     runtime = runtime_for(extraction, cluster)
-    graph = runtime.costed(
+    graph = costed(
+        runtime,
         runtime.graph,
         cluster,
         fresh=args.fresh,

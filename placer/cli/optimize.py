@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     from graphs.selection import ConstraintError
     from placer.api import run_job
     from placer.choose import PlacementError
-    from placer.replica_plan import ReplicatedResult
+    from placer.replicate.result import ReplicatedResult
     from placer.report.console import stdout_console
     from placer.report.progress import Timed
     from placer.report.table import print_result
@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _tell(found: Result, args: argparse.Namespace, job: Job, took: str) -> None:
     """Print remarks, output files, duration and next steps."""
-    from placer.replica_plan import ReplicatedResult
+    from placer.replicate.result import ReplicatedResult
 
     if found.extraction is not None and job.search.start_from is not None:
         from placer.device_map import DeviceMap

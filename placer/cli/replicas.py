@@ -6,22 +6,18 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any, Final
 
+from envs.replicas.collectives import ALGORITHMS, PAYLOADS
+from envs.replicas.spec import AUTO, BATCHES, Replication
 from placer.cli.arguments import count, run_options
 
 if TYPE_CHECKING:
-    from placer.replica_plan import ReplicaPlan, Replication
+    from placer.replicate.result import ReplicaPlan
 
-AUTO: Final = "auto"
-ALGORITHMS: Final = (
-    *("auto", "ring", "tree", "double-tree", "halving-doubling", "recursive-doubling"),
-    *("single-reducer", "hierarchical"),
-)
-PAYLOADS: Final = ("fp32", "fp16", "bf16", "1-bit")
 OPTIONS: Final = (
     *("batch", "accumulate", "reduction", "payload", "coding_bytes_per_s", "average_every"),
     "samples",
 )
-"""Options that require ``--data-parallel``; each is None if not given."""
+"""Options that require ``--data-parallel``, named as in Replication; each is None if not given."""
 
 
 def add_replicas(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +33,7 @@ def add_replicas(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--batch",
-        choices=["per-replica", "global"],
+        choices=BATCHES,
         help="every replica has the batch of the step (default), or they share it",
     )
     group.add_argument(
@@ -48,12 +44,12 @@ def add_replicas(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--reduction",
-        choices=ALGORITHMS,
+        choices=(AUTO, *ALGORITHMS),
         help="how gradients are reduced (default: auto, what is the fastest for each bucket)",
     )
     group.add_argument(
         "--payload",
-        choices=PAYLOADS,
+        choices=tuple(PAYLOADS),
         help="how gradients in fp32 are sent (default: fp32)",
     )
     group.add_argument(
@@ -90,32 +86,19 @@ def replication_of(args: argparse.Namespace) -> Replication | None:
                 option = f"--{name.replace('_', '-')}"
                 raise ValueError(f"{option} is about replicas: give --data-parallel, too")
         return None
-    from envs.reduction import Reduction
-    from placer.replica_plan import Replication
-
-    return Replication(
-        replicas=None if args.data_parallel == AUTO else args.data_parallel,
-        batch=args.batch or "per-replica",
-        accumulate=args.accumulate or 1,
-        reduction=Reduction(
-            algorithm=args.reduction or AUTO,
-            payload=args.payload or "fp32",
-            every=args.average_every or 1,
-            coding_bytes_per_s=args.coding_bytes_per_s,
-        ),
-        samples=args.samples,
-    )
+    given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
+    return Replication(replicas=None if args.data_parallel == AUTO else args.data_parallel, **given)
 
 
 def print_planned(plan: ReplicaPlan, args: argparse.Namespace) -> None:
     """Print the plan as tables or JSON."""
     from placer.report.console import stdout_console
-    from placer.report.replicas import plan_to_dict, print_plan
+    from placer.report.replicas import plan_to_dict, print_plan, verdict_of
     from placer.result import extraction_to_dict
 
     if not args.json:
         if args.quiet:
-            print(plan.verdict)
+            print(verdict_of(plan))
         else:
             print_plan(plan, stdout_console())
         return
@@ -132,7 +115,7 @@ def print_planned(plan: ReplicaPlan, args: argparse.Namespace) -> None:
 
 def command_of(plan: ReplicaPlan, args: argparse.Namespace) -> str:
     """Return the command that trains the replicas, "" if the plan cannot be run."""
-    from placer.parallel.launching import launch_command, why_not_run
+    from placer.parallel.plan import launch_command, why_not_run
 
     extraction = plan.extraction
     if extraction is None or not extraction.step.training or why_not_run(plan.replicas):

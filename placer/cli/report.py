@@ -172,16 +172,16 @@ def _launch(
     placement: Placement, args: argparse.Namespace, path: Path, extraction: Extraction | None
 ) -> str:
     """Return the command that trains with the placement, "" if placer cannot run it."""
-    from envs.replica_set import Replicas
+    from envs.replicas.spec import Replication
     from envs.runtime import has_runtime
-    from placer.parallel.launching import launch_command, why_not_run
+    from placer.parallel.plan import launch_command, why_not_run
 
     if extraction is None or not extraction.step.training or placement.micro_batches > 1:
         return ""
     known = all(map(has_runtime, placement.device_names))
     if placement.replicas is None and not known:
         return ""
-    plan = placement.replicas or Replicas(groups=(placement.device_names,))
+    plan = placement.replicas or Replication(groups=(placement.device_names,))
     return "" if why_not_run(plan) else launch_command(plan, args.target, path, *run_options(args))
 
 

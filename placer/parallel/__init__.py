@@ -8,15 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from placer.parallel.block_averager import BlockAverager, BlockUpdate
-    from placer.parallel.blocks import Blocks
-    from placer.parallel.ddp import ddp_hook
+    from placer.parallel.data import Blocks
     from placer.parallel.grad_sync import GradSync
-    from placer.parallel.options import SyncOptions
+    from placer.parallel.methods.block_averager import BlockAverager, BlockUpdate
+    from placer.parallel.methods.reductions import HookReduction, ddp_hook
+    from placer.parallel.methods.registry import SyncConfig
+    from placer.parallel.methods.sync import Sync, make_sync
     from placer.parallel.pipelined import PipelinedReplica
-    from placer.parallel.reductions import HookReduction
-    from placer.parallel.registry import sync_named
-    from placer.parallel.sync import Setup, Sync
 
 __all__ = [
     "BlockAverager",
@@ -25,25 +23,23 @@ __all__ = [
     "GradSync",
     "HookReduction",
     "PipelinedReplica",
-    "Setup",
     "Sync",
-    "SyncOptions",
+    "SyncConfig",
     "ddp_hook",
-    "sync_named",
+    "make_sync",
 ]
 
 _HOMES = {
-    "BlockAverager": "block_averager",
-    "BlockUpdate": "block_averager",
-    "Blocks": "blocks",
+    "BlockAverager": "methods.block_averager",
+    "BlockUpdate": "methods.block_averager",
+    "Blocks": "data",
     "GradSync": "grad_sync",
-    "HookReduction": "reductions",
+    "HookReduction": "methods.reductions",
     "PipelinedReplica": "pipelined",
-    "Setup": "sync",
-    "Sync": "sync",
-    "SyncOptions": "options",
-    "ddp_hook": "ddp",
-    "sync_named": "registry",
+    "Sync": "methods.sync",
+    "SyncConfig": "methods.registry",
+    "ddp_hook": "methods.reductions",
+    "make_sync": "methods.sync",
 }
 
 

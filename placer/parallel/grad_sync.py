@@ -5,18 +5,17 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from placer.parallel.bucket import Bucket, filled_buckets
+from envs.replicas.spec import BUCKET_BYTES
+from placer.parallel.buckets import Bucket, filled_buckets
 from placer.parallel.groups import check_same
-from placer.parallel.reductions import AllReduce, Reduction
+from placer.parallel.methods.reductions import AllReduce, Reduction
 
-BUCKET_BYTES: Final = 25 << 20
-"""The default of DDP."""
 Group: TypeAlias = dist.ProcessGroup | None
 
 

@@ -1,7 +1,12 @@
-"""Name the ranks that are gone when a collective fails: a backend only knows that some peer is."""
+"""Name the ranks that are gone when a collective fails: a backend only knows that some peer is.
+
+Ranks exchange authenticated messages through the store of the run, which is writable by anyone.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import math
 import os
 import signal
@@ -10,12 +15,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final, TypeAlias
 
-from placer.cli.failures import JOB_FAILED, fail
-from placer.parallel.groups import rank_list
-from placer.parallel.run_store import RunStore
+import torch
+import torch.distributed as dist
 
+from graphs.printable import escaped
+from graphs.strict_json import brief
+from placer.parallel.groups import rank_list, wire_device
+
+Store: TypeAlias = Any
+"""``torch.distributed.Store``, which type checkers do not know."""
+SECRET_BYTES: Final = 32
+RUN_FAILED: Final = 1
+"""Exit status of a rank that fails."""
 INTERVAL_S: Final = 0.5
 MISSED: Final = 4
 """A rank without a heartbeat for this many intervals is gone."""
@@ -35,9 +48,8 @@ class StoppedError(BaseException):
 
 def leave(told: str) -> None:
     """End this process, whatever its other threads wait for."""
-    fail(JOB_FAILED, told)
-    sys.stderr.flush()
-    os._exit(JOB_FAILED)
+    print(f"placer: {brief(told)}", file=sys.stderr, flush=True)
+    os._exit(RUN_FAILED)
 
 
 class Liveness:
@@ -190,3 +202,42 @@ class Liveness:
     def _run(self) -> None:
         while not self._ended.wait(self._interval_s) and self.beat():
             pass
+
+
+class RunStore:
+    """Texts of the ranks in a store; entries not written by a rank count as absent.
+
+    The store lists its keys to anyone who connects, so secret keys would not help: texts carry an
+    authentication code instead.
+    """
+
+    def __init__(self, store: Store, secret: bytes) -> None:
+        """Wrap a store shared by the ranks with the same secret."""
+        self._store = store
+        self._secret = secret
+
+    def set(self, key: str, text: str) -> None:
+        """Write a text."""
+        content = text.encode()
+        self._store.set(key, self._code(key, content) + content)
+
+    def get(self, key: str) -> str | None:
+        """Return a text, escaped for printing; None if no rank has written it yet."""
+        if not self._store.check([key]):  # get would wait for the key
+            return None
+        found: bytes = self._store.get(key)
+        code, content = found[:SECRET_BYTES], found[SECRET_BYTES:]
+        if not hmac.compare_digest(code, self._code(key, content)):
+            return None
+        return escaped(content.decode())
+
+    def _code(self, key: str, content: bytes) -> bytes:
+        return hmac.digest(self._secret, key.encode() + b"\0" + content, hashlib.sha256)
+
+
+def shared_secret() -> bytes:
+    """Draw a secret on the first rank and broadcast it via the process group, not the store."""
+    drawn = torch.frombuffer(bytearray(os.urandom(SECRET_BYTES)), dtype=torch.uint8)
+    drawn = drawn.to(wire_device(None))
+    dist.broadcast(drawn, 0)
+    return bytes(drawn.tolist())

@@ -4,7 +4,7 @@ The ranks form a mesh of replicas by stages::
 
     mesh = init_device_mesh("cpu", (replicas, stages), mesh_dim_names=("dp", "place"))
     replica = PipelinedReplica(extraction, placement, mesh, micro_batches=4)
-    sync = sync_named("allreduce", replica.setup(torch.optim.AdamW))
+    sync = replica.make_sync(torch.optim.AdamW)
     for batch in shard:
         sync.zero_grad()
         loss = replica.backward(*batch)
@@ -14,6 +14,7 @@ The ranks form a mesh of replicas by stages::
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -27,8 +28,8 @@ from envs.runtime import tensor_device
 from graphs.extract import Extraction
 from placer.exports.pipelining import pipeline_stages
 from placer.exports.placed_modules import PlacedModules
-from placer.parallel.options import SyncOptions
-from placer.parallel.sync import MakeOptimizer, Setup
+from placer.parallel.methods.registry import SyncConfig
+from placer.parallel.methods.sync import MakeOptimizer, Sync, make_sync
 
 REPLICAS: Final = "dp"
 STAGES: Final = "place"
@@ -111,16 +112,11 @@ class PipelinedReplica:
         """Return whether this rank computes the loss."""
         return self.index == self._mesh[STAGES].size() - 1
 
-    def setup(self, make_optimizer: MakeOptimizer, options: SyncOptions | None = None) -> Setup:
-        """Return the setup of a sync method for this stage."""
+    def make_sync(self, make_optimizer: MakeOptimizer, config: SyncConfig | None = None) -> Sync:
+        """Create what keeps this stage in sync with the same stage of the other replicas."""
+        config = replace(config or SyncConfig(), accumulate=self.micro_batches)
         fellows = self._mesh[REPLICAS].get_group()
-        return Setup(
-            module=self.module,
-            make_optimizer=make_optimizer,
-            options=options or SyncOptions(),
-            accumulate=self.micro_batches,
-            group_of=lambda device: fellows,
-        )
+        return make_sync(self.module, make_optimizer, config, group_of=lambda device: fellows)
 
     def backward(self, *inputs: Any, **keywords: Any) -> float | None:
         """Add the gradients of a replica's batch, passed to all its ranks in the model's form.

@@ -1,26 +1,113 @@
-"""Train a replica on its share of the data, with checkpoints."""
+"""Train a replica on its share of the data, with checkpoints.
+
+A checkpoint ``FILE`` is JSON and is replaced atomically, after all ranks have written their state
+files ``FILE.STEP.RANK``: a run killed at any time keeps its previous checkpoint. Ranks on several
+hosts need a shared folder.
+"""
 
 from __future__ import annotations
 
+import json
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save
+from torch import nn
 
-from placer.parallel.checkpoint import Checkpoint
+from graphs.strict_json import fields, load_checked, table, text, whole
+from graphs.whole_file import write_whole
 from placer.parallel.data import Batches, numbers_of
-from placer.parallel.model_file import write_model
+from placer.parallel.groups import check_same
+from placer.parallel.methods.sync import Sync
 from placer.parallel.replica import Replica
-from placer.parallel.sync import Sync
+from placer.state_file import StateFileError, read_state, write_state
+
+FORMAT: Final = "placer-run/1"
+STATE_FORMAT: Final = "placer-rank/1"
+_KEYS: Final = frozenset({"format", "step", "ranks", "essence"})
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Path of the checkpoint of a run, and the settings that a run must match to resume from it.
+
+    ``essence`` is {readable name of a setting: required value}.
+    """
+
+    path: Path
+    essence: Mapping[str, str]
+
+    def write(self, step: int, state: Mapping[str, Any]) -> None:
+        """Write the state of this rank after ``step`` steps; every rank calls it.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        write_state(self._of_rank(step, rank), state, STATE_FORMAT)
+        dist.barrier()
+        if rank == 0:
+            content = {
+                "format": FORMAT,
+                "step": step,
+                "ranks": ranks,
+                "essence": dict(self.essence),
+            }
+            write_whole(self.path, json.dumps(content, indent=1) + "\n", private=True)
+        dist.barrier()
+        for old in self._all_of_rank(rank):
+            if old != self._of_rank(step, rank):
+                old.unlink()
+
+    def read(self) -> tuple[int, dict[str, Any]] | None:
+        """Return the completed steps and the state of this rank; None if there is no file.
+
+        Raises:
+            ValueError: it is not a checkpoint, is of another run (says what differs), or only some
+                of the ranks find it.
+            OSError: it cannot be read.
+        """
+        is_there = self.path.exists()
+        check_same(f"what ranks find at {self.path}", str(is_there))
+        if not is_there:
+            return None
+        content = load_checked(self.path, lambda data: fields(data, "", _KEYS, required=_KEYS))
+        if content["format"] != FORMAT:
+            raise ValueError(f"{self.path}: format is {content['format']!r}, not {FORMAT!r}")
+        step, ranks = whole(content["step"], "step"), whole(content["ranks"], "ranks")
+        if ranks != dist.get_world_size():
+            raise ValueError(
+                f"{self.path} is of a run with {ranks} ranks, this one has {dist.get_world_size()}"
+            )
+        essence = table(content["essence"], "essence")
+        for name in dict.fromkeys((*essence, *self.essence)):
+            now = self.essence.get(name)
+            given = text(essence[name], name) if name in essence else None
+            if given != now:
+                raise ValueError(f"{self.path} is of a run with {name} {given}, this one has {now}")
+        try:
+            return step, read_state(self._of_rank(step, dist.get_rank()), STATE_FORMAT)
+        except StateFileError as error:
+            raise ValueError(f"{error}; without --resume the run begins anew") from error
+
+    def _all_of_rank(self, rank: int) -> list[Path]:
+        # The step is digits only: ``FILE.big.6.0`` belongs to another run, that of ``FILE.big``.
+        form = re.compile(rf"{re.escape(self.path.name)}\.[0-9]+\.{rank}")
+        return [path for path in self.path.parent.iterdir() if form.fullmatch(path.name)]
+
+    def _of_rank(self, step: int, rank: int) -> Path:
+        return self.path.with_name(f"{self.path.name}.{step}.{rank}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
+class TrainingPlan:
     """Length of a run, and where it is saved.
 
     Attributes:
@@ -54,7 +141,7 @@ def train(
     replica: Replica,
     sync: Sync,
     batches: Batches,
-    course: Course,
+    plan: TrainingPlan,
     reached: Callable[[int], None] = lambda step: None,
     progress: Callable[[int, float], None] = lambda step, loss: None,
 ) -> Trained:
@@ -64,7 +151,7 @@ def train(
         replica: the replica of this rank.
         sync: keeps it in sync with the others.
         batches: the data of all ranks.
-        course: length of the run and checkpoints.
+        plan: length of the run and checkpoints.
         reached: called with each step that begins.
         progress: called with each step and its loss.
 
@@ -74,28 +161,28 @@ def train(
         OSError: a checkpoint cannot be read or written, or the model cannot be saved.
     """
     losses: list[float] = []
-    kept = course.checkpoint.read() if course.resume and course.checkpoint is not None else None
+    kept = plan.checkpoint.read() if plan.resume and plan.checkpoint is not None else None
     if kept is not None:
         step, state = kept
         losses = _take_up(state, replica, sync)
-        if step > course.steps:
-            raise ValueError(f"the checkpoint is of step {step}, beyond the {course.steps} to do")
+        if step > plan.steps:
+            raise ValueError(f"the checkpoint is of step {step}, beyond the {plan.steps} to do")
     first, rank, ranks = len(losses), dist.get_rank(), dist.get_world_size()
     seconds: list[float] = []
-    for step in range(first, course.steps):
+    for step in range(first, plan.steps):
         start_s = time.perf_counter()
         reached(step)
         sync.zero_grad()
-        numbers = numbers_of(step, rank, ranks, course.accumulate)
+        numbers = numbers_of(step, rank, ranks, plan.accumulate)
         losses.append(replica.backward([batches(number) for number in numbers]))
         sync.step()
         seconds.append(time.perf_counter() - start_s)
         progress(step, losses[-1])
-        if course.checkpoint is not None and _is_due(course, step + 1):
-            course.checkpoint.write(step + 1, _state(replica, sync, losses))
+        if plan.checkpoint is not None and _is_due(plan, step + 1):
+            plan.checkpoint.write(step + 1, _state(replica, sync, losses))
     sync.finish()
-    if course.save is not None and rank == 0:
-        write_model(course.save, replica.module)
+    if plan.save is not None and rank == 0:
+        write_model(plan.save, replica.module)
     dist.barrier()  # ranks that still send would take one that leaves earlier for dead
     return Trained(
         losses=tuple(losses),
@@ -105,9 +192,9 @@ def train(
     )
 
 
-def _is_due(course: Course, done: int) -> bool:
-    every = course.checkpoint_every
-    return done == course.steps or (every is not None and done % every == 0)
+def _is_due(plan: TrainingPlan, done: int) -> bool:
+    every = plan.checkpoint_every
+    return done == plan.steps or (every is not None and done % every == 0)
 
 
 def _state(replica: Replica, sync: Sync, losses: list[float]) -> dict[str, Any]:
@@ -138,3 +225,20 @@ def _take_up(state: Mapping[str, Any], replica: Replica, sync: Sync) -> list[flo
 
 def _cuda_random() -> list[torch.Tensor]:
     return torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+
+
+def write_model(path: Path, module: nn.Module) -> None:
+    """Write the tensors of ``state_dict`` by name; the file is complete or absent.
+
+    Tied weights are written once, under the first of their names, as
+    ``safetensors.torch.load_model`` expects.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    name_of: dict[int, str] = {}  # by id of the tensor
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if isinstance(tensor, torch.Tensor) and name_of.setdefault(id(tensor), name) == name:
+            tensors[name] = tensor.detach().cpu().contiguous().clone()
+    write_whole(path, save(tensors, {"format": "pt"}))

@@ -19,7 +19,7 @@ from envs.measured_module import MeasuredModule
 from envs.measurement import Measurement, contended, tied
 from envs.placement import MadeBy, Placement
 from envs.problem import Problem
-from envs.runtime import Runtime, calibrated, runtime_for
+from envs.runtime import Runtime, calibrated, costed, runtime_for
 from envs.simulator import INFEASIBLE_NS, OVERFULL_NS, Simulator
 from graphs.extract import ExtractionError, Step, extract
 from graphs.extract.fake import check_has_memory
@@ -112,7 +112,7 @@ class MeasuredDecoders:
             )
         hear("measuring op costs")
         cluster = cluster if cluster.links else calibrated(cluster)
-        graph = runtime.costed(runtime.graph, cluster)
+        graph = costed(runtime, runtime.graph, cluster)
         problem = Problem.of(GraphArrays.from_graph(graph), runtime.planned(cluster))
         load_compiled_code()
         hear("measuring the heuristics")

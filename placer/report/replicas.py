@@ -1,20 +1,23 @@
-"""Output of a replica plan: terminal tables of splits and scaling curve, and JSON data."""
+"""Output of a replica plan: terminal tables, all its sentences, and JSON data."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterator
+from typing import Any, Final
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from envs.replicas.collectives import AllReduce
+from envs.replicas.step import ReplicatedStep
+from envs.runtime import reduces_in_backward
+from graphs.graph import PHASES
+from placer.messages import NO_OPTIMIZER, extraction_remarks
 from placer.milliseconds import milliseconds
+from placer.parallel.plan import why_not_run
+from placer.replicate.result import CurvePoint, ReplicaPlan, Split
 from placer.report.table import CHOSEN, human_bytes
-
-if TYPE_CHECKING:
-    from envs.collectives import AllReduce
-    from envs.replicas import ReplicatedStep
-    from placer.replica_plan import CurvePoint, ReplicaPlan, Split
 
 COLUMNS: Final = ("samples/s", "exposed\nms", "hidden\nms", "efficiency")
 LEGEND: Final = (
@@ -51,9 +54,118 @@ def print_plan(plan: ReplicaPlan, console: Console) -> None:
     console.print(f"The best placement on 1 .. {plan.curve[-1].devices} devices:")
     console.print(curve)
     console.print(LEGEND, style="dim")
-    for remark in plan.remarks:
+    for remark in remarks_of(plan):
         console.print(remark)
-    console.print(plan.verdict)
+    console.print(verdict_of(plan))
+
+
+def verdict_of(plan: ReplicaPlan) -> str:
+    """Return the best split and how it compares to pure data parallelism and pure placement."""
+    best, step = plan.best, plan.best.step
+    assert step is not None
+    text = f"{_replicas(best)}: {best.samples_per_s:.4g} samples/s{_gain(plan, best)}, a step of "
+    text += f"{milliseconds(step.step_s)} ms"
+    if plan.wanted.accumulate > 1:
+        text += f" in {plan.wanted.accumulate} passes"
+    if best.replicas > 1:
+        text += (
+            f", {milliseconds(step.exposed_s)} ms of it communication that is not hidden "
+            f"({milliseconds(step.hidden_s)} ms are)"
+        )
+    others = (
+        ("pure data parallelism", plan.pure(replicas=True)),
+        ("pure placement", plan.pure(replicas=False)),
+    )
+    compared = [
+        f"It is {name}." if other is best else _against(plan, name, other)
+        for name, other in others
+        if other is not None and best.devices > 1
+    ]
+    return " ".join([f"{text}.", *compared])
+
+
+def remarks_of(plan: ReplicaPlan) -> list[str]:
+    """Return remarks that qualify the numbers of a plan, one sentence each."""
+    return ["Nothing was run: steps are the simulator's.", *_assumptions(plan), *_limits(plan)]
+
+
+def _assumptions(plan: ReplicaPlan) -> Iterator[str]:
+    best, wanted, extraction = plan.best, plan.wanted, plan.extraction
+    trains = extraction is None or extraction.step.training
+    phases = {PHASES[i] for i in set(plan.problem.graph.phase.tolist())}
+    parts = [wanted.parts(split.replicas) for split in plan.splits]
+    if extraction is None and any(own > 1 and not wanted.why_not(own) for own in parts):
+        yield (
+            "Costs and activations for a smaller batch are those of the whole one, divided: "
+            "ops that need a large batch to use their device take longer."
+        )
+    if not trains:
+        yield "Inference has no gradients: replicas do not wait for each other."
+    elif "backward" not in phases:
+        yield "The graph has no backward pass: each op is taken to end with its own gradients."
+    if wanted.batch == "global" and wanted.samples is None:
+        yield "How many samples the step has is not known: its batch is cut into any parts."
+    if trains and "optimizer" not in phases:
+        yield NO_OPTIMIZER
+    if best.replicas > 1 and best.devices_each > 1:
+        yield "Reductions and the transfers of a replica are simulated as if apart."
+    if best.replicas > 1 and wanted.payload != "fp32" and wanted.coding_bytes_per_s is None:
+        yield f"To turn gradients into {wanted.payload}, and back, is taken to take no time."
+    if best.replicas > 1 and not reduces_in_backward(plan.problem.cluster):
+        yield (
+            "Pinned cores give all gradients at the end: none of the communication is hidden. "
+            "It is taken to be as fast as their links; through gloo it is slower."
+        )
+    idle = plan.problem.device_count - best.devices
+    if idle:
+        yield f"{idle} of {plan.problem.device_count} devices are left idle."
+
+
+def _limits(plan: ReplicaPlan) -> Iterator[str]:
+    if any(point.beyond for point in plan.curve):
+        yield (
+            f"Beyond {plan.problem.device_count} devices the outermost level of the cluster's "
+            "network is taken to have more ranks."
+        )
+    if large := [point.replicas for point in plan.curve if not point.fits]:
+        yield (
+            f"The batch does not fit on {max(large)} replicas or fewer: their steps are those "
+            "of devices with more memory."
+        )
+    if why := why_not_run(plan.replicas):
+        yield why
+    if plan.left_out:
+        yield f"Stopped early: {plan.left_out} searches were not made."
+    if plan.extraction is not None:
+        yield from extraction_remarks(plan.extraction)
+
+
+def _gain(plan: ReplicaPlan, split: Split) -> str:
+    single, is_shared = plan.pure(replicas=True), plan.wanted.batch == "global"
+    if single is None or single.step is None or split.devices == 1 or is_shared:
+        return ""
+    return f", {split.samples_per_s / single.one_samples_per_s:.3g}x one device"
+
+
+def _against(plan: ReplicaPlan, name: str, other: Split) -> str:
+    if other.step is None:
+        return f"{name.capitalize()} ({other.name}) is not possible: {other.why.rstrip('.')}."
+    ratio = plan.best.samples_per_s / other.samples_per_s
+    why = f"steps of {milliseconds(other.step.step_s)} ms for {other.samples} samples"
+    why += _gain(plan, other)
+    if other.replicas > 1:
+        why += (
+            f", of which {milliseconds(other.step.exposed_s)} ms are communication that "
+            "nothing hides"
+        )
+    return f"That is {ratio:.2f}x {name} ({other.name}: {why})."
+
+
+def _replicas(split: Split) -> str:
+    each = "1 device" if split.devices_each == 1 else f"{split.devices_each} devices"
+    if split.replicas == 1:
+        return f"One replica on {each}"
+    return f"{split.replicas} replicas of {each} each"
 
 
 def plan_to_dict(plan: ReplicaPlan) -> dict[str, Any]:
@@ -78,8 +190,8 @@ def plan_to_dict(plan: ReplicaPlan) -> dict[str, Any]:
         "left_out": plan.left_out,
         "search_s": plan.search_s,
         "cost_source": dict(plan.cost_source),
-        "remarks": plan.remarks,
-        "verdict": plan.verdict,
+        "remarks": remarks_of(plan),
+        "verdict": verdict_of(plan),
     }
 
 

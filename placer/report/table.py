@@ -229,7 +229,7 @@ def _origin(placement: Placement) -> str:
         parts.append(f"by {made.placer}, budget {made.budget}, seed {made.seed}")
     if placement.replicas is not None:
         each = len(placement.replicas.groups[0])
-        count, on = len(placement.replicas), f"{each} device{'s'[: each > 1]}"
+        count, on = len(placement.replicas.groups), f"{each} device{'s'[: each > 1]}"
         many = f"the first of {count} replicas on {on} each"
         parts.append(many if count > 1 else f"one replica on {on}")
     return ", ".join(parts)

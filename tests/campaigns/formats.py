@@ -24,7 +24,7 @@ from graphs.graph import GraphArrays
 from graphs.synthetic import layered
 from placer.cli.main import main
 from placer.device_map import DeviceMap
-from placer.parallel.state_file import read_state, write_state
+from placer.parallel.training import STATE_FORMAT
 from placer.policies import load as load_policy
 from placer.policies.evaluation import Suite, load_suites
 from placer.policies.training import TrainingConfig, load_config
@@ -32,6 +32,7 @@ from placer.policies.training.checkpoint import read_checkpoint
 from placer.policies.training.config import Length, Stage, Testing
 from placer.policies.training.run import train
 from placer.sources import exported, huggingface, onnx
+from placer.state_file import read_state, write_state
 from placer.target import load_step
 from placer.warm_start import load_warm_start, placement_of
 
@@ -151,7 +152,13 @@ def formats(folder: Path) -> tuple[Format, ...]:
         Format("policy card", "json", at.card, policy, OF_POLICY, at=at),
         Format("policy", "safetensors", at.policy, policy, OF_POLICY, at=at),
         Format("checkpoint", "safetensors", at.checkpoint, checkpoint, [OF_CHECKPOINT], 4, at),
-        Format("state of a rank", "safetensors", at.state, read_state, share=6),
+        Format(
+            "state of a rank",
+            "safetensors",
+            at.state,
+            lambda path: read_state(path, STATE_FORMAT),
+            share=6,
+        ),
         Format("cost cache", "bytes", at.cost_cache, cached, ["cache", "cache --clear"], 6),
         Format("ONNX", "bytes", at.onnx, onnx_file, share=4),
         Format("exported program", "zip", at.exported, program, [of_program], 15, at),
@@ -234,7 +241,7 @@ class _Specimens:
         self._train()
         self.state = self._at("state/run.json.6.0")
         tensors = {"weight": torch.ones(3, 2), "step": 6, "groups": [{"lr": 0.1, "betas": (0.9,)}]}
-        write_state(self.state, {"model": tensors, "random": [torch.get_rng_state()]})
+        write_state(self.state, {"model": tensors, "random": [torch.get_rng_state()]}, STATE_FORMAT)
         self.cost_cache = self._at(f"costs/{FILE}")
         for spread in (0.05, 0.3):
             cost_s = {"a": 1e-3, "b": 2e-3}

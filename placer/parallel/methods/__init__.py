@@ -1,0 +1,1 @@
+"""Methods that keep replicas in sync: one registry, gradient reductions, averages and a server."""

@@ -1,0 +1,199 @@
+"""Asynchronous SGD: a parameter server applies every gradient when it arrives.
+
+Dean et al., "Large scale distributed deep networks", NIPS 2012 (Downpour SGD).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from placer.parallel.grad_sync import Group, broadcast_state
+from placer.parallel.groups import new_group
+from placer.parallel.methods.block_averager import flat_of, write
+from placer.parallel.methods.sync import GroupOf, MakeOptimizer
+
+PUSH: Final = 0
+DONE: Final = 1
+
+
+class AsyncSgd:
+    """Pushes the gradients of a replica to the server on rank 0 and pulls its parameters.
+
+    A gradient computed with parameters of version u and applied to version t has staleness t - u.
+    The order in which gradients arrive depends on timing, and so do the results. Each replica keeps
+    its own buffers until :meth:`finish`, which broadcasts those of rank 0.
+    """
+
+    def __init__(self, module: nn.Module, make_optimizer: MakeOptimizer, group_of: GroupOf) -> None:
+        """Start the server on rank 0.
+
+        Raises:
+            ValueError: parameters that need gradients have several dtypes, or there are none, or
+                the process group of a device has only some of the ranks.
+        """
+        for device in {parameter.device for parameter in module.parameters()}:
+            check_is_all(group_of(device))
+        broadcast_state(module, group_of)
+        self._module = module
+        self._parameters = [own for own in module.parameters() if own.requires_grad]
+        if not self._parameters:
+            raise ValueError("no parameter needs a gradient: there is nothing for a server to do")
+        if len(dtypes := {parameter.dtype for parameter in self._parameters}) > 1:
+            raise ValueError(f"asgd needs parameters of one dtype, not of {len(dtypes)}")
+        self._group = new_group(backend="gloo")
+        self._version = 0
+        self._server: Server | None = None
+        if dist.get_rank() == 0:
+            self._server = Server(self._parameters, make_optimizer, self._group)
+
+    def zero_grad(self) -> None:
+        """Begin a step."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Push the gradients, pull the parameters.
+
+        Raises:
+            RuntimeError: the server is gone or had to stop.
+        """
+        gradient = flat_of(_gradient(parameter).cpu() for parameter in self._parameters)
+        if self._server is not None:
+            self._version, flat = self._server.push(gradient, self._version)
+        else:
+            dist.send(torch.tensor([PUSH, self._version]), 0, group=self._group)
+            dist.send(gradient, 0, group=self._group)
+            version, flat = torch.zeros(1, dtype=torch.int64), gradient
+            dist.recv(version, 0, group=self._group)
+            dist.recv(flat, 0, group=self._group)
+            self._version = int(version)
+        write(self._parameters, flat)
+
+    def finish(self) -> None:
+        """Wait until the gradients of all ranks are applied, and take the final parameters."""
+        if self._server is not None:
+            write(self._parameters, self._server.finish())
+        else:
+            dist.send(torch.tensor([DONE, 0]), 0, group=self._group)
+        broadcast_state(self._module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Raise an error: asynchronous SGD cannot resume.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "asynchronous SGD cannot go on from a checkpoint: gradients are under way at any time"
+        )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise the same error as :meth:`state_dict`."""
+        self.state_dict()
+
+    def report(self) -> dict[str, Any]:
+        """Return the number of updates and their staleness, on rank 0; {} elsewhere."""
+        return {} if self._server is None else self._server.report()
+
+
+class Server:
+    """Holds the parameters on the CPU and applies gradients one by one, in order of arrival."""
+
+    def __init__(
+        self, parameters: list[nn.Parameter], make_optimizer: MakeOptimizer, group: Any
+    ) -> None:
+        self._own = [nn.Parameter(p.detach().cpu().clone()) for p in parameters]
+        self._optimizer = make_optimizer(self._own)
+        self._group = group
+        self._version = 0
+        self._staleness: Counter[int] = Counter()
+        self._failure: RuntimeError | None = None
+        self._lock = threading.Lock()
+        self._threads = [
+            threading.Thread(target=self._serve, args=(rank,), daemon=True)
+            for rank in range(1, dist.get_world_size(group))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def push(self, gradient: torch.Tensor, version: int) -> tuple[int, torch.Tensor]:
+        """Apply a gradient (P,) computed at a version; return the new version and parameters (P,).
+
+        Raises:
+            RuntimeError: a worker is gone.
+        """
+        self._check_complete()
+        with self._lock:
+            self._staleness[self._version - version] += 1
+            for own in self._own:
+                own.grad = torch.empty_like(own)
+            write([own.grad for own in self._own if own.grad is not None], gradient)
+            self._optimizer.step()
+            self._version += 1
+            return self._version, flat_of(self._own)
+
+    def finish(self) -> torch.Tensor:
+        """Wait for all workers and return the final parameters (P,).
+
+        Raises:
+            RuntimeError: a worker is gone.
+        """
+        for thread in self._threads:
+            thread.join()
+        self._check_complete()
+        return flat_of(self._own)
+
+    def report(self) -> dict[str, Any]:
+        """Return the number of updates so far, and the mean and maximum staleness of gradients."""
+        updates = sum(self._staleness.values())
+        late = sum(staleness * count for staleness, count in self._staleness.items())
+        return {
+            "updates": updates,
+            "staleness_mean": late / updates if updates else 0.0,
+            "staleness_max": max(self._staleness, default=0),
+        }
+
+    def _check_complete(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError(f"the parameter server stopped: {self._failure}")
+
+    def _serve(self, rank: int) -> None:
+        header, gradient = torch.zeros(2, dtype=torch.int64), flat_of(self._own)
+        try:
+            while True:
+                dist.recv(header, rank, group=self._group)
+                kind, version = header.tolist()
+                if kind == DONE:
+                    return
+                dist.recv(gradient, rank, group=self._group)
+                now, flat = self.push(gradient, version)
+                dist.send(torch.tensor([now]), rank, group=self._group)
+                dist.send(flat, rank, group=self._group)
+        except RuntimeError as error:  # raised by push and finish on the main thread
+            self._failure = self._failure or RuntimeError(f"rank {rank} is gone: {error}")
+
+
+def check_is_all(group: Group) -> None:
+    """Check that a group contains all ranks.
+
+    Raises:
+        ValueError: it does not; one server on rank 0 would mix the parameters of several groups.
+    """
+    size, ranks = dist.get_world_size(group), dist.get_world_size()
+    if size < ranks:
+        raise ValueError(
+            f"asgd has one server for all {ranks} ranks, and this group has {size} of them: stages "
+            "of a pipeline need a sync that takes groups, such as allreduce"
+        )
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -1,0 +1,160 @@
+"""What a run of replicas does: by the plan in its placement file, unless the user overrides it."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from envs.host_names import hosts_of
+from envs.replicas.collectives import HIERARCHICAL
+from envs.replicas.spec import AUTO, Replication
+from graphs.precision import FULL
+from placer.parallel.methods.registry import DEFAULT, SyncConfig, method_named
+
+if TYPE_CHECKING:
+    from envs.placement import Placement
+
+OPTIMIZERS: Final = ("sgd", "momentum", "adam", "adamw")
+STEPS: Final = 100
+_OF_PAYLOAD: Final = {"fp32": DEFAULT, "fp16": "fp16", "bf16": "bf16", "1-bit": "onebit"}
+_AS_BACKENDS_DO: Final = ((AUTO,), ("ring",))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRequest:
+    """What a user asks of a run; ``overrides`` are fields of :class:`SyncConfig`."""
+
+    target: str
+    placement: Path
+    steps: int
+    data: str | None = None
+    optimizer: str = OPTIMIZERS[0]
+    lr: float = 0.01
+    seed: int = 0
+    dtype: str = FULL
+    extractor: str = "auto"
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    checkpoint: Path | None = None
+    checkpoint_every: int | None = None
+    resume: bool = False
+    save: Path | None = None
+    timeout_s: float = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """How the ranks of a run are kept in sync, and which batches they take.
+
+    Attributes:
+        sync: the method and its options.
+        parts: number of parts that a batch of the target is cut into, one per pass of each rank; 1
+            if every pass has its own batch.
+        remarks: sentences on where the run differs from the plan.
+    """
+
+    sync: SyncConfig
+    parts: int = 1
+    remarks: tuple[str, ...] = ()
+
+
+def run_plan(
+    placement: Placement,
+    *,
+    ranks: int,
+    overrides: Mapping[str, Any] | None = None,
+    target: str = "TARGET",
+) -> RunPlan:
+    """Return how to run a placement on ``ranks`` ranks.
+
+    ``overrides`` are fields of :class:`SyncConfig` that the user sets.
+
+    Raises:
+        ValueError: the plan has another number of replicas, its batch is cut differently, or the
+            method does not take an option.
+    """
+    given, plan = dict(overrides or {}), placement.replicas
+    if plan is None:
+        return RunPlan(sync=SyncConfig(**given))
+    count, width = len(plan.groups), len(plan.groups[0])
+    if ranks != count:
+        raise ValueError(
+            f"the placement is planned for {count} replica{'s'[: count > 1]} of {width} "
+            f"device{'s'[: width > 1]}, and this run has {ranks} rank{'s'[: ranks > 1]}: start "
+            f"{launch_command(plan, target)}"
+        )
+    passes = given.get("accumulate", plan.accumulate)
+    if plan.batch == "global" and passes != plan.accumulate:
+        raise ValueError(
+            f"the plan cuts a batch for {count} replicas x {plan.accumulate} passes, not for "
+            f"{passes}: leave accumulate out, or plan with it"
+        )
+    method, remarks = (given["method"], ()) if "method" in given else planned_method(plan)
+    period = plan.average_every if plan.average_every > 1 else None
+    planned: dict[str, Any] = {"period": period, "levels": plan.levels or None}
+    taken = method_named(method).options
+    sync: dict[str, Any] = {
+        "method": method,
+        "accumulate": plan.accumulate,
+        "bucket_bytes": plan.bucket_bytes,
+        **{name: value for name, value in planned.items() if name in taken},
+    }
+    return RunPlan(sync=SyncConfig(**(sync | given)), parts=plan.parts(count), remarks=remarks)
+
+
+def planned_method(plan: Replication) -> tuple[str, tuple[str, ...]]:
+    """Return the name of the method for a plan, and sentences on where it differs from the plan."""
+    algorithms = plan.algorithms or (plan.reduction,)
+    first, *others = algorithms
+    if plan.average_every > 1:
+        in_levels = "models are averaged in one level, not level by level"
+        return "ma", (in_levels,) if first == HIERARCHICAL else ()
+    method = _OF_PAYLOAD[plan.payload]
+    if first == HIERARCHICAL and method == DEFAULT:
+        told = f"the plan reduces small buckets by {' and '.join(others)}: all go level by level"
+        return HIERARCHICAL, (told,) if others else ()
+    if first == HIERARCHICAL:
+        return method, (f"{plan.payload} gradients are reduced in one level, not level by level",)
+    if plan.reduction == AUTO and algorithms in _AS_BACKENDS_DO:
+        return method, ()
+    told = f"the plan counts on {' and '.join(algorithms)}"
+    return method, (f"{told}: gloo and NCCL choose an algorithm themselves",)
+
+
+def launch_command(
+    plan: Replication, target: str, placement: str | Path = "placement.json", *options: str
+) -> str:
+    """Return the torchrun command that starts one rank per replica, on each host its replicas.
+
+    It trains for 100 steps after the warm-up steps of the planned method.
+
+    >>> from envs.replicas.spec import Replication
+    >>> launch_command(Replication(groups=(("cuda:0",), ("cuda:1",))), "model.py:build", "p.json")
+    'torchrun --nproc-per-node=2 -m placer.run model.py:build --placement p.json --steps 100'
+    """
+    ranks = Counter(hosts_of(group)[0] for group in plan.groups)
+    launcher = ["torchrun"]
+    if len(ranks) > 1:
+        launcher += [f"--nnodes={len(ranks)}", "--rdzv-backend=c10d", "--rdzv-endpoint=HOST:29500"]
+    launcher += [f"--nproc-per-node={max(ranks.values())}"]
+    steps = STEPS + method_named(planned_method(plan)[0]).warmup_steps
+    run = ["-m", "placer.run", target, "--placement", str(placement), "--steps", str(steps)]
+    return shlex.join([*launcher, *run, *options])
+
+
+def why_not_run(plan: Replication) -> str:
+    """Return why ``placer.run`` cannot start a plan, or "" if it can."""
+    hosts = [hosts_of(group) for group in plan.groups]
+    if max(map(len, hosts)) > 1:
+        return (
+            "A replica lies across hosts: this plan is simulated only; placer.run starts none, "
+            "placer.parallel.PipelinedReplica runs a chain of stages from Python."
+        )
+    ranks = Counter(names[0] for names in hosts)
+    if len(set(ranks.values())) > 1:
+        told = ", ".join(f"{host}: {count}" for host, count in ranks.items())
+        return f"Hosts have different numbers of replicas ({told}): give each torchrun its own."
+    return ""

@@ -1,0 +1,187 @@
+"""One rank of a run: a replica of a placed model, trained in sync with those of all other ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from envs.executor.seeds import spread_seed
+from envs.placement import Placement
+from envs.runtime import tensor_device
+from graphs.extract import Step
+from placer.parallel.data import Batches, FromFunction, MadeUp, Shards
+from placer.parallel.groups import check_same, groups_of_slots
+from placer.parallel.liveness import Liveness, RunStore, StoppedError, shared_secret
+from placer.parallel.methods.sync import make_sync
+from placer.parallel.plan import RunPlan, RunRequest, run_plan
+from placer.parallel.processes import joined, on_own_devices, rank_count, stop_on_sigterm
+from placer.parallel.replica import Replica, placed_replica
+from placer.parallel.training import Checkpoint, Trained, TrainingPlan, train
+from placer.replicate.sources import batch_size, with_part_of_inputs
+from placer.target import load_function, load_step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What one rank of a run does, and with which model and data."""
+
+    request: RunRequest
+    plan: RunPlan
+    placement: Placement  # as in the file
+    own: Placement  # on the devices of this rank
+    is_shared: bool  # whether other ranks of this host use the same devices
+    step: Step
+    batches: Batches
+
+    @property
+    def essence(self) -> str:
+        """JSON of the parts of the placement that determine the run, without provenance."""
+        content = self.placement.to_dict()
+        keys = ("graph", "devices", "priority", "replicas")
+        return json.dumps({key: content.get(key) for key in keys})
+
+    @property
+    def changeable(self) -> dict[str, Any]:
+        """Settings that may change when a run is resumed."""
+        names = ("steps", "checkpoint_every", "resume")
+        return {name: getattr(self.request, name) for name in names}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Settings that determine the losses."""
+        names = ("target", "data", "optimizer", "lr", "seed", "dtype", "extractor")
+        sync = self.plan.sync
+        return {
+            **{name: getattr(self.request, name) for name in names},
+            "sync": sync.method,
+            "accumulate": sync.accumulate,
+            "bucket_bytes": sync.bucket_bytes,
+            **sync.options,
+            "placement": hashlib.sha256(self.essence.encode()).hexdigest()[:12],
+        }
+
+
+def prepare_run(request: RunRequest) -> Run:
+    """Load the placement, model and data of this rank; nothing is sent yet.
+
+    Raises:
+        TargetError: the model or the data cannot be loaded.
+        ValueError: the placement is planned for another run, or its devices are not here.
+        OSError: a file cannot be read.
+    """
+    placement = Placement.load(request.placement)
+    plan = run_plan(
+        placement, ranks=rank_count(), overrides=request.overrides, target=request.target
+    )
+    own, is_shared = on_own_devices(placement)
+    torch.manual_seed(request.seed)  # the same model on all ranks
+    step = replace(load_step(request.target, training=True), dtype=request.dtype)
+    batches: Batches = MadeUp(step, request.seed)
+    if request.data is not None:
+        batches = FromFunction(load_function(request.data), step)
+    if plan.parts > 1:
+        step, batches = _part_of(step, plan.parts), Shards(batches, plan.parts)
+    return Run(
+        request=request,
+        plan=plan,
+        placement=placement,
+        own=own,
+        is_shared=is_shared,
+        step=step,
+        batches=batches,
+    )
+
+
+def _part_of(step: Step, parts: int) -> Step:
+    part = with_part_of_inputs(step, parts)
+    if part is None:
+        raise ValueError(
+            f"the plan cuts the batch of {batch_size(step)} samples into {parts} equal parts, "
+            "which it has not: plan with the batch of this target"
+        )
+    return part
+
+
+def train_rank(
+    run: Run,
+    started: Callable[[int], None] = lambda ranks: None,
+    progress: Callable[[int, float], None] = lambda step, loss: None,
+) -> Trained:
+    """Join the other ranks and train; returns when all ranks are done.
+
+    Args:
+        run: what to do.
+        started: called on rank 0 with the number of ranks, when all have joined and agree.
+        progress: called on rank 0 with each step and its loss.
+
+    Raises:
+        ExtractionError: the model cannot be extracted.
+        ValueError: ranks differ in their placements or options, or a checkpoint is of another run.
+        RuntimeError: another rank is gone; the message names it.
+        StoppedError: the launcher stops this rank.
+        OSError: a file cannot be read or written.
+    """
+    request = run.request
+    cuda = [name for name in run.own.device_names if name.startswith("cuda")]
+    if cuda:
+        torch.cuda.set_device(cuda[0])  # NCCL uses it for tensors without a device of their own
+    nccl = bool(cuda) and not run.is_shared  # NCCL does not let two ranks share a GPU
+    with joined(request.timeout_s, nccl=nccl) as store:
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        # shorter than the timeout of NCCL's watchdog, which would end the process first
+        silence_s = 0.8 * request.timeout_s if nccl else None
+        liveness = Liveness(RunStore(store, shared_secret()), rank, ranks, silence_s=silence_s)
+        liveness.start()
+        replica: Replica | None = None
+        try:
+            stop_on_sigterm()
+            check_same("placements", run.essence)
+            check_same("the options of the run", json.dumps(run.settings | run.changeable))
+            if rank == 0:
+                started(ranks)
+            torch.manual_seed(spread_seed(request.seed, rank))  # dropout differs between replicas
+            replica = placed_replica(run.step, run.own, request.extractor)
+            slots = dict.fromkeys(map(tensor_device, run.own.device_names))
+            sync = make_sync(
+                replica.module,
+                lambda parameters: _optimizer(request, parameters),
+                run.plan.sync,
+                group_of=groups_of_slots(list(slots)),
+            )
+            hear = progress if rank == 0 else lambda step, loss: None
+            return train(replica, sync, run.batches, _training_plan(run), liveness.at, hear)
+        except (RuntimeError, StoppedError) as error:
+            raise liveness.error(error) from error
+        finally:
+            if replica is not None:
+                replica.close()
+            liveness.close()
+
+
+def _optimizer(request: RunRequest, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    match request.optimizer:
+        case "sgd":
+            return torch.optim.SGD(parameters, lr=request.lr)
+        case "momentum":
+            return torch.optim.SGD(parameters, lr=request.lr, momentum=0.9)
+        case "adam":
+            return torch.optim.Adam(parameters, lr=request.lr)
+    return torch.optim.AdamW(parameters, lr=request.lr)
+
+
+def _training_plan(run: Run) -> TrainingPlan:
+    path = run.request.checkpoint
+    essence = {name: str(value) for name, value in run.settings.items() if value is not None}
+    return TrainingPlan(
+        **run.changeable,
+        checkpoint=None if path is None else Checkpoint(path, essence),
+        accumulate=run.plan.sync.accumulate,
+        save=run.request.save,
+    )

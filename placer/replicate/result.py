@@ -1,0 +1,191 @@
+"""Plans for data-parallel replicas: splits of the devices, the best one, and its scaling curve."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from envs.placement import Placement
+from envs.problem import Problem
+from envs.replicas.collectives import HIERARCHICAL
+from envs.replicas.spec import AUTO, Replication
+from envs.replicas.step import ReplicaStep, ReplicatedStep, slot_networks
+from placer.result import Result
+
+if TYPE_CHECKING:
+    from graphs.extract import Extraction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Split:
+    """Replicas on groups of devices of equal size; without a placement ``why`` gives the reason."""
+
+    groups: tuple[tuple[str, ...], ...]
+    samples: int  # per parameter update
+    found: Result | None = None
+    alone: ReplicaStep | None = None
+    step: ReplicatedStep | None = None
+    one_samples_per_s: float = np.nan  # of one replica, with the whole global batch
+    is_baseline: bool = False  # for comparison, not requested
+    why: str = ""
+
+    @property
+    def replicas(self) -> int:
+        """Return the number of replicas."""
+        return len(self.groups)
+
+    @property
+    def devices_each(self) -> int:
+        """Return the number of devices per replica."""
+        return len(self.groups[0])
+
+    @property
+    def devices(self) -> int:
+        """Return the number of devices of all replicas."""
+        return self.replicas * self.devices_each
+
+    @property
+    def step_s(self) -> float:
+        """Return the step time with reductions; inf without a placement."""
+        return np.inf if self.step is None else self.step.step_s
+
+    @property
+    def samples_per_s(self) -> float:
+        """Return the throughput; 0 without a placement."""
+        return self.samples / self.step_s if self.step_s else np.inf
+
+    @property
+    def efficiency(self) -> float:
+        """Return the throughput over ``replicas`` times that of one; nan without a placement."""
+        return share_of_ideal(self.samples_per_s, self.replicas * self.one_samples_per_s)
+
+    @property
+    def name(self) -> str:
+        """Return replicas x devices of each.
+
+        >>> Split(groups=(("a", "b"), ("c", "d")), samples=1).name
+        '2 x 2'
+        """
+        return f"{self.replicas} x {self.devices_each}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurvePoint:
+    """The chosen placement with another number of replicas; they share a global batch."""
+
+    replicas: int
+    devices: int
+    samples_per_s: float
+    efficiency: float
+    exposed_s: float
+    hidden_s: float
+    beyond: bool  # more devices than the cluster has
+    fits: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ReplicaPlan:
+    """All splits, the best requested one first; at least that one has a placement."""
+
+    problem: Problem  # of the whole cluster and batch
+    wanted: Replication
+    splits: tuple[Split, ...]
+    curve: tuple[CurvePoint, ...]
+    searched: int
+    left_out: int  # searches skipped because the user stopped
+    search_s: float
+    extraction: Extraction | None = None
+    cost_source: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def best(self) -> Split:
+        """Return the requested split with most samples per second; on ties, fewest devices."""
+        return self.splits[0]
+
+    @property
+    def replicas(self) -> Replication:
+        """Return the replicas as a placement file records them."""
+        step = self.best.step
+        assert step is not None
+        sent: Counter[str] = Counter()
+        for size, how in step.reductions:
+            sent[how.algorithm] += size
+        algorithms = tuple(name for name, _ in sent.most_common())
+        return replace(
+            self.wanted,
+            replicas=None,
+            samples=None,
+            groups=self.best.groups,
+            algorithms=algorithms if self.wanted.reduction == AUTO else (),
+            levels=self._levels(step) if HIERARCHICAL in algorithms else (),
+        )
+
+    def _levels(self, step: ReplicatedStep) -> tuple[int, ...]:
+        index = self.problem.cluster.index
+        groups = [[index(name) for name in group] for group in self.best.groups]
+        slot = step.buckets.slot[step.buckets.size_bytes.argmax()]
+        return tuple(level.ranks for level in slot_networks(self.problem, groups)[slot].levels)
+
+    @property
+    def found(self) -> ReplicatedResult:
+        """Return the result for one replica, with the replicated step in its prediction."""
+        best = self.best
+        assert best.found is not None and best.step is not None  # noqa: PT018  # the first has both
+        predicted = {
+            **(best.found.placement.predicted or {}),
+            "replicated_step_s": best.step.step_s,
+            "exposed_communication_s": best.step.exposed_s,
+            "hidden_communication_s": best.step.hidden_s,
+        }
+        placement: Placement = replace(
+            best.found.placement,
+            predicted=predicted,
+            replicas=self.replicas,
+        )
+        one = replace(
+            best.found,
+            placement=placement,
+            search_s=self.search_s,
+            extraction=self.extraction,
+            cost_source=self.cost_source,
+        )
+        return ReplicatedResult(
+            **{part.name: getattr(one, part.name) for part in fields(Result)}, replication=self
+        )
+
+    @property
+    def shown(self) -> tuple[Split, ...]:
+        """Return, for each number of devices, the best split and the one with most replicas."""
+        kept = []
+        for size in sorted({split.devices_each for split in self.splits}):
+            own = [split for split in self.splits if split.devices_each == size]
+            most = max(own, key=lambda split: split.replicas)
+            kept += [own[0]] if own[0] is most else [own[0], most]
+        return tuple(kept)
+
+    def pure(self, *, replicas: bool) -> Split | None:
+        """Return the split for pure data parallelism (one device each) or pure placement.
+
+        Pure placement is one replica on all devices. None if that split was not planned.
+        """
+        every = self.problem.device_count
+        able = [s for s in self.splits if (s.devices_each if replicas else s.replicas) == 1]
+        if not replicas:
+            able = [s for s in able if s.devices_each == every]
+        return max(able, key=lambda split: split.devices, default=None)
+
+
+def share_of_ideal(samples_per_s: float, ideal: float) -> float:
+    """Return a throughput over the ideal one; 1 if steps take no time."""
+    return 1.0 if np.isinf(ideal) else samples_per_s / ideal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ReplicatedResult(Result):
+    """The result for one replica, with the plan that holds all alternatives."""
+
+    replication: ReplicaPlan
