@@ -1,12 +1,20 @@
-"""The protocol that every backend implements, and the result of an evaluation."""
+"""The protocol that every backend implements, and the results of an evaluation."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias, runtime_checkable
 
+import numpy as np
+
+from envs.measurement import Measurement, noise
 from envs.placement import Placement
+from envs.problem import Problem
+
+ProgressCallback: TypeAlias = Callable[[int, int], None]
+"""Called with (runs done, total runs)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +25,8 @@ class StepResult:
     the reason to users. ``parts`` breaks the step time down by name (seconds), as far as the
     backend can. ``period_s`` is the additional time per micro-batch in a step of many
     micro-batches. It is None for a step of one micro-batch, and where it is not known: then
-    ``why_no_period`` gives the reason.
+    ``why_no_period`` gives the reason. ``measurement`` holds the runs of a placement that was
+    really run, or failed to; its noise makes up the ``parts``.
     """
 
     step_s: float
@@ -27,11 +36,85 @@ class StepResult:
     parts: Mapping[str, float] = field(default_factory=dict)
     period_s: float | None = None
     why_no_period: str = ""
+    measurement: Measurement | None = None
+
+    @classmethod
+    def infeasible(cls, why: str, peak_memory_bytes: Mapping[str, int]) -> StepResult:
+        """Return the result of a placement that cannot be run."""
+        return cls(step_s=math.inf, peak_memory_bytes=peak_memory_bytes, feasible=False, why=why)
 
 
+@runtime_checkable
 class Backend(Protocol):
     """Evaluates placements of a graph by step time: a simulator, or real devices."""
 
-    def evaluate(self, placements: Sequence[Placement]) -> list[StepResult]:
-        """Evaluate every placement, in order; one that fails is infeasible, the rest continue."""
+    def evaluate(
+        self, placements: Sequence[Placement], progress: ProgressCallback | None = None
+    ) -> list[StepResult]:
+        """Evaluate every placement, in order; one that fails is infeasible, the rest continue.
+
+        ``progress`` is called with (runs done, total runs) by backends that take long.
+        """
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Measurements of placements, in order, and of the unplaced step, if it was run, too."""
+
+    measurements: Sequence[Measurement]
+    unplaced: Measurement | None = None
+    interrupted: bool = False
+
+
+def measured_result(
+    seen: Measurement, simulated_peaks: Mapping[str, int], *, loaded: bool = False
+) -> StepResult:
+    """Return the result of a measurement.
+
+    Args:
+        seen: runs of the placement; without any it is infeasible.
+        simulated_peaks: {device name: bytes}, for devices that do not report their peak memory.
+        loaded: whether other processes used the machine, so that CPU-clock times count.
+    """
+    if not seen.ok:
+        return StepResult(
+            step_s=math.inf,
+            peak_memory_bytes=dict(seen.peak_memory_bytes),
+            feasible=False,
+            why=seen.failure or "the measuring was stopped before it was run",
+            measurement=seen,
+        )
+    return StepResult(
+        step_s=seen.step_s(contended=loaded),
+        peak_memory_bytes={**simulated_peaks, **seen.peak_memory_bytes},
+        parts=noise(seen),
+        measurement=seen,
+    )
+
+
+def measurements(results: Sequence[StepResult]) -> list[Measurement]:
+    """Return the measurement of every result; a step time without one counts as exact."""
+    return [one.measurement or _exact(one) for one in results]
+
+
+def _exact(result: StepResult) -> Measurement:
+    times_s = np.array([result.step_s] if result.feasible else [])
+    return Measurement(
+        wall_s=times_s,
+        cpu_clock_s=times_s,
+        failure="" if result.feasible else result.why or "the backend calls it infeasible",
+        peak_memory_bytes=result.peak_memory_bytes,
+        exact=True,
+    )
+
+
+def misfit(problem: Problem, placement: Placement) -> str:
+    """Return why a placement cannot be run for a problem, or "" if it can."""
+    try:
+        placement.check(problem.graph, problem.cluster)
+    except ValueError as error:
+        return str(error)
+    if placement.micro_batches != 1:
+        return f"whole steps are run, not {placement.micro_batches} micro-batches"
+    return ""

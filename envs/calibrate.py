@@ -1,33 +1,35 @@
 """Calibration by measurement: speeds of devices, latency and bandwidth of links.
 
-This module times cores; envs/torch_speeds.py times torch devices. Everything is timed by the
+Each machine, torch version and list of devices has one cache file. This module times cores;
+envs/torch_speeds.py times torch devices. Everything is timed by the
 executor that will run the placement, with programs of the same form, so the numbers include the
 overheads of hand-offs and dispatch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import hashlib
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
 
-from envs.calibration_cache import cache_path, cached, filled, store
-from envs.cluster import Cluster, Device, Link
-from envs.discover import present
+from envs.cache_folder import cache_folder, host, processor
+from envs.cluster import Cluster, Device, Link, cluster_to_toml, load_cluster
 from envs.executor.lists import device_lists
 from envs.executor.pool import StepRun, WorkerPool
-from envs.host_names import is_core
+from envs.executor.worker_error import once_more
 from envs.measurement import CONTENDED, why_doubtful
-from envs.profiling import once_more
 from envs.torch_speeds import measured_speeds
 from graphs.extract.program import Call, Ref, Source, StepProgram, Value
+from graphs.whole_file import write_whole
 
 WARM_UP: Final = 2
 HOPS: Final = 40
@@ -42,49 +44,87 @@ KEPT_IF: Final = "quiet"
 """Part of the cache key: files stored before measurements had to be quiet do not count."""
 
 
-def calibrated(cluster: Cluster, *, again: bool = False) -> Cluster:
-    """Return the cluster with missing links and device speeds filled in by measurement.
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Speeds of devices of this machine that run together: in a cache file, or measured now.
 
-    Values that the cluster gives stay as they are. Measurements are cached in a file, see
-    envs/calibration_cache.py, unless other processes used the cores, see :func:`why_doubtful`.
-    ``again`` forces a new measurement.
-
-    Raises:
-        ValueError: a device is not on this machine, or cores are mixed with torch devices.
-        WorkerError: a worker did not start.
-        OSError: there is too little memory, or too many processes or open files.
+    ``prefix`` and ``key`` name the file, together with the machine and torch's version.
     """
-    plain = present(cluster.names)
-    path = _file_of(plain)
-    known = None if again else cached(path, plain)
-    if known is None:
-        on_cores = is_core(cluster.names[0])
-        known = once_more(lambda: calibrate(plain)) if on_cores else measured_speeds(plain)
-        if not why_doubtful(known):
-            store(path, known)
-    return filled(cluster, known)
+
+    devices: Cluster  # without speeds and links
+    prefix: str
+    key: Sequence[str]
+    measure: Callable[[Cluster], Cluster]
+
+    @property
+    def path(self) -> Path:
+        """The cache file."""
+        here = [host(), processor(), torch.__version__]
+        key = hashlib.sha256("\n".join([*here, *self.key]).encode()).hexdigest()[:16]
+        return cache_folder() / f"{self.prefix}-{key}.toml"
+
+    def known(self) -> Cluster | None:
+        """Return the stored cluster, or None if it is missing or incomplete."""
+        try:
+            known = load_cluster(self.path)
+        except (OSError, ValueError):
+            return None
+        pairs = itertools.permutations(self.devices.names, 2)
+        same = known.names == self.devices.names
+        return known if same and all(known.link_between(*pair) for pair in pairs) else None
+
+    def measured(self) -> Cluster:
+        """Measure the cluster, and store it unless other processes used the cores meanwhile.
+
+        A cache that cannot be written is not an error.
+
+        Raises:
+            WorkerError: a worker did not start.
+            OSError: there is too little memory, or too many processes or open files.
+        """
+        measured = self.measure(self.devices)
+        if not why_doubtful(measured):
+            with contextlib.suppress(OSError):
+                self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                write_whole(self.path, cluster_to_toml(measured))
+        return measured
 
 
-def calibrated_before(cluster: Cluster) -> Cluster | None:
-    """Return the cluster filled in from the cache, or None if it would have to be measured.
-
-    Raises:
-        ValueError: a device is not on this machine, or cores are mixed with torch devices.
-    """
-    plain = present(cluster.names)
-    known = cached(_file_of(plain), plain)
-    return None if known is None else filled(cluster, known)
+def core_calibration(devices: Cluster) -> Calibration:
+    """Return the calibration of pinned cores."""
+    key = (*devices.names, KEPT_IF)
+    return Calibration(devices, "cores", key, lambda plain: once_more(lambda: calibrate(plain)))
 
 
-def _file_of(plain: Cluster) -> Path:
-    on_cores = is_core(plain.names[0])
-    about = list(plain.names)
-    if on_cores:
-        about.append(KEPT_IF)
-    else:
-        about += [device.kind for device in plain.devices]
-        about.append(torch.get_float32_matmul_precision())
-    return cache_path("cores" if on_cores else "torch", about)
+def torch_calibration(devices: Cluster) -> Calibration:
+    """Return the calibration of torch devices."""
+    kinds = [device.kind for device in devices.devices]
+    key = (*devices.names, *kinds, torch.get_float32_matmul_precision())
+    return Calibration(devices, "torch", key, measured_speeds)
+
+
+def filled(cluster: Cluster, measured: Cluster) -> Cluster:
+    """Return the cluster with missing values taken from ``measured``."""
+    return replace(
+        cluster,
+        devices=tuple(map(_filled, cluster.devices, measured.devices)),
+        links=cluster.links or measured.links,
+    )
+
+
+def _filled(device: Device, measured: Device) -> Device:
+    contention = max(device.contention, measured.contention)
+    lacking: dict[str, Any] = {
+        name: getattr(measured, name)
+        for name in ("peak_flop_per_s", "bandwidth_bytes_per_s")
+        if math.isnan(getattr(device, name))
+    }
+    if not device.launch_s and measured.launch_s:
+        lacking["launch_s"] = measured.launch_s
+    if not lacking:
+        return device
+    source = "; ".join(text for text in (device.source, measured.source) if text)
+    return replace(device, source=source, contention=contention, **lacking)
 
 
 def calibrate(cluster: Cluster) -> Cluster:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Final
 
 from envs.cluster import Cluster, Device
-from envs.host_names import is_core
 
 MOST_CORES: Final = 8
 """Maximum number of cores that "auto" takes; more can be named."""
@@ -180,6 +179,16 @@ def cores_of(name: str) -> tuple[int, ...]:
     return tuple(sorted(cores))
 
 
+def is_core(name: str) -> bool:
+    """Return whether a device is a set of pinned cores, run by workers instead of by torch."""
+    return name.partition(":")[0] == "core"
+
+
+def is_own_core_set(name: str) -> bool:
+    """Return whether a device is a set of cores that this process may run on."""
+    return is_core(name) and is_here(name)
+
+
 def is_here(name: str) -> bool:
     """Return whether a device is on this machine and usable by this process."""
     return not why_not_here(name)
@@ -192,6 +201,37 @@ def why_not_here(name: str) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def cores_in_use(names: Iterable[str]) -> list[int]:
+    """Return the cores of the core sets among these devices; without any, :func:`own_cores`."""
+    return [core for name in names if is_core(name) for core in cores_of(name)] or own_cores()
+
+
+def shifted(names: Sequence[str], steps: int) -> tuple[str, ...]:
+    """Return device names with numbers ``steps`` times the span of ``names`` higher.
+
+    >>> shifted(("cuda:0", "cuda:1", "cpu"), 1)
+    ('cuda:2', 'cuda:3', 'cpu')
+    """
+    cores = [core for name in names if is_core(name) for core in cores_of(name)]
+    span = max(cores) - min(cores) + 1 if cores else 0
+    indices = [int(name.rpartition(":")[2]) for name in names if _is_numbered(name)]
+    width = max(indices) - min(indices) + 1 if indices else 0
+    found = []
+    for name in names:
+        if is_core(name):
+            found.append(core_set(core + steps * span for core in cores_of(name)))
+        elif _is_numbered(name):
+            backend, _, index = name.rpartition(":")
+            found.append(f"{backend}:{int(index) + steps * width}")
+        else:
+            found.append(name)
+    return tuple(found)
+
+
+def _is_numbered(name: str) -> bool:
+    return not is_core(name) and name.rpartition(":")[2].isdecimal() and ":" in name
 
 
 def core_set(cores: Iterable[int]) -> str:

@@ -29,8 +29,3 @@ def split_name(name: str) -> tuple[str, str]:
 def hosts_of(names: Iterable[str]) -> tuple[str, ...]:
     """Return the hosts of the devices, in order, without repeats."""
     return tuple(dict.fromkeys(split_name(name)[0] for name in names))
-
-
-def is_core(name: str) -> bool:
-    """Return whether a device is a set of pinned cores, run by workers instead of by torch."""
-    return name.partition(":")[0] == "core"

@@ -3,9 +3,9 @@
 All candidates are loaded at once and run in turn. Each round starts with another candidate, so that
 neither changes of the machine's load nor the position in a round favours one of them; each is
 judged by the median of its runs. The unplaced step on all cores can be run as often for comparison
-(envs/reference.py). Besides the wall time, the CPU-clock time of a step is computed (``rebuilt_s``,
-see envs/executor/rebuilt.py). Their ratio is the contention: above ``CONTENDED`` other processes
-used the cores, and the CPU-clock time is more accurate.
+(envs/unplaced.py). Besides the wall time, the CPU-clock time of a step is computed, see
+envs/executor/cpu_clock.py. Their ratio is the contention: above ``CONTENDED`` other processes used
+the cores, and the CPU-clock time is more accurate.
 
 In one uncounted run the workers report their peak memory: a placement that exceeds a device's
 memory fails even if it ran.
@@ -19,19 +19,18 @@ from typing import Final
 
 import numpy as np
 
-from envs.backend import StepResult
+from envs.backend import ProgressCallback, StepResult, measured_result, misfit
+from envs.executor.cpu_clock import cpu_clock_s
 from envs.executor.lists import Instruction, device_lists
 from envs.executor.pool import StepRun, WorkerPool
-from envs.executor.rebuilt import rebuilt_s
 from envs.executor.state import load_example
-from envs.executor.worker_error import WorkerError, WorkerMemoryError
-from envs.measurement import Measurement, contended, infeasible, misfit, noise
+from envs.executor.worker_error import WorkerError, WorkerMemoryError, once_more
+from envs.measurement import Measurement, MemoryExcess, contended
 from envs.placement import Placement
 from envs.problem import Problem
-from envs.profiling import once_more
-from envs.reference import Reference
 from envs.simulator import Simulator
 from envs.simulator.schedule import run_order
+from envs.unplaced import UnplacedStep
 from graphs.extract import Extraction
 
 SHORT_STEP_S: Final = 0.02
@@ -43,35 +42,44 @@ class _NoWorkersError(Exception):
     """The workers of a failed placement cannot be replaced."""
 
 
-class _OverfullError(Exception):
-    """A worker held more than its device has."""
+class _ExcessError(Exception):
+    def __init__(self, excess: MemoryExcess) -> None:
+        super().__init__(str(excess))
+        self.excess = excess
 
 
-class _Candidate:
+class _LoadedPlacement:
+    """The instruction lists of a placement, and its runs or the reason why there are none."""
+
     def __init__(self, failure: str, lists: list[list[Instruction]]) -> None:
         self.failure = failure
         self.lists = lists
         self.overfull = False
+        self.excess: MemoryExcess | None = None
         self.peak_memory_bytes: dict[str, int] = {}
         self.runs: list[StepRun] = []
+
+    def fail(self, error: WorkerError | _ExcessError) -> None:
+        self.failure = str(error)
+        self.overfull = isinstance(error, WorkerMemoryError | _ExcessError)
+        self.excess = error.excess if isinstance(error, _ExcessError) else None
 
     def measurement(self, rounds: int, latency_s: float) -> Measurement:
         runs = self.runs[:rounds]
         return Measurement(
             wall_s=np.array([run.wall_s for run in runs]),
-            rebuilt_s=np.array([rebuilt_s(self.lists, run.cpu_s, latency_s) for run in runs]),
+            cpu_clock_s=np.array([cpu_clock_s(self.lists, run.cpu_s, latency_s) for run in runs]),
             failure=self.failure,
             peak_memory_bytes=self.peak_memory_bytes,
             overfull=self.overfull,
+            excess=self.excess,
         )
 
 
 class Measured:
     """Times placements of an extracted step on ``core:*`` devices. Use as a context manager.
 
-    After :meth:`measure`, ``reference`` is the measurement of the unplaced step on all cores, or
-    None if it was not requested or there is only one device. It can fail independently, like a
-    placement.
+    ``interrupted`` tells whether Ctrl-C ended the last evaluation early.
 
     Args:
         extraction: the step.
@@ -108,7 +116,6 @@ class Measured:
         self.warm_up = warm_up
         self.step_timeout_s = step_timeout_s
         self.interrupted = False
-        self.reference: Measurement | None = None
         self._simulator = Simulator(problem)
         self._pool = self._new_pool()
 
@@ -122,22 +129,14 @@ class Measured:
         """End the workers."""
         self._pool.close()
 
-    def evaluate(self, placements: Sequence[Placement]) -> list[StepResult]:
-        """Time every placement; ``parts`` of each result describes its noise."""
-        measurements = self.measure(placements)
-        loaded = contended(measurements)
-        return [
-            self._result(placement, measurement, loaded)
-            for placement, measurement in zip(placements, measurements, strict=True)
-        ]
+    @property
+    def runs_each(self) -> int:
+        """Number of runs of every placement, uncounted ones included."""
+        return self.rounds + self.warm_up
 
-    def measure(
-        self,
-        placements: Sequence[Placement],
-        progress: Callable[[int, int], None] | None = None,
-        *,
-        reference: bool = False,
-    ) -> list[Measurement]:
+    def evaluate(
+        self, placements: Sequence[Placement], progress: ProgressCallback | None = None
+    ) -> list[StepResult]:
         """Run placements in turn, ``rounds`` times each after the warm-up.
 
         ``progress`` is called with (runs done, total runs). A placement whose worker dies, hangs or
@@ -145,72 +144,79 @@ class Measured:
         continue with new workers. If no new workers can be started, the rounds completed so far
         count, and placements without a completed run are failures. Ctrl-C also ends the measurement
         early: ``interrupted`` is set, and incomplete rounds do not count.
-
-        With ``reference`` the unplaced step on all cores runs as often, after all placements,
-        because its threads would disturb the next run; see ``self.reference``. Torch's threads have
-        no common CPU clock, so its CPU-clock time is its wall time.
         """
-        candidates = [
-            _Candidate(why, [] if why else self._lists(placement))
+        loaded = [
+            _LoadedPlacement(why, [] if why else self._lists(placement))
             for placement in placements
             for why in [misfit(self.problem, placement)]
         ]
         self.interrupted = False
-        self.reference = None
-        also = reference and self.problem.device_count > 1
-        total = (self.rounds + self.warm_up) * (len(placements) + also)
-        done = itertools.count(1)
-
-        def hear() -> None:
-            if progress is not None:
-                progress(next(done), total)
-
+        hear = _counted(progress, self.runs_each * len(placements))
         try:
-            self._run_rounds(candidates, hear)
-            if also:
-                self._run_reference(hear)
+            self._run_rounds(loaded, hear)
         except KeyboardInterrupt:
             self.interrupted = True
             self._pool.close()
-        complete = min((len(c.runs) for c in candidates if not c.failure), default=self.rounds)
-        return [candidate.measurement(complete, self.latency_s) for candidate in candidates]
+        complete = min((len(one.runs) for one in loaded if not one.failure), default=self.rounds)
+        seen = [one.measurement(complete, self.latency_s) for one in loaded]
+        busy = contended(seen)
+        return [
+            measured_result(one, self._peaks(placement) if one.ok else {}, loaded=busy)
+            for placement, one in zip(placements, seen, strict=True)
+        ]
 
-    def _run_rounds(self, candidates: Sequence[_Candidate], hear: Callable[[], None]) -> None:
-        numbers: dict[_Candidate, int] = {}
-        for round_number in range(self.rounds + self.warm_up):
-            counts = round_number >= self.warm_up
-            for turn in range(len(candidates)):
-                candidate = candidates[(turn + round_number) % len(candidates)]
-                if not candidate.failure:
+    def measure_unplaced(self, progress: ProgressCallback | None = None) -> Measurement | None:
+        """Run the unplaced step on all cores, ``rounds`` times after the warm-up.
+
+        It can fail like a placement, and be interrupted. Run it after all placements: its threads
+        would disturb the next run. Torch's threads have no common CPU clock, so its CPU-clock time
+        is its wall time.
+
+        Returns:
+            Its measurement, or None if there is only one device.
+        """
+        if self.problem.device_count < 2:
+            return None
+        hear = _counted(progress, self.runs_each)
+        self.interrupted = False
+        step = None
+        try:
+            step = UnplacedStep(
+                self.extraction, self.problem.cluster, step_timeout_s=self.step_timeout_s
+            )
+            for number in range(self.runs_each):
+                step.run(keep=number >= self.warm_up)
+                hear()
+        except KeyboardInterrupt:
+            self.interrupted = True
+            self._pool.close()
+        finally:
+            if step is not None:
+                step.close()
+        if step is None:
+            return None
+        wall_s = np.array([run.wall_s for run in step.runs])
+        return Measurement(wall_s=wall_s, cpu_clock_s=wall_s, failure=step.failure)
+
+    def _run_rounds(self, loaded: Sequence[_LoadedPlacement], hear: Callable[[], None]) -> None:
+        numbers: dict[_LoadedPlacement, int] = {}
+        for round_number in range(self.runs_each):
+            for turn in range(len(loaded)):
+                one = loaded[(turn + round_number) % len(loaded)]
+                if not one.failure:
                     try:
-                        run = self._run(candidate, numbers)
-                        if counts:
-                            candidate.runs.append(run)
-                    except WorkerError as error:
-                        candidate.failure = str(error)
-                        candidate.overfull = isinstance(error, WorkerMemoryError)
-                    except _OverfullError as error:
-                        candidate.failure, candidate.overfull = str(error), True
+                        run = self._run(one, numbers)
+                        if round_number >= self.warm_up:
+                            one.runs.append(run)
+                    except (WorkerError, _ExcessError) as error:
+                        one.fail(error)
                     except _NoWorkersError as error:
-                        for other in candidates:
+                        for other in loaded:
                             other.failure = other.failure or ("" if other.runs else str(error))
                         return
                 hear()
 
-    def _run_reference(self, hear: Callable[[], None]) -> None:
-        reference = Reference(
-            self.extraction, self.problem.cluster, step_timeout_s=self.step_timeout_s
-        )
-        try:
-            for round_number in range(self.rounds + self.warm_up):
-                reference.run(keep=round_number >= self.warm_up)
-                hear()
-        finally:
-            reference.close()
-            wall_s = np.array([run.wall_s for run in reference.runs])
-            self.reference = Measurement(wall_s=wall_s, rebuilt_s=wall_s, failure=reference.failure)
-
-    def _run(self, candidate: _Candidate, numbers: dict[_Candidate, int]) -> StepRun:
+    def _run(self, loaded: _LoadedPlacement, numbers: dict[_LoadedPlacement, int]) -> StepRun:
         # Workers are replaced if the last placement ended them. New workers start cold, so their
         # first runs never count. A short step runs once more before it counts: its time depends on
         # what ran before it.
@@ -220,24 +226,22 @@ class Measured:
                 self._pool = self._new_pool()
             except (WorkerError, OSError) as error:
                 raise _NoWorkersError(f"no new workers could be started: {error}") from error
-        if candidate not in numbers:
-            numbers[candidate] = self._pool.load(candidate.lists)
-            self._pool.run(numbers[candidate])
-            self._weigh(candidate, numbers[candidate])
-        run = self._pool.run(numbers[candidate])
-        return self._pool.run(numbers[candidate]) if run.wall_s < SHORT_STEP_S else run
+        if loaded not in numbers:
+            numbers[loaded] = self._pool.load(loaded.lists)
+            self._pool.run(numbers[loaded])
+            self._weigh(loaded, numbers[loaded])
+        run = self._pool.run(numbers[loaded])
+        return self._pool.run(numbers[loaded]) if run.wall_s < SHORT_STEP_S else run
 
-    def _weigh(self, candidate: _Candidate, number: int) -> None:
+    def _weigh(self, loaded: _LoadedPlacement, number: int) -> None:
         self._pool.count_memory()
         self._pool.run(number)
-        candidate.peak_memory_bytes = self._pool.peak_memory_bytes()
-        for name, held_bytes in candidate.peak_memory_bytes.items():
+        loaded.peak_memory_bytes = self._pool.peak_memory_bytes()
+        for name, held_bytes in loaded.peak_memory_bytes.items():
             limit_bytes = self.limits.get(name, held_bytes)
             if held_bytes > limit_bytes + UNCOUNTED_BYTES:
-                raise _OverfullError(
-                    f"the worker of {name} held {held_bytes / 1e6:.1f} MB, "
-                    f"{(held_bytes - limit_bytes) / 1e6:.1f} MB more than it may: give it more "
-                    f"(--memory {name}=...), or place fewer ops there"
+                raise _ExcessError(
+                    MemoryExcess(device=name, held_bytes=held_bytes, limit_bytes=limit_bytes)
                 )
 
     def _lists(self, placement: Placement) -> list[list[Instruction]]:
@@ -266,13 +270,16 @@ class Measured:
             raise
         return pool
 
-    def _result(self, placement: Placement, seen: Measurement, loaded: bool) -> StepResult:
-        if not seen.ok:
-            return infeasible(seen)
+    def _peaks(self, placement: Placement) -> dict[str, int]:
         peaks = self._simulator.run(*placement.arrays()).peak_bytes.tolist()
-        simulated = dict(zip(self.problem.cluster.names, peaks, strict=True))
-        return StepResult(
-            step_s=seen.step_s(contended=loaded),
-            peak_memory_bytes={**simulated, **seen.peak_memory_bytes},
-            parts=noise(seen),
-        )
+        return dict(zip(self.problem.cluster.names, peaks, strict=True))
+
+
+def _counted(progress: ProgressCallback | None, total: int) -> Callable[[], None]:
+    done = itertools.count(1)
+
+    def hear() -> None:
+        if progress is not None:
+            progress(next(done), total)
+
+    return hear

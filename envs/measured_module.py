@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Final
@@ -24,29 +24,52 @@ import torch
 from torch.utils._pytree import tree_map
 
 from envs import torch_devices
-from envs.backend import StepResult
+from envs.backend import ProgressCallback, StepResult, measured_result, misfit
 from envs.executor.homes import put_back
 from envs.executor.hooked_module import HookedModule
 from envs.executor.placed_module import PlacedModule
-from envs.measurement import Measurement, infeasible, misfit, noise
-from envs.overlap import check_overlap
+from envs.measurement import Measurement
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator import Simulator
 from envs.simulator.reasons import why_full
 from envs.simulator.schedule import Schedule, run_order
 from envs.torch_devices import CPU, is_out_of_memory, torch_device
-from envs.turns import Turns
 from envs.watchdog import ended_after
 from graphs.extract import Extraction
 from graphs.extract.call_graph import CallGraph
 from graphs.extract.module_map import ModuleMap
 from graphs.extract.step_copy import step_copy
 
+DEFAULT_ROUNDS: Final = 7
 TURN_S: Final = 0.2
 UNLIMITED: Final = np.iinfo(np.int64).max
 MOST_STEPS: Final = 10
 """Maximum number of counted steps per turn: as many as take about ``TURN_S``, at least one."""
+
+
+class _Turns:
+    """Results of the turns of one placement, or the reason why there are none."""
+
+    def __init__(self, failure: str, *, overfull: bool = False) -> None:
+        self.failure = failure
+        self.overfull = overfull
+        self.wall_s: list[float] = []
+        self.peak_bytes: dict[str, int] = {}
+
+    def keep_peaks(self, peaks: dict[str, int]) -> None:
+        for name, size in peaks.items():
+            self.peak_bytes[name] = max(size, self.peak_bytes.get(name, 0))
+
+    def measurement(self, rounds: int) -> Measurement:
+        wall_s = np.array(self.wall_s[:rounds])
+        return Measurement(
+            wall_s=wall_s,
+            cpu_clock_s=wall_s,
+            failure=self.failure,
+            peak_memory_bytes=dict(self.peak_bytes),
+            overfull=self.overfull,
+        )
 
 
 class MeasuredModule:
@@ -82,8 +105,8 @@ class MeasuredModule:
         calls: CallGraph | ModuleMap,
         problem: Problem,
         *,
-        limits: dict[str, int] | None = None,
-        rounds: int = 7,
+        limits: Mapping[str, int] | None = None,
+        rounds: int = DEFAULT_ROUNDS,
         warm_up: int = 1,
         turn_timeout_s: float = 600.0,
         overlap: bool = False,
@@ -95,9 +118,8 @@ class MeasuredModule:
         self.turn_timeout_s = turn_timeout_s
         self.overlap = overlap
         if overlap:
-            check_overlap(problem.cluster.names, calls)
+            check_overlap(calls)
         self.interrupted = False
-        self.reference: Measurement | None = None
         self._devices = [torch_device(name) for name in problem.cluster.names]
         self._simulator = Simulator(problem)
         step = step_copy(extraction.step)
@@ -129,26 +151,15 @@ class MeasuredModule:
         self._drop()
         self._open.close()
 
-    def evaluate(self, placements: Sequence[Placement]) -> list[StepResult]:
-        """Time every placement; ``parts`` of each result describes its noise."""
-        seen = self.measure(placements)
-        return [self._result(p, m) for p, m in zip(placements, seen, strict=True)]
-
-    def measure(
-        self,
-        placements: Sequence[Placement],
-        progress: Callable[[int, int], None] | None = None,
-        *,
-        reference: bool = False,
-    ) -> list[Measurement]:
+    def evaluate(
+        self, placements: Sequence[Placement], progress: ProgressCallback | None = None
+    ) -> list[StepResult]:
         """Run placements in turn, ``rounds`` times each after the warm-up.
 
         ``progress`` is called with (turns done, total turns). A placement that runs out of memory
         or that torch cannot run is recorded as a failure; the others continue. Ctrl-C ends the
-        measurement early: ``interrupted`` is set, and only complete rounds count. ``reference`` is
-        ignored: the unplaced step is the placement on one device.
+        measurement early: ``interrupted`` is set, and only complete rounds count.
         """
-        del reference
         turns = [self._turns_of(placement) for placement in placements]
         self.interrupted = False
         done = itertools.count(1)
@@ -163,12 +174,16 @@ class MeasuredModule:
         except KeyboardInterrupt:
             self.interrupted = True
         whole = min((len(own.wall_s) for own in turns if not own.failure), default=self.rounds)
-        return [own.measurement(whole) for own in turns]
+        seen = [own.measurement(whole) for own in turns]
+        return [
+            measured_result(one, self._simulated_peaks(placement) if one.ok else {})
+            for placement, one in zip(placements, seen, strict=True)
+        ]
 
-    def _turns_of(self, placement: Placement) -> Turns:
+    def _turns_of(self, placement: Placement) -> _Turns:
         why = misfit(self.problem, placement)
         full = "" if why else self._over_limit(placement)
-        return Turns(why or full, overfull=bool(full))
+        return _Turns(why or full, overfull=bool(full))
 
     def _over_limit(self, placement: Placement) -> str:
         # Devices whose allocators enforce no limit (all but CUDA) are checked by simulation.
@@ -182,7 +197,7 @@ class MeasuredModule:
             self.problem, schedule.devices, schedule.peak_bytes, room_bytes=self._room_bytes
         )
 
-    def _turn(self, placement: Placement, turns: Turns, *, counts: bool) -> None:
+    def _turn(self, placement: Placement, turns: _Turns, *, counts: bool) -> None:
         if turns.failure:
             return
         wall_s = self._tried(placement, turns)
@@ -193,7 +208,7 @@ class MeasuredModule:
         elif counts:
             turns.wall_s.append(wall_s)
 
-    def _tried(self, placement: Placement, turns: Turns) -> float | None:
+    def _tried(self, placement: Placement, turns: _Turns) -> float | None:
         # Returns the seconds of a step, or None if it failed; ``turns.failure`` then says why.
         try:
             with ended_after(self.turn_timeout_s, self._hung()):
@@ -231,16 +246,16 @@ class MeasuredModule:
         if self._module is not None and self._there is placement:
             return self._module
         devices = [self._devices[d] for d in placement.devices]
-        where = self.calls.devices_of_calls(devices)
-        order = self.calls.launch_order(placement.priority)
-        if self._module is None and isinstance(self.calls, ModuleMap):
-            self._module = HookedModule(self._extraction, where)
-        elif self._module is None:
-            self._module = PlacedModule(self._extraction, where, order, overlap=self.overlap)
-            if self._extraction.step.optimizer is not None:
+        updates = self._extraction.step.optimizer is not None
+        if self._module is None:
+            self._module = placed_module(
+                self._extraction, self.calls, devices, placement.priority, overlap=self.overlap
+            )
+            if updates and isinstance(self._module, PlacedModule):
                 self._module.learning_rate = 0.0
         else:
-            self._module.place(where, order)
+            where = self.calls.devices_of_calls(devices)
+            self._module.place(where, self.calls.launch_order(placement.priority))
         self._there = placement
         return self._module
 
@@ -285,22 +300,57 @@ class MeasuredModule:
         )
 
     def _no_room(self, placement: Placement, error: BaseException) -> str:
-        peaks = self._simulator.run(*placement.arrays()).peak_bytes.tolist()
-        thought = ", ".join(
-            f"{size / 1e9:.2f} GB on {name}"
-            for name, size in zip(self.problem.cluster.names, peaks, strict=True)
-        )
+        peaks = self._simulated_peaks(placement)
+        thought = ", ".join(f"{size / 1e9:.2f} GB on {name}" for name, size in peaks.items())
         return f"{_in_a_line(error)} (predicted: {thought})"
 
-    def _result(self, placement: Placement, seen: Measurement) -> StepResult:
-        if not seen.ok:
-            return infeasible(seen)
-        peaks = self._simulator.run(*placement.arrays()).peak_bytes.tolist()
-        simulated = dict(zip(self.problem.cluster.names, peaks, strict=True))
-        return StepResult(
-            step_s=seen.median_s,
-            peak_memory_bytes={**simulated, **seen.peak_memory_bytes},
-            parts=noise(seen),
+    def _simulated_peaks(self, placement: Placement) -> dict[str, int]:
+        try:
+            peaks = self._simulator.run(*placement.arrays()).peak_bytes.tolist()
+        except ValueError:  # a step longer than the simulator counts
+            return {}
+        return dict(zip(self.problem.cluster.names, peaks, strict=True))
+
+
+def placed_module(
+    extraction: Extraction,
+    calls: CallGraph | ModuleMap,
+    devices: Sequence[torch.device],
+    priority: Sequence[float],
+    *,
+    overlap: bool = False,
+) -> PlacedModule | HookedModule:
+    """Return the module of a step, placed on torch devices.
+
+    Args:
+        extraction: the step.
+        calls: its graph of exported calls, which run one by one, or of modules, whose own code
+            runs.
+        devices: device of every node of ``calls``, (M,).
+        priority: priority of every node, (M,); calls are launched in descending order.
+        overlap: run with copies that overlap with compute.
+
+    Raises:
+        ValueError: ``overlap`` is set for a graph of modules.
+    """
+    if overlap:
+        check_overlap(calls)
+    where = calls.devices_of_calls(devices)
+    if isinstance(calls, ModuleMap):
+        return HookedModule(extraction, where)
+    return PlacedModule(extraction, where, calls.launch_order(priority), overlap=overlap)
+
+
+def check_overlap(calls: CallGraph | ModuleMap) -> None:
+    """Check that copies can overlap with compute.
+
+    Raises:
+        ValueError: the model's own code runs, with hooks on its modules; says what to do.
+    """
+    if isinstance(calls, ModuleMap):
+        raise ValueError(
+            "a placed graph of modules runs the model's own code, which waits for each tensor that "
+            "its hooks send: leave overlap out, it is for models that can be exported"
         )
 
 

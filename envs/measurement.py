@@ -9,10 +9,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.backend import StepResult
 from envs.cluster import Cluster
-from envs.placement import Placement
-from envs.problem import Problem
 
 CONTENDED: Final = 1.15
 """Ratio of wall to CPU-clock time above which other processes used the cores."""
@@ -21,21 +18,40 @@ SMALLEST_DIFFERENCE: Final = 0.005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryExcess:
+    """Memory that a step held on a device beyond the limit of that device."""
+
+    device: str
+    held_bytes: int
+    limit_bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"the worker of {self.device} held {self.held_bytes / 1e6:.1f} MB, "
+            f"{(self.held_bytes - self.limit_bytes) / 1e6:.1f} MB more than its limit: raise the "
+            "limit, or place fewer ops there"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """Repeated runs of one placement. Arrays are in order of the rounds.
 
-    ``rebuilt_s`` is the CPU-clock time: the step time recomputed from CPU clocks.
+    ``cpu_clock_s`` is the CPU-clock time: the step time recomputed from CPU clocks, equal to
+    ``wall_s`` where there are none. An ``exact`` time comes without noise: one round is enough.
     ``peak_memory_bytes`` holds the devices that report it, by name: for accelerators the memory in
     tensors, for workers the resident memory beyond their start (see
     :meth:`envs.executor.pool.WorkerPool.peak_memory_bytes`). ``overfull`` is set if the placement
-    failed because memory did not suffice.
+    failed because memory did not suffice; ``excess`` is that of a worker beyond its limit.
     """
 
     wall_s: NDArray[np.float64]
-    rebuilt_s: NDArray[np.float64]
+    cpu_clock_s: NDArray[np.float64]
     failure: str = ""
     peak_memory_bytes: Mapping[str, int] = field(default_factory=dict)
     overfull: bool = False
+    excess: MemoryExcess | None = None
+    exact: bool = False
 
     @property
     def counts(self) -> bool:
@@ -66,18 +82,23 @@ class Measurement:
         return float(high - low) / self.median_s
 
     @property
-    def rebuilt_median_s(self) -> float:
+    def cpu_clock_median_s(self) -> float:
         """Median CPU-clock time of a step."""
-        return float(np.median(self.rebuilt_s)) if self.ok else np.inf
+        return float(np.median(self.cpu_clock_s)) if self.ok else np.inf
 
     @property
     def contention(self) -> float:
         """Ratio of wall time to CPU-clock time."""
-        return self.median_s / self.rebuilt_median_s if self.ok else np.nan
+        return self.median_s / self.cpu_clock_median_s if self.ok else np.nan
+
+    @property
+    def has_cpu_clock(self) -> bool:
+        """Return whether CPU clocks tell another step time than the wall clock."""
+        return self.ok and not np.array_equal(self.cpu_clock_s, self.wall_s)
 
     def step_s(self, *, contended: bool = False) -> float:
         """Return the step time to rank by: wall time, or CPU-clock time under contention."""
-        return self.rebuilt_median_s if contended else self.median_s
+        return self.cpu_clock_median_s if contended else self.median_s
 
 
 def contended(measurements: Sequence[Measurement]) -> bool:
@@ -95,9 +116,9 @@ def tied(a: Measurement, b: Measurement, *, loaded: bool = False) -> bool:
     """
     if not (a.ok and b.ok):
         return a.ok == b.ok
-    if len(a.wall_s) == 1:
+    if len(a.wall_s) == 1 and not (a.exact and b.exact):
         return True  # a single round shows no noise
-    ratio = np.log(a.rebuilt_s / b.rebuilt_s) if loaded else np.log(a.wall_s / b.wall_s)
+    ratio = np.log(a.cpu_clock_s / b.cpu_clock_s) if loaded else np.log(a.wall_s / b.wall_s)
     middle = float(np.median(ratio))
     error = 1.253 * 1.4826 * float(np.median(np.abs(ratio - middle))) / np.sqrt(len(ratio))
     return bool(abs(middle) <= max(SMALLEST_DIFFERENCE, 2 * error))
@@ -115,27 +136,8 @@ def why_doubtful(cluster: Cluster) -> str:
     return (
         "Speeds of devices and links were measured while others used the cores (wall over CPU time "
         f"of {told}, where up to {CONTENDED} x is quiet): links may look much slower than they "
-        "are. They are not kept, and are measured again next time; run again when `placer doctor` "
-        "says good."
+        "are. They are not kept, and are measured again next time; run again on a quiet machine."
     )
-
-
-def misfit(problem: Problem, placement: Placement) -> str:
-    """Return why a placement cannot be run for a problem, or "" if it can."""
-    try:
-        placement.check(problem.graph, problem.cluster)
-    except ValueError as error:
-        return str(error)
-    if placement.micro_batches != 1:
-        return f"whole steps are run, not {placement.micro_batches} micro-batches"
-    return ""
-
-
-def infeasible(seen: Measurement) -> StepResult:
-    """Return the result of a placement that failed or was not run, with the memory it had used."""
-    why = seen.failure or "the measuring was stopped before it was run"
-    peaks = dict(seen.peak_memory_bytes)
-    return StepResult(step_s=np.inf, peak_memory_bytes=peaks, feasible=False, why=why)
 
 
 def noise(seen: Measurement) -> dict[str, float]:
@@ -144,6 +146,6 @@ def noise(seen: Measurement) -> dict[str, float]:
         "median_s": seen.median_s,
         "min_s": seen.min_s,
         "spread": seen.spread,
-        "rebuilt_s": seen.rebuilt_median_s,
+        "rebuilt_s": seen.cpu_clock_median_s,
         "contention": seen.contention,
     }

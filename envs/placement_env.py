@@ -16,10 +16,12 @@ from numpy.typing import NDArray
 from envs.backend import Backend
 from envs.backends import backend_named
 from envs.cluster import Cluster, load_cluster
+from envs.costs.roofline import load_devices
 from envs.discover import discover
 from envs.partial_schedule import DEVICE_FEATURES, OP_FEATURES, PartialSchedule
 from envs.placement import Placement
 from envs.problem import Problem
+from envs.runtime import costed_problem, runtime_for
 from envs.simulator import Simulated
 from envs.toy_problem import toy_problem
 from graphs.files import load_graph
@@ -106,12 +108,13 @@ class PlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
         given = [own for own in (workload, graph, pool) if own is not None]
         if len(given) > 1:
             raise ValueError("give one of workload, graph and pool")
-        model = None
+        runtime = None
         if workload is not None:
-            from envs.model_problem import ModelProblem  # imports torch
+            from graphs.extract import extract  # imports torch
 
-            model = ModelProblem.of(workload, devices_of(cluster, memory))
-            pool = [model.problem]
+            devices = devices_of(cluster, memory)
+            runtime = runtime_for(extract(workload), devices, overlap=overlap)
+            pool = [costed_problem(runtime, devices)]
         elif graph is not None:
             pool = [problem_of(graph, cluster)]
         self.pool = list(pool or [toy_problem()])
@@ -125,9 +128,8 @@ class PlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
             self._backend = backend_named(
                 backend,
                 self.pool[0],
-                model,
+                runtime,
                 rounds=rounds,
-                overlap=overlap,
                 until_closed=self._started,
             )
         self.render_mode = render_mode
@@ -294,7 +296,5 @@ def devices_of(cluster: Cluster | str | Path, memory: Mapping[str, int] | None =
     if isinstance(cluster, Cluster):
         return cluster
     if Path(cluster).suffix == ".toml":
-        from envs.op_costs import load_devices  # imports torch
-
         return load_devices(Path(cluster))
     return discover(str(cluster), memory)

@@ -10,20 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from envs.cluster import Cluster
 from envs.discover import present
 from envs.executor.hooked_module import HookedModule
-from envs.executor.lists import priority_order
 from envs.executor.placed import PlacedModel
 from envs.executor.placed_module import PlacedModule
-from envs.host_names import is_core
-from envs.overlap import check_overlap
 from envs.placement import Placement
-from envs.torch_devices import torch_device
+from envs.runtime import runtime_for
 from graphs.extract import AUTO, Extraction, Step, extract
 from graphs.extract.fake import check_has_memory
-from graphs.extract.module_map import ModuleMap, placeable
-from graphs.graph import GraphArrays
 from graphs.optimizer import Optimizer
 from graphs.precision import FULL
 from placer.exports import format_named
@@ -114,32 +108,7 @@ def apply_extracted(
         )
     check_has_memory(extraction.step)
     cluster = present(placement.device_names)
-    if not is_core(cluster.names[0]):
-        return _placed_module(extraction, placement, cluster, overlap)
-    if overlap:
-        check_overlap(cluster.names, None)
-    fitting = placement.aligned(GraphArrays.from_graph(extraction.graph), cluster)
-    order = priority_order(extraction.program, fitting.priority)
-    return PlacedModel(extraction, cluster, fitting.devices, order)
-
-
-def _placed_module(
-    extraction: Extraction, placement: Placement, cluster: Cluster, overlap: bool
-) -> PlacedModule | HookedModule:
-    calls = placeable(extraction)
-    if overlap:
-        check_overlap(cluster.names, calls)
-    graph = GraphArrays.from_graph(calls.graph)
-    fitting = placement.aligned(graph, cluster)
-    devices = [torch_device(cluster.names[d]) for d in fitting.devices]
-    if isinstance(calls, ModuleMap):
-        return HookedModule(extraction, calls.devices_of_calls(devices))
-    return PlacedModule(
-        extraction,
-        calls.devices_of_calls(devices),
-        calls.launch_order(fitting.priority),
-        overlap=overlap,
-    )
+    return runtime_for(extraction, cluster, overlap=overlap).apply(placement)
 
 
 def export(

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from torch import nn
 
 from envs.cluster import Cluster
-from envs.host_names import is_core
 from envs.placement import MadeBy, Placement
 from graphs.extract import Extraction
 from graphs.extract.extraction import ties_of
@@ -172,12 +171,16 @@ class DeviceMap:
 def _meant(name: str, cluster: Cluster) -> str:
     kind, _, index = name.partition(":")
     there = ", ".join(cluster.names)
-    if kind != "cuda" or not index.isdecimal() or not all(map(is_core, cluster.names)):
+    if kind != "cuda" or not index.isdecimal() or any(map(_is_cuda, cluster.names)):
         return f"but the devices are {there}"
     return (
         f"which is what {index} means in device maps, but the devices are {there}: name them in "
         f'the map, such as "{cluster.names[min(int(index), len(cluster.names) - 1)]}" for {index}'
     )
+
+
+def _is_cuda(name: str) -> bool:
+    return name.startswith("cuda:")
 
 
 def _of_readers(

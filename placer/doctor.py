@@ -14,8 +14,7 @@ import torch
 import placer
 from envs.cache_folder import cache_folder, processor
 from envs.cluster import Cluster
-from envs.discover import available_memory_bytes, cores_of, own_cores
-from envs.host_names import is_core
+from envs.discover import available_memory_bytes, cores_in_use, own_cores
 from envs.measurement import CONTENDED, why_doubtful
 from envs.quiet import Noise, governors, noise_of, quota_cores
 from placer.messages import CPU_CLOCK, NOISY
@@ -131,8 +130,7 @@ def _cores(noise: Sequence[Noise]) -> str:
 
 def check_machine(cluster: Cluster) -> Checkup:
     """Inspect this machine and time a short load on every core that the cluster's devices use."""
-    used = [name for name in cluster.names if is_core(name)]
-    cores = [core for name in used for core in cores_of(name)] if used else own_cores()
+    cores = cores_in_use(cluster.names)
     load, _, _ = os.getloadavg()  # before the timing below loads the cores
     return Checkup(
         versions=_versions(),

@@ -299,7 +299,7 @@ def cluster_of(
         return devices
     if has_costs:
         return load_cluster(Path(devices))
-    from envs.op_costs import load_devices
+    from envs.costs.roofline import load_devices
 
     return load_devices(Path(devices))
 

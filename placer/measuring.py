@@ -7,19 +7,18 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from envs.backend import StepResult
-from envs.calibrate import calibrated
+from envs.backend import StepResult, measurements
 from envs.cluster import Cluster
 from envs.measurement import Measurement, contended, noise
 from envs.placement import Placement
 from envs.problem import Problem
+from envs.runtime import calibrated, runtime_for
 from envs.simulator import Simulated
 from graphs.extract import AUTO, Step, extract
 from graphs.extract.fake import check_has_memory
 from graphs.graph import GraphArrays
 from placer.device_map import DeviceMap
 from placer.report.progress import Progress, Silent
-from placer.rigs import rig_for
 from placer.warm_start import WarmStart, placement_of
 
 
@@ -98,20 +97,22 @@ def score(
     check_has_memory(step)
     hear.stage("Extracting the graph")
     extraction = extract(step, extractor)
-    rig = rig_for(extraction, cluster, overlap=overlap)
-    placement = placement_of(start, extraction, GraphArrays.from_graph(rig.graph), cluster)
+    runtime = runtime_for(extraction, cluster, overlap=overlap)
+    placement = placement_of(start, extraction, GraphArrays.from_graph(runtime.graph), cluster)
     hear.stage("Calibrating devices")
     cluster = calibrated(cluster, again=fresh)
+
+    def advance(done: int, total: int) -> None:
+        hear.advance(done / total)
+
     hear.stage("Measuring op costs")
-    graph = rig.costed(rig.graph, cluster, hear, fresh=fresh)
-    problem = Problem.of(GraphArrays.from_graph(graph), rig.planned(cluster))
+    graph = runtime.costed(runtime.graph, cluster, fresh=fresh, progress=advance)
+    problem = Problem.of(GraphArrays.from_graph(graph), runtime.planned(cluster))
     [predicted] = Simulated(problem).evaluate([placement])
     expected_s = predicted.step_s if predicted.feasible else 1.0
     hear.stage("Running it for real")
-    with closing(rig.backend(problem, expected_s, expected_s)) as backend:
-        [seen] = backend.measure(
-            [placement], progress=lambda done, total: hear.advance(done / total)
-        )
+    with closing(runtime.backend(problem, [expected_s])) as backend:
+        [seen] = measurements(backend.evaluate([placement], advance))
     if not seen.counts:
         raise KeyboardInterrupt
     return Score(

@@ -37,8 +37,8 @@ from placer.search.trail import Trail
 from placer.warm_start import placement_of
 
 if TYPE_CHECKING:
+    from envs.runtime import Runtime
     from graphs.extract import Extraction
-    from placer.rigs import Rig
 
 SMALLER: Final = (0.85, 0.7)
 """Shares of device memory to search with, in turn, if candidates run out of memory."""
@@ -49,7 +49,7 @@ class CostedStep:
     """An extracted step with op costs, ready for a search."""
 
     extraction: Extraction
-    rig: Rig
+    runtime: Runtime
     graph: nx.DiGraph[str]  # with costs and user constraints
     cluster: Cluster  # calibrated, with the memory that placements may use
     warm_start: Placement | None
@@ -60,7 +60,7 @@ def optimize_job(job: Job, progress: Progress | None = None) -> Result:
 
     If all devices of a workload are on this machine, the best candidates are run; otherwise the
     simulated step time decides. Devices on this machine without links are calibrated, devices
-    elsewhere need rates, see envs/roofline.py.
+    elsewhere need rates, see envs/costs/roofline.py.
 
     Raises:
         ExtractionError: the model cannot be extracted, or is on the meta device.
@@ -87,7 +87,7 @@ def optimize_job(job: Job, progress: Progress | None = None) -> Result:
             coarse=grouped(known.graph, job.search),
             warm_start=known.warm_start,
             extraction=known.extraction,
-            rig=known.rig if all_here and known.rig.runs else None,
+            runtime=known.runtime if all_here and known.runtime.runs else None,
             cost_source=known.graph.graph["cost_source"],
         ).run()
 
@@ -117,11 +117,10 @@ def costed_step(job: Job, hear: Progress) -> CostedStep:
             another.
         ValueError: as for :func:`optimize_job`.
     """
-    from envs.calibrate import calibrated
-    from envs.op_costs import check_cluster
+    from envs.costs.roofline import check_cluster
+    from envs.runtime import calibrated, runtime_for
     from graphs.extract import Step, extract
     from graphs.extract.fake import check_has_memory
-    from placer.rigs import rig_for
 
     step, cluster = job.source, job.cluster
     assert isinstance(step, Step)  # loaded
@@ -131,8 +130,8 @@ def costed_step(job: Job, hear: Progress) -> CostedStep:
     hear.stage("Extracting the graph")
     with compiled_beside() as compiles:
         extraction = extract(step, job.extractor)
-        rig = rig_for(extraction, cluster, overlap=job.search.overlap)
-        graph = job.constraints.applied_to(rig.graph, cluster)
+        runtime = runtime_for(extraction, cluster, overlap=job.search.overlap)
+        graph = job.constraints.applied_to(runtime.graph, cluster)
         warm_start = _warm_start(job, extraction, graph, cluster)
         if compiles:  # before anything is timed
             hear.stage(loading_stage())
@@ -143,9 +142,14 @@ def costed_step(job: Job, hear: Progress) -> CostedStep:
     hear.stage("Measuring op costs")
     return CostedStep(
         extraction=extraction,
-        rig=rig,
-        graph=rig.costed(graph, cluster, hear, fresh=job.fresh),
-        cluster=rig.planned(cluster),
+        runtime=runtime,
+        graph=runtime.costed(
+            graph,
+            cluster,
+            fresh=job.fresh,
+            progress=lambda done, total: hear.advance(done / total),
+        ),
+        cluster=runtime.planned(cluster),
         warm_start=warm_start,
     )
 
@@ -197,7 +201,7 @@ class _Optimization:
     coarse: Coarsened | None = None  # groups of ops to place; None: single ops
     warm_start: Placement | None = None
     extraction: Extraction | None = None
-    rig: Rig | None = None  # runs the best candidates; None: the prediction decides
+    runtime: Runtime | None = None  # runs the best candidates; None: the prediction decides
     cost_source: Mapping[str, str] = field(default_factory=dict)
     runs: Runs = field(default_factory=lambda: Runs(candidates=[]))
     bounds_s: list[float] = field(default_factory=list)  # proved by the search
@@ -242,11 +246,11 @@ class _Optimization:
 
     def _measure(self) -> None:
         """Run the best candidates; while they run out of memory, search again with less of it."""
-        rig = self.rig
-        if rig is None or not self.search.measure or self.interrupt.requested:
+        runtime = self.runtime
+        if runtime is None or not self.search.measure or self.interrupt.requested:
             return
         self.progress.stage("Running the best for real")
-        self.runs = run_best(self.runs.candidates, rig, self.problem, self.progress)
+        self.runs = run_best(self.runs.candidates, runtime, self.problem, self.progress)
         for share in SMALLER:
             if self.runs.interrupted or not overfull(self.runs.candidates):
                 return
@@ -256,7 +260,7 @@ class _Optimization:
                 found = self._candidates(smaller, trail)
             if not any(np.isfinite(own.predicted_s) for own in found):
                 return
-            runs = run_best(found, rig, smaller, self.progress)
+            runs = run_best(found, runtime, smaller, self.progress)
             # Runs are only compared with runs of the same rounds.
             failed = [own for own in self.runs.candidates if own.failure]
             self.runs = replace(runs, candidates=[*runs.candidates, *failed])
@@ -272,7 +276,7 @@ class _Optimization:
             best=best,
             lower_bound_s=max(bound_s, *self.bounds_s, 0.0),
             search_s=self.search_s,
-            measuring_s=measuring_s if self.rig is not None and self.search.measure else 0.0,
+            measuring_s=measuring_s if self.runtime is not None and self.search.measure else 0.0,
             stopped=self.interrupt.requested or self.runs.interrupted,
             extraction=self.extraction,
             all_cores=self.runs.all_cores,
@@ -307,10 +311,10 @@ class _Optimization:
         """Return a candidate with its prediction, as a placement that gives the simulated order."""
         problem, objective = simulated.problem, self.search.objective
         schedule = simulated.simulator.run(candidate.devices, candidate.priority, transfers=False)
-        if self.rig is None:
+        if self.runtime is None:
             order = run_order(problem, schedule.start_ns)
         else:
-            order = self.rig.order(problem, schedule)
+            order = self.runtime.order(problem, schedule)
         priority = np.empty(problem.op_count)
         priority[order] = np.arange(problem.op_count, 0, -1)
         made_by = MadeBy(

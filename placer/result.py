@@ -243,7 +243,7 @@ def _clocks(seen: Measurement, whose: str = "") -> dict[str, float]:
     return {
         f"{whose}wall_median_s": seen.median_s,
         f"{whose}wall_min_s": seen.min_s,
-        f"{whose}rebuilt_s": seen.rebuilt_median_s,
+        f"{whose}rebuilt_s": seen.cpu_clock_median_s,
     }
 
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
+from envs.backend import Backend
 from envs.cluster import Cluster
 from envs.measurement import Measurement
 from envs.problem import Problem
+from envs.runtime import Runtime, evaluate
 from placer.report.progress import Progress
 from placer.search.candidate import Candidate, Kind
-
-if TYPE_CHECKING:
-    from placer.rigs import Rig
 
 MEASURED_CANDIDATES: Final = 5
 """Number of best candidates to run besides the best single devices."""
@@ -32,7 +30,10 @@ class Runs:
 
 
 def run_best(
-    candidates: Sequence[Candidate], rig: Rig, problem: Problem, progress: Progress
+    candidates: Sequence[Candidate],
+    source: Runtime | Backend,
+    problem: Problem,
+    progress: Progress,
 ) -> Runs:
     """Run the best candidates and the best single devices in turn.
 
@@ -42,20 +43,20 @@ def run_best(
     chosen = worth_running(candidates, problem.cluster)
     if not chosen:
         return Runs(candidates=list(candidates))
-    longest_s = max(candidates[i].predicted_s for i in chosen)
-    with closing(rig.backend(problem, longest_s, candidates[chosen[0]].predicted_s)) as backend:
-        measurements = backend.measure(
-            [candidates[i].placement for i in chosen],
-            progress=lambda done, total: progress.advance(done / total),
-            reference=True,
-        )
-        measured = list(candidates)
-        for i, measurement in zip(chosen, measurements, strict=True):
-            if measurement.counts:
-                measured[i] = replace(candidates[i], measurement=measurement)
-        return Runs(
-            candidates=measured, all_cores=backend.reference, interrupted=backend.interrupted
-        )
+    evaluation = evaluate(
+        source,
+        problem,
+        [candidates[i].placement for i in chosen],
+        [candidates[i].predicted_s for i in chosen],
+        lambda done, total: progress.advance(done / total),
+    )
+    measured = list(candidates)
+    for i, measurement in zip(chosen, evaluation.measurements, strict=True):
+        if measurement.counts:
+            measured[i] = replace(candidates[i], measurement=measurement)
+    return Runs(
+        candidates=measured, all_cores=evaluation.unplaced, interrupted=evaluation.interrupted
+    )
 
 
 def overfull(candidates: Sequence[Candidate]) -> bool:

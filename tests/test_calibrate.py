@@ -16,13 +16,14 @@ import tiny_models
 import torch
 
 from envs import calibrate
-from envs.calibrate import calibrated, hop_rates
+from envs.calibrate import hop_rates
 from envs.cluster import Cluster, Device, Link, cluster_to_toml, load_cluster
+from envs.costs.ops import profile_runs
 from envs.discover import discover
 from envs.executor.lists import Instruction, Receive, Run
 from envs.executor.pool import StepRun, WorkerPool
 from envs.measurement import why_doubtful
-from envs.profiling import profile_ops
+from envs.runtime import calibrated
 from graphs.costs import with_costs
 from graphs.extract import extract
 from graphs.extract.program import StepProgram
@@ -154,7 +155,11 @@ def test_every_op_has_a_cost() -> None:
     extraction = extract(tiny_models.conv_net())
     heard: list[tuple[int, int]] = []
     cluster = discover(f"core:{CORES[0]}")
-    costs_s = profile_ops(extraction, cluster, repeats=3, progress=lambda *at: heard.append(at))
+    runs_s = profile_runs(
+        extraction, cluster.devices, repeats=3, progress=lambda *at: heard.append(at)
+    )
+    assert runs_s["core"].shape == (3, extraction.program.op_count)
+    costs_s = {kind: np.median(own_s, axis=0) for kind, own_s in runs_s.items()}
     assert costs_s.keys() == {"core"}
     assert costs_s["core"].shape == (extraction.program.op_count,)
     assert (costs_s["core"] > 0).all()
@@ -320,7 +325,7 @@ def test_a_worker_that_dies_once_while_costs_are_measured_is_replaced(
         return run(pool, number, give=give)
 
     monkeypatch.setattr(WorkerPool, "run", dying)
-    cost_s = profile_ops(extraction, discover(f"core:{CORES[0]}"), repeats=1)["core"]
+    [cost_s] = profile_runs(extraction, discover(f"core:{CORES[0]}").devices, repeats=1)["core"]
     assert killed
     assert cost_s.shape == (extraction.program.op_count,)
     assert (cost_s > 0).all()

@@ -17,13 +17,14 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from two_devices import linked, pair
 
-from envs import call_costs as of_calls
-from envs import stopwatch, torch_module_costs, torch_speeds, update_costs, watchdog
-from envs.call_costs import profile_calls
-from envs.call_memory import FRAGMENTED_SHARE, plannable
+from envs import stopwatch, torch_speeds, watchdog
+from envs.costs import calls as of_calls
+from envs.costs import modules as of_modules
+from envs.costs.calls import call_costs, profile_calls
+from envs.costs.signatures import node_signatures
 from envs.discover import discover
-from envs.known_calls import call_costs, node_signatures
 from envs.problem import Problem
+from envs.torch_runtime import FRAGMENTED_SHARE, TorchRuntime
 from graphs.costs import with_costs
 from graphs.extract import Step, extract
 from graphs.extract.call_graph import call_graph
@@ -109,8 +110,8 @@ def test_a_call_without_room_is_not_allowed_there(monkeypatch: pytest.MonkeyPatc
     ("module", "hanging", "told"),
     [
         (of_calls, "seconds_per_call", "timing :linear on cpu"),
-        (update_costs, "seconds_per_call", "timing an update by sgd on cpu"),
-        (torch_module_costs, "profile_modules_on", "timing the modules of a step on cpu"),
+        (of_calls, "_timed_update", "timing an update by sgd on cpu"),
+        (of_modules, "profile_modules_on", "timing the modules of a step on cpu"),
         (torch_speeds, "launch_s", "timing launches, products and memory on cpu"),
         (torch_speeds, "copy_speed", "timing copies from vdev:0 on cpu"),
     ],
@@ -124,7 +125,7 @@ def test_timing_that_hangs_ends_the_process_with_a_name(
 ) -> None:
     inputs = (torch.randn(5, 4), torch.randn(5, 3))
     step = Step.of(nn.Linear(4, 3), inputs, nn.MSELoss(), optimizer=Optimizer.of("sgd"))
-    extraction = extract(step if module is update_costs else replace(step, optimizer=None))
+    extraction = extract(step if hanging == "_timed_update" else replace(step, optimizer=None))
     statuses: list[int] = []
     said: list[str] = []
 
@@ -143,8 +144,8 @@ def test_timing_that_hangs_ends_the_process_with_a_name(
     if module is torch_speeds:
         cluster = pair() if hanging == "copy_speed" else discover("cpu")
         work = partial(torch_speeds.measured_speeds, cluster)
-    elif module is torch_module_costs:
-        work = partial(torch_module_costs.module_costs, extraction, discover("cpu"))
+    elif module is of_modules:
+        work = partial(of_modules.torch_module_costs, extraction, discover("cpu"))
     else:
         work = partial(profile_calls, extraction, call_graph(extraction), discover("cpu"))
     with pytest.raises(KeyboardInterrupt):
@@ -206,8 +207,7 @@ def test_inference_and_frozen_parameters_have_no_gradients() -> None:
     assert sum(node["gradient_bytes"] for _, node in nodes) == trained
 
 
-def test_plans_leave_room_for_gaps_on_devices_of_torch_only() -> None:
-    planned = plannable(pair())
+def test_torch_devices_keep_room_for_gaps_between_tensors() -> None:
+    runtime = TorchRuntime(extract(tiny_models.conv_net()), pair())
+    planned = runtime.planned(pair())
     assert planned.devices[0].memory_bytes == int((1 << 30) * (1 - FRAGMENTED_SHARE))
-    cores = discover("core:0")
-    assert plannable(cores) == cores

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from envs.cost_cache import Conditions, CostCache, Session
+from envs.costs.cache import Conditions, CostCache, Session
 from placer.cli.main import main
 from placer.cli.talk import plain_warnings
 
@@ -164,7 +164,7 @@ def test_a_cache_that_cannot_be_read_is_told(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("envs.cost_cache.WAIT_S", 0.01)
+    monkeypatch.setattr("envs.costs.cache.WAIT_S", 0.01)
     state(CostCache().path)
     try:
         assert main(["cache"]) == 1

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envs.cache_folder import CacheWarning
-from envs.cost_cache import TABLES, Conditions, CostCache, Session, file_name
+from envs.costs.cache import TABLES, Conditions, CostCache, Session, UnreadableCacheError, file_name
 
 HERE = Conditions(kind="core", hardware="this", torch="2")
 SPREADS = st.sampled_from([0.0, 0.1, 0.11, 3.0])
@@ -55,6 +55,14 @@ def test_of_two_sessions_the_faster_counts_of_three_the_middle_one(cache: CostCa
     for seconds, counted in ((5.0, 5.0), (3.0, 3.0), (4.0, 4.0), (9.0, 4.0)):
         cache.store(HERE, session({"a": seconds}))
         assert cost_s(cache) == counted
+
+
+def test_a_session_of_unknown_noise_counts_as_noisy(cache: CostCache) -> None:
+    for known in (None, None, 2.0):
+        cache.store(HERE, Session(cost_s={"a": 2.0}, runs=1, spread=None, measured="2026-01-01"))
+        assert cost_s(cache) == known
+    cache.store(HERE, session({"a": 5.0}))
+    assert cost_s(cache) == 5.0
 
 
 def test_noisy_sessions_count_when_there_are_three_and_never_beside_a_calm_one(
@@ -145,7 +153,7 @@ def test_one_kind_is_cleared_and_the_others_stay(cache: CostCache) -> None:
 WRITER = """
 import sys
 from pathlib import Path
-from envs.cost_cache import CostCache, Conditions, Session
+from envs.costs.cache import CostCache, Conditions, Session
 path, name = Path(sys.argv[1]), sys.argv[2]
 here = Conditions(kind="core", hardware="this", torch="2")
 for i in range(40):
@@ -171,7 +179,7 @@ def test_two_processes_write_and_read_at_once_and_nothing_is_lost(cache: CostCac
 def test_a_file_that_is_locked_for_long_is_no_failure(
     cache: CostCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("envs.cost_cache.WAIT_S", 0.01)
+    monkeypatch.setattr("envs.costs.cache.WAIT_S", 0.01)
     cache.store(HERE, session({"a": 1.0}))
     other = sqlite3.connect(cache.path, isolation_level=None)
     other.execute("BEGIN EXCLUSIVE")
@@ -224,7 +232,7 @@ def test_a_damaged_or_foreign_file_is_set_aside_with_a_remark(
     cache.store(HERE, session({"a": 1.0}))
     damage(cache.path)
     content = cache.path.read_bytes()
-    with pytest.raises(ValueError, match="--clear"):
+    with pytest.raises(UnreadableCacheError):
         cache.holdings()
     with pytest.warns(UserWarning, match="no readable cache of op costs"):
         meet(cache)

@@ -14,14 +14,14 @@ from tiny_models import Plain, squared
 from torch import Tensor, nn
 
 import placer
-from envs.calibrate import calibrated_before
 from envs.cluster import Cluster, Device, Link
-from envs.cost_cache import CostCache, Session
+from envs.costs.cache import CostCache, Session
+from envs.costs.cached_costs import conditions_of
+from envs.costs.signatures import op_signatures
 from envs.discover import discover
-from envs.op_costs import conditions_of
-from envs.op_signature import op_signatures
 from envs.placement import Placement
 from envs.problem import Problem
+from envs.runtime import calibrated_before
 from graphs.costs import with_costs
 from graphs.extract import Extraction, Step, extract
 from graphs.extract.call_graph import call_graph

@@ -28,9 +28,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from envs.cluster import Cluster, Device
+from envs.costs.modules import profile_modules
 from envs.executor.lists import device_lists
 from envs.executor.placed import PlacedModel
-from envs.module_costs import profile_modules
 from graphs.costs import further_formulas
 from graphs.extract import Extraction, ExtractionError, Step, StepError, extract
 from graphs.extract.extraction import EXTRACTORS

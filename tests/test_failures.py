@@ -21,6 +21,7 @@ from tiny_models import assert_same, forward, state_of
 from torch import nn
 
 import placer
+from envs.backend import measurements
 from envs.cluster import Device
 from envs.executor.fork_server import running_server
 from envs.executor.placed import PlacedModel
@@ -88,7 +89,7 @@ def test_a_worker_without_memory_says_so_and_its_placement_is_infeasible() -> No
     with Measured(extraction, problem, rounds=2, warm_up=0, step_timeout_s=60) as measured:
         on_first, _, on_second = test_measured.candidates(measured)
         limit_memory_of(measured._pool._workers[0].process.pid, 1 << 20)
-        failed, seen = measured.measure([on_first, on_second])
+        failed, seen = measurements(measured.evaluate([on_first, on_second]))
         assert failed.overfull
         assert failed.failure.startswith(f"the worker of core:{CORES[0]} failed: ")
         assert "allocate" in failed.failure

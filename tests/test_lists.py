@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from one_process import turns
 
+from envs.executor.cpu_clock import cpu_clock_s
 from envs.executor.lists import (
     Give,
     Instruction,
@@ -23,7 +24,6 @@ from envs.executor.lists import (
     device_lists,
     priority_order,
 )
-from envs.executor.rebuilt import rebuilt_s
 from graphs.extract.program import VIEW, Call, Ref, Result, Source, StepProgram, Value
 
 Placed: TypeAlias = tuple[StepProgram, list[int], list[int], int]
@@ -246,14 +246,14 @@ def test_rebuilt_diamond_by_hand() -> None:
     # Run 0 ends at 2, is sent at 2.5, arrives at 2.6; Run 2 ends at 5.6. Run 1 ends at 7.5, is
     # sent at 8 and arrives at 8.1: the join ends at 9.1, the hand-back at 9.2.
     cpu_s = (seconds(2, 0.5, 5, 0.5), seconds(0, 3, 0, 1, 0.1))
-    assert rebuilt_s(lists, cpu_s, latency_s=0.1) == pytest.approx(9.2)
+    assert cpu_clock_s(lists, cpu_s, latency_s=0.1) == pytest.approx(9.2)
 
 
 def test_rebuilt_receiver_that_comes_late_does_not_wait() -> None:
     lists = device_lists(diamond(), [0, 0, 1, 1], [0, 2, 1, 3], 2)
     # Run 2 ends at 12.6, long after the send at 8.
     cpu_s = (seconds(2, 0.5, 5, 0.5), seconds(0, 10, 0, 1, 0.1))
-    assert rebuilt_s(lists, cpu_s, latency_s=0.1) == pytest.approx(13.7)
+    assert cpu_clock_s(lists, cpu_s, latency_s=0.1) == pytest.approx(13.7)
 
 
 @settings(max_examples=100)
@@ -264,7 +264,7 @@ def test_rebuilt_lies_between_the_busiest_device_and_all_work_in_a_row(
     lists = device_lists(*placed)
     randomly = np.random.default_rng(len(placed[1]))
     cpu_s = [randomly.random(len(own)) for own in lists]
-    found = rebuilt_s(lists, cpu_s, latency_s)
+    found = cpu_clock_s(lists, cpu_s, latency_s)
     receives = sum(isinstance(i, Receive) for own in lists for i in own)
     total = sum(float(own.sum()) for own in cpu_s)
     assert max(float(own.sum()) for own in cpu_s) <= found + 1e-9

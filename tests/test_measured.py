@@ -13,17 +13,20 @@ import pytest
 import tiny_models
 import torch
 
+from envs.backend import measurements
 from envs.cluster import Link
+from envs.core_runtime import FEWEST_ROUNDS, CoreRuntime
 from envs.discover import discover
 from envs.executor.pool import StepRun, WorkerPool
 from envs.executor.worker_error import WorkerError
 from envs.measured import UNCOUNTED_BYTES, Measured
-from envs.measurement import Measurement, contended, tied
+from envs.measurement import Measurement, MemoryExcess, contended, tied
 from envs.placement import Placement
 from envs.problem import Problem
-from envs.reference import Reference
-from envs.simulator import Simulator
+from envs.runtime import evaluate
+from envs.simulator import Simulated, Simulator
 from envs.simulator.schedule import run_order
+from envs.unplaced import UnplacedStep
 from graphs.costs import with_costs
 from graphs.extract import Extraction, Step, extract
 from graphs.graph import GraphArrays
@@ -33,8 +36,8 @@ torch.set_num_threads(1)
 CORES = sorted(os.sched_getaffinity(0))
 
 
-def measurement(wall_s: list[float], rebuilt_s: list[float] | None = None) -> Measurement:
-    return Measurement(wall_s=np.array(wall_s), rebuilt_s=np.array(rebuilt_s or wall_s))
+def measurement(wall_s: list[float], cpu_s: list[float] | None = None) -> Measurement:
+    return Measurement(wall_s=np.array(wall_s), cpu_clock_s=np.array(cpu_s or wall_s))
 
 
 # --- arithmetic
@@ -47,14 +50,14 @@ def test_the_numbers_of_a_measurement() -> None:
     assert seen.median_s == 3.0
     assert seen.min_s == 2.0
     assert seen.spread == pytest.approx((4 - 3) / 3)
-    assert seen.rebuilt_median_s == 2.0
+    assert seen.cpu_clock_median_s == 2.0
     assert seen.contention == 1.5
     assert seen.step_s() == 3.0
     assert seen.step_s(contended=True) == 2.0
 
 
 def test_a_failure_counts_as_infinitely_slow() -> None:
-    failed = Measurement(wall_s=np.array([]), rebuilt_s=np.array([]), failure="it died")
+    failed = Measurement(wall_s=np.array([]), cpu_clock_s=np.array([]), failure="it died")
     assert failed.counts
     assert not failed.ok
     assert failed.median_s == failed.min_s == failed.step_s() == np.inf
@@ -106,7 +109,7 @@ def test_one_round_shows_no_noise_and_decides_nothing() -> None:
 
 
 def test_a_failure_ties_with_failures_only() -> None:
-    failed = Measurement(wall_s=np.array([]), rebuilt_s=np.array([]), failure="it died")
+    failed = Measurement(wall_s=np.array([]), cpu_clock_s=np.array([]), failure="it died")
     assert tied(failed, failed)
     assert not tied(failed, measurement([1.0]))
 
@@ -161,12 +164,14 @@ def kill_a_worker(backend: Measured) -> None:
 @needs_two_cores
 def test_placements_are_really_run(backend: Measured) -> None:
     heard: list[tuple[int, int]] = []
-    seen = backend.measure(candidates(backend), lambda done, total: heard.append((done, total)))
+    seen = measurements(
+        backend.evaluate(candidates(backend), lambda done, total: heard.append((done, total)))
+    )
     assert heard == [(i + 1, 12) for i in range(12)]
     assert not backend.interrupted
     for one in seen:
         assert one.ok
-        assert one.wall_s.shape == one.rebuilt_s.shape == (3,)
+        assert one.wall_s.shape == one.cpu_clock_s.shape == (3,)
 
 
 @needs_two_cores
@@ -199,7 +204,7 @@ def test_the_memory_that_workers_held_is_near_the_prediction() -> None:
     with Measured(extraction, problem, rounds=1, warm_up=1, step_timeout_s=60) as measured:
         everything, alternating, other = candidates(measured)
         for placement in (everything, alternating, other, everything):
-            [seen] = measured.measure([placement])
+            [seen] = measurements(measured.evaluate([placement]))
             schedule = Simulator(problem).run(*placement.arrays())
             for name, predicted in zip(problem.cluster.names, schedule.peak_bytes, strict=True):
                 held = seen.peak_memory_bytes[name]
@@ -215,8 +220,11 @@ def test_a_placement_that_held_more_than_it_may_is_infeasible_with_the_amount() 
     first, second = problem.cluster.names
     with Measured(extraction, problem, rounds=1, warm_up=0, step_timeout_s=60) as measured:
         placement = candidates(measured)[0]
-        [seen] = measured.measure([placement])
+        [seen] = measurements(measured.evaluate([placement]))
         assert seen.overfull
+        assert seen.excess == MemoryExcess(
+            device=first, held_bytes=seen.peak_memory_bytes[first], limit_bytes=12 << 20
+        )
         assert not seen.ok
         [result] = measured.evaluate([placement])
         assert not result.feasible
@@ -235,7 +243,7 @@ def test_a_candidate_whose_worker_dies_fails_and_the_others_go_on(backend: Measu
         if done == 4:  # second round: the second candidate is done, the third is next
             kill_a_worker(backend)
 
-    first, second, third = backend.measure(candidates(backend), progress)
+    first, second, third = measurements(backend.evaluate(candidates(backend), progress))
     assert f"{backend.problem.cluster.names[0]} died" in third.failure
     assert not third.ok
     for other in (first, second):
@@ -265,10 +273,10 @@ def test_ctrl_c_keeps_the_rounds_that_are_complete_and_measuring_can_go_on(
         if done == 8:  # one warm-up and one round of three, two of the next
             raise KeyboardInterrupt
 
-    seen = backend.measure(candidates(backend), progress)
+    seen = measurements(backend.evaluate(candidates(backend), progress))
     assert backend.interrupted
     assert [len(one.wall_s) for one in seen] == [1, 1, 1]
-    again = backend.measure(candidates(backend)[:1])
+    again = measurements(backend.evaluate(candidates(backend)[:1]))
     assert again[0].ok
     assert len(again[0].wall_s) == 3
     assert not backend.interrupted
@@ -279,7 +287,7 @@ def test_ctrl_c_in_the_warm_up_leaves_nothing(backend: Measured) -> None:
     def progress(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
-    seen = backend.measure(candidates(backend), progress)
+    seen = measurements(backend.evaluate(candidates(backend), progress))
     assert not any(one.counts for one in seen)
 
 
@@ -296,7 +304,7 @@ def test_workers_of_which_one_dies_while_they_start_are_started_once_more(
 
     monkeypatch.setattr("envs.measured.WorkerPool", start)
     backend.close()
-    assert backend.measure(candidates(backend)[:1])[0].ok
+    assert measurements(backend.evaluate(candidates(backend)[:1]))[0].ok
     assert not deaths
 
 
@@ -311,67 +319,96 @@ def test_without_new_workers_what_was_measured_counts_and_the_rest_failed(
     def refuse() -> WorkerPool:
         raise OSError("too many open files")
 
-    backend.measure(candidates(backend)[:1])  # start workers
+    backend.evaluate(candidates(backend)[:1])  # start workers
     with monkeypatch.context() as patch:
         patch.setattr(backend, "_new_pool", refuse)
-        first, second, third = backend.measure(candidates(backend), progress)
+        first, second, third = measurements(backend.evaluate(candidates(backend), progress))
     assert second.ok
     assert len(second.wall_s) == 1
     assert "died" in third.failure
     assert "too many open files" in first.failure
     with monkeypatch.context() as patch:
         patch.setattr(backend, "_new_pool", refuse)
-        assert not any(one.ok for one in backend.measure(candidates(backend)))
+        assert not any(one.ok for one in measurements(backend.evaluate(candidates(backend))))
     assert not backend.interrupted
-    assert backend.measure(candidates(backend)[:1])[0].ok
+    assert measurements(backend.evaluate(candidates(backend)[:1]))[0].ok
 
 
 @needs_two_cores
 def test_the_unplaced_step_on_all_cores_runs_in_the_same_rounds(backend: Measured) -> None:
     heard: list[tuple[int, int]] = []
     placements = candidates(backend)[:2]
-    seen = backend.measure(placements, lambda *at: heard.append(at), reference=True)
-    reference = backend.reference
-    assert reference is not None
-    assert reference.ok
-    assert reference.wall_s.shape == seen[0].wall_s.shape == (3,)
-    assert heard == [(i + 1, 12) for i in range(12)]
-    backend.measure(placements[:1])
-    assert backend.reference is None
+    seen = measurements(backend.evaluate(placements))
+    unplaced = backend.measure_unplaced(lambda *at: heard.append(at))
+    assert unplaced is not None
+    assert unplaced.ok
+    assert unplaced.wall_s.shape == seen[0].wall_s.shape == (3,)
+    assert heard == [(i + 1, 4) for i in range(4)]
 
 
 @needs_two_cores
-def test_a_reference_that_fails_leaves_the_placements_alone(
+def test_a_runtime_measures_placements_and_then_the_unplaced_step() -> None:
+    extraction, problem = small_problem()
+    runtime = CoreRuntime(extraction, problem.cluster)
+    index = np.arange(problem.op_count)
+    placement = Placement.of(problem.graph, problem.cluster, index % 2, -index.astype(float))
+    heard: list[tuple[int, int]] = []
+    found = runtime.measure(problem, [placement], [1.0], lambda *at: heard.append(at))
+    assert [len(one.wall_s) for one in found.measurements] == [FEWEST_ROUNDS]
+    assert found.unplaced is not None
+    assert len(found.unplaced.wall_s) == FEWEST_ROUNDS
+    assert not found.interrupted
+    total = 2 * (FEWEST_ROUNDS + 2)
+    assert heard == [(i + 1, total) for i in range(total)]
+
+
+def test_a_backend_of_a_user_is_evaluated_without_noise() -> None:
+    _, problem = small_problem()
+    index = np.arange(problem.op_count)
+    placements = [
+        Placement.of(problem.graph, problem.cluster, devices, -index.astype(float))
+        for devices in (np.zeros_like(index), index % 2)
+    ]
+    simulated = Simulated(problem)
+    found = evaluate(simulated, problem, placements, [1.0, 1.0])
+    steps_s = [result.step_s for result in simulated.evaluate(placements)]
+    assert [one.step_s() for one in found.measurements] == steps_s
+    assert steps_s[0] != steps_s[1]
+    assert not tied(*found.measurements), "a single exact time is compared, unlike a single run"
+
+
+@needs_two_cores
+def test_an_unplaced_step_that_fails_leaves_the_placements_alone(
     backend: Measured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> WorkerPool:
         raise WorkerError("it did not come up")
 
-    monkeypatch.setattr("envs.reference.WorkerPool", refuse)
-    seen = backend.measure(candidates(backend)[:2], reference=True)
-    assert [len(one.wall_s) for one in seen] == [3, 3]
-    assert backend.reference is not None
-    assert backend.reference.failure == "it did not come up"
+    monkeypatch.setattr("envs.unplaced.WorkerPool", refuse)
+    unplaced = backend.measure_unplaced()
+    assert unplaced is not None
+    assert unplaced.failure == "it did not come up"
+    assert backend.evaluate(candidates(backend)[:1])[0].feasible
 
 
 @needs_two_cores
-def test_the_reference_has_the_cores_of_all_devices() -> None:
+def test_the_unplaced_step_has_the_cores_of_all_devices() -> None:
     extraction, problem = small_problem()
-    reference = Reference(extraction, problem.cluster, step_timeout_s=60)
+    step = UnplacedStep(extraction, problem.cluster, step_timeout_s=60)
     try:
-        assert reference._pool is not None
-        (worker,) = reference._pool._workers
+        assert step._pool is not None
+        (worker,) = step._pool._workers
         assert os.sched_getaffinity(worker.process.pid) == {CORES[0], CORES[-1]}
-        reference.run(keep=False)
-        reference.run(keep=True)
-        assert len(reference.runs) == 1
+        step.run(keep=False)
+        step.run(keep=True)
+        assert len(step.runs) == 1
         os.kill(worker.process.pid, signal.SIGKILL)
-        reference.run(keep=True)
-        reference.run(keep=True)
+        step.run(keep=True)
+        step.run(keep=True)
     finally:
-        reference.close()
-    assert len(reference.runs) == 1
-    assert "died" in reference.failure
+        step.close()
+    assert len(step.runs) == 1
+    assert "died" in step.failure
 
 
 def test_workers_end_when_their_state_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,7 +435,7 @@ def test_ops_that_start_at_once_run_after_what_they_read() -> None:
     assert order == problem.graph.topological.tolist()
 
 
-def test_no_place_in_a_round_is_always_the_same_candidates_and_the_reference_comes_last(
+def test_no_place_in_a_round_is_always_the_same_candidates_and_the_unplaced_step_comes_last(
     backend: Measured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[object] = []
@@ -411,7 +448,8 @@ def test_no_place_in_a_round_is_always_the_same_candidates_and_the_reference_com
     monkeypatch.setattr(WorkerPool, "run", recorded)
     monkeypatch.setattr("envs.measured.SHORT_STEP_S", 0.0)
     monkeypatch.setattr(backend, "rounds", 4)
-    backend.measure([candidates(backend)[0]] * 3, reference=True)
+    backend.evaluate([candidates(backend)[0]] * 3)
+    backend.measure_unplaced()
     own = [number for number in order if number != "reference"]
     assert order[len(own) :] == ["reference"] * (4 + backend.warm_up)
     rounds = [own[at : at + 3] for at in range(len(own) - 12, len(own), 3)]
@@ -435,7 +473,7 @@ def test_a_short_step_runs_once_more_before_it_counts(
     for shortest_s in (0.0, 1e9):
         monkeypatch.setattr("envs.measured.SHORT_STEP_S", shortest_s)
         runs.clear()
-        [seen] = backend.measure([candidates(backend)[0]])
+        [seen] = measurements(backend.evaluate([candidates(backend)[0]]))
         assert len(seen.wall_s) == backend.rounds
         counts.append(len(runs))
     assert counts[1] - counts[0] == backend.rounds + backend.warm_up

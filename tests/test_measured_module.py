@@ -18,8 +18,9 @@ from vdev import TRANSFERS
 
 import placer
 from envs import torch_devices
-from envs.call_costs import profile_calls
+from envs.backend import measurements
 from envs.cluster import Link
+from envs.costs.calls import profile_calls
 from envs.discover import discover
 from envs.executor.homes import Homes
 from envs.executor.placed_module import PlacedModule
@@ -77,7 +78,7 @@ def test_placements_are_really_run_and_the_model_is_left_alone(small: Small) -> 
     before, random = tiny_models.state_of(step), torch.get_rng_state()
     heard: list[tuple[int, int]] = []
     with opened(small, rounds=2) as backend:
-        seen = backend.measure(placements, lambda *at: heard.append(at))
+        seen = measurements(backend.evaluate(placements, lambda *at: heard.append(at)))
     assert heard == [(i + 1, 9) for i in range(9)]
     for one in seen:
         assert one.ok
@@ -128,7 +129,7 @@ def test_whatever_a_placement_raises_is_its_failure_and_the_others_go_on(
 
     monkeypatch.setattr(PlacedModule, "forward", failing)
     with opened(small, rounds=1, warm_up=0) as backend:
-        failed, *others = backend.measure(placements)
+        failed, *others = measurements(backend.evaluate(placements))
     assert f"{type(error).__name__}: {error}".removesuffix(": ") in failed.failure
     assert not failed.overfull
     assert all(one.ok for one in others)
@@ -147,7 +148,7 @@ def test_a_host_without_memory_is_told_like_a_device(
 
     monkeypatch.setattr(PlacedModule, "forward", cramped)
     with opened(small, rounds=1, warm_up=0) as backend:
-        full, fine = backend.measure([here, there])
+        full, fine = measurements(backend.evaluate([here, there]))
     assert full.overfull
     assert "can't allocate memory" in full.failure
     assert "GB on cpu" in full.failure
@@ -175,7 +176,7 @@ def test_what_a_failed_step_made_is_gone_before_the_next_placement(
     monkeypatch.setattr(PlacedModule, "forward", failing)
     monkeypatch.setattr(torch_devices, "release", released)
     with opened(small, rounds=1, warm_up=0) as backend:
-        failed, fine = backend.measure(small[2][:2])
+        failed, fine = measurements(backend.evaluate(small[2][:2]))
     assert "not here" in failed.failure
     assert fine.ok
     assert made
@@ -201,18 +202,18 @@ def test_weights_are_sent_again_only_after_another_placement(
     monkeypatch.setattr(MeasuredModule, "_steps", counted)
     weights = sum(p.nbytes for p in step.model.parameters())
     with opened(small, rounds=3, warm_up=0) as backend:
-        assert backend.measure([there])[0].ok
+        assert measurements(backend.evaluate([there]))[0].ok
         assert sent[0] >= weights
         assert sent[1:] == [0, 0]
         sent.clear()
-        assert all(one.ok for one in backend.measure([there, split]))
+        assert all(one.ok for one in measurements(backend.evaluate([there, split])))
         assert [size > 0 for size in sent] == [False, True] * 3, "in turn, each begins a round"
 
 
 def test_copies_overlap_where_they_are_to(small: Small) -> None:
     for overlap in (False, True):
         with opened(small, rounds=1, warm_up=0, overlap=overlap) as backend:
-            assert backend.measure(small[2][1:2])[0].ok
+            assert measurements(backend.evaluate(small[2][1:2]))[0].ok
             assert isinstance(backend._module, PlacedModule)
             assert ("sending(" in backend._module.source) is overlap
 
@@ -226,7 +227,7 @@ def test_what_was_on_a_device_before_is_no_part_of_a_peak(
     monkeypatch.setattr(torch_devices, "held_bytes", lambda device: at(device, 100))
     monkeypatch.setattr(torch_devices, "peak_bytes", lambda device: at(device, 107) or None)
     with opened(small, rounds=1, warm_up=0) as backend:
-        (seen,) = backend.measure(small[2][:1])
+        (seen,) = measurements(backend.evaluate(small[2][:1]))
     assert seen.peak_memory_bytes == {"vdev:0": 7}
 
 
@@ -246,12 +247,12 @@ def test_weights_leave_a_device_that_had_no_room_for_all_of_them(
     with opened(small, rounds=1, warm_up=0) as backend:
         with monkeypatch.context() as patch:
             patch.setattr(Homes, "_move", cramped)
-            (full,) = backend.measure([there])
+            (full,) = measurements(backend.evaluate([there]))
         assert full.overfull
         assert len(moved) == 2
         state = backend._extraction.step.named_state()
         assert {tensor.device.type for tensor in state.values()} == {"cpu"}
-        assert all(one.ok for one in backend.measure([there, *others]))
+        assert all(one.ok for one in measurements(backend.evaluate([there, *others])))
 
 
 def test_a_step_that_hangs_ends_the_process_with_a_sentence(
@@ -271,7 +272,7 @@ def test_a_step_that_hangs_ends_the_process_with_a_sentence(
     monkeypatch.setattr(os, "_exit", leave)
     monkeypatch.setattr(PlacedModule, "step", hang)
     with opened(small, rounds=1, turn_timeout_s=0.01) as backend:
-        backend.measure(small[2][:1])
+        backend.evaluate(small[2][:1])
     assert statuses == [STUCK]
     assert "0.01 s" in capfd.readouterr().err
 
@@ -296,7 +297,7 @@ def test_ctrl_c_keeps_whole_rounds(small: Small, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(MeasuredModule, "_steps", interrupted)
     with opened(small, rounds=3, warm_up=0) as backend:
-        seen: list[Measurement] = backend.measure(small[2][:2])
+        seen: list[Measurement] = measurements(backend.evaluate(small[2][:2]))
     assert backend.interrupted
     assert [len(one.wall_s) for one in seen] == [2, 2]
 
@@ -367,7 +368,7 @@ def test_every_step_of_a_turn_begins_with_the_same_lists() -> None:
     none = np.zeros(problem.op_count)
     placement = Placement.of(problem.graph, problem.cluster, none.astype(int), none)
     with MeasuredModule(extraction, modules, problem, rounds=2) as backend:
-        assert backend.measure([placement])[0].ok
+        assert measurements(backend.evaluate([placement]))[0].ok
         assert len(backend._extraction.step.inputs[0]) == 1
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from random_problems import random_problem
 
+from envs.backend import StepResult, measured_result
 from envs.executor.worker_error import WorkerError
 from envs.measurement import Measurement
 from envs.placement import Placement
@@ -57,7 +58,6 @@ class Machine:
     """A backend whose devices are slower than simulated, by a factor each, with 0.1 % noise."""
 
     interrupted = False
-    reference = None
 
     def __init__(self, problem: Problem, factors: Sequence[float]) -> None:
         slower = np.rint(problem.cost_ns * np.array(factors)).astype(np.int64)
@@ -66,25 +66,22 @@ class Machine:
         self.batches: list[int] = []
         self.rng = np.random.default_rng(0)
 
-    def measure(
-        self, placements: Sequence[Placement], progress: Any = None, *, reference: bool = False
-    ) -> list[Measurement]:
+    def evaluate(self, placements: Sequence[Placement], progress: Any = None) -> list[StepResult]:
         """Return nine rounds of each."""
         self.batches.append(len(placements))
         if self.broken:
             nothing = np.array([])
-            return [Measurement(wall_s=nothing, rebuilt_s=nothing, failure="it died")] * len(
-                placements
-            )
+            failed = Measurement(wall_s=nothing, cpu_clock_s=nothing, failure="it died")
+            return [measured_result(failed, {})] * len(placements)
         steps = [self.simulator.step_ns(*own.arrays())[0] / 1e9 for own in placements]
         runs = [step * self.rng.normal(1.0, 1e-3, 9) for step in steps]
-        return [Measurement(wall_s=run, rebuilt_s=run) for run in runs]
+        return [measured_result(Measurement(wall_s=run, cpu_clock_s=run), {}) for run in runs]
 
     def close(self) -> None:
         """Do nothing."""
 
 
-class Rig:
+class Order:
     """The order of ops on such a machine."""
 
     order = staticmethod(lambda problem, schedule: run_order(problem, schedule.start_ns))
@@ -94,8 +91,8 @@ def decoders_on(
     factors: Sequence[float], problem: Problem | None = None
 ) -> tuple[MeasuredDecoders, Machine]:
     problem = problem or random_problem(3, ops=60, devices=len(factors))
-    machine, rig = Machine(problem, factors), Rig()
-    return MeasuredDecoders(exercise(problem, "measured"), rig, machine), machine  # type: ignore[arg-type]
+    machine, order = Machine(problem, factors), Order()
+    return MeasuredDecoders(exercise(problem, "measured"), order, machine), machine  # type: ignore[arg-type]
 
 
 def test_costs_are_those_of_the_machine_and_not_of_the_simulator() -> None:

@@ -17,12 +17,11 @@ from two_devices import linked
 from vdev import TRANSFERS
 
 import placer
-from envs import torch_module_costs
 from envs.cluster import Cluster
+from envs.costs import modules as module_costs
+from envs.costs.modules import profile_modules_on, torch_module_costs
 from envs.executor.hooked_module import HookedModule
-from envs.module_costs import profile_modules_on
 from envs.placement import Placement
-from envs.torch_module_costs import module_costs
 from graphs.extract import Extraction, ExtractionError, Step, extract
 from graphs.extract.module_map import module_map
 from graphs.graph import GraphArrays
@@ -204,12 +203,12 @@ def test_modules_that_have_no_room_cost_what_the_rates_of_the_device_say(
             raise torch.OutOfMemoryError("Tried to allocate 512.00 MiB")
         return profile_modules_on(device, extraction)
 
-    monkeypatch.setattr(torch_module_costs, "profile_modules_on", cramped)
+    monkeypatch.setattr(module_costs, "profile_modules_on", cramped)
     rated = [
         replace(device, peak_flop_per_s=1e9, bandwidth_bytes_per_s=1e9)
         for device in linked().devices
     ]
-    costs = module_costs(extraction, Cluster(name="rated", devices=tuple(rated)))
+    costs = torch_module_costs(extraction, Cluster(name="rated", devices=tuple(rated)))
     for device in rated:
         known = costs[device.kind]
         expected = "roofline" if device.name.startswith("vdev") else "module by module"

@@ -12,13 +12,15 @@ import tiny_models
 import torch
 from torch import nn
 
-from envs import op_costs as module
 from envs.cluster import Cluster, Device
-from envs.cost_cache import CostCache, Session
+from envs.core_runtime import CoreRuntime
+from envs.costs import ops as module
+from envs.costs.cache import CostCache, Session
+from envs.costs.cached_costs import OpCosts, conditions_of, session_of
+from envs.costs.ops import profile_runs
+from envs.costs.roofline import check_cluster
+from envs.costs.signatures import op_signatures
 from envs.discover import discover
-from envs.op_costs import check_cluster, conditions_of, op_costs, session_of
-from envs.op_signature import op_signatures
-from envs.profiling import profile_runs
 from graphs.extract import Extraction, Step, extract
 from graphs.graph import attributes_of
 
@@ -47,6 +49,12 @@ def profiled(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
     monkeypatch.setattr(module, "profile_runs", spy)
     return seen
+
+
+def op_costs(
+    extraction: Extraction, cluster: Cluster, *, fresh: bool = False
+) -> dict[str, OpCosts]:
+    return CoreRuntime(extraction, cluster).costs(cluster, fresh=fresh)
 
 
 def of(model: nn.Module, *shape: int) -> Extraction:
@@ -107,6 +115,13 @@ def test_a_session_takes_the_median_over_runs_and_ops_of_a_signature() -> None:
     assert (found.runs, found.measured) == (3, "2026-01-01")
 
 
+def test_the_noise_of_a_single_run_is_unknown_and_ops_that_did_not_fit_do_not_count() -> None:
+    found = session_of(np.array([[1.0, np.nan, 3.0, np.nan]]), ["a", "a", "b", "c"], "2026-01-01")
+    assert found.spread is None
+    assert (found.cost_s["a"], found.cost_s["b"]) == (1.0, 3.0)
+    assert np.isnan(found.cost_s["c"])
+
+
 def test_what_was_measured_often_enough_is_not_measured_again(
     cache: CostCache, profiled: list[list[str]]
 ) -> None:
@@ -119,9 +134,9 @@ def test_what_was_measured_often_enough_is_not_measured_again(
     assert holding.signatures == len(set(op_signatures(extraction.program)))
     for _ in range(2):  # a noisy machine measures three times
         op_costs(extraction, cluster)
-    times = len([devices for devices in profiled if devices])
+    times = len(profiled)
     known = op_costs(extraction, cluster)["core"]
-    assert len([devices for devices in profiled if devices]) == times
+    assert len(profiled) == times
     assert {source.partition(" 20")[0] for source in known.sources} == {"cached, measured"}
 
 
@@ -156,7 +171,7 @@ def test_ops_that_were_measured_on_different_days_say_so(
         f"cached, measured {day} in runs of the whole step" for day in days
     ]
     assert found.cost_s.tolist() == [1.0, 1.0, 1.0]
-    assert profiled == [[]]
+    assert profiled == []
 
 
 def stored(cache: CostCache, extraction: Extraction, days: dict[int, str]) -> None:
@@ -212,4 +227,4 @@ def test_a_model_without_memory_for_its_parameters_is_modelled_on_described_devi
 def test_without_a_device_that_is_here_nothing_is_run(profiled: list[list[str]]) -> None:
     costs = op_costs(extract(tiny_models.conv_net()), Cluster(name="gpu", devices=(GPU,)))
     assert list(costs) == ["gpu"]
-    assert profiled == [[]]
+    assert profiled == []

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch_optimizers import torch_optimizer, with_optimizer
 
 import placer
+from envs.costs.ops import profile_runs
 from envs.discover import discover
 from envs.executor.lists import Run, device_lists, priority_order
 from envs.executor.placed import PlacedModel
 from envs.placement import Placement
-from envs.profiling import profile_ops
 from graphs.extract import Extraction, ExtractionError, Step, extract
 from graphs.extract.program import Call, Ref, Source, StepProgram, Value
 from graphs.graph import PHASES, GraphArrays, graph_hash
@@ -180,7 +180,7 @@ def test_measuring_costs_often_leaves_every_number_finite(kind: str) -> None:
     step = with_optimizer(tiny_models.conv_net(), kind, learning_rate=1e9)
     before = state_of(step)
     extraction = extract(step)
-    profile_ops(extraction, discover(f"core:{CORES[0]}"), repeats=3)
+    profile_runs(extraction, discover(f"core:{CORES[0]}").devices, repeats=3)
     assert_same(state_of(step), before)
 
 

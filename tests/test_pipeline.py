@@ -25,6 +25,7 @@ from torch import nn
 
 import placer
 from envs.cluster import Cluster, Device, Link
+from envs.core_runtime import CoreRuntime, rounds_for
 from envs.measurement import Measurement
 from envs.placement import Placement
 from envs.problem import Problem
@@ -43,7 +44,6 @@ from placer.pipeline import optimize_job, optimize_problem
 from placer.placers.rule import Rule
 from placer.policies import load
 from placer.result import Result
-from placer.rigs import Cores, rounds_for
 from placer.running import MEASURED_CANDIDATES, worth_running
 from placer.search.budget import Budget, Meter
 from placer.search.candidate import Candidate, Kind, Prediction
@@ -85,7 +85,7 @@ def candidate(
     measurement = None
     if runs_s is not None:
         times = np.array(runs_s)
-        measurement = Measurement(wall_s=times, rebuilt_s=times, failure="" if runs_s else "died")
+        measurement = Measurement(wall_s=times, cpu_clock_s=times, failure="" if runs_s else "died")
     return Candidate(
         kind=kind,
         name=name or kind.value,
@@ -501,7 +501,7 @@ def test_ctrl_c_before_there_is_anything_says_so(
     def stopped(*_: object, **__: object) -> None:
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(Cores, "costed", stopped)
+    monkeypatch.setattr(CoreRuntime, "costed", stopped)
     out = tmp_path / "placement.json"
     assert main([*TWO_TOWERS, "--devices", "core:0", "--out", str(out)]) == 1
     assert "stopped before" in capsys.readouterr().err

@@ -21,7 +21,8 @@ from two_devices import linked, pair
 from vdev import TRANSFERS
 
 import placer
-from envs.call_costs import profile_calls
+from envs.backend import measurements
+from envs.costs.calls import profile_calls
 from envs.executor import updates
 from envs.executor.placed_module import PlacedModule
 from envs.measured_module import MeasuredModule
@@ -328,7 +329,7 @@ def test_measured_steps_do_all_their_work_and_change_nothing(
         for d in range(2)
     ]
     with MeasuredModule(extraction, calls, problem, rounds=1, warm_up=0) as backend:
-        first, second = backend.measure(placements)
+        first, second = measurements(backend.evaluate(placements))
         module = backend._module
         assert module is not None
         own, expected = here(module.state_dict()), {n: before[n] for n in module.state_dict()}

@@ -226,7 +226,7 @@ def test_a_group_is_placed_in_one_step() -> None:
 class Constant:
     """A backend for which every step takes two seconds."""
 
-    def evaluate(self, placements: Sequence[Placement]) -> list[StepResult]:
+    def evaluate(self, placements: Sequence[Placement], progress: Any = None) -> list[StepResult]:
         return [StepResult(step_s=2.0, peak_memory_bytes={}, parts={"all": 2.0})] * len(placements)
 
 
@@ -324,7 +324,7 @@ def test_a_model_may_be_placed_by_simulated_steps() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"backend": "mesured"}, "'measured'"),
+        ({"backend": "mesured"}, "did you mean measured"),
         ({"backend": "measured"}, "give a workload"),
         ({"pool": [toy_problem()], "graph": "graph.json"}, "one of workload, graph and pool"),
         ({"pool": [toy_problem()] * 2, "backend": "measured"}, "of a pool are simulated"),

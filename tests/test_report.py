@@ -140,10 +140,10 @@ def test_candidates_have_their_predictions_quartiles_and_the_chosen_one() -> Non
     found = found_in(random_problem(6))
     names = found.problem.cluster.names
     times = np.arange(1.0, 10.0)
-    runs = Measurement(wall_s=times, rebuilt_s=times, peak_memory_bytes={names[0]: 123})
+    runs = Measurement(wall_s=times, cpu_clock_s=times, peak_memory_bytes={names[0]: 123})
     best = replace(found.best, measurement=runs)
     rows = tuple(best if row is found.best else row for row in found.candidates)
-    failed = Measurement(wall_s=np.zeros(0), rebuilt_s=np.zeros(0), failure="a worker died")
+    failed = Measurement(wall_s=np.zeros(0), cpu_clock_s=np.zeros(0), failure="a worker died")
     rows = (*rows[:-1], replace(rows[-1], measurement=failed))
     measured = replace(found, candidates=rows, best=best, all_cores=runs)
     data = report_data(measured)

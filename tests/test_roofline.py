@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envs.cluster import Cluster, Device
+from envs.costs.roofline import check_rates, roofline_costs, roofline_s
 from envs.problem import Problem
-from envs.roofline import check_rates, roofline_costs, roofline_s
 from graphs.costs import with_costs
 from graphs.graph import GraphArrays, add_op, new_graph
 

@@ -59,7 +59,7 @@ def result_on(names: tuple[str, ...]) -> Result:
                 priority=priority,
                 step_ns=round(step_s * 1e9),
                 prediction=prediction,
-                measurement=None if devices[0] else Measurement(wall_s=times, rebuilt_s=times),
+                measurement=None if devices[0] else Measurement(wall_s=times, cpu_clock_s=times),
             )
         )
     best = choose(candidates)
@@ -71,7 +71,7 @@ def result_on(names: tuple[str, ...]) -> Result:
         lower_bound_s=0.29,
         search_s=1.0,
         stopped=False,
-        all_cores=Measurement(wall_s=times, rebuilt_s=times),
+        all_cores=Measurement(wall_s=times, cpu_clock_s=times),
     )
 
 
@@ -137,7 +137,7 @@ def test_names_from_files_are_text_and_not_markup(capsys: pytest.CaptureFixture[
 def test_the_verdict_compares_with_the_unplaced_step_by_shortest_and_median_times() -> None:
     slower = result_on(("core:0", "core:1"))
     quick = np.full(7, 0.2)
-    faster = replace(slower, all_cores=Measurement(wall_s=quick, rebuilt_s=quick))
+    faster = replace(slower, all_cores=Measurement(wall_s=quick, cpu_clock_s=quick))
     assert ratios(slower.verdict) == ["1.70x", "1.70x", "1.70x"]
     assert ratios(faster.verdict) == ["1.70x", "1.76x", "1.78x"]
     assert ratios(replace(slower, all_cores=slower.best.measurement).verdict) == ["1.70x"]
@@ -186,7 +186,7 @@ def test_on_a_busy_machine_both_clocks_are_told_and_not_mixed() -> None:
 def test_a_busy_machine_judges_no_unplaced_step_and_says_how_busy_it_was() -> None:
     quiet = result_on(("core:0", "core:1"))
     rows = tuple(
-        replace(row, measurement=replace(seen, wall_s=seen.rebuilt_s * slower))
+        replace(row, measurement=replace(seen, wall_s=seen.cpu_clock_s * slower))
         for row, slower in zip(quiet.candidates, (34.0, 2.0, 1.0), strict=True)
         if (seen := row.measurement) is not None
     )

@@ -13,8 +13,8 @@ import torch
 
 from envs import discover as discovery
 from envs import torch_devices, torch_speeds
-from envs.calibrate import calibrated
 from envs.discover import available_memory_bytes, check_devices, discover
+from envs.runtime import calibrated
 from envs.stopwatch import seconds_per_call
 from envs.torch_speeds import LARGE_BYTES, SMALL_BYTES, Copies, copies_from
 

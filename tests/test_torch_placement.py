@@ -17,16 +17,17 @@ from vdev import TRANSFERS
 
 import placer
 from envs import torch_speeds
+from envs.backend import StepResult, measured_result
 from envs.discover import discover
 from envs.executor.placed_module import PlacedModule
 from envs.measured_module import MeasuredModule
 from envs.measurement import Measurement
 from envs.placement import Placement
+from envs.runtime import runtime_for
 from graphs.extract import Step, extract
 from graphs.extract.module_map import placeable
 from graphs.graph import GraphArrays
 from placer.cli.main import main
-from placer.rigs import rig_for
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.usefixtures("second_device")
@@ -165,7 +166,7 @@ def test_overlap_is_refused_where_nothing_overlaps() -> None:
     cluster = pair()
     extraction = extract(Step.of(model, tokens), "modules")
     with pytest.raises(ValueError, match="graph of modules"):
-        rig_for(extraction, cluster, overlap=True)
+        runtime_for(extraction, cluster, overlap=True)
     graph = GraphArrays.from_graph(placeable(extraction).graph)
     nowhere = np.zeros(len(graph.ids))
     of_modules = Placement.of(graph, cluster, nowhere.astype(int), nowhere)
@@ -173,7 +174,7 @@ def test_overlap_is_refused_where_nothing_overlaps() -> None:
         placer.apply(model, of_modules, tokens, extractor="modules", overlap=True)
     core = discover(f"core:{min(os.sched_getaffinity(0))}")
     with pytest.raises(ValueError, match="pinned cores"):
-        rig_for(extract(Step.of(model, tokens)), core, overlap=True)
+        runtime_for(extract(Step.of(model, tokens)), core, overlap=True)
     ops = GraphArrays.from_graph(extract(Step.of(model, tokens)).graph)
     zeros = np.zeros(len(ops.ids))
     on_core = Placement.of(ops, core, zeros.astype(int), zeros)
@@ -245,23 +246,23 @@ def test_where_no_plan_fits_in_fact_it_is_planned_for_less_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     planned: list[int] = []
-    measure = MeasuredModule.measure
+    evaluate = MeasuredModule.evaluate
 
     def first_too_large(
-        backend: MeasuredModule, placements: list[Placement], *_: object, **__: object
-    ) -> list[Measurement]:
+        backend: MeasuredModule, placements: list[Placement], *_: object
+    ) -> list[StepResult]:
         planned.append(backend.problem.cluster.devices[0].memory_bytes)
-        seen = measure(backend, placements)
+        seen = evaluate(backend, placements)
         if len(planned) > 1:
             return seen
         nothing = np.array([])
-        full = Measurement(wall_s=nothing, rebuilt_s=nothing, failure="no room", overfull=True)
+        full = Measurement(wall_s=nothing, cpu_clock_s=nothing, failure="no room", overfull=True)
         return [
-            full if len(set(p.devices)) > 1 else one
+            measured_result(full, {}) if len(set(p.devices)) > 1 else one
             for p, one in zip(placements, seen, strict=True)
         ]
 
-    monkeypatch.setattr(MeasuredModule, "measure", first_too_large)
+    monkeypatch.setattr(MeasuredModule, "evaluate", first_too_large)
     model, tokens = build()
     found = placer.optimize(
         model,

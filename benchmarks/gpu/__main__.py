@@ -28,10 +28,10 @@ from benchmarks.gpu.models import models, two_devices
 from benchmarks.gpu.workbench import Workbench, arguments, everything_on, in_order, placement
 from benchmarks.record import Record, quartiles
 from envs import torch_devices
-from envs.calibrate import calibrated
 from envs.cluster import Cluster
 from envs.executor.placed_module import PlacedModule
 from envs.problem import Problem
+from envs.runtime import calibrated
 from envs.simulator import Simulator
 from envs.torch_devices import own_accelerators, torch_device
 from envs.torch_speeds import copy_speed
@@ -96,7 +96,7 @@ def profile(bench: Workbench, found: dict[str, Any]) -> None:
 def overhead(bench: Workbench, cluster: Cluster, found: dict[str, Any]) -> None:
     """Time the plain model and the placed module on the accelerator, in pairs."""
     device = torch_device(cluster.names[0])
-    step, calls = bench.extraction.step, bench.rig.calls
+    step, calls = bench.extraction.step, bench.runtime.calls
     model = copy.deepcopy(step)
     devices = calls.devices_of_calls([device] * len(calls.graph))
     placed_step = copy.deepcopy(step)
@@ -140,7 +140,7 @@ def in_pairs(
 ) -> dict[str, Any]:
     """Time steps of one placement without and with overlap, in turn."""
     names = [torch_device(name) for name in cluster.names]
-    step, calls = bench.extraction.step, bench.rig.calls
+    step, calls = bench.extraction.step, bench.runtime.calls
     placed = placement(problem, plan)
     devices = calls.devices_of_calls([names[d] for d in placed.devices])
     modules = [
@@ -187,7 +187,7 @@ def trained(
 
 def rebuilding(bench: Workbench, cluster: Cluster, found: dict[str, Any]) -> None:
     """Time placing again: with weights moved, with copies of them kept, with weights in place."""
-    calls = bench.rig.calls
+    calls = bench.runtime.calls
     names = [torch_device(name) for name in cluster.names]
     shares = np.random.default_rng(0)
     problem = bench.problem()

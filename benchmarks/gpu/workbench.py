@@ -12,18 +12,17 @@ from typing import Any
 import numpy as np
 
 from benchmarks.record import quartiles
-from envs.calibrate import calibrated
-from envs.call_memory import plannable
+from envs.backend import measurements
 from envs.cluster import Cluster
 from envs.measured_module import MeasuredModule, launch_order
 from envs.measurement import Measurement
 from envs.placement import Placement
 from envs.problem import Problem
+from envs.runtime import calibrated
 from envs.simulator import INFEASIBLE_NS, Simulator
+from envs.torch_runtime import TorchRuntime
 from graphs.extract import Step, extract
 from graphs.graph import GraphArrays
-from placer.report.progress import Silent
-from placer.rigs import TorchDevices
 from placer.search.candidate import Candidate, Kind
 from placer.search.trivial import single_device
 
@@ -38,8 +37,8 @@ class Workbench:
         self.cluster = calibrated(cluster)
         self.extraction = extract(step)
         extracted = time.perf_counter()
-        self.rig = TorchDevices(self.extraction, self.cluster)
-        graph = self.rig.costed(self.rig.graph, self.cluster, Silent())
+        self.runtime = TorchRuntime(self.extraction, self.cluster)
+        graph = self.runtime.costed(self.runtime.graph, self.cluster)
         self.arrays = GraphArrays.from_graph(graph)
         self.seconds = {
             "extraction_s": extracted - began,
@@ -49,7 +48,7 @@ class Workbench:
     def problem(self, limit_bytes: int | None = None) -> Problem:
         """Return the problem with the memory of the first device limited to ``limit_bytes``."""
         cluster = self.cluster if limit_bytes is None else limited(self.cluster, limit_bytes)
-        return Problem.of(self.arrays, plannable(cluster))
+        return Problem.of(self.arrays, self.runtime.planned(cluster))
 
     def measured(
         self, problem: Problem, plans: list[Candidate], limit_bytes: int | None = None
@@ -58,10 +57,10 @@ class Workbench:
         limits = {} if limit_bytes is None else {self.cluster.names[0]: limit_bytes}
         placements = [placement(problem, plan) for plan in plans]
         backend = MeasuredModule(
-            self.extraction, self.rig.calls, problem, limits=limits, rounds=ROUNDS, warm_up=0
+            self.extraction, self.runtime.calls, problem, limits=limits, rounds=ROUNDS, warm_up=0
         )
         with closing(backend):
-            seen = backend.measure(placements)
+            seen = measurements(backend.evaluate(placements))
         return [row(problem, plan, one) for plan, one in zip(plans, seen, strict=True)]
 
 

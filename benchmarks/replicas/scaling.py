@@ -25,12 +25,12 @@ from torch.nn import functional as F
 from benchmarks.record import Effort, Part
 from benchmarks.tables import Table
 from envs.cluster import Cluster, Device
+from envs.costs.roofline import roofline_costs
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.replicas.collectives import Level, halving_doubling_s, ring_s, single_reducer_s
 from envs.replicas.spec import AUTO, BUCKET_BYTES, Replication
 from envs.replicas.step import ReplicaStep, SlotNetwork, replicated
-from envs.roofline import roofline_costs
 from graphs.costs import with_costs
 from graphs.extract import Step, extract
 from graphs.graph import PHASES, GraphArrays

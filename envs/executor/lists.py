@@ -69,6 +69,11 @@ def device_lists(
     return _Lists(program, devices, device_count).build(_updates_last(program, order))
 
 
+def single_list(program: StepProgram) -> list[Instruction]:
+    """Return the instructions of a step that runs on one device, in program order."""
+    return device_lists(program, [0] * program.op_count, range(program.op_count), 1)[0]
+
+
 def priority_order(program: StepProgram, priority: Sequence[float]) -> list[int]:
     """Return all ops by priority, highest first, but each after those it reads from.
 

@@ -27,8 +27,6 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.cluster import Cluster
-from envs.host_names import is_core, split_name
 from envs.micro_batches import OPTIMIZER, Pipeline
 from envs.nanoseconds import nanoseconds
 from envs.placement import Placement
@@ -37,6 +35,7 @@ from envs.replicas.buckets import Buckets, buckets_of, busiest_ns, reduced_ns, s
 from envs.replicas.collectives import AllReduce, Level
 from envs.replicas.spec import Replication
 from envs.replicas.topology import levels_of
+from envs.runtime import reduces_in_backward
 from envs.simulator import Schedule, Simulator
 from graphs.frozen import frozen
 from graphs.gradients import Gradients, gradients_of
@@ -66,14 +65,6 @@ class ReplicaStep:
         return ReplicaSimulator(problem, gradients).step(placement)
 
 
-def overlaps(cluster: Cluster) -> bool:
-    """Return whether gradients are reduced during the backward pass.
-
-    Workers of pinned cores deliver all gradients to their replica's process after it.
-    """
-    return not any(is_core(split_name(name)[1]) for name in cluster.names)
-
-
 class ReplicaSimulator:
     """Simulates one replica for placements of a problem.
 
@@ -83,7 +74,7 @@ class ReplicaSimulator:
     def __init__(self, problem: Problem, gradients: Gradients | None = None) -> None:
         self.problem = problem
         self.gradients = gradients_of(problem.graph) if gradients is None else gradients
-        self.overlaps = overlaps(problem.cluster)
+        self.overlaps = reduces_in_backward(problem.cluster)
         self._simulators: dict[tuple[int, int | None], tuple[Simulator, Pipeline | None]] = {}
 
     def step(self, placement: Placement) -> ReplicaStep:

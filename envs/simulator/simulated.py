@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -12,7 +11,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.backend import StepResult
+from envs.backend import ProgressCallback, StepResult
 from envs.micro_batches import Pipeline
 from envs.nanoseconds import HORIZON_NS
 from envs.placement import Placement
@@ -231,12 +230,21 @@ class Simulated:
         self._pipelines: dict[tuple[int, int | None], tuple[Pipeline, Simulator]] = {}
         self._others: list[Simulated] = []  # one for each further thread
 
-    def evaluate(self, placements: Sequence[Placement]) -> list[StepResult]:
+    def evaluate(
+        self, placements: Sequence[Placement], progress: ProgressCallback | None = None
+    ) -> list[StepResult]:
         """Evaluate every placement, in order; one that is not for this problem is infeasible.
 
         Several are spread over ``threads`` threads, with the same results. This pays off for large
-        graphs only: everything but the simulation itself holds the interpreter lock.
+        graphs only: everything but the simulation itself holds the interpreter lock. ``progress``
+        hears only of the end.
         """
+        results = self._evaluate_all(placements)
+        if progress is not None:
+            progress(len(placements), len(placements))
+        return results
+
+    def _evaluate_all(self, placements: Sequence[Placement]) -> list[StepResult]:
         threads = min(self.threads, len(placements))
         if threads < 2:
             return [self._evaluate(placement) for placement in placements]
@@ -282,7 +290,7 @@ class Simulated:
         try:
             problem, schedule = self._run(placement, transfers=placement.micro_batches > 1)
         except ValueError as error:
-            return _infeasible({}, str(error))
+            return StepResult.infeasible(str(error), {})
         return self._result(placement, problem, schedule)
 
     def result(
@@ -303,7 +311,7 @@ class Simulated:
     def _result(self, placement: Placement, problem: Problem, schedule: Schedule) -> StepResult:
         peaks = dict(zip(self.problem.cluster.names, schedule.peak_bytes.tolist(), strict=True))
         if not schedule.feasible:
-            return _infeasible(peaks, schedule.why)
+            return StepResult.infeasible(schedule.why, peaks)
         critical = schedule.critical_chain()
         compute_ns = int((schedule.end_ns - schedule.start_ns)[critical].sum())
         period_s, why_no_period = self._period_s(placement, problem, schedule)
@@ -331,10 +339,6 @@ class Simulated:
             return None, f"{2 * m} micro-batches cannot be simulated: {error}"
         more_ns = busy_ns(doubled, twice) - busy_ns(problem, schedule)
         return max(twice.step_ns - schedule.step_ns, int(more_ns.max())) / m / 1e9, ""
-
-
-def _infeasible(peaks: dict[str, int], why: str) -> StepResult:
-    return StepResult(step_s=math.inf, peak_memory_bytes=peaks, feasible=False, why=why)
 
 
 def _too_long(problem: Problem) -> str:

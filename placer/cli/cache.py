@@ -11,7 +11,7 @@ from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail
 from placer.cli.talk import say
 
 if TYPE_CHECKING:
-    from envs.cost_cache import CostCache, Holding
+    from envs.costs.cache import CostCache, Holding
 
 EVERYTHING: Final = "everything"
 SPEEDS: Final = "speeds"
@@ -47,7 +47,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 def run(args: argparse.Namespace) -> int:
     """Clear what ``--clear`` names, then list what is left."""
-    from envs.cost_cache import CostCache
+    from envs.costs.cache import CostCache, UnreadableCacheError
 
     cache = CostCache()
     try:
@@ -55,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
         if why is not None:
             return fail(BAD_USAGE, why)
         holdings = cache.holdings()
+    except UnreadableCacheError as error:
+        return fail(JOB_FAILED, f"{error}; placer cache --clear removes it")
     except (ValueError, OSError) as error:
         return fail(JOB_FAILED, error)
     listing = _listing(cache, holdings)

@@ -33,11 +33,11 @@ def run(args: argparse.Namespace) -> int:
     """Discover and calibrate the devices, print and write them."""
     if (why := why_not_outputs({"--out": args.out}, {})) is not None:
         return fail(BAD_USAGE, why)
-    from envs.calibrate import calibrated
     from envs.cluster import cluster_to_toml
     from envs.discover import discover
     from envs.executor.worker_error import WorkerError
     from envs.measurement import why_doubtful
+    from envs.runtime import calibrated
     from graphs.whole_file import write_whole
     from placer.report.console import stdout_console
     from placer.report.table import print_cluster

@@ -25,9 +25,9 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 def run(args: argparse.Namespace) -> int:
     """Discover and calibrate the devices, measure noise, print the checkup."""
-    from envs.calibrate import calibrated
     from envs.discover import discover
     from envs.executor.worker_error import WorkerError
+    from envs.runtime import calibrated
     from placer.doctor import check_machine
 
     try:

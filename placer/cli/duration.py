@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 PREPARING_S: Final = 20.0
 """Calibrating two cores takes 14 s, the ops of a small model 3 s; both are cached afterwards."""
 RUNNING_S: Final = 15.0
-"""Eight candidates at 1.5 s, see :func:`placer.rigs.rounds_for`, and the start of workers."""
+"""Eight candidates at 1.5 s, see :func:`envs.core_runtime.rounds_for`, and the start of workers."""
 SMALLEST: Final = 0.02
 """Share of the total time below which a stage is not listed separately."""
 

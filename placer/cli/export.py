@@ -172,15 +172,13 @@ def _problem(
             memory.
     """
     from envs.discover import discover
-    from envs.model_problem import ModelProblem
+    from envs.runtime import costed_problem, known_problem, runtime_for
 
     try:
         cluster = discover(",".join(placement.device_names), memory)
-        if measure:
-            return ModelProblem.of_extraction(extraction, cluster).problem
-        known = ModelProblem.known(extraction, cluster)
+        runtime = runtime_for(extraction, cluster)
+        return (costed_problem if measure else known_problem)(runtime, cluster)
     except ValueError:  # devices elsewhere, a module graph, or unknown memory
         if measure:
             raise
         return None
-    return None if known is None else known.problem

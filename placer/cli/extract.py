@@ -154,9 +154,9 @@ def _graph(
     args: argparse.Namespace, cluster: Cluster | None, progress: Progress
 ) -> tuple[nx.DiGraph[str], Extraction | None]:
     from envs.discover import is_here
+    from envs.runtime import runtime_for
     from graphs.extract import extract
     from graphs.extract.fake import check_has_memory
-    from placer.rigs import rig_for
     from placer.target import is_graph_file, load_graph_target
 
     if is_graph_file(args.target):
@@ -171,5 +171,11 @@ def _graph(
     if cluster is None:
         return extraction.graph, extraction
     progress.stage("Measuring op costs")
-    rig = rig_for(extraction, cluster)
-    return rig.costed(rig.graph, cluster, progress, fresh=args.fresh), extraction
+    runtime = runtime_for(extraction, cluster)
+    graph = runtime.costed(
+        runtime.graph,
+        cluster,
+        fresh=args.fresh,
+        progress=lambda done, total: progress.advance(done / total),
+    )
+    return graph, extraction

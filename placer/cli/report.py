@@ -172,14 +172,13 @@ def _launch(
     placement: Placement, args: argparse.Namespace, path: Path, extraction: Extraction | None
 ) -> str:
     """Return the command that trains with the placement, "" if placer cannot run it."""
-    from envs.host_names import is_core
     from envs.replicas.spec import Replication
-    from placer.exports.renaming import is_of_torch
+    from envs.runtime import has_runtime
     from placer.parallel.plan import launch_command, why_not_run
 
     if extraction is None or not extraction.step.training or placement.micro_batches > 1:
         return ""
-    known = all(is_core(name) or is_of_torch(name) for name in placement.device_names)
+    known = all(map(has_runtime, placement.device_names))
     if placement.replicas is None and not known:
         return ""
     plan = placement.replicas or Replication(groups=(placement.device_names,))

@@ -13,7 +13,6 @@ from torch import nn
 
 from envs.backend import StepResult
 from envs.cluster import Cluster, Device
-from envs.host_names import is_core
 from envs.placement import Placement
 from graphs.extract import Extraction, Step
 from graphs.extract.call_graph import call_graph
@@ -320,8 +319,10 @@ def _graph_of(extraction: Extraction, placement: Placement) -> GraphArrays:
     if not placement.graph and set(of_ops.ids) <= set(placement.ops):
         return of_ops
     of_calls = GraphArrays.from_graph(call_graph(extraction).graph)
-    on_cores = all(map(is_core, placement.device_names))
-    return of_ops if on_cores and placement.graph != of_calls.hash else of_calls
+    if placement.graph == of_calls.hash:
+        return of_calls
+    ops = set(placement.ops)
+    return of_ops if len(ops.intersection(of_ops.ids)) > len(ops & {*of_calls.ids}) else of_calls
 
 
 def _units(module: nn.Module, path: str) -> Iterator[str]:

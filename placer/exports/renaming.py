@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from itertools import count
 
+from envs.runtime import is_of_torch
+
 
 class ExportError(ValueError):
     """The format cannot express the placement; the message says what prevents it."""
@@ -69,13 +71,3 @@ def as_option(renamed: Mapping[str, str], placed_on: Sequence[str]) -> str:
     free = (gpu for i in count() if (gpu := f"cuda:{i}") not in kept.values())
     pairs = [f"{name}={kept[name] if name in kept else next(free)}" for name in placed_on]
     return f"say which devices to write instead, as in --as {','.join(pairs)}"
-
-
-def is_of_torch(name: str) -> bool:
-    """Return whether torch has devices with this name, here or elsewhere, that can compute."""
-    import torch
-
-    try:
-        return torch.device(name).type != "meta"
-    except RuntimeError:
-        return False

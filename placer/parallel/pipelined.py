@@ -23,9 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
 from torch.utils._pytree import tree_map_only
 
-from envs.host_names import is_core
 from envs.placement import Placement
-from envs.torch_devices import CPU, torch_device
+from envs.runtime import tensor_device
 from graphs.extract import Extraction
 from placer.exports.pipelining import pipeline_stages
 from placer.exports.placed_modules import PlacedModules
@@ -87,7 +86,7 @@ class PipelinedReplica:
         # Shapes come from the traced graph: otherwise torch infers them with a backward pass,
         # whose gradients would be reduced.
         self.stage = pipe.build_stage(
-            self.index, _device(stages[self.index].device), mesh[STAGES].get_group()
+            self.index, tensor_device(stages[self.index].device), mesh[STAGES].get_group()
         )
         # The loss is scaled, not the gradients: torch scales them after the last backward pass,
         # when they are being reduced.
@@ -138,10 +137,6 @@ class PipelinedReplica:
 
     def _scaled_loss(self, output: Any, target: Any) -> torch.Tensor:
         return self._loss(output, target) / self.micro_batches
-
-
-def _device(name: str) -> torch.device:
-    return CPU if is_core(name) else torch_device(name)
 
 
 def _moved(values: Any, device: torch.device) -> Any:

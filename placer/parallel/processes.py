@@ -11,8 +11,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from envs.discover import check_devices, core_set, cores_of, is_here
-from envs.host_names import hosts_of, is_core, split_name
+from envs.discover import check_devices, is_here, shifted
+from envs.host_names import hosts_of, split_name
 from envs.placement import Placement
 from placer.parallel.liveness import StoppedError, Store
 
@@ -150,32 +150,10 @@ def on_next_devices(placement: Placement, local_rank: int, here: int) -> tuple[P
     Returns:
         The placement, and whether ranks share devices because there are too few.
     """
-    renamed = [_moved_on(placement.device_names, k) for k in range(here)]
+    renamed = [shifted(placement.device_names, k) for k in range(here)]
     if not all(is_here(name) for names in renamed for name in names):
         return placement, here > 1
     return replace(placement, device_names=renamed[local_rank]), False
-
-
-def _moved_on(names: tuple[str, ...], steps: int) -> tuple[str, ...]:
-    # Shifts device numbers by ``steps`` times the span of ``names``, so that ranks do not overlap.
-    cores = [core for name in names if is_core(name) for core in cores_of(name)]
-    span = max(cores) - min(cores) + 1 if cores else 0
-    indices = [int(name.rpartition(":")[2]) for name in names if _is_numbered(name)]
-    width = max(indices) - min(indices) + 1 if indices else 0
-    found = []
-    for name in names:
-        if is_core(name):
-            found.append(core_set(core + steps * span for core in cores_of(name)))
-        elif _is_numbered(name):
-            backend, _, index = name.rpartition(":")
-            found.append(f"{backend}:{int(index) + steps * width}")
-        else:
-            found.append(name)
-    return tuple(found)
-
-
-def _is_numbered(name: str) -> bool:
-    return not is_core(name) and name.rpartition(":")[2].isdecimal() and ":" in name
 
 
 def _numbers(found: Sequence[int]) -> str:

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from envs.executor.seeds import spread_seed
-from envs.host_names import is_core
 from envs.placement import Placement
-from envs.torch_devices import torch_device
+from envs.runtime import tensor_device
 from graphs.extract import Step
 from placer.parallel.data import Batches, FromFunction, MadeUp, Shards
 from placer.parallel.groups import check_same, groups_of_slots
@@ -149,12 +148,12 @@ def train_rank(
                 started(ranks)
             torch.manual_seed(spread_seed(request.seed, rank))  # dropout differs between replicas
             replica = placed_replica(run.step, run.own, request.extractor)
-            names = [name for name in run.own.device_names if not is_core(name)]
+            slots = dict.fromkeys(map(tensor_device, run.own.device_names))
             sync = make_sync(
                 replica.module,
                 lambda parameters: _optimizer(request, parameters),
                 run.plan.sync,
-                group_of=groups_of_slots(list(map(torch_device, names))),
+                group_of=groups_of_slots(list(slots)),
             )
             hear = progress if rank == 0 else lambda step, loss: None
             return train(replica, sync, run.batches, _training_plan(run), liveness.at, hear)

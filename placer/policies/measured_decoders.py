@@ -10,20 +10,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 import placer
-from envs.calibrate import calibrated
+from envs.backend import measurements
 from envs.cluster import Cluster
 from envs.discover import check_devices
 from envs.executor.worker_error import WorkerError
+from envs.measured import Measured
+from envs.measured_module import MeasuredModule
 from envs.measurement import Measurement, contended, tied
 from envs.placement import MadeBy, Placement
 from envs.problem import Problem
+from envs.runtime import Runtime, calibrated, runtime_for
 from envs.simulator import INFEASIBLE_NS, OVERFULL_NS, Simulator
 from graphs.extract import ExtractionError, Step, extract
 from graphs.extract.fake import check_has_memory
 from graphs.graph import GraphArrays
 from placer.policies.pool import CANNOT_RUN, Exercise, exercise, is_reference
-from placer.report.progress import Silent
-from placer.rigs import MeasuringBackend, Rig, rig_for
 from placer.search.compiling import load_compiled_code
 
 MOST_AT_ONCE: Final = 16
@@ -39,7 +40,9 @@ class MeasuredDecoders:
     placement is measured once. ``item`` is the problem with measured step times of its heuristics.
     """
 
-    def __init__(self, item: Exercise, rig: Rig, backend: MeasuringBackend) -> None:
+    def __init__(
+        self, item: Exercise, runtime: Runtime, backend: Measured | MeasuredModule
+    ) -> None:
         """Measure the heuristics; the backend is closed with the decoders.
 
         Raises:
@@ -50,7 +53,7 @@ class MeasuredDecoders:
         self.judge = item.judge
         self._problem = item.judge.problem
         self._simulator = Simulator(self._problem, memory=False)
-        self._rig = rig
+        self._runtime = runtime
         self._backend = backend
         self._ratios: dict[bytes, float] = {}
         self.measured = 0  # placements that were run
@@ -101,23 +104,23 @@ class MeasuredDecoders:
         check_has_memory(step)
         hear("extracting the graph")
         extraction = extract(step)
-        rig = rig_for(extraction, cluster)
-        if not rig.runs:
+        runtime = runtime_for(extraction, cluster)
+        if not runtime.runs:
             raise ExtractionError(
                 "only the modules of this model were extracted: cuda:N and cpu can run them, "
                 "core:N cannot"
             )
         hear("measuring op costs")
         cluster = cluster if cluster.links else calibrated(cluster)
-        graph = rig.costed(rig.graph, cluster, Silent())
-        problem = Problem.of(GraphArrays.from_graph(graph), rig.planned(cluster))
+        graph = runtime.costed(runtime.graph, cluster)
+        problem = Problem.of(GraphArrays.from_graph(graph), runtime.planned(cluster))
         load_compiled_code()
         hear("measuring the heuristics")
         item = exercise(problem, "measured")
         step_s = item.reference_ns / 1e9
-        backend = rig.backend(problem, 10.0 * step_s, step_s)
+        backend = runtime.backend(problem, [step_s, 10.0 * step_s])
         try:
-            return cls(item, rig, backend)
+            return cls(item, runtime, backend)
         except BaseException:
             backend.close()
             raise
@@ -160,7 +163,7 @@ class MeasuredDecoders:
             self._remember(some, runs, reference)
 
     def _run(self, placements: Sequence[Placement]) -> list[Measurement]:
-        runs = self._backend.measure(placements)
+        runs = measurements(self._backend.evaluate(placements))
         if self._backend.interrupted:
             raise KeyboardInterrupt
         return runs
@@ -185,7 +188,7 @@ class MeasuredDecoders:
     ) -> tuple[bytes, Placement]:
         """Return a placement whose priorities give the simulated order, and a key for both."""
         problem = self._problem
-        order = self._rig.order(problem, self._simulator.run(devices, priority))
+        order = self._runtime.order(problem, self._simulator.run(devices, priority))
         ranks = np.empty(problem.op_count)
         ranks[order] = np.arange(problem.op_count, 0, -1)
         made_by = MadeBy(placer="policy", version=placer.__version__)

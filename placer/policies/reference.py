@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from envs.cluster import Device
-from envs.roofline import SOURCE, roofline_costs
+from envs.costs.roofline import SOURCE, roofline_costs
 from graphs.coarsen import coarsen
 from graphs.costs import with_costs
 from graphs.extract import Step, extract

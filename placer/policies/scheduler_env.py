@@ -17,6 +17,7 @@ from envs.backends import BACKENDS
 from envs.cluster import Cluster
 from envs.partial_schedule import PartialSchedule, schedule_chart
 from envs.placement_env import devices_of, problem_of
+from envs.runtime import costed_problem, runtime_for
 from envs.simulator import Simulator
 from envs.toy_problem import toy_problem
 from placer.policies.decoders import Decoders, InProcess
@@ -92,10 +93,11 @@ class SchedulerEnv(gym.Env[NDArray[np.float32], NDArray[np.float32]]):
             self.pool = [measured.item]
         else:
             if workload is not None:
-                from envs.model_problem import ModelProblem  # imports torch
+                from graphs.extract import extract  # imports torch
 
-                problem = ModelProblem.of(workload, devices_of(cluster, memory)).problem
-                pool = [exercise(problem)]
+                devices = devices_of(cluster, memory)
+                runtime = runtime_for(extract(workload), devices)
+                pool = [exercise(costed_problem(runtime, devices))]
             elif graph is not None:
                 pool = [exercise(problem_of(graph, cluster))]
             self.pool = list(pool or [exercise(toy_problem(), "two-towers")])

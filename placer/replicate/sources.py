@@ -63,7 +63,7 @@ class ModelSource:
         self.hear = hear
         known = costed_step(job, hear)
         self.extraction: Extraction | None = known.extraction
-        self.makers: Mapping[str, Sequence[str]] = known.rig.gradient_makers()
+        self.makers: Mapping[str, Sequence[str]] = known.runtime.gradient_makers()
         self.cluster = known.cluster
         self.whole = known.graph
 

@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from envs.replicas.collectives import AllReduce
-from envs.replicas.step import ReplicatedStep, overlaps
+from envs.replicas.step import ReplicatedStep
+from envs.runtime import reduces_in_backward
 from graphs.graph import PHASES
 from placer.messages import NO_OPTIMIZER, extraction_remarks
 from placer.milliseconds import milliseconds
@@ -110,7 +111,7 @@ def _assumptions(plan: ReplicaPlan) -> Iterator[str]:
         yield "Reductions and the transfers of a replica are simulated as if apart."
     if best.replicas > 1 and wanted.payload != "fp32" and wanted.coding_bytes_per_s is None:
         yield f"To turn gradients into {wanted.payload}, and back, is taken to take no time."
-    if best.replicas > 1 and not overlaps(plan.problem.cluster):
+    if best.replicas > 1 and not reduces_in_backward(plan.problem.cluster):
         yield (
             "Pinned cores give all gradients at the end: none of the communication is hidden. "
             "It is taken to be as fast as their links; through gloo it is slower."

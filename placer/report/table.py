@@ -12,7 +12,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from envs.host_names import is_core
 from envs.placement import ROOT, module_of
 from placer import messages
 from placer.milliseconds import milliseconds
@@ -94,7 +93,8 @@ def _legend(result: Result, ran: bool) -> str:
     if result.placement.objective != "latency":
         parts.append(f"predicted and speed-up: of the objective {result.placement.objective}")
     if ran:
-        on_cores = is_core(names[0])
+        clocks = [own.measurement for own in result.candidates if own.measurement]
+        on_cores = any(measurement.has_cpu_clock for measurement in clocks)
         parts.append(messages.MEASURED_LEGEND)
         parts.append(messages.CORES_LEGEND if on_cores else messages.TORCH_LEGEND)
     if any(own.kind is Kind.WARM_START for own in result.candidates):
@@ -240,7 +240,7 @@ def _measured_cells(seen: Measurement | None, failure: str) -> list[str]:
         return ["failed", "", "", ""]
     if seen is None or not seen.ok:
         return ["-"] * 4
-    return [_ms(seen.median_s), _ms(seen.min_s), f"{seen.spread:.0%}", _ms(seen.rebuilt_median_s)]
+    return [_ms(seen.median_s), _ms(seen.min_s), f"{seen.spread:.0%}", _ms(seen.cpu_clock_median_s)]
 
 
 def _speed_up(result: Result, candidate: Candidate) -> str:

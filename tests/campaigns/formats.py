@@ -16,7 +16,7 @@ from tiny_cluster import CLUSTER
 from tiny_training import TINY, TWO_STAGES, inline_toml, toml
 
 from envs.cluster import cluster_to_toml, load_cluster
-from envs.cost_cache import FILE, Conditions, CostCache, Session
+from envs.costs.cache import FILE, Conditions, CostCache, Session
 from envs.placement import Placement
 from graphs.extract import Extraction, Step, extract
 from graphs.files import load_graph, save_graph

@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import Final, Literal
 
-from envs.cost_cache import FILE, CostCache, Session
+from envs.costs.cache import FILE, CostCache, Session
 
 from .case import ENDS, KILL, PAUSE, SLOW_DISK_S, STOPPED, Case
 from .formats import HERE

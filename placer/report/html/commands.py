@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Final
 from envs.discover import is_here
 from envs.placement import Placement
 from envs.problem import Problem
+from envs.runtime import is_of_torch
 from graphs.optimizer import NONE
 from graphs.precision import FULL
 from placer.exports import format_named
-from placer.exports.renaming import is_of_torch
 from placer.sources.names import PREFIX
 
 if TYPE_CHECKING:

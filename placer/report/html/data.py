@@ -234,7 +234,7 @@ def _rounds(
 def _runs(seen: Measurement, *, loaded: bool) -> dict[str, Any] | None:
     if not seen.ok:
         return None
-    times_s = seen.rebuilt_s if loaded else seen.wall_s
+    times_s = seen.cpu_clock_s if loaded else seen.wall_s
     low_s, high_s = np.percentile(times_s, [25, 75]).tolist()
     return {
         "step_s": seen.step_s(contended=loaded),

@@ -1,30 +1,35 @@
-"""Measured costs of the calls of a forward pass on torch devices, forward and backward.
+"""Costs of the calls of a step on torch devices, forward, backward and updates.
 
 The forward pass runs once on the host. On the way every call is timed alone on a device of each
 kind, with only the tensors of that call there, so a device need not have room for the model. Calls
-that look alike (operator, shapes, strides, dtypes and plain arguments) are timed once.
+that look alike (operator, shapes, strides, dtypes and plain arguments) are timed once. Of
+parameter updates the fused kernel is timed, on zeros.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
+from typing import Any, Final, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.random import fork_rng
 from torch.utils._pytree import tree_leaves, tree_map
 
 from envs import torch_devices
-from envs.bound_call import bound
-from envs.cluster import Cluster
+from envs.cluster import Cluster, Device
+from envs.costs.cached_costs import CachedCosts, OpCosts, first_of_kinds
+from envs.costs.signatures import node_signatures
+from envs.executor.neutral import CallText
+from envs.executor.updates import fused_update, updated_together
 from envs.stopwatch import REPEATS, burst, calls_per_burst, seconds_per_call
 from envs.torch_devices import CPU, torch_device, unless_out_of_memory
-from envs.update_costs import update_costs
 from envs.watchdog import timed_within_bounds
 from graphs.extract import Extraction
 from graphs.extract.autocast import autocast
@@ -32,6 +37,7 @@ from graphs.extract.call_graph import CallGraph
 from graphs.extract.forward import ForwardCall
 from graphs.extract.program import Ref
 from graphs.graph import PHASES
+from graphs.optimizer import STATE, Optimizer
 
 ROOM_BYTES: Final = 256 << 20
 """Maximum bytes of gradients in backward passes that are timed together."""
@@ -47,6 +53,49 @@ class CallCost:
 
     forward_s: float
     backward_s: float = 0.0
+
+
+def call_costs(
+    extraction: Extraction,
+    calls: CallGraph,
+    cluster: Cluster,
+    *,
+    fresh: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, OpCosts]:
+    """Return the costs of the nodes of a call graph, {device kind: costs (M,)}, measured or cached.
+
+    ``fresh`` ignores the cache but still stores the new measurements. The noise of a profile is
+    unknown: three of them make a cost known.
+
+    Raises:
+        ValueError: a device does not exist on this machine.
+    """
+
+    def profile(missing: list[Device]) -> dict[str, NDArray[np.float64]]:
+        of_missing = Cluster(name=cluster.name, devices=tuple(missing))
+        costs_s = profile_calls(extraction, calls, of_missing, progress=progress)
+        return {kind: cost_s[None] for kind, cost_s in costs_s.items()}
+
+    return _cached(extraction, calls).costs(first_of_kinds(cluster.devices), profile, fresh=fresh)
+
+
+def known_call_costs(
+    extraction: Extraction, calls: CallGraph, cluster: Cluster
+) -> dict[str, OpCosts] | None:
+    """Return the costs of :func:`call_costs` if all are in the cache, else None.
+
+    Raises:
+        ValueError: a device does not exist on this machine.
+    """
+    devices = first_of_kinds(cluster.devices)
+    found = _cached(extraction, calls).known(devices)
+    return found if found.keys() == devices.keys() else None
+
+
+def _cached(extraction: Extraction, calls: CallGraph) -> CachedCosts:
+    signatures = node_signatures(extraction, calls)
+    return CachedCosts(signatures=signatures, method=", each call alone", launched=True)
 
 
 def profile_calls(
@@ -66,7 +115,7 @@ def profile_calls(
     Raises:
         ValueError: a device is not on this machine, or the model has no values (meta device).
     """
-    first_of = {device.kind: device for device in reversed(cluster.devices)}
+    first_of = first_of_kinds(cluster.devices)
     profilers = {
         kind: _Profiler(torch_device(device.name), extraction.step.dtype)
         for kind, device in sorted(first_of.items())
@@ -75,7 +124,7 @@ def profile_calls(
     costs: dict[str, dict[str, CallCost]] = {kind: {} for kind in profilers}
     backwards = backward_nodes(extraction, calls)
     total = len(extraction.forward.calls)
-    with torch_devices.limited(limits), _rng_kept():
+    with torch_devices.limited(limits), fork_rng(range(torch.cuda.device_count())):
         for done, (call, values, gradients) in enumerate(_walk(extraction), 1):
             if not call.is_free:
                 asked = _Asked(call, values, gradients if call.key in backwards else frozenset())
@@ -84,7 +133,7 @@ def profile_calls(
             if progress is not None:
                 progress(done, total)
         updates = {
-            kind: update_costs(extraction, calls, profiler.device)
+            kind: _update_costs(extraction, calls, profiler.device)
             for kind, profiler in profilers.items()
         }
     return {
@@ -179,10 +228,10 @@ class _Profiler:
         here = {v: asked.values[v].detach().to(self.device, copy=written) for v in asked.call.reads}
         if not asked.gradients:
             with torch.no_grad():
-                return CallCost(self._seconds(bound(asked.call, here, self.device)))
+                return CallCost(self._seconds(_bound(asked.call, here, self.device)))
         leaves = _leaves(here, asked.gradients)
         with torch.set_grad_enabled(not asked.written):  # a leaf cannot be written
-            forward_s = self._seconds(bound(asked.call, leaves, self.device))
+            forward_s = self._seconds(_bound(asked.call, leaves, self.device))
         return CallCost(forward_s, self._backward_s(asked, here))
 
     def _seconds(self, work: Callable[[], object]) -> float:
@@ -219,7 +268,7 @@ class _Profiler:
             for _ in range(count):
                 own = _leaves(here, asked.gradients)
                 given = {v: t.clone() if v in asked.written else t for v, t in own.items()}
-                made = bound(asked.call, given, self.device)()
+                made = _bound(asked.call, given, self.device)()
                 leaves += [own[v] for v in asked.gradients]
                 outputs += [
                     t for t in tree_leaves(made) if isinstance(t, torch.Tensor) and t.requires_grad
@@ -248,7 +297,7 @@ def _walk(
         read_needing = frozenset(call.reads) & needing
         yield call, values, read_needing
         with torch.no_grad(), autocast(extraction.step.dtype):
-            made = bound(call, values, CPU)()
+            made = _bound(call, values, CPU)()
         members = made if call.tuple_result else (made,)
         for value, tensor in zip(call.outputs, members, strict=True):
             if value is not None:
@@ -291,7 +340,58 @@ def _sources(extraction: Extraction) -> tuple[dict[int, torch.Tensor], set[int]]
     return values, needing
 
 
-@contextlib.contextmanager
-def _rng_kept() -> Iterator[None]:
-    with torch.random.fork_rng(range(torch.cuda.device_count())):
-        yield
+def _bound(
+    call: ForwardCall, values: Mapping[int, torch.Tensor], device: torch.device
+) -> Callable[[], Any]:
+    """Return a call as a function without arguments; ``values`` are on ``device``."""
+    text = CallText(0, call)
+    places = {f"v{value}": f"v{value}" for value in call.reads}
+    names = {
+        **text.names,
+        **text.on(device, "device"),
+        "device": device,
+        **{f"v{value}": values[value] for value in call.reads},
+    }
+    expression = text.template.format(device="device", **places)
+    return cast("Callable[[], Any]", eval(f"lambda: {expression}", names))
+
+
+def _update_costs(
+    extraction: Extraction, calls: CallGraph, device: torch.device
+) -> dict[int, float]:
+    """Return the seconds of the updates of each call graph node; nan if memory does not suffice.
+
+    Groups of parameters with equal shapes, strides and dtypes are timed once.
+    """
+    optimizer = extraction.step.optimizer
+    if optimizer is None:
+        return {}
+    state = extraction.step.named_state()
+    node_of = {id(state[n]): calls.node_of[op] for op, n in extraction.program.updates().items()}
+    known: dict[object, float] = {}
+    found: defaultdict[int, float] = defaultdict(float)
+    for together in updated_together(extraction):
+        parameters = [state[name] for name in together.names]
+        form = tuple((tuple(p.shape), p.stride(), p.dtype) for p in parameters)
+        if form not in known:
+            known[form] = _update_s(optimizer, parameters, device)
+        found[int(node_of[id(parameters[0])])] += known[form]
+    return dict(found)
+
+
+def _update_s(optimizer: Optimizer, parameters: list[torch.Tensor], device: torch.device) -> float:
+    with timed_within_bounds(f"an update by {optimizer.kind}", device):
+        found = unless_out_of_memory(partial(_timed_update, optimizer, parameters, device), device)
+    return math.nan if found is None else found
+
+
+def _timed_update(
+    optimizer: Optimizer, parameters: list[torch.Tensor], device: torch.device
+) -> float:
+    here = [torch.zeros_like(p, device=device).detach() for p in parameters]
+    gradients = [torch.zeros_like(p) for p in here]
+    kept = [[torch.zeros_like(p) for _ in STATE[optimizer.kind]] for p in here]
+    counts = [torch.ones((), device=device) for _ in here]
+    return seconds_per_call(
+        partial(fused_update, optimizer, 0.0, here, gradients, kept, counts), [device]
+    )

@@ -1,4 +1,4 @@
-"""Measure op costs in context: run the whole step on one device and time every call.
+"""Costs of ops on pinned cores, measured in context: workers run the whole step and time every op.
 
 A call repeated alone finds its inputs in the cache and its memory mapped: sums of such times came
 out up to a fifth below the step time.
@@ -8,25 +8,65 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Final, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.cluster import Cluster, Device
-from envs.executor.lists import Instruction, Run, device_lists
+from envs.cluster import Device
+from envs.costs.cached_costs import CachedCosts, OpCosts, first_of_kinds
+from envs.costs.modules import core_module_costs
+from envs.costs.signatures import op_signatures
+from envs.executor.lists import Run, single_list
 from envs.executor.pool import WorkerPool
 from envs.executor.state import load_example
-from envs.executor.worker_error import WorkerError
+from envs.executor.worker_error import once_more
 from graphs.extract import Extraction
-from graphs.extract.program import StepProgram
 
 WARM_UP: Final = 2
 REPEATS: Final = 5
 PROFILE_TIMEOUT_S: Final = 600.0
-Result = TypeVar("Result")
+
+
+def core_costs(
+    extraction: Extraction,
+    devices: Mapping[str, Device],
+    *,
+    fresh: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, OpCosts]:
+    """Return the costs of the ops of a step on cores, {device kind: costs}, measured or cached.
+
+    ``devices`` holds a core set of this machine for each kind. ``fresh`` ignores the cache but
+    still stores the new measurements. Ops of a graph of modules have no signature to cache them by.
+
+    Raises:
+        WorkerError: an op cannot run on a device.
+        ExtractionError: the graph is of modules, and they cannot be timed.
+    """
+    if extraction.own_program is None:
+        return core_module_costs(extraction, devices, progress=progress)
+    return _cached(extraction).costs(
+        devices,
+        lambda missing: profile_runs(extraction, missing, progress=progress),
+        fresh=fresh,
+    )
+
+
+def known_core_costs(
+    extraction: Extraction, devices: Mapping[str, Device]
+) -> dict[str, OpCosts] | None:
+    """Return the costs of :func:`core_costs` if all are in the cache, else None."""
+    if extraction.own_program is None:
+        return None
+    found = _cached(extraction).known(devices)
+    return found if found.keys() == devices.keys() else None
+
+
+def _cached(extraction: Extraction) -> CachedCosts:
+    signatures = op_signatures(extraction.program)
+    return CachedCosts(signatures=signatures, method=" in runs of the whole step")
 
 
 class Profiler:
@@ -58,12 +98,7 @@ class Profiler:
     def __enter__(self) -> Profiler:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._pool.close()
 
     def run(self) -> NDArray[np.float64]:
@@ -83,27 +118,6 @@ class Profiler:
         return cost_s
 
 
-def single_list(program: StepProgram) -> list[Instruction]:
-    """Return the instructions of a step that runs on one device, in program order."""
-    return device_lists(program, [0] * program.op_count, range(program.op_count), 1)[0]
-
-
-def profile_ops(
-    extraction: Extraction,
-    cluster: Cluster,
-    *,
-    repeats: int = REPEATS,
-    progress: Callable[[int, int], None] | None = None,
-) -> dict[str, NDArray[np.float64]]:
-    """Return the seconds of every op in context, {device kind: (N,)}: the median of its runs.
-
-    Raises:
-        WorkerError: an op cannot run on a device, or its worker died twice.
-    """
-    runs_s = profile_runs(extraction, cluster.devices, repeats=repeats, progress=progress)
-    return {kind: np.median(runs, axis=0) for kind, runs in runs_s.items()}
-
-
 def profile_runs(
     extraction: Extraction,
     devices: Sequence[Device],
@@ -118,7 +132,7 @@ def profile_runs(
     Raises:
         WorkerError: an op cannot run on a device, or its worker died twice.
     """
-    first_of = {device.kind: device for device in reversed(devices)}
+    first_of = first_of_kinds(devices)
     total = len(first_of) * (WARM_UP + repeats)
     done = itertools.count(1)
 
@@ -141,11 +155,3 @@ def _runs(
             runs.append(profiler.run())
             hear()
     return np.stack(runs[WARM_UP:])
-
-
-def once_more(work: Callable[[], Result]) -> Result:
-    """Call ``work`` and retry once after a WorkerError: something may have killed a worker."""
-    try:
-        return work()
-    except WorkerError:
-        return work()

@@ -1,4 +1,4 @@
-"""Costs of a graph of modules: every module call timed during a step, forward and backward.
+"""Costs of a graph of modules: every module call is timed during a step, forward and backward.
 
 There is no program that workers could run, so torch runs the step in a thread of this process that
 is pinned to the cores of a device, or on a torch device. A forward op costs the time between its
@@ -7,11 +7,12 @@ hooks, a backward op that of its autograd nodes.
 
 from __future__ import annotations
 
+import datetime
 import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,11 +22,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from envs.cluster import Device
+from envs import torch_devices
+from envs.cluster import Cluster, Device
+from envs.costs.cached_costs import OpCosts, first_of_kinds
+from envs.costs.roofline import SOURCE, roofline_costs
 from envs.discover import cores_of
 from envs.executor.hooked_module import HookedModule
 from envs.executor.meeting import sent
-from envs.torch_devices import synchronize
+from envs.torch_devices import synchronize, torch_device, unless_out_of_memory
+from envs.watchdog import timed_within_bounds
 from graphs.extract import Extraction, ExtractionError, Step
 from graphs.extract.autocast import autocast
 from graphs.extract.calls import ModuleCall
@@ -35,6 +40,64 @@ from graphs.extract.units import Unit, Units
 
 WARM_UP: Final = 2
 Result = TypeVar("Result")
+
+
+def core_module_costs(
+    extraction: Extraction,
+    devices: Mapping[str, Device],
+    *,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, OpCosts]:
+    """Return the costs of the ops of a graph of modules on cores, {device kind: costs}.
+
+    ``devices`` holds a core set of this machine for each kind.
+
+    Raises:
+        ExtractionError: as for :func:`profile_modules`.
+    """
+    costs_s = profile_modules(extraction, list(devices.values()), progress=progress)
+    return {kind: OpCosts.of_one_source(cost_s, _source()) for kind, cost_s in costs_s.items()}
+
+
+def torch_module_costs(
+    extraction: Extraction,
+    cluster: Cluster,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, OpCosts]:
+    """Return the costs of the ops of a graph of modules on torch devices, {device kind: costs}.
+
+    The whole step runs on one device of each kind. If it does not fit, the roofline of the measured
+    rates of the device is used. The launch overhead, which every op of a problem gets added, is
+    subtracted.
+
+    Raises:
+        ValueError: a device does not exist on this machine.
+    """
+    first_of = first_of_kinds(cluster.devices)
+    limits = {torch_device(device.name): device.memory_bytes for device in cluster.devices}
+    found: dict[str, OpCosts] = {}
+    with torch_devices.limited(limits):
+        for done, (kind, device) in enumerate(sorted(first_of.items()), 1):
+            where = torch_device(device.name)
+            with timed_within_bounds("the modules of a step", where):
+                launched_s = unless_out_of_memory(
+                    partial(profile_modules_on, where, extraction), where
+                )
+            if launched_s is None:
+                modelled_s = roofline_costs(extraction.graph, [device])[kind]
+                found[kind] = OpCosts.of_one_source(modelled_s, SOURCE)
+            else:
+                cost_s = np.maximum(launched_s - device.launch_s, 0.0)
+                found[kind] = OpCosts.of_one_source(cost_s, _source())
+            torch_devices.release(where)
+            if progress is not None:
+                progress(done, len(first_of))
+    return found
+
+
+def _source() -> str:
+    return f"measured {datetime.date.today().isoformat()}, module by module"
 
 
 def profile_modules(
@@ -58,7 +121,7 @@ def profile_modules(
             f"{type(step.model).__name__} is on the meta device, so that its modules cannot be "
             "timed; build it with memory, or extract it without costs"
         )
-    first_of = {device.kind: device for device in reversed(devices)}
+    first_of = first_of_kinds(devices)
     total, costs_s = len(first_of), {}
     for done, (kind, device) in enumerate(sorted(first_of.items()), start=1):
         cores = cores_of(device.name)

@@ -1,13 +1,17 @@
-"""Signatures of ops, under which their times are cached: equal signatures, equal cost."""
+"""Signatures of ops and calls, under which their times are cached: equal ones cost the same."""
 
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from envs.executor.lists import Run
-from envs.profiling import single_list
+import torch
+
+from envs.executor.lists import Run, single_list
+from graphs.extract import Extraction
+from graphs.extract.call_graph import CallGraph
 from graphs.extract.program import Call, Ref, StepProgram, Value
 
 
@@ -27,10 +31,25 @@ def op_signatures(program: StepProgram) -> tuple[str, ...]:
     return tuple(signatures)
 
 
+def node_signatures(extraction: Extraction, calls: CallGraph) -> tuple[str, ...]:
+    """Return the signature of every node, (M,): of its ops and the precision of matrix products."""
+    ops: defaultdict[int, list[str]] = defaultdict(list)
+    for node, signature in zip(
+        calls.node_of.tolist(), op_signatures(extraction.program), strict=True
+    ):
+        ops[node].append(signature)
+    precision = torch.get_float32_matmul_precision()
+    return tuple(_digest([precision, *ops[node]]) for node in range(len(calls.graph)))
+
+
 def _signature(program: StepProgram, calls: Sequence[Call]) -> str:
     numbers: dict[int, int] = {}  # {value: its number in this signature}
     lines = [_text(call, numbers) for call in calls]
     lines += [_tensor(program.values[value]) for value in numbers]
+    return _digest(lines)
+
+
+def _digest(lines: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
 
 

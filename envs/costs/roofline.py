@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.cluster import Device
-from envs.discover import why_not_here
+from envs.cluster import Cluster, Device, load_cluster
+from envs.discover import check_cores, check_devices, is_here, is_own_core_set, why_not_here
 from graphs.graph import attributes_of
 
 SOURCE: Final = "roofline of the cluster's rates"
@@ -48,6 +49,38 @@ def roofline_costs(
     moved_bytes = np.array([node["moved_bytes"] for node in nodes], np.int64)
     one_of = {device.kind: device for device in devices}
     return {kind: roofline_s(flops, moved_bytes, device) for kind, device in one_of.items()}
+
+
+def check_cluster(cluster: Cluster) -> None:
+    """Check that every device is on this machine or has rates.
+
+    Torch devices run only if all devices are on this machine; otherwise they need rates, too.
+
+    Raises:
+        ValueError: a device has neither, two devices share a core, or all are on this machine but
+            mix cores with torch devices; says what to change.
+    """
+    if all(map(is_here, cluster.names)):
+        check_devices(cluster.names)
+        return
+    check_cores([name for name in cluster.names if is_own_core_set(name)])
+    check_rates([device for device in cluster.devices if not is_own_core_set(device.name)])
+
+
+def load_devices(path: Path) -> Cluster:
+    """Read a cluster file whose devices can run the ops of a model, really or simulated.
+
+    Raises:
+        ValueError: it is not a cluster file, or :func:`check_cluster` rejects it; the message
+            starts with the path.
+        OSError: it cannot be read.
+    """
+    cluster = load_cluster(path)
+    try:
+        check_cluster(cluster)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return cluster
 
 
 def check_rates(devices: Sequence[Device]) -> None:

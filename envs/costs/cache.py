@@ -5,7 +5,8 @@ step one time: the median over the runs and over the ops with that signature. Th
 of a signature are kept; which of them count is decided when they are read:
 
 - A session is *calm* if the interquartile range of its summed op times is at most 10 % of their
-  median. Where there are calm sessions only they count: noisy hours cannot outvote a quiet one.
+  median; one whose noise is unknown counts as noisy. Where there are calm sessions only they count:
+  noisy hours cannot outvote a quiet one.
 - Without any, three noisy sessions count together, so that a machine that is never quiet does not
   measure forever. With fewer the time is not known.
 - The result is the median of those that count, for an even number the lower of the middle two.
@@ -41,6 +42,8 @@ APPLICATION: Final = 0x706C6163  # "plac", in SQLite's field for the application
 SESSIONS_KEPT: Final = 5
 SESSIONS_IF_NOISY: Final = 3
 CALM_SPREAD: Final = 0.1
+UNKNOWN_SPREAD: Final = 1.0
+"""Spread in the file of a session whose noise is unknown, above ``CALM_SPREAD``."""
 WAIT_S: Final = 10.0  # for other writers
 CHUNK: Final = 500  # signatures asked for at once
 DAMAGED: Final = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
@@ -88,12 +91,13 @@ class Conditions:
 class Session:
     """One profile: {signature: seconds}, its number of runs, and the spread of their sums.
 
-    ``spread`` is (upper quartile - lower quartile) / median of the runs' summed op times.
+    ``spread`` is (upper quartile - lower quartile) / median of the runs' summed op times, None if
+    the noise is unknown.
     """
 
     cost_s: Mapping[str, float]
     runs: int
-    spread: float
+    spread: float | None
     measured: str  # the day, as in 2026-01-31
 
 
@@ -136,8 +140,9 @@ class CostCache:
     def store(self, conditions: Conditions, session: Session) -> None:
         """Store a session, without times that are not above 0 or not below ``LONGEST_S``."""
         costs = {s: float(cost_s) for s, cost_s in session.cost_s.items() if _is_cost(cost_s)}
-        if costs and math.isfinite(session.spread):
-            self._tried(lambda: self._write(conditions, session, costs))
+        spread = UNKNOWN_SPREAD if session.spread is None else session.spread
+        if costs and math.isfinite(spread):
+            self._tried(lambda: self._write(conditions, session, spread, costs))
 
     def holdings(self) -> list[Holding]:
         """Return what the cache holds, by conditions.
@@ -220,10 +225,12 @@ class CostCache:
                 )
         return rows
 
-    def _write(self, conditions: Conditions, session: Session, costs: Mapping[str, float]) -> None:
+    def _write(
+        self, conditions: Conditions, session: Session, spread: float, costs: Mapping[str, float]
+    ) -> None:
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         where = [conditions.kind, conditions.hardware, conditions.torch]
-        about = [session.measured, session.runs, session.spread]
+        about = [session.measured, session.runs, spread]
         with self._opened(write=True) as file:
             row = file.execute(
                 "INSERT INTO session (kind, hardware, torch, measured, runs, spread) "
@@ -291,15 +298,20 @@ class CostCache:
             yield
         except sqlite3.Error as error:
             if _is_damage(error):
-                raise ValueError(
-                    f"{self.path} is no readable cache of op costs ({error}); "
-                    "placer cache --clear removes it"
-                ) from error
+                raise UnreadableCacheError(self.path, error) from error
             if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
                 raise OSError(
                     f"{self.path} is locked by another process, for {WAIT_S:g} s already: try again"
                 ) from error
             raise OSError(f"{self.path}: {error}") from error
+
+
+class UnreadableCacheError(ValueError):
+    """The file at ``path`` is damaged, or not a cache of op costs."""
+
+    def __init__(self, path: Path, error: sqlite3.Error) -> None:
+        super().__init__(f"{path} is no readable cache of op costs ({error})")
+        self.path = path
 
 
 class _ForeignError(sqlite3.DatabaseError):

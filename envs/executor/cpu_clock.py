@@ -1,4 +1,4 @@
-"""Step time of a run without contention, computed from its CPU times.
+"""The CPU-clock time of a step: its time without contention, computed from CPU times.
 
 On a busy machine a worker loses its core now and then, and the wall clock counts that. The thread's
 CPU clock does not: replaying the lists with CPU times gives the step time on a quiet machine. This
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from envs.executor.lists import Instruction, Receive, Send
 
 
-def rebuilt_s(
+def cpu_clock_s(
     lists: Sequence[Sequence[Instruction]],
     cpu_s: Sequence[NDArray[np.float64]],
     latency_s: float,

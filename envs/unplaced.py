@@ -1,4 +1,4 @@
-"""The baseline of measured placements: the whole step in one process, on all cores."""
+"""The unplaced step, a baseline of measured placements: one process runs it on all cores."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 
 from envs.cluster import Cluster, Device
 from envs.discover import core_set, cores_of, kind_of
-from envs.executor.lists import Instruction, device_lists
+from envs.executor.lists import single_list
 from envs.executor.pool import StepRun, WorkerPool
 from envs.executor.state import load_example
 from envs.executor.worker_error import WorkerError
@@ -17,8 +17,8 @@ SETTLE_S: Final = 0.02
 """OpenMP threads spin for a few milliseconds after their work, on cores that the next run needs."""
 
 
-class Reference:
-    """The unplaced step, run by torch's threads on the cores of all devices of a cluster."""
+class UnplacedStep:
+    """A step without placement, run by torch's threads on the cores of all devices."""
 
     def __init__(self, extraction: Extraction, cluster: Cluster, *, step_timeout_s: float) -> None:
         """Start its worker; errors, now or later, are stored in ``failure``."""
@@ -32,8 +32,6 @@ class Reference:
             memory_bytes=sum(device.memory_bytes for device in cluster.devices),
         )
         program = extraction.program
-        order = range(program.op_count)
-        lists: list[list[Instruction]] = device_lists(program, [0] * len(order), order, 1)
         try:
             self._pool = WorkerPool(
                 program,
@@ -42,7 +40,7 @@ class Reference:
                 op_names=tuple(extraction.graph),
             )
             load_example(self._pool.arena, extraction.step)
-            self._number = self._pool.load(lists)
+            self._number = self._pool.load([single_list(program)])
         except (WorkerError, OSError) as error:
             self._fail(error)
         except BaseException:

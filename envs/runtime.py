@@ -1,0 +1,285 @@
+"""Runtimes: what runs the ops on a cluster's devices, and what follows from it.
+
+Pinned cores run the joint graph op by op in worker processes. Torch devices run the calls of the
+exported forward pass in this process, or the model's own code module by module. Only this module
+asks which of the two a cluster needs; importing it does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import networkx as nx
+
+from envs.backend import Backend, Evaluation, ProgressCallback, measurements
+from envs.cluster import Cluster
+from envs.discover import is_core, is_here, present
+from envs.host_names import split_name
+from envs.placement import Placement
+from envs.problem import Problem
+from graphs.graph import GraphArrays
+
+if TYPE_CHECKING:
+    import torch
+
+    from envs.calibrate import Calibration
+    from envs.costs.cached_costs import OpCosts
+    from envs.executor.hooked_module import HookedModule
+    from envs.executor.placed import PlacedModel
+    from envs.executor.placed_module import PlacedModule
+    from envs.measured import Measured
+    from envs.measured_module import MeasuredModule
+    from envs.simulator.schedule import Schedule
+    from graphs.extract import Extraction
+
+
+class Runtime(Protocol):
+    """What runs an extracted step on one kind of devices: its ops, their costs, and backends."""
+
+    extraction: Extraction
+    graph: nx.DiGraph[str]  # whose nodes can be placed
+    runs: bool  # whether the step can be run
+
+    def costs(
+        self, cluster: Cluster, *, fresh: bool = False, progress: ProgressCallback | None = None
+    ) -> dict[str, OpCosts]:
+        """Return the costs of the nodes of the graph, {device kind: costs}, measured or cached.
+
+        ``fresh`` ignores the cache but still stores the new measurements.
+
+        Raises:
+            ValueError: a device that is not on this machine lacks rates.
+            WorkerError: an op cannot run on a device.
+            ExtractionError: the graph is a module graph that cannot be timed.
+        """
+        ...
+
+    def known_costs(self, cluster: Cluster) -> dict[str, OpCosts] | None:
+        """Return the cached costs, or None if any would have to be measured.
+
+        Raises:
+            ValueError: a device does not exist on this machine.
+        """
+        ...
+
+    def costed(
+        self,
+        graph: nx.DiGraph[str],
+        cluster: Cluster,
+        *,
+        fresh: bool = False,
+        progress: ProgressCallback | None = None,
+    ) -> nx.DiGraph[str]:
+        """Return a copy of ``graph``, which has the nodes of this runtime's, with their costs.
+
+        Raises:
+            ValueError, WorkerError, ExtractionError: as for :meth:`costs`.
+        """
+        ...
+
+    def planned(self, cluster: Cluster) -> Cluster:
+        """Return the cluster with the memory that placements may use."""
+        ...
+
+    def gradient_makers(self) -> Mapping[str, Sequence[str]]:
+        """Return {id with parameters: ids that compute their gradients} of the graph's nodes."""
+        ...
+
+    def order(self, problem: Problem, schedule: Schedule) -> list[int]:
+        """Return all ops in execution order, from a simulated schedule."""
+        ...
+
+    def backend(
+        self, problem: Problem, predicted_s: Sequence[float] = (), *, rounds: int | None = None
+    ) -> Measured | MeasuredModule:
+        """Return a backend that runs placements; close it after use.
+
+        Args:
+            problem: the graph with costs, and the devices.
+            predicted_s: predicted step times of the placements to run; timeouts follow from the
+                longest, the number of rounds from the first.
+            rounds: counted runs of every placement.
+
+        Raises:
+            WorkerError: the workers do not start.
+            OSError: there is too little memory, or too many processes or open files.
+        """
+        ...
+
+    def measure(
+        self,
+        problem: Problem,
+        placements: Sequence[Placement],
+        predicted_s: Sequence[float],
+        progress: ProgressCallback | None = None,
+    ) -> Evaluation:
+        """Run placements in turn, and the unplaced step where it is none of them.
+
+        Raises:
+            WorkerError, OSError: as for :meth:`backend`.
+        """
+        ...
+
+    def apply(self, placement: Placement) -> PlacedModel | PlacedModule | HookedModule:
+        """Return the model, ready to run as placed.
+
+        Raises:
+            ExtractionError: the extraction cannot be run.
+            ValueError: the placement belongs to another graph.
+            WorkerError: the workers do not start.
+        """
+        ...
+
+
+def runtime_for(extraction: Extraction, cluster: Cluster, *, overlap: bool = False) -> Runtime:
+    """Return the runtime for the devices of a cluster.
+
+    Devices that are not on this machine are simulated op by op, like cores.
+
+    Raises:
+        ExtractionError: torch devices cannot run the extraction.
+        ValueError: ``overlap`` is set, but copies cannot overlap on these devices.
+    """
+    from envs.core_runtime import CoreRuntime
+    from envs.torch_runtime import TorchRuntime
+
+    if not _on_cores(cluster.names) and all(map(is_here, cluster.names)):
+        return TorchRuntime(extraction, cluster, overlap=overlap)
+    if overlap:
+        raise ValueError(
+            "pinned cores have no copies to overlap, since a worker takes what it reads itself: "
+            "leave overlap out, it is for cuda:* and cpu"
+        )
+    return CoreRuntime(extraction, cluster)
+
+
+def evaluate(
+    source: Runtime | Backend,
+    problem: Problem,
+    placements: Sequence[Placement],
+    predicted_s: Sequence[float],
+    progress: ProgressCallback | None = None,
+) -> Evaluation:
+    """Evaluate placements with a runtime's own backend, or with a user's, which stays open.
+
+    Args:
+        source: the runtime of the devices, or any backend for ``problem``.
+        problem: the graph with costs, and the devices.
+        placements: placements to evaluate.
+        predicted_s: their predicted step times.
+        progress: called with (runs done, total runs).
+
+    Raises:
+        WorkerError: the workers do not start.
+        OSError: there is too little memory, or too many processes or open files.
+    """
+    if isinstance(source, Backend):
+        return Evaluation(
+            measurements=measurements(source.evaluate(placements, progress)),
+            interrupted=getattr(source, "interrupted", False),
+        )
+    return source.measure(problem, placements, predicted_s, progress)
+
+
+def costed_problem(runtime: Runtime, cluster: Cluster) -> Problem:
+    """Return the problem of placing a step; devices and ops are measured where needed.
+
+    Raises:
+        ValueError: a device does not exist on this machine.
+        WorkerError, ExtractionError: as for :meth:`Runtime.costs`.
+    """
+    cluster = calibrated(cluster)
+    graph = runtime.costed(runtime.graph, cluster)
+    return Problem.of(GraphArrays.from_graph(graph), runtime.planned(cluster))
+
+
+def known_problem(runtime: Runtime, cluster: Cluster) -> Problem | None:
+    """Return the problem from the cache; None if anything would have to be measured.
+
+    Raises:
+        ValueError: a device does not exist on this machine.
+    """
+    from envs.costs.cached_costs import with_op_costs
+
+    before = calibrated_before(cluster)
+    costs = None if before is None else runtime.known_costs(before)
+    if before is None or costs is None:
+        return None
+    graph = GraphArrays.from_graph(with_op_costs(runtime.graph, costs))
+    return Problem.of(graph, runtime.planned(before))
+
+
+def calibrated(cluster: Cluster, *, again: bool = False) -> Cluster:
+    """Return the cluster with missing links and device speeds filled in by measurement.
+
+    Values that the cluster gives stay as they are. Measurements are cached in a file, see
+    :mod:`envs.calibrate`, unless other processes used the cores. ``again`` forces a new one.
+
+    Raises:
+        ValueError: a device is not on this machine, or cores are mixed with torch devices.
+        WorkerError: a worker did not start.
+        OSError: there is too little memory, or too many processes or open files.
+    """
+    from envs.calibrate import filled
+
+    calibration = _calibration(cluster)
+    known = None if again else calibration.known()
+    return filled(cluster, calibration.measured() if known is None else known)
+
+
+def calibrated_before(cluster: Cluster) -> Cluster | None:
+    """Return the cluster filled in from the cache, or None if it would have to be measured.
+
+    Raises:
+        ValueError: a device is not on this machine, or cores are mixed with torch devices.
+    """
+    from envs.calibrate import filled
+
+    known = _calibration(cluster).known()
+    return None if known is None else filled(cluster, known)
+
+
+def reduces_in_backward(cluster: Cluster) -> bool:
+    """Return whether replicas on a cluster, also of several hosts, reduce during the backward pass.
+
+    Workers of pinned cores deliver all gradients to their replica's process after it.
+    """
+    return not _on_cores(split_name(name)[1] for name in cluster.names)
+
+
+def tensor_device(name: str) -> torch.device:
+    """Return the torch device that holds tensors of a device; for pinned cores it is the CPU.
+
+    Raises:
+        ValueError: there is no such device on this machine.
+    """
+    from envs.torch_devices import CPU, torch_device
+
+    return CPU if is_core(name) else torch_device(name)
+
+
+def has_runtime(name: str) -> bool:
+    """Return whether devices of this name, here or elsewhere, can run ops."""
+    return is_core(name) or is_of_torch(name)
+
+
+def is_of_torch(name: str) -> bool:
+    """Return whether torch has devices with this name, here or elsewhere, that can compute."""
+    import torch
+
+    try:
+        return torch.device(name).type != "meta"
+    except RuntimeError:
+        return False
+
+
+def _on_cores(names: Iterable[str]) -> bool:
+    return any(is_core(name) for name in names)
+
+
+def _calibration(cluster: Cluster) -> Calibration:
+    from envs.calibrate import core_calibration, torch_calibration
+
+    make = core_calibration if _on_cores(cluster.names) else torch_calibration
+    return make(present(cluster.names))
