@@ -26,7 +26,7 @@ from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS
 from placer.search.annealing.max_load import balance, load_compiled_code
 from placer.search.budget import Budget
-from placer.search.trivial import trivial_plans
+from placer.search.trivial import layer_split, single_device
 
 QUICK_PROFILES: Final = ("alexnet", "resnet18", "vgg16")
 
@@ -55,10 +55,9 @@ def profile(name: str, budgets: Budgets, found: dict[str, Any]) -> Table:
     """Search one profile with all seeds and bound its max-load."""
     load_compiled_code()
     problem = profiled(name)
-    plans = dict(trivial_plans(problem))
-    single = [plan for title, plan in plans.items() if title.startswith("single")]
-    single_ns = int(max_load_ns(problem, np.array(single)).min())
-    layers_ns = int(max_load_ns(problem, plans["layer split"])[0])
+    single = np.array([single_device(problem, d) for d in range(problem.device_count)])
+    single_ns = int(max_load_ns(problem, single).min())
+    layers_ns = int(max_load_ns(problem, layer_split(problem))[0])
     own_ns = sorted(searched_ns(problem, budgets.search_s, seed) for seed in range(budgets.seeds))
     bound_ns = proven_ns(problem, own_ns[0], budgets.proof_s)
     gap = statistics.median(own_ns) / bound_ns - 1

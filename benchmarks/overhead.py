@@ -84,8 +84,7 @@ def by_workers(name: str, target: str, pairs: int, found: dict[str, Any]) -> Tab
         step.inputs,
         loss=step.loss,
         devices=f"core:{core}",
-        budget="20e",
-        measure=False,
+        search=placer.SearchConfig(budget="20e", measure=False),
         progress=False,
     )
     with (

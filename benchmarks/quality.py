@@ -25,6 +25,7 @@ from placer.policies import Policy, load
 from placer.policies.pool import Exercise
 from placer.search.budget import Budget
 from placer.search.compiling import load_compiled_code
+from placer.search.request import SearchRequest
 
 TOO_SLOW: Final = ("exact", "sequence-to-sequence")
 """For graphs of this size: the one proves, the other makes a hundred plans a second."""
@@ -69,7 +70,7 @@ def searched(
 
 def step_ns(placer: Placer, item: Exercise, budget: Budget, seed: int) -> int:
     """Return the step time of the best placement that a placer finds."""
-    return placer.place(item.judge.problem, budget, seed)[0].step_ns
+    return placer.place(SearchRequest(item.judge.problem, budget, seed=seed))[0].step_ns
 
 
 def planted_gaps(placer: Placer, budget: Budget, seeds: int, count: int) -> dict[str, list[float]]:

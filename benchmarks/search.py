@@ -39,11 +39,12 @@ from placer.policies.pool import Exercise
 from placer.policies.training.config import Ppo
 from placer.policies.training.scores import scores
 from placer.search.budget import Budget
-from placer.search.candidate import Candidate, ranked
+from placer.search.candidate import Candidate, Kind, ranked
 from placer.search.compiling import load_compiled_code
 from placer.search.decoder import HEFT, WEIGHT_COUNT
 from placer.search.judge import Judge
 from placer.search.portfolio import SENDERS
+from placer.search.request import SearchRequest
 
 POLICIES: Final = ("synthetic-only", "generalist")
 SHORT_S: Final = (0.1, 1.0)
@@ -261,7 +262,9 @@ def _remains(problems: Sequence[Exercise], policy: Policy, seed: int) -> tuple[f
     for item in problems:
         plans = [
             ranked(item.known)[0],
-            Portfolio(policy).place(item.judge.problem, Budget(seconds=1.0), seed)[0],
+            Portfolio(policy).place(
+                SearchRequest(item.judge.problem, Budget(seconds=1.0), seed=seed)
+            )[0],
         ]
         nominal.append([plan.step_ns for plan in plans])
         draws = range(DRAWS * seed, DRAWS * (seed + 1))
@@ -294,9 +297,9 @@ def large(policy: Policy, out: dict[str, Any]) -> Table:
     """Run the portfolio on a large graph."""
     began = time.perf_counter()
     problem = Problem.of(flat_layered(LARGE_OPS, 64, seed=3), cluster_of(8))
-    plans = Portfolio(policy).place(problem, Budget(seconds=LARGE_S), 0)
+    plans = Portfolio(policy).place(SearchRequest(problem, Budget(seconds=LARGE_S)))
     spent_s = time.perf_counter() - began
-    [heft] = [plan for plan in plans if plan.name == "HEFT"]
+    [heft] = [plan for plan in plans if plan.kind is Kind.HEFT]
     ratio = plans[0].step_ns / heft.step_ns
     out |= {"ops": LARGE_OPS, "spent_s": spent_s, "to HEFT": ratio}
     return Table(

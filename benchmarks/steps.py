@@ -26,7 +26,9 @@ from envs.torch_devices import own_accelerators
 from graphs.extract import Step
 from graphs.models import Nmt, NmtConfig
 from placer.api import optimize
-from placer.outcome import REBUILT, Optimization, Row
+from placer.messages import CPU_CLOCK
+from placer.result import Result
+from placer.search.candidate import Candidate
 from placer.target import load_step
 
 EXAMPLES: Final = Path(__file__).parents[1] / "examples"
@@ -36,7 +38,7 @@ EXAMPLES: Final = Path(__file__).parents[1] / "examples"
 class Steps:
     """Measured training steps of one model, medians in seconds.
 
-    On a busy machine those of one device and of the best are rebuilt from CPU clocks, and
+    On a busy machine those of one device and of the best are CPU-clock times, and
     ``single_wall_s`` and ``best_wall_s`` are not the same.
     """
 
@@ -52,9 +54,9 @@ class Steps:
     predicted_over_measured: Mapping[str, float]  # of every candidate that ran
 
     @classmethod
-    def of(cls, model: str, found: Optimization) -> Steps:
+    def of(cls, model: str, found: Result) -> Steps:
         """Return the numbers of an optimization that ran its candidates."""
-        ran = [row for row in found.rows if row.measurement is not None and row.can_run]
+        ran = [row for row in found.candidates if row.measurement is not None and row.can_run]
         unplaced, single = found.all_cores, found.single
         return cls(
             model=model,
@@ -70,7 +72,7 @@ class Steps:
         )
 
 
-def _wall_s(row: Row | None) -> float:
+def _wall_s(row: Candidate | None) -> float:
     """Return the median of a candidate by the wall clock; nan if it was not run."""
     seen = row.measurement if row is not None else None
     return seen.median_s if seen is not None else float("nan")
@@ -130,7 +132,7 @@ def step_table(own: Steps, devices: str) -> Table:
     """Return the measurements of one model."""
     return Table(
         "Training steps",
-        f"measured on {devices}, medians in ms by the wall clock; on a busy machine {REBUILT}, "
+        f"measured on {devices}, medians in ms by the wall clock; on a busy machine {CPU_CLOCK}, "
         "with those by the wall clock in brackets",
         ("model", "ops", "one device", "placed", "speed-up", "unplaced", "predicted / measured"),
         (

@@ -50,7 +50,7 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
     return x, (x[:, 0] > 0).long()
 
 
-def plan(devices: str | Path, replicas: int | str, budget: str) -> placer.Optimization:
+def plan(devices: str | Path, replicas: int | str, budget: str) -> placer.Result:
     model, inputs, loss = build()
     return placer.optimize(
         model,
@@ -65,7 +65,7 @@ def plan(devices: str | Path, replicas: int | str, budget: str) -> placer.Optimi
 
 def main() -> None:
     found = plan(HERE / "8xh100.toml", "auto", "2000e")
-    assert found.replication is not None
+    assert isinstance(found, placer.ReplicatedResult)
     for split in found.replication.shown:
         told = f"{split.samples_per_s:,.0f} samples/s" if split.step is not None else split.why
         print(f"{split.name}: {told}")

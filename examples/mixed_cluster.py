@@ -33,7 +33,7 @@ class Experts(nn.Module):
         return torch.cat([expert(x) for expert in self.experts], dim=1)
 
 
-def place(cluster: str, start_from: placer.Placement | None = None) -> placer.Optimization:
+def place(cluster: str, start_from: placer.Placement | None = None) -> placer.Result:
     torch.manual_seed(0)
     return placer.optimize(
         Experts(),
@@ -45,7 +45,7 @@ def place(cluster: str, start_from: placer.Placement | None = None) -> placer.Op
     )
 
 
-def tell(name: str, found: placer.Optimization) -> None:
+def tell(name: str, found: placer.Result) -> None:
     ops = Counter(found.placement.device_names[d] for d in found.placement.devices)
     shares = ", ".join(f"{device} {ops[device]}" for device in sorted(ops))
     print(f"{name}: step {found.best.predicted_s * 1e3:.3f} ms, ops: {shares}")
@@ -58,7 +58,7 @@ def main() -> None:
     tell("three equal GPUs", equal)
     mixed = place("mixed.toml", start_from=equal.placement)
     tell("one of them fast", mixed)
-    [as_it_was] = [row for row in mixed.rows if row.name == "warm start"]
+    [as_it_was] = [own for own in mixed.candidates if own.kind is placer.Kind.WARM_START]
     gain = as_it_was.predicted_s / mixed.best.predicted_s
     print(
         f"the placement for equal GPUs takes {as_it_was.predicted_s * 1e3:.3f} ms there: knowing "

@@ -34,7 +34,7 @@ def build() -> nn.Sequential:
     return nn.Sequential(*(Block() for _ in range(12)))
 
 
-def place(model: nn.Module, batch: Tensor) -> placer.Optimization:
+def place(model: nn.Module, batch: Tensor) -> placer.Result:
     if not torch.cuda.is_available():
         cluster = Path(__file__).parent / "small_gpu.toml"
         return placer.optimize(model, batch, training=False, devices=cluster, budget="5s")
@@ -54,9 +54,11 @@ def main() -> None:
     print(f"weights: {weights_bytes / 1e6:.0f} MB, the GPU may use {CAP / 1e6:.0f} MB")
     found = place(model, batch)
     print(found.verdict)
-    for row in found.rows:
-        told = f"{row.predicted_s * 1e3:.3f} ms" if row.can_run else f"no: {row.why}"
-        print(f"  {row.name}: {told}")
+    for candidate in found.candidates:
+        told = (
+            f"{candidate.predicted_s * 1e3:.3f} ms" if candidate.can_run else f"no: {candidate.why}"
+        )
+        print(f"  {candidate.name}: {told}")
     for device, peak_bytes in found.best.peak_memory_bytes.items():
         print(f"{device}: {peak_bytes / 1e6:.0f} MB at its peak")
 

@@ -73,9 +73,9 @@ def main() -> None:
         )
         name = searcher if isinstance(searcher, str) else searcher.name
         print(f"{name}, {BUDGET}:")
-        for row in found.rows:
-            if np.isfinite(row.predicted_s):
-                print(f"  {row.name}: {row.predicted_s * 1e3:.3f} ms")
+        for candidate in found.candidates:
+            if np.isfinite(candidate.predicted_s):
+                print(f"  {candidate.name}: {candidate.predicted_s * 1e3:.3f} ms")
     print(f"lower bound: {found.lower_bound_s * 1e3:.3f} ms")
 
 

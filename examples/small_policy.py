@@ -49,7 +49,7 @@ def main() -> None:
             search=placer.SearchConfig(budget="64e", placer="policy", policy=name),
             progress=False,
         )
-        steps_s = {row.name: row.predicted_s for row in found.rows}
+        steps_s = {candidate.name: candidate.predicted_s for candidate in found.candidates}
         print(f"{name}: {steps_s['policy'] * 1e3:.3f} ms, HEFT: {steps_s['HEFT'] * 1e3:.3f} ms")
 
 

@@ -32,21 +32,26 @@ if TYPE_CHECKING:
     from placer.api import optimize, train
     from placer.applying import apply, export
     from placer.job import Constraints, SearchConfig
-    from placer.outcome import Optimization
     from placer.placers import register_placer
     from placer.policies import load as load_policy
+    from placer.replicate.result import ReplicatedResult
+    from placer.result import Result
+    from placer.search.candidate import Candidate, Kind
 
 __version__ = "0.1.0"
 _HOMES = {  # name: module, or module:name there
+    "Candidate": "placer.search.candidate",
     "Cluster": "envs.cluster",
     "Constraints": "placer.job",
     "Device": "envs.cluster",
     "Graph": "graphs.graph",
+    "Kind": "placer.search.candidate",
     "Link": "envs.cluster",
-    "Optimization": "placer.outcome",
     "Optimizer": "graphs.optimizer",
     "Placement": "envs.placement",
+    "ReplicatedResult": "placer.replicate.result",
     "Replication": "envs.replicas.spec",
+    "Result": "placer.result",
     "SearchConfig": "placer.job",
     "Simulator": "envs.simulator",
     "Workload": "graphs.extract:Step",
@@ -58,15 +63,18 @@ _HOMES = {  # name: module, or module:name there
     "train": "placer.api",
 }
 __all__ = [
+    "Candidate",
     "Cluster",
     "Constraints",
     "Device",
     "Graph",
+    "Kind",
     "Link",
-    "Optimization",
     "Optimizer",
     "Placement",
+    "ReplicatedResult",
     "Replication",
+    "Result",
     "SearchConfig",
     "Simulator",
     "Workload",

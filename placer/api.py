@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from envs.cluster import Cluster
     from envs.replicas.spec import Replication
     from graphs.extract import Step
-    from placer.outcome import Optimization
+    from placer.result import Result
 
 
 def optimize(
@@ -44,7 +44,7 @@ def optimize(
     extractor: str = AUTO,
     fresh: bool = False,
     progress: bool = True,
-) -> Optimization:
+) -> Result:
     """Find the placement that minimizes the step time of a model or graph.
 
     ::
@@ -71,8 +71,9 @@ def optimize(
         search: how placements are searched, see :class:`placer.SearchConfig`.
         constraints: pins, ops kept together and memory limits, see :class:`placer.Constraints`.
         replicas: train this many replicas of a placement, each on its own devices; ``"auto"``
-            chooses the number; see :class:`placer.Replication` for more options. The result is the
-            placement of one replica; its ``replication`` holds all alternatives. Nothing is run.
+            chooses the number; see :class:`placer.Replication` for more options. Nothing is run.
+            The result is the placement of one replica, a :class:`placer.ReplicatedResult`, whose
+            ``replication`` holds all alternatives.
         extractor: how the graph of a model is extracted: ``"export"``, ``"dispatch"`` or
             ``"modules"``; ``"auto"`` takes the first of these that succeeds.
         fresh: measure devices and ops again and ignore the cache.
@@ -110,7 +111,7 @@ def optimize(
         return run_job(job, shown)
 
 
-def run_job(job: Job, progress: Progress | None = None) -> Optimization:
+def run_job(job: Job, progress: Progress | None = None) -> Result:
     """Load what a job places, and place it.
 
     Raises:

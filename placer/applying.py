@@ -28,12 +28,12 @@ from graphs.optimizer import Optimizer
 from graphs.precision import FULL
 from placer.exports import format_named
 from placer.exports.format import Exported, export_extracted
-from placer.outcome import Optimization
+from placer.result import Result
 
 
 def apply(
     model: nn.Module,
-    placement: Optimization | Placement | str | Path,
+    placement: Result | Placement | str | Path,
     example_inputs: Any = None,
     *,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
@@ -73,7 +73,7 @@ def apply(
             example inputs are missing, or copies cannot overlap on these devices.
         WorkerError: the workers do not start.
     """
-    if isinstance(placement, Optimization) and placement.extraction is not None:
+    if isinstance(placement, Result) and placement.extraction is not None:
         made_for = placement.extraction
         step = replace(made_for.step, model=model, optimizer=Optimizer.of(optimizer))
         same = made_for.step.model is model and made_for.step.optimizer == step.optimizer
@@ -143,7 +143,7 @@ def _placed_module(
 
 
 def export(
-    placement: Optimization | Placement | str | Path,
+    placement: Result | Placement | str | Path,
     format: str,
     model: nn.Module | None = None,
     example_inputs: Any = None,
@@ -183,7 +183,7 @@ def export(
             model or example inputs are missing.
     """
     write = format_named(format)
-    if isinstance(placement, Optimization) and placement.extraction is not None:
+    if isinstance(placement, Result) and placement.extraction is not None:
         extraction = placement.extraction
     elif model is None or example_inputs is None:
         raise ValueError(
@@ -202,13 +202,13 @@ def export(
         extraction = extract(step, extractor)
     found = _map_of(placement)
     problem = None
-    if isinstance(placement, Optimization) and found.graph == placement.problem.graph.hash:
+    if isinstance(placement, Result) and found.graph == placement.problem.graph.hash:
         problem = placement.problem
     return export_extracted(
         write, extraction, found, problem=problem, renamed=renamed, main_device=main_device
     )
 
 
-def _map_of(placement: Optimization | Placement | str | Path) -> Placement:
-    found = placement.placement if isinstance(placement, Optimization) else placement
+def _map_of(placement: Result | Placement | str | Path) -> Placement:
+    found = placement.placement if isinstance(placement, Result) else placement
     return found if isinstance(found, Placement) else Placement.load(Path(found))

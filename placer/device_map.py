@@ -20,7 +20,8 @@ from graphs.graph import GraphArrays
 from graphs.names import suggestion
 from placer.exports.dry_run import Hooks, flow, main_device_of
 from placer.exports.placed_modules import around, canonical_paths, parent
-from placer.warm_start import WARM_START, WarmStartError
+from placer.search.candidate import Kind
+from placer.warm_start import WarmStartError
 
 MOST_NAMED: Final = 3
 """Number of modules that a message names."""
@@ -105,7 +106,7 @@ class DeviceMap:
             devices[i] = own if group < 0 else home.setdefault(group, own)
         rank = np.empty(len(graph))
         rank[graph.topological] = np.arange(len(graph), 0, -1)
-        return Placement.of(graph, cluster, devices, rank, MadeBy(placer=WARM_START))
+        return Placement.of(graph, cluster, devices, rank, MadeBy(placer=Kind.WARM_START.value))
 
     def _modules(self, path_of: Mapping[str, str]) -> dict[str, str]:
         return {path_of[path]: name for path, name in self.devices.items() if path in path_of}

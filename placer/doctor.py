@@ -18,7 +18,7 @@ from envs.discover import available_memory_bytes, cores_of, own_cores
 from envs.host_names import is_core
 from envs.measurement import CONTENDED, why_doubtful
 from envs.quiet import Noise, governors, noise_of, quota_cores
-from placer.outcome import NOISY, REBUILT
+from placer.messages import CPU_CLOCK, NOISY
 
 TOLD: Final = ("torch", "numba", "numpy", "networkx", "gymnasium", "stable-baselines3")
 LEAST_FREE_BYTES: Final = 1_000_000_000
@@ -93,7 +93,7 @@ class Checkup:
         if self.loud:
             told = (
                 f"The load is {self.load:.1f} on {self.cores} core{'s'[: self.cores > 1]}: as long "
-                f"as others use them, steps are judged by times {REBUILT}."
+                f"as others use them, steps are compared by {CPU_CLOCK}."
             )
             quiet = [n for n in self.noise if n not in self.loud and n not in self.uneven]
             if len(quiet) > 1:  # placing needs at least two

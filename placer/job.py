@@ -22,11 +22,12 @@ from graphs.pins import keep_together, pin
 from graphs.selection import ConstraintError
 from placer.objectives import Objective
 from placer.placers import DEFAULT, asks_policy, placer_named
-from placer.placers.placer import LATENCY, Placer
+from placer.placers.placer import Placer
 from placer.policies import GENERALIST, load
 from placer.report.progress import Progress
 from placer.search.budget import Budget
 from placer.search.portfolio import Proposer
+from placer.search.request import LATENCY
 from placer.target import Target, load_graph_target
 from placer.warm_start import WarmStart, warm_start_of
 

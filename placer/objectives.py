@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -14,30 +13,16 @@ from envs.micro_batches import Pipeline
 from envs.placement import OBJECTIVES, Placement, check_micro_batches
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS, Simulated
-from placer.placers.placer import LATENCY, MAX_LOAD, Placer, Progress
+from envs.simulator.schedule import Schedule
+from placer.placers.placer import Placer
 from placer.placers.rule import sorted_for
-from placer.search.budget import Budget
-from placer.search.candidate import SINGLE, Candidate
-from placer.search.heuristics import ETF_NAME, heuristics
+from placer.search.candidate import Candidate, Kind, Prediction
+from placer.search.heuristics import heuristics
 from placer.search.judge import Judge
+from placer.search.request import LATENCY, MAX_LOAD, SearchRequest
 
 BALANCING: Final = 0.3
 """Share of a throughput search that balances loads."""
-BALANCED: Final = "balanced loads"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
-    """The simulator's prediction for a placement.
-
-    ``value_s`` is the value of the objective, inf if infeasible.
-    """
-
-    value_s: float
-    times_s: Mapping[str, float]  # "step_s" and the other times that are known
-    peak_memory_bytes: Mapping[str, int]
-    why: str = ""
-    missing_bytes: int = 0  # memory shortfall summed over devices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,17 +47,8 @@ class Objective:
         if self.in_flight is not None and self.micro_batches == 1:
             raise ValueError("in_flight is of several micro-batches: give 2 or more of them")
 
-    def search(
-        self,
-        problem: Problem,
-        budget: Budget,
-        seed: int,
-        placer: Placer,
-        *,
-        progress: Progress | None = None,
-        should_stop: Callable[[], bool] | None = None,
-    ) -> list[Candidate]:
-        """Return the placer's candidates for a problem; the heuristics are always among them.
+    def search(self, request: SearchRequest, placer: Placer) -> list[Candidate]:
+        """Return the placer's candidates for this objective; the heuristics are always among them.
 
         A step with micro-batches is searched as the problem of all its copies, for throughput as
         well, since the step time follows it; the candidates keep the devices and priorities of the
@@ -83,73 +59,65 @@ class Objective:
             ValueError: the placer does not accept the problem.
         """
         balanced: list[Candidate] = []
+        rest = replace(request, objective=self.name)
         if self.name == "throughput" and MAX_LOAD in placer.objectives:
-            loads = placer.place(
-                problem,
-                budget.part(BALANCING),
-                seed,
-                objective=MAX_LOAD,
-                progress=_between(progress, 0.0, BALANCING),
-                should_stop=should_stop,
-            )
-            balanced = [replace(loads[0], name=BALANCED)]
-            budget = budget.part(1.0 - BALANCING)
-            progress = _between(progress, BALANCING, 1.0)
-        whole = problem
+            loads = placer.place(_part(request, MAX_LOAD, 0.0, BALANCING))
+            kind = Kind.BALANCED_LOADS
+            balanced = [replace(loads[0], kind=kind, name=kind.value)]
+            rest = _part(request, self.name, BALANCING, 1.0)
+        whole = problem = request.problem
         if self.micro_batches > 1 and self.name != MAX_LOAD:
             whole = self._pipelined(problem)
-        found = placer.place(
-            whole,
-            budget,
-            seed,
-            objective=self.name,
-            progress=progress,
-            should_stop=should_stop,
-        )
-        found = self._with_heuristics(whole, found)
+        found = self._with_heuristics(whole, placer.place(replace(rest, problem=whole)))
         count = problem.op_count
         return [
             replace(
-                plan,
-                devices=plan.devices[:count],
-                priority=plan.priority[:count],
-                bound_ns=plan.bound_ns if self.name == LATENCY else None,  # a bound on the step
+                candidate,
+                devices=candidate.devices[:count],
+                priority=candidate.priority[:count],
+                # It was proved for the step.
+                bound_ns=candidate.bound_ns if self.name == LATENCY else None,
             )
-            for plan in [*found, *balanced]
+            for candidate in [*found, *balanced]
         ]
 
     def _with_heuristics(self, problem: Problem, found: list[Candidate]) -> list[Candidate]:
-        names = {plan.name for plan in found}
-        expected = {f"{SINGLE}{name}" for name in problem.cluster.names}
-        if problem.device_count > 1:
-            expected.add(ETF_NAME)
-        if expected <= names:
+        kinds = [candidate.kind for candidate in found]
+        if kinds.count(Kind.SINGLE_DEVICE) >= problem.device_count and (
+            Kind.ETF in kinds or problem.device_count == 1
+        ):
             return found
-        others = [plan for plan in heuristics(Judge(problem)) if plan.name not in names]
+        known = {(candidate.kind, candidate.name) for candidate in found}
+        others = [own for own in heuristics(Judge(problem)) if (own.kind, own.name) not in known]
         return sorted_for(self.name, problem, [*others, *found])
 
-    def predict(self, simulated: Simulated, placement: Placement) -> Prediction:
-        """Simulate a placement and compute its largest load."""
+    def predict(
+        self,
+        simulated: Simulated,
+        placement: Placement,
+        schedule: Schedule | None = None,
+    ) -> Prediction:
+        """Simulate a placement, unless its ``schedule`` is given, and compute its largest load."""
         problem = simulated.problem
-        [result] = simulated.evaluate([placement])
-        _, schedule = simulated.run(placement)
         devices, _ = placement.arrays()
+        step, schedule = simulated.result(placement, schedule)
         load_ns = int(max_load_ns(problem, devices)[0])
         known = {"step_s": schedule.step_ns, "max_load_s": load_ns}
         times_s = {name: ns / 1e9 for name, ns in known.items() if ns < INFEASIBLE_NS}
-        if result.period_s is not None:
-            times_s["period_s"] = result.period_s
-        feasible, why, needed = result.feasible, result.why, schedule.peak_bytes
+        if step.period_s is not None:
+            times_s["period_s"] = step.period_s
+        feasible, why, needed = step.feasible, step.why, schedule.peak_bytes
         if self.name == "max-load":
             feasible, why = load_ns < INFEASIBLE_NS, why_overloaded(problem, devices)
             needed = used_bytes(problem, devices)
         if self.name == "throughput" and feasible:
-            why = result.why_no_period
+            why = step.why_no_period
         key = {"latency": "step_s", "throughput": "period_s", "max-load": "max_load_s"}[self.name]
         return Prediction(
-            value_s=times_s.get(key, np.inf) if feasible else np.inf,
+            placement=placement,
+            objective_s=times_s.get(key, np.inf) if feasible else np.inf,
             times_s=times_s,
-            peak_memory_bytes=result.peak_memory_bytes,
+            peak_memory_bytes=step.peak_memory_bytes,
             why=why,
             missing_bytes=int(np.maximum(needed - problem.memory_bytes, 0).sum()),
         )
@@ -175,7 +143,13 @@ class Objective:
         return Pipeline.of(problem, self.micro_batches, in_flight=self.in_flight).problem
 
 
-def _between(progress: Progress | None, begin: float, end: float) -> Progress | None:
-    if progress is None:
-        return None
-    return lambda share, text: progress(begin + (end - begin) * share, text)
+def _part(request: SearchRequest, objective: str, begin: float, end: float) -> SearchRequest:
+    """Return a request for the part of the budget between two shares of it."""
+    progress = request.progress
+
+    def between(share: float, text: str) -> None:
+        if progress is not None:
+            progress(begin + (end - begin) * share, text)
+
+    budget = request.budget.part(end - begin)
+    return replace(request, objective=objective, budget=budget, progress=between)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 import networkx as nx
@@ -17,22 +18,23 @@ from envs.discover import is_here
 from envs.executor.worker_error import WorkerError
 from envs.placement import MadeBy, Placement
 from envs.problem import Problem
-from envs.simulator import INFEASIBLE_NS, Simulated
-from envs.simulator.schedule import run_order
+from envs.simulator import Simulated
+from envs.simulator.schedule import repeats, run_order
 from graphs.coarsen import Coarsened, coarsen
 from graphs.graph import GraphArrays
+from placer.choose import PlacementError, choose
 from placer.interrupt import Interrupt
 from placer.job import Job, SearchConfig
-from placer.outcome import Optimization, PlacementError, Row, choose
-from placer.record import with_record
 from placer.report.progress import Progress, Silent
-from placer.running import Runs, joined, overfull, run_best, with_less_memory
-from placer.search.candidate import Candidate
+from placer.result import Result
+from placer.running import Runs, overfull, run_best, with_less_memory
+from placer.search.candidate import Candidate, Kind
 from placer.search.compiling import compiled_beside, load_compiled_code
-from placer.search.heuristics import ETF_NAME, HEFT_NAME, heuristics
+from placer.search.heuristics import heuristics
 from placer.search.judge import Judge
-from placer.search.trail import Trail, recorded
-from placer.warm_start import WARM_START, placement_of
+from placer.search.request import SearchRequest
+from placer.search.trail import Trail
+from placer.warm_start import placement_of
 
 if TYPE_CHECKING:
     from graphs.extract import Extraction
@@ -43,14 +45,6 @@ SMALLER: Final = (0.85, 0.7)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Outset:
-    """Inputs of a search besides its problem."""
-
-    coarse: Coarsened | None  # groups of ops to place; None: single ops
-    start: Placement | None  # warm start
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CostedStep:
     """An extracted step with op costs, ready for a search."""
 
@@ -58,10 +52,10 @@ class CostedStep:
     rig: Rig
     graph: nx.DiGraph[str]  # with costs and user constraints
     cluster: Cluster  # calibrated, with the memory that placements may use
-    start: Placement | None  # warm start
+    warm_start: Placement | None
 
 
-def optimize_job(job: Job, progress: Progress | None = None) -> Optimization:
+def optimize_job(job: Job, progress: Progress | None = None) -> Result:
     """Place the step of a workload, or a graph with known costs.
 
     If all devices of a workload are on this machine, the best candidates are run; otherwise the
@@ -85,27 +79,33 @@ def optimize_job(job: Job, progress: Progress | None = None) -> Optimization:
         all_here = all(map(is_here, job.cluster.names))
         known = costed_step(job, hear)
         problem = Problem.of(GraphArrays.from_graph(known.graph), known.cluster)
-        runs = all_here and known.rig.runs
-        found = _decided(
-            problem,
-            job.search,
-            interrupt,
-            hear,
-            known.extraction,
-            known.rig if runs else None,
-            outset=_Outset(coarse=grouped(known.graph, job.search), start=known.start),
-        )
-        return replace(found, cost_source=known.graph.graph["cost_source"])
+        return _Optimization(
+            problem=problem,
+            search=job.search,
+            interrupt=interrupt,
+            progress=hear,
+            coarse=grouped(known.graph, job.search),
+            warm_start=known.warm_start,
+            extraction=known.extraction,
+            rig=known.rig if all_here and known.rig.runs else None,
+            cost_source=known.graph.graph["cost_source"],
+        ).run()
 
 
 def _optimize_graph(
     job: Job, graph: nx.DiGraph[str], interrupt: Interrupt, hear: Progress
-) -> Optimization:
+) -> Result:
     graph = job.constraints.applied_to(graph, job.cluster)
     problem = Problem.of(GraphArrays.from_graph(graph), job.cluster)
-    outset = _Outset(coarse=grouped(graph, job.search), start=_start(job, None, graph, job.cluster))
-    found = _decided(problem, job.search, interrupt, hear, outset=outset)
-    return replace(found, cost_source=graph.graph["cost_source"])
+    return _Optimization(
+        problem=problem,
+        search=job.search,
+        interrupt=interrupt,
+        progress=hear,
+        coarse=grouped(graph, job.search),
+        warm_start=_warm_start(job, None, graph, job.cluster),
+        cost_source=graph.graph["cost_source"],
+    ).run()
 
 
 def costed_step(job: Job, hear: Progress) -> CostedStep:
@@ -133,7 +133,7 @@ def costed_step(job: Job, hear: Progress) -> CostedStep:
         extraction = extract(step, job.extractor)
         rig = rig_for(extraction, cluster, overlap=job.search.overlap)
         graph = job.constraints.applied_to(rig.graph, cluster)
-        start = _start(job, extraction, graph, cluster)
+        warm_start = _warm_start(job, extraction, graph, cluster)
         if compiles:  # before anything is timed
             hear.stage(loading_stage())
             load_compiled_code()
@@ -146,7 +146,7 @@ def costed_step(job: Job, hear: Progress) -> CostedStep:
         rig=rig,
         graph=rig.costed(graph, cluster, hear, fresh=job.fresh),
         cluster=rig.planned(cluster),
-        start=start,
+        warm_start=warm_start,
     )
 
 
@@ -156,7 +156,7 @@ def optimize_problem(
     progress: Progress | None = None,
     *,
     coarse: Coarsened | None = None,
-) -> Optimization:
+) -> Result:
     """Place the ops of a problem, or the given groups of them; nothing is run.
 
     Raises:
@@ -164,92 +164,13 @@ def optimize_problem(
         KeyboardInterrupt: stopped before there was any placement.
     """
     with Interrupt() as interrupt:
-        outset = _Outset(coarse=coarse, start=None)
-        return _decided(problem, search, interrupt, progress or Silent(), outset=outset)
-
-
-def _start(
-    job: Job, extraction: Extraction | None, graph: nx.DiGraph[str], cluster: Cluster
-) -> Placement | None:
-    start = job.search.start_from
-    if start is None:
-        return None
-    return placement_of(start, extraction, GraphArrays.from_graph(graph), cluster)
-
-
-def _decided(
-    problem: Problem,
-    search: SearchConfig,
-    interrupt: Interrupt,
-    hear: Progress,
-    extraction: Extraction | None = None,
-    rig: Rig | None = None,
-    *,
-    outset: _Outset,
-) -> Optimization:
-    """Search, run the best candidates if there is a runtime, and choose.
-
-    From the search on no result is lost: Ctrl-C only ends the current stage, and if the workers
-    cannot be started, the prediction decides.
-    """
-    if why := why_too_large(problem):
-        raise PlacementError(f"The model fits nowhere: {why}.")
-    if why := why_apart(problem):
-        raise PlacementError(f"The model runs nowhere: {why}.")
-    hear.stage(loading_stage())
-    load_compiled_code()
-    rows: list[Row] = []
-    runs, trouble, trail = Runs(), "", Trail()
-    bounds_s: list[float] = []
-    began = ended = ran = time.perf_counter()
-    try:
-        with interrupt.polled(), recorded() as trail:
-            hear.stage("Searching placements")
-            rows = _searched(problem, search, interrupt, hear, rig, outset)
-            ended = ran = time.perf_counter()
-            bounds_s = [row.bound_s for row in rows if row.bound_s is not None]
-        if rig is not None and search.measure and not interrupt.requested:
-            hear.stage("Running the best for real")
-            runs = run_best(rows, rig, problem, hear)
-            for share in SMALLER:
-                if runs.interrupted or not overfull(rows, runs):
-                    break
-                hear.stage(f"Memory did not suffice: searching again for {share:.0%} of it")
-                smaller = with_less_memory(problem, share)
-                with interrupt.polled(), recorded() as again:
-                    more = _searched(smaller, search, interrupt, hear, rig, outset)
-                if not any(np.isfinite(row.predicted_s) for row in more):
-                    break
-                trail = again
-                rows, runs = joined(rows, runs, more, run_best(more, rig, smaller, hear))
-    except KeyboardInterrupt:
-        interrupt.requested = True
-        if not rows:
-            raise
-    except (WorkerError, OSError) as error:
-        trouble = str(error)
-    if rig is not None and search.measure:
-        ran = time.perf_counter()
-    with interrupt.polled():
-        rows = [replace(row, measurement=runs.of_row.get(i)) for i, row in enumerate(rows)]
-        best = choose(rows)
-        return with_record(
-            Optimization(
-                placement=best.placement,
-                problem=problem,
-                rows=tuple(rows),
-                best=best,
-                lower_bound_s=max(search.objective.lower_bound_s(problem), *bounds_s, 0.0),
-                solved=bool(bounds_s),
-                search_s=ended - began,
-                measuring_s=ran - ended,
-                stopped=interrupt.requested or runs.interrupted,
-                extraction=extraction,
-                all_cores=runs.all_cores,
-                trail=trail,
-                trouble=trouble,
-            )
-        )
+        return _Optimization(
+            problem=problem,
+            search=search,
+            interrupt=interrupt,
+            progress=progress or Silent(),
+            coarse=coarse,
+        ).run()
 
 
 def grouped(graph: nx.DiGraph[str], search: SearchConfig) -> Coarsened | None:
@@ -257,78 +178,165 @@ def grouped(graph: nx.DiGraph[str], search: SearchConfig) -> Coarsened | None:
     return None if search.groups is None else coarsen(graph, most_groups=search.groups)
 
 
-def _searched(
-    problem: Problem,
-    search: SearchConfig,
-    interrupt: Interrupt,
-    hear: Progress,
-    rig: Rig | None,
-    outset: _Outset,
-) -> list[Row]:
-    searched = problem
-    if outset.coarse is not None:
-        searched = Problem.of(GraphArrays.from_graph(outset.coarse.graph), problem.cluster)
-    candidates = search.objective.search(
-        searched,
-        search.budget,
-        search.seed,
-        search.placer,
-        progress=hear.advance,
-        should_stop=interrupt.asked,
-    )
-    if outset.coarse is not None:
-        candidates = [_expanded(plan, outset.coarse) for plan in candidates]
-        candidates += _by_op(problem)  # groups may exclude good placements
-    if outset.start is not None:
-        candidates.append(Judge(problem).candidate(WARM_START, *outset.start.arrays()))
-    simulated = Simulated(problem)
-    return [_row(simulated, candidate, search, rig) for candidate in candidates]
+def _warm_start(
+    job: Job, extraction: Extraction | None, graph: nx.DiGraph[str], cluster: Cluster
+) -> Placement | None:
+    if job.search.start_from is None:
+        return None
+    return placement_of(job.search.start_from, extraction, GraphArrays.from_graph(graph), cluster)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Optimization:
+    """One optimization: its inputs, then what its steps have found so far."""
+
+    problem: Problem
+    search: SearchConfig
+    interrupt: Interrupt
+    progress: Progress
+    coarse: Coarsened | None = None  # groups of ops to place; None: single ops
+    warm_start: Placement | None = None
+    extraction: Extraction | None = None
+    rig: Rig | None = None  # runs the best candidates; None: the prediction decides
+    cost_source: Mapping[str, str] = field(default_factory=dict)
+    runs: Runs = field(default_factory=lambda: Runs(candidates=[]))
+    bounds_s: list[float] = field(default_factory=list)  # proved by the search
+    trail: Trail = field(default_factory=Trail)
+    trouble: str = ""
+    search_s: float = 0.0
+
+    def run(self) -> Result:
+        """Search, run the best candidates if there is a runtime, and choose.
+
+        From the search on no result is lost: Ctrl-C only ends the current stage, and if the workers
+        cannot be started, the prediction decides.
+        """
+        if why := why_too_large(self.problem):
+            raise PlacementError(f"The model fits nowhere: {why}.")
+        if why := why_apart(self.problem):
+            raise PlacementError(f"The model runs nowhere: {why}.")
+        self.progress.stage(loading_stage())
+        load_compiled_code()
+        began = time.perf_counter()
+        try:
+            self._search()
+            self.search_s = time.perf_counter() - began
+            self._measure()
+        except KeyboardInterrupt:
+            self.interrupt.requested = True
+            if not self.runs.candidates:
+                raise
+        except (WorkerError, OSError) as error:
+            if not self.runs.candidates:
+                raise
+            self.trouble = str(error)
+        with self.interrupt.polled():
+            return self._result(time.perf_counter() - began - self.search_s)
+
+    def _search(self) -> None:
+        self.progress.stage("Searching placements")
+        with self.interrupt.polled():
+            found = self._candidates(self.problem, self.trail)
+            self.runs = Runs(candidates=found)
+            self.bounds_s = [own.bound_s for own in found if own.bound_s is not None]
+
+    def _measure(self) -> None:
+        """Run the best candidates; while they run out of memory, search again with less of it."""
+        rig = self.rig
+        if rig is None or not self.search.measure or self.interrupt.requested:
+            return
+        self.progress.stage("Running the best for real")
+        self.runs = run_best(self.runs.candidates, rig, self.problem, self.progress)
+        for share in SMALLER:
+            if self.runs.interrupted or not overfull(self.runs.candidates):
+                return
+            self.progress.stage(f"Memory did not suffice: searching again for {share:.0%} of it")
+            smaller, trail = with_less_memory(self.problem, share), Trail()
+            with self.interrupt.polled():
+                found = self._candidates(smaller, trail)
+            if not any(np.isfinite(own.predicted_s) for own in found):
+                return
+            runs = run_best(found, rig, smaller, self.progress)
+            # Runs are only compared with runs of the same rounds.
+            failed = [own for own in self.runs.candidates if own.failure]
+            self.runs = replace(runs, candidates=[*runs.candidates, *failed])
+            self.trail = trail
+
+    def _result(self, measuring_s: float) -> Result:
+        best = choose(self.runs.candidates)
+        bound_s = self.search.objective.lower_bound_s(self.problem)
+        return Result(
+            placement=best.placement,
+            problem=self.problem,
+            candidates=tuple(self.runs.candidates),
+            best=best,
+            lower_bound_s=max(bound_s, *self.bounds_s, 0.0),
+            search_s=self.search_s,
+            measuring_s=measuring_s if self.rig is not None and self.search.measure else 0.0,
+            stopped=self.interrupt.requested or self.runs.interrupted,
+            extraction=self.extraction,
+            all_cores=self.runs.all_cores,
+            cost_source=self.cost_source,
+            trail=self.trail,
+            trouble=self.trouble,
+        ).with_times()
+
+    def _candidates(self, problem: Problem, trail: Trail) -> list[Candidate]:
+        """Return the predicted candidates of a search."""
+        search, searched = self.search, problem
+        if self.coarse is not None:
+            searched = Problem.of(GraphArrays.from_graph(self.coarse.graph), problem.cluster)
+        request = SearchRequest(
+            searched,
+            search.budget,
+            seed=search.seed,
+            progress=self.progress.advance,
+            should_stop=self.interrupt.asked,
+            trail=trail,
+        )
+        found = search.objective.search(request, search.placer)
+        if self.coarse is not None:
+            found = [_expanded(candidate, self.coarse) for candidate in found]
+            found += _by_op(problem)  # groups may exclude good placements
+        if self.warm_start is not None:
+            found.append(Judge(problem).candidate(Kind.WARM_START, *self.warm_start.arrays()))
+        simulated = Simulated(problem)
+        return [self._predicted(candidate, simulated) for candidate in found]
+
+    def _predicted(self, candidate: Candidate, simulated: Simulated) -> Candidate:
+        """Return a candidate with its prediction, as a placement that gives the simulated order."""
+        problem, objective = simulated.problem, self.search.objective
+        schedule = simulated.simulator.run(candidate.devices, candidate.priority, transfers=False)
+        if self.rig is None:
+            order = run_order(problem, schedule.start_ns)
+        else:
+            order = self.rig.order(problem, schedule)
+        priority = np.empty(problem.op_count)
+        priority[order] = np.arange(problem.op_count, 0, -1)
+        made_by = MadeBy(
+            placer=candidate.name,
+            seed=self.search.seed,
+            budget=str(self.search.budget),
+            version=placer.__version__,
+        )
+        placement = replace(
+            Placement.of(problem.graph, problem.cluster, candidate.devices, priority, made_by),
+            objective=objective.name,
+            micro_batches=objective.micro_batches,
+            in_flight=objective.in_flight,
+        )
+        is_known = objective.micro_batches == 1 and repeats(problem, schedule, priority)
+        prediction = objective.predict(simulated, placement, schedule if is_known else None)
+        return replace(candidate, prediction=prediction)
 
 
 def _by_op(problem: Problem) -> list[Candidate]:
     found = heuristics(Judge(problem))
-    schedulers = [plan for plan in found if plan.name in (HEFT_NAME, ETF_NAME)]
-    return [replace(plan, name=f"{plan.name} by op") for plan in schedulers]
+    schedulers = [own for own in found if own.kind in (Kind.HEFT, Kind.ETF)]
+    return [replace(own, name=f"{own.name} by op") for own in schedulers]
 
 
-def _expanded(plan: Candidate, coarse: Coarsened) -> Candidate:
+def _expanded(candidate: Candidate, coarse: Coarsened) -> Candidate:
     """Return a candidate for groups as one for their ops; its bound does not carry over."""
-    devices, priority = coarse.expand(plan.devices, plan.priority)
-    return replace(plan, devices=devices, priority=priority, bound_ns=None)
-
-
-def _row(simulated: Simulated, candidate: Candidate, search: SearchConfig, rig: Rig | None) -> Row:
-    problem, objective = simulated.problem, search.objective
-    schedule = simulated.simulator.run(candidate.devices, candidate.priority)
-    priority = np.empty(problem.op_count)
-    order = run_order(problem, schedule.start_ns) if rig is None else rig.order(problem, schedule)
-    priority[order] = np.arange(problem.op_count, 0, -1)
-    made_by = MadeBy(
-        placer=candidate.title,
-        seed=search.seed,
-        budget=str(search.budget),
-        version=placer.__version__,
-    )
-    placement = replace(
-        Placement.of(problem.graph, problem.cluster, candidate.devices, priority, made_by),
-        objective=objective.name,
-        micro_batches=objective.micro_batches,
-        in_flight=objective.in_flight,
-    )
-    prediction = objective.predict(simulated, placement)
-    return Row(
-        name=candidate.title,
-        placement=placement,
-        predicted_s=prediction.value_s,
-        peak_memory_bytes=dict(prediction.peak_memory_bytes),
-        why=prediction.why,
-        missing_bytes=prediction.missing_bytes,
-        bound_s=_seconds(candidate.bound_ns),
-        times_s=prediction.times_s,
-    )
-
-
-def _seconds(bound_ns: int | None) -> float | None:
-    if bound_ns is None:
-        return None
-    return bound_ns / 1e9 if bound_ns < INFEASIBLE_NS else np.inf
+    devices, priority = coarse.expand(candidate.devices, candidate.priority)
+    return replace(candidate, devices=devices, priority=priority, bound_ns=None)

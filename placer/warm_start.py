@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from envs.cluster import Cluster
 from envs.discover import why_not_here
@@ -15,9 +15,6 @@ from graphs.strict_json import brief, load_checked, table
 if TYPE_CHECKING:
     from graphs.extract import Extraction
     from placer.device_map import DeviceMap
-
-WARM_START: Final = "warm start"
-"""Name of the candidate."""
 
 
 class WarmStartError(ValueError):

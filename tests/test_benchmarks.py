@@ -44,6 +44,7 @@ from placer.placers.registry import placer_named
 from placer.policies import load
 from placer.policies.pool import Exercise
 from placer.search.budget import Budget
+from placer.search.request import SearchRequest
 
 TABLE = Table("Gaps", "above the optimum", ("problem", "gap"), (("small", "0.0%"), ("big", "2.0%")))
 QUOTED = re.compile(r"`python -m benchmarks((?: [^`]+)?)`")
@@ -203,7 +204,7 @@ def test_benchmarks_that_the_docs_quote_exist() -> None:
 def test_gaps_are_those_between_plans_and_their_bound(inception: Exercise) -> None:
     problem = inception.judge.problem
     gaps = quality.bound_gaps(placer_named("heft"), [inception], Budget(evaluations=10), seeds=2)
-    plan = placer_named("heft").place(problem, Budget(evaluations=10), 0)[0]
+    plan = placer_named("heft").place(SearchRequest(problem, Budget(evaluations=10)))[0]
     assert gaps == {"inception 4": [plan.step_ns / lower_bound_ns(problem) - 1.0] * 2}
 
 
@@ -280,7 +281,7 @@ def test_the_simulator_is_faster_than_the_plain_one() -> None:
 
 
 def test_the_max_load_lies_between_its_bound_and_the_best_single_device() -> None:
-    budgets = max_load.Budgets(search_s=0.05, seeds=2, states=1000, sweeps=1)
+    budgets = max_load.Budgets(search_s=0.05, seeds=2, proof_s=1.0)
     found: dict[str, Any] = {}
     table = max_load.profile("alexnet", budgets, found)
     assert found["bound_ns"] <= found["search_ns"][0] <= found["single_ns"]

@@ -60,7 +60,7 @@ def two_branches() -> nx.DiGraph[str]:
 
 def searched(
     graph: nx.DiGraph[str] | None = None, cluster: Cluster = PAIR, budget: str = "50e", **kept: Any
-) -> placer.Optimization:
+) -> placer.Result:
     """Return what a search finds, by default for two branches on a pair, with constraints."""
     return optimize_job(
         Job(
@@ -75,7 +75,7 @@ def searched(
 def devices_by_module(**kept: Any) -> list[tuple[set[str], set[str]]]:
     """Return the devices of left and right in every feasible candidate, the best first."""
     found = searched(budget="200e", **kept)
-    placements = [row.placement for row in found.rows if np.isfinite(row.predicted_s)]
+    placements = [row.placement for row in found.candidates if np.isfinite(row.predicted_s)]
     return [
         (
             {p.device_names[d] for d in p.devices[:6]},
@@ -103,7 +103,7 @@ class Stages(Silent):
 
 def test_only_what_is_on_one_device_is_called_single() -> None:
     parted = searched(pins={"left": "b"})
-    names = {row.name for row in parted.rows}
+    names = {row.name for row in parted.candidates}
     assert "a where allowed" in names
     assert "single b" in names
     assert "single a" not in names
@@ -111,7 +111,7 @@ def test_only_what_is_on_one_device_is_called_single() -> None:
     assert pinned.best.name == "a where allowed"
     assert pinned.placement.made_by.placer == "a where allowed"
     shown = reviewed(pinned.problem, pinned.placement)
-    assert [row.name for row in shown.rows].count("a where allowed") == 1
+    assert [row.name for row in shown.candidates].count("a where allowed") == 1
 
 
 def test_a_verdict_tells_pins_from_memory() -> None:

@@ -18,6 +18,7 @@ from placer.placers import placer_named
 from placer.search.budget import Budget
 from placer.search.contiguous import MOST_PLACES, contiguous
 from placer.search.pipeline_parts import narrow_order, pipeline_parts
+from placer.search.request import SearchRequest
 
 
 def chain(
@@ -141,7 +142,7 @@ def test_where_outputs_do_not_fit_for_good_the_simulator_decides() -> None:
     problem = chain(1, ops=20, devices=2, memory_bytes=4_000_000, parameter_bytes=1000)
     assert problem.graph.output_bytes.sum() > 8_000_000
     assert contiguous(problem) is None
-    [best, *_] = placer_named("layer-split").place(problem, Budget(evaluations=1), 0)
+    [best, *_] = placer_named("layer-split").place(SearchRequest(problem, Budget(evaluations=1)))
     assert best.step_ns < INFEASIBLE_NS
     assert len(set(best.devices.tolist())) == 2
 
@@ -150,7 +151,7 @@ def test_where_outputs_do_not_fit_for_good_the_simulator_decides() -> None:
 def test_the_placer_is_the_balanced_split(objective: str) -> None:
     problem = chain(3, ops=20, devices=3)
     found = placer_named("layer-split", objective=objective).place(
-        problem, Budget(evaluations=1), 0, objective=objective
+        SearchRequest(problem, Budget(evaluations=1), objective=objective)
     )
     expected = contiguous(problem)
     assert expected is not None

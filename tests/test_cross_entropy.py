@@ -10,6 +10,7 @@ from placer.placers import placer_named
 from placer.search.budget import Budget
 from placer.search.cross_entropy import SMOOTHING, draw, moved
 from placer.search.judge import Judge
+from placer.search.request import SearchRequest
 
 
 def test_probabilities_move_to_how_often_the_elite_chose() -> None:
@@ -34,5 +35,7 @@ def test_it_finds_the_best_placement_of_a_tiny_graph(seed: int) -> None:
     judge = Judge(problem)
     plans = np.array(list(product(range(2), repeat=7)), np.int32)
     best = int(judge.costs(plans, np.tile(judge.outline.bottom_level, (len(plans), 1))).min())
-    [found] = placer_named("cross-entropy").place(problem, Budget(evaluations=1500), seed)
+    [found] = placer_named("cross-entropy").place(
+        SearchRequest(problem, Budget(evaluations=1500), seed=seed)
+    )
     assert found.step_ns == best

@@ -25,7 +25,6 @@ from placer.policies.evaluation import (
 )
 from placer.policies.network import FORMAT
 from placer.policies.training import train
-from placer.search.heuristics import HEFT_NAME
 
 torch.set_num_threads(1)
 
@@ -87,7 +86,7 @@ def test_a_policy_that_says_nothing_new_is_as_good_as_untrained(trained: Path) -
     found = evaluate(replace(policy, layers=silent, log_std=first), TINY_SUITE, seeds=2)
     for row in found["table"].values():
         assert row[BEST] == row[UNTRAINED]
-        assert row[ONE] == row[HEFT_NAME]
+        assert row[ONE] == row["HEFT"]
 
 
 def test_scores_are_written_into_the_card_beside_those_of_other_suites(trained: Path) -> None:

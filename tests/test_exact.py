@@ -18,15 +18,16 @@ pytest.importorskip("ortools")
 from envs.simulator import OVERFULL_NS
 from graphs.files import save_graph
 from graphs.synthetic import layered
+from placer.choose import PlacementError
 from placer.cli.main import main
 from placer.job import SearchConfig
-from placer.outcome import PlacementError
 from placer.pipeline import optimize_problem
 from placer.placers import placer_named
 from placer.search.budget import Budget
 from placer.search.candidate import Candidate
 from placer.search.exact import LARGEST
 from placer.search.judge import Judge
+from placer.search.request import SearchRequest
 
 
 def best_of_all(problem: Problem) -> int:
@@ -45,7 +46,7 @@ def solved(problem: Problem) -> tuple[Candidate, bool]:
     """Return the best candidate and whether it is proven to be optimal."""
     told: list[str] = []
     [found] = placer_named("exact").place(
-        problem, Budget(evaluations=3000), 0, progress=lambda _, text: told.append(text)
+        SearchRequest(problem, Budget(evaluations=3000), progress=lambda _, text: told.append(text))
     )
     return found, told[-1] == "exact, proven to be the best"
 
@@ -71,7 +72,9 @@ def test_it_is_the_best_of_all_plans_of_a_tiny_graph(seed: int, sharing: Sharing
 def test_without_queues_what_it_proves_is_never_beaten(seed: int) -> None:
     problem = random_problem(seed, ops=18, devices=3, unequal=seed > 1, sharing="none")
     found, proven = solved(problem)
-    annealed = placer_named("annealing").place(problem, Budget(evaluations=8000), seed)
+    annealed = placer_named("annealing").place(
+        SearchRequest(problem, Budget(evaluations=8000), seed=seed)
+    )
     assert proven
     assert found.step_ns <= annealed[0].step_ns
 
@@ -87,7 +90,7 @@ def test_parameters_are_spread_where_one_device_cannot_hold_them() -> None:
 def test_a_graph_with_too_many_ops_is_refused_in_a_sentence() -> None:
     problem = random_problem(0, ops=LARGEST + 1)
     with pytest.raises(ValueError, match=r"has 81 ops.*--groups 80"):
-        placer_named("exact").place(problem, Budget(evaluations=10), 0)
+        placer_named("exact").place(SearchRequest(problem, Budget(evaluations=10)))
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -97,7 +100,7 @@ def test_no_plan_of_a_tiny_graph_is_below_the_bound_with_activations_or_without(
 ) -> None:
     resident = int(random_problem(seed, ops=5).graph.resident_bytes.sum())
     problem = random_problem(seed, ops=5, devices=2, memory_bytes=int(share * resident))
-    [found] = placer_named("exact").place(problem, Budget(evaluations=300), 0)
+    [found] = placer_named("exact").place(SearchRequest(problem, Budget(evaluations=300)))
     best_ns = best_of_all(problem)
     assert found.bound_ns is not None
     assert found.bound_ns <= best_ns if best_ns < OVERFULL_NS else found.bound_ns > 0
@@ -107,8 +110,10 @@ def test_no_plan_of_a_tiny_graph_is_below_the_bound_with_activations_or_without(
 @pytest.mark.parametrize("sharing", ["egress", "bus"])
 def test_the_bound_of_a_solver_that_was_stopped_holds(seed: int, sharing: Sharing) -> None:
     problem = random_problem(seed, ops=18, devices=3, unequal=True, sharing=sharing)
-    [found] = placer_named("exact").place(problem, Budget(evaluations=60), 0)
-    annealed = placer_named("annealing").place(problem, Budget(evaluations=8000), seed)
+    [found] = placer_named("exact").place(SearchRequest(problem, Budget(evaluations=60)))
+    annealed = placer_named("annealing").place(
+        SearchRequest(problem, Budget(evaluations=8000), seed=seed)
+    )
     assert found.bound_ns is not None
     assert found.bound_ns <= annealed[0].step_ns
 

@@ -140,7 +140,7 @@ def test_a_registered_placer_is_used_by_its_name(
     search = placer.SearchConfig(budget="10e", placer="in turn")
     assert isinstance(search.placer, Turns)
     found = placer.optimize(graph, cluster, search=search, progress=False)
-    assert any(row.name.startswith("round robin") for row in found.rows)
+    assert any(row.name.startswith("round robin") for row in found.candidates)
     with pytest.raises(ValueError, match="choose another name"):
         placer.register_placer("heft", Turns)
     with pytest.raises(ValueError, match="objectives"):

@@ -55,7 +55,7 @@ def looped() -> tuple[Loop, tuple[Tensor, Tensor]]:
 
 def assert_applied(
     model: nn.Module,
-    found: placer.Optimization | Path,
+    found: placer.Result | Path,
     inputs: tuple[Tensor, Tensor],
     extractor: str = "auto",
 ) -> HookedModule:
@@ -91,7 +91,7 @@ def test_a_loop_that_depends_on_data_is_placed_measured_and_run(tmp_path: Path) 
     )
     assert found.best.measurement is not None
     assert found.best.measurement.ok
-    assert all(not row.failure for row in found.rows)
+    assert all(not row.failure for row in found.candidates)
     assert found.device_of("table") == "cpu"  # 256 kB
     assert not any("Nothing was measured" in remark for remark in found.remarks)
     found.save(tmp_path / "placement.json")

@@ -25,6 +25,7 @@ from placer.placers.portfolio import Portfolio
 from placer.placers.registry import placer_named
 from placer.search.annealing.max_load import balance
 from placer.search.budget import Budget
+from placer.search.request import SearchRequest
 
 Files = Callable[..., tuple[Path, Path]]
 
@@ -117,7 +118,7 @@ def test_a_full_device_has_its_own_reason_in_each_objective() -> None:
     alone = Placement.of(problem.graph, problem.cluster, np.zeros(20, np.int32), np.zeros(20))
     for name in ("latency", "max-load"):
         said = Objective(name=name).predict(Simulated(problem), alone)
-        assert said.value_s == np.inf
+        assert said.objective_s == np.inf
         assert "device:0 needs" in said.why
         assert said.times_s["step_s"] > 0
 
@@ -144,9 +145,9 @@ def assert_no_period_below_the_bound(case: Case, micro_batches: int) -> None:
         devices,
         problem.cost_ns[np.arange(len(devices)), devices] / 1e9 * (problem.graph.phase != 2),
     )
-    if said.value_s < np.inf:
-        assert said.value_s >= objective.lower_bound_s(problem)
-        assert said.value_s >= loads_s.max() * (1 - 1e-12)
+    if said.objective_s < np.inf:
+        assert said.objective_s >= objective.lower_bound_s(problem)
+        assert said.objective_s >= loads_s.max() * (1 - 1e-12)
 
 
 @settings(max_examples=100)
@@ -173,7 +174,7 @@ def test_a_period_is_not_the_difference_of_two_short_steps_where_no_pace_is_as_f
     assert (four - two) / 2 == 1250
     objective = Objective(name="throughput", micro_batches=2)
     assert objective.lower_bound_s(problem) == 1.464e-6
-    assert objective.predict(simulated, replace(placement, micro_batches=2)).value_s == 2.5e-6
+    assert objective.predict(simulated, replace(placement, micro_batches=2)).objective_s == 2.5e-6
 
 
 def test_the_optimizer_is_no_part_of_the_bound_of_a_further_micro_batch() -> None:
@@ -187,7 +188,7 @@ def test_the_optimizer_is_no_part_of_the_bound_of_a_further_micro_batch() -> Non
     placement = Placement.of(problem.graph, problem.cluster, devices, priority)
     objective = Objective(name="throughput", micro_batches=4)
     said = objective.predict(Simulated(problem), replace(placement, micro_batches=4))
-    assert said.value_s == 1e-6
+    assert said.objective_s == 1e-6
     assert said.times_s["step_s"] == pytest.approx(9e-6)
 
 
@@ -202,15 +203,17 @@ def test_a_step_stays_feasible_where_twice_as_many_micro_batches_are_too_long() 
     assert (result.feasible, result.step_s, result.period_s) == (True, 300.0, None)
     assert result.why_no_period.startswith("6 micro-batches cannot be simulated: a step of 'long'")
     said = Objective(micro_batches=3).predict(Simulated(problem), placement)
-    assert (said.value_s, said.why) == (300.0, "")
+    assert (said.objective_s, said.why) == (300.0, "")
     said = Objective(name="throughput", micro_batches=3).predict(Simulated(problem), placement)
-    assert said.value_s == np.inf
+    assert said.objective_s == np.inf
     assert said.why == result.why_no_period
 
 
 def test_plans_for_micro_batches_name_every_op_once() -> None:
     problem = random_problem(1, ops=15, devices=3, groups=True)
-    plans = Objective(micro_batches=3).search(problem, Budget(evaluations=200), 0, Portfolio())
+    plans = Objective(micro_batches=3).search(
+        SearchRequest(problem, Budget(evaluations=200)), Portfolio()
+    )
     assert {plan.devices.shape for plan in plans} == {(15,)}
     assert len(set(max_load_ns(problem, np.array([plan.devices for plan in plans])))) > 1
 
@@ -219,7 +222,9 @@ def test_for_throughput_balanced_loads_are_a_candidate() -> None:
     problem = random_problem(0, ops=40, devices=3)
     budget = Budget(evaluations=2000)
     balanced = balance(problem, budget.part(0.3), 0)[0]
-    found = Objective(name="throughput", micro_batches=4).search(problem, budget, 0, Portfolio())
+    found = Objective(name="throughput", micro_batches=4).search(
+        SearchRequest(problem, budget), Portfolio()
+    )
     assert found[-1].name == "balanced loads"
     assert found[-1].devices.tolist() == balanced.devices.tolist()
 
@@ -227,5 +232,5 @@ def test_for_throughput_balanced_loads_are_a_candidate() -> None:
 def test_a_rule_that_does_not_balance_is_not_asked_to() -> None:
     problem = random_problem(1, ops=20, devices=2)
     objective = Objective(name="throughput", micro_batches=2)
-    found = objective.search(problem, Budget(evaluations=10), 0, placer_named("heft"))
+    found = objective.search(SearchRequest(problem, Budget(evaluations=10)), placer_named("heft"))
     assert "balanced loads" not in {plan.name for plan in found}

@@ -336,7 +336,7 @@ def test_what_was_searched_with_an_optimizer_is_applied_with_or_without() -> Non
 
 def test_an_optimizer_that_there_is_not_is_refused() -> None:
     assert Optimizer.of("none") is None
-    with pytest.raises(ValueError, match=r"'adamm' .* 'adam"):
+    with pytest.raises(ValueError, match=r"'adamm' .* adam\?"):
         Optimizer.of("adamm")
     with pytest.raises(ValueError, match="learning_rate of the optimizer is -1"):
         Optimizer(kind="sgd", learning_rate=-1)

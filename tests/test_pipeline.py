@@ -17,7 +17,10 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from random_problems import random_problem
+from simulator_cases import problem_of, random_case
 from torch import nn
 
 import placer
@@ -25,22 +28,28 @@ from envs.cluster import Cluster, Device, Link
 from envs.measurement import Measurement
 from envs.placement import Placement
 from envs.problem import Problem
-from envs.simulator import Simulated
+from envs.simulator import INFEASIBLE_NS, Schedule, Simulated, Simulator
+from envs.simulator.schedule import repeats, run_order
 from graphs.coarsen import coarsen
 from graphs.extract import extract
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 from graphs.synthetic import draw
-from placer import pipeline
+from placer.choose import PlacementError, choose
 from placer.cli.main import main
 from placer.job import Job, SearchConfig
+from placer.messages import extraction_remarks
 from placer.objectives import Objective
-from placer.outcome import Optimization, PlacementError, Row, choose, extraction_remarks
 from placer.pipeline import optimize_job, optimize_problem
+from placer.placers.rule import Rule
 from placer.policies import load
-from placer.record import candidates_to_list
+from placer.result import Result
 from placer.rigs import Cores, rounds_for
-from placer.running import worth_running
+from placer.running import MEASURED_CANDIDATES, worth_running
 from placer.search.budget import Budget, Meter
+from placer.search.candidate import Candidate, Kind, Prediction
+from placer.search.judge import Judge
+from placer.search.request import SearchRequest
+from placer.search.trivial import round_robin
 
 two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 PAIR = Cluster(
@@ -53,86 +62,184 @@ PAIR = Cluster(
 )
 
 
-def row(name: str, predicted_s: float, runs_s: list[float] | None, *, single: bool = False) -> Row:
-    """Return a candidate of two ops with these measurements; rebuilt time equals wall time."""
+def candidate(
+    kind: Kind,
+    predicted_s: float,
+    runs_s: list[float] | None,
+    *,
+    name: str = "",
+    why: str = "a needs 2 B but has 1 B",
+    missing_bytes: int = 0,
+) -> Candidate:
+    """Return a candidate of two ops with these measurements; CPU-clock time equals wall time."""
+    devices = np.array((0, 0) if kind is Kind.SINGLE_DEVICE else (0, 1), np.int32)
+    priority = np.array((1.0, 0.0))
     placement = Placement(
         graph="",
         cluster="pair",
         ops=("x", "y"),
         device_names=("a", "b"),
-        devices=(0, 0) if single else (0, 1),
-        priority=(1.0, 0.0),
+        devices=tuple(devices.tolist()),
+        priority=tuple(priority.tolist()),
     )
-    seen = None
+    measurement = None
     if runs_s is not None:
         times = np.array(runs_s)
-        seen = Measurement(wall_s=times, rebuilt_s=times, failure="" if runs_s else "it died")
-    return Row(
-        name=name,
-        placement=placement,
-        predicted_s=predicted_s,
-        peak_memory_bytes={"a": 1, "b": 1},
-        why="" if np.isfinite(predicted_s) else "a needs 2 B but has 1 B",
-        measurement=seen,
+        measurement = Measurement(wall_s=times, rebuilt_s=times, failure="" if runs_s else "died")
+    return Candidate(
+        kind=kind,
+        name=name or kind.value,
+        devices=devices,
+        priority=priority,
+        step_ns=0,
+        prediction=Prediction(
+            placement=placement,
+            objective_s=predicted_s,
+            peak_memory_bytes={"a": 1, "b": 1},
+            why="" if np.isfinite(predicted_s) else why,
+            missing_bytes=missing_bytes,
+        ),
+        measurement=measurement,
     )
 
 
 def test_the_fastest_measured_wins_whatever_was_predicted() -> None:
-    rows = [
-        row("annealing", 1.0, [2.0, 2.1, 2.0]),
-        row("HEFT", 1.5, [1.5, 1.6, 1.5]),
-        row("single a", 3.0, [3.0, 3.0, 3.1], single=True),
-    ]
-    assert choose(rows).name == "HEFT"
+    heft = candidate(Kind.HEFT, 1.5, [1.5, 1.6, 1.5])
+    single = candidate(Kind.SINGLE_DEVICE, 3.0, [3.0, 3.0, 3.1])
+    assert choose([candidate(Kind.ANNEALING, 1.0, [2.0, 2.1, 2.0]), heft, single]) is heft
 
 
 def test_nothing_measured_slower_than_one_device_is_ever_best() -> None:
-    rows = [
-        row("annealing", 1.0, [3.2, 3.1, 3.2]),
-        row("single a", 3.0, [3.0, 3.0, 3.0], single=True),
-    ]
-    assert choose(rows).name == "single a"
+    single = candidate(Kind.SINGLE_DEVICE, 3.0, [3.0, 3.0, 3.0])
+    assert choose([candidate(Kind.ANNEALING, 1.0, [3.2, 3.1, 3.2]), single]) is single
 
 
 def test_of_a_tie_the_simpler_wins() -> None:
-    rows = [
-        row("annealing", 1.0, [1.000, 1.050, 0.990]),
-        row("layer split", 1.0, [1.001, 1.040, 1.000]),
-        row("single a", 3.0, [3.0, 3.0, 3.1], single=True),
+    split = candidate(Kind.LAYER_SPLIT, 1.0, [1.001, 1.040, 1.000])
+    candidates = [
+        candidate(Kind.ANNEALING, 1.0, [1.000, 1.050, 0.990]),
+        split,
+        candidate(Kind.SINGLE_DEVICE, 3.0, [3.0, 3.0, 3.1]),
     ]
-    assert choose(rows).name == "layer split"
+    assert choose(candidates) is split
 
 
 def test_a_simpler_tie_that_is_slower_than_one_device_does_not_win() -> None:
-    rows = [
-        row("annealing", 1.0, [0.98, 1.30, 0.99]),
-        row("layer split", 1.0, [1.02, 1.28, 0.98]),
-        row("single a", 1.0, [1.0, 1.31, 1.005], single=True),
+    candidates = [
+        candidate(Kind.ANNEALING, 1.0, [0.98, 1.30, 0.99]),
+        candidate(Kind.LAYER_SPLIT, 1.0, [1.02, 1.28, 0.98]),
+        candidate(Kind.SINGLE_DEVICE, 1.0, [1.0, 1.31, 1.005]),
     ]
-    assert choose(rows).name == "annealing"
-    assert choose(rows[:2]).name == "layer split"
+    assert choose(candidates).kind is Kind.ANNEALING
+    assert choose(candidates[:2]).kind is Kind.LAYER_SPLIT
 
 
 def test_what_noise_cannot_tell_from_one_device_does_not_win_over_it() -> None:
-    rows = [
-        row("annealing", 1.0, [1.90, 1.95, 1.92]),
-        row("HEFT", 1.0, [1.91, 2.30, 1.99]),
-        row("single a", 2.0, [2.00, 2.05, 2.01], single=True),
+    candidates = [
+        candidate(Kind.ANNEALING, 1.0, [1.90, 1.95, 1.92]),
+        candidate(Kind.HEFT, 1.0, [1.91, 2.30, 1.99]),
+        candidate(Kind.SINGLE_DEVICE, 2.0, [2.00, 2.05, 2.01]),
     ]
-    assert choose(rows).name == "annealing"
-    assert choose([rows[1], rows[2]]).name == "single a"
+    assert choose(candidates).kind is Kind.ANNEALING
+    assert choose(candidates[1:]).kind is Kind.SINGLE_DEVICE
 
 
-def outcome(rows: list[Row]) -> Optimization:
-    """Return an optimization of two ops with these candidates."""
+def test_kinds_are_ordered_by_simplicity_and_the_last_are_equal() -> None:
+    single, *several = (candidate(kind, 1.0, None).simplicity for kind in Kind)
+    ranked = several[: list(Kind).index(Kind.ANNEALING)]
+    assert [single, *ranked] == sorted({single, *ranked})
+    assert set(several[len(ranked) :]) == {ranked[-1] + 1}
+
+
+@pytest.mark.parametrize("name", ["given", "warm start", "policy-gradient", "single a", "HEFT"])
+def test_the_name_of_a_plug_in_decides_nothing(name: str) -> None:
+    plug_in = candidate(Kind.OTHER, 1.0, None, name=name)
+    annealed = candidate(Kind.ANNEALING, 1.0, None)
+    assert choose([plug_in, annealed]) is annealed
+    times = [1.0, 1.1, 1.0]
+    plug_in = candidate(Kind.OTHER, 1.0, times, name=name)
+    annealed = candidate(Kind.ANNEALING, 1.0, times)
+    assert choose([plug_in, annealed]) is annealed
+    slow = candidate(Kind.OTHER, 9.0, None, name=name)
+    faster = [candidate(Kind.ANNEALING, 1.0 + i, None) for i in range(MEASURED_CANDIDATES)]
+    assert len(faster) not in worth_running([*faster, slow], PAIR)
+    warm_start = candidate(Kind.WARM_START, 9.0, None, name=name)
+    assert len(faster) in worth_running([*faster, warm_start], PAIR)
+
+
+class Impostor(Rule):
+    """A plug-in whose placement has the name of a heuristic."""
+
+    def candidates(self, judge: Judge) -> list[Candidate]:
+        devices = round_robin(judge.problem)
+        return [judge.candidate(Kind.OTHER, devices, judge.outline.bottom_level, name="ETF")]
+
+
+def test_a_plug_in_with_the_name_of_a_heuristic_replaces_none() -> None:
+    request = SearchRequest(random_problem(0), Budget(evaluations=1))
+    found = Objective().search(request, Impostor())
+    assert [own.kind for own in found if own.name == "ETF"].count(Kind.ETF) == 1
+    assert [own.kind for own in found if own.name == "ETF"].count(Kind.OTHER) == 1
+
+
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 10**7))
+def test_a_schedule_that_priorities_repeat_is_not_simulated_again(seed: int) -> None:
+    problem, devices, priority = problem_of(random_case(seed, bad_places=False))
+    schedule = Simulator(problem).run(devices, priority)
+    ordered = np.empty(problem.op_count)
+    ordered[run_order(problem, schedule.start_ns)] = np.arange(problem.op_count, 0, -1)
+    if schedule.step_ns < INFEASIBLE_NS and repeats(problem, schedule, ordered):
+        again = Simulator(problem).run(devices, ordered)
+        assert again.start_ns.tolist() == schedule.start_ns.tolist()
+        assert again.peak_bytes.tolist() == schedule.peak_bytes.tolist()
+        assert again.why == schedule.why
+
+
+def test_ops_that_start_at_one_instant_and_links_by_priority_are_simulated_again() -> None:
+    problem = random_problem(0)
+    devices, priority = np.zeros(problem.op_count, np.int32), np.arange(float(problem.op_count))
+    schedule = Simulator(problem).run(devices, priority)
+    by_start = -schedule.start_ns.astype(np.float64)
+    assert repeats(problem, schedule, by_start)
+    assert not repeats(problem, schedule, -by_start)
+    assert not repeats(problem, replace(schedule, start_ns=schedule.start_ns // 2**40), by_start)
+    assert not repeats(random_problem(0, order="priority"), schedule, by_start)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_what_is_predicted_is_the_step_of_the_placement(
+    micro_batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[int] = []
+    run = Simulator.run
+
+    def counted(simulator: Simulator, *args: Any, **named: Any) -> Schedule:
+        runs.append(simulator.problem.op_count)
+        return run(simulator, *args, **named)
+
+    monkeypatch.setattr(Simulator, "run", counted)
+    problem = random_problem(3, ops=20)
+    objective = Objective(micro_batches=micro_batches)
+    result = optimize_problem(problem, SearchConfig(placer="heft", objective=objective))
+    assert runs.count(problem.op_count) == len(result.candidates)
+    monkeypatch.undo()
+    placements = [own.placement for own in result.candidates]
+    for own, step in zip(result.candidates, Simulated(problem).evaluate(placements), strict=True):
+        assert own.predicted_s == step.step_s
+        assert own.peak_memory_bytes == step.peak_memory_bytes
+
+
+def result_of(candidates: list[Candidate]) -> Result:
+    """Return a result of two ops with these candidates."""
     graph = new_graph("two")
     for op_id in ("x", "y"):
         add_op(graph, op_id, cost_s={"*": 1.0})
-    best = choose(rows)
-    return Optimization(
+    best = choose(candidates)
+    return Result(
         placement=best.placement,
         problem=Problem.of(GraphArrays.from_graph(graph), PAIR),
-        rows=tuple(rows),
+        candidates=tuple(candidates),
         best=best,
         lower_bound_s=1.0,
         search_s=0.0,
@@ -140,43 +247,53 @@ def outcome(rows: list[Row]) -> Optimization:
     )
 
 
-def test_candidates_are_told_to_machines_as_they_are() -> None:
-    fast, broken = row("HEFT", 1.0, [1.0, 1.5, 2.0]), row("single a", 2.0, [], single=True)
-    full = replace(row("ETF", np.inf, None), why="no room")
-    rows = [fast, broken, full, row("single b", 4.0, None, single=True)]
-    told = candidates_to_list(outcome(rows))
-    json.dumps(told, allow_nan=False)
-    heft, single, etf, other = told
-    assert [one["name"] for one in told if one["chosen"]] == ["HEFT"]
+def test_a_result_is_plain_data_for_machines() -> None:
+    candidates = [
+        candidate(Kind.HEFT, 1.0, [1.0, 1.5, 2.0]),
+        candidate(Kind.SINGLE_DEVICE, 2.0, []),
+        candidate(Kind.ETF, np.inf, None, why="no room"),
+        candidate(Kind.SINGLE_DEVICE, 4.0, None),
+    ]
+    data = result_of(candidates).with_times().to_dict()
+    json.dumps(data, allow_nan=False)
+    assert (data["best"], data["step_s"], data["measured"]["clock"]) == ("HEFT", 1.5, "wall")
+    assert data["speed_up"] == 4.0
+    assert "died" in " ".join(data["remarks"])
+    heft, single, etf, other = data["candidates"]
+    assert [one["name"] for one in data["candidates"] if one["chosen"]] == ["HEFT"]
     assert heft["measured"]["wall_median_s"] == 1.5
     assert heft["measured"]["wall_min_s"] == 1.0
     assert heft["measured"]["spread"] == pytest.approx(1 / 3)
     assert (heft["predicted_step_s"], heft["speed_up"]) == (1.0, 4.0)
-    assert (single["measured"], single["why"]) == (None, "it died")
+    assert (single["measured"], single["why"]) == (None, "died")
     assert (etf["predicted_step_s"], etf["speed_up"], etf["why"]) == (None, None, "no room")
     assert (other["measured"], other["speed_up"], other["why"]) == (None, 1.0, "")
 
 
 def test_a_single_device_that_failed_is_no_yardstick() -> None:
-    fast, broken = row("HEFT", 1.0, [1.0, 1.0, 1.0]), row("single a", 2.0, [], single=True)
-    found = outcome([fast, broken])
-    assert np.isnan(found.speed_up)
-    assert "it died" in found.verdict
-    assert len(found.remarks) == 1
-    found = outcome([fast, broken, row("single b", 4.0, None, single=True)])
-    assert found.speed_up == pytest.approx(4.0)
-
-
-def test_remarks_tell_of_scatter_wrong_predictions_and_of_the_impossible() -> None:
-    rows = [
-        row("HEFT", 0.5, [1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0]),
-        row("single a", 4.0, [8.0] * 7, single=True),
+    candidates = [
+        candidate(Kind.HEFT, 1.0, [1.0, 1.0, 1.0]),
+        candidate(Kind.SINGLE_DEVICE, 2.0, []),
     ]
-    found = replace(outcome(rows), lower_bound_s=2.0)
-    scatter, wrong, impossible = found.remarks
+    result = result_of(candidates)
+    assert np.isnan(result.speed_up)
+    assert "died" in result.verdict
+    assert len(result.remarks) == 1
+    result = result_of([*candidates, candidate(Kind.SINGLE_DEVICE, 4.0, None)])
+    assert result.speed_up == pytest.approx(4.0)
+
+
+def test_remarks_tell_of_the_impossible_scatter_and_wrong_predictions() -> None:
+    candidates = [
+        candidate(Kind.HEFT, 0.5, [1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0]),
+        candidate(Kind.SINGLE_DEVICE, 4.0, [8.0] * 7),
+    ]
+    result = replace(result_of(candidates), lower_bound_s=2.0)
+    impossible, scatter, wrong = result.remarks
+    assert "2.00x" in impossible
     assert "100%" in scatter
     assert "0.50" in wrong
-    assert "2.00x" in impossible
+    assert result.main_remarks == [impossible, scatter]
 
 
 def test_a_remark_tells_that_lstms_are_trained_by_another_kernel_where_nothing_is_placed() -> None:
@@ -192,16 +309,18 @@ def test_short_steps_are_run_more_often(step_s: float, rounds: int) -> None:
 
 
 def test_failed_candidates_do_not_win_and_do_not_stop_the_rest() -> None:
-    rows = [row("annealing", 1.0, []), row("single a", 3.0, [3.0, 3.0], single=True)]
-    assert choose(rows).name == "single a"
-    with pytest.raises(PlacementError, match="it died"):
-        choose(rows[:1])
+    single = candidate(Kind.SINGLE_DEVICE, 3.0, [3.0, 3.0])
+    failed = candidate(Kind.ANNEALING, 1.0, [])
+    assert choose([failed, single]) is single
+    with pytest.raises(PlacementError, match="died"):
+        choose([failed])
 
 
 def test_without_measurements_the_prediction_decides_and_memory_is_a_reason() -> None:
-    assert choose([row("ETF", 1.0, None), row("single a", 2.0, None)]).name == "ETF"
+    etf = candidate(Kind.ETF, 1.0, None)
+    assert choose([etf, candidate(Kind.SINGLE_DEVICE, 2.0, None)]) is etf
     with pytest.raises(PlacementError, match="ETF: a needs 2 B but has 1 B"):
-        choose([row("ETF", np.inf, None)])
+        choose([candidate(Kind.ETF, np.inf, None)])
 
 
 @pytest.mark.parametrize("objective", [Objective(), Objective(name="max-load")])
@@ -216,12 +335,13 @@ def test_what_was_not_found_to_fit_is_not_said_to_fit_nowhere(objective: Objecti
 
 
 def test_the_plan_that_misses_memory_by_least_is_named() -> None:
-    rows = [
-        replace(row(name, np.inf, None), missing_bytes=missing, why=f"a lacks {missing} B.")
-        for name, missing in (("cut", 0), ("single a", 30), ("HEFT", 10), ("ETF", 20))
+    shortfalls = {Kind.MIN_CUT: 0, Kind.SINGLE_DEVICE: 30, Kind.HEFT: 10, Kind.ETF: 20}
+    candidates = [
+        candidate(kind, np.inf, None, missing_bytes=missing, why=f"a lacks {missing} B.")
+        for kind, missing in shortfalls.items()
     ]
     with pytest.raises(PlacementError, match="HEFT misses by least: a lacks 10 B"):
-        choose(rows)
+        choose(candidates)
 
 
 def test_a_longer_search_finds_what_a_short_one_did_not() -> None:
@@ -235,11 +355,11 @@ def test_a_longer_search_finds_what_a_short_one_did_not() -> None:
 
 
 def test_the_best_single_device_and_the_best_few_others_are_run() -> None:
-    rows = [row(f"annealing {i}", 1.0 + i / 10, None) for i in range(4)]
-    rows += [row("HEFT", 2.0, None), row("ETF", 2.1, None), row("evolution", np.inf, None)]
-    rows += [row("single a", 3.1, None, single=True), row("single b", 3.0, None, single=True)]
-    chosen = [rows[i].name for i in worth_running(rows, PAIR)]
-    assert chosen == ["single b", *(f"annealing {i}" for i in range(4)), "HEFT"]
+    candidates = [candidate(Kind.ANNEALING, 1.0 + i / 10, None) for i in range(4)]
+    candidates += [candidate(Kind.HEFT, 2.0, None), candidate(Kind.ETF, 2.1, None)]
+    candidates += [candidate(Kind.EVOLUTION, np.inf, None)]
+    candidates += [candidate(Kind.SINGLE_DEVICE, predicted_s, None) for predicted_s in (3.1, 3.0)]
+    assert worth_running(candidates, PAIR) == [8, 0, 1, 2, 3, 4]
 
 
 def chain(length: int) -> nx.DiGraph[str]:
@@ -251,7 +371,7 @@ def chain(length: int) -> nx.DiGraph[str]:
     return graph
 
 
-def optimized(graph: nx.DiGraph[str], **search: Any) -> Optimization:
+def optimized(graph: nx.DiGraph[str], **search: Any) -> Result:
     config = SearchConfig(policy=None, **search)
     return optimize_job(Job(source=graph, cluster=PAIR, search=config))
 
@@ -352,7 +472,7 @@ def test_ctrl_c_ends_the_search_and_keeps_the_best_so_far(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     looks: list[int] = []
-    is_over, searched = Meter.over, pipeline._searched
+    is_over, search = Meter.over, Objective.search
 
     def stopped(meter: Meter, share: float = 1.0) -> bool:
         looks.append(1)
@@ -360,11 +480,11 @@ def test_ctrl_c_ends_the_search_and_keeps_the_best_so_far(
             signal.raise_signal(request_)
         return is_over(meter, share)
 
-    def searching(*arguments: Any) -> list[Row]:
+    def searching(*arguments: Any) -> list[Candidate]:
         monkeypatch.setattr(Meter, "over", stopped)
-        return searched(*arguments)
+        return search(*arguments)
 
-    monkeypatch.setattr(pipeline, "_searched", searching)
+    monkeypatch.setattr(Objective, "search", searching)
     out = tmp_path / "placement.json"
     graph, cluster = map(str, files())
     arguments = ["--cluster", cluster, "--budget", "60m", "--out", str(out)]

@@ -22,23 +22,22 @@ from torch import nn
 
 import placer
 from envs.cluster import Cluster, Device, Link, cluster_to_toml
-from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS
 from placer.cli.main import main
 from placer.objectives import Objective
 from placer.placers import contract, listings, placer_named, registry
 from placer.placers.annealing import Annealed
 from placer.placers.contract import CHECKS, Make
-from placer.placers.placer import LATENCY, STEPS
 from placer.placers.problems import contract_problems
 from placer.placers.round_robin import Turns
-from placer.placers.rule import Plan, Rule
+from placer.placers.rule import Rule
 from placer.placers.sampling import Sampling
 from placer.placers.single_device import Single
 from placer.policies import load
 from placer.search.budget import Budget
-from placer.search.candidate import Candidate
+from placer.search.candidate import Candidate, Kind
 from placer.search.judge import Judge
+from placer.search.request import LATENCY, STEPS, SearchRequest
 from placer.search.tally import Tally
 
 POLICY = load("generalist")
@@ -57,34 +56,34 @@ def test_every_placer_keeps_the_contract(name: str, check: Callable[[Make], None
 @pytest.mark.parametrize("name", ["portfolio", "annealing"])
 def test_a_search_keeps_to_memory_where_it_is_short(name: str) -> None:
     [problem] = [p for p in contract_problems() if p.graph.name == "short of memory"]
-    single = placer_named("single-device").place(problem, Budget(evaluations=1), 0)
+    single = placer_named("single-device").place(SearchRequest(problem, Budget(evaluations=1)))
     assert single[0].step_ns == INFEASIBLE_NS
-    found = placer_named(name, POLICY).place(problem, Budget(evaluations=400), 0)
+    found = placer_named(name, POLICY).place(SearchRequest(problem, Budget(evaluations=400)))
     assert found[0].step_ns < INFEASIBLE_NS
 
 
 class Anywhere(Rule):
     """Ignores where ops are allowed to run."""
 
-    def plans(self, judge: Judge) -> list[Plan]:
+    def candidates(self, judge: Judge) -> list[Candidate]:
         count = judge.problem.op_count
-        return [("anywhere", np.zeros(count, np.int32), np.zeros(count))]
+        return [judge.candidate(Kind.OTHER, np.zeros(count, np.int32), np.zeros(count))]
 
 
 class Boastful(Turns):
     """Reports shorter steps than the real ones."""
 
-    def place(self, *args: Any, **named: Any) -> list[Candidate]:
-        return [replace(plan, step_ns=plan.step_ns // 2) for plan in super().place(*args, **named)]
+    def place(self, request: SearchRequest) -> list[Candidate]:
+        return [replace(plan, step_ns=plan.step_ns // 2) for plan in super().place(request)]
 
 
 class Optimist(Turns):
     """Reports infeasible candidates as feasible."""
 
-    def place(self, *args: Any, **named: Any) -> list[Candidate]:
+    def place(self, request: SearchRequest) -> list[Candidate]:
         return [
             replace(plan, step_ns=0 if plan.step_ns == INFEASIBLE_NS else plan.step_ns)
-            for plan in super().place(*args, **named)
+            for plan in super().place(request)
         ]
 
 
@@ -116,26 +115,25 @@ class Tireless(Sampling):
 class Unbalanced(Annealed):
     """Exceeds the budget a hundredfold for the max-load objective."""
 
-    def place(
-        self, problem: Problem, budget: Budget, seed: int, *, objective: str = LATENCY, **named: Any
-    ) -> list[Candidate]:
-        if objective == "max-load":
-            seconds, evaluations = budget.seconds, budget.evaluations
+    def place(self, request: SearchRequest) -> list[Candidate]:
+        if request.objective == "max-load":
+            seconds, evaluations = request.budget.seconds, request.budget.evaluations
             budget = Budget(seconds and 100 * seconds, evaluations and 100 * evaluations)
-        return super().place(problem, budget, seed, objective=objective, **named)
+            request = replace(request, budget=budget)
+        return super().place(request)
 
 
 class Backward(Single):
     """Returns the worst candidate first."""
 
-    def place(self, *args: Any, **named: Any) -> list[Candidate]:
-        return super().place(*args, **named)[::-1]
+    def place(self, request: SearchRequest) -> list[Candidate]:
+        return super().place(request)[::-1]
 
 
 class Silent(Turns):
     """Returns no candidates."""
 
-    def place(self, *args: Any, **named: Any) -> list[Candidate]:
+    def place(self, request: SearchRequest) -> list[Candidate]:
         return []
 
 
@@ -175,20 +173,21 @@ def test_a_check_leaves_the_clock_and_the_judges_as_they_were() -> None:
 def test_libraries_and_compiled_code_are_loaded_before_the_budget_begins(name: str) -> None:
     code = f"""
 import sys
-from placer.placers import placer_named, sampling
+from placer.placers import placer_named
 from placer.placers.problems import contract_problems
 from placer.search.budget import Budget
 from placer.search.compiling import load_compiled_code
+from placer.search.request import SearchRequest
 
 def loaded():
     return {{name for name in sys.modules if name.startswith(("torch.", "numba.", "scipy."))}}
 
-def meter(*given, meter=sampling.Meter):
+def meter(request, meter=SearchRequest.meter):
     global before
     before = loaded() if load_compiled_code.cache_info().currsize else None
-    return meter(*given)
-sampling.Meter = meter
-placer_named({name!r}).place(contract_problems()[0], Budget(evaluations=20), 0)
+    return meter(request)
+SearchRequest.meter = meter
+placer_named({name!r}).place(SearchRequest(contract_problems()[0], Budget(evaluations=20)))
 print(sorted(loaded() - before))
 """
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -329,7 +328,9 @@ def test_placers_are_listed_without_loading_any(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize("name", ["portfolio", "heft", "single-device", "annealing"])
 def test_whatever_the_placer_heuristics_take_part(name: str) -> None:
     problem = random_problem(3, ops=25, devices=3)
-    found = Objective().search(problem, Budget(evaluations=20), 0, placer_named(name, POLICY))
+    found = Objective().search(
+        SearchRequest(problem, Budget(evaluations=20)), placer_named(name, POLICY)
+    )
     names = [plan.name for plan in found]
     heuristics = [f"single device:{d}" for d in range(3)] + ["layer split", "HEFT", "ETF"]
     assert all(names.count(name) == 1 for name in heuristics)
@@ -350,7 +351,7 @@ def test_micro_batches_and_loads_are_placed_or_refused(name: str) -> None:
                 placer_named(name, POLICY, objective=objective.name)
             continue
         searcher = placer_named(name, POLICY, objective=objective.name)
-        plans = objective.search(problem, Budget(evaluations=30), 0, searcher)
+        plans = objective.search(SearchRequest(problem, Budget(evaluations=30)), searcher)
         assert {plan.devices.shape for plan in plans} == {(10,)}
 
 
@@ -417,7 +418,7 @@ def test_a_model_is_placed_by_the_placer_that_is_named(tmp_path: Path) -> None:
     )
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
 
-    def place(devices: str | Path | Cluster = cluster, **search: Any) -> placer.Optimization:
+    def place(devices: str | Path | Cluster = cluster, **search: Any) -> placer.Result:
         return placer.optimize(
             model,
             torch.ones(2, 8),
@@ -428,8 +429,8 @@ def test_a_model_is_placed_by_the_placer_that_is_named(tmp_path: Path) -> None:
         )
 
     found = place(placer="cross-entropy")
-    assert {"cross-entropy", "single cuda:6", "HEFT"} <= {row.name for row in found.rows}
-    assert not {"annealing", "evolution", "policy"} & {row.name for row in found.rows}
+    assert {"cross-entropy", "single cuda:6", "HEFT"} <= {row.name for row in found.candidates}
+    assert not {"annealing", "evolution", "policy"} & {row.name for row in found.candidates}
     mine = place(placer=placer_named("heft"))
     assert mine.best.predicted_s == place(placer="heft").best.predicted_s
     with pytest.raises(ValueError, match="'Heft' asks no policy"):

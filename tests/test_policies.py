@@ -24,10 +24,12 @@ from placer.policies.training.config import Ppo
 from placer.policies.training.scores import untrained_scores
 from placer.search.annealing.moves import below, exponential, seeded, uniform
 from placer.search.budget import Budget
+from placer.search.candidate import Kind
 from placer.search.decoder import HEFT, WEIGHT_COUNT
-from placer.search.heuristics import HEFT_NAME, heuristics
+from placer.search.heuristics import heuristics
 from placer.search.judge import Judge
 from placer.search.portfolio import search
+from placer.search.request import SearchRequest
 
 torch.set_num_threads(1)
 
@@ -193,7 +195,7 @@ def test_the_shipped_policies_beat_heft_and_untrained_weights_on_unseen_graphs(n
     assert name in names()
     pool = draw_pool(77, 21, 200) + draw_pool(79, 21, 300)
     alone, sampled = scores(load(name), pool)
-    heft = [item.ratio(c.step_ns) for item in pool for c in item.known if c.name == HEFT_NAME]
+    heft = [item.ratio(c.step_ns) for item in pool for c in item.known if c.kind is Kind.HEFT]
     assert np.log(alone).mean() < np.log(heft).mean()
     untrained = untrained_scores(math.exp(Ppo().log_std), pool)[1]
     assert np.log(sampled).mean() < np.log(untrained).mean() - 0.01
@@ -201,7 +203,7 @@ def test_the_shipped_policies_beat_heft_and_untrained_weights_on_unseen_graphs(n
 
 def test_a_search_with_a_policy_has_its_plan() -> None:
     problem = random_problem(2, ops=80, devices=4)
-    found = search(problem, Budget(evaluations=60), 0, load("generalist"))
+    found = search(SearchRequest(problem, Budget(evaluations=60)), load("generalist"))
     assert "policy" in {c.name for c in found}
 
 
@@ -240,7 +242,7 @@ def test_zero_action_is_heft_in_the_environment() -> None:
     environment.reset(seed=0)
     _, reward, ended, _, info = environment.step(np.zeros(WEIGHT_COUNT, np.float32))
     assert ended
-    heft = next(c.step_ns for c in item.known if c.name == HEFT_NAME)
+    heft = next(c.step_ns for c in item.known if c.kind is Kind.HEFT)
     assert info == {"step_ns": heft, "reference_ns": item.reference_ns, "family": "made-up"}
     assert reward == pytest.approx(-10.0 * np.log(heft / item.reference_ns))
 

@@ -33,15 +33,15 @@ from graphs.files import save_graph
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 from graphs.mirror import with_backward
 from graphs.synthetic import Weights, layered
+from placer.choose import PlacementError
 from placer.cli.main import main
 from placer.job import Job, SearchConfig
 from placer.objectives import Objective
-from placer.outcome import PlacementError
 from placer.parallel.plan import run_plan
 from placer.pipeline import optimize_job
 from placer.placers import placer_named
 from placer.replicate.plan import plan_job
-from placer.replicate.result import ReplicaPlan
+from placer.replicate.result import ReplicaPlan, ReplicatedResult
 from placer.replicate.sources import batch_size, with_part_of_inputs
 from placer.report.progress import Silent
 from placer.report.replicas import remarks_of, verdict_of
@@ -129,7 +129,7 @@ def test_the_placement_tells_of_its_replicas_and_survives_its_file(tmp_path: Pat
     read = Placement.load(tmp_path / "placement.json", found.placement.device_names)
     assert read == found.placement
     assert read.predicted is not None
-    assert read.predicted["replicated_step_s"] == found.replication.best.step_s  # type: ignore[union-attr]
+    assert read.predicted["replicated_step_s"] == found.replication.best.step_s
 
 
 def test_the_placement_tells_what_auto_came_to(tmp_path: Path) -> None:
@@ -549,7 +549,7 @@ def test_from_python_replicas_come_with_the_placement() -> None:
         replicas=public.Replication(replicas=2, batch="per-replica"),
         progress=False,
     )
-    assert found.replication is not None
+    assert isinstance(found, ReplicatedResult)
     assert found.replication.best.samples == 16
     assert found.placement.replicas is not None
     assert len(found.placement.replicas.groups) == 2

@@ -33,7 +33,6 @@ from placer.cli.commands import build_parser
 from placer.cli.main import main
 from placer.cli.run import build_parser as run_parser
 from placer.job import SearchConfig
-from placer.outcome import Optimization
 from placer.pipeline import optimize_problem
 from placer.report.html import (
     Source,
@@ -46,6 +45,7 @@ from placer.report.html import (
 )
 from placer.report.html.page import embedded
 from placer.report.html.schedule import thinned, timeline_data
+from placer.result import Result
 
 
 def placed(problem: Problem, seed: int = 0) -> Placement:
@@ -56,7 +56,7 @@ def placed(problem: Problem, seed: int = 0) -> Placement:
     return Placement.of(problem.graph, problem.cluster, devices, rng.random(problem.op_count))
 
 
-def found_in(problem: Problem, budget: str = "300e") -> Optimization:
+def found_in(problem: Problem, budget: str = "300e") -> Result:
     return optimize_problem(problem, SearchConfig(policy=None, budget=budget, measure=False))
 
 
@@ -142,10 +142,10 @@ def test_candidates_have_their_predictions_quartiles_and_the_chosen_one() -> Non
     times = np.arange(1.0, 10.0)
     runs = Measurement(wall_s=times, rebuilt_s=times, peak_memory_bytes={names[0]: 123})
     best = replace(found.best, measurement=runs)
-    rows = tuple(best if row is found.best else row for row in found.rows)
+    rows = tuple(best if row is found.best else row for row in found.candidates)
     failed = Measurement(wall_s=np.zeros(0), rebuilt_s=np.zeros(0), failure="a worker died")
     rows = (*rows[:-1], replace(rows[-1], measurement=failed))
-    measured = replace(found, rows=rows, best=best, all_cores=runs)
+    measured = replace(found, candidates=rows, best=best, all_cores=runs)
     data = report_data(measured)
     shown = {row["name"]: row for row in data["candidates"]}
     assert [row.name for row in rows] == list(shown)[:-1]
@@ -171,7 +171,7 @@ def test_the_search_is_told_by_its_parts() -> None:
     found = found_in(random_problem(7))
     lines = report_data(found)["search"]["lines"]
     assert {line["name"] for line in lines} >= {"heuristics", "evolution"}
-    best_s = min(row.predicted_s for row in found.rows)
+    best_s = min(row.predicted_s for row in found.candidates)
     assert min(line["cost_s"][-1] for line in lines) == pytest.approx(best_s)
     for line in lines:
         assert len(line["evaluations"]) == len(line["seconds"]) == len(line["cost_s"])

@@ -9,12 +9,13 @@ from random_problems import keeps_groups, keeps_limits, random_problem
 
 from envs.simulator import INFEASIBLE_NS, Simulator
 from placer.search.budget import Budget, Meter
-from placer.search.candidate import Candidate, distinct, ranked
+from placer.search.candidate import Candidate, Kind, distinct, ranked
 from placer.search.decoder import HEFT, WEIGHT_COUNT
 from placer.search.heuristics import heuristics
 from placer.search.judge import Judge
 from placer.search.portfolio import search
-from placer.search.trivial import layer_split, round_robin, single_device, trivial_plans
+from placer.search.request import SearchRequest
+from placer.search.trivial import layer_split, round_robin, single_device
 
 
 class Fixed:
@@ -23,7 +24,7 @@ class Fixed:
     def propose(
         self, judge: Judge, known: list[Candidate]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        assert known[0].name.startswith("single")
+        assert known[0].kind is Kind.SINGLE_DEVICE
         return np.array([HEFT]), np.full((1, WEIGHT_COUNT), 0.3)
 
 
@@ -47,14 +48,14 @@ def test_all_proposals_of_a_policy_are_tried() -> None:
     costs = judge.decoded(rows)[2]
     good = rows[int(costs.argmin())]
     known = len(heuristics(judge))
-    found = search(problem, Budget(evaluations=4 * (known + 3)), 0, Several(good))
+    found = search(SearchRequest(problem, Budget(evaluations=4 * (known + 3))), Several(good))
     assert min(c.step_ns for c in found if c.name != "annealing") <= costs.min()
 
 
 def test_samples_go_farther_than_a_policy_is_sure_of() -> None:
     problem = random_problem(3, ops=60, devices=3)
     known = {c.name: c.step_ns for c in heuristics(Judge(problem))}
-    found = search(problem, Budget(evaluations=400), 0, Several(HEFT))
+    found = search(SearchRequest(problem, Budget(evaluations=400)), Several(HEFT))
     assert min(c.step_ns for c in found if c.name == "policy") < known["HEFT"]
 
 
@@ -97,14 +98,15 @@ def test_a_meter_stops_when_asked_and_stays_stopped() -> None:
 
 @settings(max_examples=25)
 @given(st.integers(0, 1000), st.integers(1, 5), st.booleans())
-def test_trivial_plans_keep_groups_and_limits(seed: int, devices: int, unequal: bool) -> None:
+def test_heuristics_keep_groups_and_limits(seed: int, devices: int, unequal: bool) -> None:
     problem = random_problem(seed, devices=devices, groups=True, pins=True, unequal=unequal)
-    for _, plan in trivial_plans(problem):
-        assert keeps_groups(problem, plan)
-        assert keeps_limits(problem, plan)
+    for candidate in heuristics(Judge(problem)):
+        assert keeps_groups(problem, candidate.devices)
+        assert keeps_limits(problem, candidate.devices)
+        assert candidate.is_single or not candidate.name.startswith("single")
 
 
-def test_trivial_plans_without_limits() -> None:
+def test_trivial_placements_without_limits() -> None:
     problem = random_problem(0, ops=60, devices=3)
     order = problem.graph.topological
     for device in range(3):
@@ -125,7 +127,10 @@ def test_a_slow_device_gets_a_smaller_part_of_the_layers() -> None:
 @pytest.mark.parametrize("policy", [None, Fixed()])
 def test_evaluations_and_a_seed_decide_the_result(policy: Fixed | None) -> None:
     problem = random_problem(11, ops=60, groups=True, order="priority")
-    runs = [search(problem, Budget(evaluations=700), seed, policy) for seed in (3, 3, 4)]
+    runs = [
+        search(SearchRequest(problem, Budget(evaluations=700), seed=seed), policy)
+        for seed in (3, 3, 4)
+    ]
     first, second, other = (
         [(c.name, c.step_ns, c.devices.tobytes(), c.priority.tobytes()) for c in run]
         for run in runs
@@ -140,11 +145,11 @@ def test_candidates_are_sorted_judged_and_never_worse_than_heuristics(
     seed: int, devices: int
 ) -> None:
     problem = random_problem(seed, devices=devices, groups=True, pins=True)
-    found = search(problem, Budget(evaluations=400), seed, Fixed())
+    found = search(SearchRequest(problem, Budget(evaluations=400), seed=seed), Fixed())
     steps = [c.step_ns for c in found]
     assert steps == sorted(steps)
     names = {c.name for c in found}
-    assert {f"single device:{d}" for d in range(devices)} <= names
+    assert sum(c.kind is Kind.SINGLE_DEVICE for c in found) == devices
     if devices > 1:
         assert {"layer split", "round robin", "HEFT", "ETF"} <= names
     simulator = Simulator(problem)
@@ -157,7 +162,7 @@ def test_candidates_are_sorted_judged_and_never_worse_than_heuristics(
 
 def test_search_beats_the_heuristics_where_there_is_room() -> None:
     problem = random_problem(2, ops=120, devices=4, order="priority")
-    found = search(problem, Budget(evaluations=3000), 0)
+    found = search(SearchRequest(problem, Budget(evaluations=3000)))
     heuristic = min(c.step_ns for c in found if c.name in ("HEFT", "ETF"))
     assert found[0].step_ns < 0.97 * heuristic
 
@@ -165,7 +170,7 @@ def test_search_beats_the_heuristics_where_there_is_room() -> None:
 def test_plans_that_do_not_fit_come_last() -> None:
     parameters = int(random_problem(1).graph.parameter_bytes.sum())
     problem = random_problem(1, memory_bytes=int(0.75 * parameters))
-    found = search(problem, Budget(evaluations=2000), 0)
+    found = search(SearchRequest(problem, Budget(evaluations=2000)))
     assert found[0].step_ns < INFEASIBLE_NS
     assert {c.name for c in found if c.step_ns == INFEASIBLE_NS} >= {
         f"single device:{d}" for d in range(3)
@@ -174,7 +179,7 @@ def test_plans_that_do_not_fit_come_last() -> None:
 
 def test_a_search_that_is_stopped_at_once_still_has_the_heuristics() -> None:
     problem = random_problem(1)
-    found = search(problem, Budget(seconds=1000.0), 0, should_stop=lambda: True)
+    found = search(SearchRequest(problem, Budget(seconds=1000.0), should_stop=lambda: True))
     assert {"HEFT", "ETF", "layer split"} <= {c.name for c in found}
 
 
@@ -186,27 +191,26 @@ def test_a_search_stops_soon_after_it_is_asked() -> None:
         asked.append(1)
         return len(asked) > 2
 
-    search(problem, Budget(seconds=1000.0), 0, should_stop=stop_at_third)
+    search(SearchRequest(problem, Budget(seconds=1000.0), should_stop=stop_at_third))
     assert len(asked) == 3
 
 
 def test_a_search_ends_when_nothing_can_be_better() -> None:
     problem = random_problem(1, ops=2, devices=2)
     assert problem.graph.edge_count == 1
-    found = search(problem, Budget(seconds=1000.0), 0)
+    found = search(SearchRequest(problem, Budget(seconds=1000.0)))
     assert found[0].name == "single device:0"
     assert found[0].step_ns == problem.cost_ns[:, 0].sum()
 
 
 def test_progress_rises_to_one() -> None:
     shares: list[float] = []
-    search(
+    request = SearchRequest(
         random_problem(1),
         Budget(evaluations=300),
-        0,
-        Fixed(),
         progress=lambda share, text: shares.append(share),
     )
+    search(request, Fixed())
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
 
@@ -214,7 +218,9 @@ def test_progress_rises_to_one() -> None:
 def test_distinct_keeps_the_first_of_equal_plans() -> None:
     def plan(name: str, device: int, step_ns: int) -> Candidate:
         devices = np.full(3, device, np.int32)
-        return Candidate(name=name, devices=devices, priority=np.zeros(3), step_ns=step_ns)
+        return Candidate(
+            kind=Kind.OTHER, name=name, devices=devices, priority=np.zeros(3), step_ns=step_ns
+        )
 
     plans = [plan("slow", 0, 9), plan("quick", 1, 3), plan("same as quick", 1, 3)]
     assert [c.name for c in ranked(plans)] == ["quick", "same as quick", "slow"]

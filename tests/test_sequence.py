@@ -12,6 +12,7 @@ from placer.policies.sequence import SequenceNetwork, described
 from placer.search.budget import Budget
 from placer.search.grouping import at_most
 from placer.search.judge import Judge
+from placer.search.request import SearchRequest
 
 
 def test_the_probabilities_of_all_placements_add_up_to_one() -> None:
@@ -49,7 +50,9 @@ def test_features_say_what_reads_what() -> None:
 
 def test_it_learns_to_leave_a_slow_device_out() -> None:
     problem = random_problem(3, ops=8, devices=2, unequal=True)
-    [found] = placer_named("sequence-to-sequence").place(problem, Budget(evaluations=400), 0)
+    [found] = placer_named("sequence-to-sequence").place(
+        SearchRequest(problem, Budget(evaluations=400))
+    )
     plans = np.array(list(product(range(2), repeat=8)), np.int32)
     judge = Judge(problem)
     steps = np.sort(judge.costs(plans, np.tile(judge.outline.bottom_level, (len(plans), 1))))

@@ -12,25 +12,27 @@ from placer.placers import placer_named
 from placer.policies import load
 from placer.search.annealing.step_time import MOST_STARTS, STEPS_PER_START
 from placer.search.budget import Budget
+from placer.search.candidate import Kind
 from placer.search.decoder import HEFT, decode
 from placer.search.etf import etf
 from placer.search.heuristics import heuristics
 from placer.search.judge import Judge
 from placer.search.portfolio import search
+from placer.search.request import SearchRequest
 
 ONCE = Budget(evaluations=1)
 
 
 def test_the_best_single_device_comes_first() -> None:
     problem = random_problem(1, ops=20, devices=3, unequal=True)
-    found = placer_named("single-device").place(problem, ONCE, 0)
+    found = placer_named("single-device").place(SearchRequest(problem, ONCE))
     assert found[0].step_ns == problem.cost_ns.sum(axis=0).min()
     assert sorted(set(plan.devices.tolist()).pop() for plan in found) == [0, 1, 2]
 
 
 def test_round_robin_deals_the_ops_out() -> None:
     problem = random_problem(1, ops=10, devices=3)
-    [found] = placer_named("round-robin").place(problem, ONCE, 0)
+    [found] = placer_named("round-robin").place(SearchRequest(problem, ONCE))
     assert found.devices[problem.graph.topological].tolist() == [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
 
 
@@ -38,7 +40,7 @@ def test_list_schedulers_are_those_of_the_search() -> None:
     problem = random_problem(2, ops=40, devices=3, groups=True, unequal=True)
     judge = Judge(problem)
     for name, plan in (("heft", decode(judge.outline, HEFT)), ("etf", etf(judge.outline))):
-        [found] = placer_named(name).place(problem, ONCE, 0)
+        [found] = placer_named(name).place(SearchRequest(problem, ONCE))
         assert found.devices.tolist() == plan[0].tolist()
         assert found.priority.tolist() == plan[1].tolist()
 
@@ -48,7 +50,7 @@ def test_memory_etf_keeps_room_for_outputs_that_etf_forgets() -> None:
     kept = graph.resident_bytes + graph.output_bytes
     problem = random_problem(4, ops=20, devices=2, memory_bytes=int(0.55 * kept.sum()))
     for name, fits in (("etf", False), ("m-etf", True)):
-        [plan] = placer_named(name).place(problem, ONCE, 0)
+        [plan] = placer_named(name).place(SearchRequest(problem, ONCE))
         used = np.bincount(plan.devices, kept, minlength=2)
         assert bool((used <= problem.memory_bytes).all()) is fits
 
@@ -61,16 +63,20 @@ def test_annealing_finds_the_best_plan_of_a_tiny_graph(seed: int) -> None:
     plans = np.array(list(product(range(2), repeat=6)), np.int32)
     best = min(int(judge.costs(np.tile(plan, (len(orders), 1)), orders).min()) for plan in plans)
     budget = Budget(evaluations=MOST_STARTS * STEPS_PER_START + 100)
-    assert placer_named("annealing").place(problem, budget, seed)[0].step_ns == best
+    assert (
+        placer_named("annealing").place(SearchRequest(problem, budget, seed=seed))[0].step_ns
+        == best
+    )
 
 
 def test_evolution_begins_with_heft_and_gets_better() -> None:
     problem = random_problem(2, ops=80, devices=4)
     placer = placer_named("evolution")
     first, later = (
-        placer.place(problem, Budget(evaluations=count), 0)[0].step_ns for count in (1, 500)
+        placer.place(SearchRequest(problem, Budget(evaluations=count)))[0].step_ns
+        for count in (1, 500)
     )
-    assert first == placer_named("heft").place(problem, ONCE, 0)[0].step_ns
+    assert first == placer_named("heft").place(SearchRequest(problem, ONCE))[0].step_ns
     assert later < first
 
 
@@ -78,8 +84,8 @@ def test_the_policy_begins_with_its_own_proposal() -> None:
     problem = random_problem(2, ops=80, devices=4)
     policy, judge = load("generalist"), Judge(problem)
     means, _ = policy.propose(judge, heuristics(judge))
-    [first, *_] = placer_named("policy", policy).place(problem, ONCE, 0)
-    assert first.step_ns == judge.candidate("mean", *decode(judge.outline, means[0])).step_ns
+    [first, *_] = placer_named("policy", policy).place(SearchRequest(problem, ONCE))
+    assert first.step_ns == judge.candidate(Kind.POLICY, *decode(judge.outline, means[0])).step_ns
 
 
 def test_the_portfolio_is_the_search_with_a_policy() -> None:
@@ -88,8 +94,8 @@ def test_the_portfolio_is_the_search_with_a_policy() -> None:
     ours, theirs = (
         [(plan.name, plan.step_ns) for plan in found]
         for found in (
-            placer_named("portfolio", policy).place(problem, budget, 7),
-            search(problem, budget, 7, policy),
+            placer_named("portfolio", policy).place(SearchRequest(problem, budget, seed=7)),
+            search(SearchRequest(problem, budget, seed=7), policy),
         )
     )
     assert ours == theirs

@@ -91,7 +91,7 @@ def test_a_model_too_large_for_a_device_is_placed_and_runs_as_placed(tmp_path: P
     assert found.placement.measured is not None
     assert found.devices_of("left").keys() == {"vdev:0"}
     assert found.device_of("table") == "cpu"  # 256 kB
-    single = next(row for row in found.rows if row.name == "single vdev:0")
+    single = next(row for row in found.candidates if row.name == "single vdev:0")
     assert single.why.startswith("vdev:0 needs") or not single.is_single
     found.save(tmp_path / "placement.json")
 
@@ -185,7 +185,7 @@ def test_a_model_that_runs_placed_can_be_placed_and_exported_anew(tmp_path: Path
     model, tokens = build()
     alone = copy.deepcopy(model)(tokens).item()
 
-    def place(**pins: str) -> placer.Optimization:
+    def place(**pins: str) -> placer.Result:
         return placer.optimize(
             model,
             tokens,

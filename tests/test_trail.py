@@ -6,8 +6,9 @@ import pytest
 from random_problems import random_problem
 
 from placer.placers import placer_named
-from placer.search.budget import Budget, Meter
-from placer.search.trail import recorded
+from placer.search.budget import Budget
+from placer.search.request import SearchRequest
+from placer.search.trail import Trail
 
 EVALUATIONS = 400
 BUDGET = Budget(evaluations=EVALUATIONS)
@@ -15,9 +16,9 @@ BUDGET = Budget(evaluations=EVALUATIONS)
 
 @pytest.mark.parametrize("name", ["portfolio", "annealing", "evolution", "cross-entropy"])
 def test_a_trail_falls_to_the_best_plan(name: str) -> None:
-    problem = random_problem(3)
-    with recorded() as trail:
-        found = placer_named(name, None).place(problem, BUDGET, 0)
+    trail = Trail()
+    request = SearchRequest(random_problem(3), BUDGET, trail=trail)
+    found = placer_named(name, None).place(request)
     for line in trail.lines.values():
         assert all(a.cost_s > b.cost_s for a, b in pairwise(line.finds))
         assert all(a.evaluations <= b.evaluations for a, b in pairwise(line.finds))
@@ -27,22 +28,15 @@ def test_a_trail_falls_to_the_best_plan(name: str) -> None:
 
 
 def test_a_search_for_the_largest_load_leaves_a_trail_of_loads() -> None:
-    with recorded() as trail:
-        placer_named("portfolio", None).place(random_problem(3), BUDGET, 0, objective="max-load")
+    trail = Trail()
+    request = SearchRequest(random_problem(3), BUDGET, objective="max-load", trail=trail)
+    placer_named("portfolio", None).place(request)
     assert set(trail.lines) == {"annealing"}
     assert trail.lines["annealing"].finds
 
 
 def test_plans_that_do_not_fit_leave_no_trail() -> None:
-    with recorded() as trail:
-        placer_named("portfolio", None).place(random_problem(3, memory_bytes=1000), BUDGET, 0)
-    assert not trail.lines
-
-
-def test_nothing_is_kept_where_nobody_records() -> None:
-    with recorded() as trail:
-        pass
-    meter = Meter(BUDGET)
-    meter.note("evolution", 1000)
-    assert meter.trail is None
+    trail = Trail()
+    request = SearchRequest(random_problem(3, memory_bytes=1000), BUDGET, trail=trail)
+    placer_named("portfolio", None).place(request)
     assert not trail.lines

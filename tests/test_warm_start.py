@@ -27,7 +27,7 @@ from placer.device_map import DeviceMap
 from placer.exports.device_map import device_map
 from placer.exports.placed_modules import PlacedModules
 from placer.measuring import score
-from placer.warm_start import WARM_START, load_warm_start, placement_of
+from placer.warm_start import load_warm_start, placement_of
 
 torch.set_num_threads(1)
 PAIR = ("a", "b")
@@ -301,7 +301,7 @@ def test_what_a_user_has_is_one_more_candidate_and_always_run() -> None:
         ),
         progress=False,
     )
-    given = next(row for row in found.rows if row.name == WARM_START)
+    given = next(own for own in found.candidates if own.kind is placer.Kind.WARM_START)
     assert given.measurement is not None
     assert given.measurement.ok
     assert set(given.placement.devices_of("0")) == {"vdev:0"}
@@ -322,7 +322,7 @@ def test_a_search_from_a_placement_is_never_worse_than_it(
     started = [*command, "--budget", "1e", "--out", str(out), "--start-from", str(best)]
     assert main(started) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["best"], found["step_s"]) == (WARM_START, far["step_s"])
+    assert (found["best"], found["step_s"]) == ("warm start", far["step_s"])
 
 
 def test_a_graph_file_has_no_modules_to_start_from(

@@ -39,7 +39,7 @@ model, inputs, loss = build()
 constraints = placer.Constraints(**{constraints!r})
 workload = placer.Workload.of(model, inputs, loss)
 found = placer.optimize(workload, {devices!r}, budget="20e", constraints=constraints)
-assert any(row.measurement is not None and row.measurement.ok for row in found.rows)
+assert any(row.measurement is not None and row.measurement.ok for row in found.candidates)
 with placer.apply(model, found) as placed:
     assert placed.step(*inputs).isfinite()
 found.save("placement.json")

@@ -39,6 +39,7 @@ from placer.search.candidate import Candidate, distinct
 from placer.search.compiling import load_compiled_code
 from placer.search.filling import first_layers
 from placer.search.portfolio import search
+from placer.search.request import SearchRequest
 
 SHARES = (0.75, 0.5, 0.3)
 SEARCH_S = 2.0
@@ -53,7 +54,7 @@ FAKE_SHARES = (1.9,)
 
 def found_by_search(problem: Problem, seed: int = 0) -> list[Candidate]:
     """Return the best few candidates of a search that fit in memory."""
-    found = search(problem, Budget(seconds=SEARCH_S), seed)
+    found = search(SearchRequest(problem, Budget(seconds=SEARCH_S), seed=seed))
     fitting = [plan for plan in found if plan.step_ns < INFEASIBLE_NS]
     return [replace(plan, name=f"placer: {plan.name}") for plan in distinct(fitting, RUN)]
 

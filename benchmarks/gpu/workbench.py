@@ -24,7 +24,7 @@ from graphs.extract import Step, extract
 from graphs.graph import GraphArrays
 from placer.report.progress import Silent
 from placer.rigs import TorchDevices
-from placer.search.candidate import Candidate
+from placer.search.candidate import Candidate, Kind
 from placer.search.trivial import single_device
 
 ROUNDS = 3
@@ -106,7 +106,7 @@ def in_order(problem: Problem, name: str, devices: Any) -> Candidate:
     devices = np.asarray(devices, np.int32)
     schedule = Simulator(problem).run(devices, rank)
     step_ns = schedule.step_ns if schedule.feasible else INFEASIBLE_NS
-    return Candidate(name=name, devices=devices, priority=rank, step_ns=step_ns)
+    return Candidate(kind=Kind.OTHER, name=name, devices=devices, priority=rank, step_ns=step_ns)
 
 
 def summary(row: dict[str, Any]) -> str:

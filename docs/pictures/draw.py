@@ -18,7 +18,8 @@ from envs.simulator import Schedule, Simulated
 from envs.simulator.critical import critical_path
 from envs.simulator.idle import idle_times
 from graphs.graph import PHASES
-from placer.outcome import Optimization, Row
+from placer.result import Result
+from placer.search.candidate import Candidate
 
 HERE = Path(__file__).resolve().parent
 STYLE = """\
@@ -49,7 +50,7 @@ def main() -> None:
     (HERE / "gain.svg").write_text(gain(found))
 
 
-def placed(budget: str) -> Optimization:
+def placed(budget: str) -> Result:
     """Optimize the quickstart's model on two cores."""
     page = (HERE.parent / "quickstart.md").read_text()
     [source] = re.findall(r"```python\n(# model\.py\n.*?)```", page, re.DOTALL)
@@ -59,7 +60,7 @@ def placed(budget: str) -> Optimization:
         return placer.optimize(f"{path}:build", "core:0,core:1", budget=budget, progress=False)
 
 
-def timeline(found: Optimization) -> str:
+def timeline(found: Result) -> str:
     """Return an SVG of the step on one core and as placed: a track per core, one for transfers."""
     assert found.single is not None
     simulated = Simulated(found.problem)
@@ -78,7 +79,7 @@ def timeline(found: Optimization) -> str:
 
 
 def _step(
-    parts: list[str], found: Optimization, row: Row, schedule: Schedule, scale: float, top: float
+    parts: list[str], found: Result, row: Candidate, schedule: Schedule, scale: float, top: float
 ) -> float:
     """Draw one step below ``top`` and return its bottom."""
     graph, names = found.problem.graph, found.problem.cluster.names
@@ -135,9 +136,9 @@ def _step(
     return bottom
 
 
-def gain(found: Optimization) -> str:
+def gain(found: Result) -> str:
     """Return an SVG of all candidates, predicted and measured, and the lower bound."""
-    rows = sorted(found.rows, key=found.step_s)
+    rows = sorted(found.candidates, key=found.step_s)
     longest_s = max(max(row.predicted_s, found.step_s(row)) for row in rows)
     scale = (WIDTH - LEFT - 110) / longest_s
     parts: list[str] = []

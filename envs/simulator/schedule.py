@@ -87,6 +87,19 @@ def no_transfers() -> Transfers:
     )
 
 
+def repeats(problem: Problem, schedule: Schedule, priority: NDArray[np.float64]) -> bool:
+    """Return whether priorities (N,) are certain to give the same schedule.
+
+    They are if they order the ops of each device by start, no two of which are the same, and no
+    link serves transfers by priority.
+    """
+    if any(link.order == "priority" for link in problem.cluster.links):
+        return False
+    order = np.lexsort((-priority, schedule.devices))
+    device, start_ns = schedule.devices[order], schedule.start_ns[order]
+    return bool(((np.diff(start_ns) > 0) | (np.diff(device) != 0)).all())
+
+
 def run_order(problem: Problem, start_ns: NDArray[np.int64]) -> list[int]:
     """Return all ops by simulated start; at one instant producers come before their readers."""
     rank = np.empty(problem.op_count, np.int64)

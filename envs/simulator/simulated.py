@@ -283,6 +283,24 @@ class Simulated:
             problem, schedule = self._run(placement, transfers=placement.micro_batches > 1)
         except ValueError as error:
             return _infeasible({}, str(error))
+        return self._result(placement, problem, schedule)
+
+    def result(
+        self, placement: Placement, schedule: Schedule | None = None
+    ) -> tuple[StepResult, Schedule]:
+        """Return the result of a placement and its schedule.
+
+        A known ``schedule``, of a placement without micro-batches, is not simulated again.
+
+        Raises:
+            ValueError: as for :meth:`run`.
+        """
+        problem = self.problem
+        if schedule is None:
+            problem, schedule = self._run(placement, transfers=placement.micro_batches > 1)
+        return self._result(placement, problem, schedule), schedule
+
+    def _result(self, placement: Placement, problem: Problem, schedule: Schedule) -> StepResult:
         peaks = dict(zip(self.problem.cluster.names, schedule.peak_bytes.tolist(), strict=True))
         if not schedule.feasible:
             return _infeasible(peaks, schedule.why)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from graphs.extract import Extraction
     from placer.target import Target
 
 from graphs.optimizer import NONE, STATE
@@ -166,19 +165,6 @@ def add_extractor(parser: argparse.ArgumentParser) -> None:
         help="how the graph of a model is extracted: by torch.export, by recording the ops of a "
         "real step, by its modules' calls; auto (default) takes the first that works",
     )
-
-
-def extraction_to_dict(extraction: Extraction | None) -> dict[str, Any]:
-    """Return how a graph was extracted as plain data for JSON; empty for a graph file."""
-    if extraction is None:
-        return {}
-    return {
-        "extractor": extraction.extractor,
-        "fell_back": [
-            {"extractor": tried.extractor, "reason": tried.reason} for tried in extraction.fell_back
-        ],
-        "depends_on_data": list(extraction.depends_on_data),
-    }
 
 
 def memory(text: str) -> dict[str, int]:

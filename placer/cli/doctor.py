@@ -84,7 +84,7 @@ def _to_dict(found: Checkup) -> dict[str, Any]:
 
     from envs.cluster import cluster_to_toml
     from envs.measurement import CONTENDED
-    from placer.outcome import NOISY
+    from placer.messages import NOISY
 
     return {
         "versions": dict(found.versions),

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from placer.cli.arguments import add_extractor, add_step, extraction_to_dict, target_of, why_no_step
+from placer.cli.arguments import add_extractor, add_step, target_of, why_no_step
 from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs, why_not_written
 from placer.cli.talk import progress_of, say
 
@@ -81,9 +81,10 @@ def run(args: argparse.Namespace) -> int:
     from graphs.extract import ExtractionError
     from graphs.files import save_graph
     from graphs.summary import GraphSummary
-    from placer.outcome import extraction_remarks
+    from placer.messages import extraction_remarks
     from placer.report.console import stdout_console
     from placer.report.summary import print_summary, summary_to_dict
+    from placer.result import extraction_to_dict
     from placer.target import TargetError
 
     try:

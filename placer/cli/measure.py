@@ -105,7 +105,7 @@ def _print(found: Score) -> None:
         wall += f"{seen.spread:.0%} apart"
         if found.loaded:
             wall = f"by the wall clock {milliseconds(seen.median_s)} ms, {wall}"
-            wall = f"rebuilt from CPU clocks, since the machine is loaded; {wall}"
+            wall = f"CPU-clock time, since the machine is busy; {wall}"
         print(f"measured step: {milliseconds(found.step_s)} ms ({wall})")
     for name, size in seen.peak_memory_bytes.items():
         thought = human_bytes(predicted.peak_memory_bytes.get(name, 0))

@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import os
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from placer.cli.arguments import extraction_to_dict
 from placer.cli.duration import foretold, taken
 from placer.cli.failures import (
     BAD_USAGE,
@@ -30,7 +28,7 @@ from placer.missing_file import why_not_read
 
 if TYPE_CHECKING:
     from placer.job import Job
-    from placer.outcome import Optimization
+    from placer.result import Result
 
 EPILOG = """\
 targets:
@@ -82,10 +80,11 @@ def run(args: argparse.Namespace) -> int:
         return fail(BAD_USAGE, error)
     from graphs.selection import ConstraintError
     from placer.api import run_job
-    from placer.outcome import PlacementError
+    from placer.choose import PlacementError
+    from placer.replicate.result import ReplicatedResult
     from placer.report.console import stdout_console
     from placer.report.progress import Timed
-    from placer.report.table import best_line, print_optimization
+    from placer.report.table import print_result
     from placer.warm_start import WarmStartError
 
     say(args, _foretold(job))
@@ -104,14 +103,15 @@ def run(args: argparse.Namespace) -> int:
     stages_s |= {**progress.took_s, "Writing files": time.perf_counter() - searched}
     total_s = time.perf_counter() - began
     try:
-        if found.replication is not None:
+        if isinstance(found, ReplicatedResult):
             print_planned(found.replication, args)
         elif args.json:
-            print(json.dumps(_summary(found, args, total_s), allow_nan=False))
+            data = {**found.to_dict(), "total_s": total_s, "out": str(args.out)}
+            print(json.dumps(data, allow_nan=False))
         elif args.quiet:
-            print(best_line(found))
+            print(found)
         else:
-            print_optimization(found, stdout_console())
+            print_result(found, stdout_console(), verbose=args.verbose)
     except KeyboardInterrupt:
         why = why or f"stopped while printing; the placement is in {args.out}"
     except BrokenPipeError:
@@ -124,13 +124,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _tell(found: Optimization, args: argparse.Namespace, job: Job, took: str) -> None:
+def _tell(found: Result, args: argparse.Namespace, job: Job, took: str) -> None:
     """Print remarks, output files, duration and next steps."""
-    from placer.outcome import extraction_remarks
+    from placer.replicate.result import ReplicatedResult
 
-    if found.extraction is not None and args.json:
-        for remark in extraction_remarks(found.extraction):
-            say(args, remark)
     if found.extraction is not None and job.search.start_from is not None:
         from placer.device_map import DeviceMap
 
@@ -138,7 +135,7 @@ def _tell(found: Optimization, args: argparse.Namespace, job: Job, took: str) ->
         if isinstance(start, DeviceMap) and (remark := start.conflict(found.extraction)):
             say(args, remark)
     say(args, _talk(found, args, took))
-    if found.replication is not None and (command := command_of(found.replication, args)):
+    if isinstance(found, ReplicatedResult) and (command := command_of(found.replication, args)):
         say(args, f"train it: {command}")
 
 
@@ -147,7 +144,7 @@ def _file(args: argparse.Namespace) -> Path:
     return Path(path if colon else args.target)
 
 
-def _write(found: Optimization, args: argparse.Namespace) -> str | None:
+def _write(found: Result, args: argparse.Namespace) -> str | None:
     """Write the placement, timeline and report; return why that failed, or None."""
     from placer.interrupt import uninterrupted
     from placer.report.timeline import write_timeline
@@ -176,7 +173,7 @@ def _least_bytes(target: str) -> int:
     return LEAST_BYTES
 
 
-def _kept_elsewhere(found: Optimization, out: Path) -> str:
+def _kept_elsewhere(found: Result, out: Path) -> str:
     """Save the placement to a temporary file or print it; return where it is."""
     try:
         other = Path(tempfile.gettempdir()) / f"{out.stem}-{os.urandom(4).hex()}{out.suffix}"
@@ -198,7 +195,7 @@ def _foretold(job: Job) -> str:
     )
 
 
-def _talk(found: Optimization, args: argparse.Namespace, took: str) -> str:
+def _talk(found: Result, args: argparse.Namespace, took: str) -> str:
     talk = [f"placement: {args.out}"]
     if args.timeline is not None:
         talk.append(f"timeline: {args.timeline} (opens in ui.perfetto.dev)")
@@ -208,32 +205,8 @@ def _talk(found: Optimization, args: argparse.Namespace, took: str) -> str:
     talk += [took, f"seed {args.seed}"]
     if found.stopped:
         talk.insert(0, "stopped early, this is the best so far")
+    hidden = len(found.remarks) - len(found.main_remarks)
+    has_table = not (args.json or args.data_parallel is not None)
+    if hidden and has_table and not args.verbose:
+        talk.append(f"--verbose prints {hidden} more remark{'s'[: hidden > 1]}")
     return "; ".join(talk)
-
-
-def _summary(found: Optimization, args: argparse.Namespace, total_s: float) -> dict[str, Any]:
-    from placer.record import candidates_to_list
-
-    data = found.placement.to_dict()
-    times = data["measured"] or data["predicted"]
-    return {
-        "best": found.best.name,
-        "objective": data["objective"],
-        "micro_batches": data["micro_batches"],
-        "in_flight": found.placement.in_flight,
-        "step_s": times["step_s"],
-        "predicted": data["predicted"],
-        "measured": data["measured"],
-        "speed_up": found.speed_up if math.isfinite(found.speed_up) else None,
-        "lower_bound_s": found.lower_bound_s,
-        "verdict": found.verdict,
-        "cost_source": dict(found.cost_source),
-        "search_s": found.search_s,
-        "measuring_s": found.measuring_s,
-        "total_s": total_s,
-        "seed": args.seed,
-        "stopped": found.stopped,
-        **extraction_to_dict(found.extraction),
-        "candidates": candidates_to_list(found),
-        "out": str(args.out),
-    }

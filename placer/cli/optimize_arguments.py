@@ -123,6 +123,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--timeline", type=Path, metavar="FILE", help="write the simulated step as Chrome trace"
     )
     add_report(parser)
+    parser.add_argument(
+        "--verbose", action="store_true", help="print all remarks and what the columns mean"
+    )
 
 
 def job_of(args: argparse.Namespace) -> Job:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from envs.replicas.collectives import ALGORITHMS, PAYLOADS
 from envs.replicas.spec import AUTO, BATCHES, Replication
-from placer.cli.arguments import count, extraction_to_dict, run_options
+from placer.cli.arguments import count, run_options
 
 if TYPE_CHECKING:
     from placer.replicate.result import ReplicaPlan
@@ -94,6 +94,7 @@ def print_planned(plan: ReplicaPlan, args: argparse.Namespace) -> None:
     """Print the plan as tables or JSON."""
     from placer.report.console import stdout_console
     from placer.report.replicas import plan_to_dict, print_plan, verdict_of
+    from placer.result import extraction_to_dict
 
     if not args.json:
         if args.quiet:

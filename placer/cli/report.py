@@ -14,9 +14,9 @@ from placer.cli.talk import progress_of, say
 if TYPE_CHECKING:
     from envs.placement import Placement
     from graphs.extract import Extraction
-    from placer.outcome import Optimization
     from placer.report.html import Source
     from placer.report.progress import Progress
+    from placer.result import Result
 
 EPILOG = """\
 examples:
@@ -103,17 +103,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _told(found: Optimization, out: Path) -> dict[str, Any]:
+def _told(found: Result, out: Path) -> dict[str, Any]:
     return {
         "candidates": [
             {
                 "name": row.name,
                 "predicted_s": row.predicted_s if row.can_run else None,
-                "peak_memory_bytes": row.peak_memory_bytes,
+                "peak_memory_bytes": dict(row.peak_memory_bytes),
                 "why": row.why,
                 "placement": row is found.best,
             }
-            for row in found.rows
+            for row in found.candidates
         ],
         "lower_bound_s": found.lower_bound_s,
         "verdict": found.verdict,
@@ -121,13 +121,13 @@ def _told(found: Optimization, out: Path) -> dict[str, Any]:
     }
 
 
-def why_no_report(found: Optimization, args: argparse.Namespace) -> str | None:
+def why_no_report(found: Result, args: argparse.Namespace) -> str | None:
     """Write the page for ``placer optimize --report``; return why that failed, or None."""
     source = _source(found, args, args.out, found.extraction)
     return _why_not_left(_page(found, source), args.report)
 
 
-def _page(found: Optimization, source: Source) -> str:
+def _page(found: Result, source: Source) -> str:
     from placer.report.html import next_commands, page, report_data
 
     return page(report_data(found, next_commands(source)))
@@ -144,7 +144,7 @@ def _why_not_left(page: str, path: Path) -> str | None:
 
 
 def _source(
-    found: Optimization, args: argparse.Namespace, placement: Path, extraction: Extraction | None
+    found: Result, args: argparse.Namespace, placement: Path, extraction: Extraction | None
 ) -> Source:
     from placer.report.html import Source, as_gpus, export_trials
 
@@ -204,7 +204,7 @@ def _search_words(placement: Placement, args: argparse.Namespace) -> list[str]:
 
 def _reviewed(
     placement: Placement, args: argparse.Namespace, progress: Progress
-) -> tuple[Optimization, Extraction | None]:
+) -> tuple[Result, Extraction | None]:
     import networkx as nx
 
     from envs.problem import Problem

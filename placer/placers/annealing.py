@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
-from envs.problem import Problem
 from placer.milliseconds import milliseconds
-from placer.placers.placer import ALL, LATENCY, MAX_LOAD, Progress
 from placer.search.annealing.max_load import balance
 from placer.search.annealing.step_time import (
     MOST_STARTS,
@@ -19,11 +16,11 @@ from placer.search.annealing.step_time import (
     walk,
     worthwhile_starts,
 )
-from placer.search.budget import Budget, Meter
-from placer.search.candidate import Candidate, ranked
+from placer.search.candidate import Candidate, Kind, ranked
 from placer.search.compiling import load_compiled_code
 from placer.search.heuristics import heuristics
 from placer.search.judge import Judge
+from placer.search.request import ALL, MAX_LOAD, SearchRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,41 +33,42 @@ class Annealed:
     senders: float = 0.0
     objectives: ClassVar[tuple[str, ...]] = ALL
 
-    def place(
-        self,
-        problem: Problem,
-        budget: Budget,
-        seed: int,
-        *,
-        objective: str = LATENCY,
-        progress: Progress | None = None,
-        should_stop: Callable[[], bool] | None = None,
-    ) -> list[Candidate]:
+    def place(self, request: SearchRequest) -> list[Candidate]:
         """Return all heuristics and the best annealed placement, best first."""
-        if objective == MAX_LOAD:
-            return balance(problem, budget, seed, progress=progress, should_stop=should_stop)
+        if request.objective == MAX_LOAD:
+            return balanced(request)
         load_compiled_code()  # before the budget starts
-        meter = Meter(budget, should_stop)
-        judge = Judge(problem)
+        meter = request.meter()
+        judge = Judge(request.problem)
         known = heuristics(judge)
         meter.spend(len(known))
         meter.note("heuristics", ranked(known)[0].step_ns)
         start, found = ranked(known)[0], []
         starts = worthwhile_starts(moves_left(judge, start, meter))
-        seeds = np.random.SeedSequence(seed).generate_state(MOST_STARTS).tolist()
+        seeds = np.random.SeedSequence(request.seed).generate_state(MOST_STARTS).tolist()
         begin = meter.share()
+
+        def tell(cost: int) -> None:
+            meter.note(Kind.ANNEALING.value, cost)
+            request.report(meter.share(), f"annealing, {milliseconds(cost / 1e9)} ms")
+
         for number in range(starts):
             if meter.over():
                 break
             annealing = Annealing(judge, start, seeds[number], senders=self.senders)
             meter.spend(1)
-            end = begin + (1.0 - begin) * (number + 1) / starts
-            walk(annealing, meter, end, lambda cost: _tell(progress, meter, cost))
+            walk(annealing, meter, begin + (1.0 - begin) * (number + 1) / starts, tell)
             found.append(annealing.best())
         return ranked([*known, *ranked(found)[:1]])
 
 
-def _tell(progress: Progress | None, meter: Meter, cost: int) -> None:
-    meter.note("annealing", cost)
-    if progress is not None:
-        progress(min(meter.share(), 1.0), f"annealing, {milliseconds(cost / 1e9)} ms")
+def balanced(request: SearchRequest) -> list[Candidate]:
+    """Return candidates for the objective max-load, best first."""
+    return balance(
+        request.problem,
+        request.budget,
+        request.seed,
+        progress=request.progress,
+        should_stop=request.should_stop,
+        trail=request.trail,
+    )

@@ -31,7 +31,7 @@ import numpy as np
 from envs.max_load import max_load_ns
 from envs.problem import Problem
 from envs.simulator import Simulator
-from placer.placers.placer import ALL, MAX_LOAD, Placer
+from placer.placers.placer import Placer
 from placer.placers.problems import contract_problems
 from placer.search.annealing.max_load import LoadAnnealing
 from placer.search.annealing.step_time import Annealing
@@ -39,6 +39,7 @@ from placer.search.budget import Budget
 from placer.search.candidate import Candidate
 from placer.search.compiling import load_compiled_code
 from placer.search.judge import Judge
+from placer.search.request import ALL, MAX_LOAD, SearchRequest
 
 Make: TypeAlias = Callable[[], Placer]
 
@@ -111,7 +112,8 @@ def seconds_are_kept(make: Make) -> None:
     for problem, objective in _cases(make):
         placer = make()
         with _counting(over_after_s=20 * TICK_S) as count:
-            found = placer.place(problem, Budget(seconds=20 * TICK_S), 0, objective=objective)
+            budget = Budget(seconds=20 * TICK_S)
+            found = placer.place(SearchRequest(problem, budget, objective=objective))
         assert found, f"no plan for {_told(problem, objective)}"
         late = count.evaluations - count.when_over
         allowed = LAST_STEP + ALLOWED_FOR_RULES
@@ -124,9 +126,9 @@ def a_stop_is_heard(make: Make) -> None:
         for patience in (0, 3):
             with _counting() as count:
                 asked = _Asked(patience, count)
-                found = make().place(
-                    problem, Budget(evaluations=10**9), 0, objective=objective, should_stop=asked
-                )
+                budget = Budget(evaluations=10**9)
+                request = SearchRequest(problem, budget, objective=objective, should_stop=asked)
+                found = make().place(request)
             assert found, f"no plan for {_told(problem, objective)}"
             late = count.evaluations - asked.when_said
             assert not asked.said or late <= LAST_STEP + ALLOWED_FOR_RULES, (
@@ -142,7 +144,9 @@ def small_budgets_give_plans(make: Make) -> None:
         def hear(share: float, _: str, told: list[float] = told) -> None:
             told.append(share)
 
-        found = make().place(problem, Budget(evaluations=1), 0, objective=objective, progress=hear)
+        budget = Budget(evaluations=1)
+        request = SearchRequest(problem, budget, objective=objective, progress=hear)
+        found = make().place(request)
         assert found, f"no plan for {_told(problem, objective)}"
         assert all(0.0 <= share <= 1.0 for share in told), f"progress is {told}"
 
@@ -154,7 +158,8 @@ def objectives_are_served(make: Make) -> None:
     for objective in placer.objectives:
         assert objective in ALL, f"{objective!r} is none of {', '.join(ALL)}"
         for problem in contract_problems():
-            found = placer.place(problem, Budget(evaluations=1), 0, objective=objective)
+            request = SearchRequest(problem, Budget(evaluations=1), objective=objective)
+            found = placer.place(request)
             assert found, f"no plan for {problem.graph.name!r} under {objective}"
             if objective == MAX_LOAD:
                 loads = max_load_ns(problem, np.array([plan.devices for plan in found])).tolist()
@@ -184,7 +189,8 @@ def _told(problem: Problem, objective: str) -> str:
 
 
 def _placed(make: Make, problem: Problem, objective: str, seed: int = 0) -> list[Candidate]:
-    found = make().place(problem, Budget(evaluations=EVALUATIONS), seed, objective=objective)
+    budget = Budget(evaluations=EVALUATIONS)
+    found = make().place(SearchRequest(problem, budget, seed=seed, objective=objective))
     assert found, f"no plan for {_told(problem, objective)}"
     return found
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import ClassVar
 
-from placer.placers.placer import STEPS
-from placer.placers.rule import Plan, Rule
+from placer.placers.rule import Rule
+from placer.search.candidate import Candidate, Kind
 from placer.search.etf import etf
-from placer.search.heuristics import ETF_NAME
 from placer.search.judge import Judge
+from placer.search.request import STEPS
 
 
 class Etf(Rule):
@@ -17,6 +17,6 @@ class Etf(Rule):
 
     objectives: ClassVar[tuple[str, ...]] = STEPS
 
-    def plans(self, judge: Judge) -> Iterable[Plan]:
+    def candidates(self, judge: Judge) -> Iterable[Candidate]:
         """Yield one placement."""
-        yield ETF_NAME, *etf(judge.outline)
+        yield judge.candidate(Kind.ETF, *etf(judge.outline))

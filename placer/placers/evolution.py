@@ -7,6 +7,7 @@ from typing import ClassVar, Final
 import numpy as np
 
 from placer.placers.sampling import Sampling
+from placer.search.candidate import Kind
 from placer.search.decoder import HEFT, decode
 from placer.search.evolution import Evolution
 from placer.search.portfolio import POPULATION, SIGMA
@@ -20,7 +21,7 @@ population."""
 class Evolved(Sampling):
     """CMA-ES on the 21 weights of the decoder, starting from those of HEFT."""
 
-    name: ClassVar[str] = "evolution"
+    kind: ClassVar[Kind] = Kind.EVOLUTION
 
     def sample(self, tally: Tally, seed: int) -> None:
         """Evaluate HEFT, then one population after the other."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import ClassVar
 
-from placer.placers.placer import STEPS
-from placer.placers.rule import Plan, Rule
+from placer.placers.rule import Rule
+from placer.search.candidate import Candidate, Kind
 from placer.search.decoder import HEFT, decode
-from placer.search.heuristics import HEFT_NAME
 from placer.search.judge import Judge
+from placer.search.request import STEPS
 
 
 class Heft(Rule):
@@ -17,6 +17,6 @@ class Heft(Rule):
 
     objectives: ClassVar[tuple[str, ...]] = STEPS
 
-    def plans(self, judge: Judge) -> Iterable[Plan]:
+    def candidates(self, judge: Judge) -> Iterable[Candidate]:
         """Yield one placement."""
-        yield HEFT_NAME, *decode(judge.outline, HEFT)
+        yield judge.candidate(Kind.HEFT, *decode(judge.outline, HEFT))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from placer.placers.rule import Plan, Rule
+from placer.placers.rule import Rule
+from placer.search.candidate import Candidate, Kind
 from placer.search.contiguous import contiguous
 from placer.search.judge import Judge
 from placer.search.trivial import layer_split
@@ -18,12 +19,13 @@ class LayerSplit(Rule):
     to the speed of their devices.
     """
 
-    def plans(self, judge: Judge) -> Iterable[Plan]:
+    def candidates(self, judge: Judge) -> Iterable[Candidate]:
         """Yield one placement."""
         problem = judge.problem
-        plan = contiguous(problem)
-        if plan is None:
-            plan = contiguous(problem, keep_outputs=False)
-        if plan is None:
-            plan = layer_split(problem)
-        yield "layer split, balanced", plan, judge.outline.bottom_level
+        devices = contiguous(problem)
+        if devices is None:
+            devices = contiguous(problem, keep_outputs=False)
+        if devices is None:
+            devices = layer_split(problem)
+        by_level, name = judge.outline.bottom_level, "layer split, balanced"
+        yield judge.candidate(Kind.LAYER_SPLIT, devices, by_level, name=name)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import ClassVar
 
-from placer.placers.placer import STEPS
-from placer.placers.rule import Plan, Rule
+from placer.placers.rule import Rule
+from placer.search.candidate import Candidate, Kind
 from placer.search.etf import memory_etf
 from placer.search.judge import Judge
+from placer.search.request import STEPS
 
 
 class MemoryEtf(Rule):
@@ -16,6 +17,6 @@ class MemoryEtf(Rule):
 
     objectives: ClassVar[tuple[str, ...]] = STEPS
 
-    def plans(self, judge: Judge) -> Iterable[Plan]:
+    def candidates(self, judge: Judge) -> Iterable[Candidate]:
         """Yield one placement."""
-        yield "m-ETF", *memory_etf(judge.outline)
+        yield judge.candidate(Kind.M_ETF, *memory_etf(judge.outline))

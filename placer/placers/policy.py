@@ -7,6 +7,7 @@ from typing import ClassVar
 import numpy as np
 
 from placer.placers.sampling import Sampling
+from placer.search.candidate import Kind
 from placer.search.decoder import decode
 from placer.search.heuristics import heuristics
 from placer.search.portfolio import Proposer
@@ -16,7 +17,7 @@ from placer.search.tally import Tally
 class Proposed(Sampling):
     """Decodes the policy's proposals, then samples around the best of them."""
 
-    name: ClassVar[str] = "policy"
+    kind: ClassVar[Kind] = Kind.POLICY
 
     def __init__(self, policy: Proposer | None) -> None:
         if policy is None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from envs.problem import Problem
-from placer.placers.placer import ALL, LATENCY, MAX_LOAD, Progress
-from placer.search.annealing.max_load import balance
-from placer.search.budget import Budget
+from placer.placers.annealing import balanced
 from placer.search.candidate import Candidate
 from placer.search.portfolio import Proposer, search
+from placer.search.request import ALL, MAX_LOAD, SearchRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,19 +21,8 @@ class Portfolio:
     policy: Proposer | None = None
     objectives: ClassVar[tuple[str, ...]] = ALL
 
-    def place(
-        self,
-        problem: Problem,
-        budget: Budget,
-        seed: int,
-        *,
-        objective: str = LATENCY,
-        progress: Progress | None = None,
-        should_stop: Callable[[], bool] | None = None,
-    ) -> list[Candidate]:
+    def place(self, request: SearchRequest) -> list[Candidate]:
         """Return all heuristics and the best placement of each search, best first."""
-        if objective == MAX_LOAD:
-            return balance(problem, budget, seed, progress=progress, should_stop=should_stop)
-        return search(
-            problem, budget, seed, self.policy, progress=progress, should_stop=should_stop
-        )
+        if request.objective == MAX_LOAD:
+            return balanced(request)
+        return search(request, self.policy)

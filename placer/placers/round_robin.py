@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from placer.placers.rule import Plan, Rule
+from placer.placers.rule import Rule
+from placer.search.candidate import Candidate, Kind
 from placer.search.judge import Judge
 from placer.search.trivial import round_robin
 
@@ -12,6 +13,7 @@ from placer.search.trivial import round_robin
 class Turns(Rule):
     """Assigns ops in topological order to the devices in turn."""
 
-    def plans(self, judge: Judge) -> Iterable[Plan]:
+    def candidates(self, judge: Judge) -> Iterable[Candidate]:
         """Yield one placement."""
-        yield "round robin", round_robin(judge.problem), judge.outline.bottom_level
+        devices = round_robin(judge.problem)
+        yield judge.candidate(Kind.ROUND_ROBIN, devices, judge.outline.bottom_level)

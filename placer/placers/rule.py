@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from typing import ClassVar, TypeAlias
+from collections.abc import Iterable
+from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from envs.max_load import max_load_ns
 from envs.problem import Problem
-from placer.placers.placer import ALL, LATENCY, MAX_LOAD, Progress
-from placer.search.budget import Budget
 from placer.search.candidate import Candidate
 from placer.search.judge import Judge
-
-Plan: TypeAlias = tuple[str, NDArray[np.int32], NDArray[np.float64]]
-"""Name, devices (N,) and priorities (N,)."""
+from placer.search.request import ALL, MAX_LOAD, SearchRequest
 
 
 class Rule(ABC):
@@ -26,22 +21,13 @@ class Rule(ABC):
     objectives: ClassVar[tuple[str, ...]] = ALL
 
     @abstractmethod
-    def plans(self, judge: Judge) -> Iterable[Plan]:
-        """Yield the placements, at least one."""
+    def candidates(self, judge: Judge) -> Iterable[Candidate]:
+        """Yield the placements, at least one; see :meth:`placer.search.judge.Judge.candidate`."""
 
-    def place(
-        self,
-        problem: Problem,
-        budget: Budget,
-        seed: int,
-        *,
-        objective: str = LATENCY,
-        progress: Progress | None = None,
-        should_stop: Callable[[], bool] | None = None,
-    ) -> list[Candidate]:
-        """Return all candidates, best first; see :class:`placer.placers.placer.Placer`."""
-        judge = Judge(problem)
-        return sorted_for(objective, problem, [judge.candidate(*p) for p in self.plans(judge)])
+    def place(self, request: SearchRequest) -> list[Candidate]:
+        """Return all candidates, best first."""
+        problem = request.problem
+        return sorted_for(request.objective, problem, list(self.candidates(Judge(problem))))
 
 
 def sorted_for(objective: str, problem: Problem, found: list[Candidate]) -> list[Candidate]:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import ClassVar
 
-from envs.problem import Problem
-from placer.placers.placer import LATENCY, STEPS, Progress
-from placer.search.budget import Budget, Meter
-from placer.search.candidate import Candidate
+from placer.search.candidate import Candidate, Kind
 from placer.search.compiling import load_compiled_code
-from placer.search.judge import Judge
+from placer.search.request import STEPS, SearchRequest
 from placer.search.tally import Tally
 
 
@@ -19,7 +15,9 @@ class Sampling(ABC):
     """Base class of placers that return their best sample; at least one is evaluated."""
 
     objectives: ClassVar[tuple[str, ...]] = STEPS
-    name: ClassVar[str]
+    kind: ClassVar[Kind] = Kind.OTHER
+    name: ClassVar[str] = ""
+    """Display name; by default that of the kind."""
 
     @abstractmethod
     def sample(self, tally: Tally, seed: int) -> None:
@@ -29,19 +27,9 @@ class Sampling(ABC):
         """Load the code that sampling runs, before the budget starts."""
         load_compiled_code()
 
-    def place(
-        self,
-        problem: Problem,
-        budget: Budget,
-        seed: int,
-        *,
-        objective: str = LATENCY,
-        progress: Progress | None = None,
-        should_stop: Callable[[], bool] | None = None,
-    ) -> list[Candidate]:
-        """Return the best candidate; see :class:`placer.placers.placer.Placer`."""
+    def place(self, request: SearchRequest) -> list[Candidate]:
+        """Return the best candidate."""
         self.prepare()
-        judge = Judge(problem)
-        tally = Tally(judge, Meter(budget, should_stop), self.name, progress)
-        self.sample(tally, seed)
+        tally = Tally(request, self.kind, self.name)
+        self.sample(tally, request.seed)
         return [tally.best()]

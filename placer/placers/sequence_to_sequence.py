@@ -6,13 +6,14 @@ from typing import ClassVar
 
 from placer.placers.sampling import Sampling
 from placer.policies.sequence import learn, load_libraries
+from placer.search.candidate import Kind
 from placer.search.tally import Tally
 
 
 class SequenceToSequence(Sampling):
     """Learns one problem from scratch by REINFORCE; see :mod:`placer.policies.sequence`."""
 
-    name: ClassVar[str] = "sequence-to-sequence"
+    kind: ClassVar[Kind] = Kind.SEQUENCE_TO_SEQUENCE
 
     def prepare(self) -> None:
         """Load compiled code, and the modules that torch imports on the first training step."""

@@ -18,8 +18,8 @@ from graphs.synthetic import FAMILIES, draw
 from placer.policies.records import Items, Within, check_ranges
 from placer.policies.reference import draw_reference
 from placer.policies.summary import summarise
-from placer.search.candidate import SINGLE, Candidate
-from placer.search.heuristics import ETF_NAME, HEFT_NAME, heuristics
+from placer.search.candidate import Candidate, Kind
+from placer.search.heuristics import heuristics
 from placer.search.judge import Judge
 
 FASTEST: Final = "fast"
@@ -32,6 +32,9 @@ CANNOT_RUN: Final = 1e3
 """Ratio of an infeasible placement."""
 REFERENCE: Final = "reference"
 """Family of the extracted reference models."""
+
+REFERENCE_KINDS: Final = (Kind.SINGLE_DEVICE, Kind.HEFT, Kind.ETF)
+"""Kinds of candidates whose best is the reference of an exercise."""
 
 _Counts: TypeAlias = Annotated[tuple[Annotated[int, Within(2, MOST_DEVICES)], ...], Items(1, 1000)]
 _Latencies: TypeAlias = Annotated[tuple[Annotated[float, Within(0.0, 1.0)], ...], Items(1, 1000)]
@@ -134,7 +137,7 @@ def exercise(problem: Problem, family: str = "") -> Exercise:
     """Prepare a problem for training or testing."""
     judge = Judge(problem)
     known = heuristics(judge)
-    reference = min(c.step_ns for c in known if is_reference(c))
+    reference = min(c.step_ns for c in known if c.kind in REFERENCE_KINDS)
     return Exercise(
         family=family,
         judge=judge,
@@ -146,7 +149,7 @@ def exercise(problem: Problem, family: str = "") -> Exercise:
 
 def is_reference(candidate: Candidate) -> bool:
     """Return whether a heuristic is one of those to beat: single device, HEFT and ETF."""
-    return candidate.name in (HEFT_NAME, ETF_NAME) or candidate.name.startswith(SINGLE)
+    return candidate.kind in REFERENCE_KINDS
 
 
 def draw_pool(

@@ -25,9 +25,10 @@ from envs.simulator import OVERFULL_NS
 from envs.torch_devices import one_thread
 from envs.toy_problem import toy_problem
 from graphs.quotient import edge_sources
-from placer.search.budget import Budget, Meter
+from placer.search.budget import Budget
+from placer.search.candidate import Kind
 from placer.search.grouping import Grouping, at_most
-from placer.search.judge import Judge
+from placer.search.request import SearchRequest
 from placer.search.tally import Tally
 
 MOST_GROUPS: Final = 128
@@ -132,8 +133,7 @@ def learn(tally: Tally, seed: int) -> None:
 @cache
 def load_libraries() -> None:
     """Train once on a toy problem: Adam imports torch's compiler, which takes seconds."""
-    meter = Meter(Budget(evaluations=SAMPLES), trail=None)
-    learn(Tally(Judge(toy_problem()), meter, "toy"), 0)
+    learn(Tally(SearchRequest(toy_problem(), Budget(evaluations=SAMPLES)), Kind.OTHER), 0)
 
 
 def reward(costs: NDArray[np.int64], unit_ns: float) -> NDArray[np.float64]:

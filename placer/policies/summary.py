@@ -8,8 +8,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from placer.search.candidate import SINGLE, Candidate
-from placer.search.heuristics import ETF_NAME, HEFT_NAME
+from placer.search.candidate import Candidate, Kind
 from placer.search.judge import Judge
 
 FEATURES: Final = (
@@ -55,7 +54,8 @@ def summarise(judge: Judge, known: list[Candidate]) -> NDArray[np.float64]:
     latency = float(o.latency[pairs].mean()) if pairs.any() else 0.0
     spread = float(cost.std()) * float(send.std())
     together = float(((cost - cost.mean()) * (send - send.mean())).mean())
-    heft, etf, single = (_best(known, name) for name in (HEFT_NAME, ETF_NAME, SINGLE))
+    heft, etf = _best(known, Kind.HEFT), _best(known, Kind.ETF)
+    single = _best(known, Kind.SINGLE_DEVICE)
     best = max(min(heft, etf, single), 1.0)
     values = (
         math.log(count),
@@ -84,5 +84,5 @@ def summarise(judge: Judge, known: list[Candidate]) -> NDArray[np.float64]:
     return np.array(values)
 
 
-def _best(known: list[Candidate], name: str) -> float:
-    return float(min((c.step_ns for c in known if c.name.startswith(name)), default=1))
+def _best(known: list[Candidate], kind: Kind) -> float:
+    return float(min((c.step_ns for c in known if c.kind is kind), default=1))

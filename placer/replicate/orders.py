@@ -18,7 +18,8 @@ from envs.placement import Placement
 from envs.problem import Problem
 from envs.replicas.step import ReplicaSimulator, ReplicaStep
 from graphs.gradients import Gradients
-from placer.outcome import Optimization, Row
+from placer.result import Result
+from placer.search.candidate import Candidate, Prediction
 
 MOST_PLANS: Final = 4
 
@@ -27,59 +28,60 @@ MOST_PLANS: Final = 4
 class Variant:
     """A candidate and the simulated step of one replica of it."""
 
-    row: Row
+    candidate: Candidate
     step: ReplicaStep
 
-    def chosen_of(self, found: Optimization) -> Optimization:
-        """Return an optimization result with this candidate as its best."""
-        if self.row is found.best:
-            return found
-        predicted = {**(found.placement.predicted or {}), **self.row.times_s}
+    def chosen_of(self, result: Result) -> Result:
+        """Return a result with this candidate as its best."""
+        chosen = self.candidate
+        if chosen is result.best:
+            return result
+        predicted = {**(result.placement.predicted or {}), **chosen.times_s}
         predicted |= {
-            "step_s": self.row.predicted_s,
-            "peak_memory_bytes": self.row.peak_memory_bytes,
+            "step_s": chosen.predicted_s,
+            "peak_memory_bytes": dict(chosen.peak_memory_bytes),
         }
-        placement = replace(self.row.placement, predicted=predicted)
-        return replace(found, placement=placement, best=self.row, rows=(*found.rows, self.row))
+        placement = replace(chosen.placement, predicted=predicted)
+        candidates = (*result.candidates, chosen)
+        return replace(result, placement=placement, best=chosen, candidates=candidates)
 
 
-def variants(problem: Problem, found: Optimization, gradients: Gradients) -> list[Variant]:
+def variants(problem: Problem, result: Result, gradients: Gradients) -> list[Variant]:
     """Return the candidates to simulate with reductions, the best single-replica one first.
 
     Raises:
         ValueError: that one cannot be simulated.
     """
     simulator = ReplicaSimulator(problem, gradients)
-    first = Variant(found.best, simulator.step(found.best.placement))
+    best = result.best
+    first = Variant(best, simulator.step(best.placement))
     if not len(gradients):
         return [first]
-    able = [row for row in found.rows if np.isfinite(row.predicted_s) and row is not found.best]
-    fastest = [found.best, *sorted(able, key=lambda row: row.predicted_s)][:MOST_PLANS]
-    others = (variant for row in fastest for variant in _orders(simulator, row))
+    able = [c for c in result.candidates if np.isfinite(c.predicted_s) and c is not best]
+    fastest = [best, *sorted(able, key=lambda own: own.predicted_s)][:MOST_PLANS]
+    others = (variant for own in fastest for variant in _orders(simulator, own))
     return [first, *others]
 
 
-def _orders(simulator: ReplicaSimulator, row: Row) -> Iterator[Variant]:
+def _orders(simulator: ReplicaSimulator, candidate: Candidate) -> Iterator[Variant]:
     graph, cluster = simulator.problem.graph, simulator.problem.cluster
     in_order = np.empty(len(graph))
     in_order[graph.topological] = -np.arange(len(graph))
     makers = {op for own in simulator.gradients.makers for op in own}
-    early = np.array(row.placement.priority)
+    early = np.array(candidate.placement.priority)
     early[list(makers)] += np.ptp(early) + 1
     orders: dict[str, NDArray[np.float64]] = {"in order": in_order, "gradients first": early}
     for name, priority in orders.items():
-        placement: Placement = replace(row.placement, priority=tuple(priority.tolist()))
+        placement: Placement = replace(candidate.placement, priority=tuple(priority.tolist()))
         try:
             step = simulator.step(placement)
         except ValueError:  # an op that runs earlier may hold memory longer
             continue
-        yield Variant(
-            replace(
-                row,
-                name=f"{row.name}, {name}",
-                placement=placement,
-                predicted_s=step.step_ns / 1e9,
-                peak_memory_bytes=dict(zip(cluster.names, step.peak_bytes.tolist(), strict=True)),
-            ),
-            step,
+        prediction = Prediction(
+            placement=placement,
+            objective_s=step.step_ns / 1e9,
+            peak_memory_bytes=dict(zip(cluster.names, step.peak_bytes.tolist(), strict=True)),
+            times_s=candidate.times_s,
         )
+        reordered = replace(candidate, name=f"{candidate.name}, {name}", prediction=prediction)
+        yield Variant(reordered, step)

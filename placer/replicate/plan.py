@@ -24,15 +24,16 @@ from envs.replicas.step import replicated, slot_networks
 from envs.replicas.topology import Block
 from graphs.gradients import Gradients, gradients_of, no_gradients
 from graphs.graph import GraphArrays
+from placer.choose import PlacementError
 from placer.interrupt import Interrupt
 from placer.job import Job, SearchConfig
-from placer.outcome import Optimization, PlacementError
 from placer.pipeline import grouped, optimize_problem
 from placer.replicate.orders import Variant, variants
 from placer.replicate.result import ReplicaPlan, Split
 from placer.replicate.scaling import Scaling
 from placer.replicate.sources import GraphSource, ModelSource, StepSource
 from placer.report.progress import Progress, Silent
+from placer.result import Result
 from placer.search.budget import Budget
 from placer.search.compiling import load_compiled_code
 from placer.several import Slice, share_of
@@ -85,7 +86,7 @@ def _rank(split: Split) -> tuple[bool, float, int, int]:
 class _Searched:
     """The result of one search, or why there is none."""
 
-    found: Optimization | None
+    found: Result | None
     plans: Sequence[Variant] = ()
     why: str = ""
 

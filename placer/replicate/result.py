@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +14,7 @@ from envs.problem import Problem
 from envs.replicas.collectives import HIERARCHICAL
 from envs.replicas.spec import AUTO, Replication
 from envs.replicas.step import ReplicaStep, ReplicatedStep, slot_networks
-from placer.outcome import Optimization
+from placer.result import Result
 
 if TYPE_CHECKING:
     from graphs.extract import Extraction
@@ -26,7 +26,7 @@ class Split:
 
     groups: tuple[tuple[str, ...], ...]
     samples: int  # per parameter update
-    found: Optimization | None = None
+    found: Result | None = None
     alone: ReplicaStep | None = None
     step: ReplicatedStep | None = None
     one_samples_per_s: float = np.nan  # of one replica, with the whole global batch
@@ -131,7 +131,7 @@ class ReplicaPlan:
         return tuple(level.ranks for level in slot_networks(self.problem, groups)[slot].levels)
 
     @property
-    def found(self) -> Optimization:
+    def found(self) -> ReplicatedResult:
         """Return the result for one replica, with the replicated step in its prediction."""
         best = self.best
         assert best.found is not None and best.step is not None  # noqa: PT018  # the first has both
@@ -146,13 +146,15 @@ class ReplicaPlan:
             predicted=predicted,
             replicas=self.replicas,
         )
-        return replace(
+        one = replace(
             best.found,
             placement=placement,
             search_s=self.search_s,
             extraction=self.extraction,
             cost_source=self.cost_source,
-            replication=self,
+        )
+        return ReplicatedResult(
+            **{part.name: getattr(one, part.name) for part in fields(Result)}, replication=self
         )
 
     @property
@@ -180,3 +182,10 @@ class ReplicaPlan:
 def share_of_ideal(samples_per_s: float, ideal: float) -> float:
     """Return a throughput over the ideal one; 1 if steps take no time."""
     return 1.0 if np.isinf(ideal) else samples_per_s / ideal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ReplicatedResult(Result):
+    """The result for one replica, with the plan that holds all alternatives."""
+
+    replication: ReplicaPlan

@@ -12,8 +12,8 @@ from rich.table import Table
 from envs.replicas.collectives import AllReduce
 from envs.replicas.step import ReplicatedStep, overlaps
 from graphs.graph import PHASES
+from placer.messages import NO_OPTIMIZER, extraction_remarks
 from placer.milliseconds import milliseconds
-from placer.outcome import extraction_remarks
 from placer.parallel.plan import why_not_run
 from placer.replicate.result import CurvePoint, ReplicaPlan, Split
 from placer.report.table import CHOSEN, human_bytes
@@ -105,7 +105,7 @@ def _assumptions(plan: ReplicaPlan) -> Iterator[str]:
     if wanted.batch == "global" and wanted.samples is None:
         yield "How many samples the step has is not known: its batch is cut into any parts."
     if trains and "optimizer" not in phases:
-        yield "No optimizer is in the step: neither its time nor its state is counted."
+        yield NO_OPTIMIZER
     if best.replicas > 1 and best.devices_each > 1:
         yield "Reductions and the transfers of a replica are simulated as if apart."
     if best.replicas > 1 and wanted.payload != "fp32" and wanted.coding_bytes_per_s is None:

@@ -9,6 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from placer.messages import NO_OPTIMIZER
 from placer.milliseconds import milliseconds
 from placer.report.table import human_bytes, human_flops
 
@@ -43,7 +44,7 @@ def print_summary(summary: GraphSummary, console: Console) -> None:
     if summary.work:
         console.print("Headroom is for any number of such devices; N of them win Nx at most.")
     if summary.ops["backward"] and not summary.ops["optimizer"]:
-        console.print("No optimizer is in the step: neither its time nor its state is counted.")
+        console.print(NO_OPTIMIZER)
     for kind, work in summary.work.items():
         console.print(_dearest(kind, work))
     for kind, known in summary.partly_known.items():

@@ -1,4 +1,4 @@
-"""Terminal tables of an optimization, a cluster and a placement."""
+"""Terminal tables of a result, a cluster and a placement."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from rich.table import Table
 
 from envs.host_names import is_core
 from envs.placement import ROOT, module_of
+from placer import messages
 from placer.milliseconds import milliseconds
-from placer.outcome import REBUILT
-from placer.search.candidate import SINGLE, WHERE_ALLOWED
-from placer.warm_start import WARM_START
+from placer.search.candidate import Kind
 
 if TYPE_CHECKING:
     from envs.cluster import Cluster, Link
     from envs.measurement import Measurement
     from envs.placement import Placement
-    from placer.outcome import Optimization, Row
+    from placer.result import Result
+    from placer.search.candidate import Candidate
 
 UNITS: Final = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 FLOP_UNITS: Final = (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6), ("kFLOP", 1e3))
-MEASURED_COLUMNS: Final = ("wall\nms", "min\nms", "spread", "rebuilt\nms")
+MEASURED_COLUMNS: Final = ("wall\nms", "min\nms", "spread", "CPU clock\nms")
 QUEUES: Final = {
     "none": "nothing",
     "egress": "all of one sender",
@@ -42,88 +42,70 @@ MOST_DEVICES: Final = 16
 """Number of devices up to which tables list each one."""
 
 
-def print_optimization(found: Optimization, console: Console) -> None:
-    """Print all candidates with step times, speed-up and memory, then remarks and the verdict."""
-    ran = any(row.measurement is not None for row in found.rows)
-    console.print(_title(found))
+def print_result(result: Result, console: Console, *, verbose: bool = False) -> None:
+    """Print all candidates with step times, speed-up and memory, then remarks and the verdict.
+
+    ``verbose`` adds a legend and the less important remarks.
+    """
+    ran = any(own.measurement is not None for own in result.candidates)
+    console.print(_title(result))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("candidate", no_wrap=True)
     for column in ("predicted\nms", *(MEASURED_COLUMNS if ran else ()), "speed-up"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("memory", justify="right", overflow="fold")
-    rows = _shown(found)
-    for row in rows:
-        measured = _measured_cells(row.measurement, row.failure) if ran else []
+    shown = _shown(result)
+    for own in shown:
+        measured = _measured_cells(own.measurement, own.failure) if ran else []
         table.add_row(
-            f"{CHOSEN if row is found.best else ' '} {row.name}",
-            _ms(row.predicted_s),
+            f"{CHOSEN if own is result.best else ' '} {own.name}",
+            _ms(own.predicted_s),
             *measured,
-            _speed_up(found, row),
-            _memory(row),
-            style="bold green" if row is found.best else "",
+            _speed_up(result, own),
+            _memory(own),
+            style="bold green" if own is result.best else "",
         )
-    if found.all_cores is not None:
-        *cells, _ = _measured_cells(found.all_cores, found.all_cores.failure)
+    if result.all_cores is not None:
+        *cells, _ = _measured_cells(result.all_cores, result.all_cores.failure)
         cells.append("-")  # the CPU time of torch's threads is unknown
         table.add_row(f"  {UNPLACED}", "-", *cells, "", "", style="dim")
+    if left_out := len(result.candidates) - len(shown):
+        table.add_row(f"  {left_out} more single devices", style="dim")
     console.print(table)
-    if len(rows) < len(found.rows):
-        console.print(f"{len(found.rows) - len(rows)} more single devices are left out.")
-    console.print(_legend(found, ran), style="dim")
-    for remark in found.remarks:
+    if verbose:
+        console.print(_legend(result, ran), style="dim")
+    for remark in result.remarks if verbose else result.main_remarks:
         console.print(remark)
-    console.print(best_line(found))
+    console.print(str(result))
 
 
-def _shown(found: Optimization) -> list[Row]:
-    first = (found.best, found.single)
-    single = [row for row in found.rows if row.name.startswith(SINGLE)]
-    single.sort(key=lambda row: (row not in first, row.predicted_s))
-    left_out = {id(row) for row in single[MOST_SINGLES:]}
-    return [row for row in found.rows if id(row) not in left_out]
+def _shown(result: Result) -> list[Candidate]:
+    first = (result.best, result.single)
+    single = [own for own in result.candidates if own.kind is Kind.SINGLE_DEVICE and own.is_single]
+    single.sort(key=lambda own: (own not in first, own.predicted_s))
+    left_out = {id(own) for own in single[MOST_SINGLES:]}
+    return [own for own in result.candidates if id(own) not in left_out]
 
 
-def best_line(found: Optimization) -> str:
-    """Return the chosen candidate and the verdict."""
-    return f"Best: {found.best.name}. {found.verdict}"
-
-
-def _legend(found: Optimization, ran: bool) -> str:
-    text = f"{CHOSEN} {_why_chosen(found)}; speed-up over the best single device"
-    names = found.problem.cluster.names
+def _legend(result: Result, ran: bool) -> str:
+    names = result.problem.cluster.names
     shown = f"the fullest of {len(names)} devices" if _are_many(names) else " / ".join(names)
-    text += f"; simulated peak memory of {shown}"
-    if found.placement.objective != "latency":
-        text += f"; predicted and speed-up are of the objective, {found.placement.objective}"
+    parts = [f"{messages.LEGEND} of {shown}"]
+    if result.placement.objective != "latency":
+        parts.append(f"predicted and speed-up: of the objective {result.placement.objective}")
     if ran:
-        text += (
-            "; wall, min: median and shortest by the wall clock; spread: between the quartiles, as "
-            "a share of the median; in brackets: predicted, it was not run"
-        )
-    if ran and is_core(found.problem.cluster.names[0]):
-        text += (
-            f"; rebuilt: {REBUILT.removeprefix('rebuilt ')}, without what others did to this "
-            "machine; no time counts the way of gradients back from the workers"
-        )
-    elif ran:
-        text += "; every device is waited for; rebuilt: the same as wall"
-    if any(row.name == WARM_START for row in found.rows):
-        text += f"; {WARM_START}: what --start-from names"
-    if any(row.name.endswith(WHERE_ALLOWED) for row in found.rows):
-        text += f";{WHERE_ALLOWED}: what pins or missing costs keep off that device is elsewhere"
-    if found.all_cores is not None:
-        text += f"; {UNPLACED}: one process with torch's threads on all cores, by the wall clock"
-        if found.loaded and (seen := found.best.measurement) is not None:
-            text += f", to be compared with {_ms(seen.median_s)} ms"
-    return text + "."
-
-
-def _why_chosen(found: Optimization) -> str:
-    best = found.best
-    others = (row for row in found.rows if row.measurement is not None and row.can_run)
-    if best.measurement is None or all(found.step_s(best) <= found.step_s(row) for row in others):
-        return "chosen, the fastest"
-    return "chosen: noise hides which of the fastest is ahead, and of these it is the simplest"
+        on_cores = is_core(names[0])
+        parts.append(messages.MEASURED_LEGEND)
+        parts.append(messages.CORES_LEGEND if on_cores else messages.TORCH_LEGEND)
+    if any(own.kind is Kind.WARM_START for own in result.candidates):
+        parts.append(messages.WARM_START_LEGEND)
+    if any(own.kind is Kind.SINGLE_DEVICE and not own.is_single for own in result.candidates):
+        parts.append(messages.WHERE_ALLOWED_LEGEND)
+    if result.all_cores is not None:
+        parts.append(messages.UNPLACED_LEGEND)
+        if result.contended and (seen := result.best.measurement) is not None:
+            parts[-1] += f", to be compared with {_ms(seen.median_s)} ms"
+    return "; ".join(parts) + "."
 
 
 def print_cluster(cluster: Cluster, console: Console) -> None:
@@ -182,7 +164,7 @@ def print_placement(placement: Placement, console: Console) -> None:
 def _by_clock(measured: Mapping[str, Any]) -> str:
     if measured.get("clock") != "cpu" or "wall_median_s" not in measured:
         return ""
-    return f" ({REBUILT}; by the wall clock {_ms(measured['wall_median_s'])} ms)"
+    return f" ({messages.CPU_CLOCK}; by the wall clock {_ms(measured['wall_median_s'])} ms)"
 
 
 def placement_to_dict(placement: Placement) -> dict[str, Any]:
@@ -225,10 +207,11 @@ def human_flops(count: float) -> str:
     return f"{count:.0f} FLOP"
 
 
-def _title(found: Optimization) -> str:
-    graph, names = found.problem.graph, found.problem.cluster.names
+def _title(result: Result) -> str:
+    graph, names = result.problem.graph, result.problem.cluster.names
     devices = f"{len(names)} devices" if _are_many(names) else ", ".join(names)
-    return f"{graph.name}: {len(graph)} ops on {devices}; lower bound {_ms(found.lower_bound_s)} ms"
+    bound = _ms(result.lower_bound_s)
+    return f"{graph.name}: {len(graph)} ops on {devices}; lower bound {bound} ms"
 
 
 def _ops_by_module(placement: Placement) -> dict[str, Counter[str]]:
@@ -260,18 +243,18 @@ def _measured_cells(seen: Measurement | None, failure: str) -> list[str]:
     return [_ms(seen.median_s), _ms(seen.min_s), f"{seen.spread:.0%}", _ms(seen.rebuilt_median_s)]
 
 
-def _speed_up(found: Optimization, row: Row) -> str:
+def _speed_up(result: Result, candidate: Candidate) -> str:
     """Return the speed-up, in brackets if it is predicted although others were measured."""
-    ratio = found.speed_up_of(row)
+    ratio = result.speed_up_of(candidate)
     if np.isnan(ratio):
         return "-"
-    only_predicted = row.measurement is None and found.best.measurement is not None
+    only_predicted = candidate.measurement is None and result.best.measurement is not None
     return f"({ratio:.2f}x)" if only_predicted else f"{ratio:.2f}x"
 
 
-def _memory(row: Row) -> str:
+def _memory(candidate: Candidate) -> str:
     """Return the peak of every device in one unit, as in "246 / 202 MB"; of many, the largest."""
-    sizes = list(row.peak_memory_bytes.values())
+    sizes = list(candidate.peak_memory_bytes.values())
     largest = max(sizes, default=0)
     unit, scale = next(((u, s) for u, s in UNITS if largest >= s), ("B", 1.0))
     digits = 0 if largest / scale >= 10 else 1

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from envs.nanoseconds import HORIZON_NS
-from placer.search.trail import Trail, current_trail
+from placer.search.trail import Trail
 
 _FORM: Final = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:e[0-9]+(?=[a-z]))?)\s*(s|m|min|e|evals?)")
 LONGEST_CHUNK_S: Final = 0.05
@@ -88,7 +88,7 @@ class Meter:
     should_stop: Callable[[], bool] | None = None
     spent: int = 0
     stopped: bool = False
-    trail: Trail | None = field(default_factory=current_trail)
+    trail: Trail | None = None
     _began: float = field(default_factory=time.perf_counter)
 
     @property

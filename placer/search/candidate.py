@@ -1,41 +1,148 @@
-"""Candidates: named placements with their simulated step time."""
+"""Candidates: proposed placements, from search to measurement."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
 
-SINGLE: Final = "single "
-"""Prefix of the names of single-device candidates."""
-WHERE_ALLOWED: Final = " where allowed"
-"""Suffix of their titles if some ops are not allowed on the device."""
+from envs.measurement import Measurement
+from envs.placement import Placement
+from envs.simulator import INFEASIBLE_NS
+
+
+class Kind(Enum):
+    """What made a candidate, the simplest first; the value is the usual display name.
+
+    Of equally fast candidates the simplest wins. Kinds after ``ANNEALING`` are equally simple.
+    """
+
+    SINGLE_DEVICE = "single device"
+    WARM_START = "warm start"
+    LAYER_SPLIT = "layer split"
+    FIRST_LAYERS = "first layers"
+    ROUND_ROBIN = "round robin"
+    MIN_CUT = "min-cut"
+    HEFT = "HEFT"
+    ETF = "ETF"
+    M_ETF = "m-ETF"
+    POLICY = "policy"
+    EVOLUTION = "evolution"
+    ANNEALING = "annealing"
+    CONTIGUOUS_PARTS = "contiguous parts"
+    BALANCED_LOADS = "balanced loads"
+    CROSS_ENTROPY = "cross-entropy"
+    SEQUENCE_TO_SEQUENCE = "sequence-to-sequence"
+    EXACT = "exact"
+    TUNED_POLICY = "tuned policy"
+    OTHER = "other"  # of plug-ins, and of placements whose origin is unknown
+
+
+_RANKS = {kind: rank for rank, kind in enumerate(Kind)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prediction:
+    """The simulator's prediction for a candidate.
+
+    ``objective_s`` is the value of the objective, inf if the placement is infeasible: the step time
+    unless another objective was chosen.
+    """
+
+    placement: Placement  # its priorities give the simulated order
+    objective_s: float
+    peak_memory_bytes: Mapping[str, int]  # {device: bytes}
+    times_s: Mapping[str, float] = field(default_factory=dict)  # "step_s" and other known times
+    why: str = ""  # why it is infeasible
+    missing_bytes: int = 0  # memory shortfall summed over devices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Candidate:
     """A device and a priority for each of N ops; among ready ops the highest priority runs first.
 
-    ``step_ns`` is the simulated step time, INFEASIBLE_NS if the placement breaks a limit.
-    ``bound_ns`` is a lower bound proven by the search that made the candidate, over all placements
-    of the problem: INFEASIBLE_NS if none is feasible, None if nothing was proven.
+    A search sets the first fields. ``step_ns`` is the simulated step time, INFEASIBLE_NS if the
+    placement breaks a limit. ``bound_ns`` is a lower bound over all placements of the problem that
+    the search proved: INFEASIBLE_NS if none is feasible, None if nothing was proved.
+
+    Later steps add the ``prediction``, which the properties below require, and the ``measurement``
+    if it was run. Decisions depend on ``kind``, never on the display name.
     """
 
+    kind: Kind
     name: str
     devices: NDArray[np.int32]  # (N,)
     priority: NDArray[np.float64]  # (N,)
     step_ns: int
     bound_ns: int | None = None
+    prediction: Prediction | None = None
+    measurement: Measurement | None = None
 
     @property
-    def title(self) -> str:
-        """Display name: only a placement with all ops on one device is called single."""
-        if not self.name.startswith(SINGLE) or len(np.unique(self.devices)) == 1:
-            return self.name
-        return self.name.removeprefix(SINGLE) + WHERE_ALLOWED
+    def is_single(self) -> bool:
+        """Return whether all ops are on one device."""
+        return bool((self.devices == self.devices[0]).all())
+
+    @property
+    def simplicity(self) -> int:
+        """Return a rank, lower is simpler: single device, then fixed rules, then search."""
+        return 0 if self.is_single else min(_RANKS[self.kind], _RANKS[Kind.ANNEALING] + 1)
+
+    @property
+    def bound_s(self) -> float | None:
+        """Return the proved bound in seconds, inf if no placement is feasible."""
+        if self.bound_ns is None:
+            return None
+        return self.bound_ns / 1e9 if self.bound_ns < INFEASIBLE_NS else np.inf
+
+    @property
+    def placement(self) -> Placement:
+        """Return the predicted placement."""
+        return self._predicted.placement
+
+    @property
+    def predicted_s(self) -> float:
+        """Return the predicted value of the objective, inf if infeasible."""
+        return self._predicted.objective_s
+
+    @property
+    def peak_memory_bytes(self) -> Mapping[str, int]:
+        """Return the predicted peak memory by device."""
+        return self._predicted.peak_memory_bytes
+
+    @property
+    def times_s(self) -> Mapping[str, float]:
+        """Return the predicted times by name."""
+        return self._predicted.times_s
+
+    @property
+    def why(self) -> str:
+        """Return why it cannot run: the failure when it was run, or the prediction's reason."""
+        return self.failure or self._predicted.why
+
+    @property
+    def failure(self) -> str:
+        """Return why the run failed; "" if it ran or was not tried."""
+        return "" if self.measurement is None else self.measurement.failure
+
+    @property
+    def can_run(self) -> bool:
+        """Return whether it is feasible and did not fail when it was run."""
+        return bool(np.isfinite(self.predicted_s)) and not self.failure
+
+    def ranking_s(self, *, contended: bool) -> float:
+        """Return the time to compare by: measured (CPU-clock time if contended), else predicted."""
+        if self.measurement is None:
+            return self.predicted_s
+        return self.measurement.step_s(contended=contended)
+
+    @property
+    def _predicted(self) -> Prediction:
+        assert self.prediction is not None, f"{self.name} was not simulated"
+        return self.prediction
 
 
 def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:

@@ -27,6 +27,7 @@ from envs.toy_problem import toy_problem
 from placer.search import decoder, etf
 from placer.search.annealing import step_time
 from placer.search.annealing.step_time import Annealing
+from placer.search.candidate import Kind
 from placer.search.decoder import HEFT
 from placer.search.judge import Judge
 
@@ -86,7 +87,7 @@ def help_compiling() -> None:
 def _simulated(problem: Problem) -> None:
     judge = Judge(problem)
     start = np.zeros(problem.op_count, np.int32)
-    first = judge.candidate("first", start, np.zeros(problem.op_count))
+    first = judge.candidate(Kind.OTHER, start, np.zeros(problem.op_count))
     Annealing(judge, first, 0).run(1, first=0, stride=1, total=1)
 
 

@@ -21,7 +21,7 @@ from envs.simulator import (
     simulate_batch,
     workspace_for,
 )
-from placer.search.candidate import Candidate
+from placer.search.candidate import Candidate, Kind
 from placer.search.decoder import decode_batch
 from placer.search.live import Live, live_for
 from placer.search.outline import outline
@@ -75,14 +75,16 @@ class Judge:
 
     def candidate(
         self,
-        name: str,
+        kind: Kind,
         devices: NDArray[np.int32],
         priority: NDArray[np.float64],
         cost: int | None = None,
+        *,
+        name: str = "",
     ) -> Candidate:
         """Return one placement, (N,) each, as a candidate with read-only copies of the arrays.
 
-        A known ``cost`` is not computed again.
+        A known ``cost`` is not computed again. ``name`` is displayed, by default that of the kind.
         """
         if cost is None:
             cost = int(self.costs(devices[None], priority[None])[0])
@@ -90,7 +92,8 @@ class Judge:
         own_devices.setflags(write=False)
         own_priority.setflags(write=False)
         return Candidate(
-            name=name,
+            kind=kind,
+            name=name or kind.value,
             devices=own_devices,
             priority=own_priority,
             step_ns=cost if cost < OVERFULL_NS else INFEASIBLE_NS,

@@ -7,7 +7,6 @@ worse than the heuristics.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
@@ -24,13 +23,14 @@ from placer.search.annealing.step_time import (
     walk,
     worthwhile_starts,
 )
-from placer.search.budget import Budget, Meter
-from placer.search.candidate import Candidate, distinct, ranked
+from placer.search.budget import Budget
+from placer.search.candidate import Candidate, Kind, distinct, ranked
 from placer.search.compiling import load_compiled_code
 from placer.search.decoder import HEFT, WEIGHT_COUNT
 from placer.search.evolution import Evolution
 from placer.search.heuristics import heuristics
 from placer.search.judge import Judge
+from placer.search.request import SearchRequest
 
 SAMPLES: Final = 32
 SAMPLE_SHARE: Final = 0.25
@@ -50,8 +50,6 @@ SENDERS: Final = 0.3
 LONG_S: Final = 1.0
 LARGEST_BOUNDED: Final = 20_000
 
-Progress = Callable[[float, str], None]
-
 
 class Proposer(Protocol):
     """A learned policy: proposes decoder weights for a problem."""
@@ -67,39 +65,26 @@ class Proposer(Protocol):
         ...
 
 
-def search(
-    problem: Problem,
-    budget: Budget,
-    seed: int,
-    policy: Proposer | None = None,
-    *,
-    progress: Progress | None = None,
-    should_stop: Callable[[], bool] | None = None,
-) -> list[Candidate]:
+def search(request: SearchRequest, policy: Proposer | None = None) -> list[Candidate]:
     """Search for a placement with a short step time.
 
-    Args:
-        problem: graph and cluster.
-        budget: seconds, counted after compiled code is loaded, or evaluations. The heuristics
-            always run in full. With evaluations the result depends on ``seed`` alone.
-        seed: random seed.
-        policy: proposes decoder weights; without one evolution starts from HEFT.
-        progress: called with the spent share of the budget, 0 .. 1, and a text.
-        should_stop: polled about every 0.05 s (never more often than one evaluation takes); once it
-            returns True the best candidates so far are returned.
+    The budget counts after compiled code is loaded, and the heuristics always run in full.
+    ``should_stop`` is polled about every 0.05 s (never more often than one evaluation takes). The
+    search also ends when its best step time reaches the lower bound.
 
-    The search also ends when its best step time reaches the lower bound.
+    Args:
+        request: what to search, and how long.
+        policy: proposes decoder weights; without one evolution starts from HEFT.
 
     Returns:
         All heuristics, and the best placement of each of "policy", "evolution" and "annealing", the
             shortest step first; infeasible ones come last with INFEASIBLE_NS.
     """
-    if progress is not None:
-        progress(0.0, "loading compiled code, which takes long the first time")
+    request.report(0.0, "loading compiled code, which takes long the first time")
     load_compiled_code()  # before the budget starts
-    run = _Search(problem, Meter(budget, should_stop), seed, progress)
+    run = _Search(request)
     run.begin()
-    if problem.device_count > 1:
+    if request.problem.device_count > 1:
         run.evolve(run.learned(policy) if policy else _Beginning(HEFT))
         run.anneal()
     run.report(1.0, "done")
@@ -116,14 +101,13 @@ class _Beginning(NamedTuple):
 class _Search:
     """State of one search."""
 
-    def __init__(
-        self, problem: Problem, meter: Meter, seed: int, progress: Progress | None
-    ) -> None:
+    def __init__(self, request: SearchRequest) -> None:
+        problem = request.problem
+        self.meter = request.meter()
         self.judge = Judge(problem)
-        self.meter = meter
-        self.seeds = np.random.SeedSequence(seed).generate_state(2 + MOST_STARTS).tolist()
-        self.progress = progress
-        self.bound_ns = lower_bound_ns(problem) if _pays(problem, meter.budget) else 0
+        self.seeds = np.random.SeedSequence(request.seed).generate_state(2 + MOST_STARTS).tolist()
+        self.report = request.report
+        self.bound_ns = lower_bound_ns(problem) if _pays(problem, request.budget) else 0
         self.known: list[Candidate] = []
         self.found: list[Candidate] = []
         self.chunk = 1
@@ -139,14 +123,14 @@ class _Search:
         """Decode the policy's proposals, then samples around the best; return the best weights."""
         means, deviations = policy.propose(self.judge, self.known)
         spreads = np.maximum(deviations, LEAST_SPREAD)
-        costs = self.decode("policy", means, SAMPLE_SHARE)
+        costs = self.decode(Kind.POLICY, means, SAMPLE_SHARE)
         if len(costs) == 0:
             return _Beginning(means[0], spreads[0])
         first = int(costs.argmin())
         normal = np.random.default_rng(self.seeds[0]).standard_normal((SAMPLES, WEIGHT_COUNT))
         spread = np.maximum(SAMPLE_SPREAD * deviations[first], SIGMA)
         rows = (means[first] + spread * normal).round(9)
-        sampled = self.decode("policy", rows, SAMPLE_SHARE)
+        sampled = self.decode(Kind.POLICY, rows, SAMPLE_SHARE)
         if len(sampled) and sampled.min() < costs[first]:
             return _Beginning(rows[int(sampled.argmin())], spreads[first])
         return _Beginning(means[first], spreads[first])
@@ -161,12 +145,12 @@ class _Search:
         )
         for _ in range(EVOLUTION_DECODES // POPULATION):
             rows = evolution.ask()
-            costs = self.decode("evolution", rows, EVOLUTION_SHARE)
+            costs = self.decode(Kind.EVOLUTION, rows, EVOLUTION_SHARE)
             if len(costs) < len(rows):
                 break
             evolution.tell(rows, costs)
 
-    def decode(self, name: str, rows: NDArray[np.float64], share: float) -> NDArray[np.int64]:
+    def decode(self, kind: Kind, rows: NDArray[np.float64], share: float) -> NDArray[np.int64]:
         """Return costs of weights (B, 21), of fewer if ``share`` of the budget is spent first."""
         costs: list[int] = []
         best: Candidate | None = None
@@ -181,8 +165,8 @@ class _Search:
             self.chunk = self.meter.next_chunk(self.chunk, size, self.meter.seconds() - began)
             row = int(new.argmin())
             if best is None or new[row] < best.step_ns:
-                best = self.judge.candidate(name, devices[row], priority[row], int(new[row]))
-        self.report(self.meter.share(), name)
+                best = self.judge.candidate(kind, devices[row], priority[row], int(new[row]))
+        self.report(self.meter.share(), kind.value)
         if best is not None:
             self._keep(best)
         return np.array(costs, np.int64)
@@ -210,25 +194,21 @@ class _Search:
 
     def _told(self, cost: int) -> None:
         self._settle(cost)
-        self.meter.note("annealing", cost)
+        self.meter.note(Kind.ANNEALING.value, cost)
         self.report(self.meter.share(), f"annealing, {milliseconds(cost / 1e9)} ms")
 
     def candidates(self) -> list[Candidate]:
         """Return all heuristics and the best new placement of each kind of search, best first."""
         everything = ranked(self.known + self.found)
         new = [c for c in distinct(everything, len(everything)) if c in self.found]
-        best_of = {candidate.name: candidate for candidate in reversed(new)}
+        best_of = {candidate.kind: candidate for candidate in reversed(new)}
         return ranked([*self.known, *best_of.values()])
 
-    def report(self, share: float, text: str) -> None:
-        if self.progress is not None:
-            self.progress(min(share, 1.0), text)
-
     def _keep(self, candidate: Candidate) -> None:
-        same = [c for c in self.found if c.name == candidate.name]
-        others = [c for c in self.found if c.name != candidate.name]
+        same = [c for c in self.found if c.kind is candidate.kind]
+        others = [c for c in self.found if c.kind is not candidate.kind]
         self._settle(candidate.step_ns)
-        self.meter.note(candidate.name, candidate.step_ns)
+        self.meter.note(candidate.kind.value, candidate.step_ns)
         self.found = others + distinct(ranked([*same, candidate]), MOST_STARTS)
 
     def _settle(self, cost: int) -> None:

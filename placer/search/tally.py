@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 from numpy.typing import NDArray
 
 from envs.simulator import OVERFULL_NS
 from placer.milliseconds import milliseconds
-from placer.search.budget import Meter
-from placer.search.candidate import Candidate
+from placer.search.candidate import Candidate, Kind
 from placer.search.judge import Judge
+from placer.search.request import SearchRequest
 
 
 class Tally:
@@ -20,18 +18,13 @@ class Tally:
     The first placement is evaluated whatever the budget, so that there is always a best one.
     """
 
-    def __init__(
-        self,
-        judge: Judge,
-        meter: Meter,
-        name: str,
-        progress: Callable[[float, str], None] | None = None,
-    ) -> None:
-        """Spend from ``meter``; the best candidate gets the name ``name``."""
-        self.judge = judge
-        self.meter = meter
-        self.name = name
-        self.progress = progress
+    def __init__(self, request: SearchRequest, kind: Kind, name: str = "") -> None:
+        """Begin to spend the budget; the best candidate gets this kind and, if given, this name."""
+        self.judge = Judge(request.problem)
+        self.meter = request.meter()
+        self.kind = kind
+        self.name = name or kind.value
+        self.report = request.report
         self._best: tuple[int, NDArray[np.int32], NDArray[np.float64]] | None = None
 
     def over(self) -> bool:
@@ -50,10 +43,9 @@ class Tally:
         if self._best is None or cost < self._best[0]:
             self._best = cost, devices.copy(), priority.copy()
         self.meter.note(self.name, self._best[0])
-        if self.progress is not None:
-            best = self._best[0]
-            shown = "nothing fits" if best >= OVERFULL_NS else f"{milliseconds(best / 1e9)} ms"
-            self.progress(min(self.meter.share(), 1.0), f"{self.name}, {shown}")
+        best = self._best[0]
+        shown = "nothing fits" if best >= OVERFULL_NS else f"{milliseconds(best / 1e9)} ms"
+        self.report(self.meter.share(), f"{self.name}, {shown}")
         return cost
 
     def all_judged(
@@ -71,4 +63,4 @@ class Tally:
         """Return the best placement; the first of equal ones."""
         assert self._best is not None, "a placer judges at least one plan"
         cost, devices, priority = self._best
-        return self.judge.candidate(self.name, devices, priority, cost)
+        return self.judge.candidate(self.kind, devices, priority, cost, name=self.name)

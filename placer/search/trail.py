@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 
@@ -39,22 +36,3 @@ class Trail:
         line.evaluations, line.seconds = evaluations, seconds
         if not line.finds or cost_s < line.finds[-1].cost_s:
             line.finds.append(Find(evaluations=evaluations, seconds=seconds, cost_s=cost_s))
-
-
-_current: ContextVar[Trail | None] = ContextVar("trail", default=None)
-
-
-@contextmanager
-def recorded() -> Iterator[Trail]:
-    """Record the reports of all meters created in this context; elsewhere nothing is kept."""
-    trail = Trail()
-    token = _current.set(trail)
-    try:
-        yield trail
-    finally:
-        _current.reset(token)
-
-
-def current_trail() -> Trail | None:
-    """Return the trail of the current context, or None."""
-    return _current.get()

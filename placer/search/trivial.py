@@ -5,22 +5,10 @@ All respect the allowed devices of ops and keep a co-location group on one devic
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 from numpy.typing import NDArray
 
 from envs.problem import Problem
-from placer.search.candidate import SINGLE
-
-
-def trivial_plans(problem: Problem) -> Iterator[tuple[str, NDArray[np.int32]]]:
-    """Yield names and devices (N,): every single device, then the layer split and round robin."""
-    for d, name in enumerate(problem.cluster.names):
-        yield f"{SINGLE}{name}", single_device(problem, d)
-    if problem.device_count > 1:
-        yield "layer split", layer_split(problem)
-        yield "round robin", round_robin(problem)
 
 
 def single_device(problem: Problem, device: int) -> NDArray[np.int32]:

@@ -11,16 +11,15 @@ from numpy.typing import NDArray
 from placer.policies.decoders import Decoders, InProcess
 from placer.policies.network import ACTION_SCALE, Policy
 from placer.policies.pool import Exercise
-from placer.search.candidate import SINGLE
+from placer.search.candidate import Kind
 from placer.search.decoder import HEFT, WEIGHT_COUNT
-from placer.search.heuristics import ETF_NAME, HEFT_NAME
 
 MEANING: Final = "geometric mean of step / best of {single device, HEFT, ETF}, simulated"
 MEASURED: Final = MEANING.replace("simulated", "measured")
 DECODES: Final = 16
 SAMPLES: Final = DECODES - 1
-HEURISTICS: Final = {"single": SINGLE, HEFT_NAME: HEFT_NAME, ETF_NAME: ETF_NAME}
-"""{name in tables: prefix of its candidates' names}."""
+HEURISTICS: Final = {"single": Kind.SINGLE_DEVICE, "HEFT": Kind.HEFT, "ETF": Kind.ETF}
+"""{name in tables: kind of candidates}."""
 
 
 def scores(
@@ -53,12 +52,9 @@ def heuristic_ratios(pool: Sequence[Exercise]) -> dict[str, NDArray[np.float64]]
     """Return ratios (len(pool),) of the best single device, HEFT and ETF."""
     return {
         name: np.array(
-            [
-                item.ratio(min(c.step_ns for c in item.known if c.name.startswith(begin)))
-                for item in pool
-            ]
+            [item.ratio(min(c.step_ns for c in item.known if c.kind is kind)) for item in pool]
         )
-        for name, begin in HEURISTICS.items()
+        for name, kind in HEURISTICS.items()
     }
 
 

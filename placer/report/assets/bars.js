@@ -3,7 +3,7 @@
 const ROW = 40;
 const NAMES = 190;
 const VALUES = 210;
-const TWO_CLOCKS = 70; // extra width if wall times are shown beside CPU-clock times
+const TWO_CLOCKS = 85; // extra width if wall times are shown beside CPU-clock times
 const NARROWEST = 640; // the chart scrolls on narrower pages
 const BEYOND = 5; // times the chosen step time: longer bars are cut
 
@@ -20,7 +20,7 @@ const speedUp = (row) =>
 // On a busy machine CPU-clock times ("rebuilt") count; rows without them get no bar.
 const isRebuilt = data.judged === "rebuilt";
 const isApart = (row) => isRebuilt && row.name === UNPLACED;
-const CLOCKS = { measured: "measured", rebuilt: "rebuilt from CPU clocks", predicted: "predicted" };
+const CLOCKS = { measured: "measured", rebuilt: "CPU-clock time", predicted: "predicted" };
 const values = () => VALUES + (isRebuilt ? TWO_CLOCKS : 0);
 
 // The chosen candidate first, then measured ones, then predicted ones.
@@ -146,7 +146,7 @@ const comparedWith = () =>
 
 function clocksOf({ step_s, wall_s }) {
   if (!isRebuilt) return `${time(step_s)} measured`;
-  return `${time(step_s)} rebuilt${wall_s == null ? "" : `, ${time(wall_s)} wall`}`;
+  return `${time(step_s)} CPU clock${wall_s == null ? "" : `, ${time(wall_s)} wall`}`;
 }
 
 function toldValues(row, y, width) {

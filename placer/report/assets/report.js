@@ -142,7 +142,7 @@ function candidateColumns(measured) {
     !isApart(row) && row.measured?.low_s < row.measured?.high_s
       ? `${time(row.measured.low_s)} – ${time(row.measured.high_s)}`
       : "–";
-  const clock = isRebuilt ? ", rebuilt" : "";
+  const clock = isRebuilt ? ", CPU clock" : "";
   const runs = [
     [CLOCKS[isRebuilt ? "rebuilt" : "measured"], judged("step_s"), true],
     ...(isRebuilt ? [["by the wall clock", of("wall_s"), true]] : []),

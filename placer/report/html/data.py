@@ -30,16 +30,18 @@ import numpy as np
 
 from envs.measurement import Measurement
 from envs.simulator import Simulated
-from placer.outcome import REBUILT, Optimization, Row
+from placer.messages import CPU_CLOCK
 from placer.report.html.commands import Command
 from placer.report.html.ops import ops_data
 from placer.report.html.schedule import timeline_data
+from placer.result import Result
+from placer.search.candidate import Candidate
 from placer.search.trail import Trail
 
 UNPLACED = "not placed"
 
 
-def report_data(found: Optimization, commands: Sequence[Command] = ()) -> dict[str, Any]:
+def report_data(found: Result, commands: Sequence[Command] = ()) -> dict[str, Any]:
     """Return all data of the report of an optimization.
 
     Raises:
@@ -81,55 +83,53 @@ def report_data(found: Optimization, commands: Sequence[Command] = ()) -> dict[s
     }
 
 
-def _verdict(found: Optimization) -> str:
-    if not np.isfinite(found.best.predicted_s):
-        return f"It does not fit. {found.best.why}"
+def _verdict(found: Result) -> str:
     ratio = _recorded_speed_up(found)
-    if ratio is not None and not found.best.is_single:
+    if ratio is not None and not found.best.is_single and np.isfinite(found.best.predicted_s):
         told = f"{ratio:.2f}x faster than the best single device"
         if _how(found) == "measured":
             return f"{told}, measured when it was made."
         by_wall = _recorded_by_wall(found)
         busy = "" if by_wall is None else f" ({by_wall:.2f}x by the wall clock of a busy machine)"
-        return f"{told}, {REBUILT} when it was made{busy}."
+        return f"{told}, by {CPU_CLOCK} when it was made{busy}."
     return found.verdict
 
 
-def _recorded(found: Optimization) -> dict[str, Any] | None:
+def _recorded(found: Result) -> dict[str, Any] | None:
     """Return the measurement recorded in the placement, None if the runs themselves are known."""
     measured = found.placement.measured
     return dict(measured) if measured and found.best.measurement is None else None
 
 
-def _how(found: Optimization) -> str:
+def _how(found: Result) -> str:
     known = _recorded(found)
     if known is None:
-        return "rebuilt" if found.loaded else "measured"
+        return "rebuilt" if found.contended else "measured"
     step_s = known.get("step_s")
     of_wall = known.get("wall_median_s", step_s) == step_s
     return "measured" if of_wall else "rebuilt"
 
 
-def _recorded_speed_up(found: Optimization) -> float | None:
+def _recorded_speed_up(found: Result) -> float | None:
     known = _recorded(found)
     if known is None or not known.get("single_device_step_s") or not known.get("step_s"):
         return None
     return float(known["single_device_step_s"] / known["step_s"])
 
 
-def _recorded_by_wall(found: Optimization) -> float | None:
+def _recorded_by_wall(found: Result) -> float | None:
     known = _recorded(found) or {}
     if not known.get("single_device_wall_median_s") or not known.get("wall_median_s"):
         return None
     return float(known["single_device_wall_median_s"] / known["wall_median_s"])
 
 
-def _speed_up(found: Optimization) -> float | None:
+def _speed_up(found: Result) -> float | None:
     ratio = _recorded_speed_up(found)
     return _finite(found.speed_up) if ratio is None else ratio
 
 
-def _speed_up_is(found: Optimization, row: Row) -> str:
+def _speed_up_is(found: Result, row: Candidate) -> str:
     """Return which times a speed-up compares; measured, rebuilt and predicted are never mixed."""
     single = found.single
     if single is not None and single.measurement is not None and row.measurement is not None:
@@ -138,20 +138,20 @@ def _speed_up_is(found: Optimization, row: Row) -> str:
     return _how(found) if recorded else "predicted"
 
 
-def _judged_s(found: Optimization) -> float | None:
+def _judged_s(found: Result) -> float | None:
     if found.best.measurement is not None:
         return found.step_s(found.best)
     known = _recorded(found)
     return None if known is None else known.get("step_s")
 
 
-def _wall_s(found: Optimization) -> float | None:
+def _wall_s(found: Result) -> float | None:
     if found.best.measurement is not None:
         return _finite(found.best.measurement.median_s)
     return (_recorded(found) or {}).get("wall_median_s")
 
 
-def _candidates(found: Optimization) -> list[dict[str, Any]]:
+def _candidates(found: Result) -> list[dict[str, Any]]:
     """Return the candidates and the unplaced baseline."""
     rows = [
         {
@@ -165,7 +165,7 @@ def _candidates(found: Optimization) -> list[dict[str, Any]]:
             "best": row is found.best,
             "why": row.failure or ("" if np.isfinite(row.predicted_s) else row.why),
         }
-        for row in found.rows
+        for row in found.candidates
     ]
     if found.all_cores is not None:
         rows.append(
@@ -184,9 +184,9 @@ def _candidates(found: Optimization) -> list[dict[str, Any]]:
     return rows
 
 
-def _measured(found: Optimization, row: Row) -> dict[str, Any] | None:
+def _measured(found: Result, row: Candidate) -> dict[str, Any] | None:
     if row.measurement is not None:
-        return _runs(row.measurement, loaded=found.loaded)
+        return _runs(row.measurement, loaded=found.contended)
     known = _recorded(found) or {}
     of_wall = _how(found) == "measured"  # as are spread and shortest time
     if row is found.best and "step_s" in known:
@@ -201,7 +201,7 @@ def _measured(found: Optimization, row: Row) -> dict[str, Any] | None:
     return None
 
 
-def _measured_memory(found: Optimization, row: Row) -> list[int | None]:
+def _measured_memory(found: Result, row: Candidate) -> list[int | None]:
     peaks: Mapping[str, int] = {}
     if row.measurement is not None:
         peaks = row.measurement.peak_memory_bytes

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+import numpy as np
+
 from envs.placement import MadeBy, Placement
 from envs.problem import Problem
 from envs.simulator import Simulated
 from placer.objectives import Objective
-from placer.outcome import Optimization, Row
+from placer.result import Result
+from placer.search.candidate import Kind
 from placer.search.heuristics import heuristics
 from placer.search.judge import Judge
 
@@ -18,7 +21,7 @@ UNNAMED = "this placement"
 
 def reviewed(
     problem: Problem, placement: Placement, cost_source: Mapping[str, str] | None = None
-) -> Optimization:
+) -> Result:
     """Return an optimization result with this placement as the best, compared to the heuristics.
 
     Nothing is searched or run: measured times are those recorded in the placement.
@@ -33,45 +36,34 @@ def reviewed(
         in_flight=placement.in_flight,
     )
     simulated = Simulated(problem)
-    best = _row(objective, simulated, placement.made_by.placer or UNNAMED, placement)
-    rows = [best]
-    for plan in heuristics(Judge(problem)):
-        if best.name in (plan.name, plan.title):  # it is this one
-            continue
-        made = Placement.of(
-            problem.graph,
-            problem.cluster,
-            plan.devices,
-            plan.priority,
-            MadeBy(placer=plan.title),
+    devices, priority = placement.arrays()
+    judge, name = Judge(problem), placement.made_by.placer or UNNAMED
+    best = replace(
+        judge.candidate(Kind.OTHER, devices, priority, name=name),
+        prediction=objective.predict(simulated, placement),
+    )
+    candidates = [best]
+    for own in heuristics(judge):
+        made = replace(
+            placement,
+            devices=tuple(own.devices.tolist()),
+            priority=tuple(own.priority.tolist()),
+            made_by=MadeBy(placer=own.name),
+            predicted=None,
+            measured=None,
+            replicas=None,
         )
-        other = replace(
-            made,
-            objective=placement.objective,
-            micro_batches=placement.micro_batches,
-            in_flight=placement.in_flight,
-        )
-        rows.append(_row(objective, simulated, plan.title, other))
-    return Optimization(
+        other = replace(own, prediction=objective.predict(simulated, made))
+        is_same = np.array_equal(own.devices, devices) and other.predicted_s == best.predicted_s
+        if not is_same:
+            candidates.append(other)
+    return Result(
         placement=placement,
         problem=problem,
-        rows=tuple(sorted(rows, key=lambda row: row.predicted_s)),
+        candidates=tuple(sorted(candidates, key=lambda own: own.predicted_s)),
         best=best,
         lower_bound_s=objective.lower_bound_s(problem),
         search_s=0.0,
         stopped=False,
         cost_source=dict(cost_source or {}),
-    )
-
-
-def _row(objective: Objective, simulated: Simulated, name: str, placement: Placement) -> Row:
-    prediction = objective.predict(simulated, placement)
-    return Row(
-        name=name,
-        placement=placement,
-        predicted_s=prediction.value_s,
-        peak_memory_bytes=dict(prediction.peak_memory_bytes),
-        why=prediction.why,
-        missing_bytes=prediction.missing_bytes,
-        times_s=prediction.times_s,
     )

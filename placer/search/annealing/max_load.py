@@ -50,13 +50,12 @@ from placer.search.annealing.moves import (
     uniform,
 )
 from placer.search.budget import Budget, Meter
-from placer.search.candidate import Candidate
+from placer.search.candidate import Candidate, Kind
 from placer.search.heuristics import heuristics
 from placer.search.judge import Judge
 from placer.search.pipeline_parts import narrow_order, pipeline_parts
+from placer.search.trail import Trail
 
-NAME: Final = "annealing"
-CONTIGUOUS: Final = "contiguous parts"
 HOT: Final = 3e-2
 COOLEST: Final = 1e-3
 HOTTEST: Final = 1e-1
@@ -93,6 +92,7 @@ def balance(
     *,
     progress: Callable[[float, str], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
+    trail: Trail | None = None,
 ) -> list[Candidate]:
     """Search for a placement with a small maximum load.
 
@@ -103,22 +103,24 @@ def balance(
         seed: random seed.
         progress: called with the spent share of the budget, 0 .. 1, and a text.
         should_stop: polled about every 0.05 s.
+        trail: records the improvements of the search, if given.
 
     Returns:
         All heuristics, contiguous parts and the best placement of the search, smallest load first.
     """
     load_compiled_code()
-    meter = Meter(budget, should_stop)
+    meter = Meter(budget, should_stop, trail=trail)
     judge = Judge(problem)
     found = heuristics(judge)
     if problem.device_count > 1:
         orders = _orders(problem)
         level = judge.outline.bottom_level
-        found += [judge.candidate(CONTIGUOUS, pipeline_parts(problem, o), level) for o in orders]
+        parts = (pipeline_parts(problem, order) for order in orders)
+        found += [judge.candidate(Kind.CONTIGUOUS_PARTS, own, level) for own in parts]
         best = _anneal_in_rounds(
             problem, _by_load(problem, found), orders[-1], seed, meter, progress
         )
-        found.append(judge.candidate(NAME, best, level))
+        found.append(judge.candidate(Kind.ANNEALING, best, level))
     if progress is not None:
         progress(1.0, "done")
     return _by_load(problem, found)
@@ -183,7 +185,7 @@ def _spend(
         at = max(at + steps, int(squeezed)) if left is None else at + steps
         chunk = meter.next_chunk(chunk, steps, meter.seconds() - began, LARGEST_CHUNK)
         best_ns = run.best_ns if best is None else min(run.best_ns, best.best_ns)
-        meter.note(NAME, best_ns)
+        meter.note(Kind.ANNEALING.value, best_ns)
         if progress is not None:
             known = (
                 "nothing fits" if best_ns == INFEASIBLE_NS else f"{milliseconds(best_ns / 1e9)} ms"

@@ -41,7 +41,7 @@ from placer.search.annealing.moves import (
     uniform,
 )
 from placer.search.budget import Meter
-from placer.search.candidate import Candidate
+from placer.search.candidate import Candidate, Kind
 from placer.search.judge import Judge
 
 HOT: Final = 1e-3
@@ -137,10 +137,10 @@ class Annealing:
         schedule = int(steps), int(first), int(stride), int(total)
         _anneal(judge.arrays, judge.work, self._state, self._ranking, MOVES, *schedule)
 
-    def best(self, name: str = "annealing") -> Candidate:
+    def best(self) -> Candidate:
         """Return the best placement so far."""
         devices, priority = self._state.best_devices, self._ranking.best_priority
-        return self._judge.candidate(name, devices, priority, self.best_cost)
+        return self._judge.candidate(Kind.ANNEALING, devices, priority, self.best_cost)
 
 
 def walk(annealing: Annealing, meter: Meter, end: float, tell: Callable[[int], None]) -> None:

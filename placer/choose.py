@@ -1,0 +1,69 @@
+"""The decision rule: which candidate is the result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from envs.measurement import Measurement, contended, tied
+from placer import messages
+from placer.search.candidate import Candidate
+
+_Run: TypeAlias = tuple[Candidate, Measurement]
+
+
+class PlacementError(RuntimeError):
+    """No placement is possible; the message says why."""
+
+
+def choose(candidates: Sequence[Candidate]) -> Candidate:
+    """Return the best candidate: measured before predicted, and the simplest of those in a tie.
+
+    A candidate that is slower than the best single device, or within noise of it, never wins.
+
+    Raises:
+        PlacementError: no candidate is feasible, or all failed when they were run.
+    """
+    tried = [own for own in candidates if own.measurement is not None]
+    if not tried:
+        feasible = [own for own in candidates if np.isfinite(own.predicted_s)]
+        if not feasible:
+            raise PlacementError(messages.no_placement(candidates))
+        return min(feasible, key=lambda own: (own.predicted_s, own.simplicity))
+    ran = [(own, seen) for own in tried if (seen := own.measurement) is not None and seen.ok]
+    if not ran:
+        raise PlacementError(messages.all_failed(tried))
+    return _simplest_of_fastest(ran, contended=machine_was_busy(tried))
+
+
+def _simplest_of_fastest(ran: Sequence[_Run], *, contended: bool) -> Candidate:
+    def step_s(run: _Run) -> float:
+        return run[1].step_s(contended=contended)
+
+    fastest = min(ran, key=step_s)
+    equal = [run for run in ran if tied(run[1], fastest[1], loaded=contended)]
+    single = min((run for run in ran if run[0].is_single), key=step_s, default=None)
+    if single is not None and single not in equal:
+        equal = [
+            run
+            for run in equal
+            if step_s(run) < step_s(single) and not tied(run[1], single[1], loaded=contended)
+        ]
+    if not equal:
+        return (single or fastest)[0]
+    return min(equal, key=lambda run: (run[0].simplicity, step_s(run)))[0]
+
+
+def best_single_device(candidates: Sequence[Candidate]) -> Candidate | None:
+    """Return the best candidate on one device, measured ones first; None if none can run."""
+    singles = [own for own in candidates if own.is_single and own.can_run]
+    measured = [own for own in singles if own.measurement is not None]
+    busy = machine_was_busy(candidates)
+    return min(measured or singles, key=lambda own: own.ranking_s(contended=busy), default=None)
+
+
+def machine_was_busy(candidates: Sequence[Candidate]) -> bool:
+    """Return whether other processes used the cores during the runs; CPU-clock times count then."""
+    return contended([own.measurement for own in candidates if own.measurement is not None])

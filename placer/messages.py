@@ -1,0 +1,322 @@
+"""The sentences that users read about a result: one function per sentence, "" if it does not apply.
+
+The functions take plain data, and decide by it whether there is something to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from envs.measurement import CONTENDED, Measurement
+from envs.problem import Problem
+from graphs.graph import PHASES
+from placer.milliseconds import milliseconds, ratio_of
+from placer.search.candidate import Candidate
+
+if TYPE_CHECKING:
+    from graphs.extract import Extraction
+
+CPU_CLOCK: Final = "CPU-clock time"
+"""Time of a step recomputed from CPU clocks, without the effect of other processes."""
+NO_HEADROOM: Final = 0.02
+"""Relative gap to the lower bound below which a single device leaves no headroom."""
+NOISY: Final = 0.2
+"""Spread (interquartile range over median) above which a measurement gets a remark."""
+PREDICTION_ERROR: Final = 0.15
+UNPREDICTED_BYTES: Final = 64 << 20
+"""Tolerated excess over predicted memory, for libraries and kernels of any model."""
+SMALLEST_GAIN: Final = 0.01
+"""Relative difference below which two step times count as equal."""
+UNPLACED: Final = "the unplaced model with torch's threads on all cores"
+NO_OPTIMIZER: Final = "No optimizer is in the step: neither its time nor its state is counted."
+
+
+# --- the verdict
+
+
+def headline(best: Candidate, verdict: str) -> str:
+    """Return the chosen candidate with the verdict."""
+    return f"Best: {best.name} - {verdict}"
+
+
+def gain(best: Candidate, single: Candidate, lower_bound_s: float, *, contended: bool) -> str:
+    """Return the gain over the best single device, or that there is none."""
+    if best.is_single:
+        gap = single.predicted_s / lower_bound_s - 1 if lower_bound_s else 0.0
+        if gap <= NO_HEADROOM:
+            return (
+                f"No headroom: one device is within {gap:.1%} of the lower bound of "
+                f"{milliseconds(lower_bound_s)} ms, which no placement can beat."
+            )
+        return (
+            "No headroom was found: no other placement is faster than one device by more than "
+            f"noise (the lower bound leaves {gap:.0%})."
+        )
+    names = single.placement.device_names
+    faster = f"faster than {names[single.devices[0]]}"
+    seen, of_single = best.measurement, single.measurement
+    if seen is None or of_single is None:
+        ratio = ratio_of(single.predicted_s, best.predicted_s)
+        return f"{ratio:.2f}x {faster}, predicted."
+    ratio = ratio_of(of_single.step_s(contended=contended), seen.step_s(contended=contended))
+    if not contended:
+        return f"{ratio:.2f}x {faster}, measured."
+    by_wall = of_single.median_s / seen.median_s
+    return (
+        f"{ratio:.2f}x {faster}, by {CPU_CLOCK} ({by_wall:.2f}x by the wall clock of a busy "
+        "machine)."
+    )
+
+
+def does_not_fit(candidate: Candidate) -> str:
+    """Return why an infeasible placement cannot run."""
+    return f"It does not fit. {candidate.why}"
+
+
+def no_single_device(candidates: Sequence[Candidate], problem: Problem) -> str:
+    """Return why no single device can run the step."""
+    failed = [own for own in candidates if own.is_single and own.failure]
+    if failed:
+        return f"No single device could be run to compare with: {failed[0].failure}"
+    able = problem.allowed.all(axis=0)
+    pinned_to = {name for names in problem.graph.allowed for name in names or ()}
+    if able.any():
+        which = "that the pins allow " if pinned_to else "that knows all ops "
+        return (
+            f"No single device {'' if able.all() else which}has room for the whole step; this "
+            "placement makes it fit."
+        )
+    if pinned_to:
+        names = " and ".join(name for name in problem.cluster.names if name in pinned_to)
+        return f"No single device may run the whole step: ops are pinned to {names}."
+    return "No single device has costs for all ops."
+
+
+def against_unplaced(
+    seen: Measurement | None, unplaced: Measurement | None, *, contended: bool
+) -> str:
+    """Return how the best candidate compares with the unplaced model."""
+    if seen is None or unplaced is None or not (seen.ok and unplaced.ok):
+        return ""
+    if contended:  # the threads have wall times only, which mean little here
+        return f"A busy machine cannot compare it with {UNPLACED}."
+    # OpenMP threads have slow phases, so the shortest steps decide.
+    ratio, by_median = unplaced.min_s / seen.min_s, unplaced.median_s / seen.median_s
+    if ratio > 1 + SMALLEST_GAIN:
+        return (
+            f"The placement is {ratio:.2f}x faster than {UNPLACED}, by shortest steps "
+            f"({by_median:.2f}x by medians)."
+        )
+    if 1 / ratio > 1 + SMALLEST_GAIN:
+        return (
+            f"{UNPLACED.capitalize()} is {1 / ratio:.2f}x faster still, by shortest steps "
+            f"({1 / by_median:.2f}x by medians)."
+        )
+    return f"The placement is as fast as {UNPLACED}, by shortest steps."
+
+
+def proof(candidates: Sequence[Candidate], lower_bound_s: float) -> str:
+    """Return whether a solver proved that no placement has a shorter predicted step."""
+    if all(own.bound_ns is None for own in candidates):
+        return ""
+    shortest = min(candidates, key=lambda own: own.predicted_s)
+    its_step = f"{shortest.name}, {milliseconds(shortest.predicted_s)} ms"
+    gap = 1 - ratio_of(lower_bound_s, shortest.predicted_s)
+    if gap <= 0:
+        return f"Proven optimal: no placement has a shorter predicted step than {its_step}."
+    return (
+        f"Not proven optimal: the solver stopped with a gap of {gap:.1%} between {its_step}, and "
+        f"the lower bound of {milliseconds(lower_bound_s)} ms."
+    )
+
+
+def no_placement(candidates: Sequence[Candidate]) -> str:
+    """Return why no candidate is feasible."""
+    if any(own.bound_s == np.inf for own in candidates):
+        return (
+            "The model fits nowhere: the solver proved that no placement keeps to memory and "
+            "links, even without activations. Add a device, or one with more memory."
+        )
+    short = [own for own in candidates if own.prediction and own.prediction.missing_bytes]
+    if not short:
+        first = candidates[0]
+        return f"No placement that was found within the budget can run. {first.name}: {first.why}"
+    nearest = min(short, key=lambda own: own.prediction.missing_bytes if own.prediction else 0)
+    return (
+        "No placement that was found within the budget keeps to memory. "
+        f"{nearest.name} misses by least: {nearest.why} A longer --budget or --placer "
+        "portfolio may find one that fits."
+    )
+
+
+def all_failed(candidates: Sequence[Candidate]) -> str:
+    """Return why no candidate could be run."""
+    reasons = dict.fromkeys(own.failure for own in candidates)
+    return "Every candidate failed when it was run: " + "; ".join(reasons)
+
+
+# --- remarks on measurements
+
+
+def not_measured(trouble: str, *, stopped: bool) -> str:
+    """Return why nothing was measured."""
+    if trouble:
+        return f"Nothing was measured: {trouble}"
+    return "Nothing was measured: it was stopped before the first complete round." * stopped
+
+
+def busy_machine(candidates: Sequence[Candidate]) -> str:
+    """Return how busy the machine was, for candidates that are compared by CPU-clock time."""
+    ran = [(own, seen) for own in candidates if (seen := own.measurement) is not None and seen.ok]
+    slower = float(np.median([seen.contention for _, seen in ran]))
+    alone = ", ".join(
+        f"{seen.contention:.3g} x on {own.placement.device_names[own.devices[0]]}"
+        for own, seen in ran
+        if own.is_single
+    )
+    return (
+        f"This machine was busy: wall times are {slower:.3g} x CPU-clock times"
+        f"{f' ({alone} alone)' if alone else ''}, where up to {CONTENDED} x is quiet, so "
+        f"candidates are compared by {CPU_CLOCK}; run again with --fresh when `placer doctor` "
+        "says good."
+    )
+
+
+def impossible_gain(speed_up: float, single: Candidate, lower_bound_s: float) -> str:
+    """Return that a speed-up is larger than the costs of the ops allow."""
+    possible = single.predicted_s / lower_bound_s if lower_bound_s > 0 else np.inf
+    if not speed_up > possible * (1 + PREDICTION_ERROR):
+        return ""
+    return (
+        f"More than {possible:.2f}x is not possible by the costs of the ops, so something "
+        "disturbed the runs of one device: measure again on a quieter machine."
+    )
+
+
+def tie(best: Candidate, candidates: Sequence[Candidate], *, contended: bool) -> str:
+    """Return why a candidate was chosen although another was faster."""
+    best_s = best.ranking_s(contended=contended)
+    ran = [own for own in candidates if own.measurement is not None and own.can_run]
+    if best.measurement is None or all(best_s <= own.ranking_s(contended=contended) for own in ran):
+        return ""
+    return "The fastest candidates are within noise, so the simplest of them was chosen."
+
+
+def scatter(candidate: Candidate) -> str:
+    """Return that the runs of a candidate vary a lot."""
+    seen = candidate.measurement
+    if seen is None or not seen.spread > NOISY:
+        return ""
+    return (
+        f"The runs of {candidate.name} vary by {seen.spread:.0%}: a quieter machine may rank the "
+        "candidates differently."
+    )
+
+
+def prediction_error(candidate: Candidate, *, contended: bool) -> str:
+    """Return how far the prediction is from the measurement."""
+    error = ratio_of(candidate.predicted_s, candidate.ranking_s(contended=contended))
+    if abs(error - 1) <= PREDICTION_ERROR:
+        return ""
+    measured = CPU_CLOCK if contended else "measured time"
+    return (
+        f"The predicted step of {candidate.name} is {error:.2f} of its {measured}, so the search "
+        "may have missed better placements."
+    )
+
+
+def unpredicted_memory(candidate: Candidate) -> Iterator[str]:
+    """Yield the devices on which a candidate took more memory than predicted."""
+    seen = candidate.measurement
+    for name, size in (seen.peak_memory_bytes if seen is not None else {}).items():
+        predicted = candidate.peak_memory_bytes.get(name, 0)
+        if size > predicted * (1 + PREDICTION_ERROR) + UNPREDICTED_BYTES:
+            yield (
+                f"{candidate.name} took {size / 1e9:.3g} GB on {name}, but {predicted / 1e9:.3g} "
+                "GB was predicted."
+            )
+
+
+def failures(candidates: Sequence[Candidate]) -> Iterator[str]:
+    """Yield the candidates that failed when they were run."""
+    for candidate in candidates:
+        if candidate.failure:
+            yield f"{candidate.name} failed: {candidate.failure}"
+
+
+# --- remarks on the graph
+
+
+def no_optimizer(problem: Problem) -> str:
+    """Return that a training step has no parameter update."""
+    phases = set(problem.graph.phase.tolist())
+    has_none = PHASES.index("backward") in phases and PHASES.index("optimizer") not in phases
+    return NO_OPTIMIZER if has_none else ""
+
+
+def extraction_remarks(extraction: Extraction) -> list[str]:
+    """Return remarks on the extraction, the most important first."""
+    remarks = [
+        _depends_on_data(extraction),
+        _modules(extraction),
+        *(f"Not by {tried.extractor}: {tried.reason}" for tried in extraction.fell_back),
+        _lstm(extraction),
+    ]
+    return [remark for remark in remarks if remark]
+
+
+def _depends_on_data(extraction: Extraction) -> str:
+    from graphs.extract.extraction import shown_lines
+
+    if not extraction.depends_on_data:
+        return ""
+    return (
+        "The placement is for the example inputs: the model reads values of tensors "
+        f"({shown_lines(extraction.depends_on_data)}), so that other inputs may take another path."
+    )
+
+
+def _modules(extraction: Extraction) -> str:
+    if extraction.own_program is not None:
+        return ""
+    return (
+        "This is a graph of modules: cuda:N and cpu run the model's own code, for other devices "
+        "the predicted step time counts."
+    )
+
+
+def _lstm(extraction: Extraction) -> str:
+    from graphs.extract.export import lstm_layers
+    from graphs.extract.extraction import shown_lines
+
+    if not extraction.step.training or not (layers := lstm_layers(extraction.step)):
+        return ""
+    return (
+        f"LSTM layers ({shown_lines(layers)}) are traced cell by cell: times and bytes saved for "
+        "backward may differ from those of torch's fused kernel, which the unplaced model uses."
+    )
+
+
+# --- the legend of the table of candidates
+
+LEGEND: Final = (
+    "> chosen; predicted: by the simulator; speed-up: over the best single device; memory: "
+    "predicted peak"
+)
+MEASURED_LEGEND: Final = (
+    "wall, min: median and shortest by the wall clock; spread: between the quartiles, over the "
+    "median; in brackets: predicted, as it was not run"
+)
+CORES_LEGEND: Final = (
+    f"CPU clock: {CPU_CLOCK}, without the effect of other processes; times exclude copying "
+    "gradients back from the workers"
+)
+TORCH_LEGEND: Final = "every device is waited for; CPU clock: the same as wall"
+WARM_START_LEGEND: Final = "warm start: the placement of --start-from"
+WHERE_ALLOWED_LEGEND: Final = (
+    "where allowed: ops that pins or missing costs keep off that device are elsewhere"
+)
+UNPLACED_LEGEND: Final = "not placed: one process with torch's threads on all cores, by wall time"

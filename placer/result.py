@@ -1,0 +1,251 @@
+"""The result of an optimization: the placement, all candidates, and how sure the gain is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from envs.measurement import Measurement, why_doubtful
+from envs.placement import Placement
+from envs.problem import Problem
+from placer import messages
+from placer.choose import best_single_device, machine_was_busy
+from placer.milliseconds import ratio_of
+from placer.search.candidate import Candidate
+from placer.search.trail import Trail
+
+if TYPE_CHECKING:
+    from graphs.extract import Extraction
+
+MOST_SENTENCES: Final = 3
+"""Maximum number of sentences after a table of candidates, those of the verdict included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Result:
+    """The result of an optimization: the chosen placement and all candidates.
+
+    ``placement`` is that of ``best``, the chosen candidate, with predicted and measured times
+    recorded. ``lower_bound_s`` is a lower bound of the objective over all placements.
+    ``all_cores`` is the baseline without placement: one process with torch's own threads on all
+    cores.
+    """
+
+    placement: Placement
+    problem: Problem
+    candidates: tuple[Candidate, ...]
+    best: Candidate
+    lower_bound_s: float
+    search_s: float
+    stopped: bool  # the user stopped it early
+    extraction: Extraction | None = None
+    all_cores: Measurement | None = None
+    cost_source: Mapping[str, str] = field(default_factory=dict)  # {device kind: source}
+    trail: Trail = field(default_factory=Trail)  # search trace
+    trouble: str = ""  # why nothing could be run
+    measuring_s: float = 0.0  # time spent on running candidates
+
+    def __str__(self) -> str:
+        """Return the chosen candidate and the verdict."""
+        return messages.headline(self.best, self.verdict)
+
+    def device_of(self, name: str) -> str:
+        """Return the device of an op or module; see :meth:`Placement.device_of`."""
+        return self.placement.device_of(name)
+
+    def devices_of(self, module: str) -> dict[str, int]:
+        """Return {device: number of ops} for a module."""
+        return self.placement.devices_of(module)
+
+    def save(self, path: str | Path) -> None:
+        """Write the placement as JSON."""
+        self.placement.save(Path(path))
+
+    @property
+    def contended(self) -> bool:
+        """Return whether the machine was busy during the runs; CPU-clock times count then."""
+        return machine_was_busy(self.candidates)
+
+    @property
+    def single(self) -> Candidate | None:
+        """Return the best single-device candidate, measured ones first; None if none can run."""
+        return best_single_device(self.candidates)
+
+    def step_s(self, candidate: Candidate) -> float:
+        """Return the time that ranks a candidate: its measured step time or the predicted one."""
+        return candidate.ranking_s(contended=self.contended)
+
+    def speed_up_of(self, candidate: Candidate) -> float:
+        """Return the best single device's step time over this candidate's; nan if unknown.
+
+        Both are measured if both were run, else both are predicted.
+        """
+        single = self.single
+        if single is None or not candidate.can_run:
+            return np.nan
+        if single.measurement is not None and candidate.measurement is not None:
+            return ratio_of(self.step_s(single), self.step_s(candidate))
+        return ratio_of(single.predicted_s, candidate.predicted_s)
+
+    @property
+    def speed_up(self) -> float:
+        """Return the speed-up of the best candidate over the best single device; nan if unknown."""
+        return self.speed_up_of(self.best)
+
+    @property
+    def verdict(self) -> str:
+        """Return sentences on the gain or its absence, the unplaced baseline and what is proved."""
+        return " ".join(self._verdict)
+
+    @property
+    def _verdict(self) -> list[str]:
+        best, single, contended = self.best, self.single, self.contended
+        if not np.isfinite(best.predicted_s):
+            return [messages.does_not_fit(best)]
+        sentences = [
+            messages.no_single_device(self.candidates, self.problem)
+            if single is None
+            else messages.gain(best, single, self.lower_bound_s, contended=contended),
+            messages.against_unplaced(best.measurement, self.all_cores, contended=contended),
+            messages.proof(self.candidates, self.lower_bound_s),
+        ]
+        return [sentence for sentence in sentences if sentence]
+
+    @property
+    def remarks(self) -> list[str]:
+        """Return remarks that qualify the numbers, the most important first."""
+        best, single, contended = self.best, self.single, self.contended
+        was_run = best.measurement is not None
+        remarks = [
+            messages.not_measured(
+                self.trouble, stopped=self.stopped and self.measuring_s > 0 and not was_run
+            )
+        ]
+        if contended:
+            remarks.append(messages.busy_machine(self.candidates))
+        if single is not None:
+            remarks.append(messages.impossible_gain(self.speed_up, single, self.lower_bound_s))
+        remarks.append(messages.tie(best, self.candidates, contended=contended))
+        remarks.append(messages.scatter(best))
+        if single is not None and single is not best:
+            remarks.append(messages.scatter(single))
+        if was_run:
+            remarks.append(messages.prediction_error(best, contended=contended))
+        remarks += messages.unpredicted_memory(best)
+        remarks += messages.failures(self.candidates)
+        if self.extraction is not None:
+            remarks += messages.extraction_remarks(self.extraction)
+        remarks += [messages.no_optimizer(self.problem), why_doubtful(self.problem.cluster)]
+        return [remark for remark in remarks if remark]
+
+    @property
+    def main_remarks(self) -> list[str]:
+        """Return the most important remarks, few enough to read with the verdict."""
+        return self.remarks[: max(MOST_SENTENCES - len(self._verdict), 0)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result as plain data for JSON; units are in the names, None is unknown."""
+        data = self.placement.to_dict()
+        times = data["measured"] or data["predicted"]
+        return {
+            "best": self.best.name,
+            "objective": data["objective"],
+            "micro_batches": data["micro_batches"],
+            "in_flight": self.placement.in_flight,
+            "step_s": times["step_s"],
+            "predicted": data["predicted"],
+            "measured": data["measured"],
+            "speed_up": _finite(self.speed_up),
+            "lower_bound_s": self.lower_bound_s,
+            "verdict": self.verdict,
+            "remarks": self.remarks,
+            "cost_source": dict(self.cost_source),
+            "search_s": self.search_s,
+            "measuring_s": self.measuring_s,
+            "seed": self.placement.made_by.seed,
+            "stopped": self.stopped,
+            **extraction_to_dict(self.extraction),
+            "candidates": [self._candidate_to_dict(own) for own in self.candidates],
+        }
+
+    def _candidate_to_dict(self, candidate: Candidate) -> dict[str, Any]:
+        seen, measured = candidate.measurement, None
+        if seen is not None and seen.ok:
+            measured = {
+                **_clocks(seen),
+                "spread": seen.spread,
+                "peak_memory_bytes": dict(seen.peak_memory_bytes),
+            }
+        step_s = candidate.times_s.get("step_s", candidate.predicted_s)
+        return {
+            "name": candidate.name,
+            "predicted_step_s": step_s if np.isfinite(candidate.predicted_s) else None,
+            "peak_memory_bytes": dict(candidate.peak_memory_bytes),
+            "measured": measured,
+            "speed_up": _finite(self.speed_up_of(candidate)),
+            "chosen": candidate is self.best,
+            "why": candidate.why,
+        }
+
+    def with_times(self) -> Result:
+        """Return the result with the best candidate's times recorded in its placement."""
+        best = self.best
+        predicted = {
+            "step_s": best.predicted_s,
+            **best.times_s,
+            "peak_memory_bytes": dict(best.peak_memory_bytes),
+            "lower_bound_s": self.lower_bound_s,
+        }
+        placement = replace(self.placement, predicted=predicted, measured=self._measured())
+        return replace(self, placement=placement)
+
+    def _measured(self) -> dict[str, Any] | None:
+        seen, single, unplaced = self.best.measurement, self.single, self.all_cores
+        if seen is None:
+            return None
+        measured: dict[str, Any] = {
+            "step_s": self.step_s(self.best),
+            "clock": "cpu" if self.contended else "wall",
+            **_clocks(seen),
+            "spread": seen.spread,
+            "contention": seen.contention,
+            "rounds": len(seen.wall_s),
+        }
+        if seen.peak_memory_bytes:
+            measured["peak_memory_bytes"] = dict(seen.peak_memory_bytes)
+        if single is not None and single.measurement is not None:
+            measured["single_device_step_s"] = self.step_s(single)
+            measured |= _clocks(single.measurement, "single_device_")
+        if unplaced is not None and unplaced.ok:
+            measured |= _clocks(unplaced, "all_cores_")
+            del measured["all_cores_rebuilt_s"]  # torch's threads have no common CPU clock
+        return measured
+
+
+def extraction_to_dict(extraction: Extraction | None) -> dict[str, Any]:
+    """Return how a graph was extracted as plain data for JSON; empty for a graph file."""
+    if extraction is None:
+        return {}
+    return {
+        "extractor": extraction.extractor,
+        "fell_back": [
+            {"extractor": tried.extractor, "reason": tried.reason} for tried in extraction.fell_back
+        ],
+        "depends_on_data": list(extraction.depends_on_data),
+    }
+
+
+def _clocks(seen: Measurement, whose: str = "") -> dict[str, float]:
+    return {
+        f"{whose}wall_median_s": seen.median_s,
+        f"{whose}wall_min_s": seen.min_s,
+        f"{whose}rebuilt_s": seen.rebuilt_median_s,
+    }
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if np.isfinite(value) else None
