@@ -56,6 +56,8 @@ class ModelSource:
     """Extracts a model again for each part of its batch."""
 
     def __init__(self, job: Job, hear: Progress) -> None:
+        from graphs.extract import Step
+
         assert isinstance(job.source, Step)
         self.step = job.source
         self.samples = batch_size(job.source)
