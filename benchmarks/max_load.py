@@ -24,9 +24,9 @@ from envs.bounds import load_bound_ns
 from envs.max_load import max_load_ns
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS
-from placer.search.annealing.max_load import balance, load_compiled_code
+from placer.search.annealing.max_load import load_compiled_code, minimize_max_load
 from placer.search.budget import Budget
-from placer.search.trivial import layer_split, single_device
+from placer.search.heuristics import layer_split, single_device
 
 QUICK_PROFILES: Final = ("alexnet", "resnet18", "vgg16")
 
@@ -83,7 +83,7 @@ def profile(name: str, budgets: Budgets, found: dict[str, Any]) -> Table:
 
 def searched_ns(problem: Problem, seconds: float, seed: int) -> int:
     """Return the max-load of the best placement that the search finds."""
-    best = balance(problem, Budget(seconds=seconds), seed)[0]
+    best = minimize_max_load(problem, Budget(seconds=seconds), seed)[0]
     return int(max_load_ns(problem, best.devices)[0])
 
 

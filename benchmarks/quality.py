@@ -24,7 +24,7 @@ from placer.placers.registry import listings, placer_named
 from placer.policies import Policy, load
 from placer.policies.pool import Exercise
 from placer.search.budget import Budget
-from placer.search.compiling import load_compiled_code
+from placer.search.compilation import load_compiled_code
 from placer.search.request import SearchRequest
 
 TOO_SLOW: Final = ("exact", "sequence-to-sequence")
@@ -70,7 +70,7 @@ def searched(
 
 def step_ns(placer: Placer, item: Exercise, budget: Budget, seed: int) -> int:
     """Return the step time of the best placement that a placer finds."""
-    return placer.place(SearchRequest(item.judge.problem, budget, seed=seed))[0].step_ns
+    return placer.place(SearchRequest(item.evaluator.problem, budget, seed=seed))[0].step_ns
 
 
 def planted_gaps(placer: Placer, budget: Budget, seeds: int, count: int) -> dict[str, list[float]]:
@@ -92,7 +92,7 @@ def bound_gaps(
     """
     return {
         item.family: sorted(
-            step_ns(placer, item, budget, seed) / lower_bound_ns(item.judge.problem) - 1.0
+            step_ns(placer, item, budget, seed) / lower_bound_ns(item.evaluator.problem) - 1.0
             for seed in range(seeds)
         )
         for item in problems

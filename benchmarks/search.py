@@ -40,9 +40,9 @@ from placer.policies.training.config import Ppo
 from placer.policies.training.scores import scores
 from placer.search.budget import Budget
 from placer.search.candidate import Candidate, Kind, ranked
-from placer.search.compiling import load_compiled_code
-from placer.search.decoder import HEFT, WEIGHT_COUNT
-from placer.search.judge import Judge
+from placer.search.compilation import load_compiled_code
+from placer.search.evaluator import Evaluator
+from placer.search.list_scheduler.decoder import HEFT, WEIGHT_COUNT
 from placer.search.portfolio import SENDERS
 from placer.search.request import SearchRequest
 
@@ -62,7 +62,7 @@ class Initial:
     """The proposals of a policy before it is trained."""
 
     def propose(
-        self, judge: Judge, known: list[Candidate]
+        self, evaluator: Evaluator, known: list[Candidate]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return HEFT, with the deviation that training begins with."""
         deviation = ACTION_SCALE * math.exp(Ppo().log_std)
@@ -263,12 +263,12 @@ def _remains(problems: Sequence[Exercise], policy: Policy, seed: int) -> tuple[f
         plans = [
             ranked(item.known)[0],
             Portfolio(policy).place(
-                SearchRequest(item.judge.problem, Budget(seconds=1.0), seed=seed)
+                SearchRequest(item.evaluator.problem, Budget(seconds=1.0), seed=seed)
             )[0],
         ]
         nominal.append([plan.step_ns for plan in plans])
         draws = range(DRAWS * seed, DRAWS * (seed + 1))
-        costs = [perturbed_costs(item.judge.problem, plans, draw) for draw in draws]
+        costs = [perturbed_costs(item.evaluator.problem, plans, draw) for draw in draws]
         noisy.append(np.mean(costs, axis=0))
     gain, left = (
         -float(np.log(np.array(steps)[:, 1] / np.array(steps)[:, 0]).mean())
@@ -288,9 +288,9 @@ def perturbed_costs(problem: Problem, plans: Sequence[Candidate], draw: int) -> 
         cost_s={kind: cost * cost_factor for kind, cost in graph.cost_s.items()},
         edge_bytes=(graph.edge_bytes * byte_factor).round().astype(np.int64),
     )
-    judge = Judge(Problem.of(changed, problem.cluster))
+    evaluator = Evaluator(Problem.of(changed, problem.cluster))
     devices = np.array([plan.devices for plan in plans])
-    return judge.costs(devices, np.array([plan.priority for plan in plans]))
+    return evaluator.costs(devices, np.array([plan.priority for plan in plans]))
 
 
 def large(policy: Policy, out: dict[str, Any]) -> Table:

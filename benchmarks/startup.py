@@ -35,9 +35,9 @@ UNTIL_FIRST_EVALUATION: Final = """
 import os, sys, time
 
 from placer.cli.main import main
-from placer.search.judge import Judge
+from placer.search.evaluator import Evaluator
 
-costs = Judge.costs
+costs = Evaluator.costs
 
 def first_costs(self, devices, priority):
     found = costs(self, devices, priority)
@@ -47,7 +47,7 @@ def first_costs(self, devices, priority):
         os._exit(0)
     return found
 
-Judge.costs = first_costs
+Evaluator.costs = first_costs
 main(sys.argv[1:])
 """
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.paths import UNREACHABLE_NS, Paths, paths
+from envs.compiled import compiled_borrowing
+from envs.nanoseconds import transfer_ns
 from envs.problem import Problem
 from graphs.graph import PHASES
+
+Longs = NDArray[np.int64]
 
 ROUNDS: Final = 200
 WEIGHT: Final = 1 << 16
@@ -19,6 +22,8 @@ MOST_WEIGHT: Final = 1 << 24
 """Maximum sum of the integer weights of all devices."""
 LARGEST_REACH: Final = 4096
 """Largest graph (ops) for which ancestors are computed; that takes N * N bytes."""
+UNREACHABLE_NS: Final = 1 << 60
+"""Stands for an impossible time; sums of a few such values stay within 63 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +57,7 @@ def bounds_of(problem: Problem) -> Bounds:
     Raises:
         ValueError: no placement can run, see :func:`why_apart`.
     """
-    found = paths(problem)
+    found = _paths(problem)
     if why := _why_apart(problem, found):
         raise ValueError(why)
     shares, total = _shares(problem.cost_ns, problem.allowed)
@@ -99,7 +104,7 @@ def load_bound_ns(problem: Problem) -> int:
 
 def why_apart(problem: Problem) -> str:
     """Return why missing links let no placement run, or "" if none is known to be missing."""
-    return "" if problem.connected.all() else _why_apart(problem, paths(problem))
+    return "" if problem.connected.all() else _why_apart(problem, _paths(problem))
 
 
 def why_too_large(problem: Problem) -> str:
@@ -147,7 +152,7 @@ def why_too_large(problem: Problem) -> str:
     return ""
 
 
-def _why_apart(problem: Problem, found: Paths) -> str:
+def _why_apart(problem: Problem, found: _Paths) -> str:
     graph, names = problem.graph, np.array(problem.cluster.names)
     stuck = np.flatnonzero(_around(problem, found.head_ns, found.tail_ns) >= UNREACHABLE_NS)
     if not len(stuck):
@@ -172,7 +177,7 @@ def _why_apart(problem: Problem, found: Paths) -> str:
 
 
 def _through(
-    problem: Problem, found: Paths, before: NDArray[np.int64], after: NDArray[np.int64]
+    problem: Problem, found: _Paths, before: NDArray[np.int64], after: NDArray[np.int64]
 ) -> int:
     """Return the longest path through any op, each op on its best device."""
     head, tail = np.maximum(found.head_ns, before), np.maximum(found.tail_ns, after)
@@ -238,3 +243,80 @@ def _work_around(
     whole = shares.astype(np.float64)
     before, after = ancestor @ whole, whole @ ancestor
     return before.astype(np.int64)[:, None], after.astype(np.int64)[:, None]
+
+
+class _Paths(NamedTuple):
+    """Lower bounds in ns on the time before (head) and after (tail) each op on each device, (N, D).
+
+    Each edge uses the best device for the op at its other end, independently of other paths, so
+    these are lower bounds. Values of ``UNREACHABLE_NS`` or more mean that no placement is allowed.
+    """
+
+    head_ns: Longs
+    tail_ns: Longs
+
+
+def _paths(problem: Problem) -> _Paths:
+    """Compute the paths of a problem, in time O(E * D * D)."""
+    graph = problem.graph
+    shape = (problem.op_count, problem.device_count)
+    head, tail = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    _fill_longest(
+        graph.topological.copy(),
+        graph.predecessor_start.copy(),
+        graph.predecessors.copy(),
+        graph.edge_bytes[graph.predecessor_edge],
+        np.where(problem.allowed, problem.cost_ns, UNREACHABLE_NS),
+        problem.latency_s.copy(),
+        problem.bandwidth_bytes_per_s.copy(),
+        problem.connected.copy(),
+        np.zeros((problem.device_count, problem.device_count), np.int64),
+        head,
+        tail,
+    )
+    return _Paths(head_ns=head, tail_ns=tail)
+
+
+@compiled_borrowing
+def _fill_longest(
+    topological: NDArray[np.int32],
+    predecessor_start: NDArray[np.int32],
+    predecessors: NDArray[np.int32],
+    edge_bytes: Longs,
+    cost_ns: Longs,
+    latency_s: NDArray[np.float64],
+    bandwidth_bytes_per_s: NDArray[np.float64],
+    connected: NDArray[np.bool_],
+    moved: Longs,
+    head: Longs,
+    tail: Longs,
+) -> None:
+    # Fills ``head`` and ``tail`` (N, D), initially 0; ``moved`` (D, D) is scratch space.
+    count, devices = cost_ns.shape
+    for step in range(2 * count):
+        forward = step < count
+        v = topological[step] if forward else topological[2 * count - 1 - step]
+        for e in range(predecessor_start[v], predecessor_start[v + 1]):
+            u = predecessors[e]
+            for s in range(devices):
+                for d in range(devices):
+                    if s == d:
+                        moved[s, d] = 0
+                    elif connected[s, d]:
+                        moved[s, d] = transfer_ns(
+                            latency_s[s, d], edge_bytes[e], bandwidth_bytes_per_s[s, d]
+                        )
+                    else:
+                        moved[s, d] = UNREACHABLE_NS
+            for here in range(devices):
+                least = UNREACHABLE_NS
+                for there in range(devices):
+                    if forward:
+                        time = head[u, there] + cost_ns[u, there] + moved[there, here]
+                    else:
+                        time = moved[here, there] + cost_ns[v, there] + tail[v, there]
+                    least = min(least, time)
+                if forward:
+                    head[v, here] = max(head[v, here], least)
+                else:
+                    tail[u, here] = max(tail[u, here], least)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import placer
 from placer.placers.sampling import Sampling
+from placer.search.evaluator import BudgetedEvaluator
 from placer.search.grouping import at_most
-from placer.search.tally import Tally
 
 BUDGET = "500e"
 
@@ -27,18 +27,18 @@ class HillClimbing(Sampling):
 
     name: ClassVar[str] = "hill climbing"
 
-    def sample(self, tally: Tally, seed: int) -> None:
-        """Evaluate placements until the search budget is spent; ``tally`` keeps the best."""
+    def sample(self, budgeted: BudgetedEvaluator, seed: int) -> None:
+        """Evaluate placements until the search budget is spent; ``budgeted`` keeps the best."""
         random = np.random.default_rng(seed)
-        groups = at_most(tally.judge.problem, 64)
-        priority = tally.judge.outline.bottom_level  # upward rank
+        groups = at_most(budgeted.evaluator.problem, 64)
+        priority = budgeted.evaluator.scheduling.bottom_level  # upward rank
         best = groups.allowed.argmax(axis=1)  # the first device that is allowed
-        lowest = tally.judged(groups.expand(best), priority)
-        while not tally.over():
+        lowest = budgeted.evaluate(groups.expand(best), priority)
+        while not budgeted.over():
             group = random.integers(len(groups))
             moved = best.copy()
             moved[group] = random.choice(np.flatnonzero(groups.allowed[group]))
-            cost = tally.judged(groups.expand(moved), priority)
+            cost = budgeted.evaluate(groups.expand(moved), priority)
             if cost <= lowest:
                 best, lowest = moved, cost
 

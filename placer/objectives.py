@@ -17,8 +17,8 @@ from envs.simulator.schedule import Schedule
 from placer.placers.placer import Placer
 from placer.placers.rule import sorted_for
 from placer.search.candidate import Candidate, Kind, Prediction
+from placer.search.evaluator import Evaluator
 from placer.search.heuristics import heuristics
-from placer.search.judge import Judge
 from placer.search.request import LATENCY, MAX_LOAD, SearchRequest
 
 BALANCING: Final = 0.3
@@ -88,7 +88,9 @@ class Objective:
         ):
             return found
         known = {(candidate.kind, candidate.name) for candidate in found}
-        others = [own for own in heuristics(Judge(problem)) if (own.kind, own.name) not in known]
+        others = [
+            own for own in heuristics(Evaluator(problem)) if (own.kind, own.name) not in known
+        ]
         return sorted_for(self.name, problem, [*others, *found])
 
     def predict(

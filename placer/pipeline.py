@@ -29,11 +29,11 @@ from placer.report.progress import Progress, Silent
 from placer.result import Result
 from placer.running import Runs, overfull, run_best, with_less_memory
 from placer.search.candidate import Candidate, Kind
-from placer.search.compiling import compiled_beside, load_compiled_code
+from placer.search.compilation import compiled_beside, load_compiled_code
+from placer.search.evaluator import Evaluator
 from placer.search.heuristics import heuristics
-from placer.search.judge import Judge
 from placer.search.request import SearchRequest
-from placer.search.trail import Trail
+from placer.search.trace import SearchTrace
 from placer.warm_start import placement_of
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ class _Optimization:
     cost_source: Mapping[str, str] = field(default_factory=dict)
     runs: Runs = field(default_factory=lambda: Runs(candidates=[]))
     bounds_s: list[float] = field(default_factory=list)  # proved by the search
-    trail: Trail = field(default_factory=Trail)
+    search_trace: SearchTrace = field(default_factory=SearchTrace)
     trouble: str = ""
     search_s: float = 0.0
 
@@ -241,7 +241,7 @@ class _Optimization:
     def _search(self) -> None:
         self.progress.stage("Searching placements")
         with self.interrupt.polled():
-            found = self._candidates(self.problem, self.trail)
+            found = self._candidates(self.problem, self.search_trace)
             self.runs = Runs(candidates=found)
             self.bounds_s = [own.bound_s for own in found if own.bound_s is not None]
 
@@ -256,16 +256,16 @@ class _Optimization:
             if self.runs.interrupted or not overfull(self.runs.candidates):
                 return
             self.progress.stage(f"Memory did not suffice: searching again for {share:.0%} of it")
-            smaller, trail = with_less_memory(self.problem, share), Trail()
+            smaller, search_trace = with_less_memory(self.problem, share), SearchTrace()
             with self.interrupt.polled():
-                found = self._candidates(smaller, trail)
+                found = self._candidates(smaller, search_trace)
             if not any(np.isfinite(own.predicted_s) for own in found):
                 return
             runs = run_best(found, runtime, smaller, self.progress)
             # Runs are only compared with runs of the same rounds.
             failed = [own for own in self.runs.candidates if own.failure]
             self.runs = replace(runs, candidates=[*runs.candidates, *failed])
-            self.trail = trail
+            self.search_trace = search_trace
 
     def _result(self, measuring_s: float) -> Result:
         best = choose(self.runs.candidates)
@@ -282,11 +282,11 @@ class _Optimization:
             extraction=self.extraction,
             all_cores=self.runs.all_cores,
             cost_source=self.cost_source,
-            trail=self.trail,
+            search_trace=self.search_trace,
             trouble=self.trouble,
         ).with_times()
 
-    def _candidates(self, problem: Problem, trail: Trail) -> list[Candidate]:
+    def _candidates(self, problem: Problem, search_trace: SearchTrace) -> list[Candidate]:
         """Return the predicted candidates of a search."""
         search, searched = self.search, problem
         if self.coarse is not None:
@@ -297,14 +297,14 @@ class _Optimization:
             seed=search.seed,
             progress=self.progress.advance,
             should_stop=self.interrupt.asked,
-            trail=trail,
+            search_trace=search_trace,
         )
         found = search.objective.search(request, search.placer)
         if self.coarse is not None:
             found = [_expanded(candidate, self.coarse) for candidate in found]
             found += _by_op(problem)  # groups may exclude good placements
         if self.warm_start is not None:
-            found.append(Judge(problem).candidate(Kind.WARM_START, *self.warm_start.arrays()))
+            found.append(Evaluator(problem).candidate(Kind.WARM_START, *self.warm_start.arrays()))
         simulated = Simulated(problem)
         return [self._predicted(candidate, simulated) for candidate in found]
 
@@ -336,7 +336,7 @@ class _Optimization:
 
 
 def _by_op(problem: Problem) -> list[Candidate]:
-    found = heuristics(Judge(problem))
+    found = heuristics(Evaluator(problem))
     schedulers = [own for own in found if own.kind in (Kind.HEFT, Kind.ETF)]
     return [replace(own, name=f"{own.name} by op") for own in schedulers]
 

@@ -16,7 +16,7 @@ from placer import messages
 from placer.choose import best_single_device, machine_was_busy
 from placer.milliseconds import ratio_of
 from placer.search.candidate import Candidate
-from placer.search.trail import Trail
+from placer.search.trace import SearchTrace
 
 if TYPE_CHECKING:
     from graphs.extract import Extraction
@@ -45,7 +45,7 @@ class Result:
     extraction: Extraction | None = None
     all_cores: Measurement | None = None
     cost_source: Mapping[str, str] = field(default_factory=dict)  # {device kind: source}
-    trail: Trail = field(default_factory=Trail)  # search trace
+    search_trace: SearchTrace = field(default_factory=SearchTrace)  # search trace
     trouble: str = ""  # why nothing could be run
     measuring_s: float = 0.0  # time spent on running candidates
 

@@ -12,9 +12,9 @@ from envs.cluster import Cluster, Device, Link
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS, OVERFULL_NS, Simulator
 from graphs.graph import GraphArrays, add_op, new_graph
-from placer.search.annealing.step_time import HOT, Annealing, heat
+from placer.search.annealing.step_time import HOT, Annealing, initial_temperature
+from placer.search.evaluator import Evaluator
 from placer.search.heuristics import heuristics
-from placer.search.judge import Judge
 
 
 def test_a_plan_that_cannot_run_costs_no_less_because_the_one_before_lacked_memory() -> None:
@@ -26,28 +26,31 @@ def test_a_plan_that_cannot_run_costs_no_less_because_the_one_before_lacked_memo
     devices = tuple(Device(name=name, kind="device", memory_bytes=150) for name in names)
     link = Link(between=names, latency_s=1e-6, bandwidth_bytes_per_s=1e9)
     cluster = Cluster(name="pair", devices=devices, links=(link,))
-    judge = Judge(Problem.of(GraphArrays.from_graph(graph), cluster))
+    evaluator = Evaluator(Problem.of(GraphArrays.from_graph(graph), cluster))
     plans = np.array([[0, 0], [0, 1]], np.int32)
-    overfull, forbidden = judge.costs(plans, np.zeros((2, 2))).tolist()
+    overfull, forbidden = evaluator.costs(plans, np.zeros((2, 2))).tolist()
     assert OVERFULL_NS <= overfull < forbidden == INFEASIBLE_NS
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_annealing_finds_the_optimum_of_a_tiny_graph(seed: int) -> None:
     problem = random_problem(seed, ops=6, devices=2, unequal=seed % 2 == 1)
-    judge = Judge(problem)
+    evaluator = Evaluator(problem)
     orders = np.array(list(permutations(range(6))), np.float64)
     plans = np.array(list(product(range(2), repeat=6)), np.int32)
-    optimum = min(int(judge.costs(np.tile(plan, (len(orders), 1)), orders).min()) for plan in plans)
+    optimum = min(
+        int(evaluator.costs(np.tile(plan, (len(orders), 1)), orders).min()) for plan in plans
+    )
     best = min(
-        run.best_cost for run in (annealed(judge, start, 2000) for start in range(len(plans[0])))
+        run.best_cost
+        for run in (annealed(evaluator, start, 2000) for start in range(len(plans[0])))
     )
     assert best == optimum
 
 
-def annealed(judge: Judge, start: int, steps: int) -> Annealing:
-    known = heuristics(judge)
-    run = Annealing(judge, known[start % len(known)], seed=start)
+def annealed(evaluator: Evaluator, start: int, steps: int) -> Annealing:
+    known = heuristics(evaluator)
+    run = Annealing(evaluator, known[start % len(known)], seed=start)
     run.run(steps, first=0, stride=1, total=steps)
     return run
 
@@ -65,11 +68,11 @@ def test_annealing_is_never_worse_than_its_start_and_keeps_all_rules(
         unequal=True,
         memory_bytes=20_000_000 if tight else 10**12,
     )
-    judge = Judge(problem)
-    known = heuristics(judge)
+    evaluator = Evaluator(problem)
+    known = heuristics(evaluator)
     begin = known[start % len(known)]
     options = {"hot": 0.02, "senders": 0.5} if wild else {}
-    run = Annealing(judge, begin, seed, **options)
+    run = Annealing(evaluator, begin, seed, **options)
     run.run(300, first=0, stride=1, total=300)
     best = run.best()
     assert best.step_ns <= begin.step_ns
@@ -81,9 +84,9 @@ def test_annealing_is_never_worse_than_its_start_and_keeps_all_rules(
 
 
 def test_annealing_in_pieces_is_annealing_at_once() -> None:
-    judge = Judge(random_problem(5, groups=True))
-    start = heuristics(judge)[0]
-    whole, pieces = (Annealing(judge, start, 7, hot=0.01, senders=0.3) for _ in range(2))
+    evaluator = Evaluator(random_problem(5, groups=True))
+    start = heuristics(evaluator)[0]
+    whole, pieces = (Annealing(evaluator, start, 7, hot=0.01, senders=0.3) for _ in range(2))
     whole.run(1000, first=0, stride=1, total=1000)
     for first, steps in ((0, 1), (1, 399), (400, 600)):
         pieces.run(steps, first=first, stride=1, total=1000)
@@ -93,7 +96,7 @@ def test_annealing_in_pieces_is_annealing_at_once() -> None:
 
 
 def test_many_moves_for_an_op_begin_hotter_within_limits() -> None:
-    heats = [heat(moves, 100) for moves in (0, 1000, 50_000, 100_000, 10**9)]
+    heats = [initial_temperature(moves, 100) for moves in (0, 1000, 50_000, 100_000, 10**9)]
     assert heats == sorted(heats)
     assert heats[:3] == [HOT] * 3
     assert heats[3] == 4 * HOT
@@ -104,10 +107,10 @@ def test_annealing_repairs_a_plan_that_does_not_fit() -> None:
     roomy = random_problem(1, devices=3)
     parameters = int(roomy.graph.parameter_bytes.sum())
     problem = random_problem(1, devices=3, memory_bytes=int(0.75 * parameters))
-    judge = Judge(problem)
-    start = heuristics(judge)[0]
+    evaluator = Evaluator(problem)
+    start = heuristics(evaluator)[0]
     assert start.step_ns == INFEASIBLE_NS
-    run = Annealing(judge, start, 0)
+    run = Annealing(evaluator, start, 0)
     assert run.best_cost >= OVERFULL_NS
     run.run(2000, first=0, stride=1, total=2000)
     assert run.best_cost < OVERFULL_NS

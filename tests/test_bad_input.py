@@ -20,9 +20,9 @@ from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS, Simulator
 from graphs.graph import LARGEST_BYTES, GraphArrays, add_edge, add_op, new_graph
 from placer.search.annealing.step_time import Annealing
-from placer.search.decoder import HEFT, decode
+from placer.search.evaluator import Evaluator
 from placer.search.heuristics import heuristics
-from placer.search.judge import Judge
+from placer.search.list_scheduler.decoder import HEFT, decode
 
 
 def problem_of(graph: nx.DiGraph[str]) -> Problem:
@@ -128,21 +128,21 @@ def with_link(**link: Any) -> Problem:
 @pytest.mark.parametrize("key", ["latency_s", "bandwidth_bytes_per_s"])
 def test_links_at_the_ends_of_their_ranges_are_searched_and_simulated(key: str, end: int) -> None:
     problem = with_link(**{key: RANGES[key][end]})
-    judge = Judge(problem)
-    for plan in heuristics(judge):
+    evaluator = Evaluator(problem)
+    for plan in heuristics(evaluator):
         assert set(plan.devices.tolist()) <= {0, 1}
-    walk = Annealing(judge, heuristics(judge)[0], seed=0)
-    walk.run(50, first=0, stride=1, total=50)
-    assert walk.best().step_ns <= heuristics(judge)[0].step_ns == 4000
+    run = Annealing(evaluator, heuristics(evaluator)[0], seed=0)
+    run.run(50, first=0, stride=1, total=50)
+    assert run.best().step_ns <= heuristics(evaluator)[0].step_ns == 4000
     assert 0 <= problem.transfer_ns(LARGEST_BYTES, 0, 1) <= HORIZON_NS
     assert max_load_ns(problem, np.zeros((1, 4), np.int32)).tolist() == [4000]
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_decoders_choose_devices_even_where_times_are_no_numbers(value: float) -> None:
-    outline = Judge(with_link()).outline
-    outline.latency[:] = value
-    devices, _ = decode(outline, HEFT)
+    scheduling = Evaluator(with_link()).scheduling
+    scheduling.latency[:] = value
+    devices, _ = decode(scheduling, HEFT)
     assert set(devices.tolist()) <= {0, 1}
 
 

@@ -202,7 +202,7 @@ def test_benchmarks_that_the_docs_quote_exist() -> None:
 
 
 def test_gaps_are_those_between_plans_and_their_bound(inception: Exercise) -> None:
-    problem = inception.judge.problem
+    problem = inception.evaluator.problem
     gaps = quality.bound_gaps(placer_named("heft"), [inception], Budget(evaluations=10), seeds=2)
     plan = placer_named("heft").place(SearchRequest(problem, Budget(evaluations=10)))[0]
     assert gaps == {"inception 4": [plan.step_ns / lower_bound_ns(problem) - 1.0] * 2}
@@ -222,7 +222,7 @@ def test_planted_problems_reach_their_optimum_and_nothing_known_passes_it() -> N
     for item, made in instances.planted_instances(2):
         optimum_ns = round(1e9 * made.step_s)
         order = np.arange(len(made.devices), 0, -1.0)
-        planted_ns = item.judge.costs(np.array([made.devices], np.int32), order[None])[0]
+        planted_ns = item.evaluator.costs(np.array([made.devices], np.int32), order[None])[0]
         assert planted_ns == pytest.approx(optimum_ns, rel=1e-6)
         assert min(plan.step_ns for plan in item.known) >= optimum_ns
     gaps = quality.planted_gaps(Portfolio(), Budget(evaluations=20), seeds=1, count=2)

@@ -16,8 +16,7 @@ from envs.simulator import INFEASIBLE_NS
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 from placer.placers import placer_named
 from placer.search.budget import Budget
-from placer.search.contiguous import MOST_PLACES, contiguous
-from placer.search.pipeline_parts import narrow_order, pipeline_parts
+from placer.search.contiguous import MOST_PLACES, contiguous, narrow_order, pipeline_parts
 from placer.search.request import SearchRequest
 
 

@@ -8,8 +8,8 @@ from random_problems import random_problem
 
 from placer.placers import placer_named
 from placer.search.budget import Budget
-from placer.search.cross_entropy import SMOOTHING, draw, moved
-from placer.search.judge import Judge
+from placer.search.evaluator import Evaluator
+from placer.search.evolution import SMOOTHING, draw, moved
 from placer.search.request import SearchRequest
 
 
@@ -32,9 +32,11 @@ def test_draws_follow_the_probabilities_and_never_take_what_has_none() -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_it_finds_the_best_placement_of_a_tiny_graph(seed: int) -> None:
     problem = random_problem(seed, ops=7, devices=2, unequal=seed % 2 == 1)
-    judge = Judge(problem)
+    evaluator = Evaluator(problem)
     plans = np.array(list(product(range(2), repeat=7)), np.int32)
-    best = int(judge.costs(plans, np.tile(judge.outline.bottom_level, (len(plans), 1))).min())
+    best = int(
+        evaluator.costs(plans, np.tile(evaluator.scheduling.bottom_level, (len(plans), 1))).min()
+    )
     [found] = placer_named("cross-entropy").place(
         SearchRequest(problem, Budget(evaluations=1500), seed=seed)
     )

@@ -8,9 +8,9 @@ from random_problems import keeps_groups, keeps_limits, random_problem
 
 from envs.cluster import SHARINGS, Sharing
 from envs.problem import Problem
-from placer.search.decoder import HEFT, WEIGHT_COUNT, decode, decode_batch
-from placer.search.etf import etf
-from placer.search.outline import outline, soft_log
+from placer.search.list_scheduler.arrays import scheduling_arrays, soft_log
+from placer.search.list_scheduler.decoder import HEFT, WEIGHT_COUNT, decode, decode_batch
+from placer.search.list_scheduler.etf import etf
 
 
 def heft_twin(problem: Problem) -> tuple[list[int], list[int]]:
@@ -81,7 +81,7 @@ def heft_twin(problem: Problem) -> tuple[list[int], list[int]]:
 def test_heft_weights_decode_to_what_plain_heft_finds(seed: int, sharing: Sharing) -> None:
     problem = random_problem(seed, devices=2 + seed % 3, unequal=seed % 2 == 1, sharing=sharing)
     devices, order = heft_twin(problem)
-    decoded, priority = decode(outline(problem), HEFT)
+    decoded, priority = decode(scheduling_arrays(problem), HEFT)
     assert decoded.tolist() == devices
     assert np.argsort(-priority).tolist() == order
 
@@ -95,7 +95,7 @@ def test_any_weights_keep_groups_and_limits_and_order(
     values: list[float], seed: int, devices: int
 ) -> None:
     problem = random_problem(seed, devices=devices, groups=True, pins=True, unequal=True)
-    decoded, priority = decode(outline(problem), np.array(values))
+    decoded, priority = decode(scheduling_arrays(problem), np.array(values))
     assert keeps_groups(problem, decoded)
     assert keeps_limits(problem, decoded)
     assert sorted(priority.tolist()) == list(range(1, problem.op_count + 1))
@@ -107,7 +107,7 @@ def test_any_weights_keep_groups_and_limits_and_order(
 @settings(max_examples=20)
 @given(weights, st.integers(0, 1000))
 def test_a_batch_decodes_each_row_alone(values: list[float], seed: int) -> None:
-    problem = outline(random_problem(seed))
+    problem = scheduling_arrays(random_problem(seed))
     rows = np.stack([HEFT, np.array(values), HEFT])
     devices, priority = decode_batch(problem, rows)
     for row in range(3):
@@ -120,7 +120,7 @@ def test_a_batch_decodes_each_row_alone(values: list[float], seed: int) -> None:
 @given(st.integers(0, 1000), st.integers(1, 5))
 def test_etf_keeps_groups_and_limits(seed: int, devices: int) -> None:
     problem = random_problem(seed, devices=devices, groups=True, pins=True, unequal=True)
-    found, priority = etf(outline(problem))
+    found, priority = etf(scheduling_arrays(problem))
     assert keeps_groups(problem, found)
     assert keeps_limits(problem, found)
     assert sorted(priority.tolist()) == list(range(1, problem.op_count + 1))
@@ -130,22 +130,22 @@ def test_a_full_device_is_left_out_where_another_has_room() -> None:
     roomy = random_problem(3, devices=2)
     parameters = int(roomy.graph.parameter_bytes.sum())
     tight = random_problem(3, devices=2, memory_bytes=int(0.8 * parameters))
-    devices, _ = decode(outline(tight), np.zeros(WEIGHT_COUNT))
+    devices, _ = decode(scheduling_arrays(tight), np.zeros(WEIGHT_COUNT))
     held = np.bincount(devices, tight.graph.parameter_bytes, 2)
     assert held.max() <= 0.8 * parameters
-    devices, _ = decode(outline(roomy), np.zeros(WEIGHT_COUNT))
+    devices, _ = decode(scheduling_arrays(roomy), np.zeros(WEIGHT_COUNT))
     assert (devices == 0).all()
 
 
 @pytest.mark.parametrize("shape", [(3, 20), (21,), (2, 3, 21)])
 def test_weights_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="shape"):
-        decode_batch(outline(random_problem(0)), np.zeros(shape))
+        decode_batch(scheduling_arrays(random_problem(0)), np.zeros(shape))
 
 
 def test_weights_that_are_not_finite_are_refused() -> None:
     with pytest.raises(ValueError, match="finite"):
-        decode(outline(random_problem(0)), np.full(WEIGHT_COUNT, np.nan))
+        decode(scheduling_arrays(random_problem(0)), np.full(WEIGHT_COUNT, np.nan))
 
 
 def test_the_soft_logarithm_is_close_to_the_logarithm_and_rises() -> None:

@@ -31,7 +31,7 @@ def small_pool(count: int = 3) -> list[Exercise]:
 
 
 def placement_env(pool: list[Exercise], most_devices: int | None = None) -> PlacementEnv:
-    return PlacementEnv(pool=[item.judge.problem for item in pool], most_devices=most_devices)
+    return PlacementEnv(pool=[item.evaluator.problem for item in pool], most_devices=most_devices)
 
 
 def masked_action(environment: PlacementEnv, rng: np.random.Generator) -> int:
@@ -60,7 +60,7 @@ def test_an_episode_with_allowed_actions_ends_with_the_ratio_of_a_placement(seed
     assert reward > INVALID_REWARD
     assert ratio_of(pool, info) == pytest.approx(info["step_s"] * 1e9 / item.reference_ns)
     devices, priority = info["placement"].arrays()
-    assert item.judge.costs(devices[None], priority[None])[0] == round(info["step_s"] * 1e9)
+    assert item.evaluator.costs(devices[None], priority[None])[0] == round(info["step_s"] * 1e9)
 
 
 def test_devices_that_a_problem_lacks_are_masked_and_end_the_episode() -> None:
@@ -126,7 +126,7 @@ def test_a_batch_that_was_put_away_goes_on_as_if_nothing_had_happened(kind: str)
 def test_random_actions_never_break_an_environment(name: str, masked: bool) -> None:
     pool: list[Any] = small_pool(12)
     if name == "placer/Placement-v0":
-        pool = [item.judge.problem for item in pool]
+        pool = [item.evaluator.problem for item in pool]
     environment: Any = gym.make(name, pool=pool).unwrapped
     environment.action_space.seed(0)
     masks = environment.action_masks if masked else None

@@ -25,17 +25,17 @@ from placer.pipeline import optimize_problem
 from placer.placers import placer_named
 from placer.search.budget import Budget
 from placer.search.candidate import Candidate
+from placer.search.evaluator import Evaluator
 from placer.search.exact import LARGEST
-from placer.search.judge import Judge
 from placer.search.request import SearchRequest
 
 
 def best_of_all(problem: Problem) -> int:
     """Return the shortest step over all placements and all orders."""
-    judge, count = Judge(problem), problem.op_count
+    evaluator, count = Evaluator(problem), problem.op_count
     orders = np.array(list(permutations(range(count))), np.float64)
     steps = [
-        int(judge.costs(np.tile(plan, (len(orders), 1)), orders).min())
+        int(evaluator.costs(np.tile(plan, (len(orders), 1)), orders).min())
         for plan in np.array(list(product(range(problem.device_count), repeat=count)), np.int32)
         if keeps_groups(problem, plan) and keeps_limits(problem, plan)
     ]

@@ -32,9 +32,9 @@ from envs.max_load import (
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
-from placer.search.annealing.max_load import balance
+from placer.search.annealing.max_load import minimize_max_load
 from placer.search.budget import Budget
-from placer.search.pipeline_parts import narrow_order, pipeline_parts
+from placer.search.contiguous import narrow_order, pipeline_parts
 
 
 def test_both_ends_pay_for_a_transfer_once() -> None:
@@ -167,7 +167,7 @@ def test_the_search_finds_the_optimum_of_small_graphs(seed: int) -> None:
         unequal=seed % 2 == 1,
         memory_bytes=10_000_000 if seed % 5 == 2 else 10**12,
     )
-    found = balance(problem, Budget(evaluations=60_000), seed)
+    found = minimize_max_load(problem, Budget(evaluations=60_000), seed)
     best = max_load_ns(problem, found[0].devices)[0]
     assert best == max_load_ns(problem, every_placement(problem)).min()
     assert keeps_groups(problem, found[0].devices)
@@ -175,7 +175,7 @@ def test_the_search_finds_the_optimum_of_small_graphs(seed: int) -> None:
 
 def test_the_search_repeats_itself_and_is_never_worse_than_what_it_began_with() -> None:
     problem = random_problem(3, ops=60, devices=4, groups=True)
-    one, two = (balance(problem, Budget(evaluations=5000), 1) for _ in range(2))
+    one, two = (minimize_max_load(problem, Budget(evaluations=5000), 1) for _ in range(2))
     assert [c.devices.tolist() for c in one] == [c.devices.tolist() for c in two]
     loads = max_load_ns(problem, np.array([c.devices for c in one]))
     assert loads.tolist() == sorted(loads.tolist())
@@ -190,7 +190,7 @@ def test_a_pipeline_of_equal_stages_is_cut_into_equal_parts() -> None:
             add_edge(graph, f"op{i - 1}", f"op{i}")
     cluster = one_kind(4, latency_s=1e-7, bandwidth_bytes_per_s=math.inf)
     problem = Problem.of(GraphArrays.from_graph(graph), cluster)
-    found = balance(problem, Budget(evaluations=60_000), 0)
+    found = minimize_max_load(problem, Budget(evaluations=60_000), 0)
     # Inner parts pay for two transfers of 0.1 us: ten ops each, 10.2 us.
     assert max_load_ns(problem, found[0].devices).tolist() == [10_200]
 
@@ -217,7 +217,7 @@ def test_one_heavy_op_bounds_the_load() -> None:
 def test_the_search_is_never_worse_than_contiguous_parts() -> None:
     problem = profiled("resnet101")
     parts = pipeline_parts(problem, narrow_order(problem.graph))
-    found = balance(problem, Budget(evaluations=100), 0)
+    found = minimize_max_load(problem, Budget(evaluations=100), 0)
     assert max_load_ns(problem, found[0].devices)[0] <= max_load_ns(problem, parts)[0]
 
 
@@ -237,5 +237,5 @@ def test_the_search_finds_the_proven_optimum_of_published_profiles(
     name: str, proven_ns: int
 ) -> None:
     problem = profiled(name)
-    found = balance(problem, Budget(evaluations=200_000), 0)
+    found = minimize_max_load(problem, Budget(evaluations=200_000), 0)
     assert max_load_ns(problem, found[0].devices).tolist() == [proven_ns]

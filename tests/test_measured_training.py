@@ -30,7 +30,7 @@ from placer.policies.measured_decoders import MeasuredDecoders
 from placer.policies.pool import exercise
 from placer.policies.scheduler_env import SchedulerEnv
 from placer.policies.training import Length, config_of, train
-from placer.search.decoder import HEFT, WEIGHT_COUNT
+from placer.search.list_scheduler.decoder import HEFT, WEIGHT_COUNT
 
 torch.set_num_threads(1)
 
@@ -99,7 +99,7 @@ def test_costs_are_those_of_the_machine_and_not_of_the_simulator() -> None:
     decoders, machine = decoders_on((1.0, 3.0, 3.0))
     weights = HEFT + np.random.default_rng(0).normal(size=(5, WEIGHT_COUNT))
     costs = decoders.costs(np.zeros(5, np.int64), weights)
-    devices, priority, simulated = decoders.judge.decoded(weights)
+    devices, priority, simulated = decoders.evaluator.decode(weights)
     steps = machine.simulator.step_ns(devices, priority)
     assert costs == pytest.approx(steps, rel=0.05)  # in the simulated order
     assert (steps > 1.2 * simulated).any()
@@ -145,7 +145,7 @@ def test_the_policy_learns_what_the_machine_prefers(
     policy = load(str(tmp_path / "tuned"))
     assert policy.card == card == json.loads((tmp_path / "tuned.json").read_text())
     assert card["scores_are"].endswith("measured")
-    assert card["trained_on"]["devices"] == list(decoders.judge.problem.cluster.names)
+    assert card["trained_on"]["devices"] == list(decoders.evaluator.problem.cluster.names)
     start = load("generalist")
     before, after = (own.weights(decoders.item.summary)[0] for own in (start, policy))
     costs = decoders.costs(np.zeros(2, np.int64), np.stack([before, after]))

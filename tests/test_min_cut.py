@@ -11,8 +11,8 @@ from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 pytest.importorskip("pymetis")
 
 from placer.search.grouping import units
+from placer.search.list_scheduler.arrays import scheduling_arrays
 from placer.search.min_cut import min_cut
-from placer.search.outline import outline
 
 
 def on_pair(graph: nx.DiGraph[str], kinds: tuple[str, str]) -> Problem:
@@ -39,7 +39,7 @@ def two_blocks() -> Problem:
 
 
 def partition(problem: Problem) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
-    return min_cut(units(problem), outline(problem), 0)
+    return min_cut(units(problem), scheduling_arrays(problem), 0)
 
 
 def test_the_light_edge_is_cut() -> None:

@@ -23,7 +23,7 @@ from placer.cli.main import main
 from placer.objectives import Objective
 from placer.placers.portfolio import Portfolio
 from placer.placers.registry import placer_named
-from placer.search.annealing.max_load import balance
+from placer.search.annealing.max_load import minimize_max_load
 from placer.search.budget import Budget
 from placer.search.request import SearchRequest
 
@@ -221,7 +221,7 @@ def test_plans_for_micro_batches_name_every_op_once() -> None:
 def test_for_throughput_balanced_loads_are_a_candidate() -> None:
     problem = random_problem(0, ops=40, devices=3)
     budget = Budget(evaluations=2000)
-    balanced = balance(problem, budget.part(0.3), 0)[0]
+    balanced = minimize_max_load(problem, budget.part(0.3), 0)[0]
     found = Objective(name="throughput", micro_batches=4).search(
         SearchRequest(problem, budget), Portfolio()
     )

@@ -47,9 +47,9 @@ from placer.result import Result
 from placer.running import MEASURED_CANDIDATES, worth_running
 from placer.search.budget import Budget, Meter
 from placer.search.candidate import Candidate, Kind, Prediction
-from placer.search.judge import Judge
+from placer.search.evaluator import Evaluator
+from placer.search.heuristics import round_robin
 from placer.search.request import SearchRequest
-from placer.search.trivial import round_robin
 
 two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 PAIR = Cluster(
@@ -170,9 +170,11 @@ def test_the_name_of_a_plug_in_decides_nothing(name: str) -> None:
 class Impostor(Rule):
     """A plug-in whose placement has the name of a heuristic."""
 
-    def candidates(self, judge: Judge) -> list[Candidate]:
-        devices = round_robin(judge.problem)
-        return [judge.candidate(Kind.OTHER, devices, judge.outline.bottom_level, name="ETF")]
+    def candidates(self, evaluator: Evaluator) -> list[Candidate]:
+        devices = round_robin(evaluator.problem)
+        return [
+            evaluator.candidate(Kind.OTHER, devices, evaluator.scheduling.bottom_level, name="ETF")
+        ]
 
 
 def test_a_plug_in_with_the_name_of_a_heuristic_replaces_none() -> None:

@@ -36,9 +36,8 @@ from placer.placers.single_device import Single
 from placer.policies import load
 from placer.search.budget import Budget
 from placer.search.candidate import Candidate, Kind
-from placer.search.judge import Judge
+from placer.search.evaluator import BudgetedEvaluator, Evaluator
 from placer.search.request import LATENCY, STEPS, SearchRequest
-from placer.search.tally import Tally
 
 POLICY = load("generalist")
 NAMES = [listing.name for listing in registry.OWN]
@@ -65,9 +64,9 @@ def test_a_search_keeps_to_memory_where_it_is_short(name: str) -> None:
 class Anywhere(Rule):
     """Ignores where ops are allowed to run."""
 
-    def candidates(self, judge: Judge) -> list[Candidate]:
-        count = judge.problem.op_count
-        return [judge.candidate(Kind.OTHER, np.zeros(count, np.int32), np.zeros(count))]
+    def candidates(self, evaluator: Evaluator) -> list[Candidate]:
+        count = evaluator.problem.op_count
+        return [evaluator.candidate(Kind.OTHER, np.zeros(count, np.int32), np.zeros(count))]
 
 
 class Boastful(Turns):
@@ -93,10 +92,10 @@ class Moody(Sampling):
     name: ClassVar[str] = "moody"
     random: ClassVar[np.random.Generator] = np.random.default_rng(0)
 
-    def sample(self, tally: Tally, seed: int) -> None:
-        problem = tally.judge.problem
+    def sample(self, budgeted: BudgetedEvaluator, seed: int) -> None:
+        problem = budgeted.evaluator.problem
         home = problem.allowed.argmax(axis=1).astype(np.int32)
-        tally.judged(home, self.random.random(problem.op_count))
+        budgeted.evaluate(home, self.random.random(problem.op_count))
 
 
 class Tireless(Sampling):
@@ -104,12 +103,12 @@ class Tireless(Sampling):
 
     name: ClassVar[str] = "tireless"
 
-    def sample(self, tally: Tally, seed: int) -> None:
-        problem = tally.judge.problem
+    def sample(self, budgeted: BudgetedEvaluator, seed: int) -> None:
+        problem = budgeted.evaluator.problem
         home = problem.allowed.argmax(axis=1).astype(np.int32)
-        tally.meter.over()
+        budgeted.meter.over()
         for _ in range(1000):
-            tally.judged(home, np.zeros(problem.op_count))
+            budgeted.evaluate(home, np.zeros(problem.op_count))
 
 
 class Unbalanced(Annealed):
@@ -162,9 +161,9 @@ def test_the_contract_notices_who_breaks_it(
 
 
 def test_a_check_leaves_the_clock_and_the_judges_as_they_were() -> None:
-    before = (Judge.costs, time.perf_counter)
+    before = (Evaluator.costs, time.perf_counter)
     contract.seconds_are_kept(Turns)
-    assert before == (Judge.costs, time.perf_counter)
+    assert before == (Evaluator.costs, time.perf_counter)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +175,7 @@ import sys
 from placer.placers import placer_named
 from placer.placers.problems import contract_problems
 from placer.search.budget import Budget
-from placer.search.compiling import load_compiled_code
+from placer.search.compilation import load_compiled_code
 from placer.search.request import SearchRequest
 
 def loaded():

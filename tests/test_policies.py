@@ -25,9 +25,9 @@ from placer.policies.training.scores import untrained_scores
 from placer.search.annealing.moves import below, exponential, seeded, uniform
 from placer.search.budget import Budget
 from placer.search.candidate import Kind
-from placer.search.decoder import HEFT, WEIGHT_COUNT
+from placer.search.evaluator import Evaluator
 from placer.search.heuristics import heuristics
-from placer.search.judge import Judge
+from placer.search.list_scheduler.decoder import HEFT, WEIGHT_COUNT
 from placer.search.portfolio import search
 from placer.search.request import SearchRequest
 
@@ -208,8 +208,8 @@ def test_a_search_with_a_policy_has_its_plan() -> None:
 
 
 def test_a_summary_says_how_many_ops_and_devices_and_how_heuristics_compare() -> None:
-    judge = Judge(random_problem(1, unequal=True))
-    summary = summarise(judge, heuristics(judge))
+    evaluator = Evaluator(random_problem(1, unequal=True))
+    summary = summarise(evaluator, heuristics(evaluator))
     assert summary.shape == (len(FEATURES),)
     assert np.isfinite(summary).all()
     assert summary[0] == pytest.approx(np.log(30))
@@ -223,8 +223,8 @@ def test_summaries_of_extreme_problems_are_finite() -> None:
         random_problem(1, devices=1),
         random_problem(1, memory_bytes=0),
     ):
-        judge = Judge(problem)
-        assert np.isfinite(summarise(judge, heuristics(judge))).all()
+        evaluator = Evaluator(problem)
+        assert np.isfinite(summarise(evaluator, heuristics(evaluator))).all()
 
 
 def test_a_pool_is_drawn_by_its_seed_and_families_take_turns() -> None:

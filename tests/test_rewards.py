@@ -18,7 +18,7 @@ from placer.policies.rewards import (
     relative_rewards,
 )
 from placer.policies.training.run import RATIOS, most_helpful
-from placer.search.decoder import HEFT
+from placer.search.list_scheduler.decoder import HEFT
 
 
 class Steps:
@@ -63,7 +63,7 @@ def test_untrained_weights_earn_nothing_on_average() -> None:
     from placer.policies.decoders import InProcess
 
     pool = draw_pool(3, 6, 100)
-    here = InProcess([item.judge for item in pool])
+    here = InProcess([item.evaluator for item in pool])
     references = np.array([item.reference_ns for item in pool])
     rewards = relative_rewards(here, references, 0.2)
     again = relative_rewards(here, references, 0.2)

@@ -10,19 +10,18 @@ from random_problems import keeps_groups, keeps_limits, random_problem
 from envs.simulator import INFEASIBLE_NS, Simulator
 from placer.search.budget import Budget, Meter
 from placer.search.candidate import Candidate, Kind, distinct, ranked
-from placer.search.decoder import HEFT, WEIGHT_COUNT
-from placer.search.heuristics import heuristics
-from placer.search.judge import Judge
+from placer.search.evaluator import Evaluator
+from placer.search.heuristics import heuristics, layer_split, round_robin, single_device
+from placer.search.list_scheduler.decoder import HEFT, WEIGHT_COUNT
 from placer.search.portfolio import search
 from placer.search.request import SearchRequest
-from placer.search.trivial import layer_split, round_robin, single_device
 
 
 class Fixed:
     """Policy with constant proposals."""
 
     def propose(
-        self, judge: Judge, known: list[Candidate]
+        self, evaluator: Evaluator, known: list[Candidate]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         assert known[0].kind is Kind.SINGLE_DEVICE
         return np.array([HEFT]), np.full((1, WEIGHT_COUNT), 0.3)
@@ -35,7 +34,7 @@ class Several:
         self.good = good
 
     def propose(
-        self, judge: Judge, known: list[Candidate]
+        self, evaluator: Evaluator, known: list[Candidate]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         means = np.stack([-HEFT, 0 * HEFT, self.good])
         return means, np.zeros_like(means)
@@ -43,18 +42,18 @@ class Several:
 
 def test_all_proposals_of_a_policy_are_tried() -> None:
     problem = random_problem(3, ops=60, devices=3)
-    judge = Judge(problem)
+    evaluator = Evaluator(problem)
     rows = HEFT + np.random.default_rng(0).normal(0.0, 0.5, (200, WEIGHT_COUNT))
-    costs = judge.decoded(rows)[2]
+    costs = evaluator.decode(rows)[2]
     good = rows[int(costs.argmin())]
-    known = len(heuristics(judge))
+    known = len(heuristics(evaluator))
     found = search(SearchRequest(problem, Budget(evaluations=4 * (known + 3))), Several(good))
     assert min(c.step_ns for c in found if c.name != "annealing") <= costs.min()
 
 
 def test_samples_go_farther_than_a_policy_is_sure_of() -> None:
     problem = random_problem(3, ops=60, devices=3)
-    known = {c.name: c.step_ns for c in heuristics(Judge(problem))}
+    known = {c.name: c.step_ns for c in heuristics(Evaluator(problem))}
     found = search(SearchRequest(problem, Budget(evaluations=400)), Several(HEFT))
     assert min(c.step_ns for c in found if c.name == "policy") < known["HEFT"]
 
@@ -100,7 +99,7 @@ def test_a_meter_stops_when_asked_and_stays_stopped() -> None:
 @given(st.integers(0, 1000), st.integers(1, 5), st.booleans())
 def test_heuristics_keep_groups_and_limits(seed: int, devices: int, unequal: bool) -> None:
     problem = random_problem(seed, devices=devices, groups=True, pins=True, unequal=unequal)
-    for candidate in heuristics(Judge(problem)):
+    for candidate in heuristics(Evaluator(problem)):
         assert keeps_groups(problem, candidate.devices)
         assert keeps_limits(problem, candidate.devices)
         assert candidate.is_single or not candidate.name.startswith("single")

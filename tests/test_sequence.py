@@ -10,8 +10,8 @@ from random_problems import random_problem
 from placer.placers import placer_named
 from placer.policies.sequence import SequenceNetwork, described
 from placer.search.budget import Budget
+from placer.search.evaluator import Evaluator
 from placer.search.grouping import at_most
-from placer.search.judge import Judge
 from placer.search.request import SearchRequest
 
 
@@ -54,6 +54,8 @@ def test_it_learns_to_leave_a_slow_device_out() -> None:
         SearchRequest(problem, Budget(evaluations=400))
     )
     plans = np.array(list(product(range(2), repeat=8)), np.int32)
-    judge = Judge(problem)
-    steps = np.sort(judge.costs(plans, np.tile(judge.outline.bottom_level, (len(plans), 1))))
+    evaluator = Evaluator(problem)
+    steps = np.sort(
+        evaluator.costs(plans, np.tile(evaluator.scheduling.bottom_level, (len(plans), 1)))
+    )
     assert found.step_ns <= steps[2]

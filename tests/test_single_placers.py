@@ -13,10 +13,10 @@ from placer.policies import load
 from placer.search.annealing.step_time import MOST_STARTS, STEPS_PER_START
 from placer.search.budget import Budget
 from placer.search.candidate import Kind
-from placer.search.decoder import HEFT, decode
-from placer.search.etf import etf
+from placer.search.evaluator import Evaluator
 from placer.search.heuristics import heuristics
-from placer.search.judge import Judge
+from placer.search.list_scheduler.decoder import HEFT, decode
+from placer.search.list_scheduler.etf import etf
 from placer.search.portfolio import search
 from placer.search.request import SearchRequest
 
@@ -38,8 +38,11 @@ def test_round_robin_deals_the_ops_out() -> None:
 
 def test_list_schedulers_are_those_of_the_search() -> None:
     problem = random_problem(2, ops=40, devices=3, groups=True, unequal=True)
-    judge = Judge(problem)
-    for name, plan in (("heft", decode(judge.outline, HEFT)), ("etf", etf(judge.outline))):
+    evaluator = Evaluator(problem)
+    for name, plan in (
+        ("heft", decode(evaluator.scheduling, HEFT)),
+        ("etf", etf(evaluator.scheduling)),
+    ):
         [found] = placer_named(name).place(SearchRequest(problem, ONCE))
         assert found.devices.tolist() == plan[0].tolist()
         assert found.priority.tolist() == plan[1].tolist()
@@ -58,10 +61,12 @@ def test_memory_etf_keeps_room_for_outputs_that_etf_forgets() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_annealing_finds_the_best_plan_of_a_tiny_graph(seed: int) -> None:
     problem = random_problem(seed, ops=6, devices=2, unequal=seed % 2 == 1)
-    judge = Judge(problem)
+    evaluator = Evaluator(problem)
     orders = np.array(list(permutations(range(6))), np.float64)
     plans = np.array(list(product(range(2), repeat=6)), np.int32)
-    best = min(int(judge.costs(np.tile(plan, (len(orders), 1)), orders).min()) for plan in plans)
+    best = min(
+        int(evaluator.costs(np.tile(plan, (len(orders), 1)), orders).min()) for plan in plans
+    )
     budget = Budget(evaluations=MOST_STARTS * STEPS_PER_START + 100)
     assert (
         placer_named("annealing").place(SearchRequest(problem, budget, seed=seed))[0].step_ns
@@ -82,10 +87,13 @@ def test_evolution_begins_with_heft_and_gets_better() -> None:
 
 def test_the_policy_begins_with_its_own_proposal() -> None:
     problem = random_problem(2, ops=80, devices=4)
-    policy, judge = load("generalist"), Judge(problem)
-    means, _ = policy.propose(judge, heuristics(judge))
+    policy, evaluator = load("generalist"), Evaluator(problem)
+    means, _ = policy.propose(evaluator, heuristics(evaluator))
     [first, *_] = placer_named("policy", policy).place(SearchRequest(problem, ONCE))
-    assert first.step_ns == judge.candidate(Kind.POLICY, *decode(judge.outline, means[0])).step_ns
+    assert (
+        first.step_ns
+        == evaluator.candidate(Kind.POLICY, *decode(evaluator.scheduling, means[0])).step_ns
+    )
 
 
 def test_the_portfolio_is_the_search_with_a_policy() -> None:

@@ -21,12 +21,12 @@ class Keeping(nn.Module):
         self.tied = nn.Linear(4, 4)
         self.tied.weight = self.linear.weight
         self.last = torch.zeros(())
-        self.trail: list[Tensor] = []
+        self.search_trace: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
         self.last = self.linear(x)
-        self.trail = [self.last, self.tied(self.last)]
-        return self.trail[1]
+        self.search_trace = [self.last, self.tied(self.last)]
+        return self.search_trace[1]
 
 
 def test_kept_tensors_are_copied_without_history_and_stay_one() -> None:
@@ -35,8 +35,8 @@ def test_kept_tensors_are_copied_without_history_and_stay_one() -> None:
     tiny_models.forward(step)
     found = step_copy(step).model
     assert isinstance(found, Keeping)
-    assert found.trail[0] is found.last
-    for mine, own in zip(found.trail, model.trail, strict=True):
+    assert found.search_trace[0] is found.last
+    for mine, own in zip(found.search_trace, model.search_trace, strict=True):
         assert mine.is_leaf
         assert torch.equal(mine, own)
         assert mine.data_ptr() != own.data_ptr()

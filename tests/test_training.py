@@ -32,7 +32,7 @@ from placer.policies.training import load_config, train
 from placer.policies.training.config import Imitation, Length, TrainingConfig
 from placer.policies.training.imitation import evolved_actions
 from placer.policies.training.log import COLUMNS, Log
-from placer.search.decoder import HEFT, WEIGHT_COUNT
+from placer.search.list_scheduler.decoder import HEFT, WEIGHT_COUNT
 
 torch.set_num_threads(1)
 
@@ -193,11 +193,11 @@ def test_a_log_that_is_shorter_than_its_checkpoint_says_is_refused(tmp_path: Pat
 
 def test_processes_decode_to_the_same_costs_and_come_back_when_killed() -> None:
     pool = draw_pool(5, 3, 80)
-    judges = [item.judge for item in pool]
+    evaluators = [item.evaluator for item in pool]
     numbers = np.array([0, 2, 1, 1, 0])
     weights = HEFT + np.random.default_rng(0).normal(size=(5, WEIGHT_COUNT))
-    expected = InProcess(judges).costs(numbers, weights)
-    decoders = Processes(judges, 2)
+    expected = InProcess(evaluators).costs(numbers, weights)
+    decoders = Processes(evaluators, 2)
     try:
         assert (decoders.costs(numbers, weights) == expected).all()
         for number in list(decoders._executor._processes):
@@ -228,7 +228,7 @@ def test_the_curve_is_the_same_whatever_the_number_of_workers(tmp_path: Path) ->
 @given(st.integers(0, 1000), st.floats(0.1, 5.0))
 def test_a_cluster_has_the_bandwidth_that_its_comm_ratio_asks_for(seed: int, ratio: float) -> None:
     clusters = Clusters(devices=(3,), unequal_share=0.0, comm_ratio=(ratio, ratio))
-    problem = draw_pool(seed, 1, 80, ["layered"], clusters)[0].judge.problem
+    problem = draw_pool(seed, 1, 80, ["layered"], clusters)[0].evaluator.problem
     graph = problem.graph
     sent = graph.output_bytes[np.diff(graph.successor_start) > 0].sum()
     bandwidth = problem.cluster.links[0].bandwidth_bytes_per_s
@@ -305,7 +305,7 @@ def test_curves_that_cannot_be_written_are_an_error_and_no_traceback(
 
 def test_evolved_weights_are_no_worse_than_those_it_began_with() -> None:
     pool = draw_pool(5, 4, 80)
-    decoders = InProcess([item.judge for item in pool])
+    decoders = InProcess([item.evaluator for item in pool])
     numbers = np.arange(4)
     actions = evolved_actions(decoders, numbers, Imitation(graphs=4, decodes=60), 0, lambda _: None)
     heft = decoders.costs(numbers, np.tile(HEFT, (4, 1)))
@@ -317,7 +317,7 @@ def test_evolved_weights_are_no_worse_than_those_it_began_with() -> None:
 def test_a_reference_model_is_drawn_with_costs_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "MODELS", {"dlrm": reference.MODELS["dlrm"]})
     small, large = (
-        draw_pool(1, 2, max_ops, ["reference"])[0].judge.problem for max_ops in (100, 400)
+        draw_pool(1, 2, max_ops, ["reference"])[0].evaluator.problem for max_ops in (100, 400)
     )
     assert small.op_count <= 100 < large.op_count <= 400
     assert (large.cost_ns >= 5000).all()

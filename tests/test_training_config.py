@@ -144,7 +144,7 @@ def test_clusters_at_the_ends_of_their_ranges_can_be_trained_on(clusters: Cluste
     drawn = draw_exercise(np.random.default_rng(0), "grid", 80, clusters)
     assert np.isfinite(drawn.summary).all()
     assert 1 <= drawn.reference_ns < OVERFULL_NS
-    rewards = relative_rewards(InProcess([drawn.judge]), np.array([drawn.reference_ns]), 0.2)
+    rewards = relative_rewards(InProcess([drawn.evaluator]), np.array([drawn.reference_ns]), 0.2)
     assert np.isfinite(rewards.expected).all()
 
 

@@ -38,7 +38,7 @@ from envs.torch_speeds import copy_speed
 from graphs.extract import Extraction, Step
 from graphs.extract.step import LossModule
 from placer.search.candidate import Candidate
-from placer.search.compiling import load_compiled_code
+from placer.search.compilation import load_compiled_code
 
 PAIRS = 15
 PAIRS_S = 5.0

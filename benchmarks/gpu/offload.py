@@ -36,8 +36,8 @@ from envs.torch_devices import own_accelerators, torch_device
 from graphs.extract import Step
 from placer.search.budget import Budget
 from placer.search.candidate import Candidate, distinct
-from placer.search.compiling import load_compiled_code
-from placer.search.filling import first_layers
+from placer.search.compilation import load_compiled_code
+from placer.search.heuristics import first_layers
 from placer.search.portfolio import search
 from placer.search.request import SearchRequest
 

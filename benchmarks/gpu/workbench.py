@@ -24,7 +24,7 @@ from envs.torch_runtime import TorchRuntime
 from graphs.extract import Step, extract
 from graphs.graph import GraphArrays
 from placer.search.candidate import Candidate, Kind
-from placer.search.trivial import single_device
+from placer.search.heuristics import single_device
 
 ROUNDS = 3
 

@@ -8,18 +8,18 @@ from typing import ClassVar
 import numpy as np
 
 from placer.milliseconds import milliseconds
-from placer.search.annealing.max_load import balance
+from placer.search.annealing.max_load import minimize_max_load
 from placer.search.annealing.step_time import (
     MOST_STARTS,
     Annealing,
-    moves_left,
-    walk,
+    affordable_moves,
+    anneal,
     worthwhile_starts,
 )
 from placer.search.candidate import Candidate, Kind, ranked
-from placer.search.compiling import load_compiled_code
+from placer.search.compilation import load_compiled_code
+from placer.search.evaluator import Evaluator
 from placer.search.heuristics import heuristics
-from placer.search.judge import Judge
 from placer.search.request import ALL, MAX_LOAD, SearchRequest
 
 
@@ -39,12 +39,12 @@ class Annealed:
             return balanced(request)
         load_compiled_code()  # before the budget starts
         meter = request.meter()
-        judge = Judge(request.problem)
-        known = heuristics(judge)
+        evaluator = Evaluator(request.problem)
+        known = heuristics(evaluator)
         meter.spend(len(known))
         meter.note("heuristics", ranked(known)[0].step_ns)
         start, found = ranked(known)[0], []
-        starts = worthwhile_starts(moves_left(judge, start, meter))
+        starts = worthwhile_starts(affordable_moves(evaluator, start, meter))
         seeds = np.random.SeedSequence(request.seed).generate_state(MOST_STARTS).tolist()
         begin = meter.share()
 
@@ -55,20 +55,20 @@ class Annealed:
         for number in range(starts):
             if meter.over():
                 break
-            annealing = Annealing(judge, start, seeds[number], senders=self.senders)
+            annealing = Annealing(evaluator, start, seeds[number], senders=self.senders)
             meter.spend(1)
-            walk(annealing, meter, begin + (1.0 - begin) * (number + 1) / starts, tell)
+            anneal(annealing, meter, begin + (1.0 - begin) * (number + 1) / starts, tell)
             found.append(annealing.best())
         return ranked([*known, *ranked(found)[:1]])
 
 
 def balanced(request: SearchRequest) -> list[Candidate]:
     """Return candidates for the objective max-load, best first."""
-    return balance(
+    return minimize_max_load(
         request.problem,
         request.budget,
         request.seed,
         progress=request.progress,
         should_stop=request.should_stop,
-        trail=request.trail,
+        search_trace=request.search_trace,
     )

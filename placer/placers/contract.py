@@ -11,9 +11,9 @@
 
 A check takes a factory of the placer (its class, or a function without arguments) and raises an
 AssertionError that names the fault and the problem. Evaluations are counted in
-:class:`placer.search.judge.Judge`, :class:`envs.simulator.Simulator`,
+:class:`placer.search.evaluator.Evaluator`, :class:`envs.simulator.Simulator`,
 :class:`placer.search.annealing.step_time.Annealing` and
-:class:`placer.search.annealing.max_load.LoadAnnealing`. For time budgets the checks replace the
+:class:`placer.search.annealing.max_load.MaxLoadAnnealing`. For time budgets the checks replace the
 clock.
 """
 
@@ -33,12 +33,12 @@ from envs.problem import Problem
 from envs.simulator import Simulator
 from placer.placers.placer import Placer
 from placer.placers.problems import contract_problems
-from placer.search.annealing.max_load import LoadAnnealing
+from placer.search.annealing.max_load import MaxLoadAnnealing
 from placer.search.annealing.step_time import Annealing
 from placer.search.budget import Budget
 from placer.search.candidate import Candidate
-from placer.search.compiling import load_compiled_code
-from placer.search.judge import Judge
+from placer.search.compilation import load_compiled_code
+from placer.search.evaluator import Evaluator
 from placer.search.request import ALL, MAX_LOAD, SearchRequest
 
 Make: TypeAlias = Callable[[], Placer]
@@ -243,11 +243,11 @@ def _counting(over_after_s: float | None = None) -> Iterator[_Count]:
         return count.now_s
 
     patches: list[tuple[Any, str, Any]] = [
-        counted(Judge, "costs", lambda devices, *_: len(devices)),
+        counted(Evaluator, "costs", lambda devices, *_: len(devices)),
         counted(Simulator, "step_ns", lambda devices, *_: len(np.atleast_2d(devices))),
         counted(Simulator, "run", lambda *_: 1),
         counted(Annealing, "run", lambda steps, *_: steps),
-        counted(LoadAnnealing, "run", lambda steps, *_: steps),
+        counted(MaxLoadAnnealing, "run", lambda steps, *_: steps),
     ]
     if over_after_s is not None:
         patches.append((time, "perf_counter", clock))

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from placer.placers.rule import Rule
 from placer.search.candidate import Candidate, Kind
-from placer.search.etf import etf
-from placer.search.judge import Judge
+from placer.search.evaluator import Evaluator
+from placer.search.list_scheduler.etf import etf
 from placer.search.request import STEPS
 
 
@@ -17,6 +17,6 @@ class Etf(Rule):
 
     objectives: ClassVar[tuple[str, ...]] = STEPS
 
-    def candidates(self, judge: Judge) -> Iterable[Candidate]:
+    def candidates(self, evaluator: Evaluator) -> Iterable[Candidate]:
         """Yield one placement."""
-        yield judge.candidate(Kind.ETF, *etf(judge.outline))
+        yield evaluator.candidate(Kind.ETF, *etf(evaluator.scheduling))

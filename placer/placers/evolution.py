@@ -8,10 +8,10 @@ import numpy as np
 
 from placer.placers.sampling import Sampling
 from placer.search.candidate import Kind
-from placer.search.decoder import HEFT, decode
+from placer.search.evaluator import BudgetedEvaluator
 from placer.search.evolution import Evolution
+from placer.search.list_scheduler.decoder import HEFT, decode
 from placer.search.portfolio import POPULATION, SIGMA
-from placer.search.tally import Tally
 
 SETTLED: Final = 1e-3
 """Below this standard deviation samples decode alike: evolution restarts with twice the
@@ -23,13 +23,13 @@ class Evolved(Sampling):
 
     kind: ClassVar[Kind] = Kind.EVOLUTION
 
-    def sample(self, tally: Tally, seed: int) -> None:
+    def sample(self, budgeted: BudgetedEvaluator, seed: int) -> None:
         """Evaluate HEFT, then one population after the other."""
-        outline = tally.judge.outline
-        tally.judged(*decode(outline, HEFT))
+        scheduling = budgeted.evaluator.scheduling
+        budgeted.evaluate(*decode(scheduling, HEFT))
         restarts = 0
         evolution = Evolution(HEFT, sigma=SIGMA, seed=seed, population=POPULATION)
-        while not tally.over():
+        while not budgeted.over():
             if evolution.sigma < SETTLED:
                 restarts += 1
                 evolution = Evolution(
@@ -38,7 +38,7 @@ class Evolved(Sampling):
             rows = evolution.ask()
             costs = []
             for row in rows:
-                if tally.over():
+                if budgeted.over():
                     return
-                costs.append(tally.judged(*decode(outline, row)))
+                costs.append(budgeted.evaluate(*decode(scheduling, row)))
             evolution.tell(rows, np.array(costs))

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from envs.simulator import INFEASIBLE_NS
 from placer.search.candidate import Candidate, Kind, ranked
+from placer.search.evaluator import BudgetedEvaluator
 from placer.search.exact import LARGEST, exact
 from placer.search.heuristics import heuristics
 from placer.search.request import STEPS, SearchRequest
-from placer.search.tally import Tally
 
 
 class Exact:
@@ -35,9 +35,9 @@ class Exact:
                 f"most {LARGEST}: merge them into groups, as --groups {LARGEST} does, or take "
                 "another placer"
             )
-        tally = Tally(request, Kind.EXACT)
-        bound_ns = exact(tally, request.seed, ranked(heuristics(tally.judge))[0])
-        best = replace(tally.best(), bound_ns=bound_ns)
+        budgeted = BudgetedEvaluator(request, Kind.EXACT)
+        bound_ns = exact(budgeted, request.seed, ranked(heuristics(budgeted.evaluator))[0])
+        best = replace(budgeted.best(), bound_ns=bound_ns)
         proven = best.step_ns <= bound_ns < INFEASIBLE_NS
         request.report(1.0, "exact, proven to be the best" if proven else "exact, not proven")
         return [best]

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from placer.placers.rule import Rule
 from placer.search.candidate import Candidate, Kind
 from placer.search.contiguous import contiguous
-from placer.search.judge import Judge
-from placer.search.trivial import layer_split
+from placer.search.evaluator import Evaluator
+from placer.search.heuristics import layer_split
 
 
 class LayerSplit(Rule):
@@ -19,13 +19,13 @@ class LayerSplit(Rule):
     to the speed of their devices.
     """
 
-    def candidates(self, judge: Judge) -> Iterable[Candidate]:
+    def candidates(self, evaluator: Evaluator) -> Iterable[Candidate]:
         """Yield one placement."""
-        problem = judge.problem
+        problem = evaluator.problem
         devices = contiguous(problem)
         if devices is None:
             devices = contiguous(problem, keep_outputs=False)
         if devices is None:
             devices = layer_split(problem)
-        by_level, name = judge.outline.bottom_level, "layer split, balanced"
-        yield judge.candidate(Kind.LAYER_SPLIT, devices, by_level, name=name)
+        by_level, name = evaluator.scheduling.bottom_level, "layer split, balanced"
+        yield evaluator.candidate(Kind.LAYER_SPLIT, devices, by_level, name=name)

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from placer.placers.rule import Rule
 from placer.search.candidate import Candidate, Kind
-from placer.search.etf import memory_etf
-from placer.search.judge import Judge
+from placer.search.evaluator import Evaluator
+from placer.search.list_scheduler.etf import memory_etf
 from placer.search.request import STEPS
 
 
@@ -17,6 +17,6 @@ class MemoryEtf(Rule):
 
     objectives: ClassVar[tuple[str, ...]] = STEPS
 
-    def candidates(self, judge: Judge) -> Iterable[Candidate]:
+    def candidates(self, evaluator: Evaluator) -> Iterable[Candidate]:
         """Yield one placement."""
-        yield judge.candidate(Kind.M_ETF, *memory_etf(judge.outline))
+        yield evaluator.candidate(Kind.M_ETF, *memory_etf(evaluator.scheduling))

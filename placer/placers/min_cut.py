@@ -8,8 +8,8 @@ import numpy as np
 
 from placer.placers.rule import sorted_for
 from placer.search.candidate import Candidate, Kind
+from placer.search.evaluator import Evaluator
 from placer.search.grouping import units
-from placer.search.judge import Judge
 from placer.search.min_cut import min_cut
 from placer.search.request import ALL, SearchRequest
 
@@ -23,14 +23,16 @@ class MinCut:
 
     def place(self, request: SearchRequest) -> list[Candidate]:
         """Return the best partition."""
-        judge, meter = Judge(request.problem), request.meter()
+        evaluator, meter = Evaluator(request.problem), request.meter()
         rows, found = units(request.problem), list[Candidate]()
         seeds = np.random.SeedSequence(request.seed).generate_state(TRIES) >> 1  # METIS: 31 bits
         for of_metis in seeds.tolist():
             if found and meter.over():
                 break
-            devices = min_cut(rows, judge.outline, of_metis)
-            found.append(judge.candidate(Kind.MIN_CUT, devices, judge.outline.bottom_level))
+            devices = min_cut(rows, evaluator.scheduling, of_metis)
+            found.append(
+                evaluator.candidate(Kind.MIN_CUT, devices, evaluator.scheduling.bottom_level)
+            )
             meter.spend(1)
             meter.note(Kind.MIN_CUT.value, min(plan.step_ns for plan in found))
             request.report(max(meter.share(), len(found) / TRIES), Kind.MIN_CUT.value)

@@ -8,10 +8,10 @@ import numpy as np
 
 from placer.placers.sampling import Sampling
 from placer.search.candidate import Kind
-from placer.search.decoder import decode
+from placer.search.evaluator import BudgetedEvaluator
 from placer.search.heuristics import heuristics
+from placer.search.list_scheduler.decoder import decode
 from placer.search.portfolio import Proposer
-from placer.search.tally import Tally
 
 
 class Proposed(Sampling):
@@ -24,17 +24,19 @@ class Proposed(Sampling):
             raise ValueError("placer 'policy' is nothing without a trained policy: name one")
         self.policy = policy
 
-    def sample(self, tally: Tally, seed: int) -> None:
+    def sample(self, budgeted: BudgetedEvaluator, seed: int) -> None:
         """Evaluate proposals and samples; the heuristics that the policy needs are not counted."""
-        judge = tally.judge
-        means, deviations = self.policy.propose(judge, heuristics(judge))
+        evaluator = budgeted.evaluator
+        means, deviations = self.policy.propose(evaluator, heuristics(evaluator))
         costs: list[int] = []
         for mean in means:
-            costs.append(tally.judged(*decode(judge.outline, mean)))
-            if tally.over():
+            costs.append(budgeted.evaluate(*decode(evaluator.scheduling, mean)))
+            if budgeted.over():
                 return
         best = int(np.argmin(costs))
         random = np.random.default_rng(seed)
-        while not tally.over():
+        while not budgeted.over():
             normal = random.standard_normal(len(means[best]))
-            tally.judged(*decode(judge.outline, means[best] + deviations[best] * normal))
+            budgeted.evaluate(
+                *decode(evaluator.scheduling, means[best] + deviations[best] * normal)
+            )

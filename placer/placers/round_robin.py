@@ -6,14 +6,14 @@ from collections.abc import Iterable
 
 from placer.placers.rule import Rule
 from placer.search.candidate import Candidate, Kind
-from placer.search.judge import Judge
-from placer.search.trivial import round_robin
+from placer.search.evaluator import Evaluator
+from placer.search.heuristics import round_robin
 
 
 class Turns(Rule):
     """Assigns ops in topological order to the devices in turn."""
 
-    def candidates(self, judge: Judge) -> Iterable[Candidate]:
+    def candidates(self, evaluator: Evaluator) -> Iterable[Candidate]:
         """Yield one placement."""
-        devices = round_robin(judge.problem)
-        yield judge.candidate(Kind.ROUND_ROBIN, devices, judge.outline.bottom_level)
+        devices = round_robin(evaluator.problem)
+        yield evaluator.candidate(Kind.ROUND_ROBIN, devices, evaluator.scheduling.bottom_level)

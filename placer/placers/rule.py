@@ -11,7 +11,7 @@ import numpy as np
 from envs.max_load import max_load_ns
 from envs.problem import Problem
 from placer.search.candidate import Candidate
-from placer.search.judge import Judge
+from placer.search.evaluator import Evaluator
 from placer.search.request import ALL, MAX_LOAD, SearchRequest
 
 
@@ -21,13 +21,13 @@ class Rule(ABC):
     objectives: ClassVar[tuple[str, ...]] = ALL
 
     @abstractmethod
-    def candidates(self, judge: Judge) -> Iterable[Candidate]:
-        """Yield the placements, at least one; see :meth:`placer.search.judge.Judge.candidate`."""
+    def candidates(self, evaluator: Evaluator) -> Iterable[Candidate]:
+        """Yield the placements, at least one; see :meth:`Evaluator.candidate`."""
 
     def place(self, request: SearchRequest) -> list[Candidate]:
         """Return all candidates, best first."""
         problem = request.problem
-        return sorted_for(request.objective, problem, list(self.candidates(Judge(problem))))
+        return sorted_for(request.objective, problem, list(self.candidates(Evaluator(problem))))
 
 
 def sorted_for(objective: str, problem: Problem, found: list[Candidate]) -> list[Candidate]:

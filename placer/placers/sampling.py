@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from typing import ClassVar
 
 from placer.search.candidate import Candidate, Kind
-from placer.search.compiling import load_compiled_code
+from placer.search.compilation import load_compiled_code
+from placer.search.evaluator import BudgetedEvaluator
 from placer.search.request import STEPS, SearchRequest
-from placer.search.tally import Tally
 
 
 class Sampling(ABC):
@@ -20,8 +20,8 @@ class Sampling(ABC):
     """Display name; by default that of the kind."""
 
     @abstractmethod
-    def sample(self, tally: Tally, seed: int) -> None:
-        """Evaluate placements until the tally is over."""
+    def sample(self, budgeted: BudgetedEvaluator, seed: int) -> None:
+        """Evaluate placements until the budget is spent."""
 
     def prepare(self) -> None:
         """Load the code that sampling runs, before the budget starts."""
@@ -30,6 +30,6 @@ class Sampling(ABC):
     def place(self, request: SearchRequest) -> list[Candidate]:
         """Return the best candidate."""
         self.prepare()
-        tally = Tally(request, self.kind, self.name)
-        self.sample(tally, request.seed)
-        return [tally.best()]
+        budgeted = BudgetedEvaluator(request, self.kind, self.name)
+        self.sample(budgeted, request.seed)
+        return [budgeted.best()]

@@ -7,7 +7,7 @@ from typing import ClassVar
 from placer.placers.sampling import Sampling
 from placer.policies.sequence import learn, load_libraries
 from placer.search.candidate import Kind
-from placer.search.tally import Tally
+from placer.search.evaluator import BudgetedEvaluator
 
 
 class SequenceToSequence(Sampling):
@@ -20,6 +20,6 @@ class SequenceToSequence(Sampling):
         super().prepare()
         load_libraries()
 
-    def sample(self, tally: Tally, seed: int) -> None:
+    def sample(self, budgeted: BudgetedEvaluator, seed: int) -> None:
         """Train by REINFORCE."""
-        learn(tally, seed)
+        learn(budgeted, seed)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.problem import Problem
-from placer.search.judge import Judge
+from placer.search.evaluator import Evaluator
 
 MOST_RESTARTS: Final = 5
 """Maximum number of restarts in a row after a process died."""
@@ -38,8 +38,8 @@ class Decoders(Protocol):
 class InProcess:
     """Decodes in this process."""
 
-    def __init__(self, judges: Sequence[Judge]) -> None:
-        self.judges = judges
+    def __init__(self, evaluators: Sequence[Evaluator]) -> None:
+        self.evaluators = evaluators
 
     def costs(
         self, numbers: NDArray[np.int64], weights: NDArray[np.floating[Any]]
@@ -47,7 +47,7 @@ class InProcess:
         """See :class:`Decoders`."""
         return np.array(
             [
-                self.judges[number].decoded(row[None])[2][0]
+                self.evaluators[number].decode(row[None])[2][0]
                 for number, row in zip(numbers, weights, strict=True)
             ],
             np.int64,
@@ -63,8 +63,8 @@ class Processes:
     They are spawned: a script that trains must do so under ``if __name__ == "__main__"``.
     """
 
-    def __init__(self, judges: Sequence[Judge], count: int) -> None:
-        self.problems = [judge.problem for judge in judges]
+    def __init__(self, evaluators: Sequence[Evaluator], count: int) -> None:
+        self.problems = [evaluator.problem for evaluator in evaluators]
         self.count = count
         self._executor = self._started()
 
@@ -119,7 +119,7 @@ def _begin(problems: list[Problem]) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    _own.append(InProcess([Judge(problem) for problem in problems]))
+    _own.append(InProcess([Evaluator(problem) for problem in problems]))
 
 
 def _end_with(parent: multiprocessing.process.BaseProcess) -> None:

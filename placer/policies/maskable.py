@@ -21,7 +21,7 @@ from envs.problem import Problem
 from envs.torch_devices import one_thread
 from placer.search.budget import Budget, Meter
 from placer.search.candidate import Candidate, Kind
-from placer.search.judge import Judge
+from placer.search.evaluator import Evaluator
 
 
 @one_thread()
@@ -51,7 +51,7 @@ def maskable_ppo(problem: Problem, budget: Budget, seed: int) -> Candidate:
     model.set_logger(Logger(folder=None, output_formats=[]))  # the default one leaves a folder
     model.learn(sys.maxsize >> 1, callback=_Until(Meter(budget), environment))
     devices, priority = environment.best()
-    return Judge(problem).candidate(Kind.OTHER, devices, priority, name="maskable ppo")
+    return Evaluator(problem).candidate(Kind.OTHER, devices, priority, name="maskable ppo")
 
 
 class _Remembering(gym.Wrapper[NDArray[np.float32], np.int64, NDArray[np.float32], np.int64]):

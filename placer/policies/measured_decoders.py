@@ -25,7 +25,7 @@ from graphs.extract import ExtractionError, Step, extract
 from graphs.extract.fake import check_has_memory
 from graphs.graph import GraphArrays
 from placer.policies.pool import CANNOT_RUN, Exercise, exercise, is_reference
-from placer.search.compiling import load_compiled_code
+from placer.search.compilation import load_compiled_code
 
 MOST_AT_ONCE: Final = 16
 """Placements that are run in the same rounds; more would be far apart from their reference."""
@@ -50,8 +50,8 @@ class MeasuredDecoders:
             KeyboardInterrupt: the measurement was stopped.
             WorkerError: the workers do not start, or no heuristic placement can be run.
         """
-        self.judge = item.judge
-        self._problem = item.judge.problem
+        self.evaluator = item.evaluator
+        self._problem = item.evaluator.problem
         self._simulator = Simulator(self._problem, memory=False)
         self._runtime = runtime
         self._backend = backend
@@ -135,7 +135,7 @@ class MeasuredDecoders:
             WorkerError: the workers do not start, or the reference cannot be run any more.
         """
         del numbers
-        devices, priority, simulated = self.judge.decoded(weights)
+        devices, priority, simulated = self.evaluator.decode(weights)
         keys: list[bytes] = []
         new: dict[bytes, Placement] = {}
         for own_devices, own_priority, cost in zip(devices, priority, simulated, strict=True):

@@ -20,8 +20,8 @@ from graphs.strict_json import brief, load_checked, table, within
 from graphs.whole_file import read_limited, write_whole
 from placer.policies.summary import FEATURES, summarise
 from placer.search.candidate import Candidate
-from placer.search.decoder import HEFT, WEIGHT_COUNT
-from placer.search.judge import Judge
+from placer.search.evaluator import Evaluator
+from placer.search.list_scheduler.decoder import HEFT, WEIGHT_COUNT
 
 GENERALIST: Final = "generalist"
 """The default policy."""
@@ -68,14 +68,14 @@ class Policy:
     others: tuple[Policy, ...] = ()
 
     def propose(
-        self, judge: Judge, known: list[Candidate]
+        self, evaluator: Evaluator, known: list[Candidate]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return means (M, K) and standard deviations (M, K) of weights for a problem.
 
         The first of M is this policy's own proposal, the rest are those of the others. ``known``
         are the candidates of :func:`placer.search.heuristics.heuristics`.
         """
-        return self.proposals(summarise(judge, known))
+        return self.proposals(summarise(evaluator, known))
 
     def proposals(
         self, summary: NDArray[np.float64]

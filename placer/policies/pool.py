@@ -19,8 +19,8 @@ from placer.policies.records import Items, Within, check_ranges
 from placer.policies.reference import draw_reference
 from placer.policies.summary import summarise
 from placer.search.candidate import Candidate, Kind
+from placer.search.evaluator import Evaluator
 from placer.search.heuristics import heuristics
-from placer.search.judge import Judge
 
 FASTEST: Final = "fast"
 SLOWER: Final = "slow"
@@ -99,7 +99,7 @@ class Exercise:
     """A problem with its heuristics, its summary and the reference to beat."""
 
     family: str
-    judge: Judge
+    evaluator: Evaluator
     known: list[Candidate]
     summary: NDArray[np.float64]  # (F,) of summary.FEATURES
     reference_ns: int  # the best of single device, HEFT and ETF
@@ -135,14 +135,14 @@ def draw_exercise(
 
 def exercise(problem: Problem, family: str = "") -> Exercise:
     """Prepare a problem for training or testing."""
-    judge = Judge(problem)
-    known = heuristics(judge)
+    evaluator = Evaluator(problem)
+    known = heuristics(evaluator)
     reference = min(c.step_ns for c in known if c.kind in REFERENCE_KINDS)
     return Exercise(
         family=family,
-        judge=judge,
+        evaluator=evaluator,
         known=known,
-        summary=summarise(judge, known),
+        summary=summarise(evaluator, known),
         reference_ns=max(reference, 1),
     )
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.policies.decoders import InProcess
-from placer.search.judge import Judge
+from placer.search.evaluator import Evaluator
 
 FOREVER: Final = -1
 LOOPBACK: Final = "127.0.0.1"
@@ -24,7 +24,7 @@ LOOPBACK: Final = "127.0.0.1"
 class RayTasks:
     """Decodes on all processors of a Ray cluster, one task for each; see :class:`Decoders`."""
 
-    def __init__(self, judges: Sequence[Judge], address: str = "") -> None:
+    def __init__(self, evaluators: Sequence[Evaluator], address: str = "") -> None:
         """Connect to the cluster at ``address`` or ``$RAY_ADDRESS``, or start one on this machine.
 
         Raises:
@@ -43,7 +43,7 @@ class RayTasks:
             ray.init(address or None, log_to_driver=False)
         elif self._connected:
             _start(ray)
-        self._problems = ray.put([judge.problem for judge in judges])
+        self._problems = ray.put([evaluator.problem for evaluator in evaluators])
         self._decode = ray.remote(num_cpus=1, max_retries=FOREVER)(_costs)
 
     def costs(
@@ -96,5 +96,5 @@ def _costs(
     key = problems[0].hex()
     if key not in _known:
         _known.clear()
-        _known[key] = InProcess([Judge(problem) for problem in ray.get(problems[0])])
+        _known[key] = InProcess([Evaluator(problem) for problem in ray.get(problems[0])])
     return _known[key].costs(numbers, weights)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from placer.policies.decoders import Decoders
 from placer.policies.network import ACTION_SCALE
-from placer.search.decoder import HEFT, WEIGHT_COUNT
+from placer.search.list_scheduler.decoder import HEFT, WEIGHT_COUNT
 
 REWARD_SCALE: Final = 10.0
 WORST_REWARD: Final = -20.0

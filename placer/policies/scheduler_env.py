@@ -25,7 +25,7 @@ from placer.policies.network import ACTION_SCALE, FARTHEST, normalised
 from placer.policies.pool import Exercise, exercise
 from placer.policies.rewards import Rewards, plain_rewards
 from placer.policies.summary import FEATURES
-from placer.search.decoder import HEFT, WEIGHT_COUNT
+from placer.search.list_scheduler.decoder import HEFT, WEIGHT_COUNT
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -101,7 +101,7 @@ class SchedulerEnv(gym.Env[NDArray[np.float32], NDArray[np.float32]]):
             elif graph is not None:
                 pool = [exercise(problem_of(graph, cluster))]
             self.pool = list(pool or [exercise(toy_problem(), "two-towers")])
-            self.decoders = InProcess([item.judge for item in self.pool])
+            self.decoders = InProcess([item.evaluator for item in self.pool])
         self.feature_mean, self.feature_deviation = pool_scale(self.pool)
         self.observation_space = observation_space()
         self.action_space = action_space()
@@ -132,12 +132,12 @@ class SchedulerEnv(gym.Env[NDArray[np.float32], NDArray[np.float32]]):
         """Return the simulated schedule of the last step as text, in mode "ansi"."""
         if self.render_mode != "ansi":
             return None
-        judge = self.pool[self._number].judge
+        evaluator = self.pool[self._number].evaluator
         if self._weights is None:
-            return str(PartialSchedule(judge.problem))
-        devices, priority, _ = judge.decoded(self._weights)
-        schedule = Simulator(judge.problem, memory=False).run(devices[0], priority[0])
-        return schedule_chart(judge.problem, devices[0], schedule.start_ns, schedule.end_ns)
+            return str(PartialSchedule(evaluator.problem))
+        devices, priority, _ = evaluator.decode(self._weights)
+        schedule = Simulator(evaluator.problem, memory=False).run(devices[0], priority[0])
+        return schedule_chart(evaluator.problem, devices[0], schedule.start_ns, schedule.end_ns)
 
     def close(self) -> None:
         """End what was started to run the model."""
@@ -170,7 +170,7 @@ class SchedulerBatch(VecEnv):
         """
         super().__init__(count, observation_space(), action_space())
         self.pool = list(pool)
-        self.decoders = decoders or InProcess([item.judge for item in self.pool])
+        self.decoders = decoders or InProcess([item.evaluator for item in self.pool])
         self.rewards = rewards or plain_rewards(len(self.pool))
         self.chosen = np.arange(len(self.pool))
         self._random = np.random.default_rng(seed)

@@ -27,9 +27,9 @@ from envs.toy_problem import toy_problem
 from graphs.quotient import edge_sources
 from placer.search.budget import Budget
 from placer.search.candidate import Kind
+from placer.search.evaluator import BudgetedEvaluator
 from placer.search.grouping import Grouping, at_most
 from placer.search.request import SearchRequest
-from placer.search.tally import Tally
 
 MOST_GROUPS: Final = 128
 HIDDEN: Final = 64
@@ -99,25 +99,27 @@ class SequenceNetwork(nn.Module):
 
 
 @one_thread()
-def learn(tally: Tally, seed: int) -> None:
-    """Sample placements and learn from their step times until the tally is over."""
-    judge = tally.judge
-    groups = at_most(judge.problem, MOST_GROUPS)
+def learn(budgeted: BudgetedEvaluator, seed: int) -> None:
+    """Sample placements and learn from their step times until the budget is spent."""
+    evaluator = budgeted.evaluator
+    groups = at_most(evaluator.problem, MOST_GROUPS)
     shares, features = described(groups)
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        network = SequenceNetwork(shares.shape[1], features.shape[1], judge.problem.device_count)
+        network = SequenceNetwork(
+            shares.shape[1], features.shape[1], evaluator.problem.device_count
+        )
     optimizer = torch.optim.Adam(network.parameters(), LEARNING_RATE)
     allowed = torch.from_numpy(groups.allowed)
-    unit_ns = max(float(judge.problem.cost_ns.sum(axis=0).max()), 1.0)
+    unit_ns = max(float(evaluator.problem.cost_ns.sum(axis=0).max()), 1.0)
     baseline: float | None = None
-    while not tally.over():
-        chances = torch.rand((tally.room(SAMPLES), len(groups)), generator=generator)
+    while not budgeted.over():
+        chances = torch.rand((budgeted.room(SAMPLES), len(groups)), generator=generator)
         drawn, logs = network(shares, features, allowed, chances)
         plans = groups.expand(drawn.numpy())
-        priority = np.broadcast_to(judge.outline.bottom_level, plans.shape)
-        costs = tally.all_judged(plans, priority)
+        priority = np.broadcast_to(evaluator.scheduling.bottom_level, plans.shape)
+        costs = budgeted.evaluate_all(plans, priority)
         if len(costs) < len(plans):
             break
         rewards = reward(costs, unit_ns)
@@ -133,7 +135,9 @@ def learn(tally: Tally, seed: int) -> None:
 @cache
 def load_libraries() -> None:
     """Train once on a toy problem: Adam imports torch's compiler, which takes seconds."""
-    learn(Tally(SearchRequest(toy_problem(), Budget(evaluations=SAMPLES)), Kind.OTHER), 0)
+    learn(
+        BudgetedEvaluator(SearchRequest(toy_problem(), Budget(evaluations=SAMPLES)), Kind.OTHER), 0
+    )
 
 
 def reward(costs: NDArray[np.int64], unit_ns: float) -> NDArray[np.float64]:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.search.candidate import Candidate, Kind
-from placer.search.judge import Judge
+from placer.search.evaluator import Evaluator
 
 FEATURES: Final = (
     "log_ops",
@@ -39,9 +39,9 @@ FEATURES: Final = (
 LARGEST_RATIO: Final = 10.0
 
 
-def summarise(judge: Judge, known: list[Candidate]) -> NDArray[np.float64]:
+def summarise(evaluator: Evaluator, known: list[Candidate]) -> NDArray[np.float64]:
     """Return the features (F,) of a problem with the heuristics ``known``, not normalised."""
-    o = judge.outline
+    o = evaluator.scheduling
     count, devices = o.cost.shape
     cost = np.where(o.allowed, o.cost, np.inf).min(axis=1) / o.scale
     send = np.zeros(count)

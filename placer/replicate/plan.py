@@ -35,7 +35,7 @@ from placer.replicate.sources import GraphSource, ModelSource, StepSource
 from placer.report.progress import Progress, Silent
 from placer.result import Result
 from placer.search.budget import Budget
-from placer.search.compiling import load_compiled_code
+from placer.search.compilation import load_compiled_code
 from placer.several import Slice, share_of
 
 MOST_REPLICAS: Final = 16

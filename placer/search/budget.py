@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from envs.nanoseconds import HORIZON_NS
-from placer.search.trail import Trail
+from placer.search.trace import SearchTrace
 
 _FORM: Final = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:e[0-9]+(?=[a-z]))?)\s*(s|m|min|e|evals?)")
 LONGEST_CHUNK_S: Final = 0.05
@@ -81,14 +81,14 @@ class Meter:
     """Spending of a budget, including requests to stop.
 
     Compiled loops run in chunks of about ``chunk_s`` between two polls of ``should_stop``. If there
-    is a ``trail``, it records how the search went.
+    is a ``search_trace``, it records how the search went.
     """
 
     budget: Budget
     should_stop: Callable[[], bool] | None = None
     spent: int = 0
     stopped: bool = False
-    trail: Trail | None = None
+    search_trace: SearchTrace | None = None
     _began: float = field(default_factory=time.perf_counter)
 
     @property
@@ -114,9 +114,9 @@ class Meter:
         self.spent += evaluations
 
     def note(self, name: str, cost_ns: int) -> None:
-        """Record the best feasible cost of ``name`` so far in the trail, if there is one."""
-        if self.trail is not None and cost_ns < HORIZON_NS:
-            self.trail.note(name, self.spent, self.seconds(), cost_ns / 1e9)
+        """Record the best feasible cost of ``name`` so far in the search trace, if any."""
+        if self.search_trace is not None and cost_ns < HORIZON_NS:
+            self.search_trace.note(name, self.spent, self.seconds(), cost_ns / 1e9)
 
     def left(self) -> int | None:
         """Return the evaluations left, or None if the budget is in seconds."""

@@ -1,26 +1,33 @@
-"""Contiguous parts in topological order that minimize the slowest part, by dynamic programming.
+"""Contiguous parts of a topological order, one per device, that minimize the slowest part.
 
 The time of a part is the cost of its ops plus its incoming and outgoing transfers, as counted by
-:mod:`envs.max_load`. For a chain the result is optimal among such splits. In other graphs, an
-output that crosses several parts counts as if each part forwarded it, and all outputs that cross a
-cut count.
+:mod:`envs.max_load`. It depends only on the two ends of the part, so the best borders follow by
+dynamic programming, as for pipelines of layers (PipeDream, arXiv 1806.03377).
+
+:func:`contiguous` also chooses the order of the devices, and counts the links between neighbouring
+parts: the result is optimal for a chain. In other graphs, an output that crosses several parts
+counts as if each part forwarded it, and all outputs that cross a cut count. :func:`pipeline_parts`
+takes the devices in their order and all links as the best one, and counts every output once: its
+result is optimal for any graph if links are equal and there are no groups.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import permutations
+from itertools import pairwise, permutations
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.max_load import HOST_KIND
+from envs.compiled import compiled
+from envs.max_load import HOST_KIND, least_send_ns
 from envs.problem import Problem
+from graphs.graph import GraphArrays
 from graphs.quotient import edge_sources
 from placer.search.grouping import units
-from placer.search.trivial import spread
+from placer.search.heuristics import spread
 
 Floats = NDArray[np.float64]
 
@@ -203,3 +210,143 @@ def _cut_ns(problem: Problem, line: _Line, before: int, after: int) -> tuple[Flo
     pays = [problem.cluster.devices[d].kind != HOST_KIND for d in (before, after)]
     costs = [total if own else np.where(np.isinf(total), total, 0.0) for own in pays]
     return costs[0], costs[1]
+
+
+MOST_STEPS: Final = 20_000_000
+"""Maximum number of steps of the dynamic programming; longer orders are cut at fewer, evenly spaced
+places."""
+NEVER_NS: Final = 1 << 62
+
+Bools = NDArray[np.bool_]
+Ints = NDArray[np.int32]
+Longs = NDArray[np.int64]
+
+
+def narrow_order(graph: GraphArrays) -> NDArray[np.int32]:
+    """Return all ops (N,) in a topological order that keeps few outputs in use at a time.
+
+    Greedy: always the op that frees most outputs; among equals, the one that became ready last.
+    """
+    unread = np.diff(graph.successor_start).tolist()
+    missing = np.diff(graph.predecessor_start).tolist()
+    reads = _lists(graph.predecessor_start, graph.predecessors)
+    readers = _lists(graph.successor_start, graph.successors)
+    since = {i: -1 for i in graph.topological.tolist() if not missing[i]}
+    order: list[int] = []
+
+    def growth(i: int) -> tuple[int, int]:
+        return bool(readers[i]) - sum(unread[u] == 1 for u in reads[i]), -since[i]
+
+    while since:
+        chosen = min(since, key=growth)
+        del since[chosen]
+        order.append(chosen)
+        for u in reads[chosen]:
+            unread[u] -= 1
+        for v in readers[chosen]:
+            missing[v] -= 1
+            if not missing[v]:
+                since[v] = len(order)
+    return np.array(order, np.int32)
+
+
+def _lists(start: NDArray[np.int32], values: NDArray[np.int32]) -> list[list[int]]:
+    return [values[a:b].tolist() for a, b in pairwise(start.tolist())]
+
+
+def pipeline_parts(problem: Problem, order: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Return devices (N,) of the best parts of a topological order (N,); parts may be empty.
+
+    The first device has the first part. Transfers count as on the best link, and co-location is
+    enforced only at the end: exact if links are equal and there are no groups. If no parts fit into
+    memory, memory is ignored.
+    """
+    graph, count = problem.graph, problem.op_count
+    starts = max(MOST_STEPS // max(count * problem.device_count, 1), 4 * problem.device_count)
+    borders = np.unique(np.linspace(0, count, min(count, starts) + 1).astype(np.int32))
+    position = np.empty(count, np.int32)
+    position[order] = np.arange(count)
+    source = np.repeat(np.arange(count), np.diff(graph.successor_start))
+    last_reader = position.copy()
+    np.maximum.at(last_reader, source, position[graph.successors])
+    size = graph.resident_bytes + graph.output_bytes + graph.workspace_bytes
+    pays = np.array([device.kind != HOST_KIND for device in problem.cluster.devices], np.bool_)
+    wish = np.zeros(count, np.int64)
+    for memory_bytes in (problem.memory_bytes, np.full(problem.device_count, NEVER_NS)):
+        ends = _best_ends(
+            np.where(problem.allowed, problem.cost_ns, -1),
+            least_send_ns(problem),
+            size,
+            memory_bytes.astype(np.int64),
+            pays,
+            np.array(order, np.int32),
+            position,
+            last_reader,
+            graph.predecessor_start.copy(),
+            graph.predecessors.copy(),
+            borders,
+        )
+        if ends[-1] == count:
+            wish[order] = np.searchsorted(ends, np.arange(count), side="right")
+            break
+    return spread(problem, wish)
+
+
+@compiled
+def _best_ends(
+    cost_ns: Longs,
+    send_ns: Longs,
+    size_bytes: Longs,
+    memory_bytes: Longs,
+    pays: Bools,
+    order: Ints,
+    position: Ints,
+    last_reader: Ints,
+    read_start: Ints,
+    reads: Ints,
+    borders: Ints,
+) -> Longs:
+    """Return the end of each device's part, (D,), or all -1 if there are no such parts."""
+    places, devices = len(borders), len(memory_bytes)
+    best = np.full((devices + 1, places), NEVER_NS, np.int64)
+    chosen = np.full((devices + 1, places), -1, np.int32)
+    best[0, 0] = 0
+    received = np.full(len(order), -1, np.int64)
+    for d in range(devices):
+        for a in range(places):
+            so_far = best[d, a]
+            if so_far >= best[d + 1, places - 1]:
+                continue
+            if so_far < best[d + 1, a]:
+                best[d + 1, a], chosen[d + 1, a] = so_far, a
+            kept, sent, used = 0, 0, 0
+            for b in range(a + 1, places):
+                fits = True
+                for at in range(borders[b - 1], borders[b]):
+                    i = order[at]
+                    fits = fits and cost_ns[i, d] >= 0
+                    kept += cost_ns[i, d]
+                    used += size_bytes[i]
+                    if pays[d] and last_reader[i] > at:
+                        sent += send_ns[i]
+                    for k in range(read_start[i], read_start[i + 1]):
+                        u = reads[k]
+                        if not pays[d]:
+                            continue
+                        if position[u] >= borders[a]:
+                            sent -= send_ns[u] if last_reader[u] == at else 0
+                        elif received[u] != d * places + a:
+                            received[u] = d * places + a
+                            kept += send_ns[u]
+                if not fits or used > memory_bytes[d] or kept >= best[d + 1, places - 1]:
+                    break
+                load = max(so_far, kept + sent)
+                if load < best[d + 1, b]:
+                    best[d + 1, b], chosen[d + 1, b] = load, a
+    ends = np.full(devices, -1, np.int64)
+    if best[devices, places - 1] < NEVER_NS:
+        at = places - 1
+        for d in range(devices, 0, -1):
+            ends[d - 1] = borders[at]
+            at = chosen[d, at]
+    return ends

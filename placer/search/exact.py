@@ -26,8 +26,8 @@ from envs.problem import NO_QUEUE, Problem
 from envs.simulator import INFEASIBLE_NS
 from graphs.quotient import edge_sources
 from placer.search.candidate import Candidate
+from placer.search.evaluator import BudgetedEvaluator
 from placer.search.grouping import units
-from placer.search.tally import Tally
 
 LARGEST: Final = 80
 """Maximum number of ops; with more, proofs take hours and the heuristics' bounds are better."""
@@ -39,8 +39,8 @@ LONGEST_NS: Final = 1 << 52
 ROUNDS: Final = 4
 
 
-def exact(tally: Tally, seed: int, start: Candidate) -> int:
-    """Solve until the budget of the tally is spent; return a lower bound of all step times, in ns.
+def exact(budgeted: BudgetedEvaluator, seed: int, start: Candidate) -> int:
+    """Solve until the budget is spent; return a lower bound of all step times, in ns.
 
     The bound is 0 if nothing was proven, ``INFEASIBLE_NS`` if no placement is feasible.
 
@@ -48,34 +48,36 @@ def exact(tally: Tally, seed: int, start: Candidate) -> int:
     seed: solutions that are equal in the model differ in the simulator. The caller makes sure that
     there are at most :data:`LARGEST` ops.
     """
-    problem, bound_ns = tally.judge.problem, 0
-    tally.judged(start.devices, start.priority)
+    problem, bound_ns = budgeted.evaluator.problem, 0
+    budgeted.evaluate(start.devices, start.priority)
     for number in range(ROUNDS):
-        if tally.over():
+        if budgeted.over():
             break
         model = _Model(problem)
         if number == 0:
             model.hint(start)  # a good bound at once; later rounds should find other solutions
-        solver = _solver(tally, seed + number)
-        with _Watch(tally, solver):
-            status = solver.solve(model.model, _Replay(model, tally))
+        solver = _solver(budgeted, seed + number)
+        with _Watch(budgeted, solver):
+            status = solver.solve(model.model, _Replay(model, budgeted))
         if status == cp_model.INFEASIBLE:
             return INFEASIBLE_NS
         bound_ns = max(bound_ns, round(solver.best_objective_bound))
-        if tally.best().step_ns <= bound_ns:
+        if budgeted.best().step_ns <= bound_ns:
             break
     return bound_ns
 
 
-def _solver(tally: Tally, seed: int) -> cp_model.CpSolver:
+def _solver(budgeted: BudgetedEvaluator, seed: int) -> cp_model.CpSolver:
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = seed & 0x7FFFFFFF
-    budget, left = tally.meter.budget, tally.meter.left()
+    budget, left = budgeted.meter.budget, budgeted.meter.left()
     if left is not None:
         solver.parameters.max_deterministic_time = DETERMINISTIC_S * left
     elif budget.seconds is not None:
-        solver.parameters.max_time_in_seconds = max(budget.seconds - tally.meter.seconds(), LOOK_S)
+        solver.parameters.max_time_in_seconds = max(
+            budget.seconds - budgeted.meter.seconds(), LOOK_S
+        )
     return solver
 
 
@@ -211,10 +213,10 @@ def _horizon_ns(problem: Problem) -> int:
 class _Replay(cp_model.CpSolverSolutionCallback):
     """Evaluates every solution with the simulator."""
 
-    def __init__(self, model: _Model, tally: Tally) -> None:
+    def __init__(self, model: _Model, budgeted: BudgetedEvaluator) -> None:
         super().__init__()
         self.plan = model
-        self.tally = tally
+        self.budgeted = budgeted
 
     def on_solution_callback(self) -> None:
         devices = np.array(
@@ -225,12 +227,12 @@ class _Replay(cp_model.CpSolverSolutionCallback):
             np.int32,
         )
         start = np.array([self.value(var) for var in self.plan.start])
-        by_level = self.tally.judge.outline.bottom_level
+        by_level = self.budgeted.evaluator.scheduling.bottom_level
         for priority in (by_start(self.plan.problem, start), by_level):
-            if self.tally.over():
+            if self.budgeted.over():
                 self.stop_search()
                 return
-            self.tally.judged(devices, priority)
+            self.budgeted.evaluate(devices, priority)
 
 
 def by_start(problem: Problem, start_ns: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -246,14 +248,14 @@ def by_start(problem: Problem, start_ns: NDArray[np.int64]) -> NDArray[np.float6
 class _Watch:
     """Thread that stops a solver when a stop is requested."""
 
-    def __init__(self, tally: Tally, solver: cp_model.CpSolver) -> None:
-        self.tally = tally
+    def __init__(self, budgeted: BudgetedEvaluator, solver: cp_model.CpSolver) -> None:
+        self.budgeted = budgeted
         self.solver = solver
         self.done = threading.Event()
         self.thread = threading.Thread(target=self._run, daemon=True)
 
     def _run(self) -> None:
-        should_stop = self.tally.meter.should_stop
+        should_stop = self.budgeted.meter.should_stop
         while should_stop is not None and not self.done.wait(LOOK_S):
             if should_stop():
                 self.solver.stop_search()

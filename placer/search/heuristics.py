@@ -1,45 +1,150 @@
-"""Initial candidates of every search: trivial placements and classic list schedulers."""
+"""Placements without search: the initial candidates of every search.
+
+Trivial placements, classic list schedulers, and layers in model order, as models are placed by hand
+on devices that are too small for them. All respect the allowed devices of ops and keep a
+co-location group on one device.
+"""
 
 from __future__ import annotations
 
-from envs.simulator import INFEASIBLE_NS
+import re
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envs.problem import Problem
+from envs.simulator import INFEASIBLE_NS, Simulator
 from placer.search.candidate import Candidate, Kind
-from placer.search.decoder import HEFT, decode
-from placer.search.etf import etf
-from placer.search.filling import first_layers
-from placer.search.judge import Judge
-from placer.search.trivial import layer_split, round_robin, single_device
+from placer.search.evaluator import Evaluator
+from placer.search.list_scheduler.decoder import HEFT, decode
+from placer.search.list_scheduler.etf import etf
 
 
-def heuristics(judge: Judge) -> list[Candidate]:
+def heuristics(evaluator: Evaluator) -> list[Candidate]:
     """Return single devices, layer split, round robin, first layers, HEFT and ETF, in this order.
 
     "First layers" is included only if some single device cannot hold the model. Trivial placements
     run ready ops by upward rank.
     """
-    problem, by_level = judge.problem, judge.outline.bottom_level
-    singles = single_devices(judge)
+    problem, by_level = evaluator.problem, evaluator.scheduling.bottom_level
+    singles = single_devices(evaluator)
     if problem.device_count == 1:
         return singles
     found = [
         *singles,
-        judge.candidate(Kind.LAYER_SPLIT, layer_split(problem), by_level),
-        judge.candidate(Kind.ROUND_ROBIN, round_robin(problem), by_level),
+        evaluator.candidate(Kind.LAYER_SPLIT, layer_split(problem), by_level),
+        evaluator.candidate(Kind.ROUND_ROBIN, round_robin(problem), by_level),
     ]
     if any(candidate.step_ns == INFEASIBLE_NS for candidate in singles):
         plan = first_layers(problem, by_level)
-        found.append(judge.candidate(Kind.FIRST_LAYERS, plan, by_level))
-    found.append(judge.candidate(Kind.HEFT, *decode(judge.outline, HEFT)))
-    found.append(judge.candidate(Kind.ETF, *etf(judge.outline)))
+        found.append(evaluator.candidate(Kind.FIRST_LAYERS, plan, by_level))
+    found.append(evaluator.candidate(Kind.HEFT, *decode(evaluator.scheduling, HEFT)))
+    found.append(evaluator.candidate(Kind.ETF, *etf(evaluator.scheduling)))
     return found
 
 
-def single_devices(judge: Judge) -> list[Candidate]:
+def single_devices(evaluator: Evaluator) -> list[Candidate]:
     """Return a candidate for each device; its name says if ops that may not run there are not."""
     found = []
-    for d, device in enumerate(judge.problem.cluster.names):
-        devices = single_device(judge.problem, d)
+    for d, device in enumerate(evaluator.problem.cluster.names):
+        devices = single_device(evaluator.problem, d)
         name = f"single {device}" if (devices == d).all() else f"{device} where allowed"
-        by_level = judge.outline.bottom_level
-        found.append(judge.candidate(Kind.SINGLE_DEVICE, devices, by_level, name=name))
+        by_level = evaluator.scheduling.bottom_level
+        found.append(evaluator.candidate(Kind.SINGLE_DEVICE, devices, by_level, name=name))
     return found
+
+
+def single_device(problem: Problem, device: int) -> NDArray[np.int32]:
+    """Place all ops on one device; ops that are not allowed there on their cheapest one."""
+    return spread(problem, np.full(problem.op_count, device))
+
+
+def layer_split(problem: Problem) -> NDArray[np.int32]:
+    """Return contiguous parts in topological order, one per device, in proportion to its speed."""
+    order = problem.graph.topological
+    total = np.where(problem.allowed, problem.cost_ns, 0).sum(axis=1)
+    cost = (total / problem.allowed.sum(axis=1))[order]
+    runs = np.maximum(problem.allowed.sum(axis=0), 1)
+    device_cost = np.where(problem.allowed, problem.cost_ns, 0).sum(axis=0) / runs
+    speed = 1.0 / np.maximum(device_cost, 1.0)
+    borders = np.cumsum(speed)[:-1] / speed.sum() * cost.sum()
+    wish = np.empty(problem.op_count, np.int64)
+    wish[order] = np.searchsorted(borders, np.cumsum(cost) - cost / 2.0, side="right")
+    return spread(problem, wish)
+
+
+def round_robin(problem: Problem) -> NDArray[np.int32]:
+    """Assign ops in topological order to the devices in turn."""
+    wish = np.empty(problem.op_count, np.int64)
+    wish[problem.graph.topological] = np.arange(problem.op_count) % problem.device_count
+    return spread(problem, wish)
+
+
+def spread(problem: Problem, wish: NDArray[np.int64]) -> NDArray[np.int32]:
+    """Give each op the device of its ``wish`` (N,), or the cheapest allowed one.
+
+    A group goes where its topologically first member wishes; ``wish`` is updated in place.
+    """
+    order = problem.graph.topological
+    group = problem.graph.group[order]
+    cost = np.array(problem.cost_ns)
+    grouped = group >= 0
+    if grouped.any():
+        first = np.unique(group[grouped], return_index=True)[1]
+        wish[order[grouped]] = wish[order[grouped][first]][group[grouped]]
+        total = np.zeros((len(first), problem.device_count), np.int64)
+        np.add.at(total, group[grouped], cost[order[grouped]])
+        cost[order[grouped]] = total[group[grouped]]
+    cheapest = np.where(problem.allowed, cost, np.iinfo(np.int64).max).argmin(axis=1)
+    fits = problem.allowed[np.arange(problem.op_count), wish]
+    return np.where(fits, wish, cheapest).astype(np.int32)
+
+
+def first_layers(problem: Problem, priority: NDArray[np.float64]) -> NDArray[np.int32]:
+    """Return devices (N,) that fill up one after the other; the last takes the rest.
+
+    Memory is the simulated peak with ops ordered by ``priority`` (N,). A co-location group goes
+    with its first layer. An op that is not allowed on its device goes, with its group, to the last
+    allowed one.
+    """
+    simulator = Simulator(problem)
+    number = layer_numbers(problem)
+    last = problem.device_count - 1
+    devices = np.full(problem.op_count, last, np.int32)
+    begin, count = 0, int(number.max()) + 1
+    for d in range(last):
+        low, high = begin, count  # the layers from begin to low fit
+        while low < high:
+            middle = (low + high + 1) // 2
+            trial = np.where((number >= begin) & (number < middle), np.int32(d), devices)
+            peak = simulator.run(trial, priority).peak_bytes[d]
+            low, high = (middle, high) if peak <= problem.memory_bytes[d] else (low, middle - 1)
+        devices[(number >= begin) & (number < low)] = d
+        begin = low
+    ops = np.arange(problem.op_count)
+    fallback = last - problem.allowed[:, ::-1].argmax(axis=1)
+    return np.where(problem.allowed[ops, devices], devices, fallback).astype(np.int32)
+
+
+def layer_numbers(problem: Problem) -> NDArray[np.int64]:
+    """Return the layer of every op (N,), in model order; a group is in its first layer."""
+    graph = problem.graph
+    layers: dict[str, int] = {}
+    for op in graph.topological.tolist():
+        layers.setdefault(layer_of(graph.modules[op]), len(layers))
+    number = np.array([layers[layer_of(module)] for module in graph.modules], np.int64)
+    grouped = graph.group >= 0
+    first = np.full(int(graph.group.max(initial=-1)) + 1, len(layers), np.int64)
+    np.minimum.at(first, graph.group[grouped], number[grouped])
+    number[grouped] = first[graph.group[grouped]]
+    return number
+
+
+def layer_of(module: str) -> str:
+    """Return a module path up to the first number in it.
+
+    >>> layer_of("decoder.layers.3.mlp.0"), layer_of("head"), layer_of("2.conv")
+    ('decoder.layers.3', 'head', '2')
+    """
+    found = re.match(r"(.*?\.)?\d+(?=\.|$)", module)
+    return found[0] if found else module

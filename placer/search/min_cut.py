@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 
 from graphs.quotient import edge_sources
 from placer.search.grouping import Grouping
-from placer.search.outline import Outline
-from placer.search.trivial import spread
+from placer.search.heuristics import spread
+from placer.search.list_scheduler.arrays import SchedulingArrays
 
 LARGEST_WEIGHT: Final = 1 << 30
 """Maximum sum of all vertex weights, or of all edge weights: METIS may use 32-bit integers."""
 
 
-def min_cut(rows: Grouping, outline: Outline, seed: int) -> NDArray[np.int32]:
+def min_cut(rows: Grouping, scheduling: SchedulingArrays, seed: int) -> NDArray[np.int32]:
     """Return devices (N,) for the units of :func:`placer.search.grouping.units`.
 
     METIS does not support pins: an op that is not allowed on the device of its part goes to the
@@ -33,7 +33,7 @@ def min_cut(rows: Grouping, outline: Outline, seed: int) -> NDArray[np.int32]:
     if device_count == 1 or count == 1:
         return spread(rows.problem, np.zeros(rows.problem.op_count, np.int64))
     runs = rows.allowed.sum(axis=1)
-    start, neighbours, weight = _adjacency(rows, outline)
+    start, neighbours, weight = _adjacency(rows, scheduling)
     busy = np.maximum(rows.cost_ns.sum(axis=0) / np.maximum(rows.allowed.sum(axis=0), 1), 1.0)
     speed = np.where(rows.allowed.any(axis=0), 1.0 / busy, 0.0)
     _, part = pymetis.part_graph(
@@ -49,12 +49,12 @@ def min_cut(rows: Grouping, outline: Outline, seed: int) -> NDArray[np.int32]:
 
 
 def _adjacency(
-    rows: Grouping, outline: Outline
+    rows: Grouping, scheduling: SchedulingArrays
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
     """Return the CSR adjacency of the units: starts, neighbours, and edge weights."""
     graph, count = rows.problem.graph, len(rows)
     edge_ns = np.empty(graph.edge_count)
-    edge_ns[graph.predecessor_edge] = outline.edge_ns
+    edge_ns[graph.predecessor_edge] = scheduling.edge_ns
     source, target = rows.group_of[edge_sources(graph)], rows.group_of[graph.successors]
     ends = np.concatenate([source * count + target, target * count + source])
     ends, inverse = np.unique(ends, return_inverse=True)

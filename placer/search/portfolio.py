@@ -18,18 +18,18 @@ from placer.milliseconds import milliseconds
 from placer.search.annealing.step_time import (
     MOST_STARTS,
     Annealing,
-    heat,
-    moves_left,
-    walk,
+    affordable_moves,
+    anneal,
+    initial_temperature,
     worthwhile_starts,
 )
 from placer.search.budget import Budget
 from placer.search.candidate import Candidate, Kind, distinct, ranked
-from placer.search.compiling import load_compiled_code
-from placer.search.decoder import HEFT, WEIGHT_COUNT
+from placer.search.compilation import load_compiled_code
+from placer.search.evaluator import Evaluator
 from placer.search.evolution import Evolution
 from placer.search.heuristics import heuristics
-from placer.search.judge import Judge
+from placer.search.list_scheduler.decoder import HEFT, WEIGHT_COUNT
 from placer.search.request import SearchRequest
 
 SAMPLES: Final = 32
@@ -55,7 +55,7 @@ class Proposer(Protocol):
     """A learned policy: proposes decoder weights for a problem."""
 
     def propose(
-        self, judge: Judge, known: list[Candidate]
+        self, evaluator: Evaluator, known: list[Candidate]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return means (M, 21) and standard deviations (M, 21) of weights.
 
@@ -104,7 +104,7 @@ class _Search:
     def __init__(self, request: SearchRequest) -> None:
         problem = request.problem
         self.meter = request.meter()
-        self.judge = Judge(problem)
+        self.evaluator = Evaluator(problem)
         self.seeds = np.random.SeedSequence(request.seed).generate_state(2 + MOST_STARTS).tolist()
         self.report = request.report
         self.bound_ns = lower_bound_ns(problem) if _pays(problem, request.budget) else 0
@@ -113,7 +113,7 @@ class _Search:
         self.chunk = 1
 
     def begin(self) -> None:
-        self.known = heuristics(self.judge)
+        self.known = heuristics(self.evaluator)
         self.meter.spend(len(self.known))
         self._settle(min(c.step_ns for c in self.known))
         self.meter.note("heuristics", min(c.step_ns for c in self.known))
@@ -121,7 +121,7 @@ class _Search:
 
     def learned(self, policy: Proposer) -> _Beginning:
         """Decode the policy's proposals, then samples around the best; return the best weights."""
-        means, deviations = policy.propose(self.judge, self.known)
+        means, deviations = policy.propose(self.evaluator, self.known)
         spreads = np.maximum(deviations, LEAST_SPREAD)
         costs = self.decode(Kind.POLICY, means, SAMPLE_SHARE)
         if len(costs) == 0:
@@ -159,13 +159,13 @@ class _Search:
             size = min(self.chunk, len(rows) - len(costs))
             size = size if left is None else min(size, left)
             began = self.meter.seconds()
-            devices, priority, new = self.judge.decoded(rows[len(costs) : len(costs) + size])
+            devices, priority, new = self.evaluator.decode(rows[len(costs) : len(costs) + size])
             costs += new.tolist()
             self.meter.spend(size)
             self.chunk = self.meter.next_chunk(self.chunk, size, self.meter.seconds() - began)
             row = int(new.argmin())
             if best is None or new[row] < best.step_ns:
-                best = self.judge.candidate(kind, devices[row], priority[row], int(new[row]))
+                best = self.evaluator.candidate(kind, devices[row], priority[row], int(new[row]))
         self.report(self.meter.share(), kind.value)
         if best is not None:
             self._keep(best)
@@ -175,24 +175,24 @@ class _Search:
         if self.meter.over():
             return
         best = distinct(ranked(self.found + self.known), MOST_STARTS)
-        moves = moves_left(self.judge, best[0], self.meter)
+        moves = affordable_moves(self.evaluator, best[0], self.meter)
         self.meter.spend(1)
         # The best placement; if there is time also the best heuristic and the next best placement.
         starts = distinct([best[0], *ranked(self.known), *best], worthwhile_starts(moves))
-        hot = heat(moves // len(starts), self.judge.problem.op_count)
+        hot = initial_temperature(moves // len(starts), self.evaluator.problem.op_count)
         began = self.meter.share()
         for number, start in enumerate(starts):
             annealing = Annealing(
-                self.judge, start, self.seeds[2 + number], hot=hot, senders=SENDERS
+                self.evaluator, start, self.seeds[2 + number], hot=hot, senders=SENDERS
             )
             self.meter.spend(1)
             end = began + (1.0 - began) * (number + 1) / len(starts)
-            walk(annealing, self.meter, end, self._told)
+            anneal(annealing, self.meter, end, self._report_annealing)
             self._keep(annealing.best())
             if self.meter.over():
                 break
 
-    def _told(self, cost: int) -> None:
+    def _report_annealing(self, cost: int) -> None:
         self._settle(cost)
         self.meter.note(Kind.ANNEALING.value, cost)
         self.report(self.meter.share(), f"annealing, {milliseconds(cost / 1e9)} ms")

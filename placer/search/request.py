@@ -8,7 +8,7 @@ from typing import Final, TypeAlias
 
 from envs.problem import Problem
 from placer.search.budget import Budget, Meter
-from placer.search.trail import Trail
+from placer.search.trace import SearchTrace
 
 Progress: TypeAlias = Callable[[float, str], None]
 """Called with the spent share of the budget, 0 .. 1, and a text."""
@@ -31,7 +31,7 @@ class SearchRequest:
         objective: one of the placer's ``objectives``; decides which candidate is best.
         progress: called with the progress.
         should_stop: polled now and then; once it returns True, a placer returns the best so far.
-        trail: records the improvements of the search, if given.
+        search_trace: records the improvements of the search, if given.
     """
 
     problem: Problem
@@ -41,11 +41,11 @@ class SearchRequest:
     objective: str = LATENCY
     progress: Progress | None = None
     should_stop: Callable[[], bool] | None = None
-    trail: Trail | None = None
+    search_trace: SearchTrace | None = None
 
     def meter(self) -> Meter:
         """Return a meter of the budget, which starts now."""
-        return Meter(self.budget, self.should_stop, trail=self.trail)
+        return Meter(self.budget, self.should_stop, search_trace=self.search_trace)
 
     def report(self, share: float, text: str) -> None:
         """Report the spent share of the budget, at most 1, if anyone listens."""

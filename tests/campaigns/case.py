@@ -80,7 +80,7 @@ class Case:
         last = signals[-1]
         return (0, -last) if last == signal.SIGKILL else (0, 1, -last, 128 + last)
 
-    def judge(self, job: Job, codes: Sequence[int]) -> Ended:
+    def evaluator(self, job: Job, codes: Sequence[int]) -> Ended:
         """Wait for a job and check how it ended."""
         ended = job.finish()
         self.story.append(f"code {ended.code}")
@@ -110,7 +110,7 @@ class Case:
 
     def run(self, command: Command, codes: Sequence[int] = (0,)) -> Ended:
         """Run a job without a fault."""
-        return self.judge(Job(command), codes)
+        return self.evaluator(Job(command), codes)
 
     def placement(self, name: str = "placement.json") -> Path:
         """Return the path of a placement to write, usually with an older one there."""

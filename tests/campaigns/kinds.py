@@ -45,7 +45,7 @@ def optimize_graph(case: Case) -> None:
         job = Job(command)
         usual_s = case.world.usual["graph"].took_s
         codes = case.strike(job, signals, usual_s if warm else usual_s + 4.0)
-    ended = case.judge(job, codes)
+    ended = case.evaluator(job, codes)
     case.check_placement(out, ended)
     if ended.code == 0 and STOPPED not in ended.errors:
         case.expect_usual("graph")
@@ -57,7 +57,7 @@ def optimize_model(case: Case) -> None:
     out = case.placement()
     job = Job(_with_own_cache(case, case.world.model_command(out), 0.25))
     codes = case.strike(job, case.random.choice(ENDS), case.world.usual["model"].took_s)
-    case.check_placement(out, case.judge(job, codes))
+    case.check_placement(out, case.evaluator(job, codes))
     _check_cache(case)
     case.write_again(out)
 
@@ -69,7 +69,7 @@ def one_worker(case: Case) -> None:
     signals = case.random.choice((KILL, PAUSE))
     half_s = 0.5 * case.world.usual["model"].took_s
     codes = case.strike(job, signals, half_s, after=job.workers, victims=job.workers)
-    case.check_placement(out, case.judge(job, codes))
+    case.check_placement(out, case.evaluator(job, codes))
     _check_cache(case)
 
 
@@ -79,12 +79,12 @@ def train(case: Case) -> None:
     if case.random.random() < 0.2:  # its processes are spawned, so it starts cold
         more = ["--workers", "2"]
         job = Job(replace(command, arguments=[*command.arguments, *more], warm=False))
-        case.judge(job, case.strike(job, KILL, 1.5, after=job.workers, victims=job.workers))
+        case.evaluator(job, case.strike(job, KILL, 1.5, after=job.workers, victims=job.workers))
     else:
         for _ in range(case.random.choice((1, 1, 2, 3))):
             job = Job(replace(command, slow_disk_s=case.random.choice((0.0, 0.02))))
             codes = case.strike(job, case.random.choice(ENDS), case.world.usual["train"].took_s)
-            if case.judge(job, codes).code == 0:
+            if case.evaluator(job, codes).code == 0:
                 break
         else:
             case.run(command)
@@ -101,7 +101,7 @@ def run_ranks(case: Case) -> None:
         given = [*launcher, "-m", "placer.run", *case.world.run_arguments(case.folder)]
         module = "torch.distributed.run"
         job = Job(Command(arguments=given, module=module, folder=case.folder, warm=False))
-        case.judge(job, case.strike(job, signals, usual_s + 12.0))
+        case.evaluator(job, case.strike(job, signals, usual_s + 12.0))
         for path in case.folder.rglob("stderr.log"):
             case.expect_no_traceback(path.read_text())
     else:
@@ -109,9 +109,9 @@ def run_ranks(case: Case) -> None:
         struck = case.random.randrange(RANKS)
         codes = case.strike(jobs[struck], signals, usual_s)
         for rank, job in enumerate(jobs):
-            case.judge(job, codes if rank == struck else (0, 1))
+            case.evaluator(job, codes if rank == struck else (0, 1))
     for job in [Job(command) for command in case.world.rank_commands(case.folder)]:
-        case.judge(job, (0,))
+        case.evaluator(job, (0,))
     case.expect_usual("run")
     case.expect_no_partial_file()
 
@@ -149,7 +149,7 @@ def one_cache(case: Case) -> None:
     jobs = [Job(_with_own_cache(case, command, 1.0)) for command in commands]
     codes = case.strike(jobs[0], KILL, case.world.usual["model"].took_s)
     for number, (job, out) in enumerate(zip(jobs, outs, strict=True)):
-        case.check_placement(out, case.judge(job, (0,) if number else codes))
+        case.check_placement(out, case.evaluator(job, (0,) if number else codes))
     _check_cache(case)
 
 

@@ -270,7 +270,7 @@ def _card(
 
 
 def _trained_on(config: TrainingConfig, curriculum: Curriculum) -> dict[str, Any]:
-    problems = [item.judge.problem for item in curriculum.pool]
+    problems = [item.evaluator.problem for item in curriculum.pool]
     if config.backend == "measured":
         [problem] = problems
         own: dict[str, Any] = {"graph": problem.graph.name, "devices": list(problem.cluster.names)}
@@ -285,7 +285,7 @@ def _trained_on(config: TrainingConfig, curriculum: Curriculum) -> dict[str, Any
 def _digest(config: TrainingConfig, curriculum: Curriculum) -> str:
     """Return a hash of the training graphs; of a measured model without its costs."""
     if config.backend == "measured":
-        [problem] = [item.judge.problem for item in curriculum.pool]
+        [problem] = [item.evaluator.problem for item in curriculum.pool]
         return ",".join([problem.graph.hash, *problem.cluster.names])
     seen = np.stack([item.summary for item in curriculum.pool])
     return hashlib.sha256(seen.round(6).tobytes()).hexdigest()

@@ -12,7 +12,7 @@ from placer.policies.decoders import Decoders, InProcess
 from placer.policies.network import ACTION_SCALE, Policy
 from placer.policies.pool import Exercise
 from placer.search.candidate import Kind
-from placer.search.decoder import HEFT, WEIGHT_COUNT
+from placer.search.list_scheduler.decoder import HEFT, WEIGHT_COUNT
 
 MEANING: Final = "geometric mean of step / best of {single device, HEFT, ETF}, simulated"
 MEASURED: Final = MEANING.replace("simulated", "measured")
@@ -97,7 +97,7 @@ def _decoded(
     seed: int,
     decoders: Decoders | None,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    decoders = decoders or InProcess([item.judge for item in pool])
+    decoders = decoders or InProcess([item.evaluator for item in pool])
     alone, sampled = [], []
     for number, (item, (all_means, deviations)) in enumerate(zip(pool, proposals, strict=True)):
         rng = np.random.default_rng([seed, number] if seed else number)

@@ -186,7 +186,7 @@ class PlacementBatch(DummyVecEnv):
     def __init__(self, pool: Sequence[Exercise], count: int, most_devices: int) -> None:
         """Create ``count`` environments that draw from one pool."""
         self.pool = pool
-        problems = [item.judge.problem for item in pool]
+        problems = [item.evaluator.problem for item in pool]
         made = partial(PlacementEnv, pool=problems, most_devices=most_devices)
         super().__init__([made] * count)
 
@@ -291,12 +291,12 @@ def _joined(name: str, card: Mapping[str, Any], tensors: Sequence[Mapping[str, A
 
 
 def _decoders(config: TrainingConfig, curriculum: Curriculum) -> Decoders:
-    judges = [item.judge for item in curriculum.pool]
+    evaluators = [item.evaluator for item in curriculum.pool]
     if config.workers == "ray":
         from placer.policies.ray_decoders import RayTasks
 
-        return RayTasks(judges, config.ray_address)
-    return Processes(judges, config.workers) if config.workers else InProcess(judges)
+        return RayTasks(evaluators, config.ray_address)
+    return Processes(evaluators, config.workers) if config.workers else InProcess(evaluators)
 
 
 def ratio_of(pool: Sequence[Exercise], info: Mapping[str, Any]) -> float:
@@ -306,7 +306,7 @@ def ratio_of(pool: Sequence[Exercise], info: Mapping[str, Any]) -> float:
 
 def _episodes(network: Any, item: Exercise, devices: int) -> list[float]:
     """Return ratios of an episode with the likeliest actions and of 15 with sampled ones."""
-    problem = item.judge.problem
+    problem = item.evaluator.problem
     environments = [PlacementEnv(pool=[problem], most_devices=devices) for _ in range(1 + SAMPLES)]
     seen = np.stack([environment.reset()[0] for environment in environments])
     ratios = [np.nan] * len(environments)

@@ -36,7 +36,7 @@ from placer.report.html.ops import ops_data
 from placer.report.html.schedule import timeline_data
 from placer.result import Result
 from placer.search.candidate import Candidate
-from placer.search.trail import Trail
+from placer.search.trace import SearchTrace
 
 UNPLACED = "not placed"
 
@@ -78,7 +78,7 @@ def report_data(found: Result, commands: Sequence[Command] = ()) -> dict[str, An
         "candidates": _candidates(found),
         "ops": ops_data(problem, placement),
         "timeline": timeline_data(simulated, placement),
-        "search": {"seconds": found.search_s, "lines": _lines(found.trail)},
+        "search": {"seconds": found.search_s, "lines": _lines(found.search_trace)},
         "commands": [asdict(command) for command in commands],
     }
 
@@ -246,16 +246,16 @@ def _runs(seen: Measurement, *, loaded: bool) -> dict[str, Any] | None:
     }
 
 
-def _lines(trail: Trail) -> list[dict[str, Any]]:
+def _lines(search_trace: SearchTrace) -> list[dict[str, Any]]:
     """Return the search traces as columns; the last entry is the end, without an improvement."""
     return [
         {
             "name": line.name,
-            "evaluations": [*(find.evaluations for find in line.finds), line.evaluations],
-            "seconds": [*(round(find.seconds, 4) for find in line.finds), round(line.seconds, 4)],
-            "cost_s": [*(find.cost_s for find in line.finds), line.finds[-1].cost_s],
+            "evaluations": [*(i.evaluations for i in line.improvements), line.evaluations],
+            "seconds": [*(round(i.seconds, 4) for i in line.improvements), round(line.seconds, 4)],
+            "cost_s": [*(i.cost_s for i in line.improvements), line.improvements[-1].cost_s],
         }
-        for line in trail.lines.values()
+        for line in search_trace.parts.values()
     ]
 
 

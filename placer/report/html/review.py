@@ -13,8 +13,8 @@ from envs.simulator import Simulated
 from placer.objectives import Objective
 from placer.result import Result
 from placer.search.candidate import Kind
+from placer.search.evaluator import Evaluator
 from placer.search.heuristics import heuristics
-from placer.search.judge import Judge
 
 UNNAMED = "this placement"
 
@@ -37,13 +37,13 @@ def reviewed(
     )
     simulated = Simulated(problem)
     devices, priority = placement.arrays()
-    judge, name = Judge(problem), placement.made_by.placer or UNNAMED
+    evaluator, name = Evaluator(problem), placement.made_by.placer or UNNAMED
     best = replace(
-        judge.candidate(Kind.OTHER, devices, priority, name=name),
+        evaluator.candidate(Kind.OTHER, devices, priority, name=name),
         prediction=objective.predict(simulated, placement),
     )
     candidates = [best]
-    for own in heuristics(judge):
+    for own in heuristics(evaluator):
         made = replace(
             placement,
             devices=tuple(own.devices.tolist()),

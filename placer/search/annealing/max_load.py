@@ -51,10 +51,10 @@ from placer.search.annealing.moves import (
 )
 from placer.search.budget import Budget, Meter
 from placer.search.candidate import Candidate, Kind
+from placer.search.contiguous import narrow_order, pipeline_parts
+from placer.search.evaluator import Evaluator
 from placer.search.heuristics import heuristics
-from placer.search.judge import Judge
-from placer.search.pipeline_parts import narrow_order, pipeline_parts
-from placer.search.trail import Trail
+from placer.search.trace import SearchTrace
 
 HOT: Final = 3e-2
 COOLEST: Final = 1e-3
@@ -85,14 +85,14 @@ CHANGED: Final = FREE
 BUSIEST: Final = FREE + 1
 
 
-def balance(
+def minimize_max_load(
     problem: Problem,
     budget: Budget,
     seed: int,
     *,
     progress: Callable[[float, str], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
-    trail: Trail | None = None,
+    search_trace: SearchTrace | None = None,
 ) -> list[Candidate]:
     """Search for a placement with a small maximum load.
 
@@ -103,24 +103,24 @@ def balance(
         seed: random seed.
         progress: called with the spent share of the budget, 0 .. 1, and a text.
         should_stop: polled about every 0.05 s.
-        trail: records the improvements of the search, if given.
+        search_trace: records the improvements of the search, if given.
 
     Returns:
         All heuristics, contiguous parts and the best placement of the search, smallest load first.
     """
     load_compiled_code()
-    meter = Meter(budget, should_stop, trail=trail)
-    judge = Judge(problem)
-    found = heuristics(judge)
+    meter = Meter(budget, should_stop, search_trace=search_trace)
+    evaluator = Evaluator(problem)
+    found = heuristics(evaluator)
     if problem.device_count > 1:
         orders = _orders(problem)
-        level = judge.outline.bottom_level
+        level = evaluator.scheduling.bottom_level
         parts = (pipeline_parts(problem, order) for order in orders)
-        found += [judge.candidate(Kind.CONTIGUOUS_PARTS, own, level) for own in parts]
+        found += [evaluator.candidate(Kind.CONTIGUOUS_PARTS, own, level) for own in parts]
         best = _anneal_in_rounds(
             problem, _by_load(problem, found), orders[-1], seed, meter, progress
         )
-        found.append(judge.candidate(Kind.ANNEALING, best, level))
+        found.append(evaluator.candidate(Kind.ANNEALING, best, level))
     if progress is not None:
         progress(1.0, "done")
     return _by_load(problem, found)
@@ -148,14 +148,14 @@ def _anneal_in_rounds(
 ) -> NDArray[np.int32]:
     """Return the best placement (N,) of all rounds; at least one round is run."""
     rng = np.random.default_rng(seed)
-    best: LoadAnnealing | None = None
+    best: MaxLoadAnnealing | None = None
     number = 0
     while best is None or not meter.over():
         start, hot = starts[min(number, len(starts) - 1)].devices, HOT
         if best is not None and number >= STARTS:
             start = best.best_devices()
             hot = COOLEST * (HOTTEST / COOLEST) ** float(rng.random())
-        run = LoadAnnealing(problem, start, order, seed * SEEDS_APART + number)
+        run = MaxLoadAnnealing(problem, start, order, seed * SEEDS_APART + number)
         _spend(run, meter, hot, max(FEWEST_MOVES, MOVES_PER_OP * problem.op_count), best, progress)
         if best is None or run.best_ns < best.best_ns:
             best = run
@@ -164,11 +164,11 @@ def _anneal_in_rounds(
 
 
 def _spend(
-    run: LoadAnnealing,
+    run: MaxLoadAnnealing,
     meter: Meter,
     hot: float,
     moves: int,
-    best: LoadAnnealing | None,
+    best: MaxLoadAnnealing | None,
     progress: Callable[[float, str], None] | None,
 ) -> None:
     """Run one round; if the budget ends earlier, compress its schedule into what is left."""
@@ -202,7 +202,7 @@ class Energy(NamedTuple):
     is_changed: NDArray[np.bool_]  # (N,)
 
 
-class LoadAnnealing:
+class MaxLoadAnnealing:
     """One annealing run, possibly in pieces; its best placement is never worse than the start."""
 
     def __init__(
@@ -352,5 +352,5 @@ def load_compiled_code() -> None:
     """Compile the code of the search (once per installation), or load it from the cache."""
     problem = toy_problem()
     start = np.zeros(problem.op_count, np.int32)
-    run = LoadAnnealing(problem, start, problem.graph.topological, 0)
+    run = MaxLoadAnnealing(problem, start, problem.graph.topological, 0)
     run.run(10, first=0, total=10, hot=0.1)

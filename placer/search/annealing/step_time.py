@@ -42,7 +42,7 @@ from placer.search.annealing.moves import (
 )
 from placer.search.budget import Meter
 from placer.search.candidate import Candidate, Kind
-from placer.search.judge import Judge
+from placer.search.evaluator import Evaluator
 
 HOT: Final = 1e-3
 """Relative temperature at the start."""
@@ -67,7 +67,7 @@ STEPS_PER_START: Final = 15_000
 """Minimum number of moves that justifies another start."""
 MOVES_OF_OP: Final = 500
 """With more moves per op than this, annealing starts hotter."""
-MOST_HEAT: Final = 20.0
+LARGEST_FACTOR: Final = 20.0
 FINE: Final = 1_000_000_000
 """Integer resolution of the schedule under a budget of seconds."""
 
@@ -95,7 +95,7 @@ class Annealing:
 
     def __init__(
         self,
-        judge: Judge,
+        evaluator: Evaluator,
         start: Candidate,
         seed: int,
         *,
@@ -109,23 +109,23 @@ class Annealing:
         """
         count = len(start.devices)
         order = np.lexsort((np.arange(count), -start.priority)).astype(np.int32)
-        self._judge = judge
-        self._state = new_state(judge.problem, start.devices, order, seed)
+        self._evaluator = evaluator
+        self._state = new_state(evaluator.problem, start.devices, order, seed)
         priority = (count - self._state.rank).astype(np.float64)
         self._ranking = Ranking(
             priority=priority,
             best_priority=priority.copy(),
             chain=np.zeros(count, np.int32),
-            memory=judge.memory,
+            memory=evaluator.memory,
             hot=float(hot),
             senders=float(senders),
         )
-        cost = int(judge.costs(self._state.devices[None], priority[None])[0])
-        _begin(judge.arrays, judge.work, self._state, self._ranking, cost)
+        cost = int(evaluator.costs(self._state.devices[None], priority[None])[0])
+        _begin(evaluator.arrays, evaluator.work, self._state, self._ranking, cost)
 
     @property
     def best_cost(self) -> int:
-        """Cost of the best placement so far, as defined by :class:`Judge`."""
+        """Cost of the best placement so far, as defined by :class:`Evaluator`."""
         return int(self._state.counters[BEST])
 
     def run(self, steps: int, *, first: int, stride: int, total: int) -> None:
@@ -133,20 +133,20 @@ class Annealing:
 
         Move j happens at ``(first + j * stride) / total`` of the temperature schedule.
         """
-        judge = self._judge
+        evaluator = self._evaluator
         schedule = int(steps), int(first), int(stride), int(total)
-        _anneal(judge.arrays, judge.work, self._state, self._ranking, MOVES, *schedule)
+        _anneal(evaluator.arrays, evaluator.work, self._state, self._ranking, MOVES, *schedule)
 
     def best(self) -> Candidate:
         """Return the best placement so far."""
         devices, priority = self._state.best_devices, self._ranking.best_priority
-        return self._judge.candidate(Kind.ANNEALING, devices, priority, self.best_cost)
+        return self._evaluator.candidate(Kind.ANNEALING, devices, priority, self.best_cost)
 
 
-def walk(annealing: Annealing, meter: Meter, end: float, tell: Callable[[int], None]) -> None:
+def anneal(annealing: Annealing, meter: Meter, end: float, report: Callable[[int], None]) -> None:
     """Anneal until the share ``end`` of the budget is spent, over the rest of the schedule.
 
-    ``tell`` is called with the best cost about every ``meter.chunk_s``.
+    ``report`` is called with the best cost about every ``meter.chunk_s``.
     """
     begin, evaluations = meter.share(), meter.budget.evaluations
     total = FINE if evaluations is None else max(round(end * evaluations) - meter.spent, 0)
@@ -163,17 +163,17 @@ def walk(annealing: Annealing, meter: Meter, end: float, tell: Callable[[int], N
         annealing.run(steps, first=done, stride=stride, total=total)
         done += steps
         meter.spend(steps)
-        tell(annealing.best_cost)
+        report(annealing.best_cost)
         chunk = meter.next_chunk(chunk, steps, meter.seconds() - began)
 
 
-def moves_left(judge: Judge, plan: Candidate, meter: Meter) -> int:
+def affordable_moves(evaluator: Evaluator, plan: Candidate, meter: Meter) -> int:
     """Estimate how many moves the remaining budget allows; this may cost one evaluation."""
     steps = meter.left()
     if steps is None:
         assert meter.budget.seconds is not None
         began = meter.seconds()
-        judge.costs(plan.devices[None], plan.priority[None])
+        evaluator.costs(plan.devices[None], plan.priority[None])
         now = meter.seconds()
         steps = int((meter.budget.seconds - now) / max(now - began, 1e-6))
     return steps
@@ -184,13 +184,13 @@ def worthwhile_starts(moves: int) -> int:
     return max(1, min(MOST_STARTS, moves // STEPS_PER_START))
 
 
-def heat(moves: int, op_count: int) -> float:
+def initial_temperature(moves: int, op_count: int) -> float:
     """Return the initial relative temperature for this many moves from one placement.
 
     With few moves per op it pays to stay near the start, with many to leave it.
     """
     plenty = moves / (op_count * MOVES_OF_OP)
-    return HOT * min(max(plenty**2, 1.0), MOST_HEAT)
+    return HOT * min(max(plenty**2, 1.0), LARGEST_FACTOR)
 
 
 @compiled_borrowing

@@ -24,20 +24,20 @@ from envs.max_load import max_load_ns
 from envs.problem import Problem
 from envs.simulator import simulate_batch
 from envs.toy_problem import toy_problem
-from placer.search import decoder, etf
 from placer.search.annealing import step_time
 from placer.search.annealing.step_time import Annealing
 from placer.search.candidate import Kind
-from placer.search.decoder import HEFT
-from placer.search.judge import Judge
+from placer.search.evaluator import Evaluator
+from placer.search.list_scheduler import decoder, etf
+from placer.search.list_scheduler.decoder import HEFT
 
 LARGEST: Final = (simulate_batch, step_time._anneal, decoder._decode, etf._etf)
 """Functions that take most of the compile time; if they are cached, so are mostly the others."""
 HELPER: Final = """
 import sys
 sys.path.append(sys.argv[1])
-from placer.search import compiling
-compiling.help_compiling()
+from placer.search import compilation
+compilation.help_compiling()
 """
 
 _lock = threading.Lock()
@@ -85,16 +85,16 @@ def help_compiling() -> None:
 
 
 def _simulated(problem: Problem) -> None:
-    judge = Judge(problem)
+    evaluator = Evaluator(problem)
     start = np.zeros(problem.op_count, np.int32)
-    first = judge.candidate(Kind.OTHER, start, np.zeros(problem.op_count))
-    Annealing(judge, first, 0).run(1, first=0, stride=1, total=1)
+    first = evaluator.candidate(Kind.OTHER, start, np.zeros(problem.op_count))
+    Annealing(evaluator, first, 0).run(1, first=0, stride=1, total=1)
 
 
 def _scheduled(problem: Problem) -> None:
-    judge = Judge(problem)
-    devices, _ = decoder.decode(judge.outline, HEFT)
-    etf.etf(judge.outline)
+    evaluator = Evaluator(problem)
+    devices, _ = decoder.decode(evaluator.scheduling, HEFT)
+    etf.etf(evaluator.scheduling)
     max_load_ns(problem, devices)
     lower_bound_ns(problem)
 

@@ -4,33 +4,33 @@ from __future__ import annotations
 
 import pytest
 
-from placer.search import compiling
+from placer.search import compilation
 
 
 def test_one_process_helps_until_the_outermost_block_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "is_cached", lambda _: False)
+    monkeypatch.setattr(compilation, "is_cached", lambda _: False)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
-    with compiling.compiled_beside() as compiles:
-        helper = compiling._helper
+    with compilation.compiled_beside() as compiles:
+        helper = compilation._helper
         assert compiles
         assert helper is not None
-        with compiling.compiled_beside() as still:
+        with compilation.compiled_beside() as still:
             assert still
-            assert compiling._helper is helper
+            assert compilation._helper is helper
         assert helper.poll() is None
     assert helper.returncode is not None
-    assert compiling._helper is None
+    assert compilation._helper is None
 
 
 def test_nobody_helps_where_everything_is_on_disk_or_one_core_is_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(compiling, "is_cached", lambda _: True)
-    with compiling.compiled_beside() as compiles:
+    monkeypatch.setattr(compilation, "is_cached", lambda _: True)
+    with compilation.compiled_beside() as compiles:
         assert not compiles
-        assert compiling._helper is None
-    monkeypatch.setattr(compiling, "is_cached", lambda _: False)
+        assert compilation._helper is None
+    monkeypatch.setattr(compilation, "is_cached", lambda _: False)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
-    with compiling.compiled_beside() as compiles:
+    with compilation.compiled_beside() as compiles:
         assert compiles
-        assert compiling._helper is None
+        assert compilation._helper is None

@@ -1,7 +1,7 @@
 """Problem data for list schedulers: times in nanoseconds as floats, and features per op.
 
-An :class:`Outline` is built once per problem and passed to compiled code. Its features do not
-depend on how ops or devices are numbered.
+:class:`SchedulingArrays` are built once per problem and passed to compiled code. Their features do
+not depend on how ops or devices are numbered.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BASE_ORDER_SCORE: Final = 10.0
 
 
 @by_pointer
-class Outline(NamedTuple):
+class SchedulingArrays(NamedTuple):
     """Arrays of N ops, E edges, D devices and C co-location groups, writable and contiguous.
 
     Mean costs and transfer times average over the allowed devices of an op and over the connected
@@ -58,8 +58,8 @@ class Outline(NamedTuple):
     critical_path: float  # ns, with mean costs and transfers
 
 
-def outline(problem: Problem) -> Outline:
-    """Prepare a problem for list scheduling."""
+def scheduling_arrays(problem: Problem) -> SchedulingArrays:
+    """Return the arrays of a problem."""
     graph = problem.graph
     count = problem.op_count
     allowed = np.array(problem.allowed)
@@ -105,7 +105,7 @@ def outline(problem: Problem) -> Outline:
     memory = np.array(problem.memory_bytes, np.float64)
     everything = resident.sum() + held.sum() + output.sum() + workspace.max()
     queue = np.array(problem.queue, np.int32)
-    return Outline(
+    return SchedulingArrays(
         cost=cost,
         allowed=allowed,
         successor_start=start,

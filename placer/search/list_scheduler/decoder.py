@@ -3,8 +3,8 @@
 Repeatedly the ready op with the highest order score is put on the device with the highest device
 score. The order score of op v is ``order_base[v] + w[:7] . op_features[v]``; the score of device d
 is ``w[7:] . f(v, d)`` with fourteen features of the partial schedule. Times are in units of the
-outline's scale, "regret" is the distance to the smallest value over the devices, and L is the soft
-logarithm of :func:`placer.search.outline.soft_log`:
+``scale``, "regret" is the distance to the smallest value over the devices, and L is the soft
+logarithm of :func:`placer.search.list_scheduler.arrays.soft_log`:
 
  0 L(finish regret)                 7 L(wait for the device once the data is there)
  1 min(finish regret, 10)           8 share of the consumers' other inputs that are on d
@@ -27,19 +27,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.compiled import compiled_borrowing, compiled_inline
-from placer.search.live import (
-    Live,
+from placer.search.list_scheduler.arrays import OP_FEATURE_COUNT, SchedulingArrays
+from placer.search.list_scheduler.partial_schedule import (
+    PartialSchedule,
     commit,
+    empty_schedule,
     find_heaviest,
     gather_inputs,
-    live_for,
     pop,
     push,
     rank_devices,
     release,
     reset,
 )
-from placer.search.outline import OP_FEATURE_COUNT, Outline
 
 DEVICE_FEATURE_COUNT: Final = 14
 WEIGHT_COUNT: Final = OP_FEATURE_COUNT + DEVICE_FEATURE_COUNT
@@ -60,7 +60,7 @@ HEFT: Final = _heft()
 
 
 def decode(
-    problem: Outline, weights: NDArray[np.floating[Any]]
+    problem: SchedulingArrays, weights: NDArray[np.floating[Any]]
 ) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
     """Return devices (N,) and priorities (N,) decoded from ``weights`` (21,)."""
     devices, priority = decode_batch(problem, np.asarray(weights)[None])
@@ -68,11 +68,13 @@ def decode(
 
 
 def decode_batch(
-    problem: Outline, weights: NDArray[np.floating[Any]], live: Live | None = None
+    problem: SchedulingArrays,
+    weights: NDArray[np.floating[Any]],
+    schedule: PartialSchedule | None = None,
 ) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
     """Return devices (B, N) and priorities (B, N) decoded from ``weights`` (B, 21).
 
-    Pass ``live``, the scratch space of the problem, to avoid its allocation in repeated calls.
+    Pass ``schedule``, scratch space for the problem, to avoid its allocation in repeated calls.
 
     Raises:
         ValueError: the weights have another shape, or are not all finite.
@@ -85,11 +87,11 @@ def decode_batch(
     orders = np.argsort(-_order_scores(problem, rows), axis=1, kind="stable")
     devices = np.full(orders.shape, -1, np.int32)
     priority = np.zeros(orders.shape)
-    _decode(problem, live or live_for(problem), orders, rows, devices, priority)
+    _decode(problem, schedule or empty_schedule(problem), orders, rows, devices, priority)
     return devices, priority
 
 
-def _order_scores(problem: Outline, rows: NDArray[np.float64]) -> NDArray[np.float64]:
+def _order_scores(problem: SchedulingArrays, rows: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return order scores (B, N), summed feature by feature: the same on every machine."""
     scores = np.repeat(problem.order_base[None], len(rows), axis=0)
     for k in range(OP_FEATURE_COUNT):
@@ -99,15 +101,15 @@ def _order_scores(problem: Outline, rows: NDArray[np.float64]) -> NDArray[np.flo
 
 @compiled_inline
 def soft_log1(x: float) -> float:
-    """Compute :func:`placer.search.outline.soft_log` of a scalar."""
+    """Compute :func:`placer.search.list_scheduler.arrays.soft_log` of a scalar."""
     root = np.sqrt(np.sqrt(1.0 + x))
     return float(2.0 * (root - 1.0 / root))
 
 
 @compiled_borrowing
 def _decode(
-    o: Outline,
-    live: Live,
+    o: SchedulingArrays,
+    schedule: PartialSchedule,
     orders: NDArray[np.int64],
     weights: NDArray[np.float64],
     devices: NDArray[np.int32],
@@ -115,13 +117,13 @@ def _decode(
 ) -> None:
     """Fill ``devices`` (B, N), initially -1, and ``priority`` (B, N); ``orders`` (B, N) of ops."""
     for row in range(len(orders)):
-        _decode_in_order(o, live, orders[row], weights[row], devices[row], priority[row])
+        _decode_in_order(o, schedule, orders[row], weights[row], devices[row], priority[row])
 
 
 @compiled_inline
 def _decode_in_order(
-    o: Outline,
-    live: Live,
+    o: SchedulingArrays,
+    schedule: PartialSchedule,
     order: NDArray[np.int64],
     weights: NDArray[np.float64],
     devices: NDArray[np.int32],
@@ -130,63 +132,63 @@ def _decode_in_order(
     u = weights[OP_FEATURE_COUNT:]
     count = len(devices)
     for k in range(count):
-        live.rank[order[k]] = k
-    size = reset(o, live)
+        schedule.rank[order[k]] = k
+    size = reset(o, schedule)
     for position in range(count):
-        v = order[pop(live.heap, size)]
+        v = order[pop(schedule.heap, size)]
         size -= 1
-        latest = gather_inputs(o, live, devices, v)
-        best_tier = rank_devices(o, live, v)
-        chosen = _choose(o, live, devices, u, v, latest, best_tier)
+        latest = gather_inputs(o, schedule, devices, v)
+        best_tier = rank_devices(o, schedule, v)
+        chosen = _choose(o, schedule, devices, u, v, latest, best_tier)
         devices[v] = chosen
         priority[v] = count - position
-        if live.heaviest_home[v] >= 0:
-            live.crowd[live.heaviest_home[v]] -= 1.0
-        commit(o, live, devices, v, chosen)
-        release(o, live, devices, v, chosen)
+        if schedule.heaviest_home[v] >= 0:
+            schedule.crowd[schedule.heaviest_home[v]] -= 1.0
+        commit(o, schedule, devices, v, chosen)
+        release(o, schedule, devices, v, chosen)
         for s in range(o.successor_start[v], o.successor_start[v + 1]):
             w = o.successors[s]
-            live.waiting[w] -= 1
-            if live.waiting[w] == 0:
-                size = push(live.heap, size, live.rank[w])
-                find_heaviest(o, live, devices, w)
+            schedule.waiting[w] -= 1
+            if schedule.waiting[w] == 0:
+                size = push(schedule.heap, size, schedule.rank[w])
+                find_heaviest(o, schedule, devices, w)
 
 
 @compiled_inline
 def _choose(
-    o: Outline,
-    live: Live,
+    o: SchedulingArrays,
+    schedule: PartialSchedule,
     devices: NDArray[np.int32],
     u: NDArray[np.float64],
     v: int,
     latest: int,
     best_tier: int,
 ) -> int:
-    device_count = len(live.free)
+    device_count = len(schedule.free)
     least_start = np.inf
     least_finish = np.inf
     least_free = np.inf
     least_load = np.inf
     for d in range(device_count):
-        if live.tier[d] == best_tier:
-            begin = max(live.free[d], live.data[d])
+        if schedule.tier[d] == best_tier:
+            begin = max(schedule.free[d], schedule.data[d])
             least_start = min(least_start, begin)
             least_finish = min(least_finish, begin + o.cost[v, d])
-            least_free = min(least_free, live.free[d])
-            least_load = min(least_load, live.load[d])
+            least_free = min(least_free, schedule.free[d])
+            least_load = min(least_load, schedule.load[d])
     total_in = 0.0
     for e in range(o.predecessor_start[v], o.predecessor_start[v + 1]):
         total_in += o.edge_ns[e]
     total_sibling = 0.0
     if u[8] != 0.0:
-        total_sibling = _siblings(o, v, devices, live.sibling)
+        total_sibling = _siblings(o, v, devices, schedule.sibling)
 
     chosen = -1
     best = -np.inf
     for d in range(device_count):
-        if live.tier[d] != best_tier:
+        if schedule.tier[d] != best_tier:
             continue
-        free, data = live.free[d], live.data[d]
+        free, data = schedule.free[d], schedule.data[d]
         begin = max(free, data)
         regret = (begin + o.cost[v, d] - least_finish) / o.scale
         value = u[1] * min(regret, FARTHEST_FINISH)
@@ -197,26 +199,26 @@ def _choose(
         if u[3] != 0.0:
             value += u[3] * soft_log1((free - least_free) / o.scale)
         if u[4] != 0.0 and total_in > 0.0:
-            value += u[4] * live.have[d] / total_in
+            value += u[4] * schedule.have[d] / total_in
         if u[5] != 0.0:
-            value += u[5] * soft_log1(live.bring[d] / o.scale)
+            value += u[5] * soft_log1(schedule.bring[d] / o.scale)
         if u[6] != 0.0 and data > free:
             value += u[6] * soft_log1((data - free) / o.scale)
         if u[7] != 0.0 and free > data:
             value += u[7] * soft_log1((free - data) / o.scale)
         if total_sibling > 0.0:
-            value += u[8] * live.sibling[d] / total_sibling
+            value += u[8] * schedule.sibling[d] / total_sibling
         if u[9] != 0.0:
-            value += u[9] * soft_log1((live.load[d] - least_load) / o.scale)
+            value += u[9] * soft_log1((schedule.load[d] - least_load) / o.scale)
         q = o.out_queue[d]
-        if u[10] != 0.0 and q >= 0 and live.queue_free[q] > begin:
-            value += u[10] * soft_log1((live.queue_free[q] - begin) / o.scale)
-        if d == live.heaviest_home[v]:
+        if u[10] != 0.0 and q >= 0 and schedule.queue_free[q] > begin:
+            value += u[10] * soft_log1((schedule.queue_free[q] - begin) / o.scale)
+        if d == schedule.heaviest_home[v]:
             value += u[11]
         if d == latest:
             value += u[12]
         if u[13] != 0.0:
-            value += u[13] * soft_log1(live.crowd[d])
+            value += u[13] * soft_log1(schedule.crowd[d])
         if chosen < 0 or value > best:  # choose a device even if all values are NaN or -inf
             best = value
             chosen = d
@@ -225,7 +227,7 @@ def _choose(
 
 @compiled_inline
 def _siblings(
-    o: Outline, v: int, devices: NDArray[np.int32], sibling: NDArray[np.float64]
+    o: SchedulingArrays, v: int, devices: NDArray[np.int32], sibling: NDArray[np.float64]
 ) -> float:
     """Fill ``sibling`` with transfer times of the consumers' other placed inputs; return the sum.
 

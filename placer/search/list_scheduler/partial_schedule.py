@@ -9,12 +9,12 @@ from numpy.typing import NDArray
 
 from envs.compiled import compiled_inline, int64
 from envs.compiled_tables import by_pointer
-from placer.search.outline import Outline
+from placer.search.list_scheduler.arrays import SchedulingArrays
 
 
 @by_pointer
-class Live(NamedTuple):
-    """State of a decode; N ops, D devices. Create it with :func:`live_for` and reuse it."""
+class PartialSchedule(NamedTuple):
+    """State of a decode; N ops, D devices. Create it with :func:`empty_schedule` and reuse it."""
 
     rank: NDArray[np.int64]  # (N,) of the order score
     heap: NDArray[np.int64]  # (N,) ranks of ready ops
@@ -40,10 +40,10 @@ class Live(NamedTuple):
     tier: NDArray[np.int64]
 
 
-def live_for(problem: Outline) -> Live:
+def empty_schedule(problem: SchedulingArrays) -> PartialSchedule:
     """Allocate scratch space for decodes of a problem."""
     count, devices = problem.cost.shape
-    return Live(
+    return PartialSchedule(
         rank=np.zeros(count, np.int64),
         heap=np.zeros(count, np.int64),
         waiting=np.zeros(count, np.int32),
@@ -70,162 +70,170 @@ def live_for(problem: Outline) -> Live:
 
 
 @compiled_inline
-def reset(o: Outline, live: Live) -> int:
+def reset(o: SchedulingArrays, schedule: PartialSchedule) -> int:
     """Reset the state, put the sources on the heap, and return the size of the heap."""
     count, device_count = o.cost.shape
     size = int64(0)
     for i in range(count):
-        live.waiting[i] = o.predecessor_start[i + 1] - o.predecessor_start[i]
-        live.unread[i] = o.successor_start[i + 1] - o.successor_start[i]
-        live.heaviest_home[i] = -1
+        schedule.waiting[i] = o.predecessor_start[i + 1] - o.predecessor_start[i]
+        schedule.unread[i] = o.successor_start[i + 1] - o.successor_start[i]
+        schedule.heaviest_home[i] = -1
         for d in range(device_count):
-            live.sent[i, d] = -1.0
-        if live.waiting[i] == 0:
-            size = push(live.heap, size, live.rank[i])
-    for group in range(len(live.pinned)):
-        live.pinned[group] = -1
-    for q in range(len(live.queue_free)):
-        live.queue_free[q] = 0.0
+            schedule.sent[i, d] = -1.0
+        if schedule.waiting[i] == 0:
+            size = push(schedule.heap, size, schedule.rank[i])
+    for group in range(len(schedule.pinned)):
+        schedule.pinned[group] = -1
+    for q in range(len(schedule.queue_free)):
+        schedule.queue_free[q] = 0.0
     for d in range(device_count):
-        live.free[d] = 0.0
-        live.load[d] = 0.0
-        live.resident[d] = 0.0
-        live.active[d] = 0.0
-        live.peak[d] = 0.0
-        live.crowd[d] = 0.0
+        schedule.free[d] = 0.0
+        schedule.load[d] = 0.0
+        schedule.resident[d] = 0.0
+        schedule.active[d] = 0.0
+        schedule.peak[d] = 0.0
+        schedule.crowd[d] = 0.0
     return size
 
 
 @compiled_inline
-def gather_inputs(o: Outline, live: Live, devices: NDArray[np.int32], v: int) -> int:
+def gather_inputs(
+    o: SchedulingArrays, schedule: PartialSchedule, devices: NDArray[np.int32], v: int
+) -> int:
     """Compute arrival and transfer times of op v's inputs for every device.
 
     Returns the device of the input that finishes last.
     """
-    device_count = len(live.free)
+    device_count = len(schedule.free)
     for d in range(device_count):
-        live.data[d] = 0.0
-        live.bring[d] = 0.0
-        live.bring_bytes[d] = 0.0
-        live.have[d] = 0.0
-        live.reach[d] = True
+        schedule.data[d] = 0.0
+        schedule.bring[d] = 0.0
+        schedule.bring_bytes[d] = 0.0
+        schedule.have[d] = 0.0
+        schedule.reach[d] = True
     latest = -1
     latest_finish = -1.0
     for e in range(o.predecessor_start[v], o.predecessor_start[v + 1]):
         p = o.predecessors[e]
         home = devices[p]
-        if live.finish[p] > latest_finish:
-            latest_finish = live.finish[p]
+        if schedule.finish[p] > latest_finish:
+            latest_finish = schedule.finish[p]
             latest = home
         for d in range(device_count):
-            arrival = live.finish[p]
+            arrival = schedule.finish[p]
             if d == home:
-                live.have[d] += o.edge_ns[e]
-            elif live.sent[p, d] >= 0.0:
-                arrival = live.sent[p, d]
-                live.have[d] += o.edge_ns[e]
+                schedule.have[d] += o.edge_ns[e]
+            elif schedule.sent[p, d] >= 0.0:
+                arrival = schedule.sent[p, d]
+                schedule.have[d] += o.edge_ns[e]
             else:
-                live.reach[d] &= o.connected[home, d]
+                schedule.reach[d] &= o.connected[home, d]
                 transfer = o.latency[home, d] + o.edge_bytes[e] * o.ns_per_byte[home, d]
                 q = o.queue[home, d]
                 if q >= 0:
-                    arrival = max(arrival, live.queue_free[q])
+                    arrival = max(arrival, schedule.queue_free[q])
                 arrival += transfer
-                live.bring[d] += transfer
-                live.bring_bytes[d] += o.edge_bytes[e]
-            live.data[d] = max(live.data[d], arrival)
+                schedule.bring[d] += transfer
+                schedule.bring_bytes[d] += o.edge_bytes[e]
+            schedule.data[d] = max(schedule.data[d], arrival)
     return latest
 
 
 @compiled_inline
-def rank_devices(o: Outline, live: Live, v: int) -> int:
+def rank_devices(o: SchedulingArrays, schedule: PartialSchedule, v: int) -> int:
     """Fill the tier of every device for op v: 3 good, 2 full, 1 unreachable, 0 forbidden.
 
     Returns the best tier.
     """
     group = o.group[v]
-    pinned = live.pinned[group] if group >= 0 else -1
-    resident = _new_resident_bytes(o, live, v)
+    pinned = schedule.pinned[group] if group >= 0 else -1
+    resident = _new_resident_bytes(o, schedule, v)
     best_tier = 0
-    for d in range(len(live.free)):
+    for d in range(len(schedule.free)):
         tier = 0
         if o.allowed[v, d] and (pinned < 0 or pinned == d):
-            tier = 3 if live.reach[d] else 1
+            tier = 3 if schedule.reach[d] else 1
             if o.memory_matters:
                 output = o.output[v] + o.held[v] + o.workspace[v]
-                active = live.active[d] + output + live.bring_bytes[d]
-                if live.resident[d] + resident + max(live.peak[d], active) > o.memory[d]:
+                active = schedule.active[d] + output + schedule.bring_bytes[d]
+                if schedule.resident[d] + resident + max(schedule.peak[d], active) > o.memory[d]:
                     tier = max(tier - 1, 1)
-        live.tier[d] = tier
+        schedule.tier[d] = tier
         best_tier = max(best_tier, tier)
     return best_tier
 
 
 @compiled_inline
-def commit(o: Outline, live: Live, devices: NDArray[np.int32], v: int, d: int) -> None:
+def commit(
+    o: SchedulingArrays, schedule: PartialSchedule, devices: NDArray[np.int32], v: int, d: int
+) -> None:
     """Send the inputs that device d lacks, and run op v there."""
-    live.resident[d] += _new_resident_bytes(o, live, v)
+    schedule.resident[d] += _new_resident_bytes(o, schedule, v)
     if o.group[v] >= 0:
-        live.pinned[o.group[v]] = d
-    begin = live.free[d]
+        schedule.pinned[o.group[v]] = d
+    begin = schedule.free[d]
     for e in range(o.predecessor_start[v], o.predecessor_start[v + 1]):
         p = o.predecessors[e]
         home = devices[p]
-        arrival = live.finish[p]
+        arrival = schedule.finish[p]
         if home != d:
-            if live.sent[p, d] >= 0.0:
-                arrival = live.sent[p, d]
+            if schedule.sent[p, d] >= 0.0:
+                arrival = schedule.sent[p, d]
             else:
                 q = o.queue[home, d]
                 if q >= 0:
-                    arrival = max(arrival, live.queue_free[q])
+                    arrival = max(arrival, schedule.queue_free[q])
                 arrival += o.latency[home, d] + o.edge_bytes[e] * o.ns_per_byte[home, d]
                 if q >= 0:
-                    live.queue_free[q] = arrival
+                    schedule.queue_free[q] = arrival
                 if o.once_per_destination:
-                    live.sent[p, d] = arrival
-                    live.active[d] += o.output[p]
+                    schedule.sent[p, d] = arrival
+                    schedule.active[d] += o.output[p]
         begin = max(begin, arrival)
-    live.finish[v] = begin + o.cost[v, d]
-    live.free[d] = live.finish[v]
-    live.load[d] += o.cost[v, d]
+    schedule.finish[v] = begin + o.cost[v, d]
+    schedule.free[d] = schedule.finish[v]
+    schedule.load[d] += o.cost[v, d]
 
 
 @compiled_inline
-def release(o: Outline, live: Live, devices: NDArray[np.int32], v: int, d: int) -> None:
+def release(
+    o: SchedulingArrays, schedule: PartialSchedule, devices: NDArray[np.int32], v: int, d: int
+) -> None:
     """Account for op v's output, and free inputs without further consumers, with all copies."""
-    live.active[d] += o.output[v] + o.held[v]
-    live.peak[d] = max(live.peak[d], live.active[d] + o.workspace[v])
-    if live.unread[v] == 0:
-        live.active[d] -= o.output[v]
+    schedule.active[d] += o.output[v] + o.held[v]
+    schedule.peak[d] = max(schedule.peak[d], schedule.active[d] + o.workspace[v])
+    if schedule.unread[v] == 0:
+        schedule.active[d] -= o.output[v]
     for e in range(o.predecessor_start[v], o.predecessor_start[v + 1]):
         p = o.predecessors[e]
-        live.unread[p] -= 1
-        if live.unread[p] == 0:
-            live.active[devices[p]] -= o.output[p]
-            for other in range(len(live.free)):
-                if live.sent[p, other] >= 0.0:
-                    live.active[other] -= o.output[p]
+        schedule.unread[p] -= 1
+        if schedule.unread[p] == 0:
+            schedule.active[devices[p]] -= o.output[p]
+            for other in range(len(schedule.free)):
+                if schedule.sent[p, other] >= 0.0:
+                    schedule.active[other] -= o.output[p]
 
 
 @compiled_inline
-def _new_resident_bytes(o: Outline, live: Live, v: int) -> float:
+def _new_resident_bytes(o: SchedulingArrays, schedule: PartialSchedule, v: int) -> float:
     """Return the resident bytes that op v adds; the first op of a group adds those of the group."""
     group = o.group[v]
     if group < 0:
         return float(o.resident[v])
-    return float(o.group_resident[group]) if live.pinned[group] < 0 else 0.0
+    return float(o.group_resident[group]) if schedule.pinned[group] < 0 else 0.0
 
 
 @compiled_inline
-def find_heaviest(o: Outline, live: Live, devices: NDArray[np.int32], w: int) -> None:
+def find_heaviest(
+    o: SchedulingArrays, schedule: PartialSchedule, devices: NDArray[np.int32], w: int
+) -> None:
     """Store the device of the heaviest input of op w, which has become ready."""
     heavy = -1.0
     for e in range(o.predecessor_start[w], o.predecessor_start[w + 1]):
         if o.edge_ns[e] > heavy:
             heavy = o.edge_ns[e]
-            live.heaviest_home[w] = devices[o.predecessors[e]]
-    live.crowd[live.heaviest_home[w]] += 1.0
+            schedule.heaviest_home[w] = devices[o.predecessors[e]]
+    schedule.crowd[schedule.heaviest_home[w]] += 1.0
 
 
 @compiled_inline

@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 
 from envs.compiled import compiled_borrowing, compiled_inline, int64
 from envs.compiled_tables import by_pointer
-from placer.search.outline import Outline
+from placer.search.list_scheduler.arrays import SchedulingArrays
 
 WINDOW: Final = 128
 """Number of ready ops considered in each round, those with the highest upward ranks; this makes N *
 128 * D steps."""
 
 
-def etf(problem: Outline) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
+def etf(problem: SchedulingArrays) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
     """Return devices (N,) and priorities (N,) of Earliest Task First.
 
     Memory in use counts parameters, gradients, optimizer state and held bytes of the placed ops,
@@ -33,7 +33,7 @@ def etf(problem: Outline) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
     return devices, priority
 
 
-def memory_etf(problem: Outline) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
+def memory_etf(problem: SchedulingArrays) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
     """Return devices (N,) and priorities (N,) of m-ETF, where outputs stay for the whole step.
 
     This is how Baechi counts a training step (Jeon et al., arXiv 2301.08695). An op's workspace
@@ -63,7 +63,7 @@ class _Progress(NamedTuple):
     ready: NDArray[np.int64]  # (N,) ranks, ascending
 
 
-def _nothing_placed(problem: Outline) -> _Progress:
+def _nothing_placed(problem: SchedulingArrays) -> _Progress:
     count, device_count = problem.cost.shape
     order = np.argsort(-problem.bottom_level, kind="stable")
     rank = np.empty(count, np.int64)
@@ -86,7 +86,7 @@ def _nothing_placed(problem: Outline) -> _Progress:
 
 @compiled_borrowing
 def _etf(
-    o: Outline, now: _Progress, devices: NDArray[np.int32], priority: NDArray[np.float64]
+    o: SchedulingArrays, now: _Progress, devices: NDArray[np.int32], priority: NDArray[np.float64]
 ) -> None:
     """Fill ``devices`` (N,), initially -1, and ``priority`` (N,)."""
     count, device_count = o.cost.shape
@@ -166,7 +166,7 @@ def _etf(
 
 @compiled_inline
 def _arrival(
-    o: Outline,
+    o: SchedulingArrays,
     e: int,
     home: int,
     device: int,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Find:
+class Improvement:
     """An improvement over all earlier placements of the same part."""
 
     evaluations: int  # spent by all parts of the search until then
@@ -15,24 +15,26 @@ class Find:
 
 
 @dataclass(slots=True)
-class Line:
+class PartTrace:
     """The improvements of one part of a search, in order."""
 
     name: str
-    finds: list[Find] = field(default_factory=list)
+    improvements: list[Improvement] = field(default_factory=list)
     evaluations: int = 0  # at its last report
     seconds: float = 0.0
 
 
 @dataclass(slots=True)
-class Trail:
-    """One line for each part of a search, in order of their starts."""
+class SearchTrace:
+    """The trace of each part of a search, in order of their starts."""
 
-    lines: dict[str, Line] = field(default_factory=dict)
+    parts: dict[str, PartTrace] = field(default_factory=dict)
 
     def note(self, name: str, evaluations: int, seconds: float, cost_s: float) -> None:
         """Record the best cost of ``name`` so far."""
-        line = self.lines.setdefault(name, Line(name))
-        line.evaluations, line.seconds = evaluations, seconds
-        if not line.finds or cost_s < line.finds[-1].cost_s:
-            line.finds.append(Find(evaluations=evaluations, seconds=seconds, cost_s=cost_s))
+        part = self.parts.setdefault(name, PartTrace(name))
+        part.evaluations, part.seconds = evaluations, seconds
+        if not part.improvements or cost_s < part.improvements[-1].cost_s:
+            part.improvements.append(
+                Improvement(evaluations=evaluations, seconds=seconds, cost_s=cost_s)
+            )

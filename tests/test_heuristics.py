@@ -13,9 +13,8 @@ from envs.cluster import Cluster, Device, Link
 from envs.problem import Problem
 from envs.simulator import Simulator
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
-from placer.search.filling import first_layers, layer_numbers, layer_of
-from placer.search.heuristics import heuristics
-from placer.search.judge import Judge
+from placer.search.evaluator import Evaluator
+from placer.search.heuristics import first_layers, heuristics, layer_numbers, layer_of
 
 
 def chain(memory_bytes: tuple[int, ...], *, tied: bool = False) -> Problem:
@@ -82,11 +81,11 @@ def test_limits_and_groups_are_kept_and_memory_too(seed: int) -> None:
 
 
 def test_it_is_a_candidate_only_where_a_device_is_too_small() -> None:
-    small, ample = Judge(chain((60, 1000))), Judge(chain((1000, 1000)))
+    small, ample = Evaluator(chain((60, 1000))), Evaluator(chain((1000, 1000)))
     assert "first layers" in {candidate.name for candidate in heuristics(small)}
     assert "first layers" not in {candidate.name for candidate in heuristics(ample)}
     alone = replace(small.problem.cluster, devices=small.problem.cluster.devices[:1], links=())
-    names = [c.name for c in heuristics(Judge(Problem.of(small.problem.graph, alone)))]
+    names = [c.name for c in heuristics(Evaluator(Problem.of(small.problem.graph, alone)))]
     assert names == ["single d0"]
 
 

@@ -1,0 +1,156 @@
+"""Evaluation of placements by the simulator, with infeasible ones ranked by excess."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envs.problem import Problem
+from envs.simulator import (
+    IGNORE_MEMORY,
+    INFEASIBLE_NS,
+    NO_LIMIT_NS,
+    OVERFULL_NS,
+    RANK_EXCESS,
+    ProblemArrays,
+    Workspace,
+    arrays_of,
+    simulate_batch,
+    workspace_for,
+)
+from placer.milliseconds import milliseconds
+from placer.search.candidate import Candidate, Kind
+from placer.search.list_scheduler.arrays import scheduling_arrays
+from placer.search.list_scheduler.decoder import decode_batch
+from placer.search.list_scheduler.partial_schedule import PartialSchedule, empty_schedule
+from placer.search.request import SearchRequest
+
+
+class Evaluator:
+    """Evaluates placements of one problem. Use one instance per thread.
+
+    A cost is the simulated step time in nanoseconds; OVERFULL_NS or more if memory does not
+    suffice; INFEASIBLE_NS if an op is on a device that is not allowed or cannot be reached.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        """Prepare the problem for list scheduling and simulation."""
+        self.problem = problem
+        self.scheduling = scheduling_arrays(problem)
+        self.arrays: ProblemArrays = arrays_of(problem)
+        self.work: Workspace = workspace_for(problem)
+        self.memory = RANK_EXCESS if self.scheduling.memory_matters else IGNORE_MEMORY
+
+    @cached_property
+    def _schedule(self) -> PartialSchedule:
+        return empty_schedule(self.scheduling)
+
+    def costs(self, devices: NDArray[np.int32], priority: NDArray[np.float64]) -> NDArray[np.int64]:
+        """Return costs (B,) of the placements ``devices`` (B, N) with ``priority`` (B, N)."""
+        costs = np.empty(len(devices), np.int64)
+        devices = np.array(devices, np.int32, order="C")
+        priority = np.array(priority, np.float64, order="C")
+        first = 0
+        while first < len(costs):
+            rows = slice(first, None)
+            beyond = simulate_batch(
+                self.arrays,
+                self.work,
+                devices[rows],
+                priority[rows],
+                NO_LIMIT_NS,
+                self.memory,
+                costs[rows],
+            )
+            first = len(costs) if beyond < 0 else first + beyond + 1
+        return costs
+
+    def decode(
+        self, weights: NDArray[np.floating[Any]]
+    ) -> tuple[NDArray[np.int32], NDArray[np.float64], NDArray[np.int64]]:
+        """Decode weights (B, 21) to devices (B, N) and priorities (B, N) with their costs (B,)."""
+        devices, priority = decode_batch(self.scheduling, weights, self._schedule)
+        return devices, priority, self.costs(devices, priority)
+
+    def candidate(
+        self,
+        kind: Kind,
+        devices: NDArray[np.int32],
+        priority: NDArray[np.float64],
+        cost: int | None = None,
+        *,
+        name: str = "",
+    ) -> Candidate:
+        """Return one placement, (N,) each, as a candidate with read-only copies of the arrays.
+
+        A known ``cost`` is not computed again. ``name`` is displayed, by default that of the kind.
+        """
+        if cost is None:
+            cost = int(self.costs(devices[None], priority[None])[0])
+        own_devices, own_priority = devices.astype(np.int32), priority.astype(np.float64)
+        own_devices.setflags(write=False)
+        own_priority.setflags(write=False)
+        return Candidate(
+            kind=kind,
+            name=name or kind.value,
+            devices=own_devices,
+            priority=own_priority,
+            step_ns=cost if cost < OVERFULL_NS else INFEASIBLE_NS,
+        )
+
+
+class BudgetedEvaluator:
+    """Evaluates placements one by one within a budget and keeps the best.
+
+    The first placement is evaluated whatever the budget, so that there is always a best one.
+    """
+
+    def __init__(self, request: SearchRequest, kind: Kind, name: str = "") -> None:
+        """Begin to spend the budget; the best candidate gets this kind and, if given, this name."""
+        self.evaluator = Evaluator(request.problem)
+        self.meter = request.meter()
+        self.kind = kind
+        self.name = name or kind.value
+        self.report = request.report
+        self._best: tuple[int, NDArray[np.int32], NDArray[np.float64]] | None = None
+
+    def over(self) -> bool:
+        """Return whether the budget is spent, after at least one evaluation."""
+        return self._best is not None and self.meter.over()
+
+    def room(self, most: int) -> int:
+        """Return how many of ``most`` evaluations the budget has left, at least 1."""
+        left = self.meter.left()
+        return most if left is None else max(min(most, left), 1)
+
+    def evaluate(self, devices: NDArray[np.int32], priority: NDArray[np.float64]) -> int:
+        """Evaluate a placement, (N,) each, and return its cost as defined by :class:`Evaluator`."""
+        cost = int(self.evaluator.costs(devices[None], priority[None])[0])
+        self.meter.spend(1)
+        if self._best is None or cost < self._best[0]:
+            self._best = cost, devices.copy(), priority.copy()
+        self.meter.note(self.name, self._best[0])
+        best = self._best[0]
+        shown = "nothing fits" if best >= OVERFULL_NS else f"{milliseconds(best / 1e9)} ms"
+        self.report(self.meter.share(), f"{self.name}, {shown}")
+        return cost
+
+    def evaluate_all(
+        self, devices: NDArray[np.int32], priority: NDArray[np.float64]
+    ) -> NDArray[np.int64]:
+        """Return costs of placements (B, N) each; fewer than B if the budget ends."""
+        costs: list[int] = []
+        for where, when in zip(devices, priority, strict=True):
+            if self.over():
+                break
+            costs.append(self.evaluate(where, when))
+        return np.array(costs, np.int64)
+
+    def best(self) -> Candidate:
+        """Return the best placement; the first of equal ones."""
+        assert self._best is not None, "a placer evaluates at least one placement"
+        cost, devices, priority = self._best
+        return self.evaluator.candidate(self.kind, devices, priority, cost, name=self.name)
