@@ -18,7 +18,7 @@ MOST_CORES: Final = 8
 
 
 def discover(names: str = "auto", memory: Mapping[str, int] | None = None) -> Cluster:
-    """Return a cluster of this machine's devices, without links and speeds (see envs/calibrate.py).
+    """Return a cluster of this machine's devices, without links and speeds.
 
     Args:
         names: comma-separated devices: ``cuda:N`` and ``cpu`` (all cores together), or ``core:N``

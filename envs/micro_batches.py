@@ -34,7 +34,7 @@ OPTIMIZER: Final = PHASES.index("optimizer")
 ONCE_PER_STEP: Final = frozenset({"parameter_bytes", "gradient_bytes", "optimizer_bytes"})
 """Columns of a graph that micro-batches share."""
 LARGEST: Final = 1 << 24
-"""Limit on copied ops and edges; the simulator takes fewer edges, see ``envs.simulator.arrays``."""
+"""Limit on copied ops and edges; the simulator takes fewer edges."""
 _EDGE_COLUMNS: Final = frozenset(
     {"successor_start", "successors", "edge_bytes", "predecessor_start", "predecessors"}
     | {"predecessor_edge", "topological"}
