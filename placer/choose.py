@@ -8,10 +8,18 @@ from typing import TypeAlias
 import numpy as np
 
 from envs.measurement import Measurement, contended, tied
+from graphs.strict_json import brief
 from placer import messages
 from placer.search.candidate import Candidate
 
 _Run: TypeAlias = tuple[Candidate, Measurement]
+
+
+class WarmStartError(ValueError):
+    """A placement or device map does not fit its graph, model or cluster."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(brief(message))
 
 
 class PlacementError(RuntimeError):

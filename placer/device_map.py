@@ -17,10 +17,10 @@ from graphs.extract.extraction import ties_of
 from graphs.extract.program import VIEW
 from graphs.graph import GraphArrays
 from graphs.names import suggestion
+from placer.choose import WarmStartError
 from placer.exports.dry_run import Hooks, flow, main_device_of
 from placer.exports.placed_modules import around, canonical_paths, parent
 from placer.search.candidate import Kind
-from placer.warm_start import WarmStartError
 
 MOST_NAMED: Final = 3
 """Number of modules that a message names."""

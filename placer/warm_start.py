@@ -10,18 +10,12 @@ from envs.cluster import Cluster
 from envs.discover import why_not_here
 from envs.placement import Placement
 from graphs.graph import GraphArrays
-from graphs.strict_json import brief, load_checked, table
+from graphs.strict_json import load_checked, table
+from placer.choose import WarmStartError
 
 if TYPE_CHECKING:
     from graphs.extract import Extraction
     from placer.device_map import DeviceMap
-
-
-class WarmStartError(ValueError):
-    """A placement or device map does not fit its graph, model or cluster."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(brief(message))
 
 
 WarmStart: TypeAlias = "Placement | DeviceMap"

@@ -53,8 +53,9 @@ def run(args: argparse.Namespace) -> int:
         return fail(BAD_USAGE, why)
     from envs.discover import discover
     from graphs.extract import ExtractionError
+    from placer.choose import WarmStartError
     from placer.target import TargetError, is_graph_file
-    from placer.warm_start import WarmStartError, check_here, load_warm_start
+    from placer.warm_start import check_here, load_warm_start
 
     try:
         if is_graph_file(args.target):

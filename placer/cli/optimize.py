@@ -80,12 +80,11 @@ def run(args: argparse.Namespace) -> int:
         return fail(BAD_USAGE, error)
     from graphs.selection import ConstraintError
     from placer.api import run_job
-    from placer.choose import PlacementError
+    from placer.choose import PlacementError, WarmStartError
     from placer.replicate.result import ReplicatedResult
     from placer.report.console import stdout_console
     from placer.report.progress import Timed
     from placer.report.table import print_result
-    from placer.warm_start import WarmStartError
 
     say(args, _foretold(job))
     stages_s = {"Loading libraries": time.perf_counter() - began}
