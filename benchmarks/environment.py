@@ -8,8 +8,8 @@ import re
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from envs.cache_folder import processor
-from envs.discover import available_memory_bytes
+from envs.hardware.cache_folder import processor
+from envs.hardware.discover import available_memory_bytes
 
 
 def environment() -> dict[str, Any]:
@@ -17,7 +17,7 @@ def environment() -> dict[str, Any]:
     import torch
 
     import placer
-    from envs.torch_devices import own_accelerators
+    from envs.hardware.torch_devices import own_accelerators
 
     found: dict[str, Any] = {
         "placer": placer.__version__,

@@ -23,11 +23,11 @@ from torch import nn
 
 from benchmarks.record import Effort, Part
 from benchmarks.tables import Table
-from graphs.extract import Step, extract
-from graphs.extract.fake import without_meta
-from graphs.extract.step import LossModule
+from graphs.extract import Workload, extract
+from graphs.extract.trial import without_meta
+from graphs.workload import LossModule
 from placer.sources.huggingface import SIZES
-from placer.target import load_step
+from placer.sources.target import load_step
 
 FOLDER: Final = Path(__file__).parents[1] / "examples"
 EXAMPLES: Final = (
@@ -88,7 +88,7 @@ def table(name: str, found: dict[str, Any]) -> Table:
     )
 
 
-def times(step: Step) -> dict[str, Any]:
+def times(step: Workload) -> dict[str, Any]:
     """Return the number of ops, the seconds of extraction and the seconds of torch.export alone."""
     start_s = time.perf_counter()
     with without_meta(step) as traceable:
@@ -109,7 +109,7 @@ def large(start_s: float) -> dict[str, Any]:
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**sizes, use_cache=False))
     tokens = torch.zeros(1, TOKENS, dtype=torch.int64)
-    found = times(Step.of(model, {"input_ids": tokens, "labels": tokens}))
+    found = times(Workload.of(model, {"input_ids": tokens, "labels": tokens}))
     return found | {
         "process_s": time.perf_counter() - start_s,
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -119,7 +119,7 @@ def large(start_s: float) -> dict[str, Any]:
 def warm_up() -> None:
     """Extract a tiny model, so that torch's lazy loading is not timed."""
     x = torch.randn(2, 2)
-    extract(Step.of(nn.Linear(2, 2), (x, x), nn.functional.mse_loss))
+    extract(Workload.of(nn.Linear(2, 2), (x, x), nn.functional.mse_loss))
 
 
 if __name__ == "__main__":

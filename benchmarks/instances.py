@@ -18,12 +18,12 @@ from typing import Any, Final
 import networkx as nx
 import numpy as np
 
-from envs.cluster import Cluster, Device, Link, LinkOrder, Sharing
+from envs.hardware.cluster import Cluster, Device, Link, LinkOrder, Sharing
 from envs.problem import Problem
-from graphs import sketches
 from graphs.graph import ANY_KIND, GraphArrays, add_edge, add_op, new_graph
-from graphs.planted import Planted, planted
-from graphs.shapes import Weights, layered
+from graphs.synthetic import sketches
+from graphs.synthetic.planted import Planted, planted
+from graphs.synthetic.shapes import Weights, layered
 from placer.policies.pool import Exercise, exercise
 
 COMMUNICATION: Final = 4.0

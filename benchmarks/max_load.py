@@ -20,10 +20,10 @@ import numpy as np
 from benchmarks.instances import profile_names, profiled
 from benchmarks.record import Effort, Part
 from benchmarks.tables import Table, spread
-from envs.bounds import load_bound_ns
-from envs.max_load import max_load_ns
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS
+from envs.simulator.bounds import load_bound_ns
+from envs.simulator.max_load import max_load_ns
 from placer.search.annealing.max_load import load_compiled_code, minimize_max_load
 from placer.search.budget import Budget
 from placer.search.heuristics import layer_split, single_device

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from ortools.sat.python import cp_model
 
-from envs.max_load import least_send_ns, load_arrays
 from envs.problem import Problem
+from envs.simulator.max_load import least_send_ns, load_arrays
 
 
 def solver_bound_ns(problem: Problem, known_ns: int, limit_s: float) -> int:

@@ -26,10 +26,10 @@ from torch import nn
 import placer
 from benchmarks.record import Effort, Part, quartiles
 from benchmarks.tables import Table, spread
-from envs.executor.placed_module import PlacedModule
-from graphs.extract import Step, extract
-from graphs.extract.step import LossModule
-from placer.target import load_step
+from envs.executors.torch.placed_module import PlacedModule
+from graphs.extract import Workload, extract
+from graphs.workload import LossModule
+from placer.sources.target import load_step
 
 EXAMPLES: Final = Path(__file__).parents[1] / "examples"
 IN_PROCESS: Final = {
@@ -129,7 +129,7 @@ def timed(module: nn.Module, work: Callable[[], object]) -> float:
     return time.perf_counter() - start_s
 
 
-def eager_step(step: Step) -> None:
+def eager_step(step: Workload) -> None:
     """Run forward and backward of the plain model."""
     torch.autograd.backward(LossModule(step)(*step.inputs, **step.keywords))
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from benchmarks.instances import PLANTED, judged, planted_instances
 from benchmarks.record import Effort, Part
 from benchmarks.tables import Table, spread
-from envs.bounds import lower_bound_ns
+from envs.simulator.bounds import lower_bound_ns
 from placer.placers.placer import Placer
 from placer.placers.portfolio import Portfolio
 from placer.placers.registry import listings, placer_named

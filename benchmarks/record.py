@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.environment import environment, machine_name
 from benchmarks.tables import Table
-from graphs.whole_file import write_whole
+from graphs.files import write_whole
 
 T = TypeVar("T")
 Part: TypeAlias = Callable[[dict[str, Any]], Table | None]

@@ -29,9 +29,8 @@ from benchmarks.record import Effort, Part
 from benchmarks.simulator import cluster_of, flat_layered
 from benchmarks.tables import Table, spread
 from envs.problem import Problem
-from placer.placers.annealing import Annealed
 from placer.placers.placer import Placer
-from placer.placers.portfolio import Portfolio
+from placer.placers.portfolio import Annealed, Portfolio
 from placer.placers.registry import placer_named
 from placer.policies import Policy, load
 from placer.policies.network import ACTION_SCALE

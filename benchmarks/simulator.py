@@ -27,12 +27,12 @@ from numpy.typing import NDArray
 
 from benchmarks.record import Effort, Part, seconds
 from benchmarks.tables import Table
-from envs.cluster import Cluster, Device, Link
+from envs.hardware.cluster import Cluster, Device, Link
 from envs.problem import Problem
 from envs.simulator import Simulator
 from graphs.flat import flat_graph
 from graphs.graph import GraphArrays
-from graphs.synthetic import layered
+from graphs.synthetic.families import layered
 
 REPEATS: Final = 9
 BLOCK: Final = 8

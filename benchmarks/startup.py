@@ -25,9 +25,9 @@ import numpy as np
 from benchmarks.record import Effort, Part
 from benchmarks.simulator import cluster_of
 from benchmarks.tables import Table
-from envs.cluster import cluster_to_toml
-from graphs.files import save_graph
-from graphs.synthetic import layered
+from envs.hardware.cluster import cluster_to_toml
+from graphs.graph_file import save_graph
+from graphs.synthetic.families import layered
 
 OPS: Final = 1000
 DEVICES: Final = 4

@@ -22,14 +22,14 @@ from torch.nn import functional as F
 
 from benchmarks.record import Effort, Part
 from benchmarks.tables import Table
-from envs.torch_devices import own_accelerators
-from graphs.extract import Step
+from envs.hardware.torch_devices import own_accelerators
+from graphs.extract import Workload
 from graphs.models import Nmt, NmtConfig
 from placer.api import optimize
 from placer.messages import CPU_CLOCK
 from placer.result import Result
 from placer.search.candidate import Candidate
-from placer.target import load_step
+from placer.sources.target import load_step
 
 EXAMPLES: Final = Path(__file__).parents[1] / "examples"
 
@@ -78,7 +78,7 @@ def _wall_s(row: Candidate | None) -> float:
     return seen.median_s if seen is not None else float("nan")
 
 
-def translation() -> Step:
+def translation() -> Workload:
     """Return a step of recurrent translation with attention, eight words, 32 sentences."""
 
     def loss(logits: torch.Tensor, next_tokens: torch.Tensor) -> torch.Tensor:
@@ -89,10 +89,10 @@ def translation() -> Step:
     source = torch.randint(config.vocabulary, (32, 8))
     target = torch.randint(config.vocabulary, (32, 9))
     inputs = (source, target[:, :-1].contiguous(), target[:, 1:].contiguous())
-    return Step(Nmt(config).train(), inputs, loss=loss)
+    return Workload(Nmt(config).train(), inputs, loss=loss)
 
 
-MODELS: Final[Mapping[str, Callable[[], Step]]] = {
+MODELS: Final[Mapping[str, Callable[[], Workload]]] = {
     "two towers, batch 256": partial(load_step, f"{EXAMPLES}/two_towers.py:build", training=True),
     "Inception-V3, batch 2": partial(load_step, f"{EXAMPLES}/inception.py:build", training=True),
     "translation with attention, batch 32": translation,

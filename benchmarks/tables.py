@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from graphs.whole_file import write_whole
+from graphs.files import write_whole
 
 BEGIN: Final = "<!-- benchmarks: begin -->"
 END: Final = "<!-- benchmarks: end -->"

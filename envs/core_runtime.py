@@ -7,19 +7,19 @@ from contextlib import closing
 from typing import Final
 
 from envs.backend import Evaluation, ProgressCallback, measurements
-from envs.cluster import Cluster
 from envs.costs.cached_costs import OpCosts, first_of_kinds
 from envs.costs.ops import core_costs, known_core_costs
 from envs.costs.roofline import SOURCE, check_cluster, roofline_costs
-from envs.discover import is_own_core_set, present
-from envs.executor.lists import priority_order
-from envs.executor.placed import PlacedModel
-from envs.measured import Measured
+from envs.executors.cores.lists import priority_order
+from envs.executors.cores.placed import PlacedModel
+from envs.hardware.cluster import Cluster
+from envs.hardware.discover import is_own_core_set, present
+from envs.measured.core_backend import Measured
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator.schedule import Schedule, run_order
 from graphs.extract import Extraction
-from graphs.extract.gradient_makers import gradient_makers
+from graphs.extract.placeable import gradient_makers
 from graphs.graph import GraphArrays
 
 MEASURED_S: Final = 1.5

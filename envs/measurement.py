@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.cluster import Cluster
+from envs.hardware.cluster import Cluster
 
 CONTENDED: Final = 1.15
 """Ratio of wall to CPU-clock time above which other processes used the cores."""
@@ -41,8 +41,9 @@ class Measurement:
     ``wall_s`` where there are none. An ``exact`` time comes without noise: one round is enough.
     ``peak_memory_bytes`` holds the devices that report it, by name: for accelerators the memory in
     tensors, for workers the resident memory beyond their start (see
-    :meth:`envs.executor.pool.WorkerPool.peak_memory_bytes`). ``overfull`` is set if the placement
-    failed because memory did not suffice; ``excess`` is that of a worker beyond its limit.
+    :meth:`envs.executors.cores.pool.WorkerPool.peak_memory_bytes`). ``overfull`` is set if the
+    placement failed because memory did not suffice; ``excess`` is that of a worker beyond its
+    limit.
     """
 
     wall_s: NDArray[np.float64]

@@ -1,6 +1,7 @@
 """Conversion of seconds to integer nanoseconds, rounded half to even and capped at the horizon.
 
-Links and devices limit their own numbers (see :mod:`envs.cluster`), so that seconds are finite.
+Links and devices limit their own numbers (see :mod:`envs.hardware.cluster`), so that seconds are
+finite.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.levels import levels
 from envs.problem import Problem
+from envs.simulator.bounds import levels
 
 OP_FEATURES: Final = (
     "cost",

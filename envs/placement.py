@@ -9,7 +9,7 @@
      "predicted": {"step_s": ..., "peak_memory_bytes": {device: int}} or null,
      "measured": {"step_s": ..., ...} or null,
      "made_by": {"placer": ..., "seed": ..., "budget": ..., "version": ...},
-     "replicas": {...} (optional, see envs/replicas/spec.py)}
+     "replicas": {...} (optional, see envs/replication.py)}
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.cluster import LARGEST_INT, MOST_DEVICES, Cluster
-from envs.replicas.spec import Replication
+from envs.hardware.cluster import LARGEST_INT, MOST_DEVICES, Cluster
+from envs.replication import Replication
+from graphs.files import write_whole
 from graphs.graph import PHASES, GraphArrays
 from graphs.names import suggestion
 from graphs.printable import check_printable
 from graphs.strict_json import array, fields, inside, load_checked, number, table, text, within
-from graphs.whole_file import write_whole
 
 FORMAT: Final = "placer-placement/1"
 ROOT: Final = "(model)"

@@ -15,22 +15,21 @@ from numpy.typing import NDArray
 
 from envs.backend import Backend
 from envs.backends import backend_named
-from envs.cluster import Cluster, load_cluster
 from envs.costs.roofline import load_devices
-from envs.discover import discover
+from envs.hardware.cluster import Cluster, load_cluster
+from envs.hardware.discover import discover
 from envs.partial_schedule import DEVICE_FEATURES, OP_FEATURES, PartialSchedule
 from envs.placement import Placement
-from envs.problem import Problem
+from envs.problem import Problem, toy_problem
 from envs.runtime import costed_problem, runtime_for
 from envs.simulator import Simulated
-from envs.toy_problem import toy_problem
-from graphs.files import load_graph
 from graphs.graph import GraphArrays
+from graphs.graph_file import load_graph
 
 if TYPE_CHECKING:
     import networkx as nx
 
-    from graphs.extract import Step
+    from graphs.extract import Workload
 
 LARGEST_FEATURE: Final = 50.0
 """Upper bound of the observation space, above the logarithm of any time or size."""
@@ -72,7 +71,7 @@ class PlacementEnv(gym.Env[NDArray[np.float32], np.int64]):
     def __init__(
         self,
         *,
-        workload: Step | None = None,
+        workload: Workload | None = None,
         graph: nx.DiGraph[str] | str | Path | None = None,
         cluster: Cluster | str | Path = "auto",
         backend: Backend | str = "simulated",

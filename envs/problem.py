@@ -2,6 +2,10 @@
 
 Time is integer nanoseconds: an op's cost (seconds on the device's kind + the device's launch
 overhead) and a transfer (latency + bytes / bandwidth) are each rounded once, half to even.
+
+Validation of placement arrays before they are passed to compiled code.
+
+A small problem for defaults, examples and warm-up.
 """
 
 from __future__ import annotations
@@ -11,12 +15,11 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from envs.cluster import LONGEST_S, Cluster, Link
+from envs.hardware.cluster import LONGEST_S, Cluster, Device, Link
 from envs.nanoseconds import each_in_nanoseconds, nanoseconds
-from graphs.frozen import frozen
-from graphs.graph import PHASES, GraphArrays
+from graphs.graph import PHASES, GraphArrays, add_edge, add_op, frozen, new_graph
 
 NO_QUEUE = -1
 LARGEST_TOTAL_BYTES: Final = 2.0**62
@@ -234,3 +237,75 @@ def held_bytes_of(graph: GraphArrays) -> NDArray[np.int64]:
     source = np.repeat(np.arange(len(graph)), np.diff(graph.successor_start))
     has_backward[source[graph.phase[graph.successors] == backward]] = True
     return np.where(has_backward, 0, graph.saved_bytes)
+
+
+def device_rows(problem: Problem, devices: ArrayLike) -> NDArray[np.int32]:
+    """Return placements (B, N), or one (N,), as a contiguous, writable int32 array (B, N).
+
+    Copies only if necessary.
+
+    Raises:
+        ValueError: wrong shape, values that are not integers, or a device that does not exist.
+    """
+    given, count = np.asarray(devices), problem.op_count
+    if given.ndim > 2 or given.shape[-1:] != (count,):
+        raise ValueError(f"devices {given.shape} must be (B, {count}) or ({count},)")
+    if given.dtype.kind not in "iu":
+        raise ValueError(f"devices are of type {given.dtype}, not whole numbers")
+    if given.size and not 0 <= given.min() <= given.max() < problem.device_count:
+        wrong = given[(given < 0) | (given >= problem.device_count)][0]
+        raise ValueError(
+            f"device {wrong} does not exist, {problem.cluster.name!r} has "
+            f"{problem.device_count}: 0 to {problem.device_count - 1}"
+        )
+    return np.require(given, np.int32, ["C", "W"]).reshape(-1, count)
+
+
+def device_row(problem: Problem, devices: ArrayLike) -> NDArray[np.int32]:
+    """Return one placement, (N,) or (1, N), as (N,).
+
+    Raises:
+        ValueError: as for :func:`device_rows`, or there is not exactly one placement.
+    """
+    rows = device_rows(problem, devices)
+    if len(rows) != 1:
+        raise ValueError(f"this takes one placement, not {len(rows)}")
+    return rows.ravel()
+
+
+def priority_rows(problem: Problem, priority: ArrayLike) -> NDArray[np.float64]:
+    """Return priorities (B, N) or (N,) as (B, N), like :func:`device_rows`.
+
+    Raises:
+        ValueError: wrong shape, values that are not real numbers, or a number that is not finite.
+    """
+    given, count = np.asarray(priority), problem.op_count
+    if given.ndim > 2 or given.shape[-1:] != (count,):
+        raise ValueError(f"priority {given.shape} must be (B, {count}) or ({count},)")
+    if given.dtype.kind not in "iuf":
+        raise ValueError(f"priorities are of type {given.dtype}, not numbers")
+    if not np.isfinite(given).all():
+        raise ValueError("a priority is not a finite number")
+    return np.require(given, np.float64, ["C", "W"]).reshape(-1, count)
+
+
+def toy_problem() -> Problem:
+    """Return a problem of two chains of six ops that join, on three equal devices."""
+    graph = new_graph("two-towers")
+    add_op(graph, "input", cost_s={"*": 1e-4}, output_bytes=100_000)
+    for tower in ("left", "right"):
+        for layer in range(6):
+            name = f"{tower}.{layer}"
+            add_op(graph, name, cost_s={"*": 1e-3}, output_bytes=500_000, parameter_bytes=4_000_000)
+            add_edge(graph, f"{tower}.{layer - 1}" if layer else "input", name)
+    add_op(graph, "join", cost_s={"*": 5e-4})
+    for tower in ("left", "right"):
+        add_edge(graph, f"{tower}.5", "join")
+    names = ("device:0", "device:1", "device:2")
+    link = Link(between=names, latency_s=1e-5, bandwidth_bytes_per_s=1e10)
+    cluster = Cluster(
+        name="three-devices",
+        devices=tuple(Device(name=n, kind="device", memory_bytes=10**9) for n in names),
+        links=(link,),
+    )
+    return Problem.of(GraphArrays.from_graph(graph), cluster)

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 import networkx as nx
 
 from envs.backend import Backend, Evaluation, ProgressCallback, measurements
-from envs.cluster import Cluster
-from envs.discover import is_core, is_here, present
-from envs.host_names import split_name
+from envs.hardware.cluster import Cluster
+from envs.hardware.discover import is_core, is_here, present, split_name
 from envs.placement import Placement
 from envs.problem import Problem
 from graphs.graph import GraphArrays
@@ -23,13 +22,13 @@ from graphs.graph import GraphArrays
 if TYPE_CHECKING:
     import torch
 
-    from envs.calibrate import Calibration
     from envs.costs.cached_costs import OpCosts
-    from envs.executor.hooked_module import HookedModule
-    from envs.executor.placed import PlacedModel
-    from envs.executor.placed_module import PlacedModule
-    from envs.measured import Measured
-    from envs.measured_module import MeasuredModule
+    from envs.costs.calibrate import Calibration
+    from envs.executors.cores.placed import PlacedModel
+    from envs.executors.hooks.hooked_module import HookedModule
+    from envs.executors.torch.placed_module import PlacedModule
+    from envs.measured.core_backend import Measured
+    from envs.measured.torch_backend import MeasuredModule
     from envs.simulator.schedule import Schedule
     from graphs.extract import Extraction
 
@@ -217,14 +216,14 @@ def calibrated(cluster: Cluster, *, again: bool = False) -> Cluster:
     """Return the cluster with missing links and device speeds filled in by measurement.
 
     Values that the cluster gives stay as they are. Measurements are cached in a file, see
-    :mod:`envs.calibrate`, unless other processes used the cores. ``again`` forces a new one.
+    :mod:`envs.costs.calibrate`, unless other processes used the cores. ``again`` forces a new one.
 
     Raises:
         ValueError: a device is not on this machine, or cores are mixed with torch devices.
         WorkerError: a worker did not start.
         OSError: there is too little memory, or too many processes or open files.
     """
-    from envs.calibrate import filled
+    from envs.costs.calibrate import filled
 
     calibration = _calibration(cluster)
     known = None if again else calibration.known()
@@ -237,7 +236,7 @@ def calibrated_before(cluster: Cluster) -> Cluster | None:
     Raises:
         ValueError: a device is not on this machine, or cores are mixed with torch devices.
     """
-    from envs.calibrate import filled
+    from envs.costs.calibrate import filled
 
     known = _calibration(cluster).known()
     return None if known is None else filled(cluster, known)
@@ -257,7 +256,7 @@ def tensor_device(name: str) -> torch.device:
     Raises:
         ValueError: there is no such device on this machine.
     """
-    from envs.torch_devices import CPU, torch_device
+    from envs.hardware.torch_devices import CPU, torch_device
 
     return CPU if is_core(name) else torch_device(name)
 
@@ -282,7 +281,7 @@ def _on_cores(names: Iterable[str]) -> bool:
 
 
 def _calibration(cluster: Cluster) -> Calibration:
-    from envs.calibrate import core_calibration, torch_calibration
+    from envs.costs.calibrate import core_calibration, torch_calibration
 
     make = core_calibration if _on_cores(cluster.names) else torch_calibration
     return make(present(cluster.names))

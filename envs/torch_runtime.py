@@ -8,14 +8,15 @@ from dataclasses import replace
 from typing import Final
 
 from envs.backend import Evaluation, ProgressCallback, measurements
-from envs.cluster import Cluster, Device
 from envs.costs.cached_costs import OpCosts
 from envs.costs.calls import call_costs, known_call_costs
 from envs.costs.modules import torch_module_costs
-from envs.discover import present
-from envs.executor.hooked_module import HookedModule
-from envs.executor.placed_module import PlacedModule
-from envs.measured_module import (
+from envs.executors.hooks.hooked_module import HookedModule
+from envs.executors.torch.placed_module import PlacedModule
+from envs.hardware.cluster import Cluster, Device
+from envs.hardware.discover import present
+from envs.hardware.torch_devices import torch_device
+from envs.measured.torch_backend import (
     DEFAULT_ROUNDS,
     MeasuredModule,
     check_overlap,
@@ -25,11 +26,8 @@ from envs.measured_module import (
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator.schedule import Schedule
-from envs.torch_devices import torch_device
 from graphs.extract import Extraction
-from graphs.extract.call_graph import CallGraph
-from graphs.extract.gradient_makers import gradient_makers
-from graphs.extract.module_map import placeable
+from graphs.extract.placeable import CallGraph, gradient_makers, placeable
 from graphs.graph import GraphArrays
 
 FRAGMENTED_SHARE: Final = 0.08

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import placer
-from placer.placers.sampling import Sampling
+from placer.placers.samplers import Sampling
 from placer.search.evaluator import BudgetedEvaluator
 from placer.search.grouping import at_most
 

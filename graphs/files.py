@@ -1,196 +1,257 @@
-"""Graph files: JSON that other tools write too, read strictly.
+"""Reading files up to a size limit, and writing them atomically.
 
-::
-
-    {"format": "placer-graph/1", "name": "two ops",
-     "nodes": [{"id": "a", "cost_s": {"cuda": 1e-3, "*": 2e-3}, "output_bytes": 4096},
-               {"id": "b", "cost_s": {"*": 1e-3}}],
-     "edges": [{"source": "a", "target": "b", "bytes": 4096}]}
-
-Of a node only ``id`` and ``cost_s`` are required; the rest is as in
-:class:`graphs.graph.OpAttributes`. An edge's ``bytes`` default to its source's ``output_bytes``.
-A graph may have a ``cost_source`` ({device kind: source of its costs}); a node's own
-``cost_source`` overrides it for that op.
+Messages for files that are missing or cannot be read.
 """
 
 from __future__ import annotations
 
-import json
-import reprlib
-from collections.abc import Mapping
+import errno
+import fcntl
+import hashlib
+import os
+import platform
+import stat
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import networkx as nx
+from graphs.names import suggestion
 
-from graphs.graph import (
-    OpAttributes,
-    add_edge,
-    add_op,
-    attributes_of,
-    new_graph,
-)
-from graphs.order import topological_order
-from graphs.printable import check_printable
-from graphs.strict_json import array, fields, load_checked, number, table, text, whole
-from graphs.whole_file import write_whole
-
-FORMAT: Final = "placer-graph/1"
-
-_SIZES: Final = (
-    "flops",
-    "moved_bytes",
-    "output_bytes",
-    "parameter_bytes",
-    "gradient_bytes",
-    "optimizer_bytes",
-    "saved_bytes",
-    "workspace_bytes",
-)
-_TEXTS: Final = ("op", "phase", "module")
-_GRAPH_KEYS: Final = frozenset({"format", "name", "cost_source", "nodes", "edges"})
-_NODE_KEYS: Final = frozenset(OpAttributes.__required_keys__) | {"id"}
-_EDGE_KEYS: Final = frozenset({"source", "target", "bytes"})
+MOST_LINKS: Final = 40
+SUFFIX: Final = ".partial"
+CHUNK_BYTES: Final = 1 << 16
+"""Bytes per read from a pipe, whose size is not known."""
+LONGEST_LABEL: Final = 100
+"""Bytes of the file's own name in that of its partial file, since names have a limit."""
 
 
-def load_graph(path: Path) -> nx.DiGraph[str]:
-    """Read a graph file.
+def read_limited(path: Path, largest_bytes: int) -> bytes:
+    """Return the content of a file or pipe of at most ``largest_bytes``.
 
     Raises:
-        ValueError: it is not JSON or not a graph; the message starts with the file and the path of
-            the fault in it, such as ``nodes[3].output_bytes``.
+        ValueError: it is larger; a regular file is refused before it is read.
         OSError: it cannot be read.
     """
-    return load_checked(path, graph_from_dict)
-
-
-def save_graph(graph: nx.DiGraph[str], path: Path) -> None:
-    """Write a graph file atomically, one op or edge per line.
-
-    Raises:
-        ValueError: the graph is not valid, or has texts that cannot be printed.
-        OSError: the file cannot be written.
-    """
-    data = graph_to_dict(graph)
-    check_printable(data)
-    rows = {name: data.pop(name) for name in ("nodes", "edges")}
-    parts = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in data.items()]
-    for name, items in rows.items():
-        lines = ",\n  ".join(json.dumps(item, allow_nan=False) for item in items)
-        parts.append(f'"{name}": [\n  {lines}\n ]' if items else f'"{name}": []')
-    write_whole(path, "{" + ",\n ".join(parts) + "}\n")
-
-
-def graph_to_dict(graph: nx.DiGraph[str]) -> dict[str, Any]:
-    """Return the content of a graph file; :func:`graph_from_dict` restores the same graph.
-
-    Attributes at their defaults are left out; edges always have ``bytes``.
-
-    Raises:
-        ValueError: the graph has a cycle.
-    """
-    topological_order(graph)
-    data: dict[str, Any] = {"format": FORMAT, "name": str(graph.graph.get("name", ""))}
-    if sources := graph.graph.get("cost_source"):
-        data["cost_source"] = dict(sources)
-    data["nodes"] = [_node_to_dict(op_id, attributes_of(graph, op_id)) for op_id in graph]
-    data["edges"] = [
-        {"source": source, "target": target, "bytes": int(edge["bytes"])}
-        for source, target, edge in graph.edges(data=True)
-    ]
-    return data
-
-
-def graph_from_dict(data: object) -> nx.DiGraph[str]:
-    """Build a graph from the parsed content of a graph file.
-
-    Raises:
-        ValueError: unknown, missing or repeated keys, values of a wrong type or out of range, two
-            ops with the same id, an edge without its ops, or a cycle. The message says where.
-    """
-    top = fields(data, "", _GRAPH_KEYS, required=("format", "nodes"))
-    if top["format"] != FORMAT:
-        shown = reprlib.repr(top["format"])
-        raise ValueError(f"format is {shown}, this version reads {FORMAT!r}")
-    graph = new_graph(text(top.get("name", ""), "name"), _sources(top, "cost_source"))
-    for i, item in enumerate(array(top["nodes"], "nodes")):
-        _read_node(graph, item, f"nodes[{i}]")
-    for i, item in enumerate(array(top.get("edges", []), "edges")):
-        _read_edge(graph, item, f"edges[{i}]")
-    try:
-        topological_order(graph)
-    except ValueError as error:
-        raise ValueError(f"edges: {error}") from None
-    return graph
-
-
-def _node_to_dict(op_id: str, node: OpAttributes) -> dict[str, Any]:
-    data: dict[str, Any] = {"id": op_id}
-    if node["op"] != op_id:
-        data["op"] = node["op"]
-    data["cost_s"] = {kind: float(seconds) for kind, seconds in node["cost_s"].items()}
-    if node["cost_source"]:
-        data["cost_source"] = dict(node["cost_source"])
-    if node["phase"] != "forward":
-        data["phase"] = node["phase"]
-    if node["module"]:
-        data["module"] = node["module"]
-    sizes: Mapping[str, Any] = node
-    data |= {name: int(sizes[name]) for name in _SIZES if sizes[name]}
-    if node["colocate"] is not None:
-        data["colocate"] = node["colocate"]
-    if node["devices"] is not None:
-        data["devices"] = list(node["devices"])
-    return data
-
-
-def _read_node(graph: nx.DiGraph[str], item: object, where: str) -> None:
-    node = fields(item, where, _NODE_KEYS, required=("id", "cost_s"))
-    costs = table(node["cost_s"], f"{where}.cost_s")
-    # Error paths are formatted for unusual types only: that takes longer than the check.
-    given: dict[str, Any] = {
-        "cost_s": {
-            kind: s if type(s) is float else number(s, f"{where}.cost_s[{kind!r}]")
-            for kind, s in costs.items()
-        }
-    }
-    if "cost_source" in node:
-        given["cost_source"] = _sources(node, f"{where}.cost_source")
-    for key in _TEXTS:
-        if key in node:
-            value = node[key]
-            given[key] = value if type(value) is str else text(value, f"{where}.{key}")
-    for key in _SIZES:
-        if key in node:
-            value = node[key]
-            given[key] = value if type(value) is int else whole(value, f"{where}.{key}")
-    if node.get("colocate") is not None:
-        given["colocate"] = text(node["colocate"], f"{where}.colocate")
-    if node.get("devices") is not None:
-        names = array(node["devices"], f"{where}.devices")
-        given["devices"] = tuple(
-            text(name, f"{where}.devices[{i}]") for i, name in enumerate(names)
+    with path.open("rb") as file:
+        size = path.stat().st_size
+        if size <= largest_bytes:  # 0 for a pipe
+            # read() allocates as much as is asked for, so never ask for the whole limit.
+            content = file.read(size + CHUNK_BYTES)
+            while len(content) <= largest_bytes and (more := file.read(CHUNK_BYTES)):
+                content += more
+            size = max(size, len(content))
+    if size > largest_bytes:
+        raise ValueError(
+            f"{_readable(size)} is more than such a file may have ({_readable(largest_bytes)})"
         )
-    op_id = text(node["id"], f"{where}.id")
+    return content
+
+
+def checksum(text: str, parts: Mapping[str, memoryview]) -> str:
+    """Return a checksum of a text and named parts, to detect damaged files.
+
+    It does not protect against deliberate changes.
+    """
+    digest = hashlib.sha256(text.encode())
+    for name in sorted(parts):
+        digest.update(f"\0{name}\0{parts[name].nbytes}\0".encode())
+        digest.update(parts[name])
+    return digest.hexdigest()
+
+
+def write_whole(path: Path, content: str | bytes, *, private: bool = False) -> None:
+    """Write a file such that readers, also after a crash, find the old or the new content.
+
+    A symbolic link is kept, and its target is written. Text is written as UTF-8. A file that is
+    replaced keeps its mode; a new ``private`` one can be read by the user alone.
+
+    Raises:
+        OSError: it cannot be written, exists and is no regular file, or is a symbolic link of
+            another user; carries the file's name.
+    """
+    data = content.encode() if isinstance(content, str) else content
     try:
-        add_op(graph, op_id, **given)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+        target = written_file(path)
+        with _opened(target.parent, os.O_PATH | os.O_DIRECTORY) as folder:
+            _remove_stale(target.parent, folder, target.name)
+            _replace(folder, target.name, data, 0o600 if private else 0o666)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def _sources(item: Mapping[str, Any], where: str) -> dict[str, str]:
-    sources = table(item.get("cost_source", {}), where)
-    return {kind: text(value, f"{where}[{kind!r}]") for kind, value in sources.items()}
+def written_file(path: Path) -> Path:
+    """Return the file that is replaced when ``path`` is written: ``path`` with links followed.
+
+    Links among its folders are left to the kernel, which does not follow those of other users in
+    folders that everyone may write to.
+
+    Raises:
+        OSError: a link is another user's, who could have a file of yours replaced; or links form a
+            cycle.
+    """
+    for _ in range(MOST_LINKS):
+        try:
+            about = path.lstat()
+        except FileNotFoundError:
+            return path
+        if not stat.S_ISLNK(about.st_mode):
+            return path
+        if about.st_uid not in (os.geteuid(), 0):
+            raise PermissionError(errno.EACCES, "A symbolic link of another user")
+        path = path.parent / path.readlink()
+    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
 
 
-def _read_edge(graph: nx.DiGraph[str], item: object, where: str) -> None:
-    edge = fields(item, where, _EDGE_KEYS, required=("source", "target"))
-    source, target, moved = edge["source"], edge["target"], edge.get("bytes")
-    if type(source) is not str or type(target) is not str:
-        source, target = text(source, f"{where}.source"), text(target, f"{where}.target")
-    if type(moved) is not int and "bytes" in edge:
-        moved = whole(moved, f"{where}.bytes")
+def partial_name(name: str) -> str:
+    """Return a new name for a partial file, which the next writer removes if this one is killed."""
+    return f"{_partial_prefix(name)}{os.urandom(8).hex()}{SUFFIX}"
+
+
+def _replace(folder: int, name: str, data: bytes, mode: int) -> None:
+    old = _existing(folder, name)
+    with suppress(OSError):  # not every file system has unnamed files
+        _write_and_rename(folder, name, data, mode, old, first_unnamed=True)
+        return
+    _write_and_rename(folder, name, data, mode, old, first_unnamed=False)
+
+
+def _write_and_rename(
+    folder: int,
+    name: str,
+    data: bytes,
+    mode: int,
+    old: os.stat_result | None,
+    *,
+    first_unnamed: bool,
+) -> None:
+    """Write a partial file, which is named at once or when it is complete, and rename it.
+
+    An unnamed file vanishes if its writer is killed.
+    """
+    partial = partial_name(name)
+    file = _unnamed(folder, mode) if first_unnamed else _named(folder, partial, mode)
     try:
-        add_edge(graph, source, target, moved)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+        with os.fdopen(file, "wb") as writer:
+            writer.write(data)
+            writer.flush()
+            if old is not None:
+                _take_mode(file, old)
+            os.fsync(file)
+            if first_unnamed:  # dst_dir_fd makes it follow the link in /proc
+                os.link(f"/proc/self/fd/{file}", partial, dst_dir_fd=folder)
+            os.rename(partial, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(partial, dir_fd=folder)
+        raise
+
+
+def _existing(folder: int, name: str) -> os.stat_result | None:
+    try:
+        found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "Not a regular file")  # replacing it would remove a device
+    return found
+
+
+def _unnamed(folder: int, mode: int) -> int:
+    file = os.open(".", os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, mode, dir_fd=folder)
+    _lock(file)
+    return file
+
+
+def _named(folder: int, partial: str, mode: int) -> int:
+    flags = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY | os.O_CLOEXEC
+    while True:
+        file = os.open(partial, flags, mode, dir_fd=folder)
+        _lock(file)
+        if os.fstat(file).st_nlink:  # otherwise another writer removed it before it was locked
+            return file
+        os.close(file)
+
+
+def _lock(file: int) -> None:
+    """Show other writers that this one is alive, where the file system has locks."""
+    with suppress(OSError):
+        fcntl.flock(file, fcntl.LOCK_EX)
+
+
+def _remove_stale(parent: Path, folder: int, name: str) -> None:
+    """Remove partial files of the same target whose writers were killed on this host."""
+    prefix = _partial_prefix(name)
+    with suppress(OSError):
+        for other in parent.iterdir():
+            if other.name.startswith(prefix) and other.suffix == SUFFIX:
+                with suppress(OSError):
+                    _remove_unlocked(folder, other.name)
+
+
+def _remove_unlocked(folder: int, name: str) -> None:
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    file = os.open(name, flags, dir_fd=folder)
+    try:
+        about = os.fstat(file)
+        if stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid():
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(name, dir_fd=folder)
+    finally:
+        os.close(file)
+
+
+def _partial_prefix(name: str) -> str:
+    """Return how partial names begin: the file's name, and the host where its locks are known."""
+    label = os.fsencode(name)[:LONGEST_LABEL].decode(errors="ignore")
+    return f".{label}.{zlib.crc32(platform.node().encode()):08x}"
+
+
+def _take_mode(file: int, old: os.stat_result) -> None:
+    """Give a new file the mode of the user's old one, and its group if that is allowed."""
+    if old.st_uid != os.geteuid():
+        return
+    mode = stat.S_IMODE(old.st_mode) & 0o777
+    if os.fstat(file).st_gid != old.st_gid:
+        try:
+            os.fchown(file, -1, old.st_gid)
+        except OSError:
+            mode &= ~0o070
+    os.fchmod(file, mode)
+
+
+@contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    file = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def _readable(size_bytes: int) -> str:
+    return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e8 else f"{size_bytes / 1e6:.1f} MB"
+
+
+def missing_file(path: Path) -> str:
+    """Return a message that names the file and, if there is one, a similar file in its folder."""
+    folder = path.parent
+    if not folder.is_dir():
+        return f"there is no file {path}: there is no folder {folder}"
+    if path.is_dir():
+        return f"there is no file {path}: it is a folder"
+    neighbours = sorted(near.name for near in folder.glob(f"*{path.suffix}") if near.is_file())
+    return f"there is no file {path}" + suggestion(path.name, neighbours)
+
+
+def why_not_read(error: OSError) -> str:
+    """Return a message for an OSError, with the file if the error names one."""
+    if error.strerror is None:
+        return str(error)
+    if error.filename is None:
+        return error.strerror.lower()
+    path = Path(os.fsdecode(error.filename))
+    if isinstance(error, FileNotFoundError):
+        return missing_file(path)
+    return f"{path}: {error.strerror.lower()}"

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from graphs.frozen import frozen
-from graphs.graph import ANY_KIND, LARGEST_BYTES, PHASES, GraphArrays, csr
+from graphs.graph import ANY_KIND, LARGEST_BYTES, PHASES, GraphArrays, csr, frozen
 
 Longs = NDArray[np.int64]
 

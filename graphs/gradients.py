@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from graphs.frozen import frozen
-from graphs.graph import PHASES, GraphArrays
-from graphs.mirror import ACCUMULATES, backward_id
+from graphs.graph import PHASES, GraphArrays, frozen
+from graphs.synthetic.mirror import ACCUMULATES, backward_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -37,15 +36,15 @@ def gradients_of(graph: GraphArrays, known: Mapping[str, Sequence[str]] | None =
     Sizes are ``gradient_bytes``, or ``parameter_bytes`` if the graph has no gradient sizes, such as
     a file that gives costs and parameters alone. A graph does not say which ops produce a gradient.
     Without ``known``, they are taken to be the mirror of the op that the parameters live with, as
-    named by :func:`graphs.mirror.with_backward`; else all backward ops of the same module, except
-    those that only add up gradients; else the backward ops that read that op's output; else the
-    last backward op. Without a backward pass an op stands for forward and backward together and
-    produces its own gradient; the order is then that of the ops.
+    named by :func:`graphs.synthetic.mirror.with_backward`; else all backward ops of the same
+    module, except those that only add up gradients; else the backward ops that read that op's
+    output; else the last backward op. Without a backward pass an op stands for forward and backward
+    together and produces its own gradient; the order is then that of the ops.
 
     Args:
         graph: graph of the step.
         known: {op that parameters live with: ops that produce their gradients}, as
-            :func:`graphs.extract.gradient_makers` finds them; ops that are not in the graph are
+            :func:`graphs.extract.placeable` finds them; ops that are not in the graph are
             ignored.
     """
     own = graph.gradient_bytes if graph.gradient_bytes.any() else graph.parameter_bytes

@@ -7,6 +7,8 @@ costs}); ops whose costs come from elsewhere have a ``cost_source`` of their own
 
 Hot paths use :class:`GraphArrays`, made once per graph, and never networkx. Op ``i`` is the
 ``i``-th node in insertion order, everywhere; ties between ops are broken by this index.
+
+Read-only arrays.
 """
 
 from __future__ import annotations
@@ -15,15 +17,24 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypedDict, TypeVar, cast
 
 import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from graphs.frozen import frozen
 from graphs.order import topological_order
 from graphs.printable import check_printable
+
+Item = TypeVar("Item", bound=np.generic)
+
+
+def frozen(array: NDArray[Item]) -> NDArray[Item]:
+    """Return the array, contiguous and read-only; one that is contiguous is changed in place."""
+    whole = np.ascontiguousarray(array)
+    whole.setflags(write=False)
+    return whole
+
 
 if TYPE_CHECKING:
     Graph: TypeAlias = nx.DiGraph[str]

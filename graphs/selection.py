@@ -1,11 +1,15 @@
-"""Selecting ops by op id, module path or glob, as users write them."""
+"""Selecting ops by op id, module path or glob, as users write them.
+
+User constraints on a placement: ops pinned to devices, and ops kept together.
+"""
 
 from __future__ import annotations
 
 import difflib
 import fnmatch
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
 
 import networkx as nx
 
@@ -63,3 +67,83 @@ def _and_outer(modules: Iterable[str]) -> Iterable[str]:
     for path in dict.fromkeys(modules):
         parts = path.split(".") if path else []
         yield from (".".join(parts[: i + 1]) for i in range(len(parts)))
+
+
+KEPT: Final = "kept together: "
+WHY: Final[Mapping[str, str]] = {
+    "parameter ": "a parameter has one home, with all that read or update it",
+    "state ": "a tied parameter or state that the step changes has one home",
+    "tensor of ": "views of a part stay with their tensor",
+    "call": "calls stay with their backward ops and with those that share their state",
+    KEPT: "the user keeps them together",
+}
+"""Reasons for a co-location group, by the prefix of its name."""
+
+
+def pin(graph: nx.DiGraph[str], devices: Mapping[str, str]) -> nx.DiGraph[str]:
+    """Return a copy of a graph in which the matching ops may only run on the given device.
+
+    Args:
+        graph: any graph.
+        devices: {op id, module path or glob: device name}, see :func:`graphs.selection.matching`.
+
+    Raises:
+        ConstraintError: a pattern matches nothing, two patterns pin one op or one co-location group
+            to different devices, or the graph does not allow the device for an op.
+    """
+    pinned: nx.DiGraph[str] = graph.copy()
+    pinned_by: dict[str, str] = {}
+    for pattern, device in devices.items():
+        for op_id in matching(graph, pattern):
+            other = pinned_by.setdefault(op_id, pattern)
+            if devices[other] != device:
+                raise ConstraintError(
+                    f"op {op_id!r} is pinned to {devices[other]} by {other!r} and to {device} by "
+                    f"{pattern!r}; give patterns that do not overlap"
+                )
+            allowed = attributes_of(graph, op_id)["devices"]
+            if allowed is not None and device not in allowed:
+                raise ConstraintError(
+                    f"op {op_id!r} cannot be pinned to {device}: the graph allows only "
+                    f"{', '.join(allowed)}"
+                )
+            pinned.nodes[op_id]["devices"] = (device,)
+    _check_groups(pinned, devices, pinned_by)
+    return pinned
+
+
+def _check_groups(
+    graph: nx.DiGraph[str], devices: Mapping[str, str], pinned_by: Mapping[str, str]
+) -> None:
+    """Raise if pins, {op id: pattern}, put one co-location group on different devices."""
+    first: dict[str, str] = {}
+    for op_id, pattern in pinned_by.items():
+        group = attributes_of(graph, op_id)["colocate"]
+        if group is None:
+            continue
+        other = first.setdefault(group, pattern)
+        if devices[other] != devices[pattern]:
+            why = next((f" ({why})" for start, why in WHY.items() if group.startswith(start)), "")
+            raise ConstraintError(
+                f"{other!r} is pinned to {devices[other]} and {pattern!r} to {devices[pattern]}, "
+                f"but ops of both are in the co-location group {group!r}, which shares one "
+                f"device{why}; pin them to the same device"
+            )
+
+
+def keep_together(graph: nx.DiGraph[str], patterns: Sequence[str]) -> nx.DiGraph[str]:
+    """Return a copy of a graph in which the ops that match one pattern share a device.
+
+    Patterns that overlap, and co-location groups that a pattern touches, become one group.
+
+    Raises:
+        ConstraintError: a pattern matches nothing.
+    """
+    kept: nx.DiGraph[str] = graph.copy()
+    for pattern in patterns:
+        chosen = matching(kept, pattern)
+        touched = {attributes_of(kept, op_id)["colocate"] for op_id in chosen} - {None}
+        chosen += [op_id for op_id in kept if attributes_of(kept, op_id)["colocate"] in touched]
+        for op_id in chosen:
+            kept.nodes[op_id]["colocate"] = KEPT + pattern
+    return kept

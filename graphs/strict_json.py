@@ -18,9 +18,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from graphs.files import read_limited
 from graphs.names import suggestion
 from graphs.printable import check_printable, escaped
-from graphs.whole_file import read_limited
 
 Parsed = TypeVar("Parsed")
 MUCH: Final = 1 << 20

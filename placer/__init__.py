@@ -20,15 +20,16 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from placer.shadow_guard import refuse_shadows
+from placer.version import VERSION
 
 if TYPE_CHECKING:
-    from envs.cluster import Cluster, Device, Link
+    from envs.hardware.cluster import Cluster, Device, Link
     from envs.placement import Placement
-    from envs.replicas.spec import Replication
+    from envs.replication import Replication
     from envs.simulator import Simulator
-    from graphs.extract import Step as Workload
     from graphs.graph import Graph
     from graphs.optimizer import Optimizer
+    from graphs.workload import Workload
     from placer.api import optimize, train
     from placer.applying import apply, export
     from placer.job import Constraints, SearchConfig
@@ -38,23 +39,23 @@ if TYPE_CHECKING:
     from placer.result import Result
     from placer.search.candidate import Candidate, Kind
 
-__version__ = "0.1.0"
+__version__ = VERSION
 _HOMES = {  # name: module, or module:name there
     "Candidate": "placer.search.candidate",
-    "Cluster": "envs.cluster",
+    "Cluster": "envs.hardware.cluster",
     "Constraints": "placer.job",
-    "Device": "envs.cluster",
+    "Device": "envs.hardware.cluster",
     "Graph": "graphs.graph",
     "Kind": "placer.search.candidate",
-    "Link": "envs.cluster",
+    "Link": "envs.hardware.cluster",
     "Optimizer": "graphs.optimizer",
     "Placement": "envs.placement",
     "ReplicatedResult": "placer.replicate.result",
-    "Replication": "envs.replicas.spec",
+    "Replication": "envs.replication",
     "Result": "placer.result",
     "SearchConfig": "placer.job",
     "Simulator": "envs.simulator",
-    "Workload": "graphs.extract:Step",
+    "Workload": "graphs.workload",
     "apply": "placer.applying",
     "export": "placer.applying",
     "load_policy": "placer.policies:load",

@@ -16,22 +16,22 @@ from graphs.extract import AUTO
 from placer.job import Constraints, Job, SearchConfig, Source
 from placer.pipeline import optimize_job
 from placer.policies import Policy, load
+from placer.progress import Progress, Silent, progress_for
 from placer.replicate.plan import plan_job
-from placer.report.progress import Progress, Silent, progress_for
-from placer.target import Target
+from placer.sources.target import Target
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from envs.cluster import Cluster
-    from envs.replicas.spec import Replication
-    from graphs.extract import Step
+    from envs.hardware.cluster import Cluster
+    from envs.replication import Replication
+    from graphs.extract import Workload
     from placer.result import Result
 
 
 def optimize(
-    model: nn.Module | Step | nx.DiGraph[str] | str | Path,
+    model: nn.Module | Workload | nx.DiGraph[str] | str | Path,
     example_inputs: Any = None,
     *,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
@@ -127,7 +127,7 @@ def run_job(job: Job, progress: Progress | None = None) -> Result:
 
 
 def _source(
-    model: nn.Module | Step | nx.DiGraph[str] | str | Path,
+    model: nn.Module | Workload | nx.DiGraph[str] | str | Path,
     second: Any,
     devices: str | Path | Cluster,
     loss: Callable[[Any, Any], torch.Tensor] | None,
@@ -141,10 +141,10 @@ def _source(
     elif isinstance(model, str | Path):
         source = Target(name=str(model), training=training)
     else:
-        from graphs.extract import Step
+        from graphs.extract import Workload
 
-        if not isinstance(model, Step):
-            return Step.of(model, second, loss, training=training), devices
+        if not isinstance(model, Workload):
+            return Workload.of(model, second, loss, training=training), devices
         source = model
     if loss is not None or not (training or isinstance(source, Target)):
         raise ValueError("loss and training are for a model alone: a workload has its own")
@@ -160,7 +160,7 @@ def train(
     config: str | Path | None = None,
     *,
     backend: str | None = None,
-    workload: Step | None = None,
+    workload: Workload | None = None,
     devices: str | Path | Cluster = "auto",
     start: str | None = None,
     seconds: float | None = None,
@@ -185,8 +185,8 @@ def train(
         seconds: length of each seed instead of a number of decodes: CPU time, or wall time with
             worker processes or measured steps.
         seeds: number of seeds.
-        families: families of :mod:`graphs.synthetic` to train on, or "reference"; by default all
-            but chains.
+        families: families of :mod:`graphs.synthetic.families` to train on, or "reference"; by
+            default all but chains.
         fresh: start from scratch even if there is a checkpoint.
 
     Raises:

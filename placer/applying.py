@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from envs.discover import present
-from envs.executor.hooked_module import HookedModule
-from envs.executor.placed import PlacedModel
-from envs.executor.placed_module import PlacedModule
+from envs.executors.cores.placed import PlacedModel
+from envs.executors.hooks.hooked_module import HookedModule
+from envs.executors.torch.placed_module import PlacedModule
+from envs.hardware.discover import present
 from envs.placement import Placement
 from envs.runtime import runtime_for
-from graphs.extract import AUTO, Extraction, Step, extract
-from graphs.extract.fake import check_has_memory
+from graphs.extract import AUTO, Extraction, Workload, extract
+from graphs.extract.trial import check_has_memory
 from graphs.optimizer import Optimizer
 from graphs.precision import FULL
 from placer.exports import format_named
@@ -39,13 +39,13 @@ def apply(
 ) -> Any:
     """Return the model, ready to run as placed.
 
-    On pinned cores the result is a :class:`envs.executor.placed.PlacedModel`: its workers run
-    ``placed.step(batch)``; close it, or use it as a context manager. On torch devices it is a
-    :class:`envs.executor.placed_module.PlacedModule`, called like the model itself (with the
+    On pinned cores the result is a :class:`envs.executors.cores.placed.PlacedModel`: its workers
+    run ``placed.step(batch)``; close it, or use it as a context manager. On torch devices it is a
+    :class:`envs.executors.torch.placed_module.PlacedModule`, called like the model itself (with the
     target, if there is a loss): ``placed(*inputs).backward()``. It has ``placed.step(batch)`` as
     well, and ``placed.eval()(*inputs)`` returns what the model returns in eval mode. For a
-    placement of a module graph it is a :class:`envs.executor.hooked_module.HookedModule`, which
-    runs the model's own code on any inputs.
+    placement of a module graph it is a :class:`envs.executors.hooks.hooked_module.HookedModule`,
+    which runs the model's own code on any inputs.
 
     Args:
         model: the model that was placed, or one with the same architecture.
@@ -78,7 +78,7 @@ def apply(
             "example_inputs (and loss) as for optimize"
         )
     else:
-        step = Step.of(
+        step = Workload.of(
             model,
             example_inputs,
             loss,
@@ -160,7 +160,7 @@ def export(
             "example_inputs are needed (and loss), as for optimize"
         )
     else:
-        step = Step.of(
+        step = Workload.of(
             model,
             example_inputs,
             loss,

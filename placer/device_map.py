@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from envs.cluster import Cluster
+from envs.hardware.cluster import Cluster
 from envs.placement import MadeBy, Placement
 from graphs.extract import Extraction
 from graphs.extract.extraction import ties_of

@@ -13,28 +13,27 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 import networkx as nx
 
-from envs.byte_size import parse_bytes
-from envs.cluster import Cluster, load_cluster
-from envs.discover import discover, is_here
-from envs.replicas.spec import Replication
+from envs.hardware.byte_size import parse_bytes
+from envs.hardware.cluster import Cluster, load_cluster
+from envs.hardware.discover import discover, is_here
+from envs.replication import Replication
 from graphs.extract import AUTO
-from graphs.pins import keep_together, pin
-from graphs.selection import ConstraintError
-from placer.objectives import Objective
+from graphs.selection import ConstraintError, keep_together, pin
 from placer.placers import DEFAULT, asks_policy, placer_named
+from placer.placers.objectives import Objective
 from placer.placers.placer import Placer
 from placer.policies import GENERALIST, load
-from placer.report.progress import Progress
+from placer.progress import Progress
 from placer.search.budget import Budget
 from placer.search.portfolio import Proposer
 from placer.search.request import LATENCY
-from placer.target import Target, load_graph_target
+from placer.sources.target import Target, load_graph_target
 from placer.warm_start import WarmStart, warm_start_of
 
 if TYPE_CHECKING:
-    from graphs.extract import Step
+    from graphs.extract import Workload
 
-Source: TypeAlias = "Target | Step | nx.DiGraph[str]"
+Source: TypeAlias = "Target | Workload | nx.DiGraph[str]"
 """What is placed: a workload, a graph with known costs, or the name of either."""
 SEEDS: Final = 2**32
 

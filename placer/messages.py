@@ -289,7 +289,7 @@ def _modules(extraction: Extraction) -> str:
 
 
 def _lstm(extraction: Extraction) -> str:
-    from graphs.extract.export import lstm_layers
+    from graphs.extract.export.trace import lstm_layers
     from graphs.extract.extraction import shown_lines
 
     if not extraction.step.training or not (layers := lstm_layers(extraction.step)):

@@ -10,30 +10,30 @@ from typing import TYPE_CHECKING, Final
 import networkx as nx
 import numpy as np
 
-import placer
-from envs.bounds import why_apart, why_too_large
-from envs.cluster import Cluster
 from envs.compiled import loading_stage
-from envs.discover import is_here
-from envs.executor.worker_error import WorkerError
+from envs.executors.cores.errors import WorkerError
+from envs.hardware.cluster import Cluster
+from envs.hardware.discover import is_here
 from envs.placement import MadeBy, Placement
 from envs.problem import Problem
 from envs.simulator import Simulated
+from envs.simulator.bounds import why_apart, why_too_large
 from envs.simulator.schedule import repeats, run_order
-from graphs.coarsen import Coarsened, coarsen
+from graphs.coarsen.groups import Coarsened, coarsen
 from graphs.graph import GraphArrays
 from placer.choose import PlacementError, choose
 from placer.interrupt import Interrupt
 from placer.job import Job, SearchConfig
-from placer.report.progress import Progress, Silent
+from placer.measuring import Runs, overfull, run_best, with_less_memory
+from placer.progress import Progress, Silent
 from placer.result import Result
-from placer.running import Runs, overfull, run_best, with_less_memory
 from placer.search.candidate import Candidate, Kind
 from placer.search.compilation import compiled_beside, load_compiled_code
 from placer.search.evaluator import Evaluator
 from placer.search.heuristics import heuristics
 from placer.search.request import SearchRequest
 from placer.search.trace import SearchTrace
+from placer.version import VERSION
 from placer.warm_start import placement_of
 
 if TYPE_CHECKING:
@@ -119,11 +119,11 @@ def costed_step(job: Job, hear: Progress) -> CostedStep:
     """
     from envs.costs.roofline import check_cluster
     from envs.runtime import calibrated, costed, runtime_for
-    from graphs.extract import Step, extract
-    from graphs.extract.fake import check_has_memory
+    from graphs.extract import Workload, extract
+    from graphs.extract.trial import check_has_memory
 
     step, cluster = job.source, job.cluster
-    assert isinstance(step, Step)  # loaded
+    assert isinstance(step, Workload)  # loaded
     check_cluster(cluster)
     if any(map(is_here, cluster.names)):
         check_has_memory(step)
@@ -322,7 +322,7 @@ class _Optimization:
             placer=candidate.name,
             seed=self.search.seed,
             budget=str(self.search.budget),
-            version=placer.__version__,
+            version=VERSION,
         )
         placement = replace(
             Placement.of(problem.graph, problem.cluster, candidate.devices, priority, made_by),

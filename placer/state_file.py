@@ -16,8 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from graphs.files import checksum, write_whole
 from graphs.strict_json import brief, parse_json
-from graphs.whole_file import checksum, write_whole
 
 _FORMAT: Final = "format"
 _STATE: Final = "placer"

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from envs.cluster import Cluster
-from envs.discover import why_not_here
+from envs.hardware.cluster import Cluster
+from envs.hardware.discover import why_not_here
 from envs.placement import Placement
 from graphs.graph import GraphArrays
 from graphs.strict_json import load_checked, table

@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, settings
 from tiny_cluster import CLUSTER
 from vdev import vdev  # before the first backward pass of any test
 
-from graphs.files import save_graph
-from graphs.synthetic import layered
+from graphs.graph_file import save_graph
+from graphs.synthetic.families import layered
 
 # A shell makes its background jobs ignore Ctrl-C, which tests send.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -93,7 +93,8 @@ def second_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Iterator[None]:
     """Provide a fake second torch device and a quick calibration that is kept for one test."""
-    from envs import measured_module, torch_speeds
+    from envs.costs import torch_speeds
+    from envs.measured import torch_backend as measured_module
 
     monkeypatch.setenv("PLACER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(torch_speeds, "STREAM_BYTES", 1 << 20)

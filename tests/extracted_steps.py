@@ -13,9 +13,9 @@ import tiny_reference_models
 import tiny_transformers
 import torch
 
-from graphs.extract import Extraction, Step, extract
+from graphs.extract import Extraction, Workload, extract
 
-STEPS: dict[str, Callable[[], Step]] = {
+STEPS: dict[str, Callable[[], Workload]] = {
     **tiny_models.STEPS,
     **tiny_reference_models.STEPS,
     **tiny_transformers.STEPS,  # dropout is on
@@ -32,13 +32,13 @@ def extracted(name: str) -> Extraction:
     return extract(made(name))
 
 
-def made(name: str) -> Step:
+def made(name: str) -> Workload:
     torch.manual_seed(0)
     step = STEPS[name]()
     if name in DOUBLE:
         images, labels = step.inputs
         images = torch.randn(3 * len(images), *images.shape[1:], dtype=torch.float64)
-        step = Step.of(step.model.double(), (images, labels.repeat(3)), step.loss)
+        step = Workload.of(step.model.double(), (images, labels.repeat(3)), step.loss)
     return step
 
 

@@ -19,10 +19,10 @@ from random_devices import random_devices
 from tiny_models import TRAINING
 from vdev import vdev
 
-from envs.executor.placed_module import PlacedModule
+from envs.executors.torch.placed_module import PlacedModule
 from graphs.extract import extract
-from graphs.files import save_graph
-from graphs.synthetic import FAMILIES, draw
+from graphs.graph_file import save_graph
+from graphs.synthetic.families import FAMILIES, draw
 from placer.cli.main import main
 
 FOLDER: Final = Path(__file__).with_name("golden")

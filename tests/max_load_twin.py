@@ -5,7 +5,7 @@ from __future__ import annotations
 import networkx as nx
 from simulator_twin import Sending, _cost_ns, _link, _may_run, _transfer_ns
 
-from envs.cluster import Cluster
+from envs.hardware.cluster import Cluster
 
 KEPT = ("parameter", "gradient", "optimizer", "output", "workspace")
 """Op attributes whose sum is the memory used on a device."""

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from envs.replicas.collectives import Level
+from envs.collectives import Level
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import networkx as nx
 
-from envs.cluster import Cluster
+from envs.hardware.cluster import Cluster
 from graphs.graph import add_edge, new_graph
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from envs.cluster import Cluster, Device, Link
+from envs.hardware.cluster import Cluster, Device, Link
 
 
 def nodes(

@@ -11,13 +11,13 @@ import torch
 from tiny_models import Outcome
 from torch.utils._pytree import tree_map
 
-from envs.executor.arena import Arena
-from envs.executor.compiled_list import CompiledList
-from envs.executor.lists import Instruction, Receive, Send
-from envs.executor.signals import Signals
-from envs.executor.state import begin_updates, count_update, load_batch, load_state
+from envs.executors.cores.arena import Arena
+from envs.executors.cores.compiled_list import CompiledList
+from envs.executors.cores.lists import Instruction, Receive, Send
+from envs.executors.cores.signals import Signals
+from envs.executors.cores.state import begin_updates, count_update, load_batch, load_state
 from graphs.extract import Extraction
-from graphs.extract.export import Position
+from graphs.extract.export.trace import Position
 
 
 def turns(lists: Sequence[Sequence[Instruction]]) -> Iterator[tuple[int, int]]:

@@ -11,8 +11,8 @@ import torch
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
-from envs.executor.placed_module import PlacedModule
-from graphs.extract import Step, extract
+from envs.executors.torch.placed_module import PlacedModule
+from graphs.extract import Workload, extract
 
 STEPS = 2
 REPLICAS = 2
@@ -24,7 +24,7 @@ def shard(number: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(4, 3, 16, 16), torch.randint(5, (4,))
 
 
-def of_replica(rank: int) -> Step:
+def of_replica(rank: int) -> Workload:
     """Return a step whose parameters and buffers, batch norm included, differ by rank."""
     step = tiny_models.conv_net()
     with torch.no_grad():

@@ -7,10 +7,10 @@ import random
 import networkx as nx
 import numpy as np
 
-from envs.cluster import Cluster, Device
+from envs.hardware.cluster import Cluster, Device
 from envs.placement import Placement
 from graphs.extract import Extraction
-from graphs.extract.call_graph import call_graph
+from graphs.extract.placeable import call_graph
 from graphs.graph import GraphArrays, attributes_of
 from placer.exports.placed_modules import layer_of, stacks
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from graphs.extract import Extraction
-from graphs.extract.call_graph import call_graph
+from graphs.extract.placeable import call_graph
 from graphs.graph import attributes_of
 
 

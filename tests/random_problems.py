@@ -4,7 +4,7 @@ from itertools import product
 
 import numpy as np
 
-from envs.cluster import Cluster, Device, Link, LinkOrder, Sharing
+from envs.hardware.cluster import Cluster, Device, Link, LinkOrder, Sharing
 from envs.problem import Problem
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 

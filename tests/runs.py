@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 from ranks import on_ranks
 
-from envs.discover import present
+from envs.hardware.discover import present
 from envs.placement import Placement
 from graphs.extract import extract
-from graphs.extract.call_graph import call_graph
+from graphs.extract.placeable import call_graph
 from graphs.graph import GraphArrays
 from placer.cli import run
-from placer.target import load_step
+from placer.sources.target import load_step
 
 TARGET = """
 import os, signal, torch

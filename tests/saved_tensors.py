@@ -9,10 +9,10 @@ from tiny_models import forward
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from graphs.extract import Step
+from graphs.extract import Workload
 
 
-def saved_bytes(step: Step) -> int:
+def saved_bytes(step: Workload) -> int:
     """Return the bytes saved from forward to backward; the step is not changed.
 
     Parameters, buffers and inputs exist anyway and do not count.

@@ -11,7 +11,7 @@ import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.cluster import LINK_ORDERS, SHARINGS, Cluster, Device, Link
+from envs.hardware.cluster import LINK_ORDERS, SHARINGS, Cluster, Device, Link
 from envs.problem import Problem
 from envs.simulator import (
     NO_LIMIT_NS,

@@ -13,7 +13,7 @@ from typing import Any
 
 import networkx as nx
 
-from envs.cluster import Cluster, Link
+from envs.hardware.cluster import Cluster, Link
 from graphs.graph import ANY_KIND
 
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from simulator_cases import fork, one_kind, run
 
-from envs.bounds import bounds_of, lower_bound_ns
-from envs.cluster import LONGEST_S, MOST_DEVICES, RANGES, Cluster, Device, Link
-from envs.max_load import max_load_ns
-from envs.micro_batches import Pipeline
+from envs.hardware.cluster import LONGEST_S, MOST_DEVICES, RANGES, Cluster, Device, Link
 from envs.nanoseconds import HORIZON_NS
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS, Simulator
+from envs.simulator.bounds import bounds_of, lower_bound_ns
+from envs.simulator.max_load import max_load_ns
+from envs.simulator.micro_batches import Pipeline
 from graphs.graph import LARGEST_BYTES, GraphArrays, add_edge, add_op, new_graph
 from placer.search.annealing.step_time import Annealing
 from placer.search.evaluator import Evaluator

@@ -33,12 +33,12 @@ from benchmarks.record import Effort, Part, Record
 from benchmarks.replicas import scaling, slow_network, sync_methods, sync_quality
 from benchmarks.simulator import PlainSimulator, placements
 from benchmarks.tables import BEGIN, END, Table, merged, write_tables
-from envs.bounds import lower_bound_ns
-from envs.cluster import Cluster, Device, Link
+from envs.hardware.cluster import Cluster, Device, Link
 from envs.problem import Problem
 from envs.simulator import Simulator
+from envs.simulator.bounds import lower_bound_ns
 from graphs.graph import GraphArrays
-from graphs.synthetic import layered
+from graphs.synthetic.families import layered
 from placer.placers.portfolio import Portfolio
 from placer.placers.registry import placer_named
 from placer.policies import load

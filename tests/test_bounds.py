@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulator_cases import one_kind, problem_of, random_case
 
-from envs.bounds import bounds_of, lower_bound_ns, pace_ns, why_apart, why_too_large
-from envs.cluster import Cluster, Device
+from envs.hardware.cluster import Cluster, Device
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS, Schedule, Simulator
+from envs.simulator.bounds import bounds_of, lower_bound_ns, pace_ns, why_apart, why_too_large
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
-from graphs.planted import Planted, planted
+from graphs.synthetic.planted import Planted, planted
 
 torch.set_num_threads(1)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envs.byte_size import UNITS, parse_bytes, parse_limits
+from envs.hardware.byte_size import UNITS, parse_bytes, parse_limits
 
 
 @pytest.mark.parametrize(

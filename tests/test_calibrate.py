@@ -15,13 +15,13 @@ import pytest
 import tiny_models
 import torch
 
-from envs import calibrate
-from envs.calibrate import hop_rates
-from envs.cluster import Cluster, Device, Link, cluster_to_toml, load_cluster
+from envs.costs import calibrate
+from envs.costs.calibrate import hop_rates
 from envs.costs.ops import profile_runs
-from envs.discover import discover
-from envs.executor.lists import Instruction, Receive, Run
-from envs.executor.pool import StepRun, WorkerPool
+from envs.executors.cores.lists import Instruction, Receive, Run
+from envs.executors.cores.pool import StepRun, WorkerPool
+from envs.hardware.cluster import Cluster, Device, Link, cluster_to_toml, load_cluster
+from envs.hardware.discover import discover
 from envs.measurement import why_doubtful
 from envs.runtime import calibrated
 from graphs.costs import with_costs

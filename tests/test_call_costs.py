@@ -17,17 +17,19 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from two_devices import linked, pair
 
-from envs import stopwatch, torch_speeds, watchdog
 from envs.costs import calls as of_calls
 from envs.costs import modules as of_modules
+from envs.costs import torch_speeds
+from envs.costs import torch_speeds as stopwatch
 from envs.costs.calls import call_costs, profile_calls
 from envs.costs.signatures import node_signatures
-from envs.discover import discover
+from envs.executors.torch import watchdog
+from envs.hardware.discover import discover
 from envs.problem import Problem
 from envs.torch_runtime import FRAGMENTED_SHARE, TorchRuntime
 from graphs.costs import with_costs
-from graphs.extract import Step, extract
-from graphs.extract.call_graph import call_graph
+from graphs.extract import Workload, extract
+from graphs.extract.placeable import call_graph
 from graphs.graph import GraphArrays
 from graphs.optimizer import Optimizer
 
@@ -43,7 +45,7 @@ QUICK = {
 
 
 @pytest.mark.parametrize("make", QUICK.values(), ids=QUICK)
-def test_every_node_has_a_cost_on_both_devices(make: Callable[[], Step]) -> None:
+def test_every_node_has_a_cost_on_both_devices(make: Callable[[], Workload]) -> None:
     step = make()
     before = tiny_models.state_of(step)
     extraction = extract(step)
@@ -71,7 +73,9 @@ def test_costs_follow_the_work_and_leave_the_launch_out(monkeypatch: pytest.Monk
     monkeypatch.setattr(stopwatch, "burst", one_flop_a_second)
     monkeypatch.setattr(of_calls, "burst", one_flop_a_second)
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2048), nn.Linear(2048, 512))
-    extraction = extract(Step.of(model, (torch.randn(64, 16), torch.randn(64, 512)), nn.MSELoss()))
+    extraction = extract(
+        Workload.of(model, (torch.randn(64, 16), torch.randn(64, 512)), nn.MSELoss())
+    )
     calls = call_graph(extraction)
     cluster = discover("cpu")
     (cost_s,) = profile_calls(extraction, calls, cluster).values()
@@ -124,7 +128,7 @@ def test_timing_that_hangs_ends_the_process_with_a_name(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     inputs = (torch.randn(5, 4), torch.randn(5, 3))
-    step = Step.of(nn.Linear(4, 3), inputs, nn.MSELoss(), optimizer=Optimizer.of("sgd"))
+    step = Workload.of(nn.Linear(4, 3), inputs, nn.MSELoss(), optimizer=Optimizer.of("sgd"))
     extraction = extract(step if hanging == "_timed_update" else replace(step, optimizer=None))
     statuses: list[int] = []
     said: list[str] = []
@@ -173,7 +177,7 @@ def test_costs_of_calls_are_known_after_three_profiles() -> None:
 def test_other_shapes_and_precisions_are_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     def signatures(width: int) -> tuple[str, ...]:
         model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 4))
-        step = Step.of(model, (torch.randn(2, 4), torch.randn(2, 4)), nn.functional.mse_loss)
+        step = Workload.of(model, (torch.randn(2, 4), torch.randn(2, 4)), nn.functional.mse_loss)
         extraction = extract(step)
         return node_signatures(extraction, call_graph(extraction))
 

@@ -16,8 +16,8 @@ from in_turn import in_turn
 from tiny_models import Plain, squared
 from torch import Tensor, nn
 
-from graphs.extract import Extraction, Step, extract
-from graphs.extract.call_graph import CallGraph, call_graph
+from graphs.extract import Extraction, Workload, extract
+from graphs.extract.placeable import CallGraph, call_graph
 from graphs.graph import GraphArrays, attributes_of
 
 torch.set_num_threads(1)
@@ -129,7 +129,7 @@ def test_views_of_what_is_written_stay_with_it() -> None:
         shifted.t()[0].fill_(2.0)
         return m.get_submodule("linear")(shifted) * x.t().t()
 
-    step = Step.of(Plain(forward, linear=nn.Linear(4, 4)), (torch.randn(3, 4),) * 2, squared)
+    step = Workload.of(Plain(forward, linear=nn.Linear(4, 4)), (torch.randn(3, 4),) * 2, squared)
     extraction = extract(step)
     (keys,) = extraction.forward.together()
     kinds = {key.partition("#")[0] for key in keys}
@@ -147,7 +147,7 @@ def test_gradients_are_added_up_where_the_tensor_was_made() -> None:
         return hidden.sin() + hidden.cos() + hidden.exp()
 
     inputs = (torch.randn(3, 4), torch.randn(3, 4))
-    extraction = extract(Step.of(Plain(forward, first=nn.Linear(4, 4)), inputs, squared))
+    extraction = extract(Workload.of(Plain(forward, first=nn.Linear(4, 4)), inputs, squared))
     adding = [i for i, op in enumerate(extraction.graph) if ".gradient" in op]
     assert len(adding) == 2
     assert {extraction.call_of[i] for i in adding} == {"first:linear"}
@@ -179,6 +179,6 @@ def test_devices_and_order_reach_every_call() -> None:
 
 def test_a_model_on_meta_has_the_same_calls_and_takes_no_memory() -> None:
     step = tiny_models.STEPS["conv_net"]()
-    step = Step(step.model.to("meta"), step.inputs, step.keywords, step.loss)
+    step = Workload(step.model.to("meta"), step.inputs, step.keywords, step.loss)
     found = call_graph(extract(step))
     assert list(found.graph.nodes(data=True)) == list(calls_of("conv_net").graph.nodes(data=True))

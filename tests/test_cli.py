@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from simulator_cases import fork, one_kind
 
-from envs.cluster import cluster_to_toml
+from envs.hardware.cluster import cluster_to_toml
 from envs.placement import Placement
-from graphs.files import save_graph
-from graphs.whole_file import write_whole
+from graphs.files import write_whole
+from graphs.graph_file import save_graph
 from placer.cli.main import main
 
 HEAVY = ("torch", "numpy", "networkx", "gymnasium", "numba", "rich")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from graphs.files import load_graph
+from graphs.graph_file import load_graph
 from placer.cli.main import main
 
 torch.set_num_threads(1)

@@ -8,9 +8,8 @@ import resource
 
 import pytest
 
-from placer.cli.failures import fail, why_no_memory
+from placer.cli.failures import StandardOutput, fail, why_no_memory
 from placer.cli.main import main
-from placer.cli.standard_output import StandardOutput
 
 FREE = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
 LIMITED = (7 * 10**8, resource.RLIM_INFINITY)

@@ -23,7 +23,7 @@ COLOUR = re.compile(r"\x1b\[[0-9;]*\b(3[0-7]|38|4[0-7]|48|9[0-7])[;m]")
 TALK = """
 import sys
 from placer.report.console import stdout_console
-from placer.report.progress import progress_for
+from placer.progress import progress_for
 
 with progress_for(sys.stderr.isatty()) as progress:
     progress.stage("a stage")
@@ -61,7 +61,7 @@ def folder(files: Callable[..., tuple[Path, Path]], monkeypatch: pytest.MonkeyPa
 
 def ops_of_model(device: str) -> dict[str, str]:
     from graphs.extract import extract
-    from placer.target import load_step
+    from placer.sources.target import load_step
 
     step = load_step("model.py:build", training=False)
     return dict.fromkeys(extract(step).graph, device)
@@ -178,7 +178,7 @@ def test_the_json_of_a_placement_is_what_the_table_says(
 
 
 def test_rates_that_are_not_finite_are_null(tmp_path: Path) -> None:
-    from envs.cluster import Cluster, Device, Link
+    from envs.hardware.cluster import Cluster, Device, Link
     from placer.cli.devices import cluster_to_dict
 
     found = cluster_to_dict(

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envs.cluster import (
+from envs.hardware.cluster import (
     FORMAT,
     LINK_ORDERS,
     RANGES,

@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envs.cluster import SHARINGS, Cluster, Device, Link
+from envs.hardware.cluster import SHARINGS, Cluster, Device, Link
 from envs.problem import Problem
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 

@@ -12,13 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envs.cluster import Cluster, Device
+from envs.hardware.cluster import Cluster, Device
 from envs.problem import Problem
 from envs.simulator import Simulator
-from graphs.coarsen import Coarsened, coarsen
+from graphs.coarsen.groups import Coarsened, coarsen
+from graphs.coarsen.sizes import SUMMED
 from graphs.graph import PHASES, GraphArrays, add_edge, add_op, attributes_of, new_graph
-from graphs.group_sizes import SUMMED
-from graphs.mirror import with_backward
+from graphs.synthetic.mirror import with_backward
 
 torch.set_num_threads(1)
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.replicas.coding import CODINGS, coding_bytes_per_s
-from envs.replicas.collectives import PAYLOADS
+from envs.collectives import PAYLOADS
 from placer.parallel.methods.onebit import Coder
 
 SIZES = [40, 8, 300]

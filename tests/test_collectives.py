@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from message_twin import PLAYED, hierarchy, is_reduction, seconds_of
 
-from envs.replicas.collectives import (
+from envs.collectives import (
     ALGORITHMS,
     FLAT,
     PAYLOADS,

@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 import placer
-from envs.cluster import Cluster, Device, Link
+from envs.hardware.cluster import Cluster, Device, Link
 from graphs.graph import add_edge, add_op, graph_hash, new_graph
 from graphs.selection import ConstraintError
 from placer.job import Constraints, Job, SearchConfig
 from placer.pipeline import optimize_job
+from placer.progress import Silent
 from placer.report.html.review import reviewed
-from placer.report.progress import Silent
 
 torch.set_num_threads(1)
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from random_problems import keeps_groups, keeps_limits, random_problem
 
-from envs.cluster import Cluster, Device, Link
-from envs.max_load import max_load_ns
+from envs.hardware.cluster import Cluster, Device, Link
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS
+from envs.simulator.max_load import max_load_ns
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 from placer.placers import placer_named
 from placer.search.budget import Budget

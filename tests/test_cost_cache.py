@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envs.cache_folder import CacheWarning
 from envs.costs.cache import TABLES, Conditions, CostCache, Session, UnreadableCacheError, file_name
+from envs.hardware.cache_folder import CacheWarning
 
 HERE = Conditions(kind="core", hardware="this", torch="2")
 SPREADS = st.sampled_from([0.0, 0.1, 0.11, 3.0])

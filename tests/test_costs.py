@@ -22,17 +22,17 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from graphs.costs import call_flops, further_formulas
-from graphs.extract import Extraction, Step, extract
+from graphs.extract import Extraction, Workload, extract
 from graphs.models import TwoTowers, TwoTowersConfig
 
 torch.set_num_threads(1)
 pytest.importorskip("transformers")
 
 
-def two_towers() -> Step:
+def two_towers() -> Workload:
     pairs = torch.randn(3, 6), torch.randn(3, 6), torch.rand(3)
     model = TwoTowers(TwoTowersConfig(features=6, layers=3))
-    return Step.of(model, pairs, F.binary_cross_entropy_with_logits)
+    return Workload.of(model, pairs, F.binary_cross_entropy_with_logits)
 
 
 STEPS = {
@@ -93,7 +93,7 @@ def test_a_further_formula_is_for_what_torch_does_not_count() -> None:
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
 def test_a_recurrent_layer_multiplies_by_its_weights_at_every_step(layer: type[nn.RNNBase]) -> None:
     model = Plain(lambda m, x: m.rnn(x)[0], rnn=layer(3, 5, 2, bidirectional=True))  # type: ignore[arg-type]  # RNNBase itself takes the mode first
-    extraction = extract(Step.of(model, torch.randn(7, 2, 3), training=False))
+    extraction = extract(Workload.of(model, torch.randn(7, 2, 3), training=False))
     weights = sum(p.numel() for p in model.parameters() if p.ndim == 2)
     assert total(extraction, "flops") == 2 * 7 * 2 * weights
 
@@ -103,7 +103,7 @@ def test_a_recurrent_kernel_multiplies_by_its_weights_and_thrice_in_training() -
     model = Plain(lambda m, x: m.rnn(x)[0], rnn=nn.LSTM(3, 5))
     steps = torch.randn(7, 2, 3)
     by_hand = 2 * (7 * 2) * (4 * 5) * (3 + 5)  # four gates of 5 for each of 7 steps of 2 sequences
-    mixed = extract(Step.of(model, steps, training=False, dtype="bf16"))
+    mixed = extract(Workload.of(model, steps, training=False, dtype="bf16"))
     assert "mkldnn_rnn_layer" in {data["op"] for _, data in mixed.graph.nodes(data=True)}
     assert total(mixed, "flops") == by_hand
     with FlopCounterMode(display=False, custom_mapping=further_formulas()) as counter:
@@ -150,7 +150,7 @@ def test_saved_bytes_are_what_autograd_saves(name: str, monkeypatch: pytest.Monk
 
 def test_the_new_value_of_a_buffer_is_not_saved_besides() -> None:
     norm = nn.BatchNorm1d(4)
-    extraction = extract(Step.of(norm, (torch.randn(5, 4), torch.randn(5, 4)), F.mse_loss))
+    extraction = extract(Workload.of(norm, (torch.randn(5, 4), torch.randn(5, 4)), F.mse_loss))
     mean_and_deviation, output = 2 * 4 * 4, 4 * 5 * 4
     assert total(extraction, "saved_bytes") == mean_and_deviation + output
 
@@ -209,7 +209,7 @@ def test_what_differentiates_one_kind_of_op_is_linked_to_that_kind() -> None:
 
 
 def links(function: Any, **modules: nn.Module) -> dict[str, str | None]:
-    extraction = extract(Step.of(Plain(function, **modules), torch.randn(4, 8)))
+    extraction = extract(Workload.of(Plain(function, **modules), torch.randn(4, 8)))
     ids = list(extraction.graph)
     return {
         ids[op]: None if forward_op is None else ids[forward_op]

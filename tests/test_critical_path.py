@@ -11,7 +11,7 @@ from simulator_cases import fork, one_kind, problem_of, random_case
 
 from envs.problem import NO_QUEUE, Problem
 from envs.simulator import INFEASIBLE_NS, Schedule, Simulator
-from envs.simulator.critical import Holder, Stretch, critical_path, critical_path_to_list
+from envs.simulator.critical_path import Holder, Stretch, critical_path, critical_path_to_list
 from graphs.flat import flat_graph
 
 

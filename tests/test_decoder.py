@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_problems import keeps_groups, keeps_limits, random_problem
 
-from envs.cluster import SHARINGS, Sharing
+from envs.hardware.cluster import SHARINGS, Sharing
 from envs.problem import Problem
 from placer.search.list_scheduler.arrays import scheduling_arrays, soft_log
 from placer.search.list_scheduler.decoder import HEFT, WEIGHT_COUNT, decode, decode_batch

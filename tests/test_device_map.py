@@ -19,9 +19,9 @@ from placed_at_random import cut_placement, placement_of, random_placement
 from torch import Tensor, nn
 from vdev import vdev
 
-from graphs.extract import Extraction, Step, extract
-from graphs.extract.call_graph import call_graph
+from graphs.extract import Extraction, Workload, extract
 from graphs.extract.extraction import ties_of
+from graphs.extract.placeable import call_graph
 from graphs.graph import attributes_of
 from placer.exports.device_map import OFFLOADED, ON_HOST, device_map
 from placer.exports.dry_run import Conflict, flow
@@ -51,9 +51,9 @@ class Meeting(nn.Module):
         return out
 
 
-def meeting() -> Step:
+def meeting() -> Workload:
     torch.manual_seed(0)
-    return Step.of(Meeting(), (torch.randn(3, 4), torch.randn(3, 2)), tiny_models.squared)
+    return Workload.of(Meeting(), (torch.randn(3, 4), torch.randn(3, 2)), tiny_models.squared)
 
 
 class Concatenation(nn.Module):
@@ -78,19 +78,19 @@ class Branches(nn.Module):
         return torch.cat(parts, 1) if self.meet is None else self.meet(*parts)
 
 
-def branches(*, ends: bool = False, whole: bool = False) -> Step:
+def branches(*, ends: bool = False, whole: bool = False) -> Workload:
     torch.manual_seed(0)
     blocks = (Branches(ends=ends, whole=whole) for _ in "12")
     model = nn.Sequential(*blocks, nn.Linear(4, 2))
-    return Step.of(model, (torch.randn(3, 4), torch.randn(3, 2)), tiny_models.squared)
+    return Workload.of(model, (torch.randn(3, 4), torch.randn(3, 2)), tiny_models.squared)
 
 
-def transformer(name: str) -> Step:
+def transformer(name: str) -> Workload:
     target = tiny_transformers.TARGETS[name] + tiny_transformers.WITHOUT_DROPOUT.get(name, "")
     return tiny_transformers.load(target)
 
 
-STEPS: dict[str, Callable[[], Step]] = {
+STEPS: dict[str, Callable[[], Workload]] = {
     "meeting": meeting,
     "branches": branches,
     "branches_with_ends": functools.partial(branches, ends=True),
@@ -108,7 +108,7 @@ def extracted(name: str) -> Extraction:
     return extract(STEPS[name]())
 
 
-def trained(step: Step, model: nn.Module) -> dict[str, Any]:
+def trained(step: Workload, model: nn.Module) -> dict[str, Any]:
     """Return the loss and all gradients of one step, on the CPU."""
     output = model(*step.model_inputs, **step.keywords)
     loss = output.loss if step.loss is None else step.loss(output, step.inputs[-1])

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envs import discover as discovery
-from envs.discover import (
+from envs.hardware import discover as discovery
+from envs.hardware.discover import (
     available_memory_bytes,
     core_set,
     cores_of,

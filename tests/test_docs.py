@@ -26,11 +26,11 @@ import pytest
 from docs_folder import file_blocks, furnish, furnish_models
 from docs_pages import DOCS, PAGES, ROOT, Block, Command, anchors, blocks, commands, links
 
-from envs.cluster import Device, Link, cluster_from_dict
+from envs.hardware.cluster import Device, Link, cluster_from_dict
 from envs.placement import Placement
-from envs.replicas.spec import Replication
-from graphs.files import graph_from_dict
+from envs.replication import Replication
 from graphs.graph import OpAttributes
+from graphs.graph_file import graph_from_dict
 from placer.cli.commands import build_parser
 from placer.cli.main import main
 from placer.cli.run import build_parser as build_run_parser

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from vdev import vdev
 
-from graphs.extract import Extraction, Step, extract
-from graphs.extract.call_graph import call_graph
+from graphs.extract import Extraction, Workload, extract
+from graphs.extract.placeable import call_graph
 from placer.device_map import DeviceMap
 from placer.exports.device_map import device_map
 from placer.exports.dry_run import flow
@@ -57,7 +57,7 @@ class Outer(nn.Module):
 @functools.cache
 def outer() -> Extraction:
     torch.manual_seed(0)
-    return extract(Step.of(Outer(), torch.randn(3, 4), training=False))
+    return extract(Workload.of(Outer(), torch.randn(3, 4), training=False))
 
 
 def random_map(model: nn.Module, seed: int) -> dict[str, str]:
@@ -147,7 +147,7 @@ def chain(*, training: bool = False) -> Extraction:
     layers = {"first": nn.Linear(4, 4), "second": nn.Linear(4, 4)}
     model = Plain(lambda m, x: m.second(torch.exp(torch.sin(m.first(x)))), **layers)
     inputs = (torch.ones(2, 4), torch.ones(2, 4)) if training else torch.ones(2, 4)
-    return extract(Step.of(model, inputs, squared if training else None, training=training))
+    return extract(Workload.of(model, inputs, squared if training else None, training=training))
 
 
 def test_functions_outside_of_modules_count_where_they_would_run() -> None:
@@ -199,7 +199,7 @@ def test_what_a_map_has_on_the_cpu_beside_an_accelerator_is_computed_there() -> 
 
 def test_the_code_around_nested_modules_of_a_map_is_followed() -> None:
     model = Plain(lambda m, x: m.left(x) + m.right(x), left=nn.Linear(4, 4), right=nn.Linear(4, 4))
-    extraction = extract(Step.of(model, torch.ones(2, 4), training=False))
+    extraction = extract(Workload.of(model, torch.ones(2, 4), training=False))
     told = DeviceMap({"": "cuda:0", "right": "cuda:1"}).conflict(extraction)
     assert "add in Plain.forward" in told
     told = DeviceMap({"": "cuda:1", "right": "cuda:0"}).conflict(extraction)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from placer.cli.duration import duration
-from placer.report.progress import Timed
+from placer.cli.talk import duration
+from placer.progress import Timed
 
 
 @pytest.mark.parametrize(

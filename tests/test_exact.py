@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 from random_problems import keeps_groups, keeps_limits, random_problem
 
-from envs.bounds import why_too_large
-from envs.cluster import Sharing, cluster_to_toml
+from envs.hardware.cluster import Sharing, cluster_to_toml
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS
+from envs.simulator.bounds import why_too_large
 
 pytest.importorskip("ortools")
 
 from envs.simulator import OVERFULL_NS
-from graphs.files import save_graph
-from graphs.synthetic import layered
+from graphs.graph_file import save_graph
+from graphs.synthetic.families import layered
 from placer.choose import PlacementError
 from placer.cli.main import main
 from placer.job import SearchConfig

@@ -26,18 +26,18 @@ from processes import all_end, becomes_true, is_alive
 from tiny_models import assert_same, eager, forward, gradients_of, state_of
 from torch import Tensor, nn
 
-from envs.cluster import Cluster, Device
-from envs.discover import discover
-from envs.executor import pool as pool_module
-from envs.executor.arena import Arena
-from envs.executor.lists import device_lists, priority_order
-from envs.executor.placed import PlacedModel
-from envs.executor.pool import WorkerPool
-from envs.executor.processes import WorkerProcess
-from envs.executor.state import load_batch, load_state
-from envs.executor.worker_error import WorkerError
-from graphs.extract import Extraction, Step, extract
-from placer.target import load_step
+from envs.executors.cores import pool as pool_module
+from envs.executors.cores.arena import Arena
+from envs.executors.cores.errors import WorkerError
+from envs.executors.cores.lists import device_lists, priority_order
+from envs.executors.cores.placed import PlacedModel
+from envs.executors.cores.pool import WorkerPool
+from envs.executors.cores.processes import WorkerProcess
+from envs.executors.cores.state import load_batch, load_state
+from envs.hardware.cluster import Cluster, Device
+from envs.hardware.discover import discover
+from graphs.extract import Extraction, Workload, extract
+from placer.sources.target import load_step
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -51,11 +51,11 @@ def two_cores() -> Cluster:
     return discover(f"core:{CORES[0]},core:{CORES[1]}")
 
 
-def placed_at_random(step: Step, seed: int = 0) -> PlacedModel:
+def placed_at_random(step: Workload, seed: int = 0) -> PlacedModel:
     return placed_on(step, two_cores(), seed)
 
 
-def placed_on(step: Step, cluster: Cluster, seed: int) -> PlacedModel:
+def placed_on(step: Workload, cluster: Cluster, seed: int) -> PlacedModel:
     """Return the step with every op on a random device."""
     extraction = extract(step)
     randomly = random.Random(seed)
@@ -119,7 +119,7 @@ def conv() -> Iterator[PlacedModel]:
 
 
 @pytest.fixture
-def twins(conv: PlacedModel) -> tuple[PlacedModel, nn.Module, Step]:
+def twins(conv: PlacedModel) -> tuple[PlacedModel, nn.Module, Workload]:
     """Return the placed model without gradients, an unplaced copy of its model, and that step."""
     conv.model.zero_grad()
     step = copy.deepcopy(conv._step)
@@ -137,8 +137,8 @@ def batches(count: int) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def unplaced_step(step: Step, batch: tuple[Tensor, Tensor]) -> Tensor:
-    loss = forward(Step.of(step.model, batch, step.loss))
+def unplaced_step(step: Workload, batch: tuple[Tensor, Tensor]) -> Tensor:
+    loss = forward(Workload.of(step.model, batch, step.loss))
     loss.backward()
     detached: Tensor = loss.detach()
     return detached
@@ -146,7 +146,7 @@ def unplaced_step(step: Step, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("zero_grad", [{"set_to_none": True}, {"set_to_none": False}, None])
 def test_training_is_bit_for_bit_the_unplaced_training(
-    twins: tuple[PlacedModel, nn.Module, Step], zero_grad: dict[str, bool] | None
+    twins: tuple[PlacedModel, nn.Module, Workload], zero_grad: dict[str, bool] | None
 ) -> None:
     placed, model, step = twins
     optimizers = [
@@ -172,8 +172,8 @@ def four_devices(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     def on_own_cores(device: Device, cores: Sequence[int], *rest: Any) -> WorkerProcess:
         return WorkerProcess(device, [CORES[core % len(CORES)] for core in cores], *rest)
 
-    monkeypatch.setattr("envs.executor.pool.cores_of", lambda name: (int(name[5:]),))
-    monkeypatch.setattr("envs.executor.pool.WorkerProcess", on_own_cores)
+    monkeypatch.setattr("envs.executors.cores.pool.cores_of", lambda name: (int(name[5:]),))
+    monkeypatch.setattr("envs.executors.cores.pool.WorkerProcess", on_own_cores)
     devices = (Device(name=f"core:{i}", kind="core", memory_bytes=1 << 30) for i in range(4))
     return Cluster(name="four", devices=tuple(devices))
 
@@ -190,7 +190,7 @@ def test_four_devices_train_for_many_steps_bit_for_bit_as_none(
             batch = [x + number / 10 if x.is_floating_point() else x for x in step.inputs]
             for own in optimizers:
                 own.zero_grad()
-            loss = forward(Step.of(twin.model, batch, twin.loss))
+            loss = forward(Workload.of(twin.model, batch, twin.loss))
             loss.backward()
             assert_same(placed.step(*batch), loss.detach())
             for own in optimizers:
@@ -200,11 +200,11 @@ def test_four_devices_train_for_many_steps_bit_for_bit_as_none(
 
 
 def test_a_batch_may_come_as_one_tuple_or_list(
-    twins: tuple[PlacedModel, nn.Module, Step],
+    twins: tuple[PlacedModel, nn.Module, Workload],
 ) -> None:
     placed, _, step = twins
     (batch,) = batches(1)
-    expected = eager(Step.of(step.model, batch, step.loss)).output
+    expected = eager(Workload.of(step.model, batch, step.loss)).output
     for given in (batch, list(batch)):
         state = state_of(placed._step)
         assert_same(placed.step(given), expected.detach())
@@ -222,7 +222,7 @@ def test_a_batch_may_come_as_one_tuple_or_list(
     ],
 )
 def test_a_batch_that_does_not_fit_is_refused(
-    twins: tuple[PlacedModel, nn.Module, Step],
+    twins: tuple[PlacedModel, nn.Module, Workload],
     change: Callable[[Tensor, Tensor], tuple[object, ...]],
     message: str,
 ) -> None:
@@ -278,7 +278,7 @@ def test_shared_memory_that_cannot_be_made_is_told_with_its_size(
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
 
     monkeypatch.setattr("os.ftruncate", limited)
-    program = extract(Step.of(nn.Linear(2, 2), torch.ones(1, 2), training=False)).program
+    program = extract(Workload.of(nn.Linear(2, 2), torch.ones(1, 2), training=False)).program
     with pytest.raises(OSError, match=r"shared memory of 0\.0 MB .*: File too large \(ulimit -f"):
         Arena(program)
 
@@ -286,7 +286,7 @@ def test_shared_memory_that_cannot_be_made_is_told_with_its_size(
 def test_a_placed_model_tells_the_memory_that_its_workers_held() -> None:
     size = 1000
     model = nn.Sequential(nn.Linear(size, size), nn.Linear(size, size, bias=False))
-    step = Step.of(model, (torch.randn(4, size), torch.randn(4, size)), tiny_models.squared)
+    step = Workload.of(model, (torch.randn(4, size), torch.randn(4, size)), tiny_models.squared)
     with placed_on(step, two_cores(), seed=2) as placed:
         placed.step(*step.inputs)
         held = placed.peak_memory_bytes()
@@ -328,7 +328,7 @@ class Pool(WorkerPool):
             return x.relu()
 
         model = tiny_models.Plain(forward)
-        step = Step.of(model, torch.ones(300, 300), training=False)
+        step = Workload.of(model, torch.ones(300, 300), training=False)
         self.extraction: Extraction = extract(step)
         count = self.extraction.program.op_count
         super().__init__(

@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_leaves
 
 import placer
 from envs.placement import Placement
-from graphs.extract import Extraction, Step, extract
-from graphs.extract.call_graph import call_graph
+from graphs.extract import Extraction, Workload, extract
+from graphs.extract.placeable import call_graph
 from graphs.graph import attributes_of
 from placer.cli.main import main
 from placer.exports import FORMATS, format_named, pipelining
@@ -38,19 +38,19 @@ torch.set_num_threads(1)
 GPUS = ("cuda:0", "cuda:1")
 
 
-def normed(forward: Callable[..., Any]) -> Step:
+def normed(forward: Callable[..., Any]) -> Workload:
     torch.manual_seed(0)
     layers = {"norm": nn.LayerNorm(4), "first": nn.Linear(4, 4), "last": nn.Linear(4, 4)}
     model = tiny_models.Plain(forward, **layers)
-    return Step.of(model, (torch.randn(3, 4), torch.randn(3, 4)), tiny_models.squared)
+    return Workload.of(model, (torch.randn(3, 4), torch.randn(3, 4)), tiny_models.squared)
 
 
-def transformer(name: str) -> Step:
+def transformer(name: str) -> Workload:
     target = tiny_transformers.TARGETS[name] + tiny_transformers.WITHOUT_DROPOUT.get(name, "")
     return tiny_transformers.load(target)
 
 
-STEPS: dict[str, Callable[[], Step]] = {
+STEPS: dict[str, Callable[[], Workload]] = {
     "norm_later": lambda: normed(lambda m, x: m.last(m.norm(m.first(m.norm(x))))),
     "norm_twice": lambda: normed(lambda m, x: m.last(m.norm(m.norm(m.first(x))))),
     "conv_net": tiny_models.conv_net,
@@ -147,7 +147,7 @@ def test_backward_ops_run_with_their_forward_call_whichever_module_they_are_name
     layer = functools.partial(tiny_models.Plain, lambda m, x: m.norm(x + m.first(x)))
     layers = (layer(first=nn.Linear(4, 4), norm=nn.LayerNorm(4)) for _ in "12")
     model = nn.Sequential(*layers)
-    extraction = extract(Step.of(model, (torch.ones(2, 4), torch.ones(2, 4)), nn.MSELoss()))
+    extraction = extract(Workload.of(model, (torch.ones(2, 4), torch.ones(2, 4)), nn.MSELoss()))
     ids = list(extraction.graph)
     by_layer = [
         int(not attributes_of(extraction.graph, op)["module"].startswith("0")) for op in ids
@@ -249,7 +249,7 @@ def target(tmp_path: Path) -> tuple[str, Path]:
         "    return model, (torch.ones(2, 4), torch.ones(2, 4)), nn.MSELoss()\n"
     )
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in "123"))
-    extraction = extract(Step.of(model, (torch.ones(2, 4), torch.ones(2, 4)), nn.MSELoss()))
+    extraction = extract(Workload.of(model, (torch.ones(2, 4), torch.ones(2, 4)), nn.MSELoss()))
     placement = cut_placement(extraction, ("core:0", "core:1"), ("1",), of_calls=False)
     placement.save(tmp_path / "placement.json")
     return f"{path}:build", tmp_path / "placement.json"
@@ -307,7 +307,7 @@ def test_what_differs_from_the_step_that_was_placed_is_told_where_it_is_known(
     assert export(target, "--format", "layer-counts", "--optimizer", "sgd") == 2
     assert "leave --optimizer out" in capsys.readouterr().err
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in "123"))
-    step = Step.of(model, torch.ones(2, 4), training=False)
+    step = Workload.of(model, torch.ones(2, 4), training=False)
     placement_of(extract(step).graph, ("core:0",), [0] * 6).save(target[1])
     assert export(target, "--format", "layer-counts") == 2
     assert "give --inference" in capsys.readouterr().err
@@ -384,7 +384,7 @@ def test_python_exports_what_the_command_does(target: tuple[str, Path]) -> None:
 
 def test_a_loss_that_is_a_module_and_placed_elsewhere_moves() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in "12"))
-    extraction = extract(Step.of(model, (torch.ones(2, 4), torch.ones(2, 4)), nn.MSELoss()))
+    extraction = extract(Workload.of(model, (torch.ones(2, 4), torch.ones(2, 4)), nn.MSELoss()))
     graph = call_graph(extraction).graph
     modules = [attributes_of(graph, node)["module"] for node in graph]
     devices = [int(module.startswith("1")) for module in modules]

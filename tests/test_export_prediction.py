@@ -14,17 +14,17 @@ from tiny_models import Plain, squared
 from torch import Tensor, nn
 
 import placer
-from envs.cluster import Cluster, Device, Link
 from envs.costs.cache import CostCache, Session
 from envs.costs.cached_costs import conditions_of
 from envs.costs.signatures import op_signatures
-from envs.discover import discover
+from envs.hardware.cluster import Cluster, Device, Link
+from envs.hardware.discover import discover
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.runtime import calibrated_before
 from graphs.costs import with_costs
-from graphs.extract import Extraction, Step, extract
-from graphs.extract.call_graph import call_graph
+from graphs.extract import Extraction, Workload, extract
+from graphs.extract.placeable import call_graph
 from graphs.graph import GraphArrays, attributes_of
 from placer.cli.main import main
 from placer.exports.device_map import device_map
@@ -50,7 +50,7 @@ def block() -> Extraction:
 
     inner = Plain(forward, first=nn.Linear(4, 4))
     model = nn.Sequential(inner, nn.Linear(4, 4))
-    return extract(Step.of(model, (torch.ones(2, 4), torch.ones(2, 4)), squared))
+    return extract(Workload.of(model, (torch.ones(2, 4), torch.ones(2, 4)), squared))
 
 
 def problem_of(
@@ -105,7 +105,7 @@ def test_ops_of_a_graph_of_ops_and_of_one_of_calls_have_the_same_calls() -> None
 def four_calls() -> Extraction:
     """Return a chain: N calls on one device take N ms, and every change of device takes 1 ms."""
     layers = (nn.Sequential(nn.Tanh(), nn.Linear(4, 4)) for _ in "12")
-    return extract(Step.of(nn.Sequential(*layers), torch.ones(2, 4), training=False))
+    return extract(Workload.of(nn.Sequential(*layers), torch.ones(2, 4), training=False))
 
 
 def placed_on(problem: Problem, *devices: int) -> Placement:
@@ -147,7 +147,7 @@ def two_branches() -> Extraction:
     }
     meet = Plain(lambda m, *parts: torch.add(*parts))
     model = Plain(lambda m, x: m.meet(m.left(x), m.right(x)), **branches, meet=meet)
-    return extract(Step.of(model, (torch.ones(2, 4), torch.ones(2, 4)), squared))
+    return extract(Workload.of(model, (torch.ones(2, 4), torch.ones(2, 4)), squared))
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_no_step_is_predicted_where_only_the_layers_are_followed() -> None:
     layers = nn.ModuleList(nn.Linear(4, 4) for _ in "12")
     model = Plain(lambda m, x: m.norm(m.layers[1](m.layers[0](x))), layers=layers)
     model.norm = nn.LayerNorm(4)
-    extraction = extract(Step.of(model, torch.ones(2, 4), training=False))
+    extraction = extract(Workload.of(model, torch.ones(2, 4), training=False))
     problem = problem_of(extraction)
     placement = placed_on(problem, 0, 1, 0)
     found = export_extracted(layer_counts, extraction, placement, problem=problem)
@@ -193,7 +193,7 @@ def test_joined_modules_are_where_the_step_is_predicted_to_be_fastest() -> None:
     right = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8))
     model = Plain(lambda m, x: m.head(torch.cat([m.left(x), m.right(x)], 1)), left=left)
     model.right, model.head = right, nn.Sequential(nn.Linear(12, 2), nn.Tanh())
-    extraction = extract(Step.of(model, torch.ones(2, 4), training=False))
+    extraction = extract(Workload.of(model, torch.ones(2, 4), training=False))
     graph = call_graph(extraction).graph
     placement = placement_of(graph, NAMES, [int(op.startswith("right")) for op in graph])
     by_work = export_extracted(device_map, extraction, placement)
@@ -253,7 +253,7 @@ def build():
 
 def built() -> Extraction:
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4))
-    return extract(Step.of(model, (torch.ones(2, 4), torch.ones(2, 4)), nn.MSELoss()))
+    return extract(Workload.of(model, (torch.ones(2, 4), torch.ones(2, 4)), nn.MSELoss()))
 
 
 @pytest.mark.slow
@@ -281,7 +281,9 @@ def test_the_command_holds_exports_to_the_memory_that_it_is_given(
 def test_the_command_predicts_on_the_devices_of_the_placement(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("envs.calibrate.CONTENDED", np.inf)  # accept speeds measured under load
+    monkeypatch.setattr(
+        "envs.costs.calibrate.CONTENDED", np.inf
+    )  # accept speeds measured under load
     cores = tuple(f"core:{core}" for core in CORES[:2])
     model = tmp_path / "model.py"
     model.write_text(MODEL)

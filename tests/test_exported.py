@@ -12,9 +12,9 @@ import torch
 from tiny_models import assert_same
 from torch import nn
 
-from envs.executor.lists import device_lists
+from envs.executors.cores.lists import device_lists
 from graphs.extract import extract
-from placer.target import TargetError, load_step
+from placer.sources.target import TargetError, load_step
 
 torch.set_num_threads(1)
 

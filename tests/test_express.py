@@ -23,7 +23,7 @@ from envs.simulator import (
     arrays_of,
     workspace_for,
 )
-from envs.simulator.arrays import EXPRESS
+from envs.simulator.kernel.arrays import EXPRESS
 from graphs.graph import add_edge, add_op, new_graph
 
 SEEDS = st.integers(10**6, 10**7)

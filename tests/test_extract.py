@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from envs.executor.lists import device_lists, priority_order
-from graphs.extract import Extraction, ExtractionError, Step, StepError, extract
-from graphs.extract.keys import Homes
+from envs.executors.cores.lists import device_lists, priority_order
+from graphs.extract import Extraction, ExtractionError, StepError, Workload, extract
+from graphs.extract.calls import Homes
 from graphs.extract.program import VIEW
 from graphs.graph import GraphArrays, attributes_of
 
@@ -39,8 +39,8 @@ def extracted(name: str) -> Extraction:
     return extract(tiny_models.STEPS[name]())
 
 
-def linear_step(function: Callable[..., Any], *inputs: Any, training: bool = True) -> Step:
-    return Step.of(Plain(function, linear=nn.Linear(8, 8)), inputs or X, training=training)
+def linear_step(function: Callable[..., Any], *inputs: Any, training: bool = True) -> Workload:
+    return Workload.of(Plain(function, linear=nn.Linear(8, 8)), inputs or X, training=training)
 
 
 def groups_of(graph: nx.DiGraph[str]) -> dict[str, set[str]]:
@@ -157,7 +157,7 @@ def test_flops_are_those_that_torch_counts_in_a_real_run(name: str) -> None:
 @pytest.mark.parametrize("training", [True, False])
 def test_attention_counts_its_two_products(training: bool) -> None:
     step = tiny_models.attention()
-    step = Step(step.model, step.inputs, step.keywords, step.loss, training)
+    step = Workload(step.model, step.inputs, step.keywords, step.loss, training)
     graph = extract(step).graph
     ops = {i: n["flops"] for i, n in graph.nodes(data=True) if "attention" in n["op"]}
     forward = 2 * 2 * (2 * 2 * 3 * 3 * 4)  # multiply-add, two products of 2 heads by 3 by 3 by 4
@@ -201,7 +201,7 @@ def test_readers_of_a_tied_parameter_stay_together() -> None:
 
 
 def test_parts_stay_with_their_tensor_and_apart_from_those_of_others() -> None:
-    step = Step.of(
+    step = Workload.of(
         Plain(
             lambda m, x: F.relu(m.a(x))[:, :3].sum() + F.relu(m.b(x))[:, 3:].sum(),
             a=nn.Linear(8, 8),
@@ -231,7 +231,7 @@ def test_the_model_is_left_as_it_was(training: bool, mode: bool) -> None:
     modes = [part.training for part in model.modules()]
     ids = [id(parameter) for parameter in model.parameters()]
     randomness = torch.get_rng_state()
-    extract(Step.of(model, (X, X), squared, training=training))
+    extract(Workload.of(model, (X, X), squared, training=training))
     assert [part.training for part in model.modules()] == modes
     assert [id(parameter) for parameter in model.parameters()] == ids
     assert_same(dict(model.state_dict()), before)
@@ -241,7 +241,7 @@ def test_the_model_is_left_as_it_was(training: bool, mode: bool) -> None:
 
 def test_a_model_in_eval_mode_is_trained_in_train_mode() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).eval()
-    assert "1:native_dropout" in extract(Step.of(model, (X, X), squared)).graph
+    assert "1:native_dropout" in extract(Workload.of(model, (X, X), squared)).graph
 
 
 def test_a_training_step_can_be_extracted_where_gradients_are_off() -> None:
@@ -263,9 +263,9 @@ def test_torch_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_tensor_that_is_given_twice_is_two_inputs() -> None:
-    step = Step.of(nn.Linear(8, 8), (X, X), squared)
+    step = Workload.of(nn.Linear(8, 8), (X, X), squared)
     extraction = extract(step)
-    other = Step.of(step.model, (X, X + 1), squared)
+    other = Workload.of(step.model, (X, X + 1), squared)
     count = extraction.program.op_count
     lists = device_lists(extraction.program, [0] * count, range(count), 1)
     found = one_process.run(replace(extraction, step=other), lists)
@@ -293,11 +293,11 @@ class Scaled(nn.Module):
 @pytest.mark.parametrize("extractor", ["export", "dispatch", "modules"])
 def test_of_keywords_the_one_that_the_model_does_not_take_is_the_target(extractor: str) -> None:
     inputs = {"x": X, "target": X.flip(0), "scale": torch.tensor(2.0)}
-    step = Step.of(Scaled(), inputs, squared)
+    step = Workload.of(Scaled(), inputs, squared)
     by_hand = squared(step.model(X, scale=torch.tensor(2.0)), X.flip(0))
     assert_same(forward(copy.deepcopy(step)), by_hand)
     assert total(extract(step, extractor).graph, "gradient_bytes") == 4 * (8 * 8 + 8)
-    alone = Step.of(step.model, inputs, squared, training=False)
+    alone = Workload.of(step.model, inputs, squared, training=False)
     assert_same(forward(copy.deepcopy(alone)), step.model(X, scale=torch.tensor(2.0)).detach())
 
 
@@ -313,13 +313,13 @@ def test_keywords_without_one_target_are_refused_with_what_to_give_instead(
     model: nn.Module, inputs: dict[str, Tensor]
 ) -> None:
     with pytest.raises(StepError, match="forward does not take"):
-        Step.of(model, inputs, squared)
+        Workload.of(model, inputs, squared)
 
 
 # --- refusals
 
 
-def refusal(step: Step) -> str:
+def refusal(step: Workload) -> str:
     with pytest.raises(ExtractionError) as refused:
         extract(step, "export")
     text = str(refused.value)
@@ -400,9 +400,9 @@ def test_a_training_step_needs_a_scalar_loss(function: Callable[..., Any], shown
 
 def test_a_loss_function_needs_a_target() -> None:
     with pytest.raises(ExtractionError, match="target"):
-        Step.of(nn.Linear(8, 8), (), squared)
+        Workload.of(nn.Linear(8, 8), (), squared)
 
 
 def test_nothing_to_train_is_said() -> None:
     model = nn.Linear(8, 8).requires_grad_(False)
-    assert "no parameter that requires a gradient" in refusal(Step.of(model, (X, X), squared))
+    assert "no parameter that requires a gradient" in refusal(Workload.of(model, (X, X), squared))

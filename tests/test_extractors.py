@@ -27,12 +27,12 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
-from envs.cluster import Cluster, Device
 from envs.costs.modules import profile_modules
-from envs.executor.lists import device_lists
-from envs.executor.placed import PlacedModel
+from envs.executors.cores.lists import device_lists
+from envs.executors.cores.placed import PlacedModel
+from envs.hardware.cluster import Cluster, Device
 from graphs.costs import further_formulas
-from graphs.extract import Extraction, ExtractionError, Step, StepError, extract
+from graphs.extract import Extraction, ExtractionError, StepError, Workload, extract
 from graphs.extract.extraction import EXTRACTORS
 from graphs.graph import GraphArrays
 from graphs.optimizer import Optimizer
@@ -69,9 +69,11 @@ def extracted(name: str, extractor: str, training: bool = True) -> Extraction:
     return extract(replace(STEPS[name](), training=training), extractor)
 
 
-def linear_step(function: Callable[..., Any], training: bool = True, **modules: nn.Module) -> Step:
+def linear_step(
+    function: Callable[..., Any], training: bool = True, **modules: nn.Module
+) -> Workload:
     torch.manual_seed(0)
-    return Step.of(Plain(function, linear=nn.Linear(8, 8), **modules), X, training=training)
+    return Workload.of(Plain(function, linear=nn.Linear(8, 8), **modules), X, training=training)
 
 
 def run(extraction: Extraction) -> tiny_models.Outcome:
@@ -149,7 +151,7 @@ def test_flops_and_parameters_are_those_of_a_real_run(
 
 
 def test_dropout_draws_the_numbers_that_an_exported_step_draws() -> None:
-    step = Step.of(
+    step = Workload.of(
         nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5)), (X, torch.ones(4, 64)), squared
     )
     recording, export = extract(step, "dispatch"), extract(step, "export")
@@ -178,9 +180,9 @@ class Experts(nn.Module):
         return out
 
 
-def experts_step() -> Step:
+def experts_step() -> Workload:
     torch.manual_seed(3)
-    return Step.of(Experts(), (X, X.flip(0)), squared)
+    return Workload.of(Experts(), (X, X.flip(0)), squared)
 
 
 def test_a_loop_over_the_experts_that_were_hit_is_recorded_and_says_what_it_reads() -> None:
@@ -288,7 +290,7 @@ class Average(nn.Module):
 def test_a_buffer_that_is_assigned_is_updated(nested: bool, extractor: str, training: bool) -> None:
     model = nn.Sequential(Average(), nn.Linear(8, 8)) if nested else Average()
     buffers = dict(model.named_buffers())
-    extraction = extract(Step.of(model, (X, X), squared, training=training), extractor)
+    extraction = extract(Workload.of(model, (X, X), squared, training=training), extractor)
     assert {name: id(own) for name, own in model.named_buffers()} == {
         name: id(own) for name, own in buffers.items()
     }
@@ -312,7 +314,7 @@ def test_a_buffer_that_grows_is_refused() -> None:
             out: Tensor = self.linear(x).sum()
             return out
 
-    step = Step.of(nn.Sequential(Growing()), X)
+    step = Workload.of(nn.Sequential(Growing()), X)
     for extractor in ("export", "dispatch"):
         with pytest.raises(ExtractionError, match=r"0\.seen the shape"):
             extract(step, extractor)
@@ -332,9 +334,9 @@ def test_a_tensor_that_is_no_buffer_is_not_written_but_refused() -> None:
 
     model = Counting()
     with pytest.raises(ExtractionError, match="make it one with register_buffer") as refused:
-        extract(Step.of(model, X), "dispatch")
+        extract(Workload.of(model, X), "dispatch")
     assert line_of(Counting.forward, 1) in str(refused.value)
-    extract(Step.of(model, X), "modules")
+    extract(Workload.of(model, X), "modules")
     assert model.calls == 0
 
 
@@ -356,7 +358,7 @@ def test_a_tensor_that_is_no_buffer_is_not_replaced_but_refused(held: Callable[.
 
     model = nn.Sequential(Averaging())
     with pytest.raises(ExtractionError, match=r"assigns 0\.mean"):
-        extract(Step.of(model, X), "dispatch")
+        extract(Workload.of(model, X), "dispatch")
     assert torch.equal(tree_leaves(model[0].mean)[0], torch.zeros(8))
     assert model[0].seen is None
 
@@ -368,7 +370,7 @@ def test_the_model_is_left_as_it_was(extractor: str, training: bool) -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     ids = [id(tensor) for tensor in (*model.parameters(), *model.buffers())]
     randomness = torch.get_rng_state()
-    extract(Step.of(model, (X, X), squared, training=training), extractor)
+    extract(Workload.of(model, (X, X), squared, training=training), extractor)
     assert [id(tensor) for tensor in (*model.parameters(), *model.buffers())] == ids
     assert_same(dict(model.state_dict()), before)
     assert torch.equal(torch.get_rng_state(), randomness)
@@ -472,7 +474,7 @@ class Outside(nn.Module):
         return NumpyTanh.apply(x)  # type: ignore[no-untyped-call]
 
 
-def numpy_step() -> Step:
+def numpy_step() -> Workload:
     return linear_step(lambda m, x: m.linear(m.outside(m.linear(x))).sum(), outside=Outside())
 
 
@@ -532,7 +534,7 @@ def test_modules_are_timed_in_both_directions() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1024), nn.Linear(1024, 1024))
     x = torch.randn(64, 8)
-    extraction = extract(Step.of(model, (x, torch.zeros(64, 1024)), squared), "modules")
+    extraction = extract(Workload.of(model, (x, torch.zeros(64, 1024)), squared), "modules")
     core = min(os.sched_getaffinity(0))
     device = Device(name=f"core:{core}", kind="core", memory_bytes=1 << 30)
     before = os.sched_getaffinity(0)
@@ -547,7 +549,7 @@ def test_modules_are_timed_in_both_directions() -> None:
 
 def test_modules_without_memory_cannot_be_timed() -> None:
     model = nn.Linear(8, 8, device="meta")
-    extraction = extract(Step.of(model, (X, X), squared), "modules")
+    extraction = extract(Workload.of(model, (X, X), squared), "modules")
     core = min(os.sched_getaffinity(0))
     device = Device(name=f"core:{core}", kind="core", memory_bytes=1 << 30)
     with pytest.raises(ExtractionError, match="cannot be timed"):
@@ -582,16 +584,16 @@ def test_nothing_to_train_and_no_ops_are_faults_of_the_step() -> None:
     frozen = nn.Linear(8, 8).requires_grad_(False)
     for extractor in ("auto", *EXTRACTORS):
         with pytest.raises(StepError, match="no parameter that requires a gradient"):
-            extract(Step.of(frozen, (X, X), squared), extractor)
+            extract(Workload.of(frozen, (X, X), squared), extractor)
         with pytest.raises(StepError, match="runs no ops"):
-            extract(Step.of(nn.Identity(), X, training=False), extractor)
+            extract(Workload.of(nn.Identity(), X, training=False), extractor)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_model_that_fails_by_itself_is_refused_with_its_own_reason(device: str) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(3, 3)).to(device)
     with pytest.raises(StepError, match="must run on the example inputs") as refused:
-        extract(Step.of(model, (X, X), squared))
+        extract(Workload.of(model, (X, X), squared))
     assert "no extractor takes" not in str(refused.value)
 
 
@@ -612,7 +614,7 @@ def test_numbers_among_the_inputs_are_part_of_the_step(extractor: str) -> None:
         out: Tensor = (m.linear(x) * n - y).sum()
         return out
 
-    step = Step.of(Plain(scaled, linear=nn.Linear(8, 8)), (3, X, None, X))
+    step = Workload.of(Plain(scaled, linear=nn.Linear(8, 8)), (3, X, None, X))
     extraction = extract(step, extractor)
     if extractor != "modules":
         assert [s.name for s in extraction.program.sources if s.role == "input"] == ["0", "1"]
@@ -640,7 +642,7 @@ def test_a_program_with_dynamic_sizes_is_placed_for_the_example(extractor: str) 
     dynamic = program.module(check_guards=False)
     for module in dynamic.modules():
         module.training = False
-    extraction = extract(Step(dynamic, (X,), training=False), extractor)
+    extraction = extract(Workload(dynamic, (X,), training=False), extractor)
     assert total(extraction, "flops") == 2 * 4 * (8 * 8 + 8 * 2)
 
 

@@ -22,13 +22,13 @@ from torch import nn
 
 import placer
 from envs.backend import measurements
-from envs.cluster import Device
-from envs.executor.fork_server import running_server
-from envs.executor.placed import PlacedModel
-from envs.executor.worker_error import WorkerError
-from envs.measured import Measured
+from envs.executors.cores.errors import WorkerError
+from envs.executors.cores.fork_server import running_server
+from envs.executors.cores.placed import PlacedModel
+from envs.hardware.cluster import Device
+from envs.measured.core_backend import Measured
 from envs.placement import Placement
-from graphs.extract import Step, extract
+from graphs.extract import Workload, extract
 from graphs.graph import GraphArrays
 
 torch.set_num_threads(1)
@@ -99,7 +99,7 @@ def test_a_worker_without_memory_says_so_and_its_placement_is_infeasible() -> No
 
 def test_a_placement_that_names_a_missing_device_starts_nothing() -> None:
     model, inputs = nn.Linear(4, 3), (torch.randn(5, 4), torch.randn(5, 3))
-    step = Step.of(model, inputs, nn.functional.mse_loss)
+    step = Workload.of(model, inputs, nn.functional.mse_loss)
     graph = GraphArrays.from_graph(extract(step).graph)
     cluster = test_executor.two_cores()
     absent = replace(cluster, devices=(*cluster.devices[:1], missing_core()))

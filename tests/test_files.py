@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphs.files import FORMAT, graph_from_dict, graph_to_dict, load_graph, save_graph
 from graphs.graph import PHASES, GraphArrays, add_edge, add_op, new_graph
+from graphs.graph_file import FORMAT, graph_from_dict, graph_to_dict, load_graph, save_graph
 
 PRINTABLE = st.characters(exclude_categories=["C", "Z"], include_characters=" ")
 TEXT = st.text(PRINTABLE, max_size=8)

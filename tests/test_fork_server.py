@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from processes import all_end
 
-from envs.executor import fork_server
-from envs.executor.fork_server import ForkServer, renumber
+from envs.executors.cores import fork_server
+from envs.executors.cores.fork_server import ForkServer, renumber
 
 
 @pytest.fixture
@@ -41,7 +41,10 @@ def test_descriptors_get_the_numbers_of_each_other(numbers: list[int], seed: int
 
 
 def test_a_server_that_is_still_importing_ends_with_its_parent() -> None:
-    start = "import envs.executor.fork_server as f; print(f.ForkServer()._process.pid, flush=True)"
+    start = (
+        "from envs.executors.cores import fork_server; "
+        "print(fork_server.ForkServer()._process.pid, flush=True)"
+    )
     parent = subprocess.Popen(
         [sys.executable, "-c", f"{start}; import time; time.sleep(600)"],
         stdout=subprocess.PIPE,

@@ -13,14 +13,13 @@ from tiny_models import attention, conv_net, lstm, tied_weights
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from graphs.extract import Step, extract
-from graphs.extract.call_graph import call_graph
-from graphs.extract.gradient_makers import gradient_makers
+from graphs.extract import Workload, extract
+from graphs.extract.placeable import call_graph, gradient_makers
 from graphs.extract.program import VIEW, StepProgram
 from graphs.gradients import gradients_of
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
-from graphs.mirror import with_backward
 from graphs.optimizer import Optimizer
+from graphs.synthetic.mirror import with_backward
 
 
 def named(graph: nx.DiGraph[str]) -> list[tuple[str, int, set[str]]]:
@@ -73,7 +72,7 @@ def test_of_a_model_all_trained_parameters_have_their_gradient_once(extractor: s
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
     model[2].requires_grad_(False)
-    step = Step.of(model, (torch.randn(3, 4), torch.randn(3, 2)), F.mse_loss)
+    step = Workload.of(model, (torch.randn(3, 4), torch.randn(3, 2)), F.mse_loss)
     arrays = GraphArrays.from_graph(extract(step, extractor).graph)
     found = gradients_of(arrays)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -84,7 +83,7 @@ def test_of_a_model_all_trained_parameters_have_their_gradient_once(extractor: s
 @pytest.mark.parametrize("make", [conv_net, attention, lstm, tied_weights])
 @pytest.mark.parametrize("optimizer", [None, "sgd"])
 def test_a_program_knows_the_ops_that_make_each_gradient(
-    make: Callable[[], Step], optimizer: str | None
+    make: Callable[[], Workload], optimizer: str | None
 ) -> None:
     step = replace(make(), optimizer=Optimizer.of(optimizer))
     extraction = extract(step, "export")
@@ -100,7 +99,7 @@ def test_a_program_knows_the_ops_that_make_each_gradient(
 
 
 @pytest.mark.parametrize("make", [conv_net, attention])
-def test_of_exported_calls_too(make: Callable[[], Step]) -> None:
+def test_of_exported_calls_too(make: Callable[[], Workload]) -> None:
     extraction = extract(make(), "export")
     calls = call_graph(extraction)
     arrays = GraphArrays.from_graph(calls.graph)
@@ -114,7 +113,7 @@ def test_of_exported_calls_too(make: Callable[[], Step]) -> None:
 def test_gradients_of_residual_connections_are_not_those_of_the_norm_behind_them() -> None:
     """The norm at the end of the stack gets its gradients first."""
     torch.manual_seed(0)
-    step = Step.of(Residual(), (torch.randn(3, 8), torch.randn(3, 8)), F.mse_loss)
+    step = Workload.of(Residual(), (torch.randn(3, 8), torch.randn(3, 8)), F.mse_loss)
     extraction = extract(step, "export")
     arrays = GraphArrays.from_graph(extraction.graph)
     for known in ({}, gradient_makers(extraction)):
@@ -126,7 +125,7 @@ def test_gradients_of_residual_connections_are_not_those_of_the_norm_behind_them
 def test_early_gradients_are_thought_to_be_ready_early() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(20)))
-    step = Step.of(model, (torch.randn(3, 4), torch.randn(3, 4)), F.mse_loss)
+    step = Workload.of(model, (torch.randn(3, 4), torch.randn(3, 4)), F.mse_loss)
     arrays = GraphArrays.from_graph(extract(step, "export").graph)
     last = [max(makers) for makers in gradients_of(arrays).makers]
     assert last == sorted(set(last))

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_problems import keeps_groups, keeps_limits, random_problem
 
-from envs.toy_problem import toy_problem
+from envs.problem import toy_problem
 from placer.search.grouping import at_most, units
 
 

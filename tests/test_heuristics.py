@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from random_problems import keeps_groups, keeps_limits, random_problem
 
-from envs.cluster import Cluster, Device, Link
+from envs.hardware.cluster import Cluster, Device, Link
 from envs.problem import Problem
 from envs.simulator import Simulator
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph

@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_map_only
 from trained_alike import assert_trains_alike
 from vdev import TRANSFERS, vdev
 
-from envs.executor.hooked_module import HookedModule
-from graphs.extract import Extraction, Step, extract
-from graphs.extract.module_map import module_map
+from envs.executors.hooks.hooked_module import HookedModule
+from graphs.extract import Extraction, Workload, extract
+from graphs.extract.placeable import module_map
 from graphs.graph import attributes_of
 
 torch.set_num_threads(1)
@@ -183,13 +183,13 @@ def test_what_depends_on_the_data_is_trained_on_any_data(
     model: type[nn.Module], seed: int, device: torch.device
 ) -> None:
     torch.manual_seed(seed)
-    step = Step.of(model(), (torch.randn(5, 4), torch.randn(5, 3)), tiny_models.squared)
+    step = Workload.of(model(), (torch.randn(5, 4), torch.randn(5, 3)), tiny_models.squared)
     extraction = extract(copy.deepcopy(step), "modules")
     placed = HookedModule(extraction, at_random(extraction, ["cpu", device], seed))
     paths = set()
     for scale in (1.0, 0.05, 8.0):
         inputs = (scale * torch.randn(7, 4), torch.randn(7, 3))  # also of another shape
-        other = Step.of(copy.deepcopy(step.model), inputs, step.loss)
+        other = Workload.of(copy.deepcopy(step.model), inputs, step.loss)
         other.model.load_state_dict(placed.state_dict())
         assert_trains_alike(other, placed)
         paths.add(extraction.step.model.taken)
@@ -277,7 +277,7 @@ def test_what_modules_write_through_views_is_read_as_it_was(
     parts: dict[str, nn.Module] = {f"part{i}": Writer(*write) for i, write in enumerate(writes)}
     torch.manual_seed(0)
     model = Plain(forward, linear=nn.Linear(3, 3), **parts).double()
-    step = Step.of(model, (torch.randn(3, 3).double(),))
+    step = Workload.of(model, (torch.randn(3, 3).double(),))
     with vdev() as device:
         paths = ["", "linear", *parts]
         chosen = {path: device if where >> i & 1 else "cpu" for i, path in enumerate(paths)}

@@ -16,10 +16,10 @@ from tiny_models import assert_same, eager, tied_gradients
 from tiny_transformers import COMMON, OTHERS, TARGETS, WITHOUT_DROPOUT, load
 from torch import nn
 
-from envs.executor.lists import device_lists, priority_order
+from envs.executors.cores.lists import device_lists, priority_order
 from graphs.extract import extract
 from placer.sources import huggingface
-from placer.target import TargetError, is_graph_file, load_step
+from placer.sources.target import TargetError, is_graph_file, load_step
 
 torch.set_num_threads(1)
 transformers = pytest.importorskip("transformers")

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from simulator_cases import fork, one_kind, problem_of, random_case
 
 from envs.simulator import INFEASIBLE_NS, Simulator
-from envs.simulator.critical import Holder
-from envs.simulator.idle import Idle, idle_times
+from envs.simulator.critical_path import Holder, Idle, idle_times
 
 
 def test_a_gap_is_cut_by_what_it_waits_for() -> None:

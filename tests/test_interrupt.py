@@ -109,7 +109,7 @@ def test_ctrl_c_before_the_command_begins_is_told_in_a_line(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("os._exit", sys.exit)
-    monkeypatch.setattr("placer.cli.standard_output.StandardOutput", interrupted)
+    monkeypatch.setattr("placer.cli.failures.StandardOutput", interrupted)
     with pytest.raises(SystemExit) as ended:
         script()
     assert ended.value.code == 1

@@ -12,14 +12,13 @@ import torch
 from torch import nn
 
 import placer
-from envs.cluster import Cluster, Device, Link, cluster_to_toml
-from graphs.files import load_graph, save_graph
+from envs.hardware.cluster import Cluster, Device, Link, cluster_to_toml
 from graphs.graph import add_edge, add_op, new_graph
+from graphs.graph_file import load_graph, save_graph
 from placer.cli.main import main
 from placer.job import Job, cluster_of
 from placer.placers import registry
-from placer.placers.heft import Heft
-from placer.placers.round_robin import Turns
+from placer.placers.rules import Heft, Turns
 
 CLUSTER = Cluster(
     name="pair",

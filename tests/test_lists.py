@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from one_process import turns
 
-from envs.executor.cpu_clock import cpu_clock_s
-from envs.executor.lists import (
+from envs.executors.cores.lists import (
     Give,
     Instruction,
     Receive,
     Run,
     Send,
+    cpu_clock_s,
     device_lists,
     priority_order,
 )

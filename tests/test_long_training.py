@@ -16,11 +16,11 @@ from tiny_reference_models import words
 from torch import Tensor, nn
 from vdev import vdev
 
-from envs.discover import discover
-from envs.executor.lists import priority_order
-from envs.executor.placed import PlacedModel
-from envs.executor.placed_module import PlacedModule
-from graphs.extract import Extraction, Step, extract
+from envs.executors.cores.lists import priority_order
+from envs.executors.cores.placed import PlacedModel
+from envs.executors.torch.placed_module import PlacedModule
+from envs.hardware.discover import discover
+from graphs.extract import Extraction, Workload, extract
 from graphs.models import Nmt, NmtConfig
 from graphs.optimizer import Optimizer
 
@@ -46,22 +46,22 @@ def batch(number: int) -> tuple[Tensor, Tensor, Tensor]:
     return source, begun, source
 
 
-def nmt(dropout: float = 0.0) -> Step:
+def nmt(dropout: float = 0.0) -> Workload:
     torch.manual_seed(0)
     config = NmtConfig(vocabulary=VOCABULARY, hidden=16, layers=2)
     model = Plain(
         lambda m, *tokens: m.drop(m.nmt(*tokens)), nmt=Nmt(config), drop=nn.Dropout(dropout)
     )
-    return Step.of(model, batch(0), words)
+    return Workload.of(model, batch(0), words)
 
 
-def unplaced_losses(step: Step, make: Made) -> list[float]:
+def unplaced_losses(step: Workload, make: Made) -> list[float]:
     """Return the losses of 200 steps with an optimizer; changes the step's model."""
     optimizer = make(list(step.model.parameters()))
     losses = []
     for number in range(STEPS):
         optimizer.zero_grad()
-        loss = forward(Step.of(step.model, batch(number), step.loss))
+        loss = forward(Workload.of(step.model, batch(number), step.loss))
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -105,7 +105,7 @@ def test_on_pinned_workers_losses_and_weights_are_the_same_bit_by_bit(make: Made
 @needs_two_cores
 def test_an_optimizer_within_the_step_leaves_the_same_losses_bit_by_bit() -> None:
     plain = nmt()
-    step = Step.of(plain.model, plain.inputs, plain.loss, optimizer=Optimizer(kind="adamw"))
+    step = Workload.of(plain.model, plain.inputs, plain.loss, optimizer=Optimizer(kind="adamw"))
     twin = copy.deepcopy(plain)
     with on_two_cores(extract(step)) as placed:
         losses = [placed.step(*batch(number)).item() for number in range(STEPS)]

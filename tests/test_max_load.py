@@ -16,10 +16,12 @@ from random_problems import every_placement, keeps_groups, random_problem
 from simulator_cases import Case, fork, one_kind, problem_of, random_case
 
 from benchmarks.instances import profile_names, profiled
-from envs.bounds import load_bound_ns
-from envs.cluster import Cluster, Device
 from envs.compiled import compiled_borrowing
-from envs.max_load import (
+from envs.hardware.cluster import Cluster, Device
+from envs.problem import Problem
+from envs.simulator import INFEASIBLE_NS
+from envs.simulator.bounds import load_bound_ns
+from envs.simulator.max_load import (
     LoadArrays,
     Loads,
     count_op,
@@ -29,8 +31,6 @@ from envs.max_load import (
     max_load_ns,
     why_overloaded,
 )
-from envs.problem import Problem
-from envs.simulator import INFEASIBLE_NS
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 from placer.search.annealing.max_load import minimize_max_load
 from placer.search.budget import Budget

@@ -14,21 +14,20 @@ import tiny_models
 import torch
 
 from envs.backend import measurements
-from envs.cluster import Link
 from envs.core_runtime import FEWEST_ROUNDS, CoreRuntime
-from envs.discover import discover
-from envs.executor.pool import StepRun, WorkerPool
-from envs.executor.worker_error import WorkerError
-from envs.measured import UNCOUNTED_BYTES, Measured
+from envs.executors.cores.errors import WorkerError
+from envs.executors.cores.pool import StepRun, WorkerPool
+from envs.hardware.cluster import Link
+from envs.hardware.discover import discover
+from envs.measured.core_backend import UNCOUNTED_BYTES, Measured, UnplacedStep
 from envs.measurement import Measurement, MemoryExcess, contended, tied
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.runtime import evaluate
 from envs.simulator import Simulated, Simulator
 from envs.simulator.schedule import run_order
-from envs.unplaced import UnplacedStep
 from graphs.costs import with_costs
-from graphs.extract import Extraction, Step, extract
+from graphs.extract import Extraction, Workload, extract
 from graphs.graph import GraphArrays
 
 torch.set_num_threads(1)
@@ -193,7 +192,7 @@ def wide_problem(memory_bytes: int) -> tuple[Extraction, Problem]:
         return (x @ y + (x.t() @ y).sin()).sum()
 
     inputs = (torch.randn(1448, 1448), torch.randn(1448, 1448))
-    extraction = extract(Step.of(tiny_models.Plain(forward), inputs, training=False))
+    extraction = extract(Workload.of(tiny_models.Plain(forward), inputs, training=False))
     return extraction, priced(extraction, memory_bytes)
 
 
@@ -302,7 +301,7 @@ def test_workers_of_which_one_dies_while_they_start_are_started_once_more(
             raise deaths.pop()
         return WorkerPool(*args, **options)
 
-    monkeypatch.setattr("envs.measured.WorkerPool", start)
+    monkeypatch.setattr("envs.measured.core_backend.WorkerPool", start)
     backend.close()
     assert measurements(backend.evaluate(candidates(backend)[:1]))[0].ok
     assert not deaths
@@ -384,7 +383,7 @@ def test_an_unplaced_step_that_fails_leaves_the_placements_alone(
     def refuse(*_: object, **__: object) -> WorkerPool:
         raise WorkerError("it did not come up")
 
-    monkeypatch.setattr("envs.unplaced.WorkerPool", refuse)
+    monkeypatch.setattr("envs.measured.core_backend.WorkerPool", refuse)
     unplaced = backend.measure_unplaced()
     assert unplaced is not None
     assert unplaced.failure == "it did not come up"
@@ -422,8 +421,8 @@ def test_workers_end_when_their_state_cannot_be_loaded(monkeypatch: pytest.Monke
             super().__init__(*args, **keywords)
             started.append(self)
 
-    monkeypatch.setattr("envs.measured.WorkerPool", Seen)
-    monkeypatch.setattr("envs.measured.load_example", fail)
+    monkeypatch.setattr("envs.measured.core_backend.WorkerPool", Seen)
+    monkeypatch.setattr("envs.measured.core_backend.load_example", fail)
     with pytest.raises(KeyboardInterrupt):
         Measured(*small_problem())
     assert started[0].closed
@@ -446,7 +445,7 @@ def test_no_place_in_a_round_is_always_the_same_candidates_and_the_unplaced_step
         return run(pool, number, give=give)
 
     monkeypatch.setattr(WorkerPool, "run", recorded)
-    monkeypatch.setattr("envs.measured.SHORT_STEP_S", 0.0)
+    monkeypatch.setattr("envs.measured.core_backend.SHORT_STEP_S", 0.0)
     monkeypatch.setattr(backend, "rounds", 4)
     backend.evaluate([candidates(backend)[0]] * 3)
     backend.measure_unplaced()
@@ -471,7 +470,7 @@ def test_a_short_step_runs_once_more_before_it_counts(
     monkeypatch.setattr(WorkerPool, "run", recorded)
     counts = []
     for shortest_s in (0.0, 1e9):
-        monkeypatch.setattr("envs.measured.SHORT_STEP_S", shortest_s)
+        monkeypatch.setattr("envs.measured.core_backend.SHORT_STEP_S", shortest_s)
         runs.clear()
         [seen] = measurements(backend.evaluate([candidates(backend)[0]]))
         assert len(seen.wall_s) == backend.rounds

@@ -17,23 +17,22 @@ from two_devices import MEMORY, linked, pair
 from vdev import TRANSFERS
 
 import placer
-from envs import torch_devices
 from envs.backend import measurements
-from envs.cluster import Link
 from envs.costs.calls import profile_calls
-from envs.discover import discover
-from envs.executor.homes import Homes
-from envs.executor.placed_module import PlacedModule
-from envs.measured_module import MeasuredModule, launch_order
+from envs.executors.torch.homes import Homes
+from envs.executors.torch.placed_module import PlacedModule
+from envs.executors.torch.watchdog import STUCK
+from envs.hardware import torch_devices
+from envs.hardware.cluster import Link
+from envs.hardware.discover import discover
+from envs.measured.torch_backend import MeasuredModule, launch_order
 from envs.measurement import Measurement
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator import Simulator
-from envs.watchdog import STUCK
 from graphs.costs import with_costs
-from graphs.extract import Step, extract
-from graphs.extract.call_graph import call_graph
-from graphs.extract.module_map import module_map
+from graphs.extract import Workload, extract
+from graphs.extract.placeable import call_graph, module_map
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 
 torch.set_num_threads(1)
@@ -44,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("second_device")
 
 
 @pytest.fixture(scope="module")
-def small() -> tuple[Step, Problem, list[Placement]]:
+def small() -> tuple[Workload, Problem, list[Placement]]:
     """Return a problem with made-up costs, placed on vdev, alternating by group, and on the CPU."""
     if torch.cuda.is_available():
         pytest.skip("vdev would take CUDA's place")
@@ -65,7 +64,7 @@ def small() -> tuple[Step, Problem, list[Placement]]:
     return step, problem, placements
 
 
-Small = tuple[Step, Problem, list[Placement]]
+Small = tuple[Workload, Problem, list[Placement]]
 
 
 def opened(small: Small, **options: float) -> MeasuredModule:
@@ -324,7 +323,7 @@ def test_ops_of_the_cpu_are_launched_after_what_runs_beside_them() -> None:
 @pytest.mark.parametrize("extractor", ["auto", "modules"])
 def test_a_model_that_keeps_computed_tensors_is_measured(extractor: str) -> None:
     normed = torch.nn.utils.weight_norm(nn.Linear(6, 6))
-    step = Step.of(
+    step = Workload.of(
         nn.Sequential(normed, nn.ReLU(), nn.Linear(6, 3)),
         (torch.randn(5, 6), torch.randn(5, 3)),
         nn.MSELoss(),
@@ -359,7 +358,7 @@ class Growing(nn.Module):
 
 
 def test_every_step_of_a_turn_begins_with_the_same_lists() -> None:
-    step = Step.of(Growing(), ([torch.randn(3, 4)], torch.randn(3, 4)), nn.MSELoss())
+    step = Workload.of(Growing(), ([torch.randn(3, 4)], torch.randn(3, 4)), nn.MSELoss())
     extraction = extract(step, "modules")
     modules = module_map(extraction)
     ones = dict.fromkeys((device.kind for device in pair().devices), np.ones(len(modules.graph)))
@@ -376,7 +375,7 @@ def test_every_step_of_a_turn_begins_with_the_same_lists() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_placement_over_the_limit_of_a_gpu_fails_and_the_others_go_on() -> None:
     model = nn.Sequential(nn.Linear(4096, 4096), nn.Linear(4096, 4096))
-    step = Step.of(model, (torch.randn(8, 4096), torch.randn(8, 4096)), nn.MSELoss())
+    step = Workload.of(model, (torch.randn(8, 4096), torch.randn(8, 4096)), nn.MSELoss())
     extraction = extract(step)
     calls = call_graph(extraction)
     cluster = discover("cuda:0,cpu")

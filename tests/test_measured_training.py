@@ -17,13 +17,13 @@ import torch
 from random_problems import random_problem
 
 from envs.backend import StepResult, measured_result
-from envs.executor.worker_error import WorkerError
+from envs.executors.cores.errors import WorkerError
 from envs.measurement import Measurement
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator import Simulator
 from envs.simulator.schedule import run_order
-from graphs.extract import Step
+from graphs.extract import Workload
 from placer.cli.main import main
 from placer.policies import load
 from placer.policies.measured_decoders import MeasuredDecoders
@@ -210,7 +210,7 @@ def test_the_scheduler_environment_measures_its_steps() -> None:
 
     made = gym.make(
         "placer/Scheduler-v0",
-        workload=Step.of(Towers(), torch.randn(64, 256)),
+        workload=Workload.of(Towers(), torch.randn(64, 256)),
         cluster="core:0,core:1",
         backend="measured",
     )

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from tracked_memory import peak_bytes
 
-from envs.cluster import Cluster, Device
+from envs.hardware.cluster import Cluster, Device
 from envs.problem import Problem
 from envs.simulator import Simulator
 from graphs.costs import with_costs
-from graphs.extract import Step, extract
-from graphs.extract.call_graph import call_graph
+from graphs.extract import Workload, extract
+from graphs.extract.placeable import call_graph
 from graphs.graph import GraphArrays, attributes_of
 from graphs.models import Nmt, NmtConfig
 
@@ -37,13 +37,13 @@ def predicted_bytes(graph: nx.DiGraph[str]) -> int:
     return int(schedule.peak_bytes[0])
 
 
-def large_vocabulary() -> Step:
+def large_vocabulary() -> Workload:
     """Return a step of one projection, called per token, whose gradients dominate the memory."""
     torch.manual_seed(0)
     config = NmtConfig(vocabulary=4000, hidden=32, layers=1)
     source, target = torch.randint(4000, (2, 4)), torch.randint(4000, (2, 9))
     inputs = (source, target[:, :-1].contiguous(), target[:, 1:].contiguous())
-    return Step.of(Nmt(config), inputs, tiny_reference_models.words)
+    return Workload.of(Nmt(config), inputs, tiny_reference_models.words)
 
 
 STEPS = tiny_reference_models.STEPS | {
@@ -80,7 +80,9 @@ def test_gradients_of_a_parameter_that_is_used_many_times_are_not_held_at_once()
         uses = [m.get_submodule("weight")(torch.sin(x * i)) for i in range(1, 9)]
         return torch.stack(uses).sum(0)
 
-    step = Step.of(Plain(forward, weight=weight), (torch.randn(1, 64), torch.zeros(1, 64)), squared)
+    step = Workload.of(
+        Plain(forward, weight=weight), (torch.randn(1, 64), torch.zeros(1, 64)), squared
+    )
     size = 64 * 64 * 4
     graph = call_graph(extract(step)).graph
     backward = {node: attributes_of(graph, node) for node in graph if "backward/linear" in node}
@@ -99,7 +101,7 @@ def test_a_gradient_that_something_else_reads_is_held_until_it_is_added() -> Non
         return F.relu(hidden + m.get_submodule("second")(torch.tanh(hidden)))
 
     modules = {"first": nn.Linear(4, 4), "second": nn.Linear(4, 4)}
-    step = Step.of(Plain(forward, **modules), (torch.randn(3, 4), torch.zeros(3, 4)), squared)
+    step = Workload.of(Plain(forward, **modules), (torch.randn(3, 4), torch.zeros(3, 4)), squared)
     graph = call_graph(extract(step)).graph
     assert attributes_of(graph, ":backward/relu")["output_bytes"] == 3 * 4 * 4
     assert attributes_of(graph, ":backward/tanh")["output_bytes"] == 3 * 4 * 4

@@ -10,14 +10,14 @@ from in_turn import in_turn
 from tiny_models import Plain, squared
 from torch import nn
 
-from graphs.extract import ExtractionError, Step, extract
-from graphs.extract.fake import check_has_memory
+from graphs.extract import ExtractionError, Workload, extract
+from graphs.extract.trial import check_has_memory
 
 torch.set_num_threads(1)
 
 
-def on_meta(step: Step) -> Step:
-    return Step(step.model.to("meta"), step.inputs, step.keywords, step.loss, step.training)
+def on_meta(step: Workload) -> Workload:
+    return Workload(step.model.to("meta"), step.inputs, step.keywords, step.loss, step.training)
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
@@ -26,7 +26,7 @@ def on_meta(step: Step) -> Step:
 )
 def test_a_model_on_meta_has_the_graph_of_the_real_one(name: str, training: bool) -> None:
     step = tiny_models.STEPS[name]()
-    step = Step(step.model, step.inputs, step.keywords, step.loss, training)
+    step = Workload(step.model, step.inputs, step.keywords, step.loss, training)
     expected = extract(step).graph
     found = extract(on_meta(step)).graph
     assert nx.utils.graphs_equal(found, expected)
@@ -41,7 +41,7 @@ def test_tied_parameters_stay_tied() -> None:
     assert isinstance(step.model, Plain)
     model = Plain(step.model.function, embedding=embedding, middle=middle, head=head)
     expected = extract(step).graph
-    found = extract(Step.of(model, step.inputs, step.loss)).graph
+    found = extract(Workload.of(model, step.inputs, step.loss)).graph
     assert nx.utils.graphs_equal(found, expected)
 
 
@@ -50,14 +50,18 @@ def test_inputs_may_be_anywhere(inputs: str) -> None:
     with torch.device("meta"):
         model = nn.Linear(8, 8)
     x = torch.empty(4, 8, device=inputs)
-    assert ":backward/mm" in extract(Step.of(model, (x, x), squared)).graph
+    assert ":backward/mm" in extract(Workload.of(model, (x, x), squared)).graph
 
 
 @pytest.mark.parametrize("what", ["parameters", "inputs"])
 def test_what_cannot_be_run_is_refused(what: str) -> None:
     model, x = nn.Linear(8, 8), torch.empty(4, 8)
-    check_has_memory(Step.of(model, {"input": x}))
-    step = Step.of(model, {"input": x.to("meta")}) if what == "inputs" else on_meta(Step(model))
+    check_has_memory(Workload.of(model, {"input": x}))
+    step = (
+        Workload.of(model, {"input": x.to("meta")})
+        if what == "inputs"
+        else on_meta(Workload(model))
+    )
     with pytest.raises(ExtractionError, match=f"{what} of Linear are on the meta device"):
         check_has_memory(step)
 
@@ -69,7 +73,7 @@ def test_the_model_has_its_own_tensors_back() -> None:
     for columns in (8, 3):
         x = torch.empty(4, columns)
         try:
-            extract(Step.of(model, (x, x), squared))
+            extract(Workload.of(model, (x, x), squared))
         except ExtractionError:
             assert columns == 3
         after = {**dict(model.named_parameters()), **dict(model.named_buffers())}

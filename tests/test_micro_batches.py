@@ -15,11 +15,11 @@ from micro_batches_twin import twin_graph, twin_priority
 from simulator_cases import one_kind, problem_of, random_case
 from simulator_twin import twin_step
 
-from envs.cluster import Cluster
-from envs.micro_batches import Pipeline
+from envs.hardware.cluster import Cluster
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS, Schedule, Simulated, Simulator
+from envs.simulator.micro_batches import Pipeline
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 
 FREE = {"latency_s": 0.0, "bandwidth_bytes_per_s": math.inf}
@@ -234,7 +234,7 @@ def test_steps_that_cannot_be_repeated_are_refused(monkeypatch: pytest.MonkeyPat
     add_edge(graph, "update", "loss")
     with pytest.raises(ValueError, match="optimizer op 'update' feeds forward op 'loss'"):
         pipeline_of(graph, one_kind(1), 2)
-    monkeypatch.setattr("envs.micro_batches.LARGEST", 8)
+    monkeypatch.setattr("envs.simulator.micro_batches.LARGEST", 8)
     with pytest.raises(ValueError, match="8 micro-batches"):
         pipeline_of(stages(1), one_kind(1), 8)
     with pytest.raises(ValueError, match="micro_batches is 0"):

@@ -4,7 +4,7 @@ import networkx as nx
 import numpy as np
 import pytest
 
-from envs.cluster import Cluster, Device, Link
+from envs.hardware.cluster import Cluster, Device, Link
 from envs.problem import Problem
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 

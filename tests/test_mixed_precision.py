@@ -22,11 +22,11 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from envs.discover import discover
-from envs.executor.lists import device_lists
-from envs.executor.placed import PlacedModel
+from envs.executors.cores.lists import device_lists
+from envs.executors.cores.placed import PlacedModel
+from envs.hardware.discover import discover
 from graphs.costs import further_formulas
-from graphs.extract import Extraction, ExtractionError, Step, extract
+from graphs.extract import Extraction, ExtractionError, Workload, extract
 from graphs.graph import GraphArrays
 from graphs.optimizer import Optimizer
 
@@ -36,7 +36,7 @@ pytest.importorskip("transformers")
 CORES = sorted(os.sched_getaffinity(0))
 
 
-def composites() -> Step:
+def composites() -> Workload:
     """Return inference with operators that torch.export keeps whole but autocast decomposes."""
 
     def forward(m: Any, x: Tensor) -> list[Tensor]:
@@ -54,10 +54,10 @@ def composites() -> Step:
         lstm=nn.LSTM(4, 4),
         linear=nn.Linear(4, 4),
     )
-    return Step.of(model, torch.randn(3, 2, 4), training=False)
+    return Workload.of(model, torch.randn(3, 2, 4), training=False)
 
 
-def asks_for_its_dtype() -> Step:
+def asks_for_its_dtype() -> Workload:
     """Return a model that uses the dtype of its own results and disables autocast for a part."""
 
     def forward(m: Any, x: Tensor) -> Tensor:
@@ -70,10 +70,10 @@ def asks_for_its_dtype() -> Step:
 
     torch.manual_seed(0)
     model = Plain(forward, first=nn.Linear(4, 4), second=nn.Linear(4, 4))
-    return Step.of(model, (torch.randn(3, 4), torch.randn(3, 4)), squared)
+    return Workload.of(model, (torch.randn(3, 4), torch.randn(3, 4)), squared)
 
 
-def without_dropout(name: str) -> Callable[[], Step]:
+def without_dropout(name: str) -> Callable[[], Workload]:
     target = tiny_transformers.TARGETS[name] + tiny_transformers.WITHOUT_DROPOUT.get(name, "")
     return functools.partial(tiny_transformers.load, target)
 
@@ -239,7 +239,7 @@ def test_autocast_is_off_after_an_extraction_that_failed() -> None:
         y: Tensor = m.linear(x)
         return y if y.sum() > 0 else -y
 
-    step = Step.of(Plain(broken, linear=nn.Linear(4, 3)), (torch.ones(2, 4), torch.ones(2, 3)))
+    step = Workload.of(Plain(broken, linear=nn.Linear(4, 3)), (torch.ones(2, 4), torch.ones(2, 3)))
     with pytest.raises(ExtractionError, match="depends on the values"):
         extract(replace(step, loss=squared, dtype="bf16"), "export")
     assert not torch.is_autocast_enabled("cpu")
@@ -252,4 +252,4 @@ def test_autocast_is_off_after_an_extraction_that_failed() -> None:
 )
 def test_other_dtypes_are_refused(dtype: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Step.of(nn.Linear(2, 2), torch.ones(1, 2), training=False, dtype=dtype)
+        Workload.of(nn.Linear(2, 2), torch.ones(1, 2), training=False, dtype=dtype)

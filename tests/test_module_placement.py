@@ -17,13 +17,13 @@ from two_devices import linked
 from vdev import TRANSFERS
 
 import placer
-from envs.cluster import Cluster
 from envs.costs import modules as module_costs
 from envs.costs.modules import profile_modules_on, torch_module_costs
-from envs.executor.hooked_module import HookedModule
+from envs.executors.hooks.hooked_module import HookedModule
+from envs.hardware.cluster import Cluster
 from envs.placement import Placement
-from graphs.extract import Extraction, ExtractionError, Step, extract
-from graphs.extract.module_map import module_map
+from graphs.extract import Extraction, ExtractionError, Workload, extract
+from graphs.extract.placeable import module_map
 from graphs.graph import GraphArrays
 
 torch.set_num_threads(1)
@@ -107,7 +107,7 @@ def test_a_loop_that_depends_on_data_is_placed_measured_and_run(tmp_path: Path) 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_loop_over_a_gpu_and_the_cpu_is_trained_as_the_model_is() -> None:
     model, inputs = looped()
-    step = Step.of(model, inputs, tiny_models.squared)
+    step = Workload.of(model, inputs, tiny_models.squared)
     extraction = extract(copy.deepcopy(step), "modules")
     with HookedModule(extraction, {"": "cuda:0", "table": "cpu", "grow.1": "cpu"}) as placed:
         assert_trains_alike(step, placed, tolerance=1e-4)
@@ -134,7 +134,7 @@ def test_on_the_cpu_alone_its_modules_are_timed_and_run() -> None:
 
 def test_everything_that_a_module_does_itself_is_on_one_device() -> None:
     _, inputs = looped()
-    extraction = extract(Step.of(Loop(), inputs, tiny_models.squared), "modules")
+    extraction = extract(Workload.of(Loop(), inputs, tiny_models.squared), "modules")
     modules = module_map(extraction)
     graph = GraphArrays.from_graph(modules.graph)
     assert graph.hash == GraphArrays.from_graph(extraction.graph).hash
@@ -149,7 +149,7 @@ def test_everything_that_a_module_does_itself_is_on_one_device() -> None:
 
 def test_pinned_cores_refuse_modules_and_say_which_devices_run_them() -> None:
     model, inputs = looped()
-    extraction = extract(Step.of(model, inputs, tiny_models.squared), "modules")
+    extraction = extract(Workload.of(model, inputs, tiny_models.squared), "modules")
     graph = GraphArrays.from_graph(extraction.graph)
     one = np.zeros(len(graph), np.int32)
     found = Placement.of(graph, linked(), one, np.zeros(len(graph)))
@@ -162,7 +162,7 @@ def test_pinned_cores_refuse_modules_and_say_which_devices_run_them() -> None:
 
 def test_a_placement_that_names_another_module_is_refused() -> None:
     model, inputs = looped()
-    extraction = extract(Step.of(model, inputs, tiny_models.squared), "modules")
+    extraction = extract(Workload.of(model, inputs, tiny_models.squared), "modules")
     graph = GraphArrays.from_graph(extraction.graph)
     found = Placement.of(graph, linked(), np.ones(len(graph), np.int32), np.zeros(len(graph)))
     renamed = found.to_dict()
@@ -196,7 +196,7 @@ def test_modules_that_have_no_room_cost_what_the_rates_of_the_device_say(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, inputs = looped()
-    extraction = extract(Step.of(model, inputs, tiny_models.squared), "modules")
+    extraction = extract(Workload.of(model, inputs, tiny_models.squared), "modules")
 
     def cramped(device: torch.device, extraction: Extraction) -> NDArray[np.float64]:
         if device.type == "vdev":

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from graphs.graph import GraphArrays
-from graphs.motifs import cells, recurrence, sequence
-from graphs.shapes import Weights
-from graphs.sketches import matrix_chain, sharded_feed_forward, sharded_layer
+from graphs.synthetic.motifs import cells, recurrence, sequence
+from graphs.synthetic.shapes import Weights
+from graphs.synthetic.sketches import matrix_chain, sharded_feed_forward, sharded_layer
 
 
 def rng(seed: int = 0) -> np.random.Generator:

@@ -6,12 +6,12 @@ import torch
 from tiny_models import Plain
 from torch import Tensor
 
-from graphs.extract import Step, extract
+from graphs.extract import Workload, extract
 
 
 def moved(forward: Any, *inputs: Tensor) -> dict[str, int]:
     """Return {op: moved bytes} of an inference step."""
-    extraction = extract(Step.of(Plain(forward), inputs, training=False))
+    extraction = extract(Workload.of(Plain(forward), inputs, training=False))
     return {node["op"]: node["moved_bytes"] for _, node in extraction.graph.nodes(data=True)}
 
 

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from random_problems import random_problem
 from simulator_cases import Case, one_kind, problem_of, random_case
 
-from envs.max_load import max_load_ns
 from envs.placement import Placement
 from envs.simulator import Simulated
+from envs.simulator.max_load import max_load_ns
 from graphs.graph import add_edge, add_op, new_graph
 from placer.cli.main import main
-from placer.objectives import Objective
+from placer.placers.objectives import Objective
 from placer.placers.portfolio import Portfolio
 from placer.placers.registry import placer_named
 from placer.search.annealing.max_load import minimize_max_load

@@ -18,12 +18,12 @@ from tiny_transformers import TARGETS
 from tiny_transformers import load as load_transformer
 from torch import nn
 
-from envs.executor.lists import device_lists, priority_order
+from envs.executors.cores.lists import device_lists, priority_order
 from graphs.extract import extract
 from graphs.models import ResNet, ResNetConfig
 from placer.cli.main import main
 from placer.sources import onnx as source
-from placer.target import TargetError, load_step
+from placer.sources.target import TargetError, load_step
 
 torch.set_num_threads(1)
 onnx = pytest.importorskip("onnx")

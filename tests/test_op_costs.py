@@ -12,7 +12,6 @@ import tiny_models
 import torch
 from torch import nn
 
-from envs.cluster import Cluster, Device
 from envs.core_runtime import CoreRuntime
 from envs.costs import ops as module
 from envs.costs.cache import CostCache, Session
@@ -20,8 +19,9 @@ from envs.costs.cached_costs import OpCosts, conditions_of, session_of
 from envs.costs.ops import profile_runs
 from envs.costs.roofline import check_cluster
 from envs.costs.signatures import op_signatures
-from envs.discover import discover
-from graphs.extract import Extraction, Step, extract
+from envs.hardware.cluster import Cluster, Device
+from envs.hardware.discover import discover
+from graphs.extract import Extraction, Workload, extract
 from graphs.graph import attributes_of
 
 torch.set_num_threads(1)
@@ -58,7 +58,7 @@ def op_costs(
 
 
 def of(model: nn.Module, *shape: int) -> Extraction:
-    return extract(Step.of(model, torch.zeros(*shape), training=False))
+    return extract(Workload.of(model, torch.zeros(*shape), training=False))
 
 
 # --- signatures
@@ -81,9 +81,9 @@ def test_shape_dtype_layout_arguments_and_shared_inputs_make_a_difference() -> N
     plain = op_signatures(of(Calls(), 4, 4).program)
     assert len(set(plain)) == len(plain) == 7
     assert set(plain).isdisjoint(op_signatures(of(Calls(), 4, 5).program))
-    doubled = extract(Step.of(Calls(), torch.zeros(4, 4).double(), training=False))
+    doubled = extract(Workload.of(Calls(), torch.zeros(4, 4).double(), training=False))
     assert set(plain).isdisjoint(op_signatures(doubled.program))
-    turned = extract(Step.of(Calls(), torch.zeros(4, 4).t(), training=False))
+    turned = extract(Workload.of(Calls(), torch.zeros(4, 4).t(), training=False))
     assert set(plain) != set(op_signatures(turned.program))
 
 
@@ -217,7 +217,7 @@ def test_a_device_that_is_not_here_needs_rates_even_if_one_of_its_kind_is() -> N
 def test_a_model_without_memory_for_its_parameters_is_modelled_on_described_devices() -> None:
     with torch.device("meta"):
         model = nn.Linear(50_000, 50_000)
-    extraction = extract(Step.of(model, torch.zeros(4, 50_000, device="meta"), training=False))
+    extraction = extract(Workload.of(model, torch.zeros(4, 50_000, device="meta"), training=False))
     (cost_s,) = op_costs(extraction, Cluster(name="gpu", devices=(GPU,)))["gpu"].cost_s
     moved_bytes = 4 * (50_000 * 50_000 + 50_000 + 2 * 4 * 50_000)
     assert cost_s == pytest.approx(moved_bytes / 1e11)

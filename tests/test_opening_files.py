@@ -21,15 +21,15 @@ from torch.export import Dim
 from torch.export.pt2_archive import _package
 from torch.utils._sympy import functions
 
-from envs.cluster import load_cluster
+from envs.hardware.cluster import load_cluster
 from envs.placement import Placement
-from graphs.files import load_graph
+from graphs.graph_file import load_graph
 from placer.policies import load as load_policy
 from placer.policies.evaluation import load_suites
 from placer.policies.training.config import load_config
 from placer.sources import exported, exported_check
 from placer.sources.symbolic_sizes import check_expression
-from placer.target import TargetError, load_step
+from placer.sources.target import TargetError, load_step
 from placer.warm_start import load_warm_start
 
 torch.set_num_threads(1)
@@ -623,7 +623,7 @@ def __getattr__(name):
     return called
 """
 LOADING = """
-from placer.target import load_step
+from placer.sources.target import load_step
 load_step("hf:mamba?num_hidden_layers=1&hidden_size=8", training=False, weights=False)
 import huggingface_hub
 from transformers.integrations.hub_kernels import lazy_load_kernel

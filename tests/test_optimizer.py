@@ -19,11 +19,11 @@ from torch_optimizers import torch_optimizer, with_optimizer
 
 import placer
 from envs.costs.ops import profile_runs
-from envs.discover import discover
-from envs.executor.lists import Run, device_lists, priority_order
-from envs.executor.placed import PlacedModel
+from envs.executors.cores.lists import Run, device_lists, priority_order
+from envs.executors.cores.placed import PlacedModel
+from envs.hardware.discover import discover
 from envs.placement import Placement
-from graphs.extract import Extraction, ExtractionError, Step, extract
+from graphs.extract import Extraction, ExtractionError, Workload, extract
 from graphs.extract.program import Call, Ref, Source, StepProgram, Value
 from graphs.graph import PHASES, GraphArrays, graph_hash
 from graphs.optimizer import STATE, Optimizer
@@ -55,7 +55,7 @@ def placed(extraction: Extraction, count: int, seed: int = 0) -> PlacedModel:
     return PlacedModel(extraction, cluster, *at_random(extraction, count, seed))
 
 
-def trained(step: Step, steps: int, *, count: int = 2, seed: int = 0) -> dict[str, Tensor]:
+def trained(step: Workload, steps: int, *, count: int = 2, seed: int = 0) -> dict[str, Tensor]:
     """Return the state after some placed steps, with the devices taking turns in this process."""
     extraction = extract(step)
     devices, order = at_random(extraction, count, seed)
@@ -63,7 +63,7 @@ def trained(step: Step, steps: int, *, count: int = 2, seed: int = 0) -> dict[st
     return one_process.run(extraction, lists, steps=steps).state
 
 
-def eager_training(step: Step, steps: int, *, fused: bool = True) -> dict[str, Tensor]:
+def eager_training(step: Workload, steps: int, *, fused: bool = True) -> dict[str, Tensor]:
     """Return the state after some steps with torch's own optimizer."""
     step = copy.deepcopy(step)
     assert step.optimizer is not None
@@ -105,7 +105,7 @@ def test_torchs_unfused_optimizer_leaves_the_same_up_to_rounding(kind: str) -> N
     torch.testing.assert_close(trained(step, 3), expected, rtol=1e-6, atol=1e-6)
 
 
-def other_layouts() -> Step:
+def other_layouts() -> Workload:
     """Return a step whose gradients are computed in another layout than autograd keeps them in."""
 
     def forward(m: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ def other_layouts() -> Step:
     model = Plain(forward)
     model.across = nn.Parameter(torch.randn(4, 3).t())
     model.spread = nn.Parameter(torch.randn(3, 4))
-    return Step.of(model, (torch.randn(3, 4), torch.randn(3, 4)))
+    return Workload.of(model, (torch.randn(3, 4), torch.randn(3, 4)))
 
 
 def test_a_gradient_gets_the_layout_of_its_parameter() -> None:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from trained_alike import assert_trains_alike
 
-from envs.executor.placed_module import PlacedModule
-from envs.executor.streams import arrived, sending, staged
-from graphs.extract import Extraction, Step, extract
+from envs.executors.torch.placed_module import PlacedModule
+from envs.executors.torch.streams import arrived, sending, staged
+from graphs.extract import Extraction, Workload, extract
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -29,7 +29,7 @@ def second() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "vdev", 0)
 
 
-def chain() -> Step:
+def chain() -> Workload:
     """Return a step whose first result on the second device is the last one read on the host."""
 
     def compute(m: nn.Module, x: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ def chain() -> Step:
 
     torch.manual_seed(0)
     model = Plain(compute, far=nn.Linear(3, 3), near=nn.Linear(3, 3))
-    return Step.of(model, (torch.randn(2, 3),))
+    return Workload.of(model, (torch.randn(2, 3),))
 
 
 def overlapping(extraction: Extraction, chosen: Callable[[str], bool]) -> PlacedModule:
@@ -105,7 +105,7 @@ def test_what_is_written_in_place_is_not_sent_ahead() -> None:
         return before + held.exp().mean()
 
     torch.manual_seed(0)
-    step = Step.of(Plain(write, linear=nn.Linear(3, 3)), (torch.randn(3, 3),))
+    step = Workload.of(Plain(write, linear=nn.Linear(3, 3)), (torch.randn(3, 3),))
     extraction = extract(step)
     expected = copy.deepcopy(step)
     placed = overlapping(extraction, lambda key: not key.startswith(":exp"))
@@ -163,7 +163,7 @@ def test_random_placements_on_a_gpu_compute_the_same(name: str, seed: int) -> No
     step = tiny_models.STEPS[name]()
     if name == "conv_net":
         images, labels = step.inputs
-        step = Step.of(step.model.double(), (images.double(), labels), step.loss)
+        step = Workload.of(step.model.double(), (images.double(), labels), step.loss)
     extraction = extract(step)
     plain = copy.deepcopy(extraction.step)
     devices = random_devices(extraction, [CPU, second()], seed)
@@ -184,7 +184,7 @@ def test_large_tensors_that_meet_long_kernels_arrive_whole(seed: int) -> None:
 
     torch.manual_seed(0)
     layers: dict[str, nn.Module] = {f"l{i}": nn.Linear(1024, 1024) for i in range(6)}
-    step = Step.of(Plain(compute, **layers), (torch.randn(2048, 1024),) * 2, squared)
+    step = Workload.of(Plain(compute, **layers), (torch.randn(2048, 1024),) * 2, squared)
     extraction = extract(step)
     plain = copy.deepcopy(extraction.step)
     placed = PlacedModule(

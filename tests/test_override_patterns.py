@@ -12,7 +12,7 @@ from placed_at_random import cut_placement, placement_of
 from test_export import cut, extracted
 from torch import Tensor, nn
 
-from graphs.extract import Step, extract
+from graphs.extract import Workload, extract
 from graphs.graph import attributes_of
 from placer.exports.override_patterns import WEIGHTS, override_patterns
 from placer.exports.placed_modules import PlacedModules
@@ -102,7 +102,7 @@ class EncoderAndDecoder(nn.Module):
 def test_layers_of_two_stacks_have_one_number_so_that_one_alone_may_have_experts() -> None:
     def placed(first: type[nn.Module]) -> PlacedModules:
         model = EncoderAndDecoder(first=first)
-        extraction = extract(Step.of(model, torch.randn(3, 2), training=False))
+        extraction = extract(Workload.of(model, torch.randn(3, 2), training=False))
         placement = cut_placement(extraction, ("cpu", "cuda:0"), ("decoder",), of_calls=True)
         return PlacedModules.of(extraction, placement)
 

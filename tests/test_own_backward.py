@@ -15,18 +15,18 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from envs.executor.lists import device_lists
-from graphs.extract import Extraction, ExtractionError, Step, StepError, extract
+from envs.executors.cores.lists import device_lists
+from graphs.extract import Extraction, ExtractionError, StepError, Workload, extract
 from graphs.extract.extraction import EXTRACTORS
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 EVERY_WAY = pytest.mark.parametrize("extractor", ["auto", *EXTRACTORS])
 
 
-def two_layers(function: Callable[..., Any], training: bool = True) -> Step:
+def two_layers(function: Callable[..., Any], training: bool = True) -> Workload:
     torch.manual_seed(0)
     model = Plain(function, first=nn.Linear(8, 8), second=nn.Linear(8, 8))
-    return Step.of(model, (X, X.flip(0)), squared, training=training)
+    return Workload.of(model, (X, X.flip(0)), squared, training=training)
 
 
 def both(m: Any, x: Tensor) -> Tensor:

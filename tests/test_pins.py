@@ -6,8 +6,7 @@ import networkx as nx
 import pytest
 
 from graphs.graph import add_op, attributes_of, new_graph
-from graphs.pins import keep_together, pin
-from graphs.selection import ConstraintError, matching
+from graphs.selection import ConstraintError, keep_together, matching, pin
 
 
 def model() -> nx.DiGraph[str]:

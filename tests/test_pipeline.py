@@ -24,27 +24,27 @@ from simulator_cases import problem_of, random_case
 from torch import nn
 
 import placer
-from envs.cluster import Cluster, Device, Link
 from envs.core_runtime import CoreRuntime, rounds_for
+from envs.hardware.cluster import Cluster, Device, Link
 from envs.measurement import Measurement
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS, Schedule, Simulated, Simulator
 from envs.simulator.schedule import repeats, run_order
-from graphs.coarsen import coarsen
+from graphs.coarsen.groups import coarsen
 from graphs.extract import extract
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
-from graphs.synthetic import draw
+from graphs.synthetic.families import draw
 from placer.choose import PlacementError, choose
 from placer.cli.main import main
 from placer.job import Job, SearchConfig
+from placer.measuring import MEASURED_CANDIDATES, worth_running
 from placer.messages import extraction_remarks
-from placer.objectives import Objective
 from placer.pipeline import optimize_job, optimize_problem
-from placer.placers.rule import Rule
+from placer.placers.objectives import Objective
+from placer.placers.rules import Rule
 from placer.policies import load
 from placer.result import Result
-from placer.running import MEASURED_CANDIDATES, worth_running
 from placer.search.budget import Budget, Meter
 from placer.search.candidate import Candidate, Kind, Prediction
 from placer.search.evaluator import Evaluator

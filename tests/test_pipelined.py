@@ -16,9 +16,9 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from envs.cluster import Cluster, Device
+from envs.hardware.cluster import Cluster, Device
 from envs.placement import Placement
-from graphs.extract import Extraction, Step, extract
+from graphs.extract import Extraction, Workload, extract
 from graphs.graph import GraphArrays
 from placer.parallel import SyncConfig
 from placer.parallel.pipelined import PipelinedReplica
@@ -47,7 +47,7 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
 
 def chain() -> tuple[Extraction, Placement]:
     """Place the model on two devices, one after the other."""
-    extraction = extract(Step.of(model(), batch(0), F.mse_loss))
+    extraction = extract(Workload.of(model(), batch(0), F.mse_loss))
     graph = GraphArrays.from_graph(extraction.graph)
     devices = np.array([int(module.startswith(SECOND_STAGE)) for module in graph.modules])
     for group in set(graph.group.tolist()) - {-1}:

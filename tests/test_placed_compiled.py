@@ -16,8 +16,8 @@ from in_turn import in_turn
 from torch import nn
 from trained_alike import assert_trains_alike
 
-from envs.executor.placed_module import PlacedModule
-from graphs.extract import Extraction, Step, extract
+from envs.executors.torch.placed_module import PlacedModule
+from graphs.extract import Extraction, Workload, extract
 
 torch.set_num_threads(1)
 
@@ -109,7 +109,7 @@ def test_inductor_compiles_a_placed_module() -> None:
 def test_a_module_on_a_gpu_compiles(backend: str, types: tuple[str, ...]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 16), nn.Tanh())
-    step = Step.of(model, (torch.randn(4, 8), torch.randn(4, 16)), nn.MSELoss())
+    step = Workload.of(model, (torch.randn(4, 8), torch.randn(4, 16)), nn.MSELoss())
     devices = [torch.empty(0, device=kind).device for kind in types]
     placed = placed_on(extract(copy.deepcopy(step)), *devices)
     assert_trains_alike(

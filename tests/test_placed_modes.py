@@ -18,8 +18,8 @@ from torch_optimizers import torch_optimizer, with_optimizer
 from trained_alike import on_cpu
 from vdev import TRANSFERS
 
-from envs.executor.placed_module import PlacedModule
-from graphs.extract import ExtractionError, Step, extract
+from envs.executors.torch.placed_module import PlacedModule
+from graphs.extract import ExtractionError, Workload, extract
 from graphs.optimizer import Optimizer
 
 torch.set_num_threads(1)
@@ -27,28 +27,30 @@ torch.set_num_threads(1)
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="vdev would take CUDA's place")
 
 
-def dropping() -> Step:
+def dropping() -> Workload:
     """Return a step with dropout and batch norm."""
     torch.manual_seed(0)
     model = nn.Sequential(
         *(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5)),
         *(nn.Linear(6, 6), nn.ReLU(), nn.Dropout(0.5), nn.Linear(6, 2)),
     )
-    return Step.of(model, (torch.randn(5, 4), torch.randn(5, 2)), squared)
+    return Workload.of(model, (torch.randn(5, 4), torch.randn(5, 2)), squared)
 
 
 def host_only(found: Any) -> Any:
     return torch.utils._pytree.tree_map_only(Tensor, lambda t: t.detach().cpu(), found)
 
 
-def answer(step: Step) -> Any:
+def answer(step: Workload) -> Any:
     """Return the model's output in eval mode."""
     model = copy.deepcopy(step.model).eval()
     with torch.no_grad():
         return model(*step.model_inputs, **step.keywords)
 
 
-def trained(step: Step, module: Callable[..., Any], rounds: int, validate: bool) -> list[Tensor]:
+def trained(
+    step: Workload, module: Callable[..., Any], rounds: int, validate: bool
+) -> list[Tensor]:
     """Return the losses of a usual training loop and the validation outputs in between."""
     assert isinstance(module, nn.Module)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
@@ -165,7 +167,7 @@ def test_a_call_that_training_lacks_goes_where_its_module_is(device: torch.devic
 
     torch.manual_seed(0)
     layers = {"first": nn.Linear(4, 4), "second": Clamped()}
-    step = Step.of(Plain(forward, **layers), (torch.randn(3, 4), torch.randn(3, 4)), squared)
+    step = Workload.of(Plain(forward, **layers), (torch.randn(3, 4), torch.randn(3, 4)), squared)
     expected = answer(step)
     extraction = extract(step)
     placed = PlacedModule(extraction, on(extraction, device, lambda key: key.startswith("second")))
@@ -203,7 +205,7 @@ def test_a_copy_has_both_modes_of_its_own() -> None:
 
 def test_a_step_of_inference_may_be_trained_with_its_loss() -> None:
     step = dropping()
-    asking = Step.of(step.model, step.inputs, step.loss, training=False)
+    asking = Workload.of(step.model, step.inputs, step.loss, training=False)
     extraction = extract(asking)
     placed = PlacedModule(extraction, on(extraction, torch.device("cpu"), lambda key: True))
     placed.train()
@@ -213,7 +215,7 @@ def test_a_step_of_inference_may_be_trained_with_its_loss() -> None:
 
 def test_a_mode_that_cannot_be_extracted_is_refused() -> None:
     step = dropping()
-    extraction = extract(Step.of(step.model, step.model_inputs, training=False))
+    extraction = extract(Workload.of(step.model, step.model_inputs, training=False))
     placed = PlacedModule(extraction, on(extraction, torch.device("cpu"), lambda key: True))
     with pytest.raises(ExtractionError, match="needs a scalar loss"):
         placed.train()

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from trained_alike import assert_trains_alike, on_cpu
 from vdev import TRANSFERS, vdev
 
-from envs.executor.placed_module import PlacedModule
-from graphs.extract import Step, extract
+from envs.executors.torch.placed_module import PlacedModule
+from graphs.extract import Workload, extract
 
 torch.set_num_threads(1)
 
@@ -92,7 +92,7 @@ def test_inference_on_two_devices_is_that_of_the_model(
 # --- in-place writes
 
 
-def written_through_views(writes: list[tuple[str, int]]) -> Step:
+def written_through_views(writes: list[tuple[str, int]]) -> Workload:
     """Return a step that writes and reads one tensor through views and sums the results."""
 
     def forward(m: nn.Module, x: Tensor) -> Any:
@@ -113,7 +113,7 @@ def written_through_views(writes: list[tuple[str, int]]) -> Step:
 
     torch.manual_seed(0)
     model = Plain(forward, linear=nn.Linear(3, 3)).double()
-    return Step.of(model, (torch.randn(3, 3).double(),))
+    return Workload.of(model, (torch.randn(3, 3).double(),))
 
 
 WRITES = st.tuples(st.sampled_from(("fill", "add", "copy", "read", "read part")), st.integers(0, 2))
@@ -156,13 +156,13 @@ def test_calls_that_write_one_tensor_may_not_be_apart(device: torch.device) -> N
 # --- transfers
 
 
-def fork() -> Step:
+def fork() -> Workload:
     def forward(m: nn.Module, x: Tensor) -> Any:
         hidden = m.get_submodule("first")(x)
         return hidden.sin().sum() + hidden.cos().sum() + (hidden.t() * 2).sum()
 
     torch.manual_seed(0)
-    return Step.of(Plain(forward, first=nn.Linear(4, 4)), (torch.randn(3, 4),))
+    return Workload.of(Plain(forward, first=nn.Linear(4, 4)), (torch.randn(3, 4),))
 
 
 def test_a_tensor_is_sent_once_to_a_device_and_its_view_is_made_there(device: torch.device) -> None:
@@ -193,7 +193,7 @@ def test_inputs_may_be_on_any_device(device: torch.device) -> None:
 
 def test_intermediate_tensors_are_let_go_of_after_their_last_use(device: torch.device) -> None:
     model = Plain(lambda m, x: m.linear(m.linear(m.linear(x))).sin(), linear=nn.Linear(4, 4))
-    extraction = extract(Step.of(model, torch.randn(3, 4), training=False))
+    extraction = extract(Workload.of(model, torch.randn(3, 4), training=False))
     placed = PlacedModule(extraction, random_devices(extraction, ["cpu", device], 0))
     lines = [line.strip() for line in placed.source.splitlines()[1:]]
     made = {line.partition(" = ")[0] for line in lines if " = " in line}
@@ -246,7 +246,7 @@ def test_autocast_within_the_model_stays() -> None:
         return hidden.float().sum()
 
     layers = {"first": nn.Linear(4, 4), "second": nn.Linear(4, 4)}
-    extraction = extract(Step.of(Plain(forward_, **layers), (torch.randn(3, 4),)))
+    extraction = extract(Workload.of(Plain(forward_, **layers), (torch.randn(3, 4),)))
     plain = copy.deepcopy(extraction.step)
     placed = PlacedModule(extraction, on(extraction, torch.device("cpu"), lambda key: True))
     assert torch.equal(placed(*plain.inputs), forward(plain))

@@ -18,8 +18,8 @@ from torch import nn
 from torch_optimizers import torch_optimizer, with_optimizer
 from trained_alike import assert_trains_alike
 
-from envs.executor.placed_module import PlacedModule
-from graphs.extract import Extraction, Step, extract
+from envs.executors.torch.placed_module import PlacedModule
+from graphs.extract import Extraction, Workload, extract
 
 torch.set_num_threads(1)
 
@@ -52,7 +52,7 @@ def extracted(name: str) -> Extraction:
     step = STEPS[name]()
     if name in DOUBLE:
         images, *rest = step.inputs
-        step = Step.of(step.model.double(), (images.double(), *rest), step.loss)
+        step = Workload.of(step.model.double(), (images.double(), *rest), step.loss)
     return extract(step)
 
 
@@ -145,7 +145,7 @@ def test_autocast_within_the_model_is_that_of_the_device() -> None:
             return m.second(m.first(x))
 
     layers = {"first": nn.Linear(4, 4), "second": nn.Linear(4, 4)}
-    step = Step.of(tiny_models.Plain(halved, **layers), torch.randn(3, 4), training=False)
+    step = Workload.of(tiny_models.Plain(halved, **layers), torch.randn(3, 4), training=False)
     extraction = extract(step)
     expected = forward(copy.deepcopy(step))
     found = PlacedModule(extraction, all_on(extraction, GPU))(*step.inputs)

@@ -17,14 +17,14 @@ from processes import is_alive
 from tiny_models import assert_same, forward, state_of
 from torch import nn
 
-from envs.discover import discover
-from envs.executor import placed as placed_module
-from envs.executor.lists import Run, priority_order
-from envs.executor.placed import PlacedModel
-from envs.executor.pool import WorkerPool
-from envs.executor.processes import WorkerProcess
-from envs.executor.worker_error import WorkerError
-from graphs.extract import Extraction, Step, extract
+from envs.executors.cores import placed as placed_module
+from envs.executors.cores.errors import WorkerError
+from envs.executors.cores.lists import Run, priority_order
+from envs.executors.cores.placed import PlacedModel
+from envs.executors.cores.pool import WorkerPool
+from envs.executors.cores.processes import WorkerProcess
+from envs.hardware.discover import discover
+from graphs.extract import Extraction, Workload, extract
 
 torch.set_num_threads(1)
 
@@ -40,8 +40,8 @@ def placed(extraction: Extraction, seed: int = 0) -> PlacedModel:
     return PlacedModel(extraction, discover(f"core:{CORES[0]},core:{CORES[1]}"), devices, order)
 
 
-def inference(step: Step) -> Step:
-    return Step(step.model, step.inputs, step.keywords, step.loss, training=False)
+def inference(step: Workload) -> Workload:
+    return Workload(step.model, step.inputs, step.keywords, step.loss, training=False)
 
 
 def open_descriptors() -> int:
@@ -122,7 +122,7 @@ def test_state_that_moved_is_seen() -> None:
 def test_a_weight_that_was_transposed_in_place_is_seen() -> None:
     torch.manual_seed(0)
     linear = nn.Linear(3, 3)
-    step = Step.of(linear, torch.randn(2, 3), training=False)
+    step = Workload.of(linear, torch.randn(2, 3), training=False)
     with placed(extract(step)) as model:
         linear.weight.data = linear.weight.data.t()
         with torch.no_grad():

@@ -23,14 +23,14 @@ from vdev import TRANSFERS
 import placer
 from envs.backend import measurements
 from envs.costs.calls import profile_calls
-from envs.executor import updates
-from envs.executor.placed_module import PlacedModule
-from envs.measured_module import MeasuredModule
+from envs.executors.torch import updates
+from envs.executors.torch.placed_module import PlacedModule
+from envs.measured.torch_backend import MeasuredModule
 from envs.placement import Placement
 from envs.problem import Problem
 from graphs.costs import with_costs
-from graphs.extract import Extraction, Step, extract
-from graphs.extract.call_graph import call_graph
+from graphs.extract import Extraction, Workload, extract
+from graphs.extract.placeable import call_graph
 from graphs.graph import GraphArrays, attributes_of
 from graphs.optimizer import STATE
 
@@ -58,7 +58,7 @@ def here(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu() for name, tensor in state.items()}
 
 
-def steps_of_torch(step: Step, rates: list[float], *, fused: bool = True) -> list[Tensor]:
+def steps_of_torch(step: Workload, rates: list[float], *, fused: bool = True) -> list[Tensor]:
     """Return the losses of the model with torch's own optimizer."""
     assert step.optimizer is not None
     optimizer = torch_optimizer(step.model, step.optimizer, fused=fused)
@@ -74,7 +74,7 @@ def steps_of_torch(step: Step, rates: list[float], *, fused: bool = True) -> lis
     return losses
 
 
-def steps_as_placed(placed: PlacedModule, step: Step, rates: list[float]) -> list[Tensor]:
+def steps_as_placed(placed: PlacedModule, step: Workload, rates: list[float]) -> list[Tensor]:
     losses = []
     for seed, rate in enumerate(rates):
         placed.learning_rate = rate
@@ -89,7 +89,7 @@ def steps_as_placed(placed: PlacedModule, step: Step, rates: list[float]) -> lis
 @EVERY_KIND
 @pytest.mark.parametrize("make", [tiny_models.conv_net, tiny_models.tied_weights])
 def test_three_steps_leave_what_torchs_own_optimizer_leaves(
-    kind: str, make: Callable[[], Step]
+    kind: str, make: Callable[[], Workload]
 ) -> None:
     step = with_optimizer(make(), kind, weight_decay=0.1)
     plain, rates = copy.deepcopy(step), [0.05, 0.02, 0.01]
@@ -118,7 +118,9 @@ def test_a_parameter_that_backward_needs_without_its_gradient_is_updated_at_the_
 
     torch.manual_seed(0)
     model = Plain(twice, linear=nn.Linear(4, 4))
-    step = with_optimizer(Step.of(model, (torch.randn(3, 4), torch.randn(3, 4)), squared), "sgd")
+    step = with_optimizer(
+        Workload.of(model, (torch.randn(3, 4), torch.randn(3, 4)), squared), "sgd"
+    )
     plain, rates = copy.deepcopy(step), [0.1, 0.1]
     placed = on_cpu(extract(step))
     assert steps_as_placed(placed, step, rates) == steps_of_torch(plain, rates)
@@ -139,7 +141,9 @@ def test_parameters_are_updated_while_the_backward_pass_goes_on(
     monkeypatch.setattr(updates, "fused_update", watched)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    step = with_optimizer(Step.of(model, (torch.randn(3, 4), torch.randn(3, 4)), squared), "sgd")
+    step = with_optimizer(
+        Workload.of(model, (torch.randn(3, 4), torch.randn(3, 4)), squared), "sgd"
+    )
     on_cpu(extract(step)).step(*step.inputs)
     assert seen == [(2, 2), (2, 2)], "weight and bias of a layer, no gradients besides"
 
@@ -279,7 +283,7 @@ def test_inference_in_bf16_returns_bf16() -> None:
 # --- costs, memory, measuring and the main job
 
 
-def both(make: Callable[[], Step] = tiny_models.conv_net) -> Step:
+def both(make: Callable[[], Workload] = tiny_models.conv_net) -> Workload:
     return replace(with_optimizer(make(), "adamw"), dtype="bf16")
 
 
@@ -361,7 +365,7 @@ def test_a_step_with_optimizer_in_bf16_is_optimized_and_runs_as_placed() -> None
     assert found.device_of("0") == "cpu"  # 32 kB, plus gradients and optimizer state
     assert not any("No optimizer is in the step" in remark for remark in found.remarks)
     placed = placer.apply(model, found, optimizer="adamw")
-    plain = Step.of(alone, batch, nn.MSELoss(), dtype="bf16")
+    plain = Workload.of(alone, batch, nn.MSELoss(), dtype="bf16")
     plain = with_optimizer(plain, "adamw")
     losses = [placed.step(batch).cpu() for _ in range(3)]
     expected = steps_of_torch(plain, [1e-3] * 3)

@@ -14,8 +14,8 @@ from random_devices import random_devices
 from tiny_models import state_of
 from torch import Tensor, nn
 
-from envs.executor.placed_module import PlacedModule
-from graphs.extract import Step, extract
+from envs.executors.torch.placed_module import PlacedModule
+from graphs.extract import Workload, extract
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.usefixtures("second_device")
@@ -33,24 +33,24 @@ def two_devices() -> list[torch.device]:
     return [torch.device("cpu"), torch.device("vdev", 0)]
 
 
-def placed_and_plain(make: Callable[[], Step], seed: int = 1) -> tuple[PlacedModule, Step]:
+def placed_and_plain(make: Callable[[], Workload], seed: int = 1) -> tuple[PlacedModule, Workload]:
     extraction = extract(make())
     plain = copy.deepcopy(extraction.step)
     return PlacedModule(extraction, random_devices(extraction, two_devices(), seed)), plain
 
 
-def loss_of(step: Step) -> Tensor:
+def loss_of(step: Workload) -> Tensor:
     """Return the loss as a user computes it, within the current contexts."""
     assert step.loss is not None
     return step.loss(step.model(*step.model_inputs), step.inputs[-1])
 
 
-def both(placed: PlacedModule, plain: Step) -> list[tuple[nn.Module, Callable[[], Tensor]]]:
+def both(placed: PlacedModule, plain: Workload) -> list[tuple[nn.Module, Callable[[], Tensor]]]:
     """Return the model and the placed module, each with a function that computes its loss."""
     return [(plain.model, lambda: loss_of(plain)), (placed, lambda: placed(*plain.inputs))]
 
 
-def assert_state(placed: PlacedModule, plain: Step, tolerance: float = 1e-6) -> None:
+def assert_state(placed: PlacedModule, plain: Workload, tolerance: float = 1e-6) -> None:
     here = {name: own.detach().cpu() for name, own in placed.state_dict().items()}
     expected = {name: own for name, own in state_of(plain).items() if name in here}
     torch.testing.assert_close(here, expected, rtol=10 * tolerance, atol=tolerance)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envs.cluster import Cluster, Device
+from envs.hardware.cluster import Cluster, Device
 from envs.placement import FORMAT, OBJECTIVES, MadeBy, Placement, module_of
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 

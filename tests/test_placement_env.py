@@ -27,17 +27,17 @@ from torch.nn import functional as F
 from two_devices import pair
 
 from envs.backend import StepResult
-from envs.cluster import Cluster, Device, Link
-from envs.executor.fork_server import running_server
+from envs.executors.cores.fork_server import running_server
+from envs.hardware.cluster import Cluster, Device, Link
 from envs.measurement import CONTENDED
 from envs.placement import Placement
 from envs.placement_env import INVALID_REWARD, PlacementEnv
+from envs.problem import toy_problem
 from envs.simulator import Simulated
-from envs.toy_problem import toy_problem
-from graphs.extract import Step
-from graphs.files import save_graph
+from graphs.extract import Workload
+from graphs.graph_file import save_graph
 from graphs.optimizer import Optimizer
-from graphs.synthetic import draw
+from graphs.synthetic.families import draw
 from placer.registration import register_environments
 
 torch.set_num_threads(1)
@@ -248,8 +248,10 @@ def two_cores() -> Cluster:
     return Cluster(name="two-cores", devices=devices, links=(link,))
 
 
-def linear_step(**options: Any) -> Step:
-    return Step.of(nn.Linear(4, 3), (torch.randn(5, 4), torch.randn(5, 3)), F.mse_loss, **options)
+def linear_step(**options: Any) -> Workload:
+    return Workload.of(
+        nn.Linear(4, 3), (torch.randn(5, 4), torch.randn(5, 3)), F.mse_loss, **options
+    )
 
 
 @pytest.mark.slow
@@ -300,7 +302,7 @@ def test_an_episode_over_the_limit_of_the_host_ends_with_the_amount() -> None:
     made = gym.make(
         IDS[0],
         backend="measured",
-        workload=Step.of(model, (torch.randn(500, 8), torch.randn(500, 4)), F.mse_loss),
+        workload=Workload.of(model, (torch.randn(500, 8), torch.randn(500, 4)), F.mse_loss),
         cluster="vdev:0,cpu",
         memory={"vdev:0": 1 << 30, "cpu": 1 << 20},  # weights fit, activations do not
         rounds=1,
@@ -314,7 +316,7 @@ def test_an_episode_over_the_limit_of_the_host_ends_with_the_amount() -> None:
 
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 def test_a_model_may_be_placed_by_simulated_steps() -> None:
-    step = Step.of(nn.Linear(4, 3), torch.randn(5, 4), training=False)
+    step = Workload.of(nn.Linear(4, 3), torch.randn(5, 4), training=False)
     environment = PlacementEnv(workload=step, cluster=two_cores())
     assert environment.problem.graph.ids == (":linear",)
     assert isinstance(environment.backend, Simulated)

@@ -21,18 +21,15 @@ from random_problems import random_problem
 from torch import nn
 
 import placer
-from envs.cluster import Cluster, Device, Link, cluster_to_toml
+from envs.hardware.cluster import Cluster, Device, Link, cluster_to_toml
 from envs.simulator import INFEASIBLE_NS
 from placer.cli.main import main
-from placer.objectives import Objective
 from placer.placers import contract, listings, placer_named, registry
-from placer.placers.annealing import Annealed
-from placer.placers.contract import CHECKS, Make
-from placer.placers.problems import contract_problems
-from placer.placers.round_robin import Turns
-from placer.placers.rule import Rule
-from placer.placers.sampling import Sampling
-from placer.placers.single_device import Single
+from placer.placers.contract import CHECKS, Make, contract_problems
+from placer.placers.objectives import Objective
+from placer.placers.portfolio import Annealed
+from placer.placers.rules import Rule, Single, Turns
+from placer.placers.samplers import Sampling
 from placer.policies import load
 from placer.search.budget import Budget
 from placer.search.candidate import Candidate, Kind
@@ -173,7 +170,7 @@ def test_libraries_and_compiled_code_are_loaded_before_the_budget_begins(name: s
     code = f"""
 import sys
 from placer.placers import placer_named
-from placer.placers.problems import contract_problems
+from placer.placers.contract import contract_problems
 from placer.search.budget import Budget
 from placer.search.compilation import load_compiled_code
 from placer.search.request import SearchRequest
@@ -268,7 +265,7 @@ def test_a_plug_in_that_is_no_placer_is_refused(
 
 def installed(folder: Path, **values: str) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Install a package with placers and return a function that runs commands with it."""
-    code = "from placer.placers.round_robin import Turns as Mine\n\ndef broken(): pass\n"
+    code = "from placer.placers.rules import Turns as Mine\n\ndef broken(): pass\n"
     (folder / "my_placer.py").write_text(code)
     metadata = folder / "my_package-0.1.dist-info"
     metadata.mkdir()

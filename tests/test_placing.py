@@ -14,8 +14,8 @@ from torch_optimizers import torch_optimizer, with_optimizer
 from trained_alike import assert_trains_alike, gradients, on_cpu
 from vdev import TRANSFERS
 
-from envs.executor.placed_module import PlacedModule
-from graphs.extract import Step, extract
+from envs.executors.torch.placed_module import PlacedModule
+from graphs.extract import Workload, extract
 from graphs.optimizer import Optimizer
 
 torch.set_num_threads(1)
@@ -149,10 +149,10 @@ def test_copies_of_state_that_was_replaced_are_not_used(device: torch.device) ->
 # --- the order of launches
 
 
-def branches() -> Step:
+def branches() -> Workload:
     heads = {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}
     model = Plain(lambda m, x: m.a(x).sin().sum() + m.b(x).cos().sum(), **heads)
-    return Step.of(model, (torch.randn(3, 4),))
+    return Workload.of(model, (torch.randn(3, 4),))
 
 
 def lines_of(placed: PlacedModule, *names: str) -> list[int]:
@@ -199,7 +199,7 @@ def test_placements_that_do_not_fit_are_refused(device: torch.device) -> None:
 def test_a_model_without_memory_is_refused() -> None:
     with torch.device("meta"):
         model = nn.Linear(3, 3)
-    extraction = extract(Step.of(model, torch.zeros(2, 3), training=False))
+    extraction = extract(Workload.of(model, torch.zeros(2, 3), training=False))
     with pytest.raises(ValueError, match="weight is on the meta device"):
         PlacedModule(extraction, on(extraction, torch.device("cpu"), lambda key: True))
 

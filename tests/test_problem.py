@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from envs.cluster import Cluster, Device, Link
+from envs.hardware.cluster import Cluster, Device, Link
 from envs.problem import NO_QUEUE, Problem
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 

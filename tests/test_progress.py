@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from placer.report.progress import Pace, PlainLines, told_left
+from placer.progress import Pace, PlainLines, told_left
 
 
 @pytest.mark.parametrize(

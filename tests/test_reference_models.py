@@ -16,7 +16,7 @@ from tiny_models import assert_same, eager
 from tiny_reference_models import STEPS, TINY_MOE, parameter_count
 from torch import Tensor
 
-from envs.executor.lists import device_lists, priority_order
+from envs.executors.cores.lists import device_lists, priority_order
 from graphs.extract import Extraction, extract
 
 torch.set_num_threads(1)

@@ -13,8 +13,8 @@ from tiny_models import Plain, assert_same, eager, squared
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
-from envs.executor.lists import device_lists
-from graphs.extract import ExtractionError, Step, StepError, extract
+from envs.executors.cores.lists import device_lists
+from graphs.extract import ExtractionError, StepError, Workload, extract
 from graphs.extract.extraction import EXTRACTORS
 from graphs.extract.refusals import first_line
 
@@ -25,10 +25,10 @@ EVERY_WAY = pytest.mark.parametrize("extractor", ["auto", *EXTRACTORS])
 # --- unexpected failures of an extractor
 
 
-def vmapped() -> Step:
+def vmapped() -> Workload:
     torch.manual_seed(0)
     model = Plain(lambda m, x: torch.vmap(m.linear)(x), linear=nn.Linear(8, 8))
-    return Step.of(model, (X, X.flip(0)), squared)
+    return Workload.of(model, (X, X.flip(0)), squared)
 
 
 def test_a_model_with_vmap_is_placed_on_cores() -> None:
@@ -56,7 +56,7 @@ def test_a_formula_that_fails_is_a_refusal_with_what_it_says() -> None:
     try:
         model = Plain(lambda m, x: torch.hypot(m.linear(x), x), linear=nn.Linear(8, 8))
         with pytest.raises(ExtractionError, match=r"NotImplementedError: no count of .* yet\."):
-            extract(Step.of(model, X, training=False), "export")
+            extract(Workload.of(model, X, training=False), "export")
     finally:
         del flop_registry[packet]
 
@@ -73,17 +73,17 @@ def test_sparse_gradients_are_refused_in_training(kind: Any, extractor: str) -> 
 
     rows = torch.tensor([[1, 2], [2, 0]])
     table = kind(3, 4, sparse=True)
-    step = Step.of(Plain(looked_up, table=table), rows)
+    step = Workload.of(Plain(looked_up, table=table), rows)
     with pytest.raises(StepError, match="sparse=False") as refused:
         extract(step, extractor)
     assert f"{kind.__name__} table has sparse gradients" in str(refused.value)
-    assert extract(Step.of(step.model, rows, training=False)).graph
+    assert extract(Workload.of(step.model, rows, training=False)).graph
 
 
 def test_a_table_that_is_not_trained_has_no_sparse_gradients() -> None:
     model = nn.Sequential(nn.Embedding(3, 8, sparse=True), nn.Linear(8, 8))
     model[0].requires_grad_(False)
-    assert extract(Step.of(model, (torch.tensor([0, 2, 1, 1]), X), squared)).fell_back == ()
+    assert extract(Workload.of(model, (torch.tensor([0, 2, 1, 1]), X), squared)).fell_back == ()
 
 
 @EVERY_WAY
@@ -91,7 +91,7 @@ def test_a_table_that_is_not_trained_has_no_sparse_gradients() -> None:
 def test_a_lazy_module_has_to_run_first(training: bool, extractor: str) -> None:
     model = nn.Sequential(nn.LazyLinear(8), nn.ReLU())
     with pytest.raises(StepError, match=r"^0\.weight of Sequential.*run the model once first"):
-        extract(Step.of(model, (X, X), squared, training=training), extractor)
+        extract(Workload.of(model, (X, X), squared, training=training), extractor)
 
 
 @EVERY_WAY
@@ -99,7 +99,7 @@ def test_what_fails_under_autocast_only_is_told_to_leave_it(extractor: str) -> N
     def correlated(m: Any, x: Tensor) -> Tensor:
         return torch.dot(m.linear(x).flatten(), x.flatten())
 
-    step = Step.of(Plain(correlated, linear=nn.Linear(8, 8)), X)
+    step = Workload.of(Plain(correlated, linear=nn.Linear(8, 8)), X)
     assert extract(step, extractor).graph
     with pytest.raises(ExtractionError, match="--dtype fp32") as refused:
         extract(replace(step, dtype="bf16"), extractor)
@@ -113,7 +113,7 @@ def test_a_file_name_that_torch_cannot_take_is_told_as_such() -> None:
     source = "def forward(m, x):\n    return m.linear(x).relu()\n"
     found: dict[str, Any] = {}
     exec(compile(source, "model\udcff.py", "exec"), found)
-    step = Step.of(Plain(found["forward"], linear=nn.Linear(8, 8)), X, training=False)
+    step = Workload.of(Plain(found["forward"], linear=nn.Linear(8, 8)), X, training=False)
     with pytest.raises(ExtractionError, match=r"file names that are not UTF-8.*Rename the file"):
         extract(step, "export")
 
@@ -159,7 +159,7 @@ def test_attributes_of_a_model_are_left_as_they_were(extractor: str, device: str
     model = Remembering().to(device)
     seen, by_name = model.seen, model.by_name
     before = copy.copy(vars(model))
-    extract(Step.of(model, (X, X), squared), extractor)
+    extract(Workload.of(model, (X, X), squared), extractor)
     assert vars(model).keys() == before.keys()
     assert model.last is None
     assert model.calls == 0

@@ -10,7 +10,7 @@ import torch
 from tiny_models import conv_net, tied_weights
 
 from envs.placement import Placement
-from envs.replicas.spec import Replication
+from envs.replication import Replication
 from placer.parallel.data import FromFunction, MadeUp, Shards, numbers_of
 from placer.parallel.methods.registry import WARMUP_STEPS, SyncConfig
 from placer.parallel.plan import launch_command, run_plan

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from node_clusters import nodes
 
-from envs.cluster import Cluster, Device, Link
+from envs.hardware.cluster import Cluster, Device, Link
 from envs.problem import Problem
 from envs.replicas.groups import replica_groups
 from graphs.graph import GraphArrays, add_op, new_graph

@@ -15,16 +15,16 @@ from node_clusters import nodes
 from numpy.typing import ArrayLike
 from replicas_twin import twin_buckets, twin_ends, twin_step_ns
 
+from envs.collectives import Level
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.replicas.buckets import Buckets, buckets_of, busiest_ns, reduced_ns, serial_ns
-from envs.replicas.collectives import Level
-from envs.replicas.spec import Replication
 from envs.replicas.step import ReplicaStep, SlotNetwork, replicated, slot_networks
+from envs.replication import Replication
 from envs.simulator import Simulator
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
-from graphs.mirror import with_backward
-from graphs.synthetic import Weights, layered
+from graphs.synthetic.families import Weights, layered
+from graphs.synthetic.mirror import with_backward
 
 MB = 10**6
 RING = Replication(reduction="ring")

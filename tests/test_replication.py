@@ -20,30 +20,30 @@ from torch import nn
 from torch.nn import functional as F
 
 import placer as public
-from envs.cluster import Cluster, Device, Link, cluster_to_toml, load_cluster
+from envs.hardware.cluster import Cluster, Device, Link, cluster_to_toml, load_cluster
 from envs.placement import Placement
 from envs.problem import Problem
-from envs.replicas.spec import Replication
 from envs.replicas.step import ReplicaStep, replicated, slot_networks
 from envs.replicas.topology import levels_of
+from envs.replication import Replication
 from envs.simulator import Simulator
-from graphs.batch import with_part_of_batch
-from graphs.extract import Step
-from graphs.files import save_graph
+from graphs.costs import with_part_of_batch
+from graphs.extract import Workload
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
-from graphs.mirror import with_backward
-from graphs.synthetic import Weights, layered
+from graphs.graph_file import save_graph
+from graphs.synthetic.families import Weights, layered
+from graphs.synthetic.mirror import with_backward
 from placer.choose import PlacementError
 from placer.cli.main import main
 from placer.job import Job, SearchConfig
-from placer.objectives import Objective
 from placer.parallel.plan import run_plan
 from placer.pipeline import optimize_job
 from placer.placers import placer_named
+from placer.placers.objectives import Objective
+from placer.progress import Silent
 from placer.replicate.plan import plan_job
 from placer.replicate.result import ReplicaPlan, ReplicatedResult
 from placer.replicate.sources import batch_size, with_part_of_inputs
-from placer.report.progress import Silent
 from placer.report.replicas import remarks_of, verdict_of
 
 MB = 10**6
@@ -67,7 +67,7 @@ def layers(count: int = 8, *, towers: str = "a") -> nx.DiGraph[str]:
 
 
 def plan(
-    source: Step | nx.DiGraph[str],
+    source: Workload | nx.DiGraph[str],
     cluster: Cluster,
     wanted: Replication | None = None,
     search: SearchConfig = SEARCH,
@@ -296,7 +296,7 @@ def test_a_replica_across_hosts_is_told_to_be_simulated_only() -> None:
 
 def test_inference_has_nothing_to_reduce() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-    step = Step.of(model, torch.randn(6, 8), training=False)
+    step = Workload.of(model, torch.randn(6, 8), training=False)
     found = plan(step, rated(2), Replication())
     assert found.best.name == "2 x 1"
     assert found.best.efficiency == 1
@@ -327,7 +327,7 @@ def test_a_batch_that_cannot_be_cut_is_named() -> None:
     why = {split.name: split.why for split in found.splits}
     assert why["3 x 1"].startswith("The 8 samples are not 3 equal parts")
     assert not why["2 x 1"]
-    apart = Step.of(step.model, (torch.randn(8, 16), torch.randn(4, 4)), lambda y, z: y.sum())
+    apart = Workload.of(step.model, (torch.randn(8, 16), torch.randn(4, 4)), lambda y, z: y.sum())
     with pytest.raises(PlacementError, match="no first dimension"):
         plan(apart, rated(2), Replication(batch="global", replicas=2))
 
@@ -335,7 +335,7 @@ def test_a_batch_that_cannot_be_cut_is_named() -> None:
 def test_a_model_that_refuses_a_smaller_batch_is_refused() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
-    step = Step.of(model.train(), (torch.randn(2, 16), torch.randn(2, 4)), F.mse_loss)
+    step = Workload.of(model.train(), (torch.randn(2, 16), torch.randn(2, 4)), F.mse_loss)
     with pytest.raises(PlacementError, match="one of 2 parts"):
         plan(step, rated(2), Replication(batch="global", replicas=2))
 
@@ -347,7 +347,7 @@ def test_a_batch_is_the_first_dimension_that_all_inputs_share() -> None:
     assert smaller is not None
     assert [tuple(tensor.shape) for tensor in smaller.inputs] == [(2, 16), (2, 4)]
     assert with_part_of_inputs(step, 3) is None
-    mixed = Step.of(step.model, (torch.randn(8, 16), torch.randn(4, 4)), F.mse_loss)
+    mixed = Workload.of(step.model, (torch.randn(8, 16), torch.randn(4, 4)), F.mse_loss)
     assert batch_size(mixed) is None
     assert with_part_of_inputs(mixed, 2) is None
 
@@ -570,10 +570,10 @@ def rated(count: int) -> Cluster:
     return replace(cluster, devices=tuple(devices))
 
 
-def training() -> Step:
+def training() -> Workload:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
-    return Step.of(model, (torch.randn(8, 16), torch.randn(8, 4)), F.mse_loss)
+    return Workload.of(model, (torch.randn(8, 16), torch.randn(8, 4)), F.mse_loss)
 
 
 def random_training(seed: int, ops: int = 8) -> nx.DiGraph[str]:

@@ -18,17 +18,17 @@ from random_problems import random_problem
 from simulator_cases import fork, one_kind, problem_of, random_case
 from torch import Tensor, nn
 
-from envs.cluster import Cluster, Device, Link, cluster_to_toml
+from envs.hardware.cluster import Cluster, Device, Link, cluster_to_toml
 from envs.measurement import Measurement
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS, Simulated, Simulator
-from envs.simulator.critical import critical_path
+from envs.simulator.critical_path import critical_path
 from graphs.costs import with_costs
-from graphs.extract import Step, extract
-from graphs.files import save_graph
+from graphs.extract import Workload, extract
 from graphs.graph import GraphArrays, add_op, attributes_of, new_graph
-from graphs.sketches import transformer
+from graphs.graph_file import save_graph
+from graphs.synthetic.sketches import transformer
 from placer.cli.commands import build_parser
 from placer.cli.main import main
 from placer.cli.run import build_parser as run_parser
@@ -318,7 +318,7 @@ def test_exports_that_fail_are_not_offered_but_told_and_others_come_with_their_p
             found: Tensor = self.head(torch.cat([self.left(x), self.right(x)], 1))
             return found
 
-    extraction = extract(Step.of(Towers(), (torch.ones(2, 4), torch.ones(2, 2)), nn.MSELoss()))
+    extraction = extract(Workload.of(Towers(), (torch.ones(2, 4), torch.ones(2, 2)), nn.MSELoss()))
     names = ("core:0", "core:1")
     graph = extraction.graph
     costed = with_costs(graph, {"x": np.full(len(graph), 1e-3)}, {"x": "made up"})

@@ -23,7 +23,7 @@ from simulator_cases import one_kind
 from envs.placement import Placement
 from envs.problem import Problem
 from graphs.graph import GraphArrays, add_edge, add_op, attributes_of, new_graph
-from graphs.synthetic import layered
+from graphs.synthetic.families import layered
 from placer.report.html import report_data, reviewed, write_report
 
 if TYPE_CHECKING:

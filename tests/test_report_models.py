@@ -16,7 +16,7 @@ from graph_canvas import (
     texts_over_each_other,
 )
 
-from envs.cluster import Cluster, Device, Link, cluster_to_toml
+from envs.hardware.cluster import Cluster, Device, Link, cluster_to_toml
 from placer.cli.main import main
 
 if TYPE_CHECKING:

@@ -14,12 +14,12 @@ from chromium import chromium, covered_labels, cut_labels, ink_of, opened
 from in_turn import in_turn
 from random_problems import random_problem
 
-from envs.cluster import Cluster, Device, Link
+from envs.hardware.cluster import Cluster, Device, Link
 from envs.measurement import Measurement
 from envs.placement import Placement
 from envs.problem import Problem
 from graphs.graph import GraphArrays
-from graphs.sketches import inception
+from graphs.synthetic.sketches import inception
 from placer.job import SearchConfig
 from placer.milliseconds import milliseconds
 from placer.pipeline import optimize_problem

@@ -11,8 +11,8 @@ from placed_at_random import cut_placement
 from torch import Tensor, nn
 from torch.distributed.pipelining import SplitPoint, pipeline
 
-from graphs.extract import Step, extract
-from graphs.extract.reserved import reserved_at_the_top, reserved_modules, reserved_names
+from graphs.extract import Workload, extract
+from graphs.extract.export.trace import reserved_at_the_top, reserved_modules, reserved_names
 from placer.exports import pipelining
 from placer.exports.placed_modules import PlacedModules
 from placer.exports.renaming import ExportError
@@ -42,7 +42,7 @@ def renamed(path: str, name: str) -> str:
 
 @pytest.mark.parametrize("name", LIKELY)
 def test_inference_is_exported_whatever_submodules_are_called(name: str) -> None:
-    steps = [Step.of(Named(own), (torch.ones(3, 4),), training=False) for own in (name, "last")]
+    steps = [Workload.of(Named(own), (torch.ones(3, 4),), training=False) for own in (name, "last")]
     odd, plain = (extract(step, "export") for step in steps)
     assert [renamed(op, name) for op in odd.graph] == list(plain.graph)
     assert odd.forward.calls[-1].module == name
@@ -53,7 +53,7 @@ def test_inference_is_exported_whatever_submodules_are_called(name: str) -> None
 
 def test_training_statistics_keep_their_names_in_inference() -> None:
     model = Named("meta")
-    step = Step.of(model, (torch.ones(3, 4),), training=False)
+    step = Workload.of(model, (torch.ones(3, 4),), training=False)
     names = {source.name for source in extract(step, "export").program.sources}
     assert "norm.running_mean" in names
 
@@ -67,7 +67,7 @@ def test_torch_fails_where_a_name_is_reserved_and_the_path_is_told(name: str) ->
     inputs = torch.ones(3, 4)
     with pytest.raises(Exception, match=rf"{name}"):
         pipeline(copy.deepcopy(model), (inputs,), split_spec={f"0.{name}": SplitPoint.BEGINNING})
-    extraction = extract(Step.of(model, (inputs, torch.ones(3, 4)), tiny_models.squared))
+    extraction = extract(Workload.of(model, (inputs, torch.ones(3, 4)), tiny_models.squared))
     placement = cut_placement(extraction, ("cuda:0", "cuda:1"), (f"0.{name}",), of_calls=True)
     with pytest.raises(ExportError, match=rf"rename the submodule '0\.{name}'"):
         pipelining.pipeline(PlacedModules.of(extraction, placement))

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envs.cluster import Cluster, Device
 from envs.costs.roofline import check_rates, roofline_costs, roofline_s
+from envs.hardware.cluster import Cluster, Device
 from envs.problem import Problem
 from graphs.costs import with_costs
 from graphs.graph import GraphArrays, add_op, new_graph

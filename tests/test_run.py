@@ -19,16 +19,16 @@ from ranks import on_ranks
 from runs import arguments, placed, ran, rank, written
 from torch import Tensor
 
-from envs.cluster import Link
-from envs.discover import present
-from envs.replicas.spec import Batch, Replication
-from graphs.extract import Step
+from envs.hardware.cluster import Link
+from envs.hardware.discover import present
+from envs.replication import Batch, Replication
+from graphs.extract import Workload
 from placer.cli import run
 from placer.job import Job, SearchConfig
 from placer.parallel.training import STATE_FORMAT
 from placer.replicate.plan import plan_job
+from placer.sources.target import load_function, load_step
 from placer.state_file import read_state
-from placer.target import load_function, load_step
 
 NORM = "nn.BatchNorm1d(16), "  # its statistics are per pass
 
@@ -49,8 +49,8 @@ def losses_in_one_process(target: str, data: str, steps: int, ranks: int, lr: fl
     return found
 
 
-def loss_of(step: Step, inputs: Any) -> Tensor:
-    given = Step.of(step.model, inputs, step.loss)
+def loss_of(step: Workload, inputs: Any) -> Tensor:
+    given = Workload.of(step.model, inputs, step.loss)
     output = step.model(*given.model_inputs, **given.keywords)
     return output if step.loss is None else step.loss(output, given.inputs[-1])
 

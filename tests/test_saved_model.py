@@ -19,8 +19,8 @@ from placer.parallel.data import FromFunction
 from placer.parallel.methods.block_averager import flat_of
 from placer.parallel.replica import placed_replica
 from placer.parallel.training import STATE_FORMAT, TrainingPlan, train, write_model
+from placer.sources.target import load_function, load_step
 from placer.state_file import read_state
-from placer.target import load_function, load_step
 
 
 def test_the_next_loss_of_a_model_that_was_saved_is_that_of_the_run(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from envs.executor.seeds import spread_seed
+from envs.executors.cores.pool import spread_seed
 
 
 def test_no_two_workers_of_any_rank_share_a_seed() -> None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from simulator_cases import Case, fork, one_kind, problem_of, random_case, simulated_ns
 from simulator_twin import twin_step
 
-from envs.cluster import LINK_ORDERS, SHARINGS, Cluster
+from envs.hardware.cluster import LINK_ORDERS, SHARINGS, Cluster
 from envs.problem import Problem
 from envs.simulator import (
     IGNORE_MEMORY,

@@ -12,7 +12,7 @@ import torch
 from random_problems import random_problem
 from simulator_cases import fork, one_kind, problem_of, run
 
-from envs.cluster import Cluster
+from envs.hardware.cluster import Cluster
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator import (

@@ -6,8 +6,8 @@ import tiny_models
 import torch
 from torch import Tensor, nn
 
-from graphs.extract import Step
-from graphs.extract.step_copy import step_copy
+from graphs.extract import Workload
+from graphs.workload import step_copy
 
 torch.set_num_threads(1)
 
@@ -31,7 +31,7 @@ class Keeping(nn.Module):
 
 def test_kept_tensors_are_copied_without_history_and_stay_one() -> None:
     model = Keeping()
-    step = Step.of(model, (torch.randn(3, 4), torch.randn(3, 4)), tiny_models.squared)
+    step = Workload.of(model, (torch.randn(3, 4), torch.randn(3, 4)), tiny_models.squared)
     tiny_models.forward(step)
     found = step_copy(step).model
     assert isinstance(found, Keeping)

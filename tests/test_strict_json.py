@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from graphs.files import load_graph
+from graphs.graph_file import load_graph
 from graphs.strict_json import LONGEST_MESSAGE, brief, load_toml, parse_json, within
 
 

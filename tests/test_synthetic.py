@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphs import sketches
-from graphs.files import graph_from_dict, graph_to_dict
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
-from graphs.mirror import backward_id, with_backward
-from graphs.planted import planted
-from graphs.shapes import Weights, chain, fork_join, grid, layered
-from graphs.synthetic import FAMILIES, FEWEST_OPS, MIN_OPS, draw
+from graphs.graph_file import graph_from_dict, graph_to_dict
+from graphs.synthetic import sketches
+from graphs.synthetic.families import FAMILIES, FEWEST_OPS, MIN_OPS, draw
+from graphs.synthetic.mirror import backward_id, with_backward
+from graphs.synthetic.planted import planted
+from graphs.synthetic.shapes import Weights, chain, fork_join, grid, layered
 
 SHAPES: dict[str, Callable[[np.random.Generator, Weights], nx.DiGraph[str]]] = {
     "chain": lambda rng, weights: chain(rng, ops=30, weights=weights),

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.steps import Steps, step_table
-from envs.cluster import Cluster, Device, Link
+from envs.hardware.cluster import Cluster, Device, Link
 from envs.measurement import Measurement
 from envs.placement import MadeBy, Placement
 from envs.problem import Problem

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulator_cases import fork, one_kind, problem_of, random_case
 
-from envs.cluster import Cluster
+from envs.hardware.cluster import Cluster
 from envs.problem import NO_QUEUE
 from envs.simulator import (
     INFEASIBLE_NS,
     Simulator,
 )
-from envs.simulator.timeline import chrome_trace
+from envs.simulator.trace import chrome_trace
 
 torch.set_num_threads(1)
 

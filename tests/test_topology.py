@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from node_clusters import nodes
 
-from envs.cluster import Cluster, Device, Link
+from envs.collectives import Level
+from envs.hardware.cluster import Cluster, Device, Link
 from envs.problem import Problem
-from envs.replicas.collectives import Level
 from envs.replicas.topology import levels_of, nested_blocks
 from graphs.flat import flat_graph
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from envs import discover as discovery
-from envs import torch_devices, torch_speeds
-from envs.discover import available_memory_bytes, check_devices, discover
+from envs.costs import torch_speeds
+from envs.costs.torch_speeds import LARGE_BYTES, SMALL_BYTES, Copies, copies_from, seconds_per_call
+from envs.hardware import discover as discovery
+from envs.hardware import torch_devices
+from envs.hardware.discover import available_memory_bytes, check_devices, discover
 from envs.runtime import calibrated
-from envs.stopwatch import seconds_per_call
-from envs.torch_speeds import LARGE_BYTES, SMALL_BYTES, Copies, copies_from
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -16,16 +16,16 @@ from two_devices import pair
 from vdev import TRANSFERS
 
 import placer
-from envs import torch_speeds
 from envs.backend import StepResult, measured_result
-from envs.discover import discover
-from envs.executor.placed_module import PlacedModule
-from envs.measured_module import MeasuredModule
+from envs.costs import torch_speeds
+from envs.executors.torch.placed_module import PlacedModule
+from envs.hardware.discover import discover
+from envs.measured.torch_backend import MeasuredModule
 from envs.measurement import Measurement
 from envs.placement import Placement
 from envs.runtime import runtime_for
-from graphs.extract import Step, extract
-from graphs.extract.module_map import placeable
+from graphs.extract import Workload, extract
+from graphs.extract.placeable import placeable
 from graphs.graph import GraphArrays
 from placer.cli.main import main
 
@@ -121,12 +121,12 @@ def test_a_model_that_runs_placed_is_extracted_as_before_and_stays_where_it_is(
     device = torch.device("vdev", 0)
     model, tokens = build()
     model.left[2].weight = model.left[0].weight  # tied
-    step = Step.of(model, tokens)
+    step = Workload.of(model, tokens)
     expected = GraphArrays.from_graph(extract(step, extractor).graph).hash
     model.left.to(device)
     model.left[2].weight = model.left[0].weight  # torch unties them on the fake device
     before = {name: id(tensor) for name, tensor in step.named_state().items()}
-    for given in (step, Step.of(model, tokens.to(device))):
+    for given in (step, Workload.of(model, tokens.to(device))):
         found = extract(given, extractor)
         assert GraphArrays.from_graph(found.graph).hash == expected
         assert found.step is given
@@ -164,7 +164,7 @@ def test_what_is_timed_with_overlapping_copies_runs_with_them(
 def test_overlap_is_refused_where_nothing_overlaps() -> None:
     model, tokens = build()
     cluster = pair()
-    extraction = extract(Step.of(model, tokens), "modules")
+    extraction = extract(Workload.of(model, tokens), "modules")
     with pytest.raises(ValueError, match="graph of modules"):
         runtime_for(extraction, cluster, overlap=True)
     graph = GraphArrays.from_graph(placeable(extraction).graph)
@@ -174,8 +174,8 @@ def test_overlap_is_refused_where_nothing_overlaps() -> None:
         placer.apply(model, of_modules, tokens, extractor="modules", overlap=True)
     core = discover(f"core:{min(os.sched_getaffinity(0))}")
     with pytest.raises(ValueError, match="pinned cores"):
-        runtime_for(extract(Step.of(model, tokens)), core, overlap=True)
-    ops = GraphArrays.from_graph(extract(Step.of(model, tokens)).graph)
+        runtime_for(extract(Workload.of(model, tokens)), core, overlap=True)
+    ops = GraphArrays.from_graph(extract(Workload.of(model, tokens)).graph)
     zeros = np.zeros(len(ops.ids))
     on_core = Placement.of(ops, core, zeros.astype(int), zeros)
     with pytest.raises(ValueError, match="pinned cores"):

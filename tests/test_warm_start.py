@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from vdev import vdev
 
 import placer
-from envs import measured_module, torch_speeds
-from envs.discover import discover
+from envs.costs import torch_speeds
+from envs.hardware.discover import discover
+from envs.measured import torch_backend as measured_module
 from envs.placement import Placement
-from graphs.extract import Extraction, Step, extract
-from graphs.extract.call_graph import call_graph
+from graphs.extract import Extraction, Workload, extract
+from graphs.extract.placeable import call_graph
 from graphs.graph import PHASES, GraphArrays
 from placer.cli.main import main
 from placer.device_map import DeviceMap
@@ -42,10 +43,10 @@ def build():
 """
 
 
-def layers() -> Step:
+def layers() -> Workload:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-    return Step.of(model, (torch.randn(3, 4), torch.randn(3, 2)), tiny_models.squared)
+    return Workload.of(model, (torch.randn(3, 4), torch.randn(3, 2)), tiny_models.squared)
 
 
 @pytest.fixture(autouse=True)
@@ -155,8 +156,8 @@ class Doubled(nn.Module):
         return both
 
 
-def doubled() -> Step:
-    return Step.of(Doubled(), (torch.randn(3, 4), torch.randn(3, 2)), tiny_models.squared)
+def doubled() -> Workload:
+    return Workload.of(Doubled(), (torch.randn(3, 4), torch.randn(3, 2)), tiny_models.squared)
 
 
 def test_what_dispatch_model_would_not_run_is_told_and_nothing_else() -> None:
@@ -197,7 +198,7 @@ class Around(nn.Module):
 
 
 def scaled(model: nn.Module) -> Extraction:
-    return extract(Step.of(model, torch.randn(3, 4), training=False))
+    return extract(Workload.of(model, torch.randn(3, 4), training=False))
 
 
 @pytest.mark.parametrize("of_calls", [False, True])
@@ -274,7 +275,7 @@ def test_dispatch_model_treats_entries_of_tensors_as_is_told() -> None:
 
 
 def test_of_a_graph_of_modules_it_is_not_known_what_reads_a_tensor() -> None:
-    extraction = extract(Step.of(Scaled(), torch.randn(3, 4), training=False), "modules")
+    extraction = extract(Workload.of(Scaled(), torch.randn(3, 4), training=False), "modules")
     graph = GraphArrays.from_graph(extraction.graph)
     with pytest.raises(ValueError, match="names 'scale', but in a graph of modules"):
         DeviceMap({"scale": "a", "shift": "a", "layer": "b"}).placed(

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from envs import watchdog
-from envs.watchdog import STUCK, ended_after
+from envs.executors.torch import watchdog
+from envs.executors.torch.watchdog import STUCK, ended_after
 
 
 @pytest.fixture

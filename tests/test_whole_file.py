@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from small_files import largest_file
 
-from graphs.whole_file import CHUNK_BYTES, read_limited, write_whole
+from graphs.files import CHUNK_BYTES, read_limited, write_whole
 
 
 def test_reading_takes_the_memory_of_the_file_not_of_the_largest_one(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_new_private_file_is_the_users_alone(tmp_path: Path, private: bool, mo
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from graphs.whole_file import write_whole
+from graphs.files import write_whole
 
 def open_named(path, *others, **more):
     if path == ".":

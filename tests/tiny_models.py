@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from graphs.extract import Step
+from graphs.extract import Workload
 from graphs.models import InceptionConfig, InceptionV3, Nmt, NmtConfig
 
 
@@ -33,7 +33,7 @@ def squared(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).pow(2).mean()
 
 
-def conv_net() -> Step:
+def conv_net() -> Workload:
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1, bias=False),
@@ -45,19 +45,19 @@ def conv_net() -> Step:
         nn.Flatten(),
         nn.Linear(6 * 3 * 3, 5),
     )
-    return Step.of(model, (torch.randn(4, 3, 16, 16), torch.arange(4)), F.cross_entropy)
+    return Workload.of(model, (torch.randn(4, 3, 16, 16), torch.arange(4)), F.cross_entropy)
 
 
-def channels_last() -> Step:
+def channels_last() -> Workload:
     """Return ``conv_net`` in channels-last memory format."""
     step = conv_net()
     images, labels = step.inputs
     model = step.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's overloads forget it
     inputs = (images.to(memory_format=torch.channels_last), labels)
-    return Step.of(model, inputs, step.loss)
+    return Workload.of(model, inputs, step.loss)
 
 
-def tied_weights() -> Step:
+def tied_weights() -> Workload:
     """Return a model whose embedding is also its output projection."""
     torch.manual_seed(1)
     model = Plain(
@@ -68,12 +68,12 @@ def tied_weights() -> Step:
     )
     model.get_submodule("head").weight = model.get_submodule("embedding").weight
     tokens = torch.randint(11, (3, 4))
-    return Step.of(
+    return Workload.of(
         model, (tokens, tokens), lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten())
     )
 
 
-def norm_twice() -> Step:
+def norm_twice() -> Workload:
     """Return a model that calls a batch norm twice; the second call reads the first's update."""
     torch.manual_seed(2)
     model = Plain(
@@ -82,10 +82,10 @@ def norm_twice() -> Step:
         second=nn.Linear(6, 4),
         norm=nn.BatchNorm1d(4),
     )
-    return Step.of(model, (torch.randn(5, 6), torch.randn(5, 4)), squared)
+    return Workload.of(model, (torch.randn(5, 6), torch.randn(5, 4)), squared)
 
 
-def views() -> Step:
+def views() -> Workload:
     def forward(m: Any, x: Tensor) -> Tensor:
         left, right = m.first(x).chunk(2, 1)
         part = m.second(left[:, 1:].transpose(0, 1).reshape(5, -1)).split([1, 2], 1)
@@ -95,24 +95,24 @@ def views() -> Step:
 
     torch.manual_seed(3)
     model = Plain(forward, first=nn.Linear(7, 8), second=nn.Linear(3, 3))
-    return Step.of(model, (torch.randn(5, 7), torch.randn(5, 3)), squared)
+    return Workload.of(model, (torch.randn(5, 7), torch.randn(5, 3)), squared)
 
 
-def transposed_output() -> Step:
+def transposed_output() -> Workload:
     """Return a loss whose gradient has another layout than in the trace: a view becomes a copy."""
     torch.manual_seed(13)
     model = Plain(lambda m, x: m.linear(x).transpose(0, 1), linear=nn.Linear(4, 3))
-    return Step.of(model, (torch.randn(5, 2, 4), torch.randn(2, 5, 3)), nn.functional.mse_loss)
+    return Workload.of(model, (torch.randn(5, 2, 4), torch.randn(2, 5, 3)), nn.functional.mse_loss)
 
 
-def lstm() -> Step:
+def lstm() -> Workload:
     """Return a recurrent layer, which torch runs as one kernel and traces cell by cell."""
     torch.manual_seed(4)
     model = Plain(lambda m, x: m.rnn(x)[0], rnn=nn.LSTM(4, 3, 2))
-    return Step.of(model, (torch.randn(3, 2, 4), torch.randn(3, 2, 3)), squared)
+    return Workload.of(model, (torch.randn(3, 2, 4), torch.randn(3, 2, 3)), squared)
 
 
-def gru(*, bias: bool = True) -> Step:
+def gru(*, bias: bool = True) -> Workload:
     """Return two recurrent layers; the second is bidirectional with a computed initial state."""
     torch.manual_seed(14)
 
@@ -128,17 +128,19 @@ def gru(*, bias: bool = True) -> Step:
         "start": nn.Linear(3, 6),
         "head": nn.Linear(6, 2),
     }
-    return Step.of(Plain(forward, **layers), (torch.randn(5, 2, 4), torch.randn(5, 2, 2)), squared)
+    return Workload.of(
+        Plain(forward, **layers), (torch.randn(5, 2, 4), torch.randn(5, 2, 2)), squared
+    )
 
 
-def attention() -> Step:
+def attention() -> Workload:
     """Return a transformer layer, whose projection is split into query, key and value."""
     torch.manual_seed(5)
     model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    return Step.of(model, (torch.randn(2, 3, 8), torch.randn(2, 3, 8)), squared)
+    return Workload.of(model, (torch.randn(2, 3, 8), torch.randn(2, 3, 8)), squared)
 
 
-def own_loss() -> Step:
+def own_loss() -> Workload:
     """Return a step with keywords out of signature order, numbers, and an output with a loss."""
 
     class Scorer(nn.Module):
@@ -159,18 +161,18 @@ def own_loss() -> Step:
 
     torch.manual_seed(6)
     inputs = {"y": torch.randn(3, 4), "times": 3, "x": torch.randn(3, 4), "mask": torch.rand(3, 4)}
-    return Step.of(Scorer(), inputs)
+    return Workload.of(Scorer(), inputs)
 
 
-def weighted_loss() -> Step:
+def weighted_loss() -> Workload:
     """Return a step whose loss is a module with state, while a submodule is named loss."""
     torch.manual_seed(7)
     model = Plain(lambda m, x: m.loss(x), loss=nn.Linear(4, 3))
     loss = nn.CrossEntropyLoss(weight=torch.tensor([0.2, 1.0, 3.0]))
-    return Step.of(model, (torch.randn(5, 4), torch.tensor([0, 1, 2, 1, 0])), loss)
+    return Workload.of(model, (torch.randn(5, 4), torch.tensor([0, 1, 2, 1, 0])), loss)
 
 
-def decaying_weight() -> Step:
+def decaying_weight() -> Workload:
     """Return a step whose forward pass changes a parameter."""
 
     def forward(m: Any, x: Tensor) -> Tensor:
@@ -181,36 +183,36 @@ def decaying_weight() -> Step:
 
     torch.manual_seed(8)
     model = Plain(forward, linear=nn.Linear(4, 3))
-    return Step.of(model, (torch.randn(5, 4), torch.randn(5, 3)), squared)
+    return Workload.of(model, (torch.randn(5, 4), torch.randn(5, 3)), squared)
 
 
-def frozen_norm() -> Step:
+def frozen_norm() -> Workload:
     """Return a training step with batch norm in eval mode, as in fine-tuning."""
     torch.manual_seed(9)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
     model[1].eval()
-    return Step.of(model, (torch.randn(5, 4), torch.randn(5, 3)), squared)
+    return Workload.of(model, (torch.randn(5, 4), torch.randn(5, 3)), squared)
 
 
-def nmt() -> Step:
+def nmt() -> Workload:
     torch.manual_seed(10)
     model = Nmt(NmtConfig(vocabulary=13, hidden=4, layers=2))
     source, target = torch.randint(13, (2, 3)), torch.randint(13, (2, 4))
-    return Step.of(
+    return Workload.of(
         model,
         (source, target, target),
         lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten()),
     )
 
 
-def inception(dropout: float = 0.0) -> Step:
+def inception(dropout: float = 0.0) -> Workload:
     """Return Inception-V3 with 1/64 of its channels, on the smallest image that it accepts."""
     torch.manual_seed(11)
     model = InceptionV3(InceptionConfig(classes=5, width=1 / 64, dropout=dropout, auxiliary=False))
-    return Step.of(model, (torch.randn(2, 3, 75, 75), torch.tensor([1, 3])), F.cross_entropy)
+    return Workload.of(model, (torch.randn(2, 3, 75, 75), torch.tensor([1, 3])), F.cross_entropy)
 
 
-def structured_output() -> Step:
+def structured_output() -> Workload:
     """Return an inference step that outputs inputs, parameters, constants and nested containers."""
 
     def forward(m: Any, x: Tensor) -> dict[str, Any]:
@@ -225,20 +227,20 @@ def structured_output() -> Step:
         }
 
     torch.manual_seed(12)
-    return Step.of(Plain(forward, linear=nn.Linear(4, 3)), torch.randn(5, 4), training=False)
+    return Workload.of(Plain(forward, linear=nn.Linear(4, 3)), torch.randn(5, 4), training=False)
 
 
-def inference(make: Callable[[], Step]) -> Callable[[], Step]:
+def inference(make: Callable[[], Workload]) -> Callable[[], Workload]:
     """Return a function that makes the same step without gradients."""
 
-    def made() -> Step:
+    def made() -> Workload:
         step = make()
-        return Step(step.model, step.inputs, step.keywords, step.loss, training=False)
+        return Workload(step.model, step.inputs, step.keywords, step.loss, training=False)
 
     return made
 
 
-TRAINING: dict[str, Callable[[], Step]] = {
+TRAINING: dict[str, Callable[[], Workload]] = {
     make.__name__: make
     for make in (
         conv_net,
@@ -256,7 +258,7 @@ TRAINING: dict[str, Callable[[], Step]] = {
         inception,
     )
 }
-INFERENCE: dict[str, Callable[[], Step]] = {
+INFERENCE: dict[str, Callable[[], Workload]] = {
     "structured_output": structured_output,
     **{
         f"{make.__name__}_inference": inference(make)
@@ -276,7 +278,7 @@ class Outcome:
     state: dict[str, Tensor]
 
 
-def eager(step: Step) -> Outcome:
+def eager(step: Workload) -> Outcome:
     """Run the step in eager torch; the step's model is not changed."""
     step = copy.deepcopy(step)
     output = forward(step)
@@ -285,7 +287,7 @@ def eager(step: Step) -> Outcome:
     return Outcome(output, gradients_of(step), state_of(step))
 
 
-def forward(step: Step) -> Any:
+def forward(step: Workload) -> Any:
     """Return the loss (training) or the output (inference); changes the model's state."""
     if step.model.training is not step.training:
         step.model.train(step.training)
@@ -298,12 +300,12 @@ def forward(step: Step) -> Any:
     return output
 
 
-def gradients_of(step: Step) -> dict[str, Tensor]:
+def gradients_of(step: Workload) -> dict[str, Tensor]:
     state = step.named_state()
     return {name: own.grad.clone() for name, own in state.items() if own.grad is not None}
 
 
-def state_of(step: Step) -> dict[str, Tensor]:
+def state_of(step: Workload) -> dict[str, Tensor]:
     return {name: own.detach().clone() for name, own in step.named_state().items()}
 
 
@@ -327,7 +329,7 @@ def assert_same(found: Any, expected: Any) -> None:
         assert found == expected
 
 
-def tied_gradients(gradients: dict[str, Tensor], step: Step) -> dict[str, Tensor]:
+def tied_gradients(gradients: dict[str, Tensor], step: Workload) -> dict[str, Tensor]:
     """Return gradients under all names of the state; tied parameters share one."""
     state = step.named_state()
     return {

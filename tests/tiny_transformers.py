@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from graphs.extract import Step
+from graphs.extract import Workload
 from placer.sources import huggingface
 
 COMMON = "batch=2&sequence=8&vocab_size=31"
@@ -37,10 +37,10 @@ WITHOUT_DROPOUT = {
 }
 
 
-def load(target: str, *, training: bool = True) -> Step:
+def load(target: str, *, training: bool = True) -> Workload:
     return huggingface.load(huggingface.Request.parse(target), training=training)
 
 
-STEPS: dict[str, Callable[[], Step]] = {
+STEPS: dict[str, Callable[[], Workload]] = {
     name: partial(load, target) for name, target in TARGETS.items()
 }

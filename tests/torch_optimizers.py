@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphs.extract import Step
+from graphs.extract import Workload
 from graphs.optimizer import Optimizer
 
 
-def with_optimizer(step: Step, kind: str, **numbers: Any) -> Step:
+def with_optimizer(step: Workload, kind: str, **numbers: Any) -> Workload:
     return replace(step, optimizer=Optimizer(kind=kind, **numbers))
 
 

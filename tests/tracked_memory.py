@@ -10,10 +10,10 @@ from tiny_models import forward
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from graphs.extract import Step
+from graphs.extract import Workload
 
 
-def peak_bytes(step: Step) -> int:
+def peak_bytes(step: Workload) -> int:
     """Return the bytes of parameters, their gradients and the peak of a step; step is unchanged.
 
     Gradients are kept from a previous step and accumulated into. Inputs and buffers do not count.
@@ -36,7 +36,7 @@ def peak_bytes(step: Step) -> int:
     return held + most
 
 
-def _run(step: Step) -> None:
+def _run(step: Workload) -> None:
     found = forward(step)
     if step.training:
         found.backward()

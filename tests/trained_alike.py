@@ -10,13 +10,13 @@ import torch
 from tiny_models import forward
 from torch import Tensor, nn
 
-from envs.executor.hooked_module import HookedModule
-from envs.executor.placed_module import PlacedModule
-from graphs.extract import Step
+from envs.executors.hooks.hooked_module import HookedModule
+from envs.executors.torch.placed_module import PlacedModule
+from graphs.extract import Workload
 
 
 def assert_trains_alike(
-    step: Step,
+    step: Workload,
     placed: PlacedModule | HookedModule,
     *,
     run: Callable[..., Any] | None = None,

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from envs.cluster import Cluster, Link
-from envs.discover import discover
+from envs.hardware.cluster import Cluster, Link
+from envs.hardware.discover import discover
 
 MEMORY = {"vdev:0": 1 << 30, "cpu": 1 << 30}
 

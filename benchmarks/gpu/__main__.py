@@ -27,16 +27,16 @@ from benchmarks.gpu import offload
 from benchmarks.gpu.models import models, two_devices
 from benchmarks.gpu.workbench import Workbench, arguments, everything_on, in_order, placement
 from benchmarks.record import Record, quartiles
-from envs import torch_devices
-from envs.cluster import Cluster
-from envs.executor.placed_module import PlacedModule
+from envs.costs.torch_speeds import copy_speed
+from envs.executors.torch.placed_module import PlacedModule
+from envs.hardware import torch_devices
+from envs.hardware.cluster import Cluster
+from envs.hardware.torch_devices import own_accelerators, torch_device
 from envs.problem import Problem
 from envs.runtime import calibrated
 from envs.simulator import Simulator
-from envs.torch_devices import own_accelerators, torch_device
-from envs.torch_speeds import copy_speed
-from graphs.extract import Extraction, Step
-from graphs.extract.step import LossModule
+from graphs.extract import Extraction, Workload
+from graphs.workload import LossModule
 from placer.search.candidate import Candidate
 from placer.search.compilation import load_compiled_code
 
@@ -168,7 +168,7 @@ def in_pairs(
     }
 
 
-def replaced(bench: Workbench, step: Step) -> Extraction:
+def replaced(bench: Workbench, step: Workload) -> Extraction:
     """Return the extraction with another copy of the model."""
     return replace(bench.extraction, step=step)
 
@@ -239,7 +239,7 @@ def prepared(
     record: Record,
     cluster: Cluster,
     name: str,
-    make: Callable[[], Step],
+    make: Callable[[], Workload],
     benches: dict[str, Workbench],
 ) -> None:
     """Extract and profile a model, and measure the effect of overlapped copies."""

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from envs.cluster import Cluster
-from envs.discover import discover
-from envs.torch_devices import own_accelerators
-from graphs.extract import Step
+from envs.hardware.cluster import Cluster
+from envs.hardware.discover import discover
+from envs.hardware.torch_devices import own_accelerators
+from graphs.extract import Workload
 from graphs.models import Dlrm, DlrmConfig, Moe, MoeConfig, Nmt, NmtConfig
 from placer.sources import huggingface
 
@@ -40,7 +40,7 @@ def two_devices() -> Iterator[Cluster]:
         yield discover("vdev:0,cpu", FAKE_MEMORY)
 
 
-def models(*, small: bool) -> dict[str, Callable[[], Step]]:
+def models(*, small: bool) -> dict[str, Callable[[], Workload]]:
     """Return functions that make steps of models with large tables, experts or vocabularies."""
     return {
         "mixture of experts": lambda: experts(small=small),
@@ -55,7 +55,7 @@ def next_token_loss(logits: Tensor, next_tokens: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), next_tokens.flatten())
 
 
-def recommendation(*, small: bool) -> Step:
+def recommendation(*, small: bool) -> Workload:
     """Return a step of DLRM, whose bytes are nearly all in tables."""
     torch.manual_seed(0)
     most, batch = (1000, 16) if small else (2_000_000, 2048)
@@ -68,10 +68,10 @@ def recommendation(*, small: bool) -> Step:
     indices = torch.stack([torch.randint(rows, (batch, 4)) for rows in config.rows], 1)
     clicks = torch.randint(2, (batch,)).float()
     loss = F.binary_cross_entropy_with_logits
-    return Step.of(Dlrm(config), (dense, indices, clicks), loss)
+    return Workload.of(Dlrm(config), (dense, indices, clicks), loss)
 
 
-def experts(*, small: bool) -> Step:
+def experts(*, small: bool) -> Workload:
     """Return a step of a decoder whose experts are separate modules."""
     torch.manual_seed(0)
     config = MoeConfig(
@@ -85,10 +85,10 @@ def experts(*, small: bool) -> Step:
     )
     text = torch.randint(config.vocabulary, (2, 9 if small else 129))
     inputs = (text[:, :-1].contiguous(), text[:, 1:].contiguous())
-    return Step.of(Moe(config), inputs, next_token_loss)
+    return Workload.of(Moe(config), inputs, next_token_loss)
 
 
-def language(*, small: bool) -> Step:
+def language(*, small: bool) -> Workload:
     """Return a step of GPT-2 with random weights and a small batch."""
     sizes = "n_embd=32&n_layer=1&n_head=2&vocab_size=64&batch=1&sequence=8"
     if not small:
@@ -97,7 +97,7 @@ def language(*, small: bool) -> Step:
     return huggingface.load(huggingface.Request.parse(target), training=True)
 
 
-def translation(*, small: bool) -> Step:
+def translation(*, small: bool) -> Workload:
     """Return a step of LSTMs with attention and a large vocabulary."""
     torch.manual_seed(0)
     config = NmtConfig(vocabulary=64, hidden=16, layers=1)
@@ -107,4 +107,4 @@ def translation(*, small: bool) -> Step:
     source = torch.randint(config.vocabulary, (batch, tokens))
     target = torch.randint(config.vocabulary, (batch, tokens + 1))
     inputs = (source, target[:, :-1].contiguous(), target[:, 1:].contiguous())
-    return Step.of(Nmt(config), inputs, next_token_loss)
+    return Workload.of(Nmt(config), inputs, next_token_loss)

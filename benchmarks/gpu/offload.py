@@ -28,12 +28,12 @@ import torch
 from benchmarks.gpu.models import models, two_devices
 from benchmarks.gpu.workbench import Workbench, arguments, everything_on, in_order, summary
 from benchmarks.record import Record, quartiles
-from envs import torch_devices
-from envs.cluster import Cluster
+from envs.hardware import torch_devices
+from envs.hardware.cluster import Cluster
+from envs.hardware.torch_devices import own_accelerators, torch_device
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS
-from envs.torch_devices import own_accelerators, torch_device
-from graphs.extract import Step
+from graphs.extract import Workload
 from placer.search.budget import Budget
 from placer.search.candidate import Candidate, distinct
 from placer.search.compilation import load_compiled_code
@@ -102,7 +102,7 @@ def tell(record: Record, rows: list[dict[str, Any]]) -> None:
         record.say(f"  {summary(row)}")
 
 
-def inference(record: Record, cluster: Cluster, name: str, step: Step) -> None:
+def inference(record: Record, cluster: Cluster, name: str, step: Workload) -> None:
     """Compare inference under half of its memory: accelerate's map and the best of a search."""
 
     def compared(found: dict[str, Any]) -> None:
@@ -119,7 +119,7 @@ def inference(record: Record, cluster: Cluster, name: str, step: Step) -> None:
     record.part(f"{name}: inference, 50% of the weights", compared)
 
 
-def accelerated(step: Step, cluster: Cluster, limit_bytes: int) -> dict[str, Any]:
+def accelerated(step: Workload, cluster: Cluster, limit_bytes: int) -> dict[str, Any]:
     """Time inference with accelerate's ``device_map="auto"`` under the same limit."""
     from accelerate import dispatch_model
 
@@ -163,7 +163,7 @@ def auto_map(model: torch.nn.Module, cluster: Cluster, weights_bytes: int) -> di
     return {module: names.get(device, device) for module, device in found.items()}
 
 
-def repeated(model: torch.nn.Module, step: Step, device: torch.device) -> Iterator[float]:
+def repeated(model: torch.nn.Module, step: Workload, device: torch.device) -> Iterator[float]:
     """Yield the seconds of several steps, without the warm-up."""
     for number in range(REPEATS + 2):
         torch_devices.synchronize(device)

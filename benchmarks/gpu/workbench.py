@@ -13,15 +13,15 @@ import numpy as np
 
 from benchmarks.record import quartiles
 from envs.backend import measurements
-from envs.cluster import Cluster
-from envs.measured_module import MeasuredModule, launch_order
+from envs.hardware.cluster import Cluster
+from envs.measured.torch_backend import MeasuredModule, launch_order
 from envs.measurement import Measurement
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.runtime import calibrated, costed
 from envs.simulator import INFEASIBLE_NS, Simulator
 from envs.torch_runtime import TorchRuntime
-from graphs.extract import Step, extract
+from graphs.extract import Workload, extract
 from graphs.graph import GraphArrays
 from placer.search.candidate import Candidate, Kind
 from placer.search.heuristics import single_device
@@ -32,7 +32,7 @@ ROUNDS = 3
 class Workbench:
     """One step, extracted and profiled once, placed under several memory limits."""
 
-    def __init__(self, step: Step, cluster: Cluster) -> None:
+    def __init__(self, step: Workload, cluster: Cluster) -> None:
         began = time.perf_counter()
         self.cluster = calibrated(cluster)
         self.extraction = extract(step)

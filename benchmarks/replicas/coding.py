@@ -69,4 +69,4 @@ CODINGS: Final[Mapping[str, _Coding]] = {
     "bf16": _narrow(torch.bfloat16),
     "1-bit": _one_bit,
 }
-"""By payload, see ``envs.replicas.collectives.PAYLOADS``."""
+"""By payload, see ``envs.collectives.PAYLOADS``."""

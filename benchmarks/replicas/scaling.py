@@ -24,15 +24,15 @@ from torch.nn import functional as F
 
 from benchmarks.record import Effort, Part
 from benchmarks.tables import Table
-from envs.cluster import Cluster, Device
+from envs.collectives import Level, halving_doubling_s, ring_s, single_reducer_s
 from envs.costs.roofline import roofline_costs
+from envs.hardware.cluster import Cluster, Device
 from envs.placement import Placement
 from envs.problem import Problem
-from envs.replicas.collectives import Level, halving_doubling_s, ring_s, single_reducer_s
-from envs.replicas.spec import AUTO, BUCKET_BYTES, Replication
 from envs.replicas.step import ReplicaStep, SlotNetwork, replicated
+from envs.replication import AUTO, BUCKET_BYTES, Replication
 from graphs.costs import with_costs
-from graphs.extract import Step, extract
+from graphs.extract import Workload, extract
 from graphs.graph import PHASES, GraphArrays
 from graphs.models import ResNet
 
@@ -168,7 +168,7 @@ def resnet() -> tuple[ReplicaStep, float]:
     with torch.device("meta"):
         model = ResNet().train()
         inputs = (torch.empty(32, 3, 224, 224), torch.empty(32, dtype=torch.long))
-    graph = extract(Step.of(model, inputs, F.cross_entropy), "export").graph
+    graph = extract(Workload.of(model, inputs, F.cross_entropy), "export").graph
     costs = roofline_costs(graph, [P100])
     sources = {kind: ["roofline"] * len(graph) for kind in costs}
     arrays = GraphArrays.from_graph(with_costs(graph, costs, sources))

@@ -37,9 +37,9 @@ from torch.nn import functional as F
 from benchmarks.record import Effort, Part
 from benchmarks.replicas.coding import coding_bytes_per_s, median_s
 from benchmarks.tables import Table
-from envs.replicas.collectives import Level
-from envs.replicas.spec import Replication
+from envs.collectives import Level
 from envs.replicas.step import ReplicaStep, SlotNetwork, replicated
+from envs.replication import Replication
 from placer.parallel import BlockAverager, SyncConfig, make_sync
 from placer.parallel.methods.block_averager import BMUF
 

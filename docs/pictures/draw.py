@@ -15,8 +15,7 @@ import numpy as np
 
 import placer
 from envs.simulator import Schedule, Simulated
-from envs.simulator.critical import critical_path
-from envs.simulator.idle import idle_times
+from envs.simulator.critical_path import critical_path, idle_times
 from graphs.graph import PHASES
 from placer.result import Result
 from placer.search.candidate import Candidate

@@ -34,8 +34,8 @@ from pathlib import Path
 from typing import Final, TypeVar
 from zlib import crc32
 
-from envs.cache_folder import CacheWarning, cache_folder
-from envs.cluster import LONGEST_S
+from envs.hardware.cache_folder import CacheWarning, cache_folder
+from envs.hardware.cluster import LONGEST_S
 from graphs.printable import check_printable, escaped
 
 APPLICATION: Final = 0x706C6163  # "plac", in SQLite's field for the application of a file

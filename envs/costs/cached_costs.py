@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from envs.cache_folder import host, processor
-from envs.cluster import Device
 from envs.costs.cache import Conditions, CostCache, Session
-from envs.discover import device_kind
+from envs.hardware.cache_folder import host, processor
+from envs.hardware.cluster import Device
+from envs.hardware.discover import device_kind
 from graphs.costs import with_costs
 
 

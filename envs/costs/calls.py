@@ -22,19 +22,19 @@ from numpy.typing import NDArray
 from torch.random import fork_rng
 from torch.utils._pytree import tree_leaves, tree_map
 
-from envs import torch_devices
-from envs.cluster import Cluster, Device
 from envs.costs.cached_costs import CachedCosts, OpCosts, first_of_kinds
 from envs.costs.signatures import node_signatures
-from envs.executor.neutral import CallText
-from envs.executor.updates import fused_update, updated_together
-from envs.stopwatch import REPEATS, burst, calls_per_burst, seconds_per_call
-from envs.torch_devices import CPU, torch_device, unless_out_of_memory
-from envs.watchdog import timed_within_bounds
+from envs.costs.torch_speeds import REPEATS, burst, calls_per_burst, seconds_per_call
+from envs.executors.torch.neutral import CallText
+from envs.executors.torch.updates import fused_update, updated_together
+from envs.executors.torch.watchdog import timed_within_bounds
+from envs.hardware import torch_devices
+from envs.hardware.cluster import Cluster, Device
+from envs.hardware.torch_devices import CPU, torch_device, unless_out_of_memory
 from graphs.extract import Extraction
 from graphs.extract.autocast import autocast
-from graphs.extract.call_graph import CallGraph
-from graphs.extract.forward import ForwardCall
+from graphs.extract.export.forward import ForwardCall
+from graphs.extract.placeable import CallGraph
 from graphs.extract.program import Ref
 from graphs.graph import PHASES
 from graphs.optimizer import STATE, Optimizer
@@ -108,9 +108,9 @@ def profile_calls(
     """Measure the seconds of every node of a call graph, {device kind: (M,)}.
 
     A call costs the longer of its time on the device and its launch time, see
-    :func:`envs.stopwatch.seconds_per_call`. The launch cost of the device in ``cluster``, which is
-    added to every node of a problem, is subtracted. A node that does not fit on the device costs
-    nan. Accumulating gradients is not counted.
+    :func:`envs.costs.torch_speeds.seconds_per_call`. The launch cost of the device in ``cluster``,
+    which is added to every node of a problem, is subtracted. A node that does not fit on the device
+    costs nan. Accumulating gradients is not counted.
 
     Raises:
         ValueError: a device is not on this machine, or the model has no values (meta device).

@@ -22,21 +22,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from envs import torch_devices
-from envs.cluster import Cluster, Device
 from envs.costs.cached_costs import OpCosts, first_of_kinds
 from envs.costs.roofline import SOURCE, roofline_costs
-from envs.discover import cores_of
-from envs.executor.hooked_module import HookedModule
-from envs.executor.meeting import sent
-from envs.torch_devices import synchronize, torch_device, unless_out_of_memory
-from envs.watchdog import timed_within_bounds
-from graphs.extract import Extraction, ExtractionError, Step
+from envs.executors.hooks.hooked_module import HookedModule
+from envs.executors.hooks.meeting import sent
+from envs.executors.torch.watchdog import timed_within_bounds
+from envs.hardware import torch_devices
+from envs.hardware.cluster import Cluster, Device
+from envs.hardware.discover import cores_of
+from envs.hardware.torch_devices import synchronize, torch_device, unless_out_of_memory
+from graphs.extract import Extraction, ExtractionError, Workload
 from graphs.extract.autocast import autocast
 from graphs.extract.calls import ModuleCall
+from graphs.extract.modules.units import Unit, Units
 from graphs.extract.substitute import in_its_mode
 from graphs.extract.trial import forward_of, runnable
-from graphs.extract.units import Unit, Units
 
 WARM_UP: Final = 2
 Result = TypeVar("Result")
@@ -150,7 +150,7 @@ def profile_modules_on(
 
 
 @contextmanager
-def _on(device: torch.device, extraction: Extraction, step: Step) -> Iterator[Step]:
+def _on(device: torch.device, extraction: Extraction, step: Workload) -> Iterator[Workload]:
     with runnable(step) as copy:
         there = replace(
             copy, inputs=sent(copy.inputs, device), keywords=sent(copy.keywords, device)
@@ -164,7 +164,7 @@ def _profile(
     extraction: Extraction,
     repeats: int,
     now: Callable[[], float],
-    prepared: Callable[[Step], AbstractContextManager[Step]],
+    prepared: Callable[[Workload], AbstractContextManager[Workload]],
 ) -> NDArray[np.float64]:
     # The step is prepared anew for every run.
     step = extraction.step
@@ -187,14 +187,14 @@ def _profile(
 
 
 class _Clock(Units):
-    def __init__(self, step: Step, now: Callable[[], float]) -> None:
+    def __init__(self, step: Workload, now: Callable[[], float]) -> None:
         super().__init__(step)
         self.forward_s: defaultdict[Unit, float] = defaultdict(float)
         self.backward_s: defaultdict[Unit, float] = defaultdict(float)
         self._now = now
         self._began = threading.local()
 
-    def run(self, step: Step) -> None:
+    def run(self, step: Workload) -> None:
         """Run the step: forward, and backward if it is a training step."""
         with self.followed():
             self._began.at = self._now()

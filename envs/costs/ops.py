@@ -14,14 +14,14 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.cluster import Device
 from envs.costs.cached_costs import CachedCosts, OpCosts, first_of_kinds
 from envs.costs.modules import core_module_costs
 from envs.costs.signatures import op_signatures
-from envs.executor.lists import Run, single_list
-from envs.executor.pool import WorkerPool
-from envs.executor.state import load_example
-from envs.executor.worker_error import once_more
+from envs.executors.cores.errors import once_more
+from envs.executors.cores.lists import Run, single_list
+from envs.executors.cores.pool import WorkerPool
+from envs.executors.cores.state import load_example
+from envs.hardware.cluster import Device
 from graphs.extract import Extraction
 
 WARM_UP: Final = 2

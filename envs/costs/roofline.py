@@ -17,8 +17,14 @@ import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.cluster import Cluster, Device, load_cluster
-from envs.discover import check_cores, check_devices, is_here, is_own_core_set, why_not_here
+from envs.hardware.cluster import Cluster, Device, load_cluster
+from envs.hardware.discover import (
+    check_cores,
+    check_devices,
+    is_here,
+    is_own_core_set,
+    why_not_here,
+)
 from graphs.graph import attributes_of
 
 SOURCE: Final = "roofline of the cluster's rates"

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from envs.executor.lists import Run, single_list
+from envs.executors.cores.lists import Run, single_list
 from graphs.extract import Extraction
-from graphs.extract.call_graph import CallGraph
+from graphs.extract.placeable import CallGraph
 from graphs.extract.program import Call, Ref, StepProgram, Value
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.replicas.spec import BUCKET_BYTES
+from envs.replication import BUCKET_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -27,18 +27,18 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.micro_batches import OPTIMIZER, Pipeline
+from envs.collectives import AllReduce, Level
 from envs.nanoseconds import nanoseconds
 from envs.placement import Placement
 from envs.problem import NO_QUEUE, Problem
 from envs.replicas.buckets import Buckets, buckets_of, busiest_ns, reduced_ns, serial_ns
-from envs.replicas.collectives import AllReduce, Level
-from envs.replicas.spec import Replication
 from envs.replicas.topology import levels_of
+from envs.replication import Replication
 from envs.runtime import reduces_in_backward
 from envs.simulator import Schedule, Simulator
-from graphs.frozen import frozen
+from envs.simulator.micro_batches import OPTIMIZER, Pipeline
 from graphs.gradients import Gradients, gradients_of
+from graphs.graph import frozen
 
 LONGEST_NS: Final = 1 << 53
 """Limit on the duration of a reduction, 104 days, so that sums stay within 63 bits."""

@@ -22,8 +22,8 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from envs.collectives import Level
 from envs.problem import NO_QUEUE, Problem
-from envs.replicas.collectives import Level
 
 NOMINAL_BYTES: Final = 25 << 20
 """Size of a bucket of gradients."""

@@ -2,10 +2,10 @@
 
 :class:`Simulator` simulates arrays of placements, :class:`Simulated` is the backend. Compiled code
 calls :func:`simulate_core` with the named tuples of :func:`arrays_of` and :func:`workspace_for`.
-``envs.simulator.kernel`` describes the semantics.
+``envs.simulator.kernel.step`` describes the semantics.
 """
 
-from envs.simulator.arrays import (
+from envs.simulator.kernel.arrays import (
     BEYOND_HORIZON,
     IGNORE_MEMORY,
     INFEASIBLE_NS,
@@ -17,10 +17,10 @@ from envs.simulator.arrays import (
     ProblemArrays,
     Workspace,
 )
-from envs.simulator.kernel import simulate_batch, simulate_core
+from envs.simulator.kernel.step import simulate_batch, simulate_core
+from envs.simulator.kernel.tables import arrays_of, workspace_for
 from envs.simulator.schedule import Schedule, Transfers
 from envs.simulator.simulated import Simulated, Simulator
-from envs.simulator.tables import arrays_of, workspace_for
 
 __all__ = [
     "BEYOND_HORIZON",

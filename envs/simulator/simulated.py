@@ -12,12 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.backend import ProgressCallback, StepResult
-from envs.micro_batches import Pipeline
 from envs.nanoseconds import HORIZON_NS
 from envs.placement import Placement
-from envs.problem import Problem
-from envs.rows import device_rows, priority_rows
-from envs.simulator.arrays import (
+from envs.problem import Problem, device_rows, priority_rows
+from envs.simulator.kernel.arrays import (
     IGNORE_MEMORY,
     INFEASIBLE_NS,
     NO_LIMIT_NS,
@@ -26,10 +24,11 @@ from envs.simulator.arrays import (
     STOP_WHEN_FULL,
     Workspace,
 )
-from envs.simulator.kernel import simulate_batch
+from envs.simulator.kernel.step import simulate_batch
+from envs.simulator.kernel.tables import arrays_of, workspace_for
+from envs.simulator.micro_batches import Pipeline
 from envs.simulator.reasons import why_blocked, why_full
 from envs.simulator.schedule import Schedule, Transfers, busy_ns, no_transfers
-from envs.simulator.tables import arrays_of, workspace_for
 
 BLOCKS_PER_THREAD: Final = 32
 """Average number of blocks of a batch per thread: some placements take longer than others."""
@@ -45,7 +44,7 @@ class Simulator:
     Every placement is simulated from the start. After a change only what happened before it could
     be reused, half on average, at the price of storing states; stopping at a limit, as
     :func:`simulate_core` does for searches, saves more. Loads are updated incrementally, see
-    :mod:`envs.max_load`.
+    :mod:`envs.simulator.max_load`.
     """
 
     def __init__(self, problem: Problem, *, memory: bool = True, threads: int = 1) -> None:
@@ -214,11 +213,11 @@ class Simulated:
     transfers and waits for their links; they add up to the step.
 
     A placement in m micro-batches is a step that runs the graph m times, see
-    :mod:`envs.micro_batches`. Its period is (step of 2 m - step of m) / m: filling and draining the
-    pipeline cost both the same, while the end of a single step would show the drain alone. With few
-    micro-batches the two steps may still fill it differently. The period is therefore never less
-    than the work of the busiest device or link for a further micro-batch, which no steady state can
-    undercut; the optimizer, which runs once per step, is no part of it.
+    :mod:`envs.simulator.micro_batches`. Its period is (step of 2 m - step of m) / m: filling and
+    draining the pipeline cost both the same, while the end of a single step would show the drain
+    alone. With few micro-batches the two steps may still fill it differently. The period is
+    therefore never less than the work of the busiest device or link for a further micro-batch,
+    which no steady state can undercut; the optimizer, which runs once per step, is no part of it.
     """
 
     def __init__(self, problem: Problem, *, threads: int = 1) -> None:

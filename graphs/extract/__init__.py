@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from graphs.extract.extraction import Extraction, FallBack, extract
-    from graphs.extract.step import ExtractionError, Step, StepError
+    from graphs.workload import ExtractionError, StepError, Workload
 
 AUTO: Final = "auto"
 """The first extractor that accepts the step."""
 
-__all__ = ["AUTO", "Extraction", "ExtractionError", "FallBack", "Step", "StepError", "extract"]
+__all__ = ["AUTO", "Extraction", "ExtractionError", "FallBack", "StepError", "Workload", "extract"]
 
 
 def __getattr__(name: str) -> Any:
@@ -24,5 +24,5 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     traces = name in ("Extraction", "FallBack", "extract")
-    home = "graphs.extract.extraction" if traces else "graphs.extract.step"
+    home = "graphs.extract.extraction" if traces else "graphs.workload"
     return getattr(import_module(home), name)

@@ -18,12 +18,12 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from graphs.costs import call_flops
-from graphs.extract.keys import operator_name, owner
+from graphs.extract.calls import operator_name, owner
 from graphs.extract.lineage import accumulates, forward_ops, is_backward, tagged_call
 from graphs.extract.program import VIEW, Call, Ref, Result, Source, StepProgram, Value
-from graphs.extract.step import ExtractionError
 from graphs.graph import Phase
-from graphs.mirror import ACCUMULATES
+from graphs.synthetic.mirror import ACCUMULATES
+from graphs.workload import ExtractionError
 
 MAYBE_COPIES: Final = ("reshape", "contiguous", "to", "_reshape_alias")
 ALSO_VIEWS: Final = ("_unsafe_view",)

@@ -3,6 +3,8 @@
 There are three extractors, tried in this order: torch.export, a recording of the ops that a real
 step dispatches, and the calls of the model's modules. Each accepts models that the one before does
 not, and gives less information about them.
+
+Checks that a step can be extracted at all, made before any extractor is tried.
 """
 
 from __future__ import annotations
@@ -12,24 +14,56 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 import networkx as nx
+from torch import nn
+from torch.nn.parameter import is_lazy
 
 from graphs.extract import AUTO
+from graphs.extract.calls import module_paths
 from graphs.extract.convert import OpFacts, Traced, convert
-from graphs.extract.dag import build_graph
-from graphs.extract.dispatch import record
-from graphs.extract.export import trace
-from graphs.extract.exported_calls import calls_of
-from graphs.extract.faults import check_step
-from graphs.extract.forward import ForwardProgram, forward_program
+from graphs.extract.dag import build_graph, calls_of
+from graphs.extract.dispatch.trace import record
+from graphs.extract.export.forward import ForwardProgram, forward_program
+from graphs.extract.export.trace import trace
 from graphs.extract.gradients import check_gradients
-from graphs.extract.modules import module_graph
+from graphs.extract.modules.trace import module_graph
+from graphs.extract.modules.units import Unit
 from graphs.extract.program import StepProgram
 from graphs.extract.refusals import first_line, sentences, unforeseen
-from graphs.extract.step import ExtractionError, Step, StepError
 from graphs.extract.substitute import on_host
 from graphs.extract.trial import check_runs
-from graphs.extract.units import Unit
 from graphs.extract.updates import with_optimizer
+from graphs.workload import ExtractionError, StepError, Workload
+
+
+def check_step(step: Workload) -> None:
+    """Raise if the step is at fault as it is given.
+
+    Raises:
+        StepError: a parameter has no shape yet; or, in training, none requires a gradient, or one
+            would have a sparse gradient.
+    """
+    name = type(step.model).__name__
+    state = step.named_state()
+    if unshaped := [own for own, tensor in state.items() if is_lazy(tensor)]:
+        raise StepError(
+            f"{unshaped[0]} of {name} has no shape until the model has run: run the model once "
+            "first, on the example inputs"
+        )
+    if not step.training:
+        return
+    if not any(tensor.requires_grad for tensor in state.values()):
+        raise StepError(
+            f"{name} has no parameter that requires a gradient, so there is nothing to train; "
+            "place inference"
+        )
+    for module, path in module_paths(step).items():
+        is_sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        if is_sparse and module.weight.requires_grad:
+            raise StepError(
+                f"{type(module).__name__} {path or name} has sparse gradients, which a placed "
+                "step cannot hand over; make it with sparse=False"
+            )
+
 
 Extractor: TypeAlias = Literal["export", "dispatch", "modules"]
 EXTRACTORS: Final[tuple[Extractor, ...]] = get_args(Extractor)
@@ -59,7 +93,7 @@ class Extraction:
     tensors, and other values may lead to other ops.
     """
 
-    step: Step
+    step: Workload
     graph: nx.DiGraph[str]
     own_program: StepProgram | None
     outputs: Any
@@ -125,7 +159,7 @@ class Extraction:
             )
 
 
-def extract(step: Step, extractor: str = AUTO) -> Extraction:
+def extract(step: Workload, extractor: str = AUTO) -> Extraction:
     """Extract the graph of one step.
 
     Torch traces a model on one device, so meanwhile copies of its state on the host replace it: a
@@ -150,7 +184,7 @@ def extract(step: Step, extractor: str = AUTO) -> Extraction:
         return replace(_extracted(here, extractor), step=step)
 
 
-def _extracted(step: Step, extractor: str) -> Extraction:
+def _extracted(step: Workload, extractor: str) -> Extraction:
     if extractor != AUTO:
         return _by(extractor, step, ())
     fell_back: list[FallBack] = []
@@ -181,7 +215,7 @@ def _told(fell_back: Sequence[FallBack]) -> list[str]:
     return told
 
 
-def _by(extractor: str, step: Step, fell_back: tuple[FallBack, ...]) -> Extraction:
+def _by(extractor: str, step: Workload, fell_back: tuple[FallBack, ...]) -> Extraction:
     """Extract by one extractor; unforeseen errors are refusals, too."""
     try:
         return _BY_NAME[extractor](step, fell_back)
@@ -191,16 +225,16 @@ def _by(extractor: str, step: Step, fell_back: tuple[FallBack, ...]) -> Extracti
         raise ExtractionError(unforeseen(step, error)) from error
 
 
-def _exported(step: Step, fell_back: tuple[FallBack, ...]) -> Extraction:
+def _exported(step: Workload, fell_back: tuple[FallBack, ...]) -> Extraction:
     return _of_trace(step, trace(step), "export", fell_back)
 
 
-def _recorded(step: Step, fell_back: tuple[FallBack, ...]) -> Extraction:
+def _recorded(step: Workload, fell_back: tuple[FallBack, ...]) -> Extraction:
     return _of_trace(step, record(step), "dispatch", fell_back)
 
 
 def _of_trace(
-    step: Step, traced: Traced, extractor: Extractor, fell_back: tuple[FallBack, ...]
+    step: Workload, traced: Traced, extractor: Extractor, fell_back: tuple[FallBack, ...]
 ) -> Extraction:
     name = type(step.model).__name__
     program, facts = convert(traced, ties_of(step))
@@ -230,7 +264,7 @@ def _of_trace(
 
 
 def _forward(
-    step: Step, traced: Traced, program: StepProgram, facts: Sequence[OpFacts]
+    step: Workload, traced: Traced, program: StepProgram, facts: Sequence[OpFacts]
 ) -> tuple[ForwardProgram | None, tuple[str, ...], str]:
     """Return the exported forward pass and the call key of every op, or why there is none.
 
@@ -251,7 +285,7 @@ def _forward(
         return None, (), f"its forward pass has what they cannot run: {first_line(error)}"
 
 
-def _of_modules(step: Step, fell_back: tuple[FallBack, ...]) -> Extraction:
+def _of_modules(step: Workload, fell_back: tuple[FallBack, ...]) -> Extraction:
     found = module_graph(step)
     return Extraction(
         step=step,
@@ -265,7 +299,7 @@ def _of_modules(step: Step, fell_back: tuple[FallBack, ...]) -> Extraction:
     )
 
 
-_BY_NAME: Final[Mapping[str, Callable[[Step, tuple[FallBack, ...]], Extraction]]] = {
+_BY_NAME: Final[Mapping[str, Callable[[Workload, tuple[FallBack, ...]], Extraction]]] = {
     "export": _exported,
     "dispatch": _recorded,
     "modules": _of_modules,
@@ -282,7 +316,7 @@ def shown_lines(lines: tuple[str, ...], most: int = 3) -> str:
     return "; ".join([*lines[:most], *([f"and {more} more"] if more > 0 else [])])
 
 
-def ties_of(step: Step) -> dict[str, str]:
+def ties_of(step: Workload) -> dict[str, str]:
     """Return {further name: first name} of parameters and buffers that are the same tensor."""
     first: dict[int, str] = {}
     ties: dict[str, str] = {}

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from graphs.extract.refusals import explained, loss_without_gradient, quiet
-from graphs.extract.step import ExtractionError, Step
 from graphs.extract.substitute import in_its_mode
 from graphs.extract.trial import check_differentiable, forward_of, runnable
+from graphs.workload import ExtractionError, Workload
 
 
-def check_gradients(step: Step, found: Collection[str]) -> None:
+def check_gradients(step: Workload, found: Collection[str]) -> None:
     """Raise if a trace lacks gradients; ``found`` names the parameters that have one.
 
     The loss need not depend on every parameter; if one has no gradient, a plain run of the step
@@ -39,7 +39,7 @@ def check_gradients(step: Step, found: Collection[str]) -> None:
         raise loss_without_gradient(step)
 
 
-def _computed(step: Step) -> set[str]:
+def _computed(step: Workload) -> set[str]:
     """Return the names of state that torch computes gradients for; the model is left as it was."""
     try:
         with quiet(), in_its_mode(step), runnable(step) as copy:

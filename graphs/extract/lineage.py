@@ -12,7 +12,7 @@ from typing import Final
 
 from torch import fx
 
-from graphs.extract.keys import numbered, operator_name, owner
+from graphs.extract.calls import numbered, operator_name, owner
 from graphs.extract.program import VIEW, Call
 
 COPY: Final = "aten.clone.default"

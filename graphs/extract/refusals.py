@@ -1,6 +1,11 @@
 """Messages about steps that cannot be extracted: torch's reason, the line of the model, advice.
 
 Torch's own output is suppressed meanwhile: its reasons are in its exceptions.
+
+Refusing models that define parts of their backward pass which an extractor cannot follow.
+
+Torch.export traces into a function that has its own backward and decomposes it; of checkpointing it
+sees only the forward pass. Either way the traced step would be another one.
 """
 
 from __future__ import annotations
@@ -13,15 +18,18 @@ import sys
 import textwrap
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Final
+from typing import Any, Final
 
 import torch
+from torch.autograd.function import Function
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointFunction
 
-from graphs.extract.step import Step, StepError
 from graphs.precision import FULL
+from graphs.workload import ExtractionError, StepError, Workload
 
 OWN: Final = str(Path(__file__).parent)
 RECORDING: Final = str(Path(OWN, "dispatch.py"))
@@ -44,7 +52,7 @@ METHOD: Final = re.compile(r"<(?:slot wrapper|method) '(?P<what>[^']*)' of '[^']
 """ADDRESS and METHOD match how Python shows objects, which messages shorten to a name."""
 
 
-def explained(step: Step, error: Exception, verb: str) -> str:
+def explained(step: Workload, error: Exception, verb: str) -> str:
     """Return the first line of torch's error, the line of the model, and what can be done.
 
     ``verb`` is what cannot be done to the model, as in "exported".
@@ -74,7 +82,7 @@ def explained(step: Step, error: Exception, verb: str) -> str:
     return f"{text}. {advice}."
 
 
-def unforeseen(step: Step, error: Exception) -> str:
+def unforeseen(step: Workload, error: Exception) -> str:
     """Return a message about an unforeseen error between torch's trace and the graph."""
     return (
         f"{type(step.model).__name__} was traced, but no graph comes out of the trace: "
@@ -154,7 +162,7 @@ def wants_input_gradient(which: str) -> StepError:
     )
 
 
-def loss_without_gradient(step: Step) -> StepError:
+def loss_without_gradient(step: Workload) -> StepError:
     """Return the error for a training step without a backward pass."""
     return StepError(
         f"the loss of {type(step.model).__name__} does not depend on any parameter that requires "
@@ -181,3 +189,61 @@ def quiet() -> Iterator[None]:
     finally:
         logging.disable(before)
         threading.excepthook = hook
+
+
+@contextlib.contextmanager
+def own_backward_refused(
+    step: Workload, *, functions: bool = False, saving: bool = False
+) -> Iterator[None]:
+    """Raise, while a training step runs, if an extractor cannot follow its backward pass.
+
+    Args:
+        step: an inference step has no backward pass, and nothing is refused.
+        functions: refuse functions with a backward of their own, except those of torch.
+        saving: refuse hooks on saved tensors, as in activation checkpointing.
+
+    Raises:
+        StepError: reentrant checkpointing, which no extractor can follow.
+        ExtractionError: the step does what is to be refused.
+    """
+    if not step.training:
+        yield
+        return
+    name = type(step.model).__name__
+    apply: Callable[..., Any] = Function.__dict__["apply"].__func__
+    enter = saved_tensors_hooks.__enter__
+
+    def applied(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and issubclass(cls, CheckpointFunction):
+            raise StepError(
+                f"{name} uses reentrant checkpointing{_here()}, which starts backward passes of "
+                "its own that cannot be placed; give use_reentrant=False"
+            )
+        if torch.is_grad_enabled() and functions and not cls.__module__.startswith("torch."):
+            raise ExtractionError(
+                f"{name} uses {cls.__name__}{_here()}, a function with a backward of its own, "
+                "which torch.export does not keep"
+            )
+        return apply(cls, *args, **kwargs)
+
+    def entered(hooks: saved_tensors_hooks) -> None:
+        if torch.is_grad_enabled() and saving:
+            raise ExtractionError(
+                f"{name} has a way of its own to save tensors for the backward pass{_here()}, "
+                "such as activation checkpointing, which only a recording shows (dispatch)"
+            )
+        enter(hooks)
+
+    # Torch has no hook for these calls, so the methods themselves are replaced meanwhile.
+    Function.apply = classmethod(applied)  # type: ignore[method-assign, assignment]
+    saved_tensors_hooks.__enter__ = entered  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+        saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
+
+
+def _here() -> str:
+    line = running_line()
+    return f" ({line})" if line else ""

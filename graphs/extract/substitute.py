@@ -14,11 +14,11 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from graphs.extract.calls import module_paths
-from graphs.extract.step import Step
+from graphs.workload import Workload
 
 
 @contextlib.contextmanager
-def substituted(step: Step, of: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+def substituted(step: Workload, of: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """Replace every parameter and buffer of the model and its loss by ``of(tensor)``.
 
     On exit the original ones are back, whatever was assigned meanwhile.
@@ -42,7 +42,7 @@ def substituted(step: Step, of: Callable[[torch.Tensor], torch.Tensor]) -> Itera
 
 
 @contextlib.contextmanager
-def on_host(step: Step) -> Iterator[Step]:
+def on_host(step: Workload) -> Iterator[Workload]:
     """Yield the step with all its tensors on the host, where models are traced; ties are kept.
 
     Tensors on the host or on the meta device are not copied.
@@ -61,7 +61,7 @@ def on_host(step: Step) -> Iterator[Step]:
 
 
 @contextlib.contextmanager
-def in_its_mode(step: Step) -> Iterator[None]:
+def in_its_mode(step: Workload) -> Iterator[None]:
     """Switch a model that is not in the step's mode as a whole, and gradients on or off.
 
     Modules in eval mode within a model in train mode stay in eval mode. On exit all attributes of
@@ -99,7 +99,7 @@ class _Attributes:
 
 
 @contextlib.contextmanager
-def on_copies(step: Step) -> Iterator[Step]:
+def on_copies(step: Workload) -> Iterator[Workload]:
     """Yield the step on copies of all that it could change; the random state is restored.
 
     If the model cannot be copied as a whole, its parameters and buffers are.
@@ -130,7 +130,7 @@ class _Copies:
         return self.known[id(tensor)]
 
 
-def with_distinct_inputs(step: Step) -> Step:
+def with_distinct_inputs(step: Workload) -> Workload:
     """Return the step on copies of its inputs; one passed twice would be traced as one input."""
 
     def copied(leaf: Any) -> Any:

@@ -18,8 +18,8 @@ import torch
 
 from graphs.extract.convert import OpFacts
 from graphs.extract.program import Call, Ref, Role, Source, StepProgram, Value
-from graphs.extract.step import StepError
 from graphs.optimizer import STATE, Optimizer
+from graphs.workload import StepError
 
 SCALAR: Final = ()
 

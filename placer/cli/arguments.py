@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from placer.target import Target
+    from placer.sources.target import Target
 
 from graphs.optimizer import NONE, STATE
 from graphs.precision import FULL, check_dtype
@@ -92,7 +92,7 @@ def add_step(parser: argparse.ArgumentParser) -> None:
 def target_of(args: argparse.Namespace) -> Target:
     """Return the target with the options of :func:`add_step` and ``--inference``."""
     from graphs.optimizer import Optimizer
-    from placer.target import Target
+    from placer.sources.target import Target
 
     return Target(
         name=args.target,
@@ -173,7 +173,7 @@ def memory(text: str) -> dict[str, int]:
     Raises:
         argparse.ArgumentTypeError: the text is not of this form.
     """
-    from envs.byte_size import parse_limits
+    from envs.hardware.byte_size import parse_limits
 
     try:
         return parse_limits(text)

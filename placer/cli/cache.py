@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _clear(cache: CostCache, what: str) -> str | None:
     """Clear part of the cache; return why that part does not exist, or None."""
-    from envs.cache_folder import speed_files
+    from envs.hardware.cache_folder import speed_files
 
     kinds: list[str] = []
     if what not in (EVERYTHING, SPEEDS):
@@ -89,7 +89,7 @@ def _clear(cache: CostCache, what: str) -> str | None:
 
 
 def _listing(cache: CostCache, holdings: list[Holding]) -> dict[str, Any]:
-    from envs.cache_folder import NOWHERE, speed_files
+    from envs.hardware.cache_folder import NOWHERE, speed_files
 
     folder = cache.path.parent
     return {

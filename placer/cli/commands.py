@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-import placer
 from placer.cli import (
     cache,
     completion,
@@ -28,6 +27,7 @@ from placer.cli.failures import JOB_FAILED, fail, why_no_memory
 from placer.cli.parser import CommandParser
 from placer.cli.talk import plain_warnings
 from placer.interrupt import NOTHING_KEPT
+from placer.version import VERSION
 
 COMMANDS = (
     optimize,
@@ -54,7 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Finds which op of a PyTorch model should run on which device, by measured "
         "step time.",
     )
-    parser.add_argument("--version", action="version", version=f"placer {placer.__version__}")
+    parser.add_argument("--version", action="version", version=f"placer {VERSION}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
         command.add_to(commands)

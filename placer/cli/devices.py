@@ -13,7 +13,7 @@ from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs, wh
 from placer.cli.talk import progress_of, say
 
 if TYPE_CHECKING:
-    from envs.cluster import Cluster
+    from envs.hardware.cluster import Cluster
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -33,12 +33,12 @@ def run(args: argparse.Namespace) -> int:
     """Discover and calibrate the devices, print and write them."""
     if (why := why_not_outputs({"--out": args.out}, {})) is not None:
         return fail(BAD_USAGE, why)
-    from envs.cluster import cluster_to_toml
-    from envs.discover import discover
-    from envs.executor.worker_error import WorkerError
+    from envs.executors.cores.errors import WorkerError
+    from envs.hardware.cluster import cluster_to_toml
+    from envs.hardware.discover import discover
     from envs.measurement import why_doubtful
     from envs.runtime import calibrated
-    from graphs.whole_file import write_whole
+    from graphs.files import write_whole
     from placer.report.console import stdout_console
     from placer.report.table import print_cluster
 

@@ -74,9 +74,9 @@ def run(args: argparse.Namespace) -> int:
     if (why := why_not_outputs({"--out": args.out}, {"placement": args.placement})) is not None:
         return fail(BAD_USAGE, why)
     from graphs.extract import ExtractionError
-    from graphs.whole_file import write_whole
+    from graphs.files import write_whole
     from placer.exports.renaming import ExportError, RenamingError
-    from placer.target import TargetError
+    from placer.sources.target import TargetError
 
     if args.inference and args.optimizer != NONE:
         return fail(BAD_USAGE, "inference has no gradients: give --inference or --optimizer")
@@ -127,7 +127,7 @@ def _exported(args: argparse.Namespace) -> Exported:
     from placer.exports import format_named
     from placer.exports.format import export_extracted
     from placer.exports.renaming import check_renamed
-    from placer.target import is_graph_file, load_step
+    from placer.sources.target import is_graph_file, load_step
 
     placement = _placement(args)
     check_renamed(args.renamed, placement.device_names)
@@ -171,7 +171,7 @@ def _problem(
         ValueError: costs are to be measured, but the devices are not on this machine or lack the
             memory.
     """
-    from envs.discover import discover
+    from envs.hardware.discover import discover
     from envs.runtime import costed_problem, known_problem, runtime_for
 
     try:

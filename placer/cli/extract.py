@@ -14,9 +14,9 @@ from placer.cli.talk import progress_of, say
 if TYPE_CHECKING:
     import networkx as nx
 
-    from envs.cluster import Cluster
+    from envs.hardware.cluster import Cluster
     from graphs.extract import Extraction
-    from placer.report.progress import Progress
+    from placer.progress import Progress
 
 EPILOG = """\
 examples:
@@ -79,13 +79,13 @@ def run(args: argparse.Namespace) -> int:
     if why is not None:
         return fail(BAD_USAGE, why)
     from graphs.extract import ExtractionError
-    from graphs.files import save_graph
+    from graphs.graph_file import save_graph
     from graphs.summary import GraphSummary
     from placer.messages import extraction_remarks
     from placer.report.console import stdout_console
     from placer.report.summary import print_summary, summary_to_dict
     from placer.result import extraction_to_dict
-    from placer.target import TargetError
+    from placer.sources.target import TargetError
 
     try:
         cluster = None if args.costs == "none" else _cluster(args)
@@ -153,11 +153,11 @@ def _file(target: str) -> Path:
 def _graph(
     args: argparse.Namespace, cluster: Cluster | None, progress: Progress
 ) -> tuple[nx.DiGraph[str], Extraction | None]:
-    from envs.discover import is_here
+    from envs.hardware.discover import is_here
     from envs.runtime import costed, runtime_for
     from graphs.extract import extract
-    from graphs.extract.fake import check_has_memory
-    from placer.target import is_graph_file, load_graph_target
+    from graphs.extract.trial import check_has_memory
+    from placer.sources.target import is_graph_file, load_graph_target
 
     if is_graph_file(args.target):
         return load_graph_target(args.target), None

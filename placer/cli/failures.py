@@ -1,18 +1,22 @@
-"""Error messages of one line, exit codes, and checks of output files."""
+"""Error messages of one line, exit codes, and checks of output files.
+
+Standard output whose errors name it.
+"""
 
 from __future__ import annotations
 
 import errno
+import io
 import os
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from graphs.files import partial_name, why_not_read, written_file
 from graphs.strict_json import brief
-from graphs.whole_file import partial_name, written_file
-from placer.missing_file import why_not_read
 
 JOB_FAILED: Final = 1
 BAD_USAGE: Final = 2
@@ -125,3 +129,29 @@ def _real(path: Path) -> Path:
         return path.resolve()
     except (OSError, RuntimeError):
         return path
+
+
+class StandardOutput(io.TextIOWrapper):
+    """Standard output that names itself in its first error and discards everything after it."""
+
+    def write(self, text: str) -> int:
+        """Write text, like any file."""
+        with self._named():
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the buffer."""
+        with self._named():
+            super().flush()
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            with open(os.devnull, "wb") as nothing:  # noqa: PTH123 - a device
+                os.dup2(nothing.fileno(), self.fileno())
+            raise OSError(error.errno, error.strerror, "standard output") from None

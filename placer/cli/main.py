@@ -25,7 +25,7 @@ def script() -> NoReturn:
     """
     try:
         leave_imports_at_once()
-        from placer.cli.standard_output import StandardOutput
+        from placer.cli.failures import StandardOutput
 
         if (old := sys.stdout) is not None:  # it may be closed
             lines = bool(old.line_buffering)

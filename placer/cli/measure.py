@@ -51,10 +51,10 @@ def run(args: argparse.Namespace) -> int:
     """Measure the placement; return 1 if it could not be run."""
     if (why := why_no_step(args, is_graph=False)) is not None:
         return fail(BAD_USAGE, why)
-    from envs.discover import discover
+    from envs.hardware.discover import discover
     from graphs.extract import ExtractionError
     from placer.choose import WarmStartError
-    from placer.target import TargetError, is_graph_file
+    from placer.sources.target import TargetError, is_graph_file
     from placer.warm_start import check_here, load_warm_start
 
     try:

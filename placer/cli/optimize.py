@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from placer.cli.duration import foretold, taken
+from graphs.files import why_not_read
 from placer.cli.failures import (
     BAD_USAGE,
     JOB_FAILED,
@@ -23,8 +23,7 @@ from placer.cli.failures import (
 from placer.cli.optimize_arguments import add_arguments, job_of
 from placer.cli.replicas import command_of, print_planned
 from placer.cli.report import why_no_report
-from placer.cli.talk import progress_of, say
-from placer.missing_file import why_not_read
+from placer.cli.talk import foretold, progress_of, say, taken
 
 if TYPE_CHECKING:
     from placer.job import Job
@@ -71,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     inputs = {"target": _file(args), "--cluster": args.cluster, "--start-from": args.start_from}
     if (why := why_not_outputs(outputs, inputs, _least_bytes(args.target))) is not None:
         return fail(BAD_USAGE, why)
-    from placer.target import TargetError, check_target
+    from placer.sources.target import TargetError, check_target
 
     try:
         job = job_of(args)
@@ -81,9 +80,9 @@ def run(args: argparse.Namespace) -> int:
     from graphs.selection import ConstraintError
     from placer.api import run_job
     from placer.choose import PlacementError, WarmStartError
+    from placer.progress import Timed
     from placer.replicate.result import ReplicatedResult
     from placer.report.console import stdout_console
-    from placer.report.progress import Timed
     from placer.report.table import print_result
 
     say(args, _foretold(job))
@@ -184,7 +183,7 @@ def _kept_elsewhere(found: Result, out: Path) -> str:
 
 
 def _foretold(job: Job) -> str:
-    from envs.discover import is_here
+    from envs.hardware.discover import is_here
 
     is_run = not job.has_costs and job.replicas is None and job.search.measure
     return foretold(

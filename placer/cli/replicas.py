@@ -6,8 +6,8 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any, Final
 
-from envs.replicas.collectives import ALGORITHMS, PAYLOADS
-from envs.replicas.spec import AUTO, BATCHES, Replication
+from envs.collectives import ALGORITHMS, PAYLOADS
+from envs.replication import AUTO, BATCHES, Replication
 from placer.cli.arguments import count, run_options
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from placer.cli.talk import progress_of, say
 if TYPE_CHECKING:
     from envs.placement import Placement
     from graphs.extract import Extraction
+    from placer.progress import Progress
     from placer.report.html import Source
-    from placer.report.progress import Progress
     from placer.result import Result
 
 EPILOG = """\
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         return fail(BAD_USAGE, why)
     from envs.placement import Placement
     from graphs.extract import ExtractionError
-    from placer.target import TargetError
+    from placer.sources.target import TargetError
 
     try:
         placement = Placement.load(args.placement)
@@ -134,7 +134,7 @@ def _page(found: Result, source: Source) -> str:
 
 
 def _why_not_left(page: str, path: Path) -> str | None:
-    from graphs.whole_file import write_whole
+    from graphs.files import write_whole
 
     try:
         write_whole(path, page)
@@ -172,7 +172,7 @@ def _launch(
     placement: Placement, args: argparse.Namespace, path: Path, extraction: Extraction | None
 ) -> str:
     """Return the command that trains with the placement, "" if placer cannot run it."""
-    from envs.replicas.spec import Replication
+    from envs.replication import Replication
     from envs.runtime import has_runtime
     from placer.parallel.plan import launch_command, why_not_run
 

@@ -132,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from placer.parallel.liveness import StoppedError
     from placer.parallel.processes import own_rank
     from placer.parallel.run import prepare_run, train_rank
-    from placer.target import TargetError
+    from placer.sources.target import TargetError
 
     outputs = {"--checkpoint": args.checkpoint, "--save": args.save}
     try:

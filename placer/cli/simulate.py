@@ -35,14 +35,14 @@ def run(args: argparse.Namespace) -> int:
     inputs = {"graph": args.graph, "--cluster": args.cluster, "--placement": args.placement}
     if (why := why_not_outputs({"--timeline": args.timeline}, inputs)) is not None:
         return fail(BAD_USAGE, why)
-    from envs.cluster import load_cluster
-    from envs.max_load import max_load_ns
+    from envs.hardware.cluster import load_cluster
     from envs.placement import Placement
     from envs.problem import Problem
     from envs.simulator import INFEASIBLE_NS, Simulated
-    from envs.simulator.critical import critical_path, critical_path_to_list
-    from graphs.files import load_graph
+    from envs.simulator.critical_path import critical_path, critical_path_to_list
+    from envs.simulator.max_load import max_load_ns
     from graphs.graph import GraphArrays
+    from graphs.graph_file import load_graph
     from placer.milliseconds import milliseconds
     from placer.report.timeline import write_timeline
 

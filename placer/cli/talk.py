@@ -1,6 +1,8 @@
 """Progress and remarks of a command, on stderr; nothing with ``--quiet``.
 
 Errors are always printed, see :mod:`placer.cli.failures`.
+
+Duration of an optimization: an estimate before it, and a breakdown after it.
 """
 
 from __future__ import annotations
@@ -8,14 +10,15 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Final, TextIO
 
-from envs.cache_folder import CacheWarning
+from envs.hardware.cache_folder import CacheWarning
 
 if TYPE_CHECKING:
-    from placer.report.progress import Progress
+    from placer.progress import Progress
+    from placer.search.budget import Budget
 
 
 def say(args: argparse.Namespace, text: object) -> None:
@@ -51,6 +54,58 @@ def plain_warnings() -> Iterator[None]:
 
 def progress_of(args: argparse.Namespace) -> AbstractContextManager[Progress]:
     """Return the progress display of a command."""
-    from placer.report.progress import Silent, progress_for
+    from placer.progress import Silent, progress_for
 
     return nullcontext(Silent()) if args.quiet else progress_for(sys.stderr.isatty())
+
+
+PREPARING_S: Final = 20.0
+"""Calibrating two cores takes 14 s, the ops of a small model 3 s; both are cached afterwards."""
+RUNNING_S: Final = 15.0
+"""Eight candidates at 1.5 s, see :func:`envs.core_runtime.rounds_for`, and the start of workers."""
+SMALLEST: Final = 0.02
+"""Share of the total time below which a stage is not listed separately."""
+
+
+def duration(seconds: float) -> str:
+    """Format a duration in seconds, from 90 s in minutes, from 90 min in hours.
+
+    >>> duration(20.0), duration(600.0), duration(86400.0)
+    ('20 s', '10 min', '24 h')
+    """
+    if seconds < 90:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60:.3g} min" if seconds < 5400 else f"{seconds / 3600:.4g} h"
+
+
+def foretold(budget: Budget, *, is_model: bool, is_run: bool) -> str:
+    """Return a sentence that estimates the duration; for a graph file it is the search alone."""
+    known = budget.seconds or 0.0
+    if not is_model:
+        told = (
+            f"about {duration(known)}, the search" if known else f"as long as the search, {budget}"
+        )
+        return f"This takes {told}."
+    before = f"extracting and measuring up to {duration(PREPARING_S)}, less of what is known"
+    after = f"running the best {duration(RUNNING_S)}, more where a step takes longer than 0.2 s"
+    rest = [before, after] if is_run else [before]
+    total = duration(known + PREPARING_S + (RUNNING_S if is_run else 0.0))
+    told = (
+        f"{total} in all on a quiet machine: search {duration(known)}; "
+        if known
+        else f"{total} on a quiet machine and the search, {budget}: "
+    )
+    return f"This takes about {told}{'; '.join(rest)}."
+
+
+def taken(total_s: float, stages_s: Mapping[str, float]) -> str:
+    """Return the total duration and its breakdown by stage; short stages are summed."""
+    long_s = {what: part_s for what, part_s in stages_s.items() if part_s >= SMALLEST * total_s}
+    parts = [f"{_named(what)} {duration(part_s)}" for what, part_s in long_s.items()]
+    rest_s = max(total_s - sum(long_s.values()), 0.0)
+    return f"took {duration(total_s)}: {', '.join([*parts, f'the rest {duration(rest_s)}'])}"
+
+
+def _named(stage: str) -> str:
+    title = stage.partition(" (")[0]
+    return title[:1].lower() + title[1:]

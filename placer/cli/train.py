@@ -12,8 +12,8 @@ from placer.cli.failures import BAD_USAGE, JOB_FAILED, fail, why_not_outputs
 from placer.cli.talk import progress_of
 
 if TYPE_CHECKING:
-    from envs.cluster import Cluster
-    from graphs.extract import Step
+    from envs.hardware.cluster import Cluster
+    from graphs.extract import Workload
     from placer.policies.training import TrainingConfig
 
 EPILOG = """\
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         return fail(BAD_USAGE, why)
     from graphs.extract import ExtractionError
     from placer.policies.training import train
-    from placer.target import TargetError
+    from placer.sources.target import TargetError
 
     try:
         config = _config(args)
@@ -156,7 +156,7 @@ def _config(args: argparse.Namespace) -> TrainingConfig:
     )
 
 
-def _measured(args: argparse.Namespace, config: TrainingConfig) -> tuple[Step, Cluster] | None:
+def _measured(args: argparse.Namespace, config: TrainingConfig) -> tuple[Workload, Cluster] | None:
     """Return the step to measure and its devices, if steps are measured.
 
     Raises:
@@ -168,8 +168,8 @@ def _measured(args: argparse.Namespace, config: TrainingConfig) -> tuple[Step, C
         if names := [name for name, value in given.items() if value]:
             raise ValueError(f"{names[0]} needs --backend measured")
         return None
-    from envs.discover import discover
-    from placer.target import is_graph_file, load_step
+    from envs.hardware.discover import discover
+    from placer.sources.target import is_graph_file, load_step
 
     if args.target is None:
         raise ValueError("measured steps are those of one model: give --target")

@@ -14,8 +14,8 @@ from typing import Final
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from graphs.extract import Step
-from graphs.extract.forward import ForwardCall, ForwardProgram
+from graphs.extract import Workload
+from graphs.extract.export.forward import ForwardCall, ForwardProgram
 from placer.exports.placed_modules import around, canonical_paths, is_inside, parent
 
 HOST: Final = "cpu"
@@ -118,7 +118,7 @@ def main_device_of(devices: Iterable[str]) -> str:
 
 def flow(
     program: ForwardProgram,
-    step: Step,
+    step: Workload,
     device_of: Mapping[str, str],
     main_device: str,
     gates: Container[str] = (),
@@ -168,7 +168,7 @@ def flow(
 
 
 def _sources(
-    program: ForwardProgram, step: Step, hooks: Hooks, main_device: str
+    program: ForwardProgram, step: Workload, hooks: Hooks, main_device: str
 ) -> tuple[dict[int, _Value], set[int]]:
     """Return the inputs, parameters and buffers by index, and the indices of the loss's targets."""
     values: dict[int, _Value] = {}

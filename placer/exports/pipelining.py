@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from graphs.extract.reserved import reserved_modules
+from graphs.extract.export.trace import reserved_modules
 from placer.exports.format import FormatOutput
 from placer.exports.placed_modules import PlacedModules, around, is_inside, layer_of, stacks
 from placer.exports.renaming import ExportError

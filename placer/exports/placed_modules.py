@@ -12,11 +12,11 @@ from functools import cached_property
 from torch import nn
 
 from envs.backend import StepResult
-from envs.cluster import Cluster, Device
+from envs.hardware.cluster import Cluster, Device
 from envs.placement import Placement
-from graphs.extract import Extraction, Step
-from graphs.extract.call_graph import call_graph
+from graphs.extract import Extraction, Workload
 from graphs.extract.extraction import ties_of
+from graphs.extract.placeable import call_graph
 from graphs.graph import PHASES, GraphArrays
 from placer.exports.renaming import RenamingError, check_renamed, unknown_devices
 
@@ -112,7 +112,7 @@ class PlacedModules:
         )
 
     @property
-    def step(self) -> Step:
+    def step(self) -> Workload:
         """Return the placed step."""
         return self.extraction.step
 

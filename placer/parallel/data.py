@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch.utils._pytree import tree_map_only
 
-from graphs.extract import Step
+from graphs.extract import Workload
 
 Batch: TypeAlias = tuple[tuple[Any, ...], Mapping[str, Any]]
 """Positional inputs and keywords of a training step, including the target of its loss."""
@@ -31,7 +31,7 @@ class MadeUp:
     values are a permutation of the example's, so that indices stay in range.
     """
 
-    step: Step
+    step: Workload
     seed: int = 0
 
     def __call__(self, number: int) -> Batch:
@@ -57,11 +57,11 @@ class FromFunction:
     """Batches from a function that takes a number and returns inputs like the target's."""
 
     function: Callable[[int], Any]
-    step: Step
+    step: Workload
 
     def __call__(self, number: int) -> Batch:
         """Return batch ``number``."""
-        step = Step.of(self.step.model, self.function(number), self.step.loss)
+        step = Workload.of(self.step.model, self.function(number), self.step.loss)
         return step.step_inputs, step.keywords
 
 

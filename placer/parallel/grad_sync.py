@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from envs.replicas.spec import BUCKET_BYTES
+from envs.replication import BUCKET_BYTES
 from placer.parallel.buckets import Bucket, filled_buckets
 from placer.parallel.groups import check_same
 from placer.parallel.methods.reductions import AllReduce, Reduction

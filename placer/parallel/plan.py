@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from envs.host_names import hosts_of
-from envs.replicas.collectives import HIERARCHICAL
-from envs.replicas.spec import AUTO, Replication
+from envs.collectives import HIERARCHICAL
+from envs.hardware.discover import hosts_of
+from envs.replication import AUTO, Replication
 from graphs.precision import FULL
 from placer.parallel.methods.registry import DEFAULT, SyncConfig, method_named
 
@@ -131,7 +131,7 @@ def launch_command(
 
     It trains for 100 steps after the warm-up steps of the planned method.
 
-    >>> from envs.replicas.spec import Replication
+    >>> from envs.replication import Replication
     >>> launch_command(Replication(groups=(("cuda:0",), ("cuda:1",))), "model.py:build", "p.json")
     'torchrun --nproc-per-node=2 -m placer.run model.py:build --placement p.json --steps 100'
     """

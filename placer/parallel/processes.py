@@ -11,8 +11,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from envs.discover import check_devices, is_here, shifted
-from envs.host_names import hosts_of, split_name
+from envs.hardware.discover import check_devices, hosts_of, is_here, shifted, split_name
 from envs.placement import Placement
 from placer.parallel.liveness import StoppedError, Store
 

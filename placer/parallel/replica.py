@@ -8,11 +8,11 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from envs.executor.hooked_module import HookedModule
-from envs.executor.placed import PlacedModel
-from envs.executor.placed_module import PlacedModule
+from envs.executors.cores.placed import PlacedModel
+from envs.executors.hooks.hooked_module import HookedModule
+from envs.executors.torch.placed_module import PlacedModule
 from envs.placement import Placement
-from graphs.extract import AUTO, Step, extract
+from graphs.extract import AUTO, Workload, extract
 from placer.applying import apply_extracted
 from placer.parallel.data import Batch
 
@@ -97,7 +97,7 @@ class OnPinnedCores:
         self._placed.close()
 
 
-def placed_replica(step: Step, placement: Placement, extractor: str = AUTO) -> Replica:
+def placed_replica(step: Workload, placement: Placement, extractor: str = AUTO) -> Replica:
     """Return the model of a training step, placed and ready for batches.
 
     Raises:

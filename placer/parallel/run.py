@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from envs.executor.seeds import spread_seed
+from envs.executors.cores.pool import spread_seed
 from envs.placement import Placement
 from envs.runtime import tensor_device
-from graphs.extract import Step
+from graphs.extract import Workload
 from placer.parallel.data import Batches, FromFunction, MadeUp, Shards
 from placer.parallel.groups import check_same, groups_of_slots
 from placer.parallel.liveness import Liveness, RunStore, StoppedError, shared_secret
@@ -25,7 +25,7 @@ from placer.parallel.processes import joined, on_own_devices, rank_count, stop_o
 from placer.parallel.replica import Replica, placed_replica
 from placer.parallel.training import Checkpoint, Trained, TrainingPlan, train
 from placer.replicate.sources import batch_size, with_part_of_inputs
-from placer.target import load_function, load_step
+from placer.sources.target import load_function, load_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Run:
     placement: Placement  # as in the file
     own: Placement  # on the devices of this rank
     is_shared: bool  # whether other ranks of this host use the same devices
-    step: Step
+    step: Workload
     batches: Batches
 
     @property
@@ -99,7 +99,7 @@ def prepare_run(request: RunRequest) -> Run:
     )
 
 
-def _part_of(step: Step, parts: int) -> Step:
+def _part_of(step: Workload, parts: int) -> Workload:
     part = with_part_of_inputs(step, parts)
     if part is None:
         raise ValueError(

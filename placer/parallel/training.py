@@ -21,8 +21,8 @@ import torch.distributed as dist
 from safetensors.torch import save
 from torch import nn
 
+from graphs.files import write_whole
 from graphs.strict_json import fields, load_checked, table, text, whole
-from graphs.whole_file import write_whole
 from placer.parallel.data import Batches, numbers_of
 from placer.parallel.groups import check_same
 from placer.parallel.methods.sync import Sync

@@ -6,7 +6,7 @@ from typing import ClassVar, Final
 
 import numpy as np
 
-from placer.placers.rule import sorted_for
+from placer.placers.rules import sorted_for
 from placer.search.candidate import Candidate, Kind
 from placer.search.evaluator import Evaluator
 from placer.search.grouping import units

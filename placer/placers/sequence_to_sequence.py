@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from placer.placers.sampling import Sampling
+from placer.placers.samplers import Sampling
 from placer.policies.sequence import learn, load_libraries
 from placer.search.candidate import Kind
 from placer.search.evaluator import BudgetedEvaluator

@@ -7,7 +7,7 @@ Suites are named sets of graphs on clusters, in ``suites.toml`` beside the shipp
     [[suite]]
     name = "many-devices"
     about = "16 to 64 devices"
-    families = ["layered", "moe"]     # of graphs/synthetic.py, or "reference"
+    families = ["layered", "moe"]     # of graphs/synthetic/families.py, or "reference"
     graphs = 42
     max_ops = 800
     seed = 4000000                    # of the graphs
@@ -28,7 +28,6 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-import placer
 from graphs.strict_json import load_toml
 from placer.policies.network import Policy, load, shipped, write_card
 from placer.policies.pool import Clusters, Exercise, draw_pool, families
@@ -42,6 +41,7 @@ from placer.policies.training.scores import (
     scores,
     untrained_scores,
 )
+from placer.version import VERSION
 
 FORMAT: Final = "placer-suites/1"
 SEED: Final = 4_000_000
@@ -145,7 +145,7 @@ def evaluate(
             {"seed": seed, **{name: mean(runs[seed]) for name, runs in sampled.items()}}
             for seed in range(seeds)
         ],
-        "version": placer.__version__,
+        "version": VERSION,
     }
 
 

@@ -16,9 +16,9 @@ from sb3_contrib import MaskablePPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import Logger
 
+from envs.hardware.torch_devices import one_thread
 from envs.placement_env import PlacementEnv
 from envs.problem import Problem
-from envs.torch_devices import one_thread
 from placer.search.budget import Budget, Meter
 from placer.search.candidate import Candidate, Kind
 from placer.search.evaluator import Evaluator

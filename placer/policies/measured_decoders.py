@@ -9,23 +9,23 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-import placer
 from envs.backend import measurements
-from envs.cluster import Cluster
-from envs.discover import check_devices
-from envs.executor.worker_error import WorkerError
-from envs.measured import Measured
-from envs.measured_module import MeasuredModule
+from envs.executors.cores.errors import WorkerError
+from envs.hardware.cluster import Cluster
+from envs.hardware.discover import check_devices
+from envs.measured.core_backend import Measured
+from envs.measured.torch_backend import MeasuredModule
 from envs.measurement import Measurement, contended, tied
 from envs.placement import MadeBy, Placement
 from envs.problem import Problem
 from envs.runtime import Runtime, calibrated, costed, runtime_for
 from envs.simulator import INFEASIBLE_NS, OVERFULL_NS, Simulator
-from graphs.extract import ExtractionError, Step, extract
-from graphs.extract.fake import check_has_memory
+from graphs.extract import ExtractionError, Workload, extract
+from graphs.extract.trial import check_has_memory
 from graphs.graph import GraphArrays
 from placer.policies.pool import CANNOT_RUN, Exercise, exercise, is_reference
 from placer.search.compilation import load_compiled_code
+from placer.version import VERSION
 
 MOST_AT_ONCE: Final = 16
 """Placements that are run in the same rounds; more would be far apart from their reference."""
@@ -83,7 +83,7 @@ class MeasuredDecoders:
 
     @classmethod
     def of(
-        cls, step: Step, cluster: Cluster, tell: Callable[[str], None] | None = None
+        cls, step: Workload, cluster: Cluster, tell: Callable[[str], None] | None = None
     ) -> MeasuredDecoders:
         """Extract a step, measure the costs of its ops and start its devices.
 
@@ -191,7 +191,7 @@ class MeasuredDecoders:
         order = self._runtime.order(problem, self._simulator.run(devices, priority))
         ranks = np.empty(problem.op_count)
         ranks[order] = np.arange(problem.op_count, 0, -1)
-        made_by = MadeBy(placer="policy", version=placer.__version__)
+        made_by = MadeBy(placer="policy", version=VERSION)
         placement = Placement.of(problem.graph, problem.cluster, devices, ranks, made_by)
         return devices.tobytes() + ranks.tobytes(), placement
 

@@ -11,10 +11,10 @@ from typing import Annotated, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.cluster import MOST_DEVICES, Cluster, Device, Link, LinkOrder, Sharing
+from envs.hardware.cluster import MOST_DEVICES, Cluster, Device, Link, LinkOrder, Sharing
 from envs.problem import Problem
 from graphs.graph import ANY_KIND, GraphArrays
-from graphs.synthetic import FAMILIES, draw
+from graphs.synthetic.families import FAMILIES, draw
 from placer.policies.records import Items, Within, check_ranges
 from placer.policies.reference import draw_reference
 from placer.policies.summary import summarise

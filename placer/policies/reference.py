@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from envs.cluster import Device
 from envs.costs.roofline import SOURCE, roofline_costs
-from graphs.coarsen import coarsen
+from envs.hardware.cluster import Device
+from graphs.coarsen.groups import coarsen
 from graphs.costs import with_costs
-from graphs.extract import Step, extract
+from graphs.extract import Workload, extract
 from graphs.graph import ANY_KIND
 from graphs.models import (
     Dlrm,
@@ -77,19 +77,19 @@ def extracted(name: str) -> nx.DiGraph[str]:
         return extract(MODELS[name]()).graph
 
 
-def _images(model: nn.Module, pixels: int) -> Step:
-    return Step.of(model, (torch.empty(32, 3, pixels, pixels), _tokens(32)), _classes)
+def _images(model: nn.Module, pixels: int) -> Workload:
+    return Workload.of(model, (torch.empty(32, 3, pixels, pixels), _tokens(32)), _classes)
 
 
-def _text(model: nn.Module, batch: int, tokens: int, sentences: int = 1) -> Step:
+def _text(model: nn.Module, batch: int, tokens: int, sentences: int = 1) -> Workload:
     inputs = tuple(_tokens(batch, tokens) for _ in range(sentences))
-    return Step.of(model, (*inputs, _tokens(batch, tokens)), _next_tokens)
+    return Workload.of(model, (*inputs, _tokens(batch, tokens)), _next_tokens)
 
 
-def _clicks(config: DlrmConfig) -> Step:
+def _clicks(config: DlrmConfig) -> Workload:
     inputs = (torch.empty(2048, config.dense), _tokens(2048, len(config.rows), 4))
     loss = F.binary_cross_entropy_with_logits
-    return Step.of(Dlrm(config), (*inputs, torch.empty(2048)), loss)
+    return Workload.of(Dlrm(config), (*inputs, torch.empty(2048)), loss)
 
 
 def _tokens(*shape: int) -> Tensor:
@@ -109,7 +109,7 @@ def _next_tokens(logits: Tensor, next_tokens: Tensor) -> Tensor:
 
 _MOE: Final = MoeConfig(hidden=1024, intermediate=2816, layers=4, heads=16, experts=8)
 
-MODELS: Final[Mapping[str, Callable[[], Step]]] = {
+MODELS: Final[Mapping[str, Callable[[], Workload]]] = {
     "dlrm": lambda: _clicks(DlrmConfig(features=64, bottom=(512, 256))),
     "inception": lambda: _images(InceptionV3(InceptionConfig(dropout=0.0)), 299),
     "moe": lambda: _text(Moe(_MOE), 4, 256),

@@ -14,12 +14,12 @@ from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvStepReturn
 
 from envs.backends import BACKENDS
-from envs.cluster import Cluster
+from envs.hardware.cluster import Cluster
 from envs.partial_schedule import PartialSchedule, schedule_chart
 from envs.placement_env import devices_of, problem_of
+from envs.problem import toy_problem
 from envs.runtime import costed_problem, runtime_for
 from envs.simulator import Simulator
-from envs.toy_problem import toy_problem
 from placer.policies.decoders import Decoders, InProcess
 from placer.policies.network import ACTION_SCALE, FARTHEST, normalised
 from placer.policies.pool import Exercise, exercise
@@ -30,7 +30,7 @@ from placer.search.list_scheduler.decoder import HEFT, WEIGHT_COUNT
 if TYPE_CHECKING:
     import networkx as nx
 
-    from graphs.extract import Step
+    from graphs.extract import Workload
 
 
 class SchedulerEnv(gym.Env[NDArray[np.float32], NDArray[np.float32]]):
@@ -53,7 +53,7 @@ class SchedulerEnv(gym.Env[NDArray[np.float32], NDArray[np.float32]]):
     def __init__(
         self,
         *,
-        workload: Step | None = None,
+        workload: Workload | None = None,
         graph: nx.DiGraph[str] | str | Path | None = None,
         cluster: Cluster | str | Path = "auto",
         backend: str = "simulated",

@@ -21,10 +21,10 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from envs.hardware.torch_devices import one_thread
+from envs.problem import toy_problem
 from envs.simulator import OVERFULL_NS
-from envs.torch_devices import one_thread
-from envs.toy_problem import toy_problem
-from graphs.quotient import edge_sources
+from graphs.coarsen.merging import edge_sources
 from placer.search.budget import Budget
 from placer.search.candidate import Kind
 from placer.search.evaluator import BudgetedEvaluator

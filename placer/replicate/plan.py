@@ -5,6 +5,8 @@ For every number of devices d = N // R, one search is run for each kind of devic
 values of d are not needed, as more devices never make a placement worse. All R up to MOST_REPLICAS
 are tried; beyond that, powers of two and the largest, as the curve is smooth. For a requested R,
 one replica per device and one replica on all devices are planned for comparison.
+
+Shares of budget and progress for several searches of one job.
 """
 
 from __future__ import annotations
@@ -15,28 +17,57 @@ from typing import Final
 
 import networkx as nx
 
-from envs.cluster import Cluster
 from envs.compiled import loading_stage
+from envs.hardware.cluster import Cluster
 from envs.problem import Problem
 from envs.replicas.groups import replica_groups
-from envs.replicas.spec import Replication
 from envs.replicas.step import replicated, slot_networks
 from envs.replicas.topology import Block
+from envs.replication import Replication
 from graphs.gradients import Gradients, gradients_of, no_gradients
 from graphs.graph import GraphArrays
 from placer.choose import PlacementError
 from placer.interrupt import Interrupt
 from placer.job import Job, SearchConfig
 from placer.pipeline import grouped, optimize_problem
+from placer.progress import Progress, Silent
 from placer.replicate.orders import Variant, variants
 from placer.replicate.result import ReplicaPlan, Split
 from placer.replicate.scaling import Scaling
 from placer.replicate.sources import GraphSource, ModelSource, StepSource
-from placer.report.progress import Progress, Silent
 from placer.result import Result
 from placer.search.budget import Budget
 from placer.search.compilation import load_compiled_code
-from placer.several import Slice, share_of
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Reports the progress of one of several searches as part of their common stage."""
+
+    whole: Progress
+    number: int
+    count: int
+
+    def stage(self, title: str) -> None:
+        """Ignore the title: there would be one stage per search."""
+
+    def advance(self, share: float, text: str = "") -> None:
+        """Report the share of all searches."""
+        shown = f"{self.number + 1} of {self.count}"
+        self.whole.advance(
+            (self.number + share) / self.count, f"{shown}: {text}" if text else shown
+        )
+
+
+def share_of(budget: Budget, several: int | None) -> Budget:
+    """Return the budget of each of several searches; one evaluation if ``several`` is None."""
+    if several is None:
+        return Budget(evaluations=1)
+    if budget.seconds is not None:
+        return Budget(seconds=budget.seconds / several)
+    assert budget.evaluations is not None
+    return Budget(evaluations=max(budget.evaluations // several, 1))
+
 
 MOST_REPLICAS: Final = 16
 

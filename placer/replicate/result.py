@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from envs.collectives import HIERARCHICAL
 from envs.placement import Placement
 from envs.problem import Problem
-from envs.replicas.collectives import HIERARCHICAL
-from envs.replicas.spec import AUTO, Replication
 from envs.replicas.step import ReplicaStep, ReplicatedStep, slot_networks
+from envs.replication import AUTO, Replication
 from placer.result import Result
 
 if TYPE_CHECKING:

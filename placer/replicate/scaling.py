@@ -9,12 +9,12 @@ from typing import Final
 import networkx as nx
 import numpy as np
 
-from envs.cluster import Cluster
+from envs.hardware.cluster import Cluster
 from envs.problem import Problem
 from envs.replicas.groups import replica_groups
-from envs.replicas.spec import Replication
 from envs.replicas.step import ReplicaStep, SlotNetwork, replicated, slot_networks
-from graphs.batch import with_part_of_batch
+from envs.replication import Replication
+from graphs.costs import with_part_of_batch
 from graphs.gradients import Gradients
 from graphs.graph import GraphArrays
 from placer.replicate.result import CurvePoint, Split, share_of_ideal

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import networkx as nx
 
-from envs.cluster import Cluster
-from graphs.batch import with_part_of_batch
+from envs.hardware.cluster import Cluster
+from graphs.costs import with_part_of_batch
 from placer.job import Job
 from placer.pipeline import costed_step
-from placer.report.progress import Progress
+from placer.progress import Progress
 
 if TYPE_CHECKING:
     import torch
 
-    from graphs.extract import Extraction, Step
+    from graphs.extract import Extraction, Workload
 
 
 class StepSource(Protocol):
@@ -48,7 +48,7 @@ class GraphSource:
         self.cluster = cluster
 
     def graph(self, parts: int) -> nx.DiGraph[str]:
-        """Return the scaled graph; see :func:`graphs.batch.with_part_of_batch`."""
+        """Return the scaled graph; see :func:`graphs.costs.with_part_of_batch`."""
         return with_part_of_batch(self.whole, parts)
 
 
@@ -56,9 +56,9 @@ class ModelSource:
     """Extracts a model again for each part of its batch."""
 
     def __init__(self, job: Job, hear: Progress) -> None:
-        from graphs.extract import Step
+        from graphs.extract import Workload
 
-        assert isinstance(job.source, Step)
+        assert isinstance(job.source, Workload)
         self.step = job.source
         self.samples = batch_size(job.source)
         self.job = job
@@ -93,7 +93,7 @@ class ModelSource:
             ) from error
 
 
-def batch_size(step: Step) -> int | None:
+def batch_size(step: Workload) -> int | None:
     """Return the first dimension that all input tensors share, None if they differ."""
     sizes: set[int] = set()
 
@@ -105,7 +105,7 @@ def batch_size(step: Step) -> int | None:
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def with_part_of_inputs(step: Step, parts: int) -> Step | None:
+def with_part_of_inputs(step: Workload, parts: int) -> Workload | None:
     """Return the step on the first of ``parts`` equal parts of its batch; None if not divisible.
 
     The batch is the first dimension of all inputs, see :func:`batch_size`.

@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from envs.replicas.collectives import AllReduce
+from envs.collectives import AllReduce
 from envs.replicas.step import ReplicatedStep
 from envs.runtime import reduces_in_backward
 from graphs.graph import PHASES

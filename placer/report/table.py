@@ -18,7 +18,7 @@ from placer.milliseconds import milliseconds
 from placer.search.candidate import Kind
 
 if TYPE_CHECKING:
-    from envs.cluster import Cluster, Link
+    from envs.hardware.cluster import Cluster, Link
     from envs.measurement import Measurement
     from envs.placement import Placement
     from placer.result import Result

@@ -8,8 +8,8 @@ from pathlib import Path
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator import Simulated
-from envs.simulator.timeline import chrome_trace
-from graphs.whole_file import write_whole
+from envs.simulator.trace import chrome_trace
+from graphs.files import write_whole
 
 
 def write_timeline(problem: Problem, placement: Placement, path: Path) -> None:

@@ -18,12 +18,11 @@ from typing import Final
 
 import numpy as np
 
-from envs.bounds import lower_bound_ns
 from envs.compiled import is_cached
-from envs.max_load import max_load_ns
-from envs.problem import Problem
+from envs.problem import Problem, toy_problem
 from envs.simulator import simulate_batch
-from envs.toy_problem import toy_problem
+from envs.simulator.bounds import lower_bound_ns
+from envs.simulator.max_load import max_load_ns
 from placer.search.annealing import step_time
 from placer.search.annealing.step_time import Annealing
 from placer.search.candidate import Kind

@@ -1,8 +1,8 @@
 """Contiguous parts of a topological order, one per device, that minimize the slowest part.
 
 The time of a part is the cost of its ops plus its incoming and outgoing transfers, as counted by
-:mod:`envs.max_load`. It depends only on the two ends of the part, so the best borders follow by
-dynamic programming, as for pipelines of layers (PipeDream, arXiv 1806.03377).
+:mod:`envs.simulator.max_load`. It depends only on the two ends of the part, so the best borders
+follow by dynamic programming, as for pipelines of layers (PipeDream, arXiv 1806.03377).
 
 :func:`contiguous` also chooses the order of the devices, and counts the links between neighbouring
 parts: the result is optimal for a chain. In other graphs, an output that crosses several parts
@@ -22,10 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.compiled import compiled
-from envs.max_load import HOST_KIND, least_send_ns
 from envs.problem import Problem
+from envs.simulator.max_load import HOST_KIND, least_send_ns
+from graphs.coarsen.merging import edge_sources
 from graphs.graph import GraphArrays
-from graphs.quotient import edge_sources
 from placer.search.grouping import units
 from placer.search.heuristics import spread
 

@@ -24,7 +24,7 @@ from ortools.sat.python import cp_model
 
 from envs.problem import NO_QUEUE, Problem
 from envs.simulator import INFEASIBLE_NS
-from graphs.quotient import edge_sources
+from graphs.coarsen.merging import edge_sources
 from placer.search.candidate import Candidate
 from placer.search.evaluator import BudgetedEvaluator
 from placer.search.grouping import units

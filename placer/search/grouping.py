@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.problem import Problem
-from graphs.quotient import edge_sources
+from graphs.coarsen.merging import edge_sources
 
 ROOM: Final = 1.5
 """Initial limit of a group's cost relative to its equal share; doubled until few groups are

@@ -13,7 +13,7 @@ import numpy as np
 import pymetis
 from numpy.typing import NDArray
 
-from graphs.quotient import edge_sources
+from graphs.coarsen.merging import edge_sources
 from placer.search.grouping import Grouping
 from placer.search.heuristics import spread
 from placer.search.list_scheduler.arrays import SchedulingArrays

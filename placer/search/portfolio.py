@@ -12,8 +12,8 @@ from typing import Final, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.bounds import lower_bound_ns
 from envs.problem import Problem
+from envs.simulator.bounds import lower_bound_ns
 from placer.milliseconds import milliseconds
 from placer.search.annealing.step_time import (
     MOST_STARTS,

@@ -14,16 +14,15 @@ from pathlib import Path
 from torch.export.pt2_archive import _package
 from torch.utils._pytree import tree_structure
 
-from envs.discover import available_memory_bytes
-from graphs.extract import Step
+from envs.hardware.discover import available_memory_bytes
+from graphs.extract import Workload
+from graphs.files import missing_file, read_limited, why_not_read
 from graphs.strict_json import brief
-from graphs.whole_file import read_limited
-from placer.missing_file import missing_file, why_not_read
 from placer.sources.exported_check import check_archive
 from placer.sources.fault import TargetError, quiet
 
 
-def load(path: Path, *, training: bool) -> Step:
+def load(path: Path, *, training: bool) -> Workload:
     """Return the inference step of an exported program on its saved example inputs.
 
     Raises:
@@ -58,7 +57,7 @@ def load(path: Path, *, training: bool) -> Step:
         raise TargetError(f"{path} does not take the example inputs it was saved with")
     for module in model.modules():
         module.training = False  # train() and eval() refuse: the mode is part of the program
-    return Step(model, tuple(inputs), dict(keywords), training=False)
+    return Workload(model, tuple(inputs), dict(keywords), training=False)
 
 
 def _checked(path: Path) -> bytes:

@@ -30,12 +30,12 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from envs.discover import available_memory_bytes
-from envs.torch_devices import is_out_of_memory
-from graphs.extract import Step
+from envs.hardware.discover import available_memory_bytes
+from envs.hardware.torch_devices import is_out_of_memory
+from graphs.extract import Workload
+from graphs.files import why_not_read
 from graphs.names import suggestion
 from graphs.strict_json import brief, parse_json
-from placer.missing_file import why_not_read
 from placer.sources.fault import TargetError
 from placer.sources.huggingface_config import OF_LOADING, check_harmless, read_config
 from placer.sources.names import PREFIX
@@ -162,7 +162,7 @@ class Request:
         return cls(name, batch, sequence, fields)
 
 
-def load(request: Request, *, training: bool, weights: bool = True) -> Step:
+def load(request: Request, *, training: bool, weights: bool = True) -> Workload:
     """Return the step of a model with random inputs and weights, always the same ones.
 
     The model is for sequence to sequence, masked words, speech to text, the next word, or image
@@ -189,7 +189,7 @@ def load(request: Request, *, training: bool, weights: bool = True) -> Step:
             return _step(model, request, training=training)
 
 
-def _step(model: Any, request: Request, *, training: bool) -> Step:
+def _step(model: Any, request: Request, *, training: bool) -> Workload:
     """Return the step of a model of transformers on random inputs, chosen by its main input."""
     config, batch = model.config, request.batch
     tokens = (batch, request.sequence)
@@ -200,7 +200,7 @@ def _step(model: Any, request: Request, *, training: bool) -> Step:
             inputs = {"pixel_values": torch.randn(batch, config.num_channels, *_image_size(config))}
             if training:
                 inputs["labels"] = torch.randint(config.num_labels, (batch,))
-            return Step.of(model, inputs, training=training)
+            return Workload.of(model, inputs, training=training)
         case "input_features" if hasattr(config, "num_mel_bins"):
             # Two frames of the spectrum make one position.
             frames = 2 * config.max_source_positions
@@ -214,7 +214,7 @@ def _step(model: Any, request: Request, *, training: bool) -> Step:
         inputs["labels"] = torch.randint(config.vocab_size, tokens)
     elif config.is_encoder_decoder:
         inputs["decoder_input_ids"] = torch.randint(config.vocab_size, tokens)
-    return Step.of(model, inputs, training=training)
+    return Workload.of(model, inputs, training=training)
 
 
 def _image_size(config: Any) -> tuple[int, int]:

@@ -16,10 +16,10 @@ from urllib.parse import parse_qsl
 import torch
 from torch import Tensor
 
-from envs.discover import available_memory_bytes
-from graphs.extract import Step
+from envs.hardware.discover import available_memory_bytes
+from graphs.extract import Workload
+from graphs.files import missing_file, why_not_read
 from graphs.printable import check_printable
-from placer.missing_file import missing_file, why_not_read
 from placer.sources.fault import TargetError, quiet
 
 LARGEST_FILE_BYTES: Final = 2**31
@@ -29,7 +29,7 @@ NOTES: Final = ("doc_string", "metadata_props")
 SEED: Final = 0
 
 
-def load(target: str, *, training: bool) -> Step:
+def load(target: str, *, training: bool) -> Workload:
     """Return the inference step of an ONNX file on random inputs; integer inputs are 0 or 1.
 
     Raises:
@@ -57,7 +57,7 @@ def load(target: str, *, training: bool) -> Step:
             module = build(model.graph, opsets[0], inputs)
     except ValueError as error:
         raise TargetError(f"{path}: {error}") from error
-    return Step(module, tuple(inputs.values()), training=False)
+    return Workload(module, tuple(inputs.values()), training=False)
 
 
 def _onnx(path: Path) -> Any:
@@ -71,7 +71,7 @@ def _onnx(path: Path) -> Any:
 
 def _checked(onnx: Any, path: Path) -> Any:
     """Return the parsed file with its external data, with model-local functions inlined."""
-    from placer.sources.onnx_tensors import bytes_of
+    from placer.sources.onnx_ops.tensors import bytes_of
 
     if not path.is_file():
         raise TargetError(missing_file(path))
@@ -134,7 +134,7 @@ def _sizes(target: str, query: str) -> dict[str, int]:
 
 def _inputs(graph: Any, path: Path, sizes: Mapping[str, int]) -> dict[str, Tensor]:
     """Return random inputs by name, without initializers, which old files list as inputs."""
-    from placer.sources.onnx_ops.dtypes import dtype_of
+    from placer.sources.onnx_ops.tensors import dtype_of
 
     held = {one.name for one in graph.initializer}
     wanted = [one for one in graph.input if one.name not in held]

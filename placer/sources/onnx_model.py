@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from placer.sources.fault import TargetError
 from placer.sources.onnx_ops import RULES, Node, UnsupportedError
-from placer.sources.onnx_tensors import attributes_of, tensor_of
+from placer.sources.onnx_ops.tensors import attributes_of, tensor_of
 
 OWN_DOMAINS: Final = ("", "ai.onnx")
 ONLY_SHAPES: Final = ("Shape", "Size")

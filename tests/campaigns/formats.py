@@ -15,13 +15,13 @@ from onnx_files import exported as export_onnx
 from tiny_cluster import CLUSTER
 from tiny_training import TINY, TWO_STAGES, inline_toml, toml
 
-from envs.cluster import cluster_to_toml, load_cluster
 from envs.costs.cache import FILE, Conditions, CostCache, Session
+from envs.hardware.cluster import cluster_to_toml, load_cluster
 from envs.placement import Placement
-from graphs.extract import Extraction, Step, extract
-from graphs.files import load_graph, save_graph
+from graphs.extract import Extraction, Workload, extract
 from graphs.graph import GraphArrays
-from graphs.synthetic import layered
+from graphs.graph_file import load_graph, save_graph
+from graphs.synthetic.families import layered
 from placer.cli.main import main
 from placer.device_map import DeviceMap
 from placer.parallel.training import STATE_FORMAT
@@ -32,8 +32,8 @@ from placer.policies.training.checkpoint import read_checkpoint
 from placer.policies.training.config import Length, Stage, Testing
 from placer.policies.training.run import train
 from placer.sources import exported, huggingface, onnx
+from placer.sources.target import load_step
 from placer.state_file import read_state, write_state
-from placer.target import load_step
 from placer.warm_start import load_warm_start, placement_of
 
 from .mutation import Syntax
@@ -205,7 +205,9 @@ class Sized(torch.nn.Module):
 
 @cache
 def _extraction() -> tuple[Extraction, GraphArrays]:
-    step = Step.of(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()), (torch.ones(2, 4),))
+    step = Workload.of(
+        torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()), (torch.ones(2, 4),)
+    )
     extraction = extract(replace(step, training=False))
     return extraction, GraphArrays.from_graph(extraction.graph)
 

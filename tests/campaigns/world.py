@@ -16,11 +16,11 @@ import runs
 from ranks import free_port
 from tiny_training import TWO_STAGES, toml
 
-from envs.calibrate import core_calibration
-from envs.cluster import Link
-from envs.discover import present
-from graphs.files import save_graph
-from graphs.synthetic import layered
+from envs.costs.calibrate import core_calibration
+from envs.hardware.cluster import Link
+from envs.hardware.discover import present
+from graphs.graph_file import save_graph
+from graphs.synthetic.families import layered
 
 from .formats import MODEL, Format, formats
 from .jobs import Command, Job

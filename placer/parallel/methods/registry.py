@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any, Final, Literal, TypeAlias
 
-from envs.replicas.spec import BUCKET_BYTES
+from envs.replication import BUCKET_BYTES
 from graphs.names import suggestion
 
 DEFAULT: Final = "allreduce"

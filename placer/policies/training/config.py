@@ -25,7 +25,7 @@
 
     [[stage]]                      # one after the other, see Stage
     share = 0.25                   # of the length, relative to the other stages'
-    families = ["layered", "grid"] # of graphs/synthetic.py, or "reference"
+    families = ["layered", "grid"] # of graphs/synthetic/families.py, or "reference"
     graphs = 120
     max_ops = 160
 
@@ -46,7 +46,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from graphs.strict_json import load_toml, within
-from graphs.synthetic import FEWEST_OPS
+from graphs.synthetic.families import FEWEST_OPS
 from placer.policies.network import GENERALIST
 from placer.policies.pool import Clusters, families
 from placer.policies.records import Items, Within, check_ranges, plain, record

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
-from graphs.whole_file import written_file
+from graphs.files import written_file
 
 COLUMNS: Final = (
     "seed",

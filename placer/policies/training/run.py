@@ -22,9 +22,8 @@ import numpy as np
 import stable_baselines3
 import torch
 
-import placer
-from envs.discover import available_memory_bytes
-from envs.torch_devices import one_thread
+from envs.hardware.discover import available_memory_bytes
+from envs.hardware.torch_devices import one_thread
 from placer.policies.decoders import Decoders
 from placer.policies.network import path_of
 from placer.policies.records import plain
@@ -36,10 +35,11 @@ from placer.policies.training.learner import Learner, Saved
 from placer.policies.training.log import Log
 from placer.policies.training.scores import MEANING, MEASURED, mean, table
 from placer.policies.training.tasks import Task, task_for
+from placer.version import VERSION
 
 if TYPE_CHECKING:
-    from envs.cluster import Cluster
-    from graphs.extract import Step
+    from envs.hardware.cluster import Cluster
+    from graphs.extract import Workload
 
 Progress = Callable[[float, str], None]
 RATIOS: Final = "ratios"
@@ -50,7 +50,7 @@ def train(
     out: Path,
     config: TrainingConfig | None = None,
     *,
-    measured: tuple[Step, Cluster] | None = None,
+    measured: tuple[Workload, Cluster] | None = None,
     progress: Progress | None = None,
     fresh: bool = False,
 ) -> Mapping[str, Any]:
@@ -260,7 +260,7 @@ def _card(
         "seeds": rows,
         "baselines": task.baselines(curriculum.tests),
         "versions": {
-            "placer": placer.__version__,
+            "placer": VERSION,
             "python": platform.python_version(),
             "numpy": np.__version__,
             "torch": torch.__version__,

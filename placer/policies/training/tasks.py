@@ -18,7 +18,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvStepReturn
 
 from envs.placement_env import PlacementEnv
-from graphs.whole_file import write_whole
+from graphs.files import write_whole
 from placer.policies.decoders import Decoders, InProcess, Processes
 from placer.policies.network import (
     FORMAT,

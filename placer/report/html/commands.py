@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from envs.discover import is_here
+from envs.hardware.discover import is_here
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.runtime import is_of_torch

@@ -11,13 +11,15 @@
      "candidates": [{"name", "predicted_s", "measured", "speed_up", "speed_up_is", "best",
                      "memory_bytes": predicted, by device, "measured_memory_bytes": by device,
                      "why": why it cannot run}],
-     "ops": columns of N ops and E edges, see :mod:`placer.report.html.ops`,
+     "ops": columns of N ops and E edges, see :mod:`placer.report.html.data`,
      "timeline": the simulated step, see :mod:`placer.report.html.schedule`,
      "search": {"seconds", "lines": [{"name", "evaluations", "seconds", "cost_s"}]},
      "commands": [{"what", "command", "told"}]}
 
 Unknown numbers are null. Times are whole nanoseconds (``_ns``) where there are many, seconds
 (``_s``) elsewhere; "rebuilt" marks CPU-clock times.
+
+Ops and edges of a report's graph, as columns.
 """
 
 from __future__ import annotations
@@ -29,14 +31,61 @@ from typing import Any
 import numpy as np
 
 from envs.measurement import Measurement
+from envs.placement import Placement
+from envs.problem import Problem
 from envs.simulator import Simulated
+from graphs.graph import PHASES
 from placer.messages import CPU_CLOCK
 from placer.report.html.commands import Command
-from placer.report.html.ops import ops_data
 from placer.report.html.schedule import timeline_data
 from placer.result import Result
 from placer.search.candidate import Candidate
 from placer.search.trace import SearchTrace
+
+
+def ops_data(problem: Problem, placement: Placement) -> dict[str, Any]:
+    """Return columns of N ops, by index, and of E edges.
+
+    ::
+
+        {"id": [str], "kind": [index into "kinds"], "kinds": [str], "phases": [str],
+         "module": [index into "modules"], "modules": [str], "phase": [index into "phases"],
+         "device": [index of device], "cost_ns": [on that device, launch included], "flops",
+         "moved_bytes", "output_bytes", "parameter_bytes", "resident_bytes", "saved_bytes",
+         "source": [op], "target": [op], "bytes": [int]}
+    """
+    graph = problem.graph
+    devices, _ = placement.arrays()
+    kinds, kind = _coded(graph.ops)
+    modules, module = _coded(graph.modules)
+    return {
+        "id": list(graph.ids),
+        "kinds": kinds,
+        "kind": kind,
+        "modules": modules,
+        "module": module,
+        "phases": list(PHASES),
+        "phase": graph.phase.tolist(),
+        "device": devices.tolist(),
+        "cost_ns": problem.cost_ns[np.arange(len(graph)), devices].tolist(),
+        "flops": graph.flops.tolist(),
+        "moved_bytes": graph.moved_bytes.tolist(),
+        "output_bytes": graph.output_bytes.tolist(),
+        "parameter_bytes": graph.parameter_bytes.tolist(),
+        "resident_bytes": graph.resident_bytes.tolist(),
+        "saved_bytes": graph.saved_bytes.tolist(),
+        "source": np.repeat(np.arange(len(graph)), np.diff(graph.successor_start)).tolist(),
+        "target": graph.successors.tolist(),
+        "bytes": graph.edge_bytes.tolist(),
+    }
+
+
+def _coded(names: tuple[str, ...]) -> tuple[list[str], list[int]]:
+    """Return the distinct names in order of first use, and the index of each name."""
+    index: dict[str, int] = {}
+    codes = [index.setdefault(name, len(index)) for name in names]
+    return list(index), codes
+
 
 UNPLACED = "not placed"
 

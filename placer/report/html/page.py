@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Final
 
-from graphs.whole_file import write_whole
+from graphs.files import write_whole
 
 SCRIPTS: Final = (
     "basics.js",

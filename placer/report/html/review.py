@@ -10,7 +10,7 @@ import numpy as np
 from envs.placement import MadeBy, Placement
 from envs.problem import Problem
 from envs.simulator import Simulated
-from placer.objectives import Objective
+from placer.placers.objectives import Objective
 from placer.result import Result
 from placer.search.candidate import Kind
 from placer.search.evaluator import Evaluator

@@ -7,14 +7,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from envs.micro_batches import Pipeline
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS, Schedule, Simulated
-from envs.simulator.critical import Stretch, critical_path
-from envs.simulator.idle import Idle, idle_times
-from envs.simulator.memory_curves import memory_curves
-from envs.simulator.tracks import link_tracks
+from envs.simulator.critical_path import Idle, Stretch, critical_path, idle_times
+from envs.simulator.micro_batches import Pipeline
+from envs.simulator.trace import link_tracks, memory_curves
 
 MOST_POINTS: Final = 8_000
 """Points of all memory curves together: more would be invisible and enlarge the file."""

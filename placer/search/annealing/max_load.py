@@ -20,7 +20,9 @@ from numpy.typing import NDArray
 
 from envs.compiled import compiled_borrowing, compiled_inline
 from envs.compiled_tables import by_pointer
-from envs.max_load import (
+from envs.problem import Problem, toy_problem
+from envs.simulator import INFEASIBLE_NS
+from envs.simulator.max_load import (
     LoadArrays,
     Loads,
     count_all,
@@ -30,9 +32,6 @@ from envs.max_load import (
     loads_for,
     max_load_ns,
 )
-from envs.problem import Problem
-from envs.simulator import INFEASIBLE_NS
-from envs.toy_problem import toy_problem
 from placer.milliseconds import milliseconds
 from placer.search.annealing.moves import (
     BEST,

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.compiled_tables import by_pointer
-from envs.levels import levels
 from envs.problem import Problem
+from envs.simulator.bounds import levels
 
 OP_FEATURE_COUNT: Final = 7
 BASE_ORDER_SCORE: Final = 10.0

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from placer.sources.onnx_ops import (  # noqa: F401  # each one adds its rules
     elementwise,
-    indexing,
     layers,
-    pools,
     recurrent,
-    reductions,
     shapes,
 )
 from placer.sources.onnx_ops.rule import RULES, Node, UnsupportedError

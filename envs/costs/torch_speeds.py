@@ -1,0 +1,203 @@
+"""Measure the speeds of torch devices, and of the copies between them.
+
+Timing on asynchronous devices: many calls in a row, synchronized once.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from envs.executors.torch.watchdog import timed_within_bounds
+from envs.hardware.cluster import Cluster, Device, Link
+from envs.hardware.torch_devices import CPU, synchronize, torch_device
+
+BURST_S: Final = 2e-3
+MOST_CALLS: Final = 1000
+REPEATS: Final = 5
+
+
+def seconds_per_call(
+    work: Callable[[], object],
+    devices: Sequence[torch.device],
+    *,
+    burst_s: float = BURST_S,
+    repeats: int = REPEATS,
+) -> float:
+    """Return the median seconds per call when calls follow each other without waiting.
+
+    A call thus costs the longer of its device time and its launch time. A burst is as many calls as
+    take about ``burst_s``, at least one; the first call, which compiles and allocates, is not
+    counted.
+    """
+    burst(work, devices, 1)
+    count = calls_per_burst(burst(work, devices, 1), burst_s)
+    return float(np.median([burst(work, devices, count) for _ in range(repeats)])) / count
+
+
+def calls_per_burst(call_s: float, burst_s: float = BURST_S) -> int:
+    """Return the number of calls in a burst."""
+    return min(max(math.ceil(burst_s / max(call_s, 1e-9)), 1), MOST_CALLS)
+
+
+def burst(work: Callable[[], object], devices: Sequence[torch.device], count: int) -> float:
+    """Return the seconds of ``count`` calls in a row, until all devices are done.
+
+    A single CUDA device is timed by events, from the first kernel to the end of the last: the
+    latency of the first launch and of the final wait is excluded, gaps in which the device waits
+    for a launch are included.
+    """
+    for device in devices:
+        synchronize(device)
+    if len(devices) == 1 and devices[0].type == "cuda":
+        return _burst_by_events(work, devices[0], count)
+    start = time.perf_counter()
+    for _ in range(count):
+        work()
+    for device in devices:
+        synchronize(device)
+    return time.perf_counter() - start
+
+
+def _burst_by_events(work: Callable[[], object], device: torch.device, count: int) -> float:
+    event: Any = torch.cuda.Event  # untyped in torch
+    with torch.cuda.device(device):
+        start, end = event(enable_timing=True), event(enable_timing=True)
+        start.record()
+        for _ in range(count):
+            work()
+        end.record()
+        end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
+
+
+SMALL_BYTES: Final = 64
+LARGE_BYTES: Final = 16 << 20
+STREAM_BYTES: Final = 96 << 20  # exceeds the caches
+LONG_PRODUCT_S: Final = 2e-3
+SMALLEST_MATRIX: Final = 256
+LARGEST_MATRIX: Final = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Cost of copying tensors from one device to another."""
+
+    latency_s: float
+    bytes_per_s: float
+
+
+def measured_speeds(cluster: Cluster) -> Cluster:
+    """Return the cluster with speeds, launch overheads and links measured now.
+
+    Devices of one kind are measured once, links once for each ordered pair of kinds. Links are
+    one-way, since copies from and to the host differ.
+
+    Raises:
+        ValueError: a device does not exist on this machine.
+        torch.OutOfMemoryError: a device has less than 0.3 GB free.
+    """
+    first_of = {device.kind: torch_device(device.name) for device in reversed(cluster.devices)}
+    known = {kind: _with_speeds(device) for kind, device in first_of.items()}
+    source = (
+        f"measured {datetime.date.today().isoformat()}, torch {torch.__version__}, "
+        f"float32 matmul precision {torch.get_float32_matmul_precision()}"
+    )
+    copies: dict[tuple[str, str], Copies] = {}
+    links: list[Link] = []
+    for a, b in itertools.permutations(cluster.devices, 2):
+        if (a.kind, b.kind) not in copies:
+            with timed_within_bounds(f"copies from {a.name}", b.name):
+                copies[a.kind, b.kind] = copy_speed(torch_device(a.name), torch_device(b.name))
+        links.append(_link(a, b, copies[a.kind, b.kind]))
+    devices = tuple(
+        replace(known[d.kind], name=d.name, kind=d.kind, memory_bytes=d.memory_bytes, source=source)
+        for d in cluster.devices
+    )
+    return replace(cluster, devices=devices, links=tuple(links))
+
+
+def launch_s(device: torch.device) -> float:
+    """Return the seconds of an op with next to no work."""
+    return seconds_per_call(partial(torch.neg, torch.ones(1).to(device)), [device])
+
+
+def flop_per_s(device: torch.device) -> float:
+    """Return the peak rate of float32 matrix products, in torch's current matmul precision."""
+    size = SMALLEST_MATRIX
+    while True:
+        random = torch.Generator().manual_seed(0)  # products of ones take less power
+        matrix = torch.rand(size, size, generator=random).to(device)
+        product = partial(torch.mm, matrix, matrix)
+        burst(product, [device], 1)
+        if burst(product, [device], 1) > LONG_PRODUCT_S or size >= LARGEST_MATRIX:
+            return 2 * size**3 / seconds_per_call(product, [device])
+        size *= 2
+
+
+def memory_bytes_per_s(device: torch.device) -> float:
+    """Return the bytes read and written per second by an op whose data exceeds the caches."""
+    source = torch.ones(STREAM_BYTES // 4).to(device)
+    result = torch.empty_like(source)
+    seconds = seconds_per_call(partial(torch.neg, source, out=result), [device])
+    return 2 * STREAM_BYTES / seconds
+
+
+def copy_speed(source: torch.device, destination: torch.device, *, pinned: bool = False) -> Copies:
+    """Measure latency and bandwidth of copies into fresh memory, as placed modules make them.
+
+    Args:
+        source: device of the tensor.
+        destination: device of the copy.
+        pinned: whether the tensor is in page-locked host memory and the copy is asynchronous.
+    """
+    seconds = []
+    for size in (SMALL_BYTES, LARGE_BYTES):
+        tensor = torch.ones(size // 4)
+        tensor = tensor.pin_memory() if pinned else tensor.to(source)
+        copy = partial(tensor.to, destination, non_blocking=destination != CPU)
+        seconds.append(seconds_per_call(copy, [source, destination]))
+    return copies_from(*seconds)
+
+
+def copies_from(small_s: float, large_s: float) -> Copies:
+    """Return latency and bandwidth from the times of a small and a large copy.
+
+    If noise made the large copy no slower than the small one, its whole time counts as transfer.
+
+    >>> copies_from(1e-5, 1e-5 + (LARGE_BYTES - SMALL_BYTES) / 1e10)
+    Copies(latency_s=1e-05, bytes_per_s=10000000000.0)
+    """
+    moving_s = large_s - small_s if large_s > small_s else large_s
+    return Copies(small_s, round((LARGE_BYTES - SMALL_BYTES) / moving_s, 3))
+
+
+def _with_speeds(device: torch.device) -> Device:
+    with timed_within_bounds("launches, products and memory", device):
+        return Device(
+            name=str(device),
+            kind=device.type,
+            memory_bytes=0,
+            launch_s=launch_s(device),
+            peak_flop_per_s=flop_per_s(device),
+            bandwidth_bytes_per_s=memory_bytes_per_s(device),
+        )
+
+
+def _link(source: Device, destination: Device, copies: Copies) -> Link:
+    return Link(
+        between=(source.name, destination.name),
+        latency_s=copies.latency_s,
+        bandwidth_bytes_per_s=copies.bytes_per_s,
+        sharing="pair",
+        one_way=True,
+    )

@@ -1,0 +1,1 @@
+"""Pinned worker processes, one for each core device."""

@@ -1,0 +1,177 @@
+"""Compiles an instruction list into one Python function per instruction.
+
+The functions work on a table of live tensors. Their source is generated: looking up arguments in
+nested containers for every call would cost more than the small ops themselves.
+
+Kernels may lay their results out differently from the trace (the gradient of mse_loss does), so a
+traced view may be impossible: it becomes ``reshape``, which then copies. Where strides are given as
+numbers, the tensor is brought into the traced layout first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+
+from envs.executors.cores.arena import Arena
+from envs.executors.cores.lists import Give, Instruction, Receive, Run, Send
+from envs.executors.cores.signals import Signals
+from graphs.extract.program import Call, Ref, StepProgram
+
+FREE_OF_LAYOUT: Final = {
+    f"aten.{name}.default": "aten.reshape.default" for name in ("view", "_unsafe_view")
+}
+BY_STRIDES: Final = "aten.as_strided.default"
+
+
+def operator(target: str) -> Callable[..., Any]:
+    """Return the torch operator with a name such as "aten.mm.default".
+
+    Raises:
+        ValueError: this process has no such operator.
+    """
+    namespace, packet, overload = target.split(".")
+    try:
+        found: Callable[..., Any] = getattr(
+            getattr(getattr(torch.ops, namespace), packet), overload
+        )
+    except AttributeError:
+        raise ValueError(
+            f"a worker knows no operator {target}: custom operators must be importable there"
+        ) from None
+    return found
+
+
+def laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """Return the tensor with these strides: itself, or a copy."""
+    if tensor.stride() == stride:
+        return tensor
+    copied = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+    return copied.copy_(tensor)
+
+
+class CompiledList:
+    """The compiled instruction list of one device, for repeated runs."""
+
+    def __init__(
+        self,
+        instructions: Sequence[Instruction],
+        program: StepProgram,
+        arena: Arena,
+        signals: Signals,
+    ) -> None:
+        self.program = program
+        self.arena = arena
+        self.signals = signals
+        self.table: dict[int, Any] = {
+            source.value: arena.value(source.value) for source in program.sources
+        }
+        self.steps: list[Callable[[dict[int, Any]], None]] = []
+        self.made = [value for i in instructions for value in self._writes(i)]
+        dying = self._last_uses(instructions)
+        for position, instruction in enumerate(instructions):
+            self.steps.append(self._step(instruction, dying[position]))
+        self.results = [i.result for i in instructions if isinstance(i, Give)]
+
+    def forget(self) -> None:
+        """Drop every tensor of the last run, except sources."""
+        for value in self.made:
+            self.table.pop(value, None)
+
+    def give(self) -> None:
+        """Copy this device's results to their shared tensors."""
+        for index in self.results:
+            result = self.arena.result(index)
+            result.copy_(self.table[self.program.results[index].value])
+
+    def _writes(self, instruction: Instruction) -> list[int]:
+        match instruction:
+            case Run(call, views):
+                calls = [*views, call]
+            case Give(_, views):
+                calls = list(views)
+            case Receive(value):
+                return [value]
+            case Send():
+                return []
+        outputs = [self.program.calls[call].outputs for call in calls]
+        return [value for group in outputs for value in group if value is not None]
+
+    def _reads(self, instruction: Instruction) -> list[int]:
+        match instruction:
+            case Run(call, views):
+                return [v for c in (*views, call) for v in self.program.calls[c].reads]
+            case Give(index, views):
+                reads = [v for c in views for v in self.program.calls[c].reads]
+                return [*reads, self.program.results[index].value]
+            case Send(value):
+                return [value]
+            case Receive():
+                return []
+
+    def _last_uses(self, instructions: Sequence[Instruction]) -> list[list[int]]:
+        """Return the values that are dead after each instruction; results stay alive."""
+        made = set(self.made)
+        last: dict[int, int] = {}
+        for position, instruction in enumerate(instructions):
+            for value in (*self._writes(instruction), *self._reads(instruction)):
+                if value in made:
+                    last[value] = position
+        kept = {self.program.results[i.result].value for i in instructions if isinstance(i, Give)}
+        dying: list[list[int]] = [[] for _ in instructions]
+        for value, position in last.items():
+            if value not in kept:
+                dying[position].append(value)
+        return dying
+
+    def _step(self, instruction: Instruction, dying: list[int]) -> Callable[[dict[int, Any]], None]:
+        names: dict[str, Any] = {}
+        match instruction:
+            case Run(call, views):
+                lines = [self._source(self.program.calls[c], names) for c in (*views, call)]
+            case Give(_, views):
+                lines = [self._source(self.program.calls[c], names) for c in views]
+            case Send(value, destinations):
+                names |= {"slot": self.arena.value(value), "signal": self.signals.send}
+                lines = [f"slot.copy_(V[{value}])", f"signal({destinations!r})"]
+            case Receive(value, source, number):
+                names |= {"slot": self.arena.value(value), "wait": self.signals.wait}
+                lines = [f"wait({source}, {number})", f"V[{value}] = slot"]
+        lines += [f"del V[{value}]" for value in dying]
+        header = ", ".join(["V", *(f"{name}={name}" for name in names)])
+        body = "\n ".join(lines) or "pass"
+        exec(f"def step({header}):\n {body}", names)
+        step: Callable[[dict[int, Any]], None] = names["step"]
+        return step
+
+    def _source(self, call: Call, names: dict[str, Any]) -> str:
+        target = f"f{len(names)}"
+        names[target] = operator(FREE_OF_LAYOUT.get(call.target, call.target))
+        arguments = [self._argument(argument, names) for argument in call.args]
+        if call.target == BY_STRIDES:
+            names["laid_out"] = laid_out
+            stride = self.program.values[call.reads[0]].stride
+            arguments[0] = f"laid_out({arguments[0]}, {stride!r})"
+        arguments += [f"{key}={self._argument(item, names)}" for key, item in call.kwargs.items()]
+        text = f"{target}({', '.join(arguments)})"
+        if not call.tuple_result:
+            return f"V[{call.outputs[0]}] = {text}"
+        members = [f"V[{v}] = r[{i}]" for i, v in enumerate(call.outputs) if v is not None]
+        return "; ".join([f"r = {text}", *members, "del r"])
+
+    def _argument(self, argument: Any, names: dict[str, Any]) -> str:
+        match argument:
+            case Ref(value):
+                return f"V[{value}]"
+            case bool() | int() | str() | None:
+                return repr(argument)
+            case list():
+                return f"[{', '.join(self._argument(item, names) for item in argument)}]"
+            case tuple():
+                return f"({''.join(self._argument(item, names) + ', ' for item in argument)})"
+            case _:
+                name = f"k{len(names)}"
+                names[name] = argument
+                return name

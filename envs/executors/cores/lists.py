@@ -1,0 +1,236 @@
+"""Instruction lists: a program split over the devices of a placement.
+
+Lists are read strictly in order. They follow one order of all ops in which every op comes after
+what it reads, so workers that wait for each other always make progress.
+
+The CPU-clock time of a step: its time without contention, computed from CPU times.
+
+On a busy machine a worker loses its core now and then, and the wall clock counts that. The thread's
+CPU clock does not: replaying the lists with CPU times gives the step time on a quiet machine. This
+holds for devices of one core: the thread's clock misses the other threads of a core set.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graphs.extract.program import VIEW, StepProgram
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Run a call, after the views that it is the first to need on this device."""
+
+    call: int
+    views: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Copy a value to its shared slot and signal the devices that wait for it."""
+
+    value: int
+    destinations: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """Wait for signal ``number`` (from 1) of ``source``, then read the value's shared slot."""
+
+    value: int
+    source: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Give:
+    """Return a result of the step, after the views that it needs."""
+
+    result: int
+    views: tuple[int, ...] = ()
+
+
+Instruction: TypeAlias = Run | Send | Receive | Give
+
+
+def device_lists(
+    program: StepProgram, devices: Sequence[int], order: Sequence[int], device_count: int
+) -> list[list[Instruction]]:
+    """Return the instruction lists, by device.
+
+    Args:
+        program: the step.
+        devices: device index of every op, (N,).
+        order: all ops, each after the ops it reads from; usually by simulated start time. An op
+            that writes in place is moved after all that read what it writes.
+        device_count: number of devices; a device without ops gets an empty list.
+
+    Raises:
+        ValueError: ``order`` runs an op before one that it reads from.
+    """
+    return _Lists(program, devices, device_count).build(_updates_last(program, order))
+
+
+def single_list(program: StepProgram) -> list[Instruction]:
+    """Return the instructions of a step that runs on one device, in program order."""
+    return device_lists(program, [0] * program.op_count, range(program.op_count), 1)[0]
+
+
+def priority_order(program: StepProgram, priority: Sequence[float]) -> list[int]:
+    """Return all ops by priority, highest first, but each after those it reads from.
+
+    ``priority`` is by op, (N,); ties go by index.
+    """
+    producer = program.producers()
+    readers: defaultdict[int, set[int]] = defaultdict(set)
+    missing = [0] * program.op_count
+    for call in program.calls:
+        if call.op == VIEW:
+            continue
+        roots = {program.values[value].root for value in call.reads}
+        sources = {program.calls[producer[root]].op for root in roots if root in producer}
+        missing[call.op] = len(sources)
+        for source in sources:
+            readers[source].add(call.op)
+    ready = [(-priority[op], op) for op in range(program.op_count) if not missing[op]]
+    heapq.heapify(ready)
+    order: list[int] = []
+    while ready:
+        _, op = heapq.heappop(ready)
+        order.append(op)
+        for reader in readers[op]:
+            missing[reader] -= 1
+            if not missing[reader]:
+                heapq.heappush(ready, (-priority[reader], reader))
+    assert len(order) == program.op_count
+    return order
+
+
+def _updates_last(program: StepProgram, order: Sequence[int]) -> list[int]:
+    """Move ops that write in place after the ops that read what they write.
+
+    They share a device, and nothing reads what the op makes: it can always run later.
+    """
+    position = {op: i for i, op in enumerate(order)}
+    readers = program.overwritten()
+    last = {op: max(position[r] for r in (op, *own)) for op, own in readers.items()}
+    return sorted(order, key=lambda op: (last.get(op, position[op]), op in last))
+
+
+class _Lists:
+    """Builds the lists; tracks what each device has already made or received."""
+
+    def __init__(self, program: StepProgram, devices: Sequence[int], device_count: int) -> None:
+        self.program = program
+        self.devices = devices
+        self.producer = program.producers()
+        self.lists: list[list[Instruction]] = [[] for _ in range(device_count)]
+        sources = {source.value for source in program.sources}
+        self.here: list[set[int]] = [set(sources) for _ in range(device_count)]
+        self.signals: defaultdict[tuple[int, int], int] = defaultdict(int)
+        self.number: dict[tuple[int, int], int] = {}
+        self.call_of_op = {call.op: i for i, call in enumerate(program.calls) if call.op != VIEW}
+        self.wanted = self._destinations()
+
+    def build(self, order: Sequence[int]) -> list[list[Instruction]]:
+        for op in order:
+            self._run(op)
+        for index, result in enumerate(self.program.results):
+            device = self._home(result.value)
+            self.lists[device].append(Give(index, tuple(self._bring(result.value, device))))
+        return self.lists
+
+    def _destinations(self) -> dict[int, tuple[int, ...]]:
+        """Return {root value: devices other than its own that read it}."""
+        wanted: defaultdict[int, set[int]] = defaultdict(set)
+        for call in self.program.calls:
+            if call.op == VIEW:
+                continue
+            for value in call.reads:
+                root = self.program.values[value].root
+                if self._home(root) != self.devices[call.op] and root in self.producer:
+                    wanted[root].add(self.devices[call.op])
+        return {root: tuple(sorted(devices)) for root, devices in wanted.items()}
+
+    def _home(self, value: int) -> int:
+        """Return the device that makes the tensor under a value; 0 for sources."""
+        root = self.program.values[value].root
+        if root not in self.producer:
+            return 0
+        return self.devices[self.program.calls[self.producer[root]].op]
+
+    def _run(self, op: int) -> None:
+        device = self.devices[op]
+        index = self.call_of_op[op]
+        call = self.program.calls[index]
+        views: list[int] = []
+        for value in call.reads:
+            views += self._bring(value, device)
+        self.lists[device].append(Run(index, tuple(views)))
+        for value in (value for value in call.outputs if value is not None):
+            self.here[device].add(value)
+            destinations = self.wanted.get(value, ())
+            if destinations:
+                self.lists[device].append(Send(value, destinations))
+                for destination in destinations:
+                    self.signals[device, destination] += 1
+                    self.number[value, destination] = self.signals[device, destination]
+
+    def _bring(self, value: int, device: int) -> list[int]:
+        """Receive the root of a value if needed; return the view calls that then make it here."""
+        if value in self.here[device]:
+            return []
+        root = self.program.values[value].root
+        if value == root:
+            home = self._home(root)
+            if (root, device) not in self.number:
+                call = self.program.calls[self.producer[root]]
+                raise ValueError(f"the order runs a reader of op {call.op} before op {call.op}")
+            self.lists[device].append(Receive(root, home, self.number[root, device]))
+            self.here[device].add(root)
+            return []
+        index = self.producer[value]
+        call = self.program.calls[index]
+        views = [view for read in call.reads for view in self._bring(read, device)]
+        self.here[device].update(made for made in call.outputs if made is not None)
+        return [*views, index]
+
+
+def cpu_clock_s(
+    lists: Sequence[Sequence[Instruction]],
+    cpu_s: Sequence[NDArray[np.float64]],
+    latency_s: float,
+) -> float:
+    """Return the seconds of a step in which every device runs its list in order.
+
+    Args:
+        lists: one instruction list per device, as run.
+        cpu_s: per device the CPU seconds of every instruction, (instructions,).
+        latency_s: from the end of a send until a waiting receiver goes on.
+    """
+    sent_s: dict[int, float] = {}
+    clock_s = [0.0] * len(lists)
+    position = [0] * len(lists)
+    while any(p < len(own) for p, own in zip(position, lists, strict=True)):
+        before = list(position)
+        for d, own in enumerate(lists):
+            while position[d] < len(own):
+                instruction = own[position[d]]
+                if isinstance(instruction, Receive):
+                    if instruction.value not in sent_s:
+                        break
+                    if sent_s[instruction.value] > clock_s[d]:
+                        clock_s[d] = sent_s[instruction.value] + latency_s
+                clock_s[d] += float(cpu_s[d][position[d]])
+                if isinstance(instruction, Send):
+                    sent_s[instruction.value] = clock_s[d]
+                position[d] += 1
+        assert position != before, "the lists wait for each other"
+    return max(clock_s, default=0.0)

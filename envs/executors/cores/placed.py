@@ -1,0 +1,274 @@
+"""A placed model whose steps are run by pinned workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from envs.executors.cores.errors import WorkerError
+from envs.executors.cores.lists import device_lists
+from envs.executors.cores.pool import WorkerPool
+from envs.executors.cores.state import (
+    begin_updates,
+    checked_rate,
+    count_update,
+    load_batch,
+    load_kept,
+    unpacked,
+)
+from envs.hardware.cluster import Cluster
+from graphs.extract import Extraction
+from graphs.extract.export.trace import Position
+
+
+class PlacedModel:
+    """Runs steps of a model on the devices of a placement.
+
+    Parameters and buffers of the model move into memory that the workers share, under the same
+    names and as the same objects: any torch optimizer on ``model.parameters()`` works as before,
+    and gradients appear in ``parameter.grad`` as ``backward()`` would leave them (accumulated). A
+    gradient lies in shared memory until the next step: clone it to keep it longer. State that was
+    moved elsewhere (``model.to``, ``load_state_dict(assign=True)``, another placed model on the
+    same one) is copied back by the next step; taking turns costs that copy each time. Processes
+    forked from this one share the memory, too: what they write into parameters is written here (a
+    spawned process has its own copy).
+
+    A step that was extracted with an optimizer also updates the parameters, with ``learning_rate``,
+    and consumes the gradients: ``parameter.grad`` is not touched.
+
+    Use as a context manager, or call :meth:`close`, which gives the model its own memory back.
+    Without either the workers end when the placed model is garbage-collected.
+    """
+
+    def __init__(
+        self,
+        extraction: Extraction,
+        cluster: Cluster,
+        devices: Sequence[int],
+        order: Sequence[int],
+        *,
+        step_timeout_s: float = 600.0,
+    ) -> None:
+        """Start the workers and load the placement.
+
+        Args:
+            extraction: the step that was placed.
+            cluster: its devices, all of them core sets of this machine.
+            devices: device index of every op, (N,).
+            order: all ops, each after those it reads from.
+            step_timeout_s: a step that takes longer counts as hung.
+
+        Raises:
+            ExtractionError: the step is valid for its example inputs only, or has no program.
+            ValueError: a device is not a set of cores of this machine, or the order is invalid.
+            WorkerError: a worker did not start.
+            OSError: there is too little memory, or too many processes or open files.
+        """
+        extraction.check_any_data()
+        self.model = extraction.step.model
+        self.program = extraction.program
+        self._outputs = extraction.outputs
+        self._step = extraction.step
+        self._slots: dict[str, torch.Tensor] = {}
+        self._gradients: dict[str, torch.Tensor] = {}
+        lists = device_lists(self.program, devices, order, len(cluster))
+        self._pool = WorkerPool(
+            self.program,
+            cluster.devices,
+            step_timeout_s=step_timeout_s,
+            op_names=tuple(extraction.graph),
+        )
+        try:
+            self._number = self._pool.load(lists)
+            arena = self._pool.arena
+            self._slots = {
+                source.name: arena.value(source.value)
+                for source in self.program.sources
+                if source.role in ("parameter", "buffer")
+            }
+            self._gradients = {
+                result.name: arena.result(index)
+                for index, result in enumerate(self.program.results)
+                if result.role == "gradient"
+            }
+            if self._step.optimizer is not None:
+                begin_updates(arena, self._step.optimizer.learning_rate)
+            self._share()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> PlacedModel:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def step(self, *batch: Any, **keywords: Any) -> Any:
+        """Run one step on a batch shaped like the example inputs.
+
+        A training step returns the loss (detached) and adds to the parameters' gradients, or with
+        an optimizer updates the parameters; an inference step returns what the model returns.
+        ``step((x, y))`` is ``step(x, y)``, and a single mapping is taken as keywords (unless the
+        example inputs are one such argument), so that batches of a data loader can be passed as
+        they are.
+
+        Raises:
+            ValueError: the batch does not match the example inputs, or a parameter or buffer
+                has another shape, dtype or device than when the model was placed.
+            WorkerError: a worker died, hung, or could not run an op.
+        """
+        if self._pool.closed:
+            raise WorkerError("the workers of this placed model have ended; place it again")
+        load_batch(self._pool.arena, self._step, *unpacked(self._step, batch, keywords))
+        state = self._share()
+        self._keep_gradients(state)
+        count_update(self._pool.arena)
+        self._pool.run(self._number, give=True)
+        return self._take_results(state)
+
+    def peak_memory_bytes(self) -> dict[str, int]:
+        """Return the peak resident memory of each device's worker so far, beyond its start.
+
+        See :meth:`WorkerPool.peak_memory_bytes` for what it includes.
+
+        Raises:
+            WorkerError: the workers have ended.
+        """
+        return self._pool.peak_memory_bytes()
+
+    def random_state(self) -> list[torch.Tensor]:
+        """Return the states of the workers' random number generators, in the order of devices.
+
+        Raises:
+            WorkerError: the workers have ended.
+        """
+        return self._pool.random_state()
+
+    def load_random_state(self, states: Sequence[torch.Tensor]) -> None:
+        """Load the states from :meth:`random_state`: dropout drops the same again.
+
+        Raises:
+            ValueError: the number of devices differs.
+            WorkerError: the workers have ended.
+        """
+        self._pool.load_random_state(states)
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the step's optimizer; a new value is used from the next step on.
+
+        Raises:
+            ValueError: the step has no optimizer, or the rate is negative or not finite.
+        """
+        return float(self._rate())
+
+    @learning_rate.setter
+    def learning_rate(self, rate: float) -> None:
+        self._rate().fill_(checked_rate(rate))
+
+    def _rate(self) -> torch.Tensor:
+        for source in self.program.sources:
+            if source.role == "learning_rate":
+                return self._pool.arena.value(source.value)
+        raise ValueError('the placed step has no optimizer: give apply one, such as "adamw"')
+
+    def optimizer_state(self) -> dict[str, torch.Tensor]:
+        """Return a copy of the optimizer's state, such as ``exp_avg.<parameter>``; {} without one.
+
+        ``step.<parameter>`` counts the updates of adam and adamw.
+        """
+        return {name: tensor.clone() for name, tensor in self._kept().items()}
+
+    def load_optimizer_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Load the state from :meth:`optimizer_state`.
+
+        Raises:
+            ValueError: it is the state of another optimizer or model.
+        """
+        load_kept(self._kept(), state)
+
+    def _kept(self) -> dict[str, torch.Tensor]:
+        value = self._pool.arena.value
+        return {
+            f"step.{s.name}" if s.role == "step_count" else s.name: value(s.value)
+            for s in self.program.sources
+            if s.role in ("optimizer", "step_count")
+        }
+
+    def close(self) -> None:
+        """End the workers; the model keeps its values, in memory of its own."""
+        try:
+            state = self._step.named_state()
+            self._keep_gradients(state)
+            for name, slot in self._slots.items():
+                tensor = state.get(name)
+                if tensor is not None and tensor.data_ptr() == slot.data_ptr():
+                    tensor.data = tensor.detach().clone()
+        finally:
+            self._slots.clear()
+            self._gradients.clear()
+            self._pool.close()
+
+    @torch.no_grad()
+    def _share(self) -> dict[str, torch.Tensor]:
+        """Return the model's state by name, all of it in the arena: the rest is copied in."""
+        state = self._step.named_state()
+        for name, first in self.program.ties.items():
+            if state.get(name) is not state.get(first):
+                raise ValueError(f"{name} and {first} are no longer one tensor: place it again")
+        for name, slot in self._slots.items():
+            tensor = state.get(name)
+            if tensor is None:
+                raise ValueError(f"the model no longer has {name}: place it again")
+            if tensor.data_ptr() == slot.data_ptr() and tensor.stride() == slot.stride():
+                continue
+            now, then = _form(tensor), _form(slot)
+            if now != then:
+                raise ValueError(f"{name} is now {now}, the placement was made for {then}")
+            slot.copy_(tensor.clone())  # it may be another view of the slot's own memory
+            tensor.data = slot
+        return state
+
+    def _keep_gradients(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Clone gradients that still lie in the arena; the next step would overwrite them."""
+        for name, shared in self._gradients.items():
+            parameter = state.get(name)
+            if parameter is None:
+                continue
+            if parameter.grad is not None and parameter.grad.data_ptr() == shared.data_ptr():
+                parameter.grad = parameter.grad.clone()
+
+    @torch.no_grad()
+    def _take_results(self, state: Mapping[str, torch.Tensor]) -> Any:
+        outputs: dict[int, torch.Tensor] = {}
+        for index, result in enumerate(self.program.results):
+            shared = self._pool.arena.result(index)
+            match result.role:
+                case "output":
+                    outputs[int(result.name)] = shared.clone()
+                case "state":
+                    state[result.name].copy_(shared)
+                case "gradient":
+                    parameter = state[result.name]
+                    if parameter.grad is None:
+                        parameter.grad = shared
+                    else:
+                        parameter.grad.add_(shared)
+        return tree_map(
+            lambda leaf: outputs[leaf.number] if isinstance(leaf, Position) else leaf,
+            self._outputs,
+        )
+
+
+def _form(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"

@@ -1,0 +1,351 @@
+"""The parent's side of the pinned workers: starts them, runs steps, detects failures.
+
+Independent seeds derived from a shared one.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import wait
+from types import TracebackType
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from envs.executors.cores.arena import Arena
+from envs.executors.cores.errors import WorkerError, WorkerMemoryError
+from envs.executors.cores.lists import Give, Instruction, Receive, Run, Send
+from envs.executors.cores.messages import (
+    CountMemory,
+    Done,
+    Failed,
+    Load,
+    RunStep,
+    SetRandom,
+    Setup,
+    TellMemory,
+    TellRandom,
+)
+from envs.executors.cores.processes import Holdings, WorkerProcess
+from envs.hardware.cluster import Device
+from envs.hardware.discover import cores_of
+from graphs.extract.program import StepProgram
+
+
+def spread_seed(seed: int, number: int) -> int:
+    """Return the 64-bit seed of process ``number`` among those that share a seed.
+
+    Neighboring seeds or numbers give unrelated seeds, so the seeds of a rank's workers can be
+    spread from the spread seed of the rank.
+    """
+    [found] = np.random.SeedSequence([seed % 2**64, number]).generate_state(1, np.uint64)
+    return int(found)
+
+
+LEAD_NS: Final = 300_000
+"""Time from announcing a step to its start, which is at the same instant for all workers."""
+START_TIMEOUT_S: Final = 120.0
+NOT_STARTED: Final = -1
+
+
+@dataclass(frozen=True, slots=True)
+class StepRun:
+    """One run: wall seconds from the first start to the last end, CPU seconds per instruction."""
+
+    wall_s: float
+    cpu_s: tuple[NDArray[np.float64], ...]  # per device, (instructions of its list,)
+
+
+class WorkerPool:
+    """One worker per device for one program. Use as a context manager.
+
+    Any WorkerError closes the pool: other workers may be waiting for a signal that never comes. A
+    pool that is dropped without being closed ends its workers, too.
+    """
+
+    def __init__(
+        self,
+        program: StepProgram,
+        devices: Sequence[Device],
+        *,
+        step_timeout_s: float = 60.0,
+        op_names: Sequence[str] = (),
+    ) -> None:
+        """Start the workers and wait until they are ready.
+
+        Raises:
+            ValueError: a device is not a set of cores of this machine, or two share a core.
+            WorkerError: a worker did not start.
+            OSError: there is too little memory, or too many processes or open files.
+        """
+        cores = [cores_of(device.name) for device in devices]
+        shared = {core for own in cores for core in own}
+        if len(shared) < sum(map(len, cores)):
+            names = ", ".join(device.name for device in devices)
+            raise ValueError(f"devices {names} overlap: every core can belong to one device only")
+        self.program = program
+        self.devices = tuple(devices)
+        self.step_timeout_s = step_timeout_s
+        self.op_names = op_names
+        self._lists: dict[int, tuple[tuple[Instruction, ...], ...]] = {}
+        self._number = 0
+        self._holdings = Holdings()
+        self._workers = self._holdings.workers
+        weakref.finalize(self, self._holdings.release)
+        self._open = True
+        self.arena = Arena(program)
+        self._holdings.files.append(self.arena.file)
+        try:
+            self._load_constants()
+            self._start(cores)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def closed(self) -> bool:
+        """Return whether the workers have ended."""
+        return not self._open
+
+    def load(self, lists: Sequence[Sequence[Instruction]]) -> int:
+        """Give every worker its list; return the number that runs them.
+
+        Raises:
+            WorkerError: a worker could not compile its list.
+        """
+        self._number += 1
+        self._lists[self._number] = tuple(tuple(own) for own in lists)
+        self._ask([Load(self._number, own) for own in self._lists[self._number]])
+        return self._number
+
+    def run(self, number: int, *, give: bool = False) -> StepRun:
+        """Run one step on all devices; with ``give`` its results are then in the arena.
+
+        Raises:
+            WorkerError: a worker died, an op raised, or the step took longer than the timeout.
+        """
+        for d in range(len(self.devices)):
+            self._board[d] = NOT_STARTED
+        start_ns = time.perf_counter_ns() + LEAD_NS
+        answers = self._ask([RunStep(number, start_ns, give)] * len(self._workers), number)
+        stamps = [np.frombuffer(answer.stamps, np.int64) for answer in answers]
+        lists = self._lists[number]
+        cpu_s = tuple(
+            np.where([isinstance(i, Receive) for i in own], 0.0, np.diff(stamp) * 1e-9)
+            for own, stamp in zip(lists, stamps, strict=True)
+        )
+        busy = [a for a, own in zip(answers, lists, strict=True) if own]
+        first = min(answer.start_ns for answer in busy)
+        return StepRun((max(answer.end_ns for answer in busy) - first) * 1e-9, cpu_s)
+
+    def count_memory(self) -> None:
+        """Release unused memory in all workers, and count their peaks from here on.
+
+        Raises:
+            WorkerError: a worker died.
+        """
+        self._ask([CountMemory()] * len(self._workers))
+
+    def peak_memory_bytes(self) -> dict[str, int]:
+        """Return each worker's peak resident memory beyond its start or :meth:`count_memory`.
+
+        Shared memory counts in every worker that touches it: parameters that it reads, values that
+        it sends or receives. So do workspaces of kernels, and what libraries keep. By device name;
+        {} where the kernel cannot reset peaks.
+
+        Raises:
+            WorkerError: a worker died.
+        """
+        answers = self._ask([TellMemory()] * len(self._workers))
+        told = zip(self.devices, answers, strict=True)
+        return {d.name: a.peak_bytes for d, a in told if a.peak_bytes is not None}
+
+    def random_state(self) -> list[torch.Tensor]:
+        """Return the state of each worker's random number generator, uint8, by device.
+
+        Raises:
+            WorkerError: a worker died.
+        """
+        answers = self._ask([TellRandom()] * len(self._workers))
+        return [torch.frombuffer(bytearray(a.random), dtype=torch.uint8) for a in answers]
+
+    def load_random_state(self, states: Sequence[torch.Tensor]) -> None:
+        """Load the states from :meth:`random_state`.
+
+        Raises:
+            ValueError: the number of workers differs.
+            WorkerError: a worker died, or refused a state.
+        """
+        if len(states) != len(self._workers):
+            raise ValueError(f"{len(states)} states are not for {len(self._workers)} workers")
+        self._ask([SetRandom(state.numpy().tobytes()) for state in states])
+
+    def close(self) -> None:
+        """End the workers at once; safe to call twice."""
+        self._open = False
+        self._holdings.release()
+        self.arena.close()
+
+    def _load_constants(self) -> None:
+        for source in self.program.sources:
+            if source.role == "constant" and source.tensor is not None:
+                self.arena.value(source.value).copy_(source.tensor)
+            elif source.role == "tangent":
+                self.arena.value(source.value).fill_(1.0)
+
+    def _start(self, cores: Sequence[tuple[int, ...]]) -> None:
+        count = len(self.devices)
+        board = self._kept(os.memfd_create("placer-board", os.MFD_CLOEXEC))
+        os.ftruncate(board, 8 * count)
+        self._board = memoryview(mmap.mmap(board, 8 * count)).cast("q")
+        counters = {}
+        for s in range(count):
+            for d in range(count):
+                if s != d:
+                    counters[s, d] = self._kept(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+        shared = [self.arena.file.fileno(), board, *counters.values()]
+        for device, own in zip(self.devices, cores, strict=True):
+            self._workers.append(WorkerProcess(device, own, shared, START_TIMEOUT_S))
+        without_constants = replace(  # the arena holds them
+            self.program,
+            sources=tuple(replace(source, tensor=None) for source in self.program.sources),
+        )
+        setups = [
+            Setup(
+                device=d,
+                threads=len(own),
+                seed=spread_seed(torch.initial_seed(), d),
+                program=without_constants,
+                arena=self.arena.file.fileno(),
+                board=board,
+                board_bytes=8 * count,
+                counters=counters,
+            )
+            for d, own in enumerate(cores)
+        ]
+        self._ask(setups, timeout_s=START_TIMEOUT_S)
+        for worker in self._workers:
+            worker.bound(self.step_timeout_s)
+
+    def _kept(self, descriptor: int) -> int:
+        """Return the descriptor, which will be closed with the pool."""
+        self._holdings.files.append(os.fdopen(descriptor, "rb", buffering=0))
+        return descriptor
+
+    def _ask(
+        self, messages: Sequence[object], number: int | None = None, timeout_s: float | None = None
+    ) -> list[Done]:
+        if self.closed:
+            raise WorkerError("the workers of this pool have ended")
+        try:
+            return self._exchange(messages, number, timeout_s or self.step_timeout_s)
+        except BaseException:
+            self.close()  # after an interruption an old answer would be taken for the next one
+            raise
+
+    def _exchange(
+        self, messages: Sequence[object], number: int | None, timeout_s: float
+    ) -> list[Done]:
+        for d, (worker, message) in enumerate(zip(self._workers, messages, strict=True)):
+            try:
+                worker.connection.send(message)
+            except BlockingIOError:
+                raise self._hung([d], number, timeout_s) from None
+            except OSError:
+                raise self._failure(worker, "died", number) from None
+        deadline = time.monotonic() + timeout_s
+        answers: dict[int, Done] = {}
+        open_ends = {id(w.connection): d for d, w in enumerate(self._workers)}
+        while len(answers) < len(self._workers):
+            waiting = [w.connection for d, w in enumerate(self._workers) if d not in answers]
+            ready = wait(waiting, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise self._hung([open_ends[id(c)] for c in waiting], number, timeout_s)
+            for connection in ready:
+                d = open_ends[id(connection)]
+                answers[d] = self._answer(d, number, timeout_s)
+        return [answers[d] for d in range(len(self._workers))]
+
+    def _answer(self, device: int, number: int | None, timeout_s: float) -> Done:
+        worker = self._workers[device]
+        try:
+            answer = worker.connection.recv()
+        except BlockingIOError:  # it stopped in the middle
+            raise self._hung([device], number, timeout_s) from None
+        except (EOFError, OSError):
+            raise self._failure(worker, "died", number) from None
+        if isinstance(answer, Failed):
+            failure = self._failure(worker, f"failed: {answer.reason}", number)
+            raise WorkerMemoryError(str(failure)) if answer.no_memory else failure
+        assert isinstance(answer, Done)
+        return answer
+
+    def _hung(self, late: Sequence[int], number: int | None, timeout_s: float) -> WorkerError:
+        """Blame one of the late workers that does not wait for a value that was never sent."""
+        guilty = next((d for d in late if number is None or not self._waits(number, d)), late[0])
+        text = f"did not answer within {timeout_s:g} s"
+        return self._failure(self._workers[guilty], text, number)
+
+    def _waits(self, number: int, device: int) -> bool:
+        """Return whether a worker rightly waits: its sender has not come to the send."""
+        own, position = self._lists[number][device], self._board[device]
+        if not 0 <= position < len(own):
+            return False
+        instruction = own[position]
+        if not isinstance(instruction, Receive):
+            return False
+        sender = self._lists[number][instruction.source]
+        sent = {s.value: i for i, s in enumerate(sender) if isinstance(s, Send)}
+        return self._board[instruction.source] <= sent[instruction.value]
+
+    def _failure(self, worker: WorkerProcess, what: str, number: int | None) -> WorkerError:
+        """Close the pool and return an error that says what happened where."""
+        d = self._workers.index(worker)
+        text = f"the worker of {worker.device.name} {what}"
+        if number is not None:
+            text += f"; its last op was {self._op_at(number, d, self._board[d])}"
+        if what == "died":
+            worker.process.wait(timeout_s=5)
+        status = worker.process.poll()
+        if status is not None and status < 0:
+            text += f" (signal {-status})"
+        if noise := worker.last_line():
+            text += f"; it wrote: {noise[:300]}"
+        self.close()
+        return WorkerError(text)
+
+    def _op_at(self, number: int, device: int, position: int) -> str:
+        own = self._lists[number][device]
+        if not 0 <= position < len(own):
+            return "none"
+        match own[position]:
+            case Run(call):
+                op = self.program.calls[call].op
+                target = self.program.calls[call].target
+                return self.op_names[op] if op < len(self.op_names) else target
+            case Give(result):
+                handed = self.program.results[result]
+                return f"handing back the {handed.role} {handed.name}"
+            case instruction:
+                producer = self.program.producers()[instruction.value]
+                op = self.program.calls[producer].op
+                name = self.op_names[op] if op < len(self.op_names) else str(op)
+                return f"moving the output of {name}"

@@ -1,0 +1,1 @@
+"""Placed models that run their own code, with hooks on their modules."""

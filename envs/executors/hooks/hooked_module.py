@@ -1,0 +1,182 @@
+"""A placed model that runs its own code in one process: hooks put its modules on torch devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from envs.executors.cores.state import unpacked
+from envs.executors.hooks.homes import ModuleHomes
+from envs.executors.hooks.visits import Seat, Visits
+from envs.executors.torch.placed_module import SHARED, full_device
+from graphs.extract import Extraction
+from graphs.extract.autocast import autocast
+from graphs.extract.calls import and_outer, module_paths
+from graphs.extract.trial import forward_of
+from graphs.names import suggestion
+
+
+class HookedModule(nn.Module):
+    """Runs a model unchanged, each of its modules on the torch device of a placement.
+
+    For models that cannot be exported: their control flow may depend on the data, and inputs may
+    have other shapes than the example. Called with the inputs of the step, it returns what the
+    model returns; for a training step that is the loss, ready for ``backward()``.
+
+    Hooks send the inputs of a module to its device, and its outputs to the device of the module
+    that called it, where the code between two calls runs. Other tensors that this code combines,
+    such as attributes, are sent there, too. So the result is that of the model for every placement;
+    only the number of transfers depends on it.
+
+    Parameters and buffers are those of the model, under the same names: train it with any torch
+    optimizer, made after placing. They live with their module, tied ones with the first that has
+    them; the next call moves them back there if they were moved elsewhere. The hooks are on the
+    model itself until :meth:`close`, so direct calls of the model run placed, too.
+
+    ``eval()`` of a training step makes it return what the model returns in eval mode, without
+    gradients; a target may be given or left out. ``train()`` switches back. Every kind of device
+    has its own random numbers, so dropout depends on the placement. A model that writes its own
+    backward pass, or computes outside of torch, must support any device.
+    """
+
+    def __init__(
+        self,
+        extraction: Extraction,
+        devices: Mapping[str, torch.device | str],
+        order: Sequence[str] = (),
+    ) -> None:
+        """Move the state and register the hooks.
+
+        Args:
+            extraction: the step that was placed; its model must not be on the meta device.
+            devices: {path of a module: device}, see :meth:`place`.
+            order: unused: the model's own code decides the order.
+
+        Raises:
+            ValueError: as for :meth:`place`; or a parameter or buffer is on the meta device.
+        """
+        super().__init__()
+        step = extraction.step
+        vars(self).update({name: vars(step.model)[name] for name in SHARED})
+        self._step = step
+        self._paths = module_paths(step)
+        self._homes = ModuleHomes(step)
+        self._visits: Visits | None = None
+        self.training = step.training
+        self._modes: dict[nn.Module, bool] = {}
+        if step.model.training is not step.training:
+            step.model.train(step.training)
+        self.place(devices, order)
+
+    def place(self, devices: Mapping[str, torch.device | str], order: Sequence[str] = ()) -> None:
+        """Apply another placement.
+
+        A module that is not named is on the device of the nearest one around it; "" stands for the
+        model and the code that calls it, the loss.
+
+        Raises:
+            ValueError: there is no such module, a device cannot be used, or modules that share
+                a buffer are on several devices. The old placement stays.
+            torch.OutOfMemoryError: a device has no room for its parameters. The old placement
+                stays; the next call moves its parameters back.
+        """
+        del order
+        placed = self._checked(devices)
+        seats = {module: _seat(module, path, placed) for module, path in self._paths.items()}
+        self._homes.place({module: seat.device for module, seat in seats.items()})
+        own = Seat(placed.get("", next(iter(placed.values()))), gathers="" in placed)
+        if self._visits is None:
+            self._visits = Visits(seats, own)
+        else:
+            self._visits.seats, self._visits.own = seats, own
+        self._types = sorted({device.type for device in placed.values()})
+
+    def close(self) -> None:
+        """Remove the hooks and move parameters and buffers back to their first devices."""
+        if self._visits is not None:
+            self._visits.close()
+            self._visits = None
+            self._homes.restore()
+
+    def __enter__(self) -> HookedModule:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        """Run the step's forward pass.
+
+        Raises:
+            RuntimeError: the placed model is closed.
+            Exception: as the model raises it.
+        """
+        if self._visits is None:
+            raise RuntimeError("this placed model is closed: apply the placement again")
+        self._homes.settle()
+        step = replace(self._step, inputs=inputs, keywords=keywords)
+        with ExitStack() as entered:
+            if not (step.training and self.training):
+                if step.loss is not None:  # drop the target, if it was given
+                    inputs = inputs[: len(self._step.model_inputs)]
+                step = replace(step, inputs=inputs, loss=None, training=False)
+                entered.enter_context(torch.inference_mode(False))  # no version counters
+                entered.enter_context(torch.no_grad())
+            entered.enter_context(autocast(step.dtype, self._types))
+            entered.enter_context(self._visits.of_own_code())
+            return forward_of(step)
+
+    def step(self, *batch: Any, **keywords: Any) -> Any:
+        """Run one step on a batch as a data loader gives it.
+
+        A training step returns the loss (detached) and adds to the parameters' gradients; an
+        inference step returns what the model returns.
+
+        Raises:
+            RuntimeError: the placed model is closed.
+            Exception: as the model raises it.
+        """
+        positional, named = unpacked(self._step, batch, keywords)
+        found = self(*positional, **named)
+        if not (self._step.training and self.training):
+            return found
+        loss: torch.Tensor = found
+        torch.autograd.backward(loss)
+        return loss.detach()
+
+    def train(self, mode: bool = True) -> HookedModule:
+        """Set the mode. Modules that were in eval mode within a training step return to it."""
+        if mode is not self.training:
+            if not mode:
+                self._modes = {module: module.training for module in self._paths}
+            for module in self._paths:
+                module.training = mode and self._modes.get(module, True)
+            self.training = mode
+        return self
+
+    def _checked(self, devices: Mapping[str, torch.device | str]) -> dict[str, torch.device]:
+        if not devices:
+            raise ValueError("no module has a device; give '' one, which stands for the model")
+        known = set(self._paths.values())
+        for path in devices:
+            if path not in known:
+                raise ValueError(
+                    f"{path!r} has a device, but {type(self._step.model).__name__} has no such "
+                    f"module{suggestion(path, known)}"
+                )
+        full = {device: full_device(device) for device in set(devices.values())}
+        return {path: full[device] for path, device in devices.items()}
+
+
+def _seat(module: nn.Module, path: str, placed: Mapping[str, torch.device]) -> Seat:
+    """Return the seat of a module, on its own device or that of the nearest one around it."""
+    around = (placed[outer] for outer in and_outer(path) if outer in placed)
+    device = next(around, next(iter(placed.values())))
+    is_leaf = next(module.children(), None) is None
+    has_state = next(module.parameters(recurse=False), None) is not None
+    return Seat(device, gathers=path in placed or is_leaf or has_state)

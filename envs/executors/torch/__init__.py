@@ -1,0 +1,1 @@
+"""Placed modules on torch devices, in this process."""

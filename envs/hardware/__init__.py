@@ -1,0 +1,1 @@
+"""Devices, links and their speeds: files, discovery, noise."""

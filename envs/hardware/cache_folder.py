@@ -1,0 +1,60 @@
+"""The cache folder for measurements, and names of the machine that they are valid for."""
+
+from __future__ import annotations
+
+import os
+import platform
+import warnings
+from pathlib import Path
+from typing import Final
+
+from graphs.printable import escaped
+
+SPEEDS: Final = ("cores-", "torch-")
+"""Prefixes of calibration file names, see envs/costs/calibrate.py."""
+
+
+NOWHERE: Final = Path(os.devnull)
+"""Not a folder: nothing can be stored below it."""
+
+
+class CacheWarning(UserWarning):
+    """A problem of the cache that its user may want to fix; work continues without the cache."""
+
+
+def cache_folder() -> Path:
+    """Return ``$PLACER_CACHE``, or ``device-placer`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
+
+    Without a home folder, warn and return a folder that cannot be created.
+    """
+    if own := os.environ.get("PLACER_CACHE"):
+        return Path(own)
+    if caches := os.environ.get("XDG_CACHE_HOME"):
+        return Path(caches) / "device-placer"
+    try:
+        return Path.home() / ".cache" / "device-placer"
+    except RuntimeError:
+        warnings.warn(
+            "this user has no home folder and HOME is not set, so measurements are not kept: set "
+            "PLACER_CACHE to a folder for them",
+            CacheWarning,
+            stacklevel=1,
+        )
+        return NOWHERE / "device-placer"
+
+
+def host() -> str:
+    """Return the name of this host."""
+    return escaped(platform.node())
+
+
+def processor() -> str:
+    """Return the processor model of this host."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    named = (line for line in lines if line.startswith("model name"))
+    return escaped(next((line.partition(":")[2].strip() for line in named), platform.machine()))
+
+
+def speed_files() -> list[Path]:
+    """Return the calibration files of devices and links, see envs/costs/calibrate.py."""
+    return sorted(path for start in SPEEDS for path in cache_folder().glob(f"{start}*.toml"))

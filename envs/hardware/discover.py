@@ -1,0 +1,311 @@
+"""Discover the devices of this machine by name.
+
+``cuda:0`` and ``cpu`` are torch devices, driven from one process; ``core:0`` and core sets are run
+by pinned worker processes. One placement uses either torch devices or cores, not both.
+
+Parse device names, also of multi-host clusters: ``core:0-3``, ``n1:g0``, ``n1:cuda:0``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from envs.hardware.cluster import Cluster, Device
+
+MOST_CORES: Final = 8
+"""Maximum number of cores that "auto" takes; more can be named."""
+
+
+def discover(names: str = "auto", memory: Mapping[str, int] | None = None) -> Cluster:
+    """Return a cluster of this machine's devices, without links and speeds.
+
+    Args:
+        names: comma-separated devices: ``cuda:N`` and ``cpu`` (all cores together), or ``core:N``
+            and core sets, ``core:N-M`` or, with gaps, ``core:N+M-K``. "auto" takes all CUDA devices
+            and cpu; without a CUDA device, one hardware thread of each core that this process may
+            run on, at most eight.
+        memory: {device name: bytes} that placements may use on each device. The default is the
+            memory that is free now; cores share it equally.
+
+    Raises:
+        ValueError: a name has an unknown form, is repeated or names a device that does not exist;
+            cores are mixed with torch devices; or a limit exceeds the free memory.
+    """
+    if names.strip() == "auto":
+        from envs.hardware import torch_devices
+
+        cuda = torch_devices.own_accelerators()
+        cores = [f"core:{core}" for core in own_cores()[:MOST_CORES]]
+        chosen = [*cuda, "cpu"] if cuda else cores
+    else:
+        chosen = [name.strip() for name in names.split(",") if name.strip()]
+    if not chosen:
+        raise ValueError("no devices were named; write for example cuda:0,cpu or core:0,core:1")
+    check_devices(chosen)
+    limits = dict(memory or {})
+    for name in limits:
+        if name not in chosen:
+            raise ValueError(f"memory of {name} is limited, but the devices are {_list(chosen)}")
+    on_cores = is_core(chosen[0])
+    make = _core_device if on_cores else _torch_device
+    shares = len(chosen) if on_cores else 1
+    devices = tuple(make(name, limits.get(name), shares) for name in chosen)
+    return Cluster(name="this-machine:" + ",".join(chosen), devices=devices)
+
+
+def present(names: Sequence[str]) -> Cluster:
+    """Return a cluster of the named devices with their kinds; memory is not queried and set to 0.
+
+    Raises:
+        ValueError: as for :func:`check_devices`.
+    """
+    check_devices(names)
+    devices = (Device(name=name, kind=device_kind(name), memory_bytes=0) for name in names)
+    return Cluster(name="this-machine:" + ",".join(names), devices=tuple(devices))
+
+
+def check_devices(names: Sequence[str]) -> None:
+    """Check that all devices exist on this machine and that one executor can run them together.
+
+    Raises:
+        ValueError: a name has an unknown form, is repeated or names a device that does not exist,
+            or cores are mixed with torch devices.
+    """
+    cores = [name for name in names if is_core(name)]
+    others = [name for name in names if not is_core(name)]
+    if not others:
+        check_cores(names)
+        return
+    from envs.hardware.torch_devices import torch_device
+
+    for name in others:
+        torch_device(name)
+    if cores:
+        raise ValueError(
+            f"{_list(cores)} and {_list(others)} cannot share a placement: pinned cores are run by "
+            "worker processes, devices of torch from one process. Name cpu for all cores together"
+        )
+    for name in others:
+        if others.count(name) > 1:
+            raise ValueError(f"device {name} is named more than once")
+
+
+def _core_device(name: str, limit: int | None, shares: int) -> Device:
+    free = available_memory_bytes()
+    size = free // shares if limit is None else _within(name, limit, free)
+    return Device(name=name, kind=device_kind(name), memory_bytes=size)
+
+
+def _torch_device(name: str, limit: int | None, _: int) -> Device:
+    from envs.hardware import torch_devices
+
+    device = torch_devices.torch_device(name)
+    host = device.type == "cpu"
+    free = available_memory_bytes() if host else torch_devices.free_bytes(device)
+    if free is None and limit is None:
+        raise ValueError(f"{name} does not tell how much memory it has: say so, {name}=8GiB")
+    size = limit if free is None else free if limit is None else _within(name, limit, free)
+    assert size is not None
+    return Device(name=name, kind=device_kind(name), memory_bytes=size)
+
+
+def _within(name: str, limit: int, free: int) -> int:
+    if limit > free:
+        raise ValueError(f"{name} cannot have {limit} bytes of memory: {free} bytes are free")
+    return limit
+
+
+def _list(names: Sequence[str]) -> str:
+    return ", ".join(names)
+
+
+def own_cores() -> list[int]:
+    """Return the cores this process may run on, one hardware thread per physical core."""
+    allowed = sorted(os.sched_getaffinity(0))
+    firsts: dict[str, int] = {}
+    for core in allowed:
+        siblings = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
+        key = siblings.read_text(encoding="ascii").strip() if siblings.exists() else str(core)
+        firsts.setdefault(key, core)
+    return sorted(firsts.values())
+
+
+def check_cores(names: Sequence[str]) -> None:
+    """Check that all devices are cores of this machine and that no two of them overlap.
+
+    Raises:
+        ValueError: a name has an unknown form, repeats a core or names one that does not exist.
+    """
+    taken: dict[int, str] = {}
+    for name in names:
+        for core in cores_of(name):
+            if core in taken:
+                raise ValueError(
+                    f"devices {taken[core]} and {name} overlap in core {core}: every core can "
+                    "belong to one device only"
+                )
+            taken[core] = name
+
+
+def cores_of(name: str) -> tuple[int, ...]:
+    """Return the cores of a device named ``core:0``, ``core:0-3`` or ``core:0+2-3``, in order.
+
+    Raises:
+        ValueError: the name has another form or repeats a core, or this process may not run on one
+            of the cores.
+    """
+    kind, _, text = name.partition(":")
+    allowed = sorted(os.sched_getaffinity(0))
+    cores: list[int] = []
+    for part in text.split("+"):
+        first, dash, last = part.partition("-")
+        if kind != "core" or not first.isdecimal() or (dash and not last.isdecimal()):
+            raise ValueError(
+                f"there is no device {name!r}; write core:N or a core set core:N-M or core:N+M"
+            )
+        low, high = int(first), int(last or first)
+        if low > high:
+            raise ValueError(f"device {name} is empty: write the lower core first")
+        found = [core for core in allowed if low <= core <= high]
+        if len(found) != high - low + 1:
+            raise ValueError(
+                f"there is no device {name}: this process may run on cores "
+                f"{', '.join(map(str, allowed))}"
+            )
+        cores += found
+    if len(set(cores)) < len(cores):
+        raise ValueError(f"device {name} names a core twice")
+    return tuple(sorted(cores))
+
+
+def is_core(name: str) -> bool:
+    """Return whether a device is a set of pinned cores, run by workers instead of by torch."""
+    return name.partition(":")[0] == "core"
+
+
+def is_own_core_set(name: str) -> bool:
+    """Return whether a device is a set of cores that this process may run on."""
+    return is_core(name) and is_here(name)
+
+
+def is_here(name: str) -> bool:
+    """Return whether a device is on this machine and usable by this process."""
+    return not why_not_here(name)
+
+
+def why_not_here(name: str) -> str:
+    """Return why a device cannot be used on this machine, or "" if it can."""
+    try:
+        device_kind(name)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def cores_in_use(names: Iterable[str]) -> list[int]:
+    """Return the cores of the core sets among these devices; without any, :func:`own_cores`."""
+    return [core for name in names if is_core(name) for core in cores_of(name)] or own_cores()
+
+
+def shifted(names: Sequence[str], steps: int) -> tuple[str, ...]:
+    """Return device names with numbers ``steps`` times the span of ``names`` higher.
+
+    >>> shifted(("cuda:0", "cuda:1", "cpu"), 1)
+    ('cuda:2', 'cuda:3', 'cpu')
+    """
+    cores = [core for name in names if is_core(name) for core in cores_of(name)]
+    span = max(cores) - min(cores) + 1 if cores else 0
+    indices = [int(name.rpartition(":")[2]) for name in names if _is_numbered(name)]
+    width = max(indices) - min(indices) + 1 if indices else 0
+    found = []
+    for name in names:
+        if is_core(name):
+            found.append(core_set(core + steps * span for core in cores_of(name)))
+        elif _is_numbered(name):
+            backend, _, index = name.rpartition(":")
+            found.append(f"{backend}:{int(index) + steps * width}")
+        else:
+            found.append(name)
+    return tuple(found)
+
+
+def _is_numbered(name: str) -> bool:
+    return not is_core(name) and name.rpartition(":")[2].isdecimal() and ":" in name
+
+
+def core_set(cores: Iterable[int]) -> str:
+    """Return the device name of a set of cores, such as ``core:0-3`` or ``core:0+2``."""
+    runs: list[list[int]] = []
+    for core in sorted(cores):
+        if runs and core == runs[-1][-1] + 1:
+            runs[-1].append(core)
+        else:
+            runs.append([core])
+    return "core:" + "+".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
+
+
+def device_kind(name: str) -> str:
+    """Return the kind of a device of this machine.
+
+    Raises:
+        ValueError: there is no such device.
+    """
+    if is_core(name):
+        return kind_of(len(cores_of(name)))
+    from envs.hardware import torch_devices  # importing torch is not needed for cores
+
+    return torch_devices.kind_of(torch_devices.torch_device(name))
+
+
+def kind_of(core_count: int) -> str:
+    """Return the device kind of a core set; sets of equal size share their op costs."""
+    return "core" if core_count == 1 else f"core*{core_count}"
+
+
+def available_memory_bytes(groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the free memory of this machine, or of its control group (version 2) if that is less.
+
+    Inactive file pages count as free, as they do in MemAvailable.
+    """
+    fields = dict(
+        line.split(":", 1)
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    )
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    limit, used, parts = (groups / f"memory.{name}" for name in ("max", "current", "stat"))
+    if limit.exists() and used.exists() and (text := limit.read_text().strip()).isdigit():
+        stat = (
+            dict(line.split() for line in parts.read_text().splitlines()) if parts.exists() else {}
+        )
+        reclaimable = int(stat.get("inactive_file", 0))
+        free = min(free, int(text) - int(used.read_text()) + reclaimable)
+    return max(free, 0)
+
+
+_OWN: Final = re.compile(r"(?:(?P<host>.+):)?(?P<local>cpu|[a-z]\w*:[\d+-]+)")
+_NUMBERED: Final = re.compile(r"(?:(?P<host>.+):)?[^:]*?(?P<number>\d+)")
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Split a device name into its host ("" if none) and its local torch device name.
+
+    A device with only a number is a CUDA device; a name without a number is kept.
+
+    >>> split_name("n1:g3"), split_name("n1:core:0-3"), split_name("cuda:2")
+    (('n1', 'cuda:3'), ('n1', 'core:0-3'), ('', 'cuda:2'))
+    """
+    if own := _OWN.fullmatch(name):
+        return own["host"] or "", own["local"]
+    if numbered := _NUMBERED.fullmatch(name):
+        return numbered["host"] or "", f"cuda:{int(numbered['number'])}"
+    host, _, local = name.rpartition(":")
+    return host, local
+
+
+def hosts_of(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the hosts of the devices, in order, without repeats."""
+    return tuple(dict.fromkeys(split_name(name)[0] for name in names))

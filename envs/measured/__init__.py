@@ -1,0 +1,1 @@
+"""Measured backends: placements run on real devices, in turn."""

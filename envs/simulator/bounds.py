@@ -1,0 +1,367 @@
+"""Lower bounds on the step time, and reasons why no placement can run or fit.
+
+Longest paths to and from every op, the ranks that list schedulers order ops by.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envs.compiled import compiled_borrowing
+from envs.nanoseconds import transfer_ns
+from envs.problem import Problem
+from graphs.graph import PHASES
+
+Longs = NDArray[np.int64]
+
+ROUNDS: Final = 200
+WEIGHT: Final = 1 << 16
+"""Average integer weight per device."""
+MOST_WEIGHT: Final = 1 << 24
+"""Maximum sum of the integer weights of all devices."""
+LARGEST_REACH: Final = 4096
+"""Largest graph (ops) for which ancestors are computed; that takes N * N bytes."""
+UNREACHABLE_NS: Final = 1 << 60
+"""Stands for an impossible time; sums of a few such values stay within 63 bits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """Lower bounds on the step time in nanoseconds, by kind; all hold, so the largest counts.
+
+    ``work_ns``: the work of all ops spread over all devices. It is bounded by a feasible point of
+    the dual of R||Cmax (Lenstra, Shmoys and Tardos, 1990): for device weights w that sum to 1,
+    sum_i min_d w_d cost_id. It is computed in integers, so the bound is exact.
+
+    ``path_ns``: the critical path, with every op and its inputs each on the device that is best for
+    this path; transfers count where no choice of devices avoids them at less cost.
+
+    ``around_ns``: for every op, the time before it, its own cost, and the time after it. Before and
+    after are each bounded by a path or by the work of all ancestors or descendants.
+    """
+
+    work_ns: int
+    path_ns: int
+    around_ns: int
+
+    @property
+    def lower_bound_ns(self) -> int:
+        """Return the largest bound."""
+        return max(self.work_ns, self.path_ns, self.around_ns)
+
+
+def bounds_of(problem: Problem) -> Bounds:
+    """Compute all bounds of a problem; takes about 0.05 s for 1,000 ops.
+
+    Raises:
+        ValueError: no placement can run, see :func:`why_apart`.
+    """
+    found = _paths(problem)
+    if why := _why_apart(problem, found):
+        raise ValueError(why)
+    shares, total = _shares(problem.cost_ns, problem.allowed)
+    work_ns = _whole(shares, total)
+    before = np.zeros((problem.op_count, 1), np.int64)
+    after = before
+    if problem.op_count <= LARGEST_REACH:
+        before, after = _work_around(problem, shares // total)
+    around = _through(problem, found, before, after)
+    return Bounds(
+        work_ns=work_ns, path_ns=_through(problem, found, before * 0, after * 0), around_ns=around
+    )
+
+
+def lower_bound_ns(problem: Problem) -> int:
+    """Return the nanoseconds that every step takes at least, for any placement and order.
+
+    Raises:
+        ValueError: no placement can run, see :func:`why_apart`.
+    """
+    return bounds_of(problem).lower_bound_ns
+
+
+def pace_ns(problem: Problem, *, optimizer: bool = True) -> int:
+    """Return the nanoseconds that the busiest device works at least, for any placement.
+
+    Without ``optimizer``, its ops are left out: they do not repeat for every micro-batch.
+    """
+    counts = problem.graph.phase != PHASES.index("optimizer")
+    rows = np.flatnonzero(counts | optimizer)
+    return _whole(*_shares(problem.cost_ns[rows], problem.allowed[rows]))
+
+
+def load_bound_ns(problem: Problem) -> int:
+    """Return a lower bound on the largest load: average work per device, or the costliest op.
+
+    Raises:
+        ValueError: no placement can run, see :func:`why_apart`.
+    """
+    never = np.iinfo(np.int64).max
+    cost_ns = np.where(problem.allowed, problem.cost_ns, never).min(axis=1)
+    return max(bounds_of(problem).work_ns, int(cost_ns.max(initial=0)))
+
+
+def why_apart(problem: Problem) -> str:
+    """Return why missing links let no placement run, or "" if none is known to be missing."""
+    return "" if problem.connected.all() else _why_apart(problem, _paths(problem))
+
+
+def why_too_large(problem: Problem) -> str:
+    """Return why the parameters fit into memory under no placement, or "" if they may fit.
+
+    Parameters are packed into devices as items into bins: ops that share a device are one item. No
+    packing exists if an item fits nowhere, if all together exceed all memory, or if more items than
+    devices are so large that no device holds two of them (Martello and Toth, 1990).
+    """
+    graph, names = problem.graph, problem.cluster.names
+    item = graph.group.astype(np.int64)
+    item[item < 0] = item.max(initial=-1) + 1 + np.arange(int((item < 0).sum()))
+    size = np.zeros(int(item.max()) + 1, np.int64)
+    np.add.at(size, item, graph.resident_bytes)
+    first = np.unique(item, return_index=True)[1]
+    room = np.where(problem.allowed[first], problem.memory_bytes, -1)
+    stuck = np.flatnonzero(size > room.max(axis=1))
+    if len(stuck):
+        i = int(stuck[size[stuck].argmax()])
+        members = int((item == i).sum())
+        what = f"op {graph.ids[first[i]]!r}"
+        if members > 1:
+            what += f" and the {members - 1} that share its device have"
+        else:
+            what += " has"
+        return (
+            f"{what} {size[i]} bytes of parameters, but the largest device that may run it has "
+            f"{room[i].max()} bytes"
+        )
+    total, memory = sum(size.tolist()), sum(problem.memory_bytes.tolist())
+    if total > memory:
+        return (
+            f"the parameters of {graph.name!r} have {total} bytes, but all of "
+            f"{', '.join(names)} together have {memory} bytes"
+        )
+    large = size[2 * size > problem.memory_bytes.max()]
+    for least in np.unique(large).tolist():
+        count = int((large >= least).sum())
+        holders = int((problem.memory_bytes >= least).sum())
+        if count > holders:
+            return (
+                f"{count} ops or groups have {least} bytes of parameters and more, no device has "
+                f"room for two of them, and {holders} devices have room for one"
+            )
+    return ""
+
+
+def _why_apart(problem: Problem, found: _Paths) -> str:
+    graph, names = problem.graph, np.array(problem.cluster.names)
+    stuck = np.flatnonzero(_around(problem, found.head_ns, found.tail_ns) >= UNREACHABLE_NS)
+    if not len(stuck):
+        return ""
+    source = np.repeat(np.arange(len(graph)), np.diff(graph.successor_start))
+    reached = problem.allowed @ problem.connected
+    cut = np.flatnonzero(~(reached[source] & problem.allowed[graph.successors]).any(axis=1))
+    if not len(cut):
+        i = int(stuck[0])
+        own = ", ".join(names[problem.allowed[i]])
+        return (
+            f"op {graph.ids[i]!r} may run on {own}, but wherever it does, links lead to no devices "
+            "for all ops before and after it; add a [[link]] to the cluster, or allow more devices"
+        )
+    u, v = int(source[cut[0]]), int(graph.successors[cut[0]])
+    here, there = names[problem.allowed[u]], names[problem.allowed[v]]
+    return (
+        f"op {graph.ids[v]!r} may run on {', '.join(there)} and needs the output of "
+        f"{graph.ids[u]!r}, which may run on {', '.join(here)}, but no link leads there; add a "
+        f'[[link]] between = ["{here[0]}", "{there[0]}"] to the cluster, or allow more devices'
+    )
+
+
+def _through(
+    problem: Problem, found: _Paths, before: NDArray[np.int64], after: NDArray[np.int64]
+) -> int:
+    """Return the longest path through any op, each op on its best device."""
+    head, tail = np.maximum(found.head_ns, before), np.maximum(found.tail_ns, after)
+    return int(_around(problem, head, tail).max())
+
+
+def _around(
+    problem: Problem, head_ns: NDArray[np.int64], tail_ns: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Return the time before, in and after every op, (N,), on its best device."""
+    never = np.iinfo(np.int64).max
+    around = np.where(problem.allowed, head_ns + problem.cost_ns + tail_ns, never)
+    return np.asarray(around.min(axis=1), np.int64)
+
+
+def _shares(
+    cost_ns: NDArray[np.int64], allowed: NDArray[np.bool_]
+) -> tuple[NDArray[np.int64], int]:
+    """Return the least weighted cost of every op, (N,), for the best weights found, and their sum.
+
+    Each round assigns every op to the device of its least weighted cost, then raises the weights of
+    overloaded devices; the bound holds for any weights.
+    """
+    cost = np.where(allowed, cost_ns.astype(np.float64), np.inf)
+    count = cost.shape[1]
+    weight = np.full(count, 1 / count)
+    best, best_weight = -1.0, weight
+    for k in range(ROUNDS):
+        weighted = cost * np.maximum(weight, 1e-12)
+        choice = weighted.argmin(axis=1)
+        value = float(weighted.min(axis=1).sum())
+        if value > best:
+            best, best_weight = value, weight
+        load = np.bincount(choice, cost[np.arange(len(cost)), choice], minlength=count)
+        step = 1.0 / (k + 1) ** 0.5
+        weight = weight * np.exp(step * (load / max(load.max(), 1.0) - 1))
+        weight = weight / weight.sum()
+    # Costs are below 2**39: products stay within 63 bits.
+    whole = np.rint(best_weight * min(count * WEIGHT, MOST_WEIGHT)).astype(np.int64)
+    never = np.iinfo(np.int64).max
+    shares = np.where(allowed, cost_ns * whole, never).min(axis=1)
+    return np.asarray(shares, np.int64), int(whole.sum())
+
+
+def _whole(shares: NDArray[np.int64], total: int) -> int:
+    summed: list[int] = shares.tolist()
+    return -(-sum(summed) // total)
+
+
+def _work_around(
+    problem: Problem, shares: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the least work of all ancestors and of all descendants of each op, (N, 1) each."""
+    graph, count = problem.graph, problem.op_count
+    start, predecessors = graph.predecessor_start.tolist(), graph.predecessors
+    ancestor = np.zeros((count, count), np.bool_)  # [i, u]: u is an ancestor of i
+    for i in graph.topological.tolist():
+        direct = predecessors[start[i] : start[i + 1]]
+        if len(direct):
+            ancestor[i] = ancestor[direct].any(axis=0)
+            ancestor[i, direct] = True
+    # Rounded down to what float sums of 2**12 terms represent exactly; a bound stays a bound.
+    whole = shares.astype(np.float64)
+    before, after = ancestor @ whole, whole @ ancestor
+    return before.astype(np.int64)[:, None], after.astype(np.int64)[:, None]
+
+
+class _Paths(NamedTuple):
+    """Lower bounds in ns on the time before (head) and after (tail) each op on each device, (N, D).
+
+    Each edge uses the best device for the op at its other end, independently of other paths, so
+    these are lower bounds. Values of ``UNREACHABLE_NS`` or more mean that no placement is allowed.
+    """
+
+    head_ns: Longs
+    tail_ns: Longs
+
+
+def _paths(problem: Problem) -> _Paths:
+    """Compute the paths of a problem, in time O(E * D * D)."""
+    graph = problem.graph
+    shape = (problem.op_count, problem.device_count)
+    head, tail = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    _fill_longest(
+        graph.topological.copy(),
+        graph.predecessor_start.copy(),
+        graph.predecessors.copy(),
+        graph.edge_bytes[graph.predecessor_edge],
+        np.where(problem.allowed, problem.cost_ns, UNREACHABLE_NS),
+        problem.latency_s.copy(),
+        problem.bandwidth_bytes_per_s.copy(),
+        problem.connected.copy(),
+        np.zeros((problem.device_count, problem.device_count), np.int64),
+        head,
+        tail,
+    )
+    return _Paths(head_ns=head, tail_ns=tail)
+
+
+@compiled_borrowing
+def _fill_longest(
+    topological: NDArray[np.int32],
+    predecessor_start: NDArray[np.int32],
+    predecessors: NDArray[np.int32],
+    edge_bytes: Longs,
+    cost_ns: Longs,
+    latency_s: NDArray[np.float64],
+    bandwidth_bytes_per_s: NDArray[np.float64],
+    connected: NDArray[np.bool_],
+    moved: Longs,
+    head: Longs,
+    tail: Longs,
+) -> None:
+    # Fills ``head`` and ``tail`` (N, D), initially 0; ``moved`` (D, D) is scratch space.
+    count, devices = cost_ns.shape
+    for step in range(2 * count):
+        forward = step < count
+        v = topological[step] if forward else topological[2 * count - 1 - step]
+        for e in range(predecessor_start[v], predecessor_start[v + 1]):
+            u = predecessors[e]
+            for s in range(devices):
+                for d in range(devices):
+                    if s == d:
+                        moved[s, d] = 0
+                    elif connected[s, d]:
+                        moved[s, d] = transfer_ns(
+                            latency_s[s, d], edge_bytes[e], bandwidth_bytes_per_s[s, d]
+                        )
+                    else:
+                        moved[s, d] = UNREACHABLE_NS
+            for here in range(devices):
+                least = UNREACHABLE_NS
+                for there in range(devices):
+                    if forward:
+                        time = head[u, there] + cost_ns[u, there] + moved[there, here]
+                    else:
+                        time = moved[here, there] + cost_ns[v, there] + tail[v, there]
+                    least = min(least, time)
+                if forward:
+                    head[v, here] = max(head[v, here], least)
+                else:
+                    tail[u, here] = max(tail[u, here], least)
+
+
+def levels(
+    topological: NDArray[np.int32],
+    predecessor_start: NDArray[np.int32],
+    predecessors: NDArray[np.int32],
+    edge: NDArray[np.float64],
+    cost: NDArray[np.float64],
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return top and bottom levels of N ops, in the unit of ``cost`` (N,) and ``edge`` (E,).
+
+    ``edge`` is ordered by target. The top level is the longest path from a source to the op,
+    without the op; the bottom level (upward rank) is the longest path from the op to the end, with
+    it.
+    """
+    head, tail = np.zeros(len(cost)), cost.copy()
+    _fill_levels(topological, predecessor_start, predecessors, edge, cost, head, tail)
+    return head, tail
+
+
+@compiled_borrowing
+def _fill_levels(
+    topological: NDArray[np.int32],
+    predecessor_start: NDArray[np.int32],
+    predecessors: NDArray[np.int32],
+    edge: NDArray[np.float64],
+    cost: NDArray[np.float64],
+    head: NDArray[np.float64],
+    tail: NDArray[np.float64],
+) -> None:
+    # Fills ``head`` (N,), initially 0, and ``tail`` (N,), initially ``cost``.
+    count = len(cost)
+    for position in range(count):
+        v = topological[position]
+        for e in range(predecessor_start[v], predecessor_start[v + 1]):
+            u = predecessors[e]
+            head[v] = max(head[v], head[u] + cost[u] + edge[e])
+    for position in range(count - 1, -1, -1):
+        v = topological[position]
+        for e in range(predecessor_start[v], predecessor_start[v + 1]):
+            u = predecessors[e]
+            tail[u] = max(tail[u], cost[u] + edge[e] + tail[v])

@@ -1,0 +1,268 @@
+"""The critical path of a simulated step, without gaps from its start to its end.
+
+Idle times of the devices in a simulated step, and what they wait for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from envs.nanoseconds import HORIZON_NS
+from envs.problem import NO_QUEUE, Problem
+from envs.simulator.kernel.arrays import INFEASIBLE_NS
+from envs.simulator.schedule import Schedule
+
+Kind: TypeAlias = Literal["compute", "transfer", "link busy"]
+Reason: TypeAlias = Literal["start", "input", "transfer", "device busy", "link busy"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """The op that kept a device busy, or the op whose output's transfer kept a link busy."""
+
+    op: int
+    source: int  # device
+    destination: int  # device; equal to source for an op
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """One segment of the critical path: an op, a transfer of its output, or a wait for the link.
+
+    ``after`` names what it had to wait for: the start of the step, an input made on the same
+    device, a transfer, or a busy device or link. ``holder`` is what kept that busy: the previous op
+    on the device, or the last transfer on the link during a wait for it.
+    """
+
+    kind: Kind
+    op: int  # the op that runs, or whose output is sent
+    source: int  # device
+    destination: int  # device; equal to source for an op
+    start_ns: int
+    end_ns: int
+    after: Reason
+    holder: Holder | None = None
+
+
+def critical_path(problem: Problem, schedule: Schedule) -> list[Stretch]:
+    """Return the segments from 0 to the end of the step; each begins where the last one ends.
+
+    They alone determine the step time: make one shorter, or avoid what it waits for. Empty for a
+    placement that cannot run. Linear in ops and edges (times log, for transfers).
+    """
+    if schedule.step_ns == INFEASIBLE_NS:
+        return []
+    path: list[Stretch] = []
+    sent = Sent(problem, schedule)
+    cause = -1
+    for i in schedule.critical_chain():
+        device = int(schedule.devices[i])
+        after: Reason = "start"
+        holder = None
+        if cause >= 0 and schedule.devices[cause] != device:
+            path += sent.stretches(cause, i)
+            after = "transfer"
+        elif cause >= 0 and cause in _inputs(problem, i):
+            after = "input"
+        elif cause >= 0:
+            after = "device busy"
+            holder = Holder(op=cause, source=device, destination=device)
+        path.append(
+            Stretch(
+                kind="compute",
+                op=i,
+                source=device,
+                destination=device,
+                start_ns=int(schedule.start_ns[i]),
+                end_ns=int(schedule.end_ns[i]),
+                after=after,
+                holder=holder,
+            )
+        )
+        cause = i
+    return path
+
+
+def critical_path_to_list(problem: Problem, path: list[Stretch]) -> list[dict[str, Any]]:
+    """Return the path as plain data for JSON, with names and seconds."""
+    names, ids = problem.cluster.names, problem.graph.ids
+
+    def place(part: Stretch | Holder) -> dict[str, str]:
+        if part.source == part.destination:
+            return {"op": ids[part.op], "device": names[part.source]}
+        return {"op": ids[part.op], "from": names[part.source], "to": names[part.destination]}
+
+    return [
+        {
+            "kind": part.kind,
+            **place(part),
+            "start_s": part.start_ns / 1e9,
+            "end_s": part.end_ns / 1e9,
+            "after": part.after,
+            **({"behind": place(part.holder)} if part.holder is not None else {}),
+        }
+        for part in path
+    ]
+
+
+class Sent:
+    """The transfers of a schedule, by the edges that they serve and by the queues they occupy."""
+
+    def __init__(self, problem: Problem, schedule: Schedule) -> None:
+        self.problem, self.schedule = problem, schedule
+        sent = schedule.transfers
+        self.of_edge = np.full(problem.graph.edge_count, -1, np.int64)
+        self.of_edge[sent.edge] = np.arange(len(sent))
+        pair = (sent.source, sent.destination)
+        self.queues = np.stack([problem.queue[pair], problem.second_queue[pair]]).astype(np.int64)
+        # Of transfers that end at one instant the longest first: the others took no time.
+        ends = (self.queues * HORIZON_NS + sent.end_ns).ravel()
+        self.order = np.lexsort((np.tile(sent.start_ns, 2), ends))
+        self.ends = ends[self.order]
+
+    def stretches(self, producer: int, reader: int) -> list[Stretch]:
+        """Return the wait for the link, if any, and the transfer of an output to its reader."""
+        sent = self.schedule.transfers
+        k = self._carrier(producer, reader)
+        request_ns, start_ns = int(sent.request_ns[k]), int(sent.start_ns[k])
+        waits = start_ns > request_ns
+        wait = Stretch(
+            kind="link busy",
+            op=producer,
+            source=int(sent.source[k]),
+            destination=int(sent.destination[k]),
+            start_ns=request_ns,
+            end_ns=start_ns,
+            after="input",
+            holder=self._holder(k) if waits else None,
+        )
+        transfer = replace(
+            wait,
+            kind="transfer",
+            start_ns=start_ns,
+            end_ns=int(sent.end_ns[k]),
+            after="link busy" if waits else "input",
+            holder=None,
+        )
+        return [wait, transfer] if waits else [transfer]
+
+    def _carrier(self, producer: int, reader: int) -> int:
+        graph, devices = self.problem.graph, self.schedule.devices
+        edges = range(graph.successor_start[producer], graph.successor_start[producer + 1])
+        if self.problem.cluster.once_per_destination:
+            # The transfer has the number of the first edge to that device.
+            there = devices[reader]
+            return int(
+                next(self.of_edge[e] for e in edges if devices[graph.successors[e]] == there)
+            )
+        return int(next(self.of_edge[e] for e in edges if graph.successors[e] == reader))
+
+    def _holder(self, k: int) -> Holder:
+        """Return the transfer that occupied the link of transfer k until k began."""
+        sent = self.schedule.transfers
+        queues = self.queues[:, k]
+        keys = queues[queues != NO_QUEUE] * HORIZON_NS + sent.start_ns[k]
+        at = np.searchsorted(self.ends, keys)
+        others = self.order[at[self.ends[at] == keys]] % len(sent)  # k's own end comes at or after
+        other = int(others[sent.start_ns[others] < sent.start_ns[k]][0])
+        return Holder(
+            op=int(sent.producer[other]),
+            source=int(sent.source[other]),
+            destination=int(sent.destination[other]),
+        )
+
+
+def _inputs(problem: Problem, i: int) -> list[int]:
+    graph = problem.graph
+    first, end = graph.predecessor_start[i], graph.predecessor_start[i + 1]
+    inputs: list[int] = graph.predecessors[first:end].tolist()
+    return inputs
+
+
+Waiting: TypeAlias = Literal["producer", "link busy", "transfer", "nothing left"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Idle:
+    """A time in which a device runs nothing, for one reason.
+
+    It waits for the output of ``producer`` on another device, which its next op, ``reader``, needs:
+    until it is made ("producer"), until the transfer of ``holder`` leaves its link ("link busy"),
+    or while it is sent ("transfer"). After the last op of the device nothing is left; then there is
+    neither producer nor reader.
+    """
+
+    device: int
+    start_ns: int
+    end_ns: int
+    waiting: Waiting
+    producer: int = -1
+    reader: int = -1
+    holder: Holder | None = None
+
+
+def idle_times(problem: Problem, schedule: Schedule) -> list[Idle]:
+    """Return all idle times by device, then time; with the ops they fill the step of every device.
+
+    Empty for a placement that cannot run.
+    """
+    if schedule.step_ns == INFEASIBLE_NS:
+        return []
+    sent = Sent(problem, schedule)
+    found: list[Idle] = []
+    free_ns = [0] * problem.device_count
+    by_device: list[list[Idle]] = [[] for _ in free_ns]
+    for i in np.lexsort((schedule.end_ns, schedule.start_ns)).tolist():
+        d, start_ns = int(schedule.devices[i]), int(schedule.start_ns[i])
+        if start_ns > free_ns[d]:
+            by_device[d] += _gap(schedule, sent, i, free_ns[d])
+        free_ns[d] = int(schedule.end_ns[i])
+    for d, own in enumerate(by_device):
+        found += own
+        if free_ns[d] < schedule.step_ns:
+            found.append(
+                Idle(
+                    device=d,
+                    start_ns=free_ns[d],
+                    end_ns=schedule.step_ns,
+                    waiting="nothing left",
+                )
+            )
+    return found
+
+
+def _gap(schedule: Schedule, sent: Sent, reader: int, begin_ns: int) -> list[Idle]:
+    """Split the gap before an op that started when a transfer ended, by what it waited for."""
+    while schedule.devices[schedule.cause[reader]] == schedule.devices[reader]:
+        reader = int(schedule.cause[reader])  # skip ops that took no time
+    found: list[Idle] = []
+    for part in sent.stretches(int(schedule.cause[reader]), reader):
+        if not found and part.start_ns > begin_ns:
+            found.append(_idle(schedule, reader, "producer", begin_ns, part.start_ns))
+        if part.end_ns > begin_ns:
+            waiting: Waiting = "transfer" if part.kind == "transfer" else "link busy"
+            start_ns = max(begin_ns, part.start_ns)
+            found.append(_idle(schedule, reader, waiting, start_ns, part.end_ns, part.holder))
+    return [idle for idle in found if idle.end_ns > idle.start_ns]
+
+
+def _idle(
+    schedule: Schedule,
+    reader: int,
+    waiting: Waiting,
+    start_ns: int,
+    end_ns: int,
+    holder: Holder | None = None,
+) -> Idle:
+    return Idle(
+        device=int(schedule.devices[reader]),
+        start_ns=start_ns,
+        end_ns=end_ns,
+        waiting=waiting,
+        producer=int(schedule.cause[reader]),
+        reader=reader,
+        holder=holder,
+    )

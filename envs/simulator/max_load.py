@@ -1,0 +1,218 @@
+"""The objective "max-load": the load of the busiest device in a pipeline of micro-batches.
+
+In the steady state of a pipeline (Tarnawski et al., arXiv 2006.16423) every device always works on
+some micro-batch, so the largest load determines the throughput and the order of ops does not
+matter. The load of a device is the sum of
+
+* the cost of its ops, launch overhead included,
+* for each of its ops with consumers on other devices, one transfer: the longest of them,
+* for each op elsewhere whose output it reads, one transfer of the largest edge.
+
+Devices of kind "cpu" are not charged for transfers. Memory is the sum of parameters, outputs and
+workspaces of all ops of a device.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envs.compiled import compiled_borrowing, compiled_inline
+from envs.compiled_tables import by_pointer
+from envs.nanoseconds import nanoseconds, transfer_ns
+from envs.problem import Problem, device_row, device_rows
+from envs.simulator.kernel.arrays import INFEASIBLE_NS
+from envs.simulator.reasons import why_blocked, why_full
+
+HOST_KIND: Final = "cpu"
+
+Bools = NDArray[np.bool_]
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int32]
+Longs = NDArray[np.int64]
+
+
+@by_pointer
+class LoadArrays(NamedTuple):
+    """Inputs of the load computation; N ops, E edges, D devices."""
+
+    cost_ns: Longs  # (N, D)
+    allowed: Bools  # (N, D)
+    size_bytes: Longs  # (N,)
+    successor_start: Ints  # (N + 1,)
+    successors: Ints  # (E,)
+    edge_bytes: Longs  # (E,)
+    latency_s: Floats  # (D, D)
+    bandwidth_bytes_per_s: Floats  # (D, D)
+    connected: Bools  # (D, D)
+    pays: Bools  # (D,) whether the device is charged for transfers
+    memory_bytes: Longs  # (D,)
+
+
+@by_pointer
+class Loads(NamedTuple):
+    """Loads of one placement and scratch space; integers, so adding and removing ops is exact."""
+
+    load_ns: Longs  # (D,)
+    used_bytes: Longs  # (D,)
+    cut: Longs  # (1,) transfers between devices without a link
+    largest: Longs  # (D,) bytes that the current op sends to each device, -1 for none
+
+
+def load_arrays(problem: Problem) -> LoadArrays:
+    """Return the arrays of a problem as writable, contiguous copies, one type for compiled code."""
+    graph = problem.graph
+    size = graph.resident_bytes + graph.output_bytes + graph.workspace_bytes
+    pays = [device.kind != HOST_KIND for device in problem.cluster.devices]
+    return LoadArrays(
+        cost_ns=problem.cost_ns.copy(),
+        allowed=problem.allowed.copy(),
+        size_bytes=size,
+        successor_start=graph.successor_start.copy(),
+        successors=graph.successors.copy(),
+        edge_bytes=graph.edge_bytes.copy(),
+        latency_s=problem.latency_s.copy(),
+        bandwidth_bytes_per_s=problem.bandwidth_bytes_per_s.copy(),
+        connected=problem.connected.copy(),
+        pays=np.array(pays, np.bool_),
+        memory_bytes=problem.memory_bytes.copy(),
+    )
+
+
+def loads_for(arrays: LoadArrays) -> Loads:
+    """Return zero loads, for a placement without ops."""
+    count = len(arrays.memory_bytes)
+    return Loads(
+        load_ns=np.zeros(count, np.int64),
+        used_bytes=np.zeros(count, np.int64),
+        cut=np.zeros(1, np.int64),
+        largest=np.full(count, -1, np.int64),
+    )
+
+
+def least_send_ns(problem: Problem) -> Longs:
+    """Return the shortest transfer time of each output (N,): smallest edge over the best link."""
+    graph = problem.graph
+    linked = problem.connected & ~np.eye(problem.device_count, dtype=np.bool_)
+    least = np.zeros(problem.op_count, np.int64)
+    latency_s, bandwidth = problem.latency_s[linked], problem.bandwidth_bytes_per_s[linked]
+    for i, (first, end) in enumerate(pairwise(graph.successor_start.tolist())):
+        if first < end and len(latency_s):
+            seconds = latency_s + graph.edge_bytes[first:end].min() / bandwidth
+            least[i] = nanoseconds(float(seconds.min()))
+    return least
+
+
+def max_load_ns(problem: Problem, devices: NDArray[np.int32]) -> Longs:
+    """Return the largest loads (B,) of placements (B, N), or (1,) for one placement (N,).
+
+    ``INFEASIBLE_NS`` if an op is on a forbidden device, an edge has no link, or memory is exceeded.
+
+    Raises:
+        ValueError: wrong shape, values that are not integers, or a device that does not exist.
+    """
+    rows = device_rows(problem, devices)
+    answer = np.empty(len(rows), np.int64)
+    arrays = load_arrays(problem)
+    _largest_loads(arrays, loads_for(arrays), rows, answer)
+    return answer
+
+
+def loads_ns(problem: Problem, devices: NDArray[np.int32]) -> Longs:
+    """Return the loads (D,) of one placement (N,); edges without a link count as 0.
+
+    Raises:
+        ValueError: as for :func:`max_load_ns`.
+    """
+    return _counted(problem, device_row(problem, devices)).load_ns
+
+
+def why_overloaded(problem: Problem, devices: NDArray[np.int32]) -> str:
+    """Return why a placement (N,) is infeasible, or "" if it is feasible.
+
+    Raises:
+        ValueError: as for :func:`max_load_ns`.
+    """
+    row = device_row(problem, devices)
+    return why_blocked(problem, row) or why_full(problem, row, used_bytes(problem, row))
+
+
+def used_bytes(problem: Problem, devices: NDArray[np.int32]) -> Longs:
+    """Return the memory (D,) that a placement (N,) needs on each device under this objective.
+
+    Raises:
+        ValueError: as for :func:`max_load_ns`.
+    """
+    return _counted(problem, device_row(problem, devices)).used_bytes
+
+
+def _counted(problem: Problem, devices: Ints) -> Loads:
+    arrays = load_arrays(problem)
+    loads = loads_for(arrays)
+    _largest_loads(arrays, loads, devices[None], np.empty(1, np.int64))
+    return loads
+
+
+@compiled_borrowing
+def _largest_loads(arrays: LoadArrays, loads: Loads, devices: Ints, answer: Longs) -> None:
+    for b in range(len(devices)):
+        fits = count_all(arrays, loads, devices[b])
+        answer[b] = largest_load(loads) if fits else INFEASIBLE_NS
+
+
+@compiled_inline
+def count_all(arrays: LoadArrays, loads: Loads, devices: Ints) -> bool:
+    """Compute the loads of a whole placement (N,) and return whether it is feasible."""
+    loads.cut[0] = 0
+    for d in range(len(loads.load_ns)):
+        loads.load_ns[d] = 0
+        loads.used_bytes[d] = 0
+    fits = True
+    for i in range(len(devices)):
+        fits &= arrays.allowed[i, devices[i]]
+        count_op(arrays, loads, devices, i, 1)
+    for d in range(len(loads.load_ns)):
+        fits &= loads.used_bytes[d] <= arrays.memory_bytes[d]
+    return fits and loads.cut[0] == 0
+
+
+@compiled_inline
+def largest_load(loads: Loads) -> int:
+    """Return the load of the busiest device."""
+    most = 0
+    for d in range(len(loads.load_ns)):
+        most = max(most, loads.load_ns[d])
+    return int(most)
+
+
+@compiled_inline
+def count_op(arrays: LoadArrays, loads: Loads, devices: Ints, i: int, sign: int) -> None:
+    """Add the cost of op i and of the transfers of its output; remove them if sign is -1."""
+    home = devices[i]
+    loads.load_ns[home] += sign * arrays.cost_ns[i, home]
+    loads.used_bytes[home] += sign * arrays.size_bytes[i]
+    first, end = arrays.successor_start[i], arrays.successor_start[i + 1]
+    for k in range(first, end):
+        d = devices[arrays.successors[k]]
+        if d != home:
+            loads.largest[d] = max(loads.largest[d], arrays.edge_bytes[k])
+    longest = 0
+    for k in range(first, end):
+        d = devices[arrays.successors[k]]
+        if d == home or loads.largest[d] < 0:
+            continue
+        if arrays.connected[home, d]:
+            sent_ns = transfer_ns(
+                arrays.latency_s[home, d], loads.largest[d], arrays.bandwidth_bytes_per_s[home, d]
+            )
+            longest = max(longest, sent_ns)
+            if arrays.pays[d]:
+                loads.load_ns[d] += sign * sent_ns
+        else:
+            loads.cut[0] += sign
+        loads.largest[d] = -1
+    if arrays.pays[home]:
+        loads.load_ns[home] += sign * longest

@@ -1,0 +1,1 @@
+"""Coarsening: groups of ops that are placed as one, and back to ops."""

@@ -1,0 +1,132 @@
+"""Costs and sizes of groups of ops, computed exactly from the arrays of their ops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graphs.coarsen.merging import edge_sources
+from graphs.graph import ANY_KIND, GraphArrays
+
+SUMMED: Final = (
+    "flops",
+    "moved_bytes",
+    "parameter_bytes",
+    "gradient_bytes",
+    "optimizer_bytes",
+    "saved_bytes",
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupSizes:
+    """Costs and sizes of G groups, as Python numbers: sums of large sizes must not overflow.
+
+    ``sums`` holds, for each name of ``SUMMED``, the sum over the group's ops. ``output_bytes``
+    leave the group: outputs of its ops that another group reads, or that nothing reads (results of
+    the step). ``workspace_bytes`` is other memory that the group needs while it runs, op by op in
+    topological order: the peak of scratch memory plus outputs that only the group reads, from the
+    op that writes one to the last that reads it. ``edges`` {(source, target): bytes} count every
+    output once for each group that reads it; of unequal edges the largest counts.
+    """
+
+    sums: Mapping[str, list[int]]
+    output_bytes: list[int]
+    workspace_bytes: list[int]
+    cost_s: list[dict[str, float]]
+    edges: Mapping[tuple[int, int], int]
+
+    @classmethod
+    def of(
+        cls, graph: GraphArrays, group_of: NDArray[np.int64], running: NDArray[np.int64]
+    ) -> GroupSizes:
+        """Compute the sizes of groups 0..G-1; ``running`` (N,) lists the ops by group, in order."""
+        starts = np.searchsorted(group_of[running], np.arange(int(group_of.max()) + 1))
+        columns: Mapping[str, NDArray[np.int64]] = {n: getattr(graph, n) for n in SUMMED}
+        internal = _internal(graph, group_of)
+        return cls(
+            sums={n: _sums(column[running], starts) for n, column in columns.items()},
+            output_bytes=_sums(np.where(internal, 0, graph.output_bytes)[running], starts),
+            workspace_bytes=_workspace(graph, internal, running, starts),
+            cost_s=_costs(graph, running, starts),
+            edges=_edges(graph, group_of),
+        )
+
+
+def _sums(values: NDArray[np.int64], starts: NDArray[np.intp]) -> list[int]:
+    whole: list[int] = np.add.reduceat(values.astype(object), starts).tolist()
+    return whole
+
+
+def _internal(graph: GraphArrays, group_of: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Return whether an op's output is read, and only by its own group, (N,)."""
+    source = edge_sources(graph)
+    internal = np.diff(graph.successor_start) > 0
+    internal[source[group_of[source] != group_of[graph.successors]]] = False
+    return internal
+
+
+def _workspace(
+    graph: GraphArrays,
+    internal: NDArray[np.bool_],
+    running: NDArray[np.int64],
+    starts: NDArray[np.intp],
+) -> list[int]:
+    count = len(graph)
+    position = np.empty(count, np.int64)
+    position[running] = np.arange(count)
+    source = edge_sources(graph)
+    last_read = np.zeros(count, np.int64)
+    np.maximum.at(last_read, source, position[graph.successors])
+    change = np.zeros(count + 1, object)
+    sizes = graph.output_bytes[internal].astype(object)
+    np.add.at(change, position[internal], sizes)
+    np.subtract.at(change, last_read[internal] + 1, sizes)
+    held = np.cumsum(change[:-1]) + graph.workspace_bytes[running].astype(object)
+    whole: list[int] = np.maximum.reduceat(held, starts).tolist()
+    return whole
+
+
+def _costs(
+    graph: GraphArrays, running: NDArray[np.int64], starts: NDArray[np.intp]
+) -> list[dict[str, float]]:
+    """Return seconds by kind where they are known for all ops of a group; a sum is rounded once."""
+    bounds = [*starts.tolist(), len(running)]
+    costs: list[dict[str, float]] = [{} for _ in starts]
+    for kind, own in graph.cost_s.items():
+        has_own = np.maximum.reduceat(~np.isnan(own[running]), starts)
+        seconds = (own if kind == ANY_KIND else graph.costs_for(kind))[running]
+        known = ~np.maximum.reduceat(np.isnan(seconds), starts)
+        values = seconds.tolist()
+        for g in np.flatnonzero(has_own & known).tolist():
+            costs[g][kind] = math.fsum(values[bounds[g] : bounds[g + 1]])
+    return costs
+
+
+def _edges(graph: GraphArrays, group_of: NDArray[np.int64]) -> dict[tuple[int, int], int]:
+    source = edge_sources(graph)
+    target_group = group_of[graph.successors]
+    between = np.flatnonzero(group_of[source] != target_group)
+    if not len(between):
+        return {}
+    by_output = between[np.lexsort((target_group[between], source[between]))]
+    output, readers = source[by_output], target_group[by_output]
+    first = _run_starts(output, readers)
+    sent = np.maximum.reduceat(graph.edge_bytes[by_output], first)
+    sender, reader = group_of[output[first]], readers[first]
+    by_pair = np.lexsort((reader, sender))
+    first = _run_starts(sender[by_pair], reader[by_pair])
+    sizes = _sums(sent[by_pair], first)
+    pairs = zip(sender[by_pair][first].tolist(), reader[by_pair][first].tolist(), strict=True)
+    return dict(zip(pairs, sizes, strict=True))
+
+
+def _run_starts(*keys: NDArray[Any]) -> NDArray[np.intp]:
+    """Return where each run of equal entries starts, in arrays that are sorted together."""
+    changed = np.any([key[1:] != key[:-1] for key in keys], axis=0)
+    return np.concatenate(([0], np.flatnonzero(changed) + 1))

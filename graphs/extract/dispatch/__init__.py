@@ -1,0 +1,1 @@
+"""Extraction by recording the ops that a real step dispatches."""

@@ -1,0 +1,1 @@
+"""Extraction by torch.export."""

@@ -1,0 +1,348 @@
+"""Tracing an nn.Module to an aten graph by torch.export.
+
+A training step becomes the joint forward and backward graph of AOTAutograd, an inference step the
+functional core graph. Both are functional: mutated state is returned as a result.
+
+Names that torch.export reserves among submodules: ``meta``, ``graph``, ``code`` and others.
+
+Its result is an ``fx.GraphModule`` with the submodules of the model as attributes: one that is
+named like an attribute of that class is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from graphs.extract.autocast import (
+    autocast,
+    cast_once,
+    name_nodes,
+    runs_under,
+    share_casts,
+    without_casts,
+)
+from graphs.extract.buffers import written_when_assigned
+from graphs.extract.convert import Traced
+from graphs.extract.lineage import tag_calls
+from graphs.extract.program import Result, Source
+from graphs.extract.refusals import (
+    explained,
+    own_backward_refused,
+    quiet,
+    wants_input_gradient,
+    writes_input,
+)
+from graphs.extract.substitute import in_its_mode, with_distinct_inputs
+from graphs.extract.trial import without_meta
+from graphs.precision import FULL
+from graphs.workload import (
+    WRAPPED,
+    ExtractionError,
+    LossModule,
+    ModelAlone,
+    Workload,
+    unwrapped,
+)
+
+OF_PROGRAMS = frozenset(
+    {"_guards_fn", "_in_spec", "_out_spec", "range_constraints", "shape_env", "validate_inputs"}
+)
+"""Attributes that exported programs add to those of GraphModule, as of torch 2.13."""
+
+
+@functools.cache
+def reserved_names() -> frozenset[str]:
+    """Return the names that no submodule, parameter or buffer of an exported model can have."""
+    own = dir(fx.GraphModule(nn.Module(), fx.Graph()))
+    return frozenset(own) - frozenset(dir(nn.Module())) | OF_PROGRAMS
+
+
+def reserved_at_the_top(model: nn.Module) -> list[str]:
+    """Return the reserved names of the model's own submodules, parameters and buffers."""
+    own = [
+        *(name for name, _ in model.named_children()),
+        *(name for name, _ in model.named_parameters(recurse=False)),
+        *(name for name, _ in model.named_buffers(recurse=False)),
+    ]
+    return [name for name in own if name in reserved_names()]
+
+
+def reserved_modules(model: nn.Module) -> list[str]:
+    """Return the paths of modules, at any depth, that have a reserved name."""
+    return [
+        path for path, _ in model.named_modules() if path.rpartition(".")[2] in reserved_names()
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Placeholder for an output tensor: the result with this number as its name."""
+
+    number: int
+
+
+def trace(step: Workload) -> Traced:
+    """Trace one step; the model is left as it was.
+
+    Modules in eval mode within a model in train mode stay in eval mode; only a model that is not in
+    the step's mode as a whole is switched meanwhile. A model on the meta device is traced on fake
+    tensors, without memory for its parameters.
+
+    Raises:
+        ExtractionError: torch cannot export it; the message carries torch's own reason.
+    """
+    try:
+        with quiet(), in_its_mode(step), without_meta(step) as traceable:
+            distinct = with_distinct_inputs(traceable)
+            if step.training:
+                return _joint(distinct)
+            return _inference(distinct) if step.dtype == FULL else _mixed_inference(distinct)
+    except ExtractionError:
+        raise
+    except Exception as error:
+        raise ExtractionError(explained(step, error, "exported")) from error
+
+
+def _joint(step: Workload) -> Traced:
+    with cell_by_cell(step):
+        return _described(LossModule(step), step)
+
+
+def _mixed_inference(step: Workload) -> Traced:
+    """Trace inference under autocast, which must see what composite operators consist of."""
+    traced = _described(ModelAlone(step), step)
+    state = step.named_state()
+    trained = {
+        node
+        for node, source in traced.sources.items()
+        if source.role == "parameter" and state[source.name].requires_grad
+    }
+    share_casts(traced.graph, trained)
+    return traced
+
+
+def _described(wrapper: nn.Module, step: Workload) -> Traced:
+    """Trace a wrapper by AOTAutograd, whose descriptors identify inputs and outputs."""
+    arguments = step.step_inputs, dict(step.keywords)
+    with (
+        autocast(step.dtype),
+        own_backward_refused(step, functions=True, saving=True),
+        written_when_assigned(wrapper, unwrapped),
+    ):
+        program = torch.export.export(wrapper, *arguments, strict=False)
+    module = program.module(check_guards=False)
+    assert isinstance(module, fx.GraphModule)
+    tag_calls(module, WRAPPED)
+    joint = _aot_graph(module, step)
+    graph = joint.graph
+    leaves = tree_flatten(arguments)[0]
+    sources: dict[fx.Node, Source] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder" and _is_tensor(node.meta["desc"], leaves):
+            sources[node] = _joint_source(node.meta["desc"], leaves)
+            if sources[node].role == "tangent" and not _is_output(node.meta["desc"].output):
+                # The new value of mutated state is an output too, but has no gradient.
+                none = torch.zeros(node.meta["val"].shape, dtype=node.meta["val"].dtype)
+                sources[node] = Source(-1, "constant", "", none)
+    sources |= constants_of(joint)
+    output = next(node for node in graph.nodes if node.op == "output")
+    descriptions = output.meta["desc"]
+    results: list[tuple[fx.Node, Result]] = []
+    returned: list[Any] = []
+    for node, description in zip(output.args[0], descriptions, strict=True):
+        if _is_output(description):
+            returned.append(Position(len(returned)) if isinstance(node, fx.Node) else node)
+        if isinstance(node, fx.Node):
+            results.append((node, _joint_result(description, leaves)))
+    tree = program.call_spec.out_spec
+    assert tree is not None
+    return Traced(
+        graph=graph,
+        sources=sources,
+        results=results,
+        prefix=WRAPPED,
+        training=step.training,
+        outputs=tree_unflatten(returned, tree),
+        exported=module,
+    )
+
+
+def _aot_graph(module: fx.GraphModule, step: Workload) -> fx.GraphModule:
+    """Return the aten graph of an exported module in the step dtype, with backward in training."""
+
+    def traced() -> fx.GraphModule:
+        with contextlib.ExitStack() as stack:
+            return aot_export_joint_with_descriptors(
+                stack, module, step.step_inputs, dict(step.keywords), _record_nn_module_stack=True
+            ).graph_module
+
+    if step.dtype == FULL:
+        return traced()
+    name_nodes(module)
+    with runs_under(module, step.dtype):
+        joint = traced()
+    if step.training and (added := cast_once(module, joint.graph)):
+        with runs_under(module, step.dtype):
+            joint = traced()
+        without_casts(module, added)
+    return joint
+
+
+def cell_by_cell(step: Workload) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which LSTM layers are traced as their cells.
+
+    For an LSTM on plain inputs torch would trace the inference kernel of oneDNN, which saves
+    nothing for backward; without oneDNN the layer is traced cell by cell. Eager training runs the
+    fused kernel, which saves more for backward: saved bytes of the graph are those of the cells.
+    """
+    if lstm_layers(step):
+        return torch.backends.mkldnn.flags(enabled=False)
+    return contextlib.nullcontext()
+
+
+def lstm_layers(step: Workload) -> tuple[str, ...]:
+    """Return the paths of the LSTM layers of a step's model."""
+    named = step.model.named_modules()
+    return tuple(path or type(part).__name__ for path, part in named if isinstance(part, nn.LSTM))
+
+
+def _is_output(description: Any) -> bool:
+    return type(description).__name__ == "PlainAOTOutput"
+
+
+def _is_tensor(description: Any, leaves: list[Any]) -> bool:
+    """Return False for inputs such as numbers, whose example values are part of the graph."""
+    position = getattr(description, "idx", None)
+    return position is None or isinstance(leaves[position], torch.Tensor)
+
+
+def _joint_source(description: Any, leaves: list[Any]) -> Source:
+    match type(description).__name__:
+        case "ParamAOTInput":
+            return Source(-1, "parameter", unwrapped(description.target))
+        case "BufferAOTInput":
+            return Source(-1, "buffer", unwrapped(description.target))
+        case "PlainAOTInput":
+            before = leaves[: description.idx]
+            return Source(-1, "input", str(sum(isinstance(x, torch.Tensor) for x in before)))
+        case "TangentAOTInput":
+            return Source(-1, "tangent", "")
+        case kind:
+            raise ExtractionError(
+                f"the traced step takes an input of kind {kind}, which no step has"
+            )
+
+
+def _joint_result(description: Any, leaves: list[Any]) -> Result:
+    match type(description).__name__:
+        case "PlainAOTOutput":
+            return Result(-1, "output", str(description.idx))
+        case "GradAOTOutput":
+            source = _joint_source(description.grad_of, leaves)
+            if source.role == "input":
+                raise wants_input_gradient(source.name)
+            return Result(-1, "gradient", source.name)
+        case "InputMutationAOTOutput":
+            source = _joint_source(description.mutated_input, leaves)
+            if source.role == "input":
+                raise writes_input(f"tensor {source.name} of its inputs")
+            return Result(-1, "state", source.name)
+        case kind:
+            raise ExtractionError(f"the traced step gives an output of kind {kind}")
+
+
+def _inference(step: Workload) -> Traced:
+    # In a wrapper submodules can have any names, and buffers can be assigned in any order.
+    is_wrapped = bool(reserved_at_the_top(step.model) or step.model._buffers)
+    prefix = WRAPPED if is_wrapped else ""
+    model = ModelAlone(step) if prefix else step.model
+    named = unwrapped if prefix else str
+    with written_when_assigned(model, named):
+        program = torch.export.export(model, step.model_inputs, dict(step.keywords), strict=False)
+    tag_calls(program.graph_module, prefix)
+    exported = program.module(check_guards=False)
+    assert isinstance(exported, fx.GraphModule)
+    program = program.run_decompositions({})
+    graph = program.graph_module.graph
+    nodes = {node.name: node for node in graph.nodes}
+    sources = constants_of(program.graph_module)
+    tensors = 0
+    for spec in program.graph_signature.input_specs:
+        node = nodes[spec.arg.name] if hasattr(spec.arg, "name") else None
+        if node is None:
+            continue
+        target = spec.target or ""
+        match spec.kind:
+            case InputKind.PARAMETER:
+                sources[node] = Source(-1, "parameter", named(target))
+            case InputKind.BUFFER:
+                sources[node] = Source(-1, "buffer", named(target))
+            case InputKind.CONSTANT_TENSOR:
+                constant = program.constants[target]
+                assert isinstance(constant, torch.Tensor)
+                sources[node] = Source(-1, "constant", target, constant.detach())
+            case InputKind.USER_INPUT if isinstance(spec.arg, TensorArgument):
+                sources[node] = Source(-1, "input", str(tensors))
+                tensors += 1
+            case InputKind.USER_INPUT:
+                pass
+            case kind:
+                raise ExtractionError(f"the exported model takes an input of kind {kind.name}")
+    results: list[tuple[fx.Node, Result]] = []
+    leaves: list[Any] = []
+    for out in program.graph_signature.output_specs:
+        name = getattr(out.arg, "name", None)
+        match out.kind:
+            case OutputKind.BUFFER_MUTATION | OutputKind.PARAMETER_MUTATION:
+                results.append((nodes[name or ""], Result(-1, "state", named(out.target or ""))))
+            case OutputKind.USER_OUTPUT if name in nodes:
+                results.append((nodes[name], Result(-1, "output", str(len(leaves)))))
+                leaves.append(Position(len(leaves)))
+            case OutputKind.USER_OUTPUT:
+                leaves.append(getattr(out.arg, "value", None))
+            case OutputKind.USER_INPUT_MUTATION:
+                raise writes_input(f"its input {out.target}")
+            case other:
+                raise ExtractionError(f"the exported model gives an output of kind {other.name}")
+    tree = program.call_spec.out_spec
+    assert tree is not None
+    return Traced(
+        graph=graph,
+        sources=sources,
+        results=results,
+        prefix=prefix,
+        training=False,
+        outputs=tree_unflatten(leaves, tree),
+        exported=exported,
+    )
+
+
+def constants_of(module: nn.Module) -> dict[fx.Node, Source]:
+    """Return the tensors that a traced graph holds itself.
+
+    Raises:
+        ExtractionError: it holds nested graphs.
+    """
+    assert isinstance(module, fx.GraphModule)
+    found: dict[fx.Node, Source] = {}
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            value: object = module
+            for part in str(node.target).split("."):
+                value = getattr(value, part)
+            if not isinstance(value, torch.Tensor):
+                raise ExtractionError(
+                    f"the step contains a nested graph ({node.target}); higher-order ops such as "
+                    "torch.cond cannot be placed yet"
+                )
+            found[node] = Source(-1, "constant", str(node.target), value.detach())
+    return found

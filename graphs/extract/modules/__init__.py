@@ -1,0 +1,1 @@
+"""Extraction of the graph of module calls."""

@@ -1,0 +1,1 @@
+"""Synthetic graphs: random families, and graphs with an optimum known by construction."""

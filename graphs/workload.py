@@ -1,0 +1,205 @@
+"""The step to be extracted: a model, example inputs, and how a loss is computed from them.
+
+Copying a step whose model may keep computed tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from graphs.optimizer import Optimizer
+from graphs.precision import FULL, check_dtype
+
+WRAPPED: Final = "model"
+LOSS: Final = "<loss>"
+"""Stands for the loss function in names of state; no module of a model can have this name."""
+
+
+class ExtractionError(ValueError):
+    """The model cannot be extracted as it is; the message says where and what to do."""
+
+
+class StepError(ExtractionError):
+    """The step itself is at fault, so that no extractor would accept it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One step of ``model`` on ``inputs``.
+
+    With a ``loss`` function the last input is the target: the step's loss is
+    ``loss(model(*inputs[:-1], **keywords), inputs[-1])``. Without one, a training
+    step takes the model's own output: a scalar, or an output with a scalar ``loss``. With an
+    ``optimizer`` the step also updates the parameters. In another ``dtype`` than fp32 forward pass
+    and loss run under ``torch.autocast``; parameters keep their dtype.
+    """
+
+    model: nn.Module
+    inputs: tuple[Any, ...] = ()
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+    loss: Callable[[Any, Any], torch.Tensor] | None = None
+    training: bool = True
+    optimizer: Optimizer | None = None
+    dtype: str = FULL
+
+    def __post_init__(self) -> None:
+        check_dtype(self.dtype)
+        if self.loss is not None and self.training and not self.inputs:
+            raise StepError(
+                "a loss function takes the last of the inputs as target, but none is positional"
+            )
+        if self.optimizer is not None and not self.training:
+            raise ExtractionError(
+                f"inference has no gradients for {self.optimizer.kind} to use: leave the optimizer "
+                "out, or place training"
+            )
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        example_inputs: Any,
+        loss: Callable[[Any, Any], torch.Tensor] | None = None,
+        *,
+        training: bool = True,
+        optimizer: str | Optimizer | None = None,
+        dtype: str = FULL,
+    ) -> Workload:
+        """Build a step from example inputs: a tensor, a tuple or list of arguments, or keywords.
+
+        With keywords, the target of a loss function is the one entry, whatever its name, that the
+        model's ``forward`` does not take.
+
+        Raises:
+            StepError: a loss function has no target, or several entries could be it.
+            ValueError: there is no such optimizer or dtype.
+        """
+        inputs: tuple[Any, ...] = (example_inputs,)
+        keywords: dict[str, Any] = {}
+        if isinstance(example_inputs, Mapping):
+            inputs, keywords = (), dict(example_inputs)
+            if loss is not None:
+                targets = _not_taken(model, keywords)
+                if len(targets) == 1:
+                    inputs = (keywords.pop(targets[0]),)
+                elif training or targets:
+                    raise StepError(
+                        "with a loss function a dict of inputs needs one entry that "
+                        f"{type(model).__name__}.forward does not take, the target: of "
+                        f"{', '.join(map(repr, keywords))} it takes all but {len(targets)}. Give "
+                        "such an entry, or a tuple of arguments with the target at its end"
+                    )
+        elif isinstance(example_inputs, tuple | list):
+            inputs = tuple(example_inputs)
+        return cls(model, inputs, keywords, loss, training, Optimizer.of(optimizer), dtype)
+
+    @property
+    def model_inputs(self) -> tuple[Any, ...]:
+        """The positional arguments of the model itself."""
+        return self.inputs[:-1] if self.loss is not None else self.inputs
+
+    @property
+    def step_inputs(self) -> tuple[Any, ...]:
+        """The positional inputs of the step: those of the model, in training also the target."""
+        return self.inputs if self.training else self.model_inputs
+
+    def named_state(self) -> dict[str, torch.Tensor]:
+        """Return parameters and buffers under every name they have in the model's state.
+
+        In training, those of a loss function that is a module follow, as ``<loss>.name``.
+        """
+        state = _named_state(self.model)
+        if self.training and isinstance(self.loss, nn.Module):
+            state |= {f"{LOSS}.{name}": own for name, own in _named_state(self.loss).items()}
+        return state
+
+
+class LossModule(nn.Module):
+    """The model with its loss: takes all inputs of a training step, returns the scalar loss."""
+
+    def __init__(self, step: Workload) -> None:
+        super().__init__()
+        self.model = step.model
+        self.loss = step.loss
+
+    def forward(self, *inputs: Any, **keywords: Any) -> torch.Tensor:
+        """Return the loss of one step."""
+        if self.loss is None:
+            return scalar_loss(self.model(*inputs, **keywords))
+        return scalar_loss(self.loss(self.model(*inputs[:-1], **keywords), inputs[-1]))
+
+
+class ModelAlone(nn.Module):
+    """The model alone, wrapped as in a LossModule: takes the inputs of an inference step."""
+
+    def __init__(self, step: Workload) -> None:
+        super().__init__()
+        self.model = step.model
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        """Return the model's output."""
+        return self.model(*inputs, **keywords)
+
+
+def unwrapped(name: str) -> str:
+    """Return the name in :meth:`Step.named_state` of a parameter or buffer of such a wrapper."""
+    owner, _, rest = name.partition(".")
+    return rest if owner == WRAPPED else f"{LOSS}.{rest}"
+
+
+def _not_taken(model: nn.Module, keywords: Mapping[str, Any]) -> list[str]:
+    parameters = inspect.signature(model.forward).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return []
+    return [name for name in keywords if name not in parameters]
+
+
+def _named_state(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+
+
+def scalar_loss(output: Any) -> torch.Tensor:
+    """Return the scalar loss in an output.
+
+    Raises:
+        StepError: there is none.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+    if not isinstance(loss, torch.Tensor) or loss.dim() > 0 or not loss.is_floating_point():
+        shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
+        raise StepError(
+            f"a training step needs a scalar loss, but the model returned "
+            f"{shown or type(output).__name__}. Give a loss function (the target function returns "
+            "model, inputs, loss), let the model return its loss, or place inference."
+        )
+    return loss
+
+
+def step_copy(step: Workload) -> Workload:
+    """Return a copy of a step: of the model, the loss function and the inputs.
+
+    Tensors that the model keeps from an earlier forward pass, such as the ``weight`` of
+    ``nn.utils``' ``weight_norm``, are copied without their history; torch alone would refuse to.
+    """
+    with _WithoutHistory():
+        return copy.deepcopy(step)
+
+
+class _WithoutHistory(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.__deepcopy__ and not args[0].is_leaf:
+            return args[0].detach().clone()
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,157 @@
+"""Objectives of a search: step time, time of each further micro-batch, or the largest load."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+
+from envs.placement import OBJECTIVES, Placement, check_micro_batches
+from envs.problem import Problem
+from envs.simulator import INFEASIBLE_NS, Simulated
+from envs.simulator.bounds import load_bound_ns, lower_bound_ns, pace_ns
+from envs.simulator.max_load import max_load_ns, used_bytes, why_overloaded
+from envs.simulator.micro_batches import Pipeline
+from envs.simulator.schedule import Schedule
+from placer.placers.placer import Placer
+from placer.placers.rules import sorted_for
+from placer.search.candidate import Candidate, Kind, Prediction
+from placer.search.evaluator import Evaluator
+from placer.search.heuristics import heuristics
+from placer.search.request import LATENCY, MAX_LOAD, SearchRequest
+
+BALANCING: Final = 0.3
+"""Share of a throughput search that balances loads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """The objective, the number of micro-batches of a step and how many are in flight.
+
+    ``latency`` is the time of one step with all its micro-batches; ``throughput`` the time of each
+    further micro-batch, see :class:`envs.simulator.Simulated`; ``max-load`` the largest load, see
+    :mod:`envs.simulator.max_load`.
+    """
+
+    name: str = "latency"
+    micro_batches: int = 1
+    in_flight: int | None = None  # None: one per device
+
+    def __post_init__(self) -> None:
+        if self.name not in OBJECTIVES:
+            raise ValueError(f"objective is {self.name!r}, not one of {', '.join(OBJECTIVES)}")
+        check_micro_batches(self.micro_batches, self.in_flight)
+        if self.name == "throughput" and self.micro_batches == 1:
+            raise ValueError("throughput is that of several micro-batches: give 2 or more of them")
+        if self.in_flight is not None and self.micro_batches == 1:
+            raise ValueError("in_flight is of several micro-batches: give 2 or more of them")
+
+    def search(self, request: SearchRequest, placer: Placer) -> list[Candidate]:
+        """Return the placer's candidates for this objective; the heuristics are always among them.
+
+        A step with micro-batches is searched as the problem of all its copies, for throughput as
+        well, since the step time follows it; the candidates keep the devices and priorities of the
+        first copy. For throughput, a placer that supports max-load spends a share of the budget on
+        balancing loads, as the busiest device sets the pace; its best candidate comes last.
+
+        Raises:
+            ValueError: the placer does not accept the problem.
+        """
+        balanced: list[Candidate] = []
+        rest = replace(request, objective=self.name)
+        if self.name == "throughput" and MAX_LOAD in placer.objectives:
+            loads = placer.place(_part(request, MAX_LOAD, 0.0, BALANCING))
+            kind = Kind.BALANCED_LOADS
+            balanced = [replace(loads[0], kind=kind, name=kind.value)]
+            rest = _part(request, self.name, BALANCING, 1.0)
+        whole = problem = request.problem
+        if self.micro_batches > 1 and self.name != MAX_LOAD:
+            whole = self._pipelined(problem)
+        found = self._with_heuristics(whole, placer.place(replace(rest, problem=whole)))
+        count = problem.op_count
+        return [
+            replace(
+                candidate,
+                devices=candidate.devices[:count],
+                priority=candidate.priority[:count],
+                # It was proved for the step.
+                bound_ns=candidate.bound_ns if self.name == LATENCY else None,
+            )
+            for candidate in [*found, *balanced]
+        ]
+
+    def _with_heuristics(self, problem: Problem, found: list[Candidate]) -> list[Candidate]:
+        kinds = [candidate.kind for candidate in found]
+        if kinds.count(Kind.SINGLE_DEVICE) >= problem.device_count and (
+            Kind.ETF in kinds or problem.device_count == 1
+        ):
+            return found
+        known = {(candidate.kind, candidate.name) for candidate in found}
+        others = [
+            own for own in heuristics(Evaluator(problem)) if (own.kind, own.name) not in known
+        ]
+        return sorted_for(self.name, problem, [*others, *found])
+
+    def predict(
+        self,
+        simulated: Simulated,
+        placement: Placement,
+        schedule: Schedule | None = None,
+    ) -> Prediction:
+        """Simulate a placement, unless its ``schedule`` is given, and compute its largest load."""
+        problem = simulated.problem
+        devices, _ = placement.arrays()
+        step, schedule = simulated.result(placement, schedule)
+        load_ns = int(max_load_ns(problem, devices)[0])
+        known = {"step_s": schedule.step_ns, "max_load_s": load_ns}
+        times_s = {name: ns / 1e9 for name, ns in known.items() if ns < INFEASIBLE_NS}
+        if step.period_s is not None:
+            times_s["period_s"] = step.period_s
+        feasible, why, needed = step.feasible, step.why, schedule.peak_bytes
+        if self.name == "max-load":
+            feasible, why = load_ns < INFEASIBLE_NS, why_overloaded(problem, devices)
+            needed = used_bytes(problem, devices)
+        if self.name == "throughput" and feasible:
+            why = step.why_no_period
+        key = {"latency": "step_s", "throughput": "period_s", "max-load": "max_load_s"}[self.name]
+        return Prediction(
+            placement=placement,
+            objective_s=times_s.get(key, np.inf) if feasible else np.inf,
+            times_s=times_s,
+            peak_memory_bytes=step.peak_memory_bytes,
+            why=why,
+            missing_bytes=int(np.maximum(needed - problem.memory_bytes, 0).sum()),
+        )
+
+    def lower_bound_s(self, problem: Problem) -> float:
+        """Return a lower bound on the objective over all placements.
+
+        For throughput it is the work of the busiest device, without the optimizer, which runs once
+        per step.
+
+        Raises:
+            ValueError: no placement can run because a link is missing.
+        """
+        if self.name == "max-load":
+            return load_bound_ns(problem) / 1e9
+        if self.name == "throughput":
+            return pace_ns(problem, optimizer=False) / 1e9
+        if self.micro_batches > 1:
+            problem = self._pipelined(problem)
+        return lower_bound_ns(problem) / 1e9
+
+    def _pipelined(self, problem: Problem) -> Problem:
+        return Pipeline.of(problem, self.micro_batches, in_flight=self.in_flight).problem
+
+
+def _part(request: SearchRequest, objective: str, begin: float, end: float) -> SearchRequest:
+    """Return a request for the part of the budget between two shares of it."""
+    progress = request.progress
+
+    def between(share: float, text: str) -> None:
+        if progress is not None:
+            progress(begin + (end - begin) * share, text)
+
+    budget = request.budget.part(end - begin)
+    return replace(request, objective=objective, budget=budget, progress=between)

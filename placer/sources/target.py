@@ -1,0 +1,251 @@
+"""Loads targets of the command line: a function that returns a model, ``hf:name``, or a file."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import networkx as nx
+
+from graphs.files import missing_file, why_not_read
+from graphs.graph_file import load_graph
+from graphs.names import suggestion
+from graphs.optimizer import Optimizer
+from graphs.precision import FULL
+from placer.sources.fault import TargetError
+from placer.sources.names import is_exported, is_huggingface, is_onnx
+
+if TYPE_CHECKING:
+    from graphs.extract import Workload
+
+__all__ = [
+    "Target",
+    "TargetError",
+    "check_target",
+    "is_graph_file",
+    "load_function",
+    "load_graph_target",
+    "load_step",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """The name of a model or graph, and the step to take of a model."""
+
+    name: str
+    training: bool = True
+    optimizer: Optimizer | None = None
+    dtype: str = FULL
+
+    @property
+    def is_graph(self) -> bool:
+        """Return whether it names a graph file."""
+        return is_graph_file(self.name)
+
+    def load(self, *, weights: bool = True) -> Workload:
+        """Load the step; see :func:`load_step`.
+
+        Raises:
+            TargetError: as for :func:`load_step`.
+        """
+        step = load_step(self.name, training=self.training, weights=weights)
+        return replace(step, optimizer=self.optimizer, dtype=self.dtype)
+
+
+def load_step(target: str, *, training: bool, weights: bool = True) -> Workload:
+    """Load the step that a target names.
+
+    * ``hf:name``: a transformers model, see :mod:`placer.sources.huggingface`;
+    * ``model.pt2``: an exported program, see :mod:`placer.sources.exported`;
+    * ``model.onnx``: an ONNX file, see :mod:`placer.sources.onnx`;
+    * otherwise a function without arguments that returns ``(model, inputs)`` or
+      ``(model, inputs, loss)``. ``inputs`` is a tensor, a tuple of positional arguments or a dict
+      of keyword arguments. With a loss the last input is the target (in a dict, the one entry that
+      the model does not take), see :meth:`graphs.extract.Workload.of`.
+
+    Without ``weights`` only the graph is needed: a model of transformers is then created on the
+    meta device, without memory; a function creates its model as always.
+
+    Raises:
+        TargetError: the model, file or function does not exist, fails or returns something else.
+    """
+    if is_huggingface(target):
+        from placer.sources import huggingface
+
+        return huggingface.load(
+            huggingface.Request.parse(target), training=training, weights=weights
+        )
+    if is_onnx(target):
+        from placer.sources import onnx
+
+        return onnx.load(target, training=training)
+    if is_exported(target):
+        from placer.sources import exported
+
+        return exported.load(Path(target), training=training)
+    path, name = _function_named(target)
+    function = _function(_module(path), name, str(path))
+    try:
+        made = function()
+    except SystemExit as leaving:
+        raise TargetError(f"{target} {_left(leaving)} instead of returning a model") from leaving
+    except Exception as error:
+        raise TargetError(f"{target} failed: {type(error).__name__}: {error}") from error
+    return _step(made, target, training)
+
+
+def check_target(target: str) -> None:
+    """Check the form of a target and that its file exists; nothing is read.
+
+    Raises:
+        TargetError: the form is unknown or the file is missing.
+    """
+    if is_huggingface(target):
+        return
+    if is_onnx(target):
+        path = Path(target.partition("?")[0])
+    elif is_exported(target) or is_graph_file(target):
+        path = Path(target)
+    else:
+        path, _ = _function_named(target)
+    if not path.exists():
+        raise TargetError(missing_file(path))
+
+
+def load_function(reference: str) -> Callable[..., object]:
+    """Load the function that ``path/to/file.py:function`` names.
+
+    Raises:
+        TargetError: the file or function does not exist, or the file cannot be imported.
+    """
+    path, _, name = reference.rpartition(":")
+    if not path or not name:
+        raise TargetError(f"{reference!r} is no function: write path/to/file.py:function")
+    return _function(_module(Path(path)), name, path)
+
+
+def is_graph_file(target: str) -> bool:
+    """Return whether a target is a graph file: .json without ``hf:``."""
+    return target.endswith(".json") and not is_huggingface(target)
+
+
+def load_graph_target(target: str) -> nx.DiGraph[str]:
+    """Read the graph file that a target names.
+
+    Raises:
+        TargetError: the file does not exist or is not a graph.
+    """
+    try:
+        return load_graph(Path(target))
+    except OSError as error:
+        raise TargetError(why_not_read(error)) from error
+    except ValueError as error:
+        raise TargetError(str(error)) from error
+
+
+def _function_named(target: str) -> tuple[Path, str]:
+    path, colon, name = target.rpartition(":")
+    if target.removesuffix(":").endswith(".py"):
+        raise TargetError(_without_function(Path(target.removesuffix(":"))))
+    if not colon or not path or not name:
+        raise TargetError(
+            f"target {target!r} is neither path/to/model.py:function, nor hf:name of a model of "
+            "transformers, nor an exported program (.pt2, .onnx), nor a graph file (.json)"
+        )
+    return Path(path), name
+
+
+def _module(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise TargetError(missing_file(path))
+    spec = importlib.util.spec_from_file_location(f"placer_target_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise TargetError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    # Appended, so that files beside the target do not shadow installed packages.
+    sys.path.append(str(path.resolve().parent))
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except SystemExit as leaving:
+        raise TargetError(
+            f"{path} {_left(leaving)} while it was imported; put what runs it as a script under "
+            'if __name__ == "__main__"'
+        ) from leaving
+    except MemoryError:
+        raise
+    except Exception as error:
+        if "failed to map segment" in str(error):
+            raise MemoryError(str(error)) from error
+        raise TargetError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _left(leaving: SystemExit) -> str:
+    return f"called sys.exit({'' if leaving.code is None else repr(leaving.code)})"
+
+
+def _function(module: ModuleType, name: str, path: str) -> Callable[[], object]:
+    functions = {
+        key: value
+        for key, value in vars(module).items()
+        if callable(value) and not key.startswith("_")
+    }
+    if name in functions:
+        found: Callable[[], object] = functions[name]
+        return found
+    own = [k for k, v in functions.items() if getattr(v, "__module__", "") == module.__name__]
+    raise TargetError(
+        f"{path} has no function {name!r}; it defines {', '.join(own) if own else 'none'}"
+        + suggestion(name, own)
+    )
+
+
+def _without_function(path: Path) -> str:
+    """Return a message for a target that lacks the name of a function; the file is not run."""
+    if not path.is_file():
+        return missing_file(path)
+    meant = [f"{path}:{name}" for name in _makers(path)]
+    told = f"did you mean {' or '.join(meant)}?" if meant else f"write {path}:NAME"
+    return f"target {path} says no function that makes the model; {told}"
+
+
+def _makers(path: Path) -> list[str]:
+    try:
+        found = ast.parse(path.read_bytes()).body
+    except (SyntaxError, ValueError):
+        return []
+    return [
+        node.name
+        for node in found
+        if isinstance(node, ast.FunctionDef)
+        and not node.name.startswith("_")
+        and len(node.args.posonlyargs + node.args.args) == len(node.args.defaults)
+        and None not in node.args.kw_defaults
+        and any(isinstance(part, ast.Return) and part.value for part in ast.walk(node))
+    ]
+
+
+def _step(made: object, target: str, training: bool) -> Workload:
+    from torch import nn
+
+    from graphs.extract import Workload
+
+    parts: tuple[Any, ...] = made if isinstance(made, tuple) else (made,)
+    if len(parts) not in (2, 3) or not isinstance(parts[0], nn.Module):
+        shown = ", ".join(type(part).__name__ for part in parts)
+        raise TargetError(
+            f"{target} must return (model, inputs) or (model, inputs, loss) with a "
+            f"torch.nn.Module first; it returned ({shown})"
+        )
+    loss = parts[2] if len(parts) == 3 else None
+    if loss is not None and not callable(loss):
+        raise TargetError(f"{target}: the third thing it returns, the loss, cannot be called")
+    return Workload.of(parts[0], parts[1], loss, training=training)
