@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from built_wheel import build_wheel
 from hypothesis import HealthCheck, settings
-from tiny_cluster import CLUSTER
-from vdev import vdev  # before the first backward pass of any test
 
 from graphs.graph_file import save_graph
 from graphs.synthetic.families import layered
+from tests.helpers.built_wheel import build_wheel
+from tests.helpers.tiny_cluster import CLUSTER
+from tests.helpers.vdev import vdev  # before the first backward pass of any test
 
 # A shell makes its background jobs ignore Ctrl-C, which tests send.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -264,7 +264,8 @@ def _maker(transformers: Any, request: Request) -> tuple[Callable[..., Any], Map
     kind, sizes = SIZES.get(name, (name, {}))
     if kind in transformers.CONFIG_MAPPING:
         return transformers.CONFIG_MAPPING[kind], sizes
-    meant = suggestion(name, [*SIZES, *transformers.CONFIG_MAPPING])
+    known = (f"{PREFIX}{kind}" for kind in (*SIZES, *transformers.CONFIG_MAPPING))
+    meant = suggestion(f"{PREFIX}{name}", known)
     raise TargetError(
         f"{PREFIX}{request.name}: there is no such folder, and neither a type that transformers "
         f"knows nor a model whose sizes placer knows has this name{meant or ';'} {_known()}"

@@ -5,5 +5,5 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
 ROOT = TESTS.parent
-if str(TESTS) not in sys.path:
-    sys.path.insert(0, str(TESTS))  # as pytest does: test helpers are top-level modules
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))

@@ -11,9 +11,6 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from onnx_files import exported as export_onnx
-from tiny_cluster import CLUSTER
-from tiny_training import TINY, TWO_STAGES, inline_toml, toml
 
 from envs.costs.cache import FILE, Conditions, CostCache, Session
 from envs.hardware.cluster import cluster_to_toml, load_cluster
@@ -35,6 +32,9 @@ from placer.sources import exported, huggingface, onnx
 from placer.sources.target import load_step
 from placer.state_file import read_state, write_state
 from placer.warm_start import load_warm_start, placement_of
+from tests.helpers.onnx_files import exported as export_onnx
+from tests.helpers.tiny_cluster import CLUSTER
+from tests.helpers.tiny_training import TINY, TWO_STAGES, inline_toml, toml
 
 from .mutation import Syntax
 

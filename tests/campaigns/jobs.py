@@ -23,7 +23,7 @@ from itertools import count
 from pathlib import Path
 from typing import Final
 
-from processes import becomes_true, is_alive
+from tests.helpers.processes import becomes_true, is_alive
 
 from .lanes import forked
 

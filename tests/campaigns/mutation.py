@@ -14,7 +14,7 @@ from functools import partial
 from random import Random
 from typing import Any, Final, Literal, TypeAlias
 
-from tiny_training import inline_toml
+from tests.helpers.tiny_training import inline_toml
 
 Syntax: TypeAlias = Literal["json", "toml", "safetensors", "zip", "bytes"]
 

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 import numpy as np
-import runs
-from ranks import free_port
-from tiny_training import TWO_STAGES, toml
 
 from envs.costs.calibrate import core_calibration
 from envs.hardware.cluster import Link
 from envs.hardware.discover import present
 from graphs.graph_file import save_graph
 from graphs.synthetic.families import layered
+from tests.helpers import runs
+from tests.helpers.ranks import free_port
+from tests.helpers.tiny_training import TWO_STAGES, toml
 
 from .formats import MODEL, Format, formats
 from .jobs import Command, Job

@@ -1,0 +1,359 @@
+"""Small runs of the benchmarks; without a GPU those of torch devices use a fake device."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks import (
+    extraction,
+    instances,
+    max_load,
+    overhead,
+    quality,
+    search,
+    simulator,
+    startup,
+    steps,
+)
+from benchmarks.__main__ import build_parser, chosen_parts, main
+from benchmarks.quality import Scores
+from benchmarks.record import Effort, Part, Record
+from benchmarks.replicas import scaling, slow_network, sync_methods, sync_quality
+from benchmarks.simulator import PlainSimulator, placements
+from benchmarks.tables import BEGIN, END, Table, merged, write_tables
+from envs.hardware.cluster import Cluster, Device, Link
+from envs.problem import Problem
+from envs.simulator import Simulator
+from envs.simulator.bounds import lower_bound_ns
+from graphs.graph import GraphArrays
+from graphs.synthetic.families import layered
+from placer.placers.portfolio import Portfolio
+from placer.placers.registry import placer_named
+from placer.policies import load
+from placer.policies.pool import Exercise
+from placer.search.budget import Budget
+from placer.search.request import SearchRequest
+from tests.helpers.docs_pages import PAGES, ROOT
+
+TABLE = Table("Gaps", "above the optimum", ("problem", "gap"), (("small", "0.0%"), ("big", "2.0%")))
+QUOTED = re.compile(r"`python -m benchmarks((?: [^`]+)?)`")
+
+
+def failures(found: Any, where: str = "") -> list[str]:
+    if isinstance(found, list):
+        return [text for i, item in enumerate(found) for text in failures(item, f"{where}[{i}]")]
+    if not isinstance(found, dict):
+        return []
+    own = [f"{where}: {found['failure']}"] if found.get("failure") else []
+    return own + [text for key, item in found.items() for text in failures(item, f"{where}/{key}")]
+
+
+@pytest.fixture(scope="module")
+def inception() -> Exercise:
+    return next(item for item in instances.judged() if item.family == "inception 4")
+
+
+# What all benchmarks share
+
+
+def test_a_part_that_fails_is_written_down_and_the_next_one_runs(tmp_path: Path) -> None:
+    def broken(found: dict[str, Any]) -> None:
+        found["before"] = 1
+        raise RuntimeError("it broke")
+
+    def infinite(found: dict[str, Any]) -> Table:
+        found["rate"] = float("inf")
+        return TABLE
+
+    record = Record(tmp_path / "found.json", limit_s=60.0)
+    assert record.part("first", broken) is None
+    assert record.part("second", infinite) == TABLE
+    record.limit_s = 0.0
+    record.part("third", broken)
+    parts = json.loads((tmp_path / "found.json").read_text())["parts"]
+    assert parts["first"]["failure"] == "RuntimeError: it broke"
+    assert "it broke" in parts["first"]["traceback"]
+    assert parts["first"]["before"] == 1
+    assert parts["second"]["rate"] is None
+    assert record.data["parts"]["third"].keys() == {"skipped"}
+    assert record.failed == ["first"]
+
+
+def test_a_part_that_takes_longer_than_is_left_is_not_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 0.0
+    monkeypatch.setattr("benchmarks.record.time.perf_counter", lambda: now_s)
+
+    def lasting(seconds: float) -> Part:
+        def work(found: dict[str, Any]) -> None:
+            nonlocal now_s
+            now_s += seconds
+            found["done"] = True
+
+        return work
+
+    record = Record(None, limit_s=100.0)
+    record.part("one: profile", lasting(40.0))
+    record.part("two: 50%", lasting(30.0))
+    record.part("three: profile", lasting(20.0))  # 30 s are left, this kind took up to 40 s
+    record.part("four: 50%", lasting(30.0))
+    record.part("five: overhead", lasting(0.0))
+    parts = record.data["parts"]
+    assert "took 40 s, and 30 s" in parts["three: profile"]["skipped"]
+    assert parts["four: 50%"]["done"]
+    assert "done" not in parts["five: overhead"]
+    assert record.left_s == 0
+
+
+def test_a_file_in_a_folder_is_named_after_day_and_machine(tmp_path: Path) -> None:
+    out = Record(tmp_path).out
+    assert out is not None
+    assert out.parent == tmp_path
+    assert re.fullmatch(r"20\d\d-\d\d-\d\d-[a-z0-9-]+\.json", out.name)
+
+
+def test_tables_replace_what_is_between_the_markers_and_nothing_else(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    write_tables(page, "new\n")
+    write_tables(page, "newer\n")
+    assert page.read_text() == f"before\n{BEGIN}\nnewer\n{END}\nafter\n"
+    write_tables(tmp_path / "new.md", "table\n")
+    assert (tmp_path / "new.md").read_text() == f"{BEGIN}\ntable\n{END}\n"
+
+
+def test_tables_of_one_title_are_joined_and_columns_aligned() -> None:
+    other = replace(TABLE, title="Speed")
+    [joined, last] = merged([TABLE, other, replace(TABLE, rows=(("huge", "12.0%"),))])
+    assert [row[0] for row in joined.rows] == ["small", "big", "huge"]
+    assert last == other
+    assert len({len(line) for line in joined.text().splitlines()[1:]}) == 1
+
+
+def test_the_command_runs_what_is_named_and_fails_if_a_part_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(found: dict[str, Any]) -> None:
+        raise OSError("no network")
+
+    def work(found: dict[str, Any]) -> Table:
+        found["gap"] = 0.02
+        return TABLE
+
+    monkeypatch.setattr(scaling, "parts", lambda effort: {"a": fail, "b": work, "c": fail})
+    out, page = tmp_path / "found.json", tmp_path / "page.md"
+    with pytest.raises(SystemExit, match=r"failed: scaling: a$"):
+        main(["scaling:a", "scaling:b", "--out", str(out), "--markdown", str(page)])
+    parts = json.loads(out.read_text())["parts"]
+    assert parts["scaling: a"]["failure"] == "OSError: no network"
+    assert parts["scaling: b"]["gap"] == 0.02
+    assert len(parts) == 2
+    assert "2.0%" in capsys.readouterr().out
+    assert "| big | 2.0% |" in page.read_text()
+    assert "`python -m benchmarks scaling:a scaling:b`" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["speed"], "there is no benchmark 'speed'"),
+        (["search:speed"], "search has no part 'speed'"),
+        (["--markdown", "page.md"], "has no lines"),
+    ],
+)
+def test_a_wrong_name_or_page_is_reported_before_anything_is_measured(
+    arguments: list[str],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("page.md").write_text("mine\n")
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert told in capsys.readouterr().err
+    assert Path("page.md").read_text() == "mine\n"
+
+
+def test_benchmarks_that_the_docs_quote_exist() -> None:
+    pages = [*PAGES, ROOT / "benchmarks" / "results" / "README.md"]
+    quoted = [rest for page in pages for rest in QUOTED.findall(page.read_text())]
+    assert len(quoted) > 5
+    for rest in quoted:
+        if rest.split() != ["--help"]:
+            asked = build_parser().parse_args(rest.replace("--out", "").split())
+            chosen_parts(asked.names, Effort("full"))
+
+
+# What each of them measures
+
+
+def test_gaps_are_those_between_plans_and_their_bound(inception: Exercise) -> None:
+    problem = inception.evaluator.problem
+    gaps = quality.bound_gaps(placer_named("heft"), [inception], Budget(evaluations=10), seeds=2)
+    plan = placer_named("heft").place(SearchRequest(problem, Budget(evaluations=10)))[0]
+    assert gaps == {"inception 4": [plan.step_ns / lower_bound_ns(problem) - 1.0] * 2}
+
+
+def test_every_placer_that_can_takes_part(inception: Exercise) -> None:
+    found = quality.every_placer([inception], load("generalist"), Budget(evaluations=20), 1)
+    ratios = {scores.name: scores.median() for scores in found}
+    assert {"portfolio", "heft", "annealing", "single-device"} <= set(ratios)
+    assert "exact" not in ratios
+    assert min(ratios["heft"], ratios["etf"], ratios["single-device"]) == pytest.approx(1.0)
+    table = quality.placer_table({"20e": found}, 1)
+    assert ("heft", f"{ratios['heft']:.3f}") in table.rows
+
+
+def test_planted_problems_reach_their_optimum_and_nothing_known_passes_it() -> None:
+    for item, made in instances.planted_instances(2):
+        optimum_ns = round(1e9 * made.step_s)
+        order = np.arange(len(made.devices), 0, -1.0)
+        planted_ns = item.evaluator.costs(np.array([made.devices], np.int32), order[None])[0]
+        assert planted_ns == pytest.approx(optimum_ns, rel=1e-6)
+        assert min(plan.step_ns for plan in item.known) >= optimum_ns
+    gaps = quality.planted_gaps(Portfolio(), Budget(evaluations=20), seeds=1, count=2)
+    assert all(gap >= -1e-6 for of_seeds in gaps.values() for gap in of_seeds)
+
+
+def test_searches_are_compared_problem_by_problem(inception: Exercise) -> None:
+    found: dict[str, Any] = {}
+    policies = {"generalist": load("generalist")}
+    table = search.at_budget([inception], Budget(evaluations=30), policies, 2, found)
+    assert [row[0] for row in table.rows] == [name for name in found if name != "problems"]
+    own = Scores("own", np.array([[0.5, 0.9]]))
+    other = Scores("other", np.array([[1.0, 0.9]]))
+    assert search.relative(own, other, [inception, inception])["worst"] == 1.0
+    shares: dict[str, Any] = {}
+    search.of_policies(policies, [inception], 1, shares)
+    assert shares["generalist, one decode"]["median"] >= shares["generalist, best of 16"]["median"]
+
+
+def test_rates_are_those_of_random_placements_that_cross_devices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def seconds(work: Callable[[], object], *_: object) -> list[float]:
+        work()
+        return [2.0, 4.0]
+
+    monkeypatch.setattr(simulator, "seconds", seconds)
+    assert simulator.evaluations_per_s(50, 3, 20, 2) == [10.0, 5.0]
+    devices, _ = placements(50, 3, 20)
+    assert set(devices.flat) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_plain_simulator_that_speed_is_compared_with_gives_the_same(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    graph = layered(rng, ops=60, width=6)
+    names = ("a", "b", "c")
+    cluster = Cluster(
+        name="three",
+        devices=tuple(
+            Device(name=name, kind="gpu", memory_bytes=10**12, launch_s=1e-6) for name in names
+        ),
+        links=(Link(between=names, latency_s=1e-6, bandwidth_bytes_per_s=1e9),),
+    )
+    devices, priority = rng.integers(0, 3, len(graph)).astype(np.int32), rng.random(len(graph))
+    problem = Problem.of(GraphArrays.from_graph(graph), cluster)
+    schedule = Simulator(problem).run(devices, priority)
+    plain = PlainSimulator(graph, cluster).step(devices.tolist(), priority.tolist())
+    assert plain == (schedule.step_ns, schedule.peak_bytes.tolist())
+
+
+def test_the_simulator_is_faster_than_the_plain_one() -> None:
+    found: dict[str, Any] = {}
+    simulator.plain(found)
+    assert found["plain_s"] > 3 * found["own_s"]
+
+
+def test_the_max_load_lies_between_its_bound_and_the_best_single_device() -> None:
+    budgets = max_load.Budgets(search_s=0.05, seeds=2, proof_s=1.0)
+    found: dict[str, Any] = {}
+    table = max_load.profile("alexnet", budgets, found)
+    assert found["bound_ns"] <= found["search_ns"][0] <= found["single_ns"]
+    assert table.rows[0][0] == "alexnet"
+
+
+def test_extraction_is_compared_with_export_alone() -> None:
+    found: dict[str, Any] = {}
+    extraction.example("two_towers.py:build", found)
+    assert found["ops"] > 0
+    assert found["extract_s"] > 0 < found["export_s"]
+
+
+def test_losses_are_means_over_seeds_and_the_best_learning_rate_counts() -> None:
+    task = replace(sync_quality.SHORT, methods=("synchronous", "averaging"))
+    jobs = sync_quality.jobs(task, range(2))
+    losses = {job: 1.0 + job.seed + job.lr_factor for job in jobs}
+    synchronous, averaging = sync_quality.means(task, losses)
+    assert synchronous["mean_loss"] == 2.5  # 1 of 1, 2 and 4 times the learning rate
+    assert averaging["mean_loss"] == 2.5
+    assert not averaging["holds"]  # it must be worse by 3 %
+    tiny = replace(task, steps=32, period=8)
+    assert sync_quality.trained(sync_quality.jobs(tiny, [0])[0]) > 0
+
+
+def test_methods_are_compared_with_synchronous_sgd() -> None:
+    runs = [
+        {"method": "allreduce", "loss": 1.0, "bytes_per_step": 100.0},
+        {"method": "allreduce", "loss": 3.0, "bytes_per_step": 100.0},
+        {"method": "onebit", "loss": 3.0, "bytes_per_step": 4.0},
+    ]
+    _, onebit = sync_methods.means(runs)
+    assert (onebit["times_less"], onebit["gap"]) == (25.0, 0.5)
+    _, onebit = sync_methods.means([{**run, "bytes_per_step": None} for run in runs])
+    assert onebit["times_less"] is None
+
+
+def test_rows_of_the_slow_network_say_whether_predictions_and_speed_ups_hold() -> None:
+    row = {"sync": "bmuf", "measured_s": 1.1, "predicted_s": 1.0}
+    kept = slow_network.cells({**row, "speed_up": 1.5, "speed_up_of_one": 1.4})
+    assert kept[3:] == ("+10%", "1.50x", "1.40x", "yes")
+    assert slow_network.cells({**row, "speed_up": 1.5, "speed_up_of_one": 1.3})[-1] == "NO"
+    assert slow_network.predicted(0.01, {})["bmuf"] < slow_network.predicted(0.01, {})["allreduce"]
+
+
+@pytest.mark.slow
+def test_steps_overhead_and_startup_are_measured(tmp_path: Path) -> None:
+    found: dict[str, Any] = {}
+    table = steps.measured("two towers, batch 256", "50e", found)
+    assert found["speed_up"] > 0.9
+    assert table.rows[0][1] == f"{found['ops']}"
+    overhead.by_workers("two towers", overhead.BY_WORKERS["two towers"], 1, found)
+    overhead.in_process("two towers", overhead.BY_WORKERS["two towers"], 1, found)
+    assert found["placed_over_plain"] > 0.3
+    startup.warm(found, 1)
+    assert 0 < found["help_s"] < found["first_evaluation_s"]
+    assert not found["with_torch"]
+
+
+@pytest.mark.slow
+def test_everything_that_needs_a_gpu_is_measured_without_a_failure(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", "--small", "--limit", "300", "--out", str(out)],
+        cwd=ROOT,
+        env={**os.environ, "PLACER_CACHE": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        check=True,
+        timeout=600,
+    )
+    found = json.loads(out.read_text())
+    assert not failures(found)
+    parts = found["parts"]
+    assert {name.partition(":")[0] for name in parts} >= {
+        *("calibration", "mixture of experts", "language model", "recommendation", "translation")
+    }

@@ -1,0 +1,331 @@
+"""Calibration: measured speeds and op costs, and their cache."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import pytest
+import torch
+
+from envs.costs import calibrate
+from envs.costs.calibrate import hop_rates
+from envs.costs.ops import profile_runs
+from envs.executors.cores.lists import Instruction, Receive, Run
+from envs.executors.cores.pool import StepRun, WorkerPool
+from envs.hardware.cluster import Cluster, Device, Link, cluster_to_toml, load_cluster
+from envs.hardware.discover import discover
+from envs.measurement import why_doubtful
+from envs.runtime import calibrated
+from graphs.costs import with_costs
+from graphs.extract import extract
+from graphs.extract.program import StepProgram
+from graphs.graph import GraphArrays
+from tests.helpers import tiny_models
+
+torch.set_num_threads(1)
+
+CORES = sorted(os.sched_getaffinity(0))
+needs_two_cores = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
+
+
+def two_cores() -> Cluster:
+    return discover(f"core:{CORES[0]},core:{CORES[1]}")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PLACER_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[Cluster]:
+    """Replace measurement by made-up numbers, on eight cores; return the measured clusters."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    seen: list[Cluster] = []
+
+    def measure(cluster: Cluster) -> Cluster:
+        seen.append(cluster)
+        devices = tuple(
+            replace(d, peak_flop_per_s=7e10 + len(seen), bandwidth_bytes_per_s=1e10, source="made")
+            for d in cluster.devices
+        )
+        link = Link(between=cluster.names, latency_s=1e-5, bandwidth_bytes_per_s=math.inf)
+        return replace(cluster, devices=devices, links=(link,))
+
+    monkeypatch.setattr(calibrate, "calibrate", measure)
+    return seen
+
+
+def made_up(*names: str, memory_bytes: int = 1000) -> Cluster:
+    devices = tuple(Device(name=n, kind="core", memory_bytes=memory_bytes) for n in names)
+    return Cluster(name="cluster of " + ", ".join(names), devices=devices)
+
+
+# --- speeds
+
+
+class Pool:
+    """Workers with made-up times: a product takes 10 ms of CPU, an addition 20 ms, a hand-off more.
+
+    Wall times are ``BUSY`` times as long.
+    """
+
+    BUSY = 1.0
+    OP_S: Final = {"aten.mm.default": 0.01, "aten.add.Tensor": 0.02, "aten.neg.default": 1e-6}
+    HOP_S: Final = {calibrate.SMALL_BYTES: 2e-5, calibrate.LARGE_BYTES: 3e-3}
+
+    def __init__(self, program: StepProgram, devices: Sequence[Device]) -> None:
+        self.program, self.devices = program, devices
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def load(self, lists: Sequence[Sequence[Instruction]]) -> int:
+        self.lists = lists
+        return 1
+
+    def run(self, number: int) -> StepRun:
+        cpu_s = tuple(np.array([self.seconds(i) for i in own]) for own in self.lists)
+        return StepRun(self.BUSY * sum(float(own.sum()) for own in cpu_s), cpu_s)
+
+    def seconds(self, instruction: Instruction) -> float:
+        if isinstance(instruction, Run):
+            return self.OP_S[self.program.calls[instruction.call].target]
+        if isinstance(instruction, Receive):
+            value = self.program.values[instruction.value]
+            return self.HOP_S[4 * math.prod(value.shape)]
+        return 0.0
+
+
+def test_speeds_and_links_follow_from_the_times_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "WorkerPool", Pool)
+    found = calibrate.calibrate(made_up("core:0", "core:1", "core:2"))
+    assert found.names == ("core:0", "core:1", "core:2")
+    for device in found.devices:
+        assert device.peak_flop_per_s == pytest.approx(2 * 768**3 / 0.01)
+        assert device.bandwidth_bytes_per_s == pytest.approx(2 * (96 << 20) / 0.02)
+        assert device.source.startswith("measured 20")
+        assert (device.memory_bytes, device.contention) == (1000, 0.0)
+    assert [link.between for link in found.links] == [
+        ("core:0", "core:1"),
+        ("core:0", "core:2"),
+        ("core:1", "core:2"),
+    ]
+    moved = (2 << 20) - 64
+    for link in found.links:
+        assert link.latency_s == pytest.approx(2e-5)
+        assert link.bandwidth_bytes_per_s == pytest.approx(moved / (3e-3 - 2e-5))
+
+
+def test_another_process_on_a_core_is_seen_while_it_is_calibrated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibrate, "WorkerPool", Pool)
+    monkeypatch.setattr(Pool, "BUSY", 2.0)
+    found = calibrate.calibrate(made_up("core:0"))
+    assert found.links == ()
+    assert found.devices[0].contention == pytest.approx(2.0)
+    assert "core:0 2 x" in why_doubtful(found)
+    (tmp_path / "cluster.toml").write_text(cluster_to_toml(found))
+    assert load_cluster(tmp_path / "cluster.toml") == found
+
+
+@pytest.mark.slow
+@needs_two_cores
+def test_cores_of_this_machine_are_really_measured() -> None:
+    cluster = two_cores()
+    found = calibrate.calibrate(cluster)
+    assert replace(found, devices=cluster.devices, links=()) == cluster
+    (link,) = found.links
+    assert link.between == cluster.names
+
+
+def test_every_op_has_a_cost() -> None:
+    extraction = extract(tiny_models.conv_net())
+    heard: list[tuple[int, int]] = []
+    cluster = discover(f"core:{CORES[0]}")
+    runs_s = profile_runs(
+        extraction, cluster.devices, repeats=3, progress=lambda *at: heard.append(at)
+    )
+    assert runs_s["core"].shape == (3, extraction.program.op_count)
+    costs_s = {kind: np.median(own_s, axis=0) for kind, own_s in runs_s.items()}
+    assert costs_s.keys() == {"core"}
+    assert costs_s["core"].shape == (extraction.program.op_count,)
+    assert (costs_s["core"] > 0).all()
+    assert heard == [(i + 1, 5) for i in range(5)]
+    arrays = GraphArrays.from_graph(with_costs(extraction.graph, costs_s, {"core": "measured"}))
+    assert arrays.costs_for("core").tolist() == costs_s["core"].tolist()
+
+
+@pytest.mark.parametrize("noise_s", [0.0, -1e-4, 1e-15])
+def test_a_hop_that_noise_made_too_short_is_no_faster_than_memory(noise_s: float) -> None:
+    latency_s, bytes_per_s = hop_rates(noise_s, noise_s, 5e9)
+    assert latency_s == 1e-6
+    assert bytes_per_s == pytest.approx(5e9)
+
+
+def test_latency_and_bandwidth_of_hops_by_hand() -> None:
+    more_bytes = calibrate.LARGE_BYTES - calibrate.SMALL_BYTES
+    latency_s, bytes_per_s = hop_rates(2e-5, 2e-5 + more_bytes / 1e9, 8e9)
+    assert latency_s == 2e-5
+    assert bytes_per_s == pytest.approx(1e9)
+
+
+# --- the cache
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_cluster_is_measured_once(measured: list[Cluster]) -> None:
+    first = calibrated(made_up("core:0", "core:1"))
+    second = calibrated(made_up("core:0", "core:1"))
+    assert second == first
+    assert len(measured) == 1
+
+
+@pytest.mark.usefixtures("cache")
+def test_it_is_measured_again_when_asked(measured: list[Cluster]) -> None:
+    first = calibrated(made_up("core:0", "core:1"))
+    again = calibrated(made_up("core:0", "core:1"), again=True)
+    assert again.devices[0].peak_flop_per_s == first.devices[0].peak_flop_per_s + 1
+    assert calibrated(made_up("core:0", "core:1")) == again
+    assert len(measured) == 2
+
+
+@pytest.mark.usefixtures("cache")
+def test_speeds_of_a_busy_machine_are_told_and_measured_again(
+    cache: Path, measured: list[Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quiet = calibrate.calibrate
+
+    def busy(cluster: Cluster) -> Cluster:
+        first, second = quiet(cluster).devices
+        links = (replace(OWN_LINK, between=cluster.names),)
+        return replace(cluster, devices=(first, replace(second, contention=28.4)), links=links)
+
+    monkeypatch.setattr(calibrate, "calibrate", busy)
+    found = calibrated(made_up("core:0", "core:1"))
+    assert "core:1 28.4 x" in why_doubtful(found)
+    assert "core:0" not in why_doubtful(found)
+    assert not cache.exists()
+    monkeypatch.setattr(calibrate, "calibrate", quiet)
+    found = calibrated(made_up("core:0", "core:1"))
+    assert why_doubtful(found) == ""
+    assert calibrated(made_up("core:0", "core:1")) == found
+    assert len(measured) == 2
+
+
+@pytest.mark.usefixtures("cache")
+def test_other_devices_are_measured_on_their_own(measured: list[Cluster]) -> None:
+    calibrated(made_up("core:0", "core:1"))
+    calibrated(made_up("core:0", "core:2"))
+    calibrated(made_up("core:1", "core:0"))
+    assert len(measured) == 3
+
+
+@pytest.mark.usefixtures("cache", "measured")
+def test_name_and_memory_are_those_of_today() -> None:
+    calibrated(made_up("core:0", "core:1"))
+    today = replace(made_up("core:0", "core:1", memory_bytes=77), name="renamed")
+    found = calibrated(today)
+    assert found.name == "renamed"
+    assert [device.memory_bytes for device in found.devices] == [77, 77]
+
+
+OWN_LINK = Link(between=("core:0", "core:1"), latency_s=3.0, bandwidth_bytes_per_s=3.0)
+TOLD = Cluster(
+    name="told",
+    devices=(
+        Device(name="core:0", kind="xpu", memory_bytes=5, launch_s=0.5, peak_flop_per_s=2.0),
+        Device(name="core:1", kind="xpu", memory_bytes=6, source="a data sheet"),
+    ),
+    links=(OWN_LINK,),
+    once_per_destination=False,
+)
+
+
+@pytest.mark.usefixtures("cache", "measured")
+@pytest.mark.parametrize("warm", [True, False])
+def test_what_a_cluster_says_is_kept_and_what_it_lacks_is_measured(warm: bool) -> None:
+    if warm:
+        calibrated(made_up("core:0", "core:1"))
+    found = calibrated(TOLD)
+    first, second = found.devices
+    assert replace(found, devices=TOLD.devices) == TOLD
+    assert (first.kind, first.memory_bytes, first.launch_s) == ("xpu", 5, 0.5)
+    assert (first.peak_flop_per_s, first.bandwidth_bytes_per_s) == (2.0, 1e10)
+    assert second.peak_flop_per_s > 7e10
+    assert first.source == "made"
+    assert second.source == "a data sheet; made"
+    whole = calibrated(found)
+    assert whole == found
+
+
+@pytest.mark.usefixtures("cache")
+def test_what_a_cluster_says_is_not_taken_for_measured(measured: list[Cluster]) -> None:
+    calibrated(replace(TOLD, links=()))
+    plain = calibrated(made_up("core:0", "core:1"))
+    assert [device.kind for device in measured[0].devices] == ["core", "core"]
+    assert len(measured) == 1
+    for device in plain.devices:
+        assert (device.kind, device.launch_s, device.source) == ("core", 0.0, "made")
+    assert plain.once_per_destination
+    assert plain.links[0].latency_s == 1e-5
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: "",
+        lambda text: text[: len(text) // 2],
+        lambda text: text.replace("placer-cluster/1", "placer-cluster/9"),
+        lambda text: text.replace("core:1", "core:5"),
+        lambda text: "\0\xff",
+    ],
+)
+def test_a_damaged_cache_is_measured_again(
+    damage: object, cache: Path, measured: list[Cluster]
+) -> None:
+    assert callable(damage)
+    first = calibrated(made_up("core:0", "core:1"))
+    (file,) = cache.iterdir()
+    file.write_text(damage(file.read_text()))
+    assert calibrated(made_up("core:0", "core:1")).links == first.links
+    assert len(measured) == 2
+    assert list(cache.iterdir()) == [file]
+
+
+def test_a_cache_that_cannot_be_written_is_no_failure(cache: Path, measured: list[Cluster]) -> None:
+    cache.write_text("a file where the folder should be")
+    assert calibrated(made_up("core:0", "core:1")).devices[0].source == "made"
+    assert len(measured) == 1
+
+
+def test_a_worker_that_dies_once_while_costs_are_measured_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    extraction = extract(tiny_models.STEPS["conv_net"]())
+    run = WorkerPool.run
+    killed: list[int] = []
+
+    def dying(pool: WorkerPool, number: int, *, give: bool = False) -> StepRun:
+        if not killed:
+            killed.append(pool._workers[0].process.pid)
+            os.kill(killed[0], signal.SIGKILL)
+        return run(pool, number, give=give)
+
+    monkeypatch.setattr(WorkerPool, "run", dying)
+    [cost_s] = profile_runs(extraction, discover(f"core:{CORES[0]}").devices, repeats=1)["core"]
+    assert killed
+    assert cost_s.shape == (extraction.program.op_count,)
+    assert (cost_s > 0).all()

@@ -1,0 +1,217 @@
+"""Costs and memory of calls on torch devices, with a fake second one."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from envs.costs import calls as of_calls
+from envs.costs import modules as of_modules
+from envs.costs import torch_speeds
+from envs.costs import torch_speeds as stopwatch
+from envs.costs.calls import call_costs, profile_calls
+from envs.costs.signatures import node_signatures
+from envs.executors.torch import watchdog
+from envs.hardware.discover import discover
+from envs.problem import Problem
+from envs.torch_runtime import FRAGMENTED_SHARE, TorchRuntime
+from graphs.costs import with_costs
+from graphs.extract import Workload, extract
+from graphs.extract.placeable import call_graph
+from graphs.graph import GraphArrays
+from graphs.optimizer import Optimizer
+from tests.helpers import tiny_models
+from tests.helpers.two_devices import linked, pair
+
+torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("second_device")
+QUICK = {
+    name: tiny_models.STEPS[name]
+    for name in ("conv_net", "tied_weights", "norm_twice", "own_loss", "structured_output")
+}
+
+
+# --- costs
+
+
+@pytest.mark.parametrize("make", QUICK.values(), ids=QUICK)
+def test_every_node_has_a_cost_on_both_devices(make: Callable[[], Workload]) -> None:
+    step = make()
+    before = tiny_models.state_of(step)
+    extraction = extract(step)
+    calls = call_graph(extraction)
+    costs_s = profile_calls(extraction, calls, pair())
+    assert costs_s.keys() == {"vdev", f"cpu*{torch.get_num_threads()}"}
+    for cost_s in costs_s.values():
+        assert cost_s.shape == (len(calls.graph),)
+        assert np.isfinite(cost_s).all()
+        forward = [d["phase"] == "forward" for _, d in calls.graph.nodes(data=True)]
+        assert (cost_s[forward] > 0).any()
+        if step.training:
+            assert (cost_s[np.logical_not(forward)] > 0).any()
+    tiny_models.assert_same(tiny_models.state_of(step), before)
+    assert all(p.grad is None for p in step.model.parameters())
+
+
+def test_costs_follow_the_work_and_leave_the_launch_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_flop_a_second(work: Callable[[], object], _: object, count: int) -> float:
+        with FlopCounterMode(display=False) as counter:
+            for _ in range(count):
+                work()
+        return float(max(counter.get_total_flops(), 1))
+
+    monkeypatch.setattr(stopwatch, "burst", one_flop_a_second)
+    monkeypatch.setattr(of_calls, "burst", one_flop_a_second)
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2048), nn.Linear(2048, 512))
+    extraction = extract(
+        Workload.of(model, (torch.randn(64, 16), torch.randn(64, 512)), nn.MSELoss())
+    )
+    calls = call_graph(extraction)
+    cluster = discover("cpu")
+    (cost_s,) = profile_calls(extraction, calls, cluster).values()
+    by_name = dict(zip(calls.graph, cost_s.tolist(), strict=True))
+    assert by_name["0:linear"] == pytest.approx(2 * 64 * 16 * 16)
+    assert by_name["3:linear"] == pytest.approx(2 * 64 * 2048 * 512)
+    assert by_name["3:backward/linear"] == pytest.approx(2 * by_name["3:linear"])  # two products
+    slow = replace(cluster, devices=(replace(cluster.devices[0], launch_s=100.0),))
+    (less,) = profile_calls(extraction, calls, slow).values()
+    assert less == pytest.approx(np.maximum(cost_s - slow.devices[0].launch_s, 0.0))
+
+
+def test_a_call_without_room_is_not_allowed_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    extraction = extract(tiny_models.conv_net())
+    calls = call_graph(extraction)
+    linear = torch.ops.aten.linear.default
+    real = linear._op
+
+    def full(*args: object, **kwargs: object) -> object:
+        if args and isinstance(args[0], torch.Tensor) and args[0].device.type == "vdev":
+            raise torch.OutOfMemoryError("Tried to allocate 1 GiB")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(linear, "_op", full)
+    costs_s = profile_calls(extraction, calls, pair())
+    names = list(calls.graph)
+    lacking = [names[i] for i in np.flatnonzero(np.isnan(costs_s["vdev"]))]
+    assert {name.rpartition(":")[2] for name in lacking} >= {"linear", "backward/linear"}
+    graph = with_costs(calls.graph, costs_s, dict.fromkeys(costs_s, "measured"))
+    problem = Problem.of(GraphArrays.from_graph(graph), linked())
+    assert not problem.allowed[names.index(lacking[0]), 0]
+    assert problem.allowed[:, 1].all()
+
+
+@pytest.mark.parametrize(
+    ("module", "hanging", "told"),
+    [
+        (of_calls, "seconds_per_call", "timing :linear on cpu"),
+        (of_calls, "_timed_update", "timing an update by sgd on cpu"),
+        (of_modules, "profile_modules_on", "timing the modules of a step on cpu"),
+        (torch_speeds, "launch_s", "timing launches, products and memory on cpu"),
+        (torch_speeds, "copy_speed", "timing copies from vdev:0 on cpu"),
+    ],
+)
+def test_timing_that_hangs_ends_the_process_with_a_name(
+    module: ModuleType,
+    hanging: str,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    inputs = (torch.randn(5, 4), torch.randn(5, 3))
+    step = Workload.of(nn.Linear(4, 3), inputs, nn.MSELoss(), optimizer=Optimizer.of("sgd"))
+    extraction = extract(step if hanging == "_timed_update" else replace(step, optimizer=None))
+    statuses: list[int] = []
+    said: list[str] = []
+
+    def hang(*_: object, **__: object) -> object:
+        until = time.monotonic() + 60.0
+        while f"{told} was not over after 0.05 s" not in "".join(said):
+            assert time.monotonic() < until, "nothing ended it"
+            time.sleep(0.01)
+            said.append(capsys.readouterr().err)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(watchdog, "PROFILED_S", 0.05)
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    monkeypatch.setattr(module, hanging, hang)
+    work: Callable[[], object]
+    if module is torch_speeds:
+        cluster = pair() if hanging == "copy_speed" else discover("cpu")
+        work = partial(torch_speeds.measured_speeds, cluster)
+    elif module is of_modules:
+        work = partial(of_modules.torch_module_costs, extraction, discover("cpu"))
+    else:
+        work = partial(profile_calls, extraction, call_graph(extraction), discover("cpu"))
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert set(statuses) == {watchdog.STUCK}
+
+
+def test_costs_of_calls_are_known_after_three_profiles() -> None:
+    extraction = extract(tiny_models.conv_net())
+    calls = call_graph(extraction)
+    cluster = linked()
+    for _ in range(3):
+        costs = call_costs(extraction, calls, cluster)
+        assert all(s.startswith("measured") for own in costs.values() for s in own.sources)
+    known = call_costs(extraction, calls, cluster)
+    assert known.keys() == {device.kind for device in cluster.devices}
+    for own in known.values():
+        assert len(own.cost_s) == len(calls.graph)
+        assert np.isfinite(own.cost_s).all()
+        assert all(source.startswith("cached, measured") for source in own.sources)
+    again = call_costs(extraction, calls, cluster, fresh=True)
+    assert all(s.startswith("measured") for own in again.values() for s in own.sources)
+
+
+def test_other_shapes_and_precisions_are_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    def signatures(width: int) -> tuple[str, ...]:
+        model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 4))
+        step = Workload.of(model, (torch.randn(2, 4), torch.randn(2, 4)), nn.functional.mse_loss)
+        extraction = extract(step)
+        return node_signatures(extraction, call_graph(extraction))
+
+    assert signatures(5) == signatures(5)
+    assert not set(signatures(5)[:2]) & set(signatures(6)[:2])
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
+    plain = signatures(5)
+    monkeypatch.undo()
+    assert not set(plain) & set(signatures(5))
+
+
+# --- memory
+
+
+def test_gradients_count_once_like_their_parameters() -> None:
+    step = tiny_models.tied_weights()
+    nodes = call_graph(extract(step)).graph.nodes(data=True)
+    parameters = {id(p): p.nbytes for p in step.model.parameters()}
+    assert sum(node["parameter_bytes"] for _, node in nodes) == sum(parameters.values())
+    assert sum(node["gradient_bytes"] for _, node in nodes) == sum(parameters.values())
+
+
+def test_inference_and_frozen_parameters_have_no_gradients() -> None:
+    for step in (tiny_models.structured_output(), tiny_models.INFERENCE["conv_net_inference"]()):
+        nodes = call_graph(extract(step)).graph.nodes(data=True)
+        assert not any(node["gradient_bytes"] for _, node in nodes)
+    step = tiny_models.conv_net()
+    step.model.get_submodule("0").requires_grad_(False)
+    trained = sum(p.nbytes for p in step.model.parameters() if p.requires_grad)
+    nodes = call_graph(extract(step)).graph.nodes(data=True)
+    assert sum(node["gradient_bytes"] for _, node in nodes) == trained
+
+
+def test_torch_devices_keep_room_for_gaps_between_tensors() -> None:
+    runtime = TorchRuntime(extract(tiny_models.conv_net()), pair())
+    planned = runtime.planned(pair())
+    assert planned.devices[0].memory_bytes == int((1 << 30) * (1 - FRAGMENTED_SHARE))

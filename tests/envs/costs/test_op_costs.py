@@ -1,0 +1,230 @@
+"""Op costs on a cluster: measured once, then cached, and modelled for devices elsewhere."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from envs.core_runtime import CoreRuntime
+from envs.costs import ops as module
+from envs.costs.cache import CostCache, Session
+from envs.costs.cached_costs import OpCosts, conditions_of, session_of
+from envs.costs.ops import profile_runs
+from envs.costs.roofline import check_cluster
+from envs.costs.signatures import op_signatures
+from envs.hardware.cluster import Cluster, Device
+from envs.hardware.discover import discover
+from graphs.extract import Extraction, Workload, extract
+from graphs.graph import attributes_of
+from tests.helpers import tiny_models
+
+torch.set_num_threads(1)
+
+CORE = f"core:{min(os.sched_getaffinity(0))}"
+GPU = Device(
+    name="gpu:0", kind="gpu", memory_bytes=0, peak_flop_per_s=1e12, bandwidth_bytes_per_s=1e11
+)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CostCache:
+    monkeypatch.setenv("PLACER_CACHE", str(tmp_path))
+    return CostCache()
+
+
+@pytest.fixture
+def profiled(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Record the devices of each profiling run."""
+    seen: list[list[str]] = []
+
+    def spy(extraction: Extraction, devices: list[Device], **options: object) -> object:
+        seen.append([device.name for device in devices])
+        return profile_runs(extraction, devices, repeats=3)
+
+    monkeypatch.setattr(module, "profile_runs", spy)
+    return seen
+
+
+def op_costs(
+    extraction: Extraction, cluster: Cluster, *, fresh: bool = False
+) -> dict[str, OpCosts]:
+    return CoreRuntime(extraction, cluster).costs(cluster, fresh=fresh)
+
+
+def of(model: nn.Module, *shape: int) -> Extraction:
+    return extract(Workload.of(model, torch.zeros(*shape), training=False))
+
+
+# --- signatures
+
+
+def test_ops_that_do_the_same_share_a_signature_and_others_do_not() -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 8), nn.ReLU())
+    signatures = op_signatures(of(layers, 2, 4).program)
+    assert len(signatures) == 4
+    assert signatures[0] == signatures[1]
+    assert len(set(signatures)) == 3
+
+
+def test_shape_dtype_layout_arguments_and_shared_inputs_make_a_difference() -> None:
+    class Calls(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            y = x + 1
+            return y, y * y, y * x, y + 2, torch.softmax(y, 0), torch.softmax(y, 1), y.t().exp()
+
+    plain = op_signatures(of(Calls(), 4, 4).program)
+    assert len(set(plain)) == len(plain) == 7
+    assert set(plain).isdisjoint(op_signatures(of(Calls(), 4, 5).program))
+    doubled = extract(Workload.of(Calls(), torch.zeros(4, 4).double(), training=False))
+    assert set(plain).isdisjoint(op_signatures(doubled.program))
+    turned = extract(Workload.of(Calls(), torch.zeros(4, 4).t(), training=False))
+    assert set(plain) != set(op_signatures(turned.program))
+
+
+def test_the_halves_of_a_backward_convolution_differ_by_what_is_read_of_them() -> None:
+    extraction = extract(tiny_models.conv_net())
+    signature_of = dict(zip(extraction.graph, op_signatures(extraction.program), strict=True))
+    own = {
+        part: {s for op_id, s in signature_of.items() if f"convolution_backward.{part}" in op_id}
+        for part in ("input", "weight")
+    }
+    assert own["input"]
+    assert own["weight"]
+    assert own["input"].isdisjoint(own["weight"])
+
+
+def test_signatures_are_the_same_in_every_extraction_of_a_model() -> None:
+    first, second = (op_signatures(extract(tiny_models.conv_net()).program) for _ in range(2))
+    assert first == second
+
+
+# --- measured, then cached
+
+
+def test_a_session_takes_the_median_over_runs_and_ops_of_a_signature() -> None:
+    runs_s = np.array([[1.0, 2.0, 9.0], [1.0, 4.0, 9.0], [3.0, 6.0, 9.0]])
+    found = session_of(runs_s, ["a", "a", "b"], "2026-01-01")
+    assert found.cost_s == {"a": 2.5, "b": 9.0}
+    assert found.spread == pytest.approx((16.0 - 13.0) / 14.0)
+    assert (found.runs, found.measured) == (3, "2026-01-01")
+
+
+def test_the_noise_of_a_single_run_is_unknown_and_ops_that_did_not_fit_do_not_count() -> None:
+    found = session_of(np.array([[1.0, np.nan, 3.0, np.nan]]), ["a", "a", "b", "c"], "2026-01-01")
+    assert found.spread is None
+    assert (found.cost_s["a"], found.cost_s["b"]) == (1.0, 3.0)
+    assert np.isnan(found.cost_s["c"])
+
+
+def test_what_was_measured_often_enough_is_not_measured_again(
+    cache: CostCache, profiled: list[list[str]]
+) -> None:
+    extraction = extract(tiny_models.conv_net())
+    cluster = discover(CORE)
+    first = op_costs(extraction, cluster)["core"]
+    assert profiled == [[CORE]]
+    assert {source.partition(" 20")[0] for source in first.sources} == {"measured"}
+    (holding,) = cache.holdings()
+    assert holding.signatures == len(set(op_signatures(extraction.program)))
+    for _ in range(2):  # a noisy machine measures three times
+        op_costs(extraction, cluster)
+    times = len(profiled)
+    known = op_costs(extraction, cluster)["core"]
+    assert len(profiled) == times
+    assert {source.partition(" 20")[0] for source in known.sources} == {"cached, measured"}
+
+
+def test_fresh_measures_anew_and_keeps_it(cache: CostCache, profiled: list[list[str]]) -> None:
+    extraction = extract(tiny_models.conv_net())
+    stored(cache, extraction, {})
+    found = op_costs(extraction, discover(CORE), fresh=True)["core"]
+    assert {source.partition(" 20")[0] for source in found.sources} == {"measured"}
+    assert (found.cost_s != 1.0).all()
+    assert profiled == [[CORE]]
+    assert cache.holdings()[0].sessions == 2
+
+
+def test_a_step_with_an_op_that_is_not_known_is_profiled(
+    cache: CostCache, profiled: list[list[str]]
+) -> None:
+    stored(cache, of(nn.Sequential(nn.Linear(4, 4)), 2, 4), {})
+    costs = op_costs(of(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), 2, 4), discover(CORE))
+    assert profiled == [[CORE]]
+    assert {source.partition(" 20")[0] for source in costs["core"].sources} == {"measured"}
+
+
+def test_ops_that_were_measured_on_different_days_say_so(
+    cache: CostCache, profiled: list[list[str]]
+) -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    extraction = of(layers, 2, 4)
+    stored(cache, extraction, {1: "2026-02-02"})
+    found = op_costs(extraction, discover(CORE))["core"]
+    days = ["2026-01-01", "2026-02-02", "2026-01-01"]
+    assert list(found.sources) == [
+        f"cached, measured {day} in runs of the whole step" for day in days
+    ]
+    assert found.cost_s.tolist() == [1.0, 1.0, 1.0]
+    assert profiled == []
+
+
+def stored(cache: CostCache, extraction: Extraction, days: dict[int, str]) -> None:
+    """Store one second for every op, measured on the first of January except for some ops."""
+    (device,) = discover(CORE).devices
+    on_day: dict[str, dict[str, float]] = {}
+    for op, signature in enumerate(op_signatures(extraction.program)):
+        on_day.setdefault(days.get(op, "2026-01-01"), {})[signature] = 1.0
+    for day, cost_s in on_day.items():
+        session = Session(cost_s=cost_s, runs=5, spread=0.0, measured=day)
+        cache.store(conditions_of(device), session)
+
+
+# --- described
+
+
+@pytest.mark.usefixtures("cache")
+def test_kinds_that_are_here_are_measured_and_others_get_the_roofline(
+    profiled: list[list[str]],
+) -> None:
+    extraction = extract(tiny_models.conv_net())
+    core = Device(name=CORE, kind="processor", memory_bytes=0)
+    away = replace(GPU, name="core:9999", kind="processor")  # of a kind that this machine has
+    cluster = Cluster(name="both", devices=(GPU, away, core))
+    costs = op_costs(extraction, cluster)
+    assert costs.keys() == {"processor", "gpu"}
+    assert profiled == [[CORE]]
+    nodes = [attributes_of(extraction.graph, op_id) for op_id in extraction.graph]
+    by_hand = [max(node["flops"] / 1e12, node["moved_bytes"] / 1e11) for node in nodes]
+    assert costs["gpu"].cost_s.tolist() == pytest.approx(by_hand)
+    assert set(costs["gpu"].sources) == {"roofline of the cluster's rates"}
+    assert all(source.startswith("measured") for source in costs["processor"].sources)
+
+
+def test_a_device_that_is_not_here_needs_rates_even_if_one_of_its_kind_is() -> None:
+    (core,) = discover(CORE).devices
+    cluster = Cluster(name="both", devices=(core, replace(core, name="core:9999")))
+    with pytest.raises(ValueError, match=r"no device core:9999.*add to .* peak_flop_per_s = "):
+        check_cluster(cluster)
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_model_without_memory_for_its_parameters_is_modelled_on_described_devices() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(50_000, 50_000)
+    extraction = extract(Workload.of(model, torch.zeros(4, 50_000, device="meta"), training=False))
+    (cost_s,) = op_costs(extraction, Cluster(name="gpu", devices=(GPU,)))["gpu"].cost_s
+    moved_bytes = 4 * (50_000 * 50_000 + 50_000 + 2 * 4 * 50_000)
+    assert cost_s == pytest.approx(moved_bytes / 1e11)
+
+
+@pytest.mark.usefixtures("cache")
+def test_without_a_device_that_is_here_nothing_is_run(profiled: list[list[str]]) -> None:
+    costs = op_costs(extract(tiny_models.conv_net()), Cluster(name="gpu", devices=(GPU,)))
+    assert list(costs) == ["gpu"]
+    assert profiled == []

@@ -1,0 +1,249 @@
+"""Copies that overlap with compute: sent once computed, awaited when read, same results."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from envs.executors.torch.placed_module import PlacedModule
+from envs.executors.torch.streams import arrived, sending, staged
+from graphs.extract import Extraction, Workload, extract
+from tests.helpers import tiny_models
+from tests.helpers.random_devices import random_devices, random_order
+from tests.helpers.tiny_models import Plain, squared
+from tests.helpers.trained_alike import assert_trains_alike
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+NAMES = ("conv_net", "tied_weights", "norm_twice", "views", "attention", "decaying_weight")
+
+
+def second() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "vdev", 0)
+
+
+def chain() -> Workload:
+    """Return a step whose first result on the second device is the last one read on the host."""
+
+    def compute(m: nn.Module, x: Tensor) -> Tensor:
+        early: Tensor = m.get_submodule("far")(x)
+        late = early.sin().cos().tanh()
+        total: Tensor = late.mean() + m.get_submodule("near")(early).mean()
+        return total
+
+    torch.manual_seed(0)
+    model = Plain(compute, far=nn.Linear(3, 3), near=nn.Linear(3, 3))
+    return Workload.of(model, (torch.randn(2, 3),))
+
+
+def overlapping(extraction: Extraction, chosen: Callable[[str], bool]) -> PlacedModule:
+    calls = extraction.forward.placed_calls
+    where = {call.key: CPU if chosen(call.key) else second() for call in calls}
+    return PlacedModule(extraction, where, overlap=True)
+
+
+@pytest.mark.usefixtures("second_device")
+@pytest.mark.parametrize(("seed", "name"), list(enumerate(NAMES)))
+def test_random_placements_compute_the_same_and_send_as_much(seed: int, name: str) -> None:
+    torch.manual_seed(0)
+    extraction = extract(tiny_models.STEPS[name]())
+    step = copy.deepcopy(extraction.step)
+    devices = random_devices(extraction, [CPU, second()], seed)
+    order = random_order(extraction, seed) if seed else ()
+    plain = PlacedModule(extraction, devices, order)
+    placed = PlacedModule(extraction, devices, order, overlap=True)
+    assert placed.transfers == plain.transfers > 0
+    assert_trains_alike(step, placed, steps=2)
+
+
+class Log(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    """Records ops and copies between devices in launch order."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # as above
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("second_device")
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_tensor_is_sent_when_it_is_made_not_where_it_is_read(overlap: bool) -> None:
+    extraction = extract(chain())
+    on_host = ("near", ":mean#1", ":add")
+    calls = extraction.forward.placed_calls
+    where = {c.key: CPU if c.key.startswith(on_host) else second() for c in calls}
+    placed = PlacedModule(extraction, where, overlap=overlap)
+    placed(*extraction.step.inputs)  # sends the weights
+    with torch.no_grad(), Log() as log:
+        placed(*extraction.step.inputs)
+    made = log.names.index("addmm")
+    read = log.names.index("addmm", made + 1)
+    sent = log.names.index("_to_copy", made)
+    between = log.names.index("sin")
+    assert made < between < log.names.index("tanh") < read, "the host waits last"
+    assert made < sent < read
+    assert (sent < between) is overlap
+    assert_trains_alike(chain(), placed)
+
+
+@pytest.mark.usefixtures("second_device")
+def test_what_is_written_in_place_is_not_sent_ahead() -> None:
+    def write(m: nn.Module, x: Tensor) -> Tensor:
+        held: Tensor = m.get_submodule("linear")(x) * 2
+        before = held.exp().mean()
+        held[0].fill_(0.5)
+        return before + held.exp().mean()
+
+    torch.manual_seed(0)
+    step = Workload.of(Plain(write, linear=nn.Linear(3, 3)), (torch.randn(3, 3),))
+    extraction = extract(step)
+    expected = copy.deepcopy(step)
+    placed = overlapping(extraction, lambda key: not key.startswith(":exp"))
+    assert_trains_alike(expected, placed)
+
+
+# --- on CUDA
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(()).expand(3, 4),
+        torch.arange(4.0).expand(3, 4),
+        torch.arange(24.0).reshape(2, 3, 4)[:, 1],
+        nn.Parameter(torch.arange(3.0)).expand(2, 3),
+    ],
+    ids=["gradient of a sum", "rows", "part", "parameter"],
+)
+def test_what_is_staged_shares_no_memory_between_its_elements(tensor: Tensor) -> None:
+    found = staged(tensor)
+    assert found.untyped_storage().nbytes() == found.nbytes
+    assert not found.requires_grad
+    assert torch.equal(found, tensor)
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_what_is_staged_is_pinned() -> None:
+    assert staged(torch.ones(3)).is_pinned()
+
+
+def test_what_is_staged_keeps_its_order_in_memory() -> None:
+    transposed = torch.arange(12.0).reshape(3, 4).t()
+    assert staged(transposed).stride() == transposed.stride()
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_the_gradient_of_a_sum_on_the_host_goes_back_to_a_gpu() -> None:
+    far = torch.randn(3, 4, device=second(), requires_grad=True)
+    torch.autograd.backward(arrived(sending(far, CPU)).sum())
+    assert far.grad is not None
+    assert torch.equal(far.grad.cpu(), torch.ones(3, 4))
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("name", [*NAMES, "nmt"])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_placements_on_a_gpu_compute_the_same(name: str, seed: int) -> None:
+    torch.manual_seed(0)
+    step = tiny_models.STEPS[name]()
+    if name == "conv_net":
+        images, labels = step.inputs
+        step = Workload.of(step.model.double(), (images.double(), labels), step.loss)
+    extraction = extract(step)
+    plain = copy.deepcopy(extraction.step)
+    devices = random_devices(extraction, [CPU, second()], seed)
+    placed = PlacedModule(extraction, devices, random_order(extraction, seed), overlap=True)
+    assert_trains_alike(plain, placed, steps=2, tolerance=1e-4)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("seed", range(3))
+def test_large_tensors_that_meet_long_kernels_arrive_whole(seed: int) -> None:
+    """An early or late copy, or one of reused memory, would change the result."""
+
+    def compute(m: nn.Module, x: Tensor) -> Tensor:
+        for i in range(6):
+            x = torch.tanh(m.get_submodule(f"l{i}")(x)) + x
+        return x
+
+    torch.manual_seed(0)
+    layers: dict[str, nn.Module] = {f"l{i}": nn.Linear(1024, 1024) for i in range(6)}
+    step = Workload.of(Plain(compute, **layers), (torch.randn(2048, 1024),) * 2, squared)
+    extraction = extract(step)
+    plain = copy.deepcopy(extraction.step)
+    placed = PlacedModule(
+        extraction, random_devices(extraction, [CPU, second()], seed), overlap=True
+    )
+    assert_trains_alike(plain, placed, steps=2, tolerance=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("dense", [True, False])
+def test_what_one_gpu_sends_arrives_whole_at_another_and_its_gradient_back(dense: bool) -> None:
+    first, other = torch.device("cuda", 0), torch.device("cuda", 1)
+    for _ in range(5):
+        near = torch.randn(2048, 2048, device=first, requires_grad=True)
+        made = near * 2 if dense else (near * 2)[::2, ::3]
+        sent = sending(made, other)
+        torch.mm(torch.ones(2048, 2048, device=other), torch.ones(2048, 2048, device=other))
+        there = arrived(sent)
+        assert there.device == other
+        assert torch.equal(there.cpu(), made.cpu())
+        torch.autograd.backward((there * 3).sum())
+        assert near.grad is not None
+        assert near.grad.sum().item() == 6 * made.numel()
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("into", [True, False])
+def test_a_copy_overlaps_with_compute_on_the_gpu(into: bool) -> None:
+    device = second()
+    matrix = torch.randn(4096, 4096, device=device)
+    large = torch.randn(64 << 20).pin_memory() if into else torch.randn(64 << 20, device=device)
+    destination = device if into else CPU
+
+    def compute() -> None:
+        for _ in range(20):
+            torch.mm(matrix, matrix)
+
+    def copying() -> None:
+        arrived(sending(large, destination))
+
+    def both() -> None:
+        sent = sending(large, destination)
+        compute()
+        arrived(sent)
+
+    def seconds(work: Callable[[], None]) -> float:
+        event: Any = torch.cuda.Event  # torch leaves it untyped
+        start, end = event(enable_timing=True), event(enable_timing=True)
+        torch.cuda.synchronize()
+        start.record()
+        work()
+        end.record()
+        torch.cuda.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+
+    for work in (compute, copying, both):
+        work()
+    runs = [(seconds(compute), seconds(copying), seconds(both)) for _ in range(7)]
+    compute_s, copy_s, both_s = (statistics.median(own) for own in zip(*runs, strict=True))
+    assert both_s < compute_s + copy_s - 0.5 * min(compute_s, copy_s)

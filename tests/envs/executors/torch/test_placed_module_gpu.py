@@ -1,0 +1,232 @@
+"""Placed modules on cuda:0 and the CPU compute the same as the model on the CPU."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from envs.executors.torch.placed_module import PlacedModule
+from graphs.extract import Extraction, Workload, extract
+from tests.helpers import tiny_models, tiny_reference_models, tiny_transformers
+from tests.helpers.random_devices import random_devices, random_order
+from tests.helpers.tiny_models import forward
+from tests.helpers.torch_optimizers import torch_optimizer, with_optimizer
+from tests.helpers.trained_alike import assert_trains_alike
+
+torch.set_num_threads(1)
+
+GPU = torch.device("cuda", 0)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
+]
+STEPS = tiny_models.STEPS | tiny_reference_models.STEPS
+DOUBLE = ("conv_net", "resnet", "inception")
+"""Models in double precision: by default accelerators round 32-bit convolutions more."""
+TRANSFORMERS = ("bert", "gpt2", "t5", "mixtral")
+OTHERS = (
+    *("conv_net", "tied_weights", "norm_twice", "views", "attention", "decaying_weight", "nmt"),
+    *("weighted_loss", "resnet", "inception", "rnnlm", "separate_moe", "dlrm"),
+)
+
+
+def extracted(name: str) -> Extraction:
+    """Extract without dropout, because every device type has its own random numbers."""
+    torch.manual_seed(0)
+    if name in TRANSFORMERS:
+        target = tiny_transformers.TARGETS[name] + tiny_transformers.WITHOUT_DROPOUT.get(name, "")
+        extraction = extract(tiny_transformers.load(target))
+        if extraction.own_forward is None:
+            pytest.skip(f"torch {torch.__version__} cannot export {name}")
+        return extraction
+    step = STEPS[name]()
+    if name in DOUBLE:
+        images, *rest = step.inputs
+        step = Workload.of(step.model.double(), (images.double(), *rest), step.loss)
+    return extract(step)
+
+
+def all_on(extraction: Extraction, device: torch.device | str) -> dict[str, torch.device | str]:
+    return {call.key: device for call in extraction.forward.placed_calls}
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    torch.testing.assert_close(found.cpu(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", [*OTHERS, *TRANSFORMERS])
+def test_training_on_gpu_and_cpu_is_that_of_the_model(name: str, seed: int) -> None:
+    extraction = extracted(name)
+    plain = copy.deepcopy(extraction.step)
+    before = dict(extraction.step.model.named_parameters())
+    order = random_order(extraction, seed) if seed % 2 else ()
+    placed = PlacedModule(extraction, random_devices(extraction, ["cpu", GPU], seed), order)
+    assert placed.transfers > 0
+    assert all(own is before[name] for name, own in placed.named_parameters())
+    assert_trains_alike(plain, placed, steps=2, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("name", [*OTHERS, *TRANSFORMERS])
+def test_training_on_the_gpu_alone_sends_nothing_but_inputs(name: str) -> None:
+    extraction = extracted(name)
+    plain = copy.deepcopy(extraction.step)
+    placed = PlacedModule(extraction, all_on(extraction, GPU))
+    assert placed.transfers == 0
+    assert_trains_alike(plain, placed, steps=2, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("name", ["structured_output", "norm_twice_inference", "views_inference"])
+def test_inference_on_gpu_and_cpu_is_that_of_the_model(name: str) -> None:
+    extraction = extracted(name)
+    expected = forward(copy.deepcopy(extraction.step))
+    placed = PlacedModule(extraction, random_devices(extraction, ["cpu", GPU], 0))
+    found = placed(*extraction.step.step_inputs, **extraction.step.keywords)
+    on_cpu = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.cpu(), found)
+    torch.testing.assert_close(on_cpu, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_launching_on_the_gpu_alone_never_waits_for_it() -> None:
+    extraction = extracted("bert")
+    placed = PlacedModule(extraction, all_on(extraction, GPU))
+    keywords = {name: tensor.to(GPU) for name, tensor in extraction.step.keywords.items()}
+    placed(**keywords).backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        placed(**keywords).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_inputs_in_pinned_memory_arrive() -> None:
+    extraction = extracted("attention")
+    placed = PlacedModule(extraction, all_on(extraction, GPU))
+    expected = placed(*extraction.step.inputs)
+    pinned = [tensor.pin_memory() for tensor in extraction.step.inputs]
+    assert torch.equal(placed(*pinned), expected)
+
+
+def test_a_scaled_and_clipped_step_of_adamw_under_autocast_spans_devices() -> None:
+    extraction = extracted("bert")
+    plain = copy.deepcopy(extraction.step)
+    placed = PlacedModule(extraction, random_devices(extraction, ["cpu", GPU], 1))
+    assert {p.device.type for p in placed.parameters()} == {"cpu", "cuda"}
+    optimizer = torch.optim.AdamW(placed.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cuda")
+    with torch.autocast("cuda", torch.bfloat16), torch.autocast("cpu", torch.bfloat16):
+        loss = placed(**extraction.step.keywords)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    norm = nn.utils.clip_grad_norm_(placed.parameters(), 1.0)
+    assert torch.isfinite(norm)
+    before = {name: own.detach().clone() for name, own in placed.named_parameters()}
+    scaler.step(optimizer)
+    scaler.update()
+    changed = [n for n, own in placed.named_parameters() if not torch.equal(own, before[n])]
+    assert changed
+    torch.testing.assert_close(
+        loss.detach().float().cpu(), forward(plain).detach(), rtol=0.05, atol=0
+    )
+
+
+def test_autocast_within_the_model_is_that_of_the_device() -> None:
+    def halved(m: Any, x: torch.Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return m.second(m.first(x))
+
+    layers = {"first": nn.Linear(4, 4), "second": nn.Linear(4, 4)}
+    step = Workload.of(tiny_models.Plain(halved, **layers), torch.randn(3, 4), training=False)
+    extraction = extract(step)
+    expected = forward(copy.deepcopy(step))
+    found = PlacedModule(extraction, all_on(extraction, GPU))(*step.inputs)
+    assert found.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(found.cpu(), expected, rtol=0.05, atol=0.05)
+
+
+def test_weights_that_were_there_before_are_not_sent_again() -> None:
+    extraction = extracted("gpt2")
+    plain = copy.deepcopy(extraction.step)
+    here, there = all_on(extraction, "cpu"), all_on(extraction, GPU)
+    placed = PlacedModule(extraction, here, keep_copies=True)
+    placed.place(there)
+    sent = placed.moved_bytes
+    assert sent >= sum(p.nbytes for p in placed.parameters())
+    for devices in (here, there, random_devices(extraction, ["cpu", GPU], 2), there):
+        placed.place(devices)
+    assert placed.moved_bytes == sent
+    assert_trains_alike(plain, placed, steps=2, tolerance=1e-4)
+    trained = {name: own.detach().cpu() for name, own in placed.state_dict().items()}
+    placed.place(here)
+    assert placed.moved_bytes > sent, "what was trained is sent"
+    torch.testing.assert_close(dict(placed.state_dict()), trained, rtol=0, atol=0)
+
+
+def test_an_optimizer_that_reloads_its_state_goes_on_after_a_move() -> None:
+    extraction = extracted("conv_net")
+    placed = PlacedModule(extraction, all_on(extraction, "cpu"))
+    optimizer = torch.optim.AdamW(placed.parameters())
+    for device in ("cpu", GPU):
+        placed.place(all_on(extraction, device))
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.zero_grad()
+        placed(*extraction.step.inputs).backward()
+        optimizer.step()
+    assert {p.device for p in placed.parameters()} == {GPU}
+
+
+def test_a_loss_that_is_still_held_does_not_hinder_a_move() -> None:
+    extraction = extracted("tied_weights")
+    placed = PlacedModule(extraction, all_on(extraction, "cpu"))
+    for device in (GPU, "cpu", GPU):
+        held = placed(*extraction.step.inputs)
+        placed.place(all_on(extraction, device))
+        placed.zero_grad()
+        loss = placed(*extraction.step.inputs)
+        loss.backward()
+        assert held.requires_grad
+        assert all(p.grad is not None and p.grad.device == p.device for p in placed.parameters())
+
+
+@pytest.mark.parametrize("kind", ["momentum", "adamw"])
+@pytest.mark.parametrize("seed", range(2))
+def test_steps_with_an_optimizer_leave_what_torchs_own_leaves(kind: str, seed: int) -> None:
+    extraction = extract(with_optimizer(extracted("conv_net").step, kind, learning_rate=0.01))
+    plain = copy.deepcopy(extraction.step)
+    assert plain.optimizer is not None
+    optimizer = torch_optimizer(plain.model, plain.optimizer)
+    placed = PlacedModule(extraction, random_devices(extraction, ["cpu", GPU], seed))
+    for _ in range(3):
+        optimizer.zero_grad()
+        expected = forward(plain)
+        expected.backward()
+        optimizer.step()
+        assert_close(placed.step(*plain.inputs), expected.detach(), 1e-4)
+    for name, tensor in plain.model.state_dict().items():
+        assert_close(placed.state_dict()[name], tensor, 1e-4)
+    assert all(own.grad is None for own in placed.parameters())
+
+
+def test_a_step_in_bf16_is_near_that_of_the_cpu() -> None:
+    extraction = extract(replace(extracted("attention").step, dtype="bf16"))
+    expected = forward(copy.deepcopy(extraction.step)).detach()
+    placed = PlacedModule(extraction, random_devices(extraction, ["cpu", GPU], 1))
+    assert_close(placed.step(*extraction.step.inputs), expected, 0.02)
+    assert all(own.grad is not None for own in placed.parameters())
+
+
+def test_its_checkpoint_is_one_of_the_model(tmp_path: Path) -> None:
+    extraction = extracted("attention")
+    placed = PlacedModule(extraction, random_devices(extraction, ["cpu", GPU], 0))
+    torch.save(placed.state_dict(), tmp_path / "saved")
+    plain = extracted("attention").step.model
+    plain.load_state_dict(torch.load(tmp_path / "saved", map_location="cpu"))
+    for name, tensor in plain.state_dict().items():
+        assert_close(placed.state_dict()[name], tensor, 0.0)

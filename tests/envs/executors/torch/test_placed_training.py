@@ -1,0 +1,151 @@
+"""Usual training of placed modules: any optimizer, clipping, scalers, checkpoints."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from envs.executors.torch.placed_module import PlacedModule
+from graphs.extract import Workload, extract
+from tests.helpers import tiny_models
+from tests.helpers.random_devices import random_devices
+from tests.helpers.tiny_models import state_of
+
+torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("second_device")
+
+Make: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": lambda own: torch.optim.SGD(own, lr=0.1, momentum=0.9, nesterov=True),
+    "adamw, foreach": lambda own: torch.optim.AdamW(own, lr=0.01, foreach=True, amsgrad=True),
+    "adamw, fused": lambda own: torch.optim.AdamW(own, lr=0.01, fused=True),
+    "adafactor": torch.optim.Adafactor,
+}
+
+
+def two_devices() -> list[torch.device]:
+    return [torch.device("cpu"), torch.device("vdev", 0)]
+
+
+def placed_and_plain(make: Callable[[], Workload], seed: int = 1) -> tuple[PlacedModule, Workload]:
+    extraction = extract(make())
+    plain = copy.deepcopy(extraction.step)
+    return PlacedModule(extraction, random_devices(extraction, two_devices(), seed)), plain
+
+
+def loss_of(step: Workload) -> Tensor:
+    """Return the loss as a user computes it, within the current contexts."""
+    assert step.loss is not None
+    return step.loss(step.model(*step.model_inputs), step.inputs[-1])
+
+
+def both(placed: PlacedModule, plain: Workload) -> list[tuple[nn.Module, Callable[[], Tensor]]]:
+    """Return the model and the placed module, each with a function that computes its loss."""
+    return [(plain.model, lambda: loss_of(plain)), (placed, lambda: placed(*plain.inputs))]
+
+
+def assert_state(placed: PlacedModule, plain: Workload, tolerance: float = 1e-6) -> None:
+    here = {name: own.detach().cpu() for name, own in placed.state_dict().items()}
+    expected = {name: own for name, own in state_of(plain).items() if name in here}
+    torch.testing.assert_close(here, expected, rtol=10 * tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_any_optimizer_trains_it_as_it_does_the_model(make: Make) -> None:
+    placed, plain = placed_and_plain(tiny_models.conv_net)
+    assert {own.device.type for own in placed.parameters()} == {"cpu", "vdev"}
+    for module, run in both(placed, plain):
+        optimizer = make(module.parameters())
+        for _ in range(3):
+            optimizer.zero_grad()
+            torch.autograd.backward(run())
+            optimizer.step()
+    assert_state(placed, plain)
+
+
+def test_lbfgs_which_joins_all_gradients_trains_it_on_one_device() -> None:
+    extraction = extract(tiny_models.attention())
+    plain = copy.deepcopy(extraction.step)
+    placed = PlacedModule(extraction, {c.key: "cpu" for c in extraction.forward.placed_calls})
+    found = []
+    for module, run in both(placed, plain):
+        optimizer: Any = torch.optim.LBFGS(module.parameters(), max_iter=4)
+
+        def closure(run: Callable[[], Tensor] = run, own: Any = optimizer) -> float:
+            own.zero_grad()
+            loss = run()
+            torch.autograd.backward(loss)
+            return loss.item()
+
+        found.append([optimizer.step(closure) for _ in range(2)])
+    assert found[0] == pytest.approx(found[1], abs=1e-6)
+    assert_state(placed, plain)
+
+
+def test_scaled_and_clipped_steps_under_autocast_span_devices() -> None:
+    placed, plain = placed_and_plain(tiny_models.conv_net)
+    norms: list[float] = []
+    for module, run in both(placed, plain):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        for _ in range(2):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16), torch.autocast("vdev", torch.bfloat16):
+                loss = run()
+            torch.autograd.backward(scaler.scale(loss))
+            scaler.unscale_(optimizer)
+            norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), 0.1)))
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 2.0**10
+    assert norms[:2] == pytest.approx(norms[2:], rel=1e-2)
+    assert_state(placed, plain, 1e-3)
+
+
+def test_a_step_with_a_gradient_that_is_not_finite_is_left_out_by_the_scaler() -> None:
+    placed, plain = placed_and_plain(tiny_models.conv_net)
+    optimizer = torch.optim.SGD(placed.parameters(), lr=0.1)
+    before = [own.detach().cpu().clone() for own in placed.parameters()]
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(placed(*plain.inputs)).backward()
+    (far,) = [own for own in placed.parameters() if own.device.type == "vdev"][-1:]
+    assert far.grad is not None
+    far.grad.mul_(float("inf"))
+    scaler.step(optimizer)
+    scaler.update()
+    after = [own.detach().cpu() for own in placed.parameters()]
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    assert scaler.get_scale() == 2.0
+
+
+def test_its_checkpoint_is_one_of_the_model_and_the_other_way_round(tmp_path: Path) -> None:
+    extraction = extract(tiny_models.tied_weights())
+    placed = PlacedModule(extraction, {c.key: "cpu" for c in extraction.forward.placed_calls})
+    optimizer = torch.optim.AdamW(placed.parameters())
+    placed(*extraction.step.inputs).backward()
+    optimizer.step()
+    torch.save({"model": placed.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a")
+    saved = torch.load(tmp_path / "a")
+    plain = tiny_models.tied_weights()
+    plain.model.load_state_dict(saved["model"])
+    torch.testing.assert_close(plain.model.state_dict(), extraction.step.model.state_dict())
+    of_plain = torch.optim.AdamW(plain.model.parameters())
+    of_plain.load_state_dict(saved["optimizer"])
+    for module, own in ((plain.model, of_plain), (placed, optimizer)):
+        own.zero_grad()
+        loss = loss_of(plain) if module is plain.model else placed(*extraction.step.inputs)
+        torch.autograd.backward(loss)
+        own.step()
+    assert_state(placed, plain)
+
+    other = extract(tiny_models.tied_weights())
+    there = PlacedModule(other, random_devices(other, two_devices(), 0))
+    torch.save(plain.model.state_dict(), tmp_path / "b")
+    there.load_state_dict(torch.load(tmp_path / "b"))
+    assert_state(there, plain)

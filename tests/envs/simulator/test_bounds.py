@@ -1,0 +1,296 @@
+"""Lower bounds hold for every simulated step, and are tight on small problems as claimed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import networkx as nx
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from envs.hardware.cluster import Cluster, Device
+from envs.problem import Problem
+from envs.simulator import INFEASIBLE_NS, Schedule, Simulator
+from envs.simulator.bounds import bounds_of, lower_bound_ns, pace_ns, why_apart, why_too_large
+from graphs.graph import GraphArrays, add_edge, add_op, new_graph
+from graphs.synthetic.planted import Planted, planted
+from tests.helpers.simulator_cases import one_kind, problem_of, random_case
+
+torch.set_num_threads(1)
+
+
+def bound_of(graph: nx.DiGraph[str], cluster: Cluster) -> int:
+    return lower_bound_ns(Problem.of(GraphArrays.from_graph(graph), cluster))
+
+
+def independent(count: int, cost_s: dict[str, float]) -> nx.DiGraph[str]:
+    graph = new_graph("independent")
+    for i in range(count):
+        add_op(graph, str(i), cost_s=cost_s)
+    return graph
+
+
+@settings(max_examples=150)
+@given(seed=st.integers(0, 10**7))
+def test_no_step_is_below_the_bound(seed: int) -> None:
+    problem, _, priority = problem_of(random_case(seed))
+    rng = np.random.default_rng(seed)
+    shape = (20, problem.op_count)
+    devices = rng.integers(0, problem.device_count, shape).astype(np.int32)
+    steps = Simulator(problem, memory=False).step_ns(devices, np.tile(priority, (20, 1)))
+    if why_apart(problem):
+        assert (steps == INFEASIBLE_NS).all()
+    else:
+        assert steps.min() >= lower_bound_ns(problem)
+
+
+def test_a_chain_is_bounded_by_its_length() -> None:
+    graph = independent(5, {"*": 2e-6})
+    for i in range(4):
+        add_edge(graph, str(i), str(i + 1))
+    assert bound_of(graph, one_kind(3)) == 10_000
+
+
+def test_the_pace_of_a_pipeline_leaves_the_optimizer_out_where_that_is_asked_for() -> None:
+    graph = independent(12, {"*": 1e-6})
+    for i in range(4):
+        add_op(graph, f"update{i}", cost_s={"*": 9e-6}, phase="optimizer")
+    problem = Problem.of(GraphArrays.from_graph(graph), one_kind(4))
+    assert pace_ns(problem) == 12_000
+    assert pace_ns(problem, optimizer=False) == 3000
+    only = Problem.of(problem.graph, one_kind(1))
+    assert (pace_ns(only), pace_ns(only, optimizer=False)) == (48_000, 12_000)
+
+
+def test_independent_ops_are_bounded_by_their_share_of_the_work() -> None:
+    assert bound_of(independent(12, {"*": 1e-6}), one_kind(4)) == 3000
+
+
+@pytest.mark.parametrize("slow_s", [3e-6, 100e-6])
+def test_slow_devices_do_not_count_as_fast_ones(slow_s: float) -> None:
+    graph = independent(400, {"gpu": 1e-6, "cpu": slow_s})
+    devices = [Device(name=kind, kind=kind, memory_bytes=1) for kind in ("gpu", "cpu")]
+    best_s = 400 / (1 / 1e-6 + 1 / slow_s)  # both always busy
+    bound_s = bound_of(graph, Cluster(name="mixed", devices=tuple(devices))) / 1e9
+    assert 0.97 * best_s < bound_s <= best_s
+
+
+def test_work_before_and_after_a_bottleneck_adds_up() -> None:
+    graph = independent(8, {"*": 1e-6})
+    add_op(graph, "neck", cost_s={"*": 1e-6})
+    for i in range(4):
+        add_edge(graph, str(i), "neck")
+        add_edge(graph, "neck", str(4 + i))
+    # Four ops on two devices, the neck, four ops: 2 + 1 + 2, though work / 2 is only 4.5.
+    assert bound_of(graph, one_kind(2)) == 5000
+
+
+def test_one_device_is_bounded_by_all_work() -> None:
+    problem, _, _ = problem_of(random_case(3, bad_places=False))
+    first = Cluster(name="one", devices=problem.cluster.devices[:1])
+    alone = Problem.of(problem.graph, first)
+    assert lower_bound_ns(alone) == alone.cost_ns.sum()
+
+
+def two_kinds() -> Cluster:
+    """Return one device of kind x and one of kind y, linked with 1 us and 1 GB/s."""
+    pair = one_kind(2)
+    devices = tuple(replace(d, kind=k) for d, k in zip(pair.devices, "xy", strict=True))
+    return replace(pair, devices=devices)
+
+
+def test_a_path_counts_transfers_that_no_placement_avoids() -> None:
+    graph = new_graph("apart")
+    add_op(graph, "a", cost_s={"x": 1e-6}, output_bytes=1000)
+    add_op(graph, "b", cost_s={"x": 9e-6, "y": 1e-6}, output_bytes=2000)
+    add_op(graph, "c", cost_s={"y": 1e-6})
+    add_edge(graph, "a", "b")
+    add_edge(graph, "b", "c")
+    # Moving to y for b: 1 + (1 + 1) + 1 + 1; staying on x: 1 + 9 + (1 + 2) + 1.
+    assert bound_of(graph, two_kinds()) == 5000
+    graph.edges["a", "b"]["bytes"] = 30_000  # now b is better on x
+    assert bound_of(graph, two_kinds()) == 14_000
+
+
+def test_a_path_stays_where_moving_costs_more_than_it_saves() -> None:
+    graph = new_graph("stay")
+    for i in range(4):
+        kinds = {"x": 1e-6, "y": 2e-6} if i % 2 else {"x": 2e-6, "y": 1e-6}
+        add_op(graph, str(i), cost_s=kinds, output_bytes=1000)
+        if i:
+            add_edge(graph, str(i - 1), str(i))
+    assert bound_of(graph, two_kinds()) == 6000  # not 4000, the sum of the fastest costs
+
+
+def test_every_bound_holds_for_the_best_of_all_placements() -> None:
+    tight = 0
+    for seed in range(40):
+        problem, _, _ = problem_of(random_case(seed, bad_places=False))
+        if problem.device_count**problem.op_count > 20_000:
+            continue
+        every = product(range(problem.device_count), repeat=problem.op_count)
+        devices = np.array(list(every), np.int32)
+        steps = Simulator(problem, memory=False).step_ns(devices, np.zeros(devices.shape))
+        bounds = bounds_of(problem)
+        assert max(bounds.work_ns, bounds.path_ns, bounds.around_ns) <= steps.min()
+        assert bounds.lower_bound_ns == max(bounds.work_ns, bounds.path_ns, bounds.around_ns)
+        tight += bounds.lower_bound_ns == steps.min()
+    assert tight > 5
+
+
+@pytest.mark.parametrize("devices", [1, 2, 5, 8])
+@pytest.mark.parametrize("seed", range(2))
+def test_planted_placements_reach_the_bound_exactly(devices: int, seed: int) -> None:
+    made = planted(np.random.default_rng(seed), devices=devices, ops_per_device=12)
+    cluster = one_kind(
+        devices,
+        latency_s=made.gap_s / 2,
+        bandwidth_bytes_per_s=made.largest_bytes / (made.gap_s / 2),
+        sharing="none",
+    )
+    problem = Problem.of(GraphArrays.from_graph(made.graph), cluster)
+    order = -np.arange(problem.op_count, dtype=np.float64)  # ops are listed by start time
+    schedule = Simulator(problem, memory=False).run(np.array(made.devices, np.int32), order)
+    assert schedule.step_ns == round(made.step_s * 1e9) == lower_bound_ns(problem)
+
+
+def apart(*limits: tuple[str, ...]) -> Problem:
+    """Return a chain of ops with these allowed devices; of d0, d1, d2 only d0 and d1 are linked."""
+    graph = independent(0, {})
+    for i, names in enumerate(limits):
+        add_op(graph, str(i), cost_s={"*": 1e-6}, devices=names)
+        if i:
+            add_edge(graph, str(i - 1), str(i))
+    three = one_kind(3)
+    link = replace(three.links[0], between=("d0", "d1"))
+    return Problem.of(GraphArrays.from_graph(graph), replace(three, links=(link,)))
+
+
+def test_ops_that_no_link_can_join_are_named_instead_of_a_bound() -> None:
+    assert why_apart(apart(("d0",), ("d1", "d2"), ("d1",))) == ""
+    problem = apart(("d0", "d1"), ("d2",))
+    told = why_apart(problem)
+    assert told.startswith("op '1' may run on d2 and needs the output of '0'")
+    assert '["d0", "d2"]' in told
+    with pytest.raises(ValueError, match="op '1' may run on d2"):
+        lower_bound_ns(problem)
+    # Each edge has a link, but any device for op 1 cuts one of them.
+    chain = apart(("d0",), ("d1", "d2"), ("d2",))
+    assert "op '0' may run on d0" in why_apart(chain)
+    assert why_apart(problem_of(random_case(3))[0]) == ""
+
+
+def replayed(made: Planted, cluster: Cluster) -> tuple[Problem, Schedule]:
+    """Return the simulated step of the planted placement."""
+    problem = Problem.of(GraphArrays.from_graph(made.graph), cluster)
+    order = -np.arange(problem.op_count, dtype=np.float64)  # ops are listed by start time
+    return problem, Simulator(problem).run(np.array(made.devices, np.int32), order)
+
+
+@pytest.mark.parametrize("devices", [2, 3, 5])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sharing": "bus"},
+        {"sharing": "pair"},
+        {"sharing": "pair", "full_duplex": False},
+        {"sharing": "egress"},
+        {"sharing": "egress", "ingress": True, "order": "priority"},
+        {"sharing": "egress", "full_duplex": False},
+    ],
+)
+def test_planted_placements_reach_the_bound_on_links_that_are_shared(
+    devices: int, options: dict[str, Any]
+) -> None:
+    made = planted(np.random.default_rng(devices), devices=devices, ops_per_device=12)
+    home = dict(zip(made.graph, made.devices, strict=True))
+    sent = len({(u, home[v]) for u, v in made.graph.edges if home[u] != home[v]})
+    # A transfer waits at most once for every other one, so all of them together fit into the gap.
+    each_s = made.gap_s / (sent + 1)
+    cluster = one_kind(
+        devices,
+        latency_s=each_s / 2,
+        bandwidth_bytes_per_s=made.largest_bytes / (each_s / 2),
+        **options,
+    )
+    problem, schedule = replayed(made, with_memory(cluster, 10**12))
+    assert len(schedule.transfers) == sent
+    assert schedule.step_ns == round(made.step_s * 1e9) == lower_bound_ns(problem)
+
+
+def with_memory(cluster: Cluster, *memory_bytes: int) -> Cluster:
+    """Return the cluster with other memory sizes, one for each device or one for all."""
+    sizes = memory_bytes * (len(cluster) if len(memory_bytes) == 1 else 1)
+    devices = (
+        replace(device, memory_bytes=size)
+        for device, size in zip(cluster.devices, sizes, strict=True)
+    )
+    return replace(cluster, devices=tuple(devices))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_planted_placements_reach_the_bound_with_launches_and_no_byte_to_spare(seed: int) -> None:
+    made = planted(np.random.default_rng(seed), devices=3, ops_per_device=6)
+    launch_s = min(node["cost_s"]["*"] for node in made.graph.nodes.values())
+    for node in made.graph.nodes.values():
+        node["cost_s"] = {"*": node["cost_s"]["*"] - launch_s}
+    plain = one_kind(
+        3,
+        latency_s=made.gap_s / 2,
+        bandwidth_bytes_per_s=made.largest_bytes / (made.gap_s / 2),
+        sharing="none",
+    )
+    devices = tuple(replace(device, launch_s=launch_s) for device in plain.devices)
+    roomy = with_memory(replace(plain, devices=devices), 10**12)
+    problem, schedule = replayed(made, roomy)
+    assert schedule.step_ns == round(made.step_s * 1e9) == lower_bound_ns(problem)
+    peaks = schedule.peak_bytes.tolist()
+    _, tight = replayed(made, with_memory(roomy, *peaks))
+    assert (tight.feasible, tight.step_ns) == (True, schedule.step_ns)
+    for d in range(3):
+        peaks[d] -= 1
+        assert not replayed(made, with_memory(roomy, *peaks))[1].feasible
+        peaks[d] += 1
+
+
+def sized(sizes: list[int], groups: list[str | None] | None = None) -> nx.DiGraph[str]:
+    graph = independent(0, {})
+    for i, size in enumerate(sizes):
+        group = groups[i] if groups else None
+        add_op(graph, str(i), cost_s={"*": 1e-6}, parameter_bytes=size, colocate=group)
+    return graph
+
+
+def too_large(graph: nx.DiGraph[str], *memory_bytes: int) -> str:
+    names = (f"d{k}" for k in range(len(memory_bytes)))
+    devices = tuple(
+        Device(name=name, kind="gpu", memory_bytes=size)
+        for name, size in zip(names, memory_bytes, strict=True)
+    )
+    cluster = Cluster(name="bins", devices=devices)
+    return why_too_large(Problem.of(GraphArrays.from_graph(graph), cluster))
+
+
+def test_what_cannot_be_packed_is_told_with_numbers() -> None:
+    assert too_large(sized([5, 5]), 5, 5) == ""
+    assert "'1' has 7 bytes of parameters" in too_large(sized([1, 7]), 6, 5)
+    together = too_large(sized([3, 1, 3], ["g", None, "g"]), 5, 5)
+    assert "'0' and the 1 that share its device have 6 bytes" in together
+    assert "have 12 bytes, but all of d0, d1 together have 11" in too_large(sized([4] * 3), 6, 5)
+    assert "3 ops or groups have 4 bytes" in too_large(sized([4, 4, 4]), 6, 6)
+    assert "2 devices have room" in too_large(sized([4, 4, 4]), 7, 7, 3)
+
+
+@settings(max_examples=100)
+@given(seed=st.integers(0, 10**7))
+def test_whatever_some_placement_fits_is_not_called_too_large(seed: int) -> None:
+    problem, _, priority = problem_of(random_case(seed))
+    rng = np.random.default_rng(seed)
+    devices = rng.integers(0, problem.device_count, (20, problem.op_count)).astype(np.int32)
+    steps = Simulator(problem).step_ns(devices, np.tile(priority, (20, 1)))
+    assert not why_too_large(problem) or (steps == INFEASIBLE_NS).all()

@@ -1,0 +1,241 @@
+"""The max-load objective: by hand, against its plain twin, and its search against the optimum."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from benchmarks.instances import profile_names, profiled
+from envs.compiled import compiled_borrowing
+from envs.hardware.cluster import Cluster, Device
+from envs.problem import Problem
+from envs.simulator import INFEASIBLE_NS
+from envs.simulator.bounds import load_bound_ns
+from envs.simulator.max_load import (
+    LoadArrays,
+    Loads,
+    count_op,
+    load_arrays,
+    loads_for,
+    loads_ns,
+    max_load_ns,
+    why_overloaded,
+)
+from graphs.graph import GraphArrays, add_edge, add_op, new_graph
+from placer.search.annealing.max_load import minimize_max_load
+from placer.search.budget import Budget
+from placer.search.contiguous import narrow_order, pipeline_parts
+from tests.helpers.max_load_twin import twin_loads
+from tests.helpers.random_problems import every_placement, keeps_groups, random_problem
+from tests.helpers.simulator_cases import Case, fork, one_kind, problem_of, random_case
+
+
+def test_both_ends_pay_for_a_transfer_once() -> None:
+    problem, devices, _ = problem_of((fork(4), one_kind(3), [0, 0, 1, 1, 2], [0.0] * 5))
+    # d0: s, one op, one 2 us transfer out; d1: two ops, one transfer in; d2: one op, one in.
+    assert loads_ns(problem, devices).tolist() == [4000, 4000, 3000]
+    assert max_load_ns(problem, devices).tolist() == [4000]
+
+
+def test_a_cpu_pays_for_no_transfer() -> None:
+    pair = one_kind(2)
+    host = Device(name="d0", kind="cpu", memory_bytes=10**9)
+    cluster = Cluster(name="host", devices=(host, pair.devices[1]), links=pair.links)
+    problem, devices, _ = problem_of((fork(1), cluster, [0, 1], [0.0] * 2))
+    assert loads_ns(problem, devices).tolist() == [1000, 3000]
+    assert loads_ns(problem, devices[::-1]).tolist() == [1000, 3000]
+
+
+def test_of_unequal_edges_the_largest_counts_and_of_unequal_links_the_slowest() -> None:
+    graph = fork(3)
+    graph.edges["s", "1"]["bytes"] = 5000
+    problem, devices, _ = problem_of((graph, one_kind(3), [0, 1, 1, 2], [0.0] * 4))
+    assert loads_ns(problem, devices).tolist() == [1000 + 6000, 2000 + 6000, 1000 + 2000]
+
+
+def test_memory_is_the_sum_over_all_ops() -> None:
+    graph = new_graph("sizes")
+    for name in "ab":
+        add_op(graph, name, cost_s={"*": 1e-6}, output_bytes=300_000_000)
+        graph.nodes[name].update(parameter_bytes=200_000_000, workspace_bytes=100_000_000)
+    problem, devices, _ = problem_of((graph, one_kind(2), [0, 1], [0.0] * 2))
+    assert max_load_ns(problem, devices).tolist() == [1000]
+    assert why_overloaded(problem, devices) == ""
+    assert max_load_ns(problem, devices * 0).tolist() == [INFEASIBLE_NS]
+    assert "d0 needs 1.2 GB for 2 ops but has 1.0 GB" in why_overloaded(problem, devices * 0)
+
+
+def assert_loads_are_exact(case: Case) -> None:
+    problem, devices, _ = problem_of(case)
+    load, feasible = twin_loads(*case[:3])
+    assert loads_ns(problem, devices).tolist() == load
+    expected = max(load) if feasible else INFEASIBLE_NS
+    assert max_load_ns(problem, devices).tolist() == [expected]
+    assert bool(why_overloaded(problem, devices)) != feasible
+
+
+@settings(max_examples=200)
+@given(seed=st.integers(0, 10**7))
+def test_loads_equal_their_plain_count(seed: int) -> None:
+    assert_loads_are_exact(random_case(seed))
+
+
+@pytest.mark.slow
+@settings(max_examples=2000)
+@given(seed=st.integers(0, 2**32))
+def test_loads_equal_their_plain_count_on_many_more_cases(seed: int) -> None:
+    assert_loads_are_exact(random_case(seed, large=seed % 20 == 0))
+
+
+@compiled_borrowing
+def count_ops(
+    arrays: LoadArrays,
+    loads: Loads,
+    devices: NDArray[np.int32],
+    order: NDArray[np.int64],
+    sign: int,
+) -> None:
+    for i in order:
+        count_op(arrays, loads, devices, i, sign)
+
+
+@settings(max_examples=100)
+@given(seed=st.integers(0, 10**7))
+def test_loads_stay_exact_when_ops_are_taken_away_and_added(seed: int) -> None:
+    problem, devices, _ = problem_of(random_case(seed))
+    arrays = load_arrays(problem)
+    loads = loads_for(arrays)
+    order = np.random.default_rng(seed).permutation(problem.op_count)
+    for sign in (1, -1, 1):
+        count_ops(arrays, loads, devices, order, sign)
+    assert loads.load_ns.tolist() == loads_ns(problem, devices).tolist()
+
+
+def test_a_batch_gives_what_single_placements_give() -> None:
+    problem = random_problem(7)
+    rng = np.random.default_rng(0)
+    devices = rng.integers(0, problem.device_count, (30, problem.op_count)).astype(np.int32)
+    alone = [max_load_ns(problem, row)[0] for row in devices]
+    assert max_load_ns(problem, devices).tolist() == alone
+    assert len(set(alone)) > 1
+
+
+@pytest.mark.parametrize("count", [max_load_ns, loads_ns, why_overloaded])
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        ([0, 2], "device 2 does not exist"),
+        ([-5, 0], "device -5"),
+        ([0, 2**32], "device 4294967296"),
+        ([0, 0, 0], r"devices \(3,\)"),
+        ([], r"devices \(0,\)"),
+        ([0.7, 1.2], "float64"),
+        ([True, False], "bool"),
+    ],
+)
+def test_arrays_that_name_no_placement_are_refused(
+    count: Callable[..., object], devices: list[Any], message: str
+) -> None:
+    problem, _, _ = problem_of((fork(1), one_kind(2), [0, 0], [0.0, 0.0]))
+    for row in (devices, np.array(devices)):
+        with pytest.raises(ValueError, match=message):
+            count(problem, row)
+
+
+def test_loads_of_several_placements_are_asked_for_one_by_one() -> None:
+    problem, devices, _ = problem_of((fork(1), one_kind(2), [0, 0], [0.0, 0.0]))
+    assert loads_ns(problem, devices[None]).tolist() == [2000, 0]
+    with pytest.raises(ValueError, match="one placement, not 3"):
+        loads_ns(problem, np.tile(devices, (3, 1)))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_search_finds_the_optimum_of_small_graphs(seed: int) -> None:
+    problem = random_problem(
+        seed,
+        ops=9,
+        devices=2 + seed % 2,
+        groups=seed % 3 == 0,
+        pins=seed % 4 == 1,
+        unequal=seed % 2 == 1,
+        memory_bytes=10_000_000 if seed % 5 == 2 else 10**12,
+    )
+    found = minimize_max_load(problem, Budget(evaluations=60_000), seed)
+    best = max_load_ns(problem, found[0].devices)[0]
+    assert best == max_load_ns(problem, every_placement(problem)).min()
+    assert keeps_groups(problem, found[0].devices)
+
+
+def test_the_search_repeats_itself_and_is_never_worse_than_what_it_began_with() -> None:
+    problem = random_problem(3, ops=60, devices=4, groups=True)
+    one, two = (minimize_max_load(problem, Budget(evaluations=5000), 1) for _ in range(2))
+    assert [c.devices.tolist() for c in one] == [c.devices.tolist() for c in two]
+    loads = max_load_ns(problem, np.array([c.devices for c in one]))
+    assert loads.tolist() == sorted(loads.tolist())
+    assert one[0].name == "annealing"
+
+
+def test_a_pipeline_of_equal_stages_is_cut_into_equal_parts() -> None:
+    graph = new_graph("chain")
+    for i in range(40):
+        add_op(graph, f"op{i}", cost_s={"*": 1e-6}, output_bytes=1)
+        if i:
+            add_edge(graph, f"op{i - 1}", f"op{i}")
+    cluster = one_kind(4, latency_s=1e-7, bandwidth_bytes_per_s=math.inf)
+    problem = Problem.of(GraphArrays.from_graph(graph), cluster)
+    found = minimize_max_load(problem, Budget(evaluations=60_000), 0)
+    # Inner parts pay for two transfers of 0.1 us: ten ops each, 10.2 us.
+    assert max_load_ns(problem, found[0].devices).tolist() == [10_200]
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 10**6), tight=st.booleans(), pins=st.booleans(), unequal=st.booleans())
+def test_no_placement_has_a_smaller_load_than_the_bound(
+    seed: int, tight: bool, pins: bool, unequal: bool
+) -> None:
+    memory_bytes = 8_000_000 if tight else 10**12
+    problem = random_problem(
+        seed, ops=7, devices=3, groups=True, pins=pins, unequal=unequal, memory_bytes=memory_bytes
+    )
+    assert load_bound_ns(problem) <= max_load_ns(problem, every_placement(problem)).min()
+
+
+def test_one_heavy_op_bounds_the_load() -> None:
+    problem = profiled("alexnet")
+    heaviest_ns = int(problem.cost_ns.max())
+    assert heaviest_ns > problem.cost_ns[:, 0].sum() / 4
+    assert load_bound_ns(problem) == heaviest_ns
+
+
+def test_the_search_is_never_worse_than_contiguous_parts() -> None:
+    problem = profiled("resnet101")
+    parts = pipeline_parts(problem, narrow_order(problem.graph))
+    found = minimize_max_load(problem, Budget(evaluations=100), 0)
+    assert max_load_ns(problem, found[0].devices)[0] <= max_load_ns(problem, parts)[0]
+
+
+def test_profiles_are_read_as_their_files_say() -> None:
+    assert len(profile_names()) == 13
+    problem = profiled("vgg16")
+    assert (problem.op_count, problem.device_count) == (41, 4)
+    assert problem.cost_ns.sum(axis=0).tolist() == [690_507_000] * 4
+    assert problem.graph.parameter_bytes.sum() == 553_430_176
+
+
+@pytest.mark.parametrize(
+    ("name", "proven_ns"),
+    [("alexnet", 651_326_067), ("squeezenet1_0", 490_061_067), ("vgg16", 284_421_213)],
+)
+def test_the_search_finds_the_proven_optimum_of_published_profiles(
+    name: str, proven_ns: int
+) -> None:
+    problem = profiled(name)
+    found = minimize_max_load(problem, Budget(evaluations=200_000), 0)
+    assert max_load_ns(problem, found[0].devices).tolist() == [proven_ns]

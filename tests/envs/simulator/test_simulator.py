@@ -1,0 +1,323 @@
+"""The compiled simulator agrees with its specification and with properties of all steps."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+from itertools import product
+
+import networkx as nx
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from envs.hardware.cluster import LINK_ORDERS, SHARINGS, Cluster
+from envs.problem import Problem
+from envs.simulator import (
+    IGNORE_MEMORY,
+    INFEASIBLE_NS,
+    NO_LIMIT_NS,
+    OVERFULL_NS,
+    RANK_EXCESS,
+    STOP_WHEN_FULL,
+    Simulator,
+    arrays_of,
+    workspace_for,
+)
+from graphs.graph import GraphArrays, add_edge, add_op, new_graph
+from tests.helpers.simulator_cases import (
+    Case,
+    fork,
+    one_kind,
+    problem_of,
+    random_case,
+    simulated_ns,
+)
+from tests.helpers.simulator_twin import twin_step
+
+torch.set_num_threads(1)
+
+
+def assert_equals_twin(case: Case) -> None:
+    problem, devices, priority = problem_of(case)
+    twin = twin_step(*case)
+    simulator = Simulator(problem)
+    schedule = simulator.run(devices, priority)
+    room = [device.memory_bytes for device in case[1].devices]
+    fits = not any(
+        peak > size for peak, size in zip(twin.peak_bytes, room, strict=not twin.blocked)
+    )
+    (step_ns,) = simulator.step_ns(devices, priority)
+    assert schedule.feasible == (fits and not twin.blocked)
+    assert bool(schedule.why) != schedule.feasible
+    if twin.blocked:
+        assert schedule.step_ns == step_ns == INFEASIBLE_NS
+        return
+    assert step_ns == (twin.step_ns if fits else INFEASIBLE_NS)
+    assert schedule.step_ns == twin.step_ns
+    without = Simulator(problem, memory=False)
+    assert without.step_ns(devices, priority).tolist() == [twin.step_ns]
+    assert without.work.start_ns.tolist() == schedule.start_ns.tolist()
+    assert without.work.cause.tolist() == schedule.cause.tolist()
+    assert schedule.start_ns.tolist() == [twin.start_ns[i] for i in range(len(devices))]
+    assert schedule.end_ns.tolist() == [twin.end_ns[i] for i in range(len(devices))]
+    assert schedule.peak_bytes.tolist() == twin.peak_bytes
+    t = schedule.transfers
+    rows = zip(
+        t.start_ns,
+        t.producer,
+        t.destination,
+        t.source,
+        t.request_ns,
+        t.end_ns,
+        t.bytes,
+        strict=True,
+    )
+    twin_rows = [
+        (s.start_ns, s.producer, s.destination, s.source, s.request_ns, s.end_ns, s.size)
+        for s in twin.sendings
+    ]
+    assert sorted(rows) == sorted(twin_rows)
+
+
+def goes_express(graph: nx.DiGraph[str], cluster: Cluster) -> bool:
+    return arrays_of(Problem.of(GraphArrays.from_graph(graph), cluster)).express
+
+
+def test_random_cases_cover_every_option() -> None:
+    seen: Counter[object] = Counter()
+    for seed in range(1000):
+        case = random_case(seed)
+        graph, cluster, devices, priority = case
+        problem, where, levels = problem_of(case)
+        schedule = Simulator(problem).run(where, levels)
+        fits = "fits" if schedule.feasible else "full"
+        seen["blocked" if schedule.step_ns == INFEASIBLE_NS else fits] += 1
+        seen["groups"] += sum(node["colocate"] == "g" for node in graph.nodes.values()) > 1
+        seen["once"] += cluster.once_per_destination
+        seen["every edge"] += not cluster.once_per_destination
+        seen["launch"] += any(device.launch_s for device in cluster.devices)
+        seen["two kinds"] += len({device.kind for device in cluster.devices}) > 1
+        seen["ties"] += len(set(priority)) < len(priority)
+        seen["no cost"] += any(0.0 in node["cost_s"].values() for node in graph.nodes.values())
+        seen["no bytes"] += any(edge["bytes"] == 0 for *_, edge in graph.edges(data=True))
+        seen["held"] += any(node["saved_bytes"] for node in graph.nodes.values())
+        seen["express"] += len(set(devices)) > 1 and goes_express(graph, cluster)
+        seen["workspace"] += any(node["workspace_bytes"] for node in graph.nodes.values())
+        for u, v in graph.edges:  # count links that carry transfers
+            ends = {cluster.names[devices[list(graph).index(op)]] for op in (u, v)}
+            link = cluster.link_between(*sorted(ends)) if len(ends) > 1 else None
+            if link is not None:
+                seen[link.sharing, link.full_duplex, link.order] += 1
+                seen[link.sharing, link.full_duplex, "ports"] += bool(link.ports)
+                seen["ingress"] += link.ingress
+                seen["one way"] += link.one_way
+                seen["infinite"] += link.bandwidth_bytes_per_s == math.inf
+                seen["no latency"] += link.latency_s == 0
+    links = product(SHARINGS, (True, False), LINK_ORDERS)
+    ports = product(("egress", "pair"), (True, False), ("ports",))
+    names = ("once", "every edge", "launch", "two kinds", "ties", "no cost", "no bytes", "held")
+    more = ("workspace", "infinite", "no latency", "groups", "ingress", "one way")
+    expected = {*links, *ports, *names, *more, "blocked", "fits", "full"}
+    assert {option for option in expected if seen[option] >= 50} == expected
+    assert 250 <= seen["express"] <= 750
+
+
+SEEDS = st.integers(0, 2**32)
+
+
+@settings(max_examples=1000)
+@given(seed=SEEDS)
+def test_simulator_equals_its_specification(seed: int) -> None:
+    assert_equals_twin(random_case(seed))
+
+
+@settings(max_examples=25)
+@given(seed=SEEDS)
+def test_simulator_equals_its_specification_on_hundreds_of_ops(seed: int) -> None:
+    assert_equals_twin(random_case(seed, large=True))
+
+
+@pytest.mark.slow
+@settings(max_examples=5000)
+@given(seed=SEEDS)
+def test_simulator_equals_its_specification_on_many_more_cases(seed: int) -> None:
+    assert_equals_twin(random_case(seed))
+
+
+@pytest.mark.slow
+@settings(max_examples=200)
+@given(seed=SEEDS)
+def test_simulator_equals_its_specification_on_many_more_large_cases(seed: int) -> None:
+    assert_equals_twin(random_case(seed, large=True))
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(10**6, 10**7))
+def test_one_device_takes_the_sum_of_costs(seed: int) -> None:
+    graph, cluster, _, priority = random_case(seed, bad_places=False)
+    first = Cluster(name="one", devices=cluster.devices[:1])
+    problem, devices, levels = problem_of((graph, first, [0] * len(graph), priority))
+    simulator = Simulator(problem, memory=False)
+    assert simulator.step_ns(devices, levels).tolist() == [problem.cost_ns[:, 0].sum()]
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(10**6, 10**7), more=st.sampled_from([1.0, 1.5, 3.0, 100.0]))
+def test_a_chain_is_never_slower_with_more_bandwidth(seed: int, more: float) -> None:
+    _, cluster, _, _ = random_case(seed)
+    rng = np.random.default_rng(seed)
+    graph = new_graph("chain")
+    for i in range(int(rng.integers(1, 20))):
+        cost = {kind: float(rng.integers(0, 5)) * 1e-6 for kind in ("gpu", "cpu")}
+        add_op(graph, str(i), cost_s=cost, output_bytes=int(rng.integers(0, 10**6)))
+        if i:
+            add_edge(graph, str(i - 1), str(i))
+    devices = rng.integers(0, len(cluster), len(graph)).tolist()
+    faster = replace(
+        cluster,
+        links=tuple(
+            replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * more)
+            for link in cluster.links
+        ),
+    )
+    before, after = (
+        Simulator(problem, memory=False).step_ns(where, levels)[0]
+        for problem, where, levels in (
+            problem_of((graph, one, devices, [0.0] * len(graph))) for one in (cluster, faster)
+        )
+    )
+    assert after <= before
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(10**6, 10**7))
+def test_memory_in_use_is_never_negative_and_ends_with_what_stays(seed: int) -> None:
+    problem, devices, priority = problem_of(random_case(seed, bad_places=False))
+    simulator = Simulator(problem)
+    if not simulator.run(devices, priority).step_ns < INFEASIBLE_NS:
+        return
+    graph = problem.graph
+    stays = np.zeros(problem.device_count, np.int64)
+    unread = np.diff(graph.successor_start) == 0
+    left = graph.resident_bytes + problem.held_bytes + np.where(unread, graph.output_bytes, 0)
+    np.add.at(stays, devices, left)
+    assert simulator.work.devices["used_bytes"].tolist() == stays.tolist()
+    assert (simulator.work.devices["peak_bytes"] >= stays).all()
+
+
+@settings(max_examples=200)
+@given(seed=st.integers(10**6, 10**7))
+def test_a_step_fits_into_its_peaks_and_no_byte_less(seed: int) -> None:
+    problem, devices, priority = problem_of(random_case(seed, bad_places=False))
+    schedule = Simulator(problem).run(devices, priority)
+    if not schedule.step_ns < INFEASIBLE_NS:
+        return
+    peaks = schedule.peak_bytes
+    plenty = peaks + 2**40  # enough memory, which is checked before the first op starts
+
+    def measured(memory_bytes: NDArray[np.int64], memory: int) -> tuple[int, list[int]]:
+        """Return the step and the bytes missing on every device."""
+        arrays = arrays_of(replace(problem, memory_bytes=memory_bytes))
+        work = workspace_for(problem)
+        step_ns = simulated_ns(arrays, work, devices, priority, memory)
+        return step_ns, np.maximum(work.devices["peak_bytes"] - memory_bytes, 0).tolist()
+
+    nothing = [0] * len(peaks)
+    for room in (peaks, plenty):
+        assert measured(room, STOP_WHEN_FULL)[0] == schedule.step_ns
+        assert measured(room, RANK_EXCESS) == (schedule.step_ns, nothing)
+    for d in np.flatnonzero(peaks):
+        less = peaks - (np.arange(len(peaks)) == d)
+        assert measured(less, STOP_WHEN_FULL)[0] == INFEASIBLE_NS
+        cost_ns, missing = measured(less, RANK_EXCESS)
+        assert cost_ns >= OVERFULL_NS
+        assert missing == (peaks - less).tolist()
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(10**6, 10**7), factor=st.sampled_from([2, 3, 10]))
+def test_scaling_all_times_scales_the_step(seed: int, factor: int) -> None:
+    graph, cluster, devices, priority = random_case(seed, bad_places=False)
+    steps = []
+    for scale in (1, factor):
+        scaled = graph.copy()
+        for k, op in enumerate(scaled):
+            scaled.nodes[op]["cost_s"] = {"*": k * scale * 1e-6}
+        between = one_kind(len(cluster), latency_s=scale * 1e-6, bandwidth_bytes_per_s=math.inf)
+        problem, where, levels = problem_of((scaled, between, devices, priority))
+        if not problem.allowed.all():
+            return
+        steps.append(Simulator(problem, memory=False).step_ns(where, levels)[0])
+    assert steps[1] == steps[0] * factor
+
+
+@settings(max_examples=400)
+@given(
+    seed=st.integers(10**6, 10**7),
+    share=st.floats(0, 1.2),
+    memory=st.sampled_from([IGNORE_MEMORY, STOP_WHEN_FULL, RANK_EXCESS]),
+)
+def test_an_aborted_step_is_above_the_limit_and_any_other_exact(
+    seed: int, share: float, memory: int
+) -> None:
+    problem, devices, priority = problem_of(random_case(seed))
+    arrays, work = arrays_of(problem), workspace_for(problem)
+
+    def step_ns(limit_ns: int) -> int:
+        return simulated_ns(arrays, work, devices, priority, memory, limit_ns)
+
+    exact = step_ns(NO_LIMIT_NS)
+    if exact == INFEASIBLE_NS:
+        return
+    limit_ns = int(exact * share)
+    answer = step_ns(limit_ns)
+    assert answer == exact if exact <= limit_ns else answer > limit_ns
+    assert step_ns(exact) == exact  # an aborted step leaves no state
+
+
+def test_a_batch_gives_what_single_placements_give() -> None:
+    rng = np.random.default_rng(0)
+    problem, _, _ = problem_of(random_case(14, bad_places=False))
+    shape = (40, problem.op_count)
+    devices = rng.integers(0, problem.device_count, shape).astype(np.int32)
+    priority = rng.integers(0, 4, shape).astype(np.float64)
+    devices.setflags(write=False)
+    together = Simulator(problem).step_ns(devices, priority)
+    assert Simulator(problem, threads=3).step_ns(devices, priority).tolist() == together.tolist()
+    alone = [Simulator(problem).step_ns(d, p)[0] for d, p in zip(devices, priority, strict=True)]
+    assert together.tolist() == alone
+    assert len(set(alone)) > 1
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(10**6, 10**7), threads=st.integers(2, 5), rows=st.integers(1, 50))
+def test_threads_change_nothing(seed: int, threads: int, rows: int) -> None:
+    problem, _, _ = problem_of(random_case(seed))
+    rng = np.random.default_rng(seed)
+    shape = (rows, problem.op_count)
+    devices = rng.integers(0, problem.device_count, shape).astype(np.int32)
+    priority = rng.integers(0, 4, shape).astype(np.float64)
+    one, many = Simulator(problem), Simulator(problem, threads=threads)
+    for _ in range(2):
+        assert many.step_ns(devices, priority).tolist() == one.step_ns(devices, priority).tolist()
+
+
+def test_a_step_beyond_the_horizon_is_told_by_every_thread() -> None:
+    problem, devices, priority = problem_of(
+        (fork(1), one_kind(2, bandwidth_bytes_per_s=1.0), [0, 1], [0.0, 0.0])
+    )
+    rows = np.tile(devices, (9, 1))
+    rows[:8] = 0
+    rows[5] = devices
+    for threads in (1, 2, 4):
+        with pytest.raises(ValueError, match=r"placement 5 of 9: a step of .* more than 550 s"):
+            Simulator(problem, threads=threads).step_ns(rows, np.tile(priority, (9, 1)))
+    with pytest.raises(ValueError, match=r"^a step of 'fork' takes more than 550 s"):
+        Simulator(problem).step_ns(devices, priority)
+    with pytest.raises(ValueError, match="threads is 0"):
+        Simulator(problem, threads=0)

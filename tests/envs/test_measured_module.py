@@ -1,0 +1,401 @@
+"""Placements that are run and timed on torch devices, with a fake second one."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import weakref
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import placer
+from envs.backend import measurements
+from envs.costs.calls import profile_calls
+from envs.executors.torch.homes import Homes
+from envs.executors.torch.placed_module import PlacedModule
+from envs.executors.torch.watchdog import STUCK
+from envs.hardware import torch_devices
+from envs.hardware.cluster import Link
+from envs.hardware.discover import discover
+from envs.measured.torch_backend import MeasuredModule, launch_order
+from envs.measurement import Measurement
+from envs.placement import Placement
+from envs.problem import Problem
+from envs.simulator import Simulator
+from graphs.costs import with_costs
+from graphs.extract import Workload, extract
+from graphs.extract.placeable import call_graph, module_map
+from graphs.graph import GraphArrays, add_edge, add_op, new_graph
+from tests.helpers import tiny_models
+from tests.helpers.two_devices import MEMORY, linked, pair
+from tests.helpers.vdev import TRANSFERS
+
+torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("second_device")
+
+
+# --- measuring
+
+
+@pytest.fixture(scope="module")
+def small() -> tuple[Workload, Problem, list[Placement]]:
+    """Return a problem with made-up costs, placed on vdev, alternating by group, and on the CPU."""
+    if torch.cuda.is_available():
+        pytest.skip("vdev would take CUDA's place")
+    step = tiny_models.conv_net()
+    extraction = extract(step)
+    calls = call_graph(extraction)
+    ones = np.full(len(calls.graph), 1e-5)
+    costs_s = {device.kind: ones for device in pair().devices}
+    graph = with_costs(calls.graph, costs_s, dict.fromkeys(costs_s, "made"))
+    problem = Problem.of(GraphArrays.from_graph(graph), linked())
+    index = np.arange(problem.op_count)
+    group = problem.graph.group
+    alternating = np.where(group >= 0, group % 2, 0)
+    placements = [
+        Placement.of(problem.graph, problem.cluster, devices, -index.astype(float))
+        for devices in (np.zeros_like(index), alternating, np.ones_like(index))
+    ]
+    return step, problem, placements
+
+
+Small = tuple[Workload, Problem, list[Placement]]
+
+
+def opened(small: Small, **options: float) -> MeasuredModule:
+    extraction = extract(small[0])
+    return MeasuredModule(extraction, call_graph(extraction), small[1], **options)  # type: ignore[arg-type]  # rounds and warm_up
+
+
+def test_placements_are_really_run_and_the_model_is_left_alone(small: Small) -> None:
+    step, _, placements = small
+    before, random = tiny_models.state_of(step), torch.get_rng_state()
+    heard: list[tuple[int, int]] = []
+    with opened(small, rounds=2) as backend:
+        seen = measurements(backend.evaluate(placements, lambda *at: heard.append(at)))
+    assert heard == [(i + 1, 9) for i in range(9)]
+    for one in seen:
+        assert one.ok
+        assert one.wall_s.shape == (2,)
+    assert any(source.type == "vdev" for source, _, _ in TRANSFERS)
+    tiny_models.assert_same(tiny_models.state_of(step), before)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(p.device.type == "cpu" and p.grad is None for p in step.model.parameters())
+
+
+def test_a_placement_that_runs_out_of_memory_fails_and_the_others_go_on(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, placements = small
+    forward = PlacedModule.forward
+
+    def cramped(module: PlacedModule, *inputs: object, **keywords: object) -> object:
+        if all(p.device.type == "vdev" for p in module.parameters()):
+            raise torch.OutOfMemoryError("Tried to allocate 512.00 MiB")
+        return forward(module, *inputs, **keywords)
+
+    monkeypatch.setattr(PlacedModule, "forward", cramped)
+    monkeypatch.setattr(MeasuredModule, "_peaks", lambda _: {"vdev:0": 7})  # vdev counts nothing
+    with opened(small, rounds=1) as backend:
+        full, *others = backend.evaluate(placements)
+    assert not full.feasible
+    assert full.step_s == math.inf
+    assert "Tried to allocate 512.00 MiB" in full.why
+    assert "GB on vdev:0" in full.why
+    assert full.peak_memory_bytes == {"vdev:0": 7}, "what was measured, not what was predicted"
+    for one in others:
+        assert one.feasible
+        assert one.parts.keys() == {"median_s", "min_s", "spread", "rebuilt_s", "contention"}
+        assert one.peak_memory_bytes.keys() == {"vdev:0", "cpu"}
+
+
+@pytest.mark.parametrize("error", [IndexError("7 is not there"), TypeError()])
+def test_whatever_a_placement_raises_is_its_failure_and_the_others_go_on(
+    small: Small, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    _, _, placements = small
+    forward = PlacedModule.forward
+
+    def failing(module: PlacedModule, *inputs: object, **keywords: object) -> object:
+        if all(p.device.type == "vdev" for p in module.parameters()):
+            raise error
+        return forward(module, *inputs, **keywords)
+
+    monkeypatch.setattr(PlacedModule, "forward", failing)
+    with opened(small, rounds=1, warm_up=0) as backend:
+        failed, *others = measurements(backend.evaluate(placements))
+    assert f"{type(error).__name__}: {error}".removesuffix(": ") in failed.failure
+    assert not failed.overfull
+    assert all(one.ok for one in others)
+
+
+def test_a_host_without_memory_is_told_like_a_device(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, (there, _, here) = small
+    forward = PlacedModule.forward
+
+    def cramped(module: PlacedModule, *inputs: object, **keywords: object) -> object:
+        if any(p.device.type == "cpu" for p in module.parameters()):
+            torch.empty(1 << 50)
+        return forward(module, *inputs, **keywords)
+
+    monkeypatch.setattr(PlacedModule, "forward", cramped)
+    with opened(small, rounds=1, warm_up=0) as backend:
+        full, fine = measurements(backend.evaluate([here, there]))
+    assert full.overfull
+    assert "can't allocate memory" in full.failure
+    assert "GB on cpu" in full.failure
+    assert fine.ok
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+def test_what_a_failed_step_made_is_gone_before_the_next_placement(
+    small: Small, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    made: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+    forward = PlacedModule.forward
+
+    def failing(module: PlacedModule, *inputs: object, **keywords: object) -> object:
+        if made:
+            return forward(module, *inputs, **keywords)
+        first = torch.ones(1000)
+        made.append(weakref.ref(first))
+        raise error("not here")
+
+    def released(_: torch.device) -> None:
+        alive.append(sum(own() is not None for own in made))
+
+    monkeypatch.setattr(PlacedModule, "forward", failing)
+    monkeypatch.setattr(torch_devices, "release", released)
+    with opened(small, rounds=1, warm_up=0) as backend:
+        failed, fine = measurements(backend.evaluate(small[2][:2]))
+    assert "not here" in failed.failure
+    assert fine.ok
+    assert made
+    assert not any(alive)
+
+
+def test_weights_are_sent_again_only_after_another_placement(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, _, (there, split, _) = small
+    sent: list[int] = []
+    steps = MeasuredModule._steps
+
+    def moved_bytes(backend: MeasuredModule) -> int:
+        return backend._module.moved_bytes if isinstance(backend._module, PlacedModule) else 0
+
+    def counted(backend: MeasuredModule, placement: Placement) -> float:
+        before = moved_bytes(backend)
+        found = steps(backend, placement)
+        sent.append(moved_bytes(backend) - before)
+        return found
+
+    monkeypatch.setattr(MeasuredModule, "_steps", counted)
+    weights = sum(p.nbytes for p in step.model.parameters())
+    with opened(small, rounds=3, warm_up=0) as backend:
+        assert measurements(backend.evaluate([there]))[0].ok
+        assert sent[0] >= weights
+        assert sent[1:] == [0, 0]
+        sent.clear()
+        assert all(one.ok for one in measurements(backend.evaluate([there, split])))
+        assert [size > 0 for size in sent] == [False, True] * 3, "in turn, each begins a round"
+
+
+def test_copies_overlap_where_they_are_to(small: Small) -> None:
+    for overlap in (False, True):
+        with opened(small, rounds=1, warm_up=0, overlap=overlap) as backend:
+            assert measurements(backend.evaluate(small[2][1:2]))[0].ok
+            assert isinstance(backend._module, PlacedModule)
+            assert ("sending(" in backend._module.source) is overlap
+
+
+def test_what_was_on_a_device_before_is_no_part_of_a_peak(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def at(device: torch.device, size: int) -> int:
+        return size if device.type == "vdev" else 0
+
+    monkeypatch.setattr(torch_devices, "held_bytes", lambda device: at(device, 100))
+    monkeypatch.setattr(torch_devices, "peak_bytes", lambda device: at(device, 107) or None)
+    with opened(small, rounds=1, warm_up=0) as backend:
+        (seen,) = measurements(backend.evaluate(small[2][:1]))
+    assert seen.peak_memory_bytes == {"vdev:0": 7}
+
+
+def test_weights_leave_a_device_that_had_no_room_for_all_of_them(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, (there, *others) = small
+    moved: list[torch.device] = []
+    move = Homes._move
+
+    def cramped(homes: Homes, index: int, tensor: Tensor, home: torch.device) -> Tensor:
+        if home.type == "vdev" and len(moved) == 2:
+            raise torch.OutOfMemoryError("Tried to allocate 512.00 MiB")
+        moved.append(home)
+        return move(homes, index, tensor, home)
+
+    with opened(small, rounds=1, warm_up=0) as backend:
+        with monkeypatch.context() as patch:
+            patch.setattr(Homes, "_move", cramped)
+            (full,) = measurements(backend.evaluate([there]))
+        assert full.overfull
+        assert len(moved) == 2
+        state = backend._extraction.step.named_state()
+        assert {tensor.device.type for tensor in state.values()} == {"cpu"}
+        assert all(one.ok for one in measurements(backend.evaluate([there, *others])))
+
+
+def test_a_step_that_hangs_ends_the_process_with_a_sentence(
+    small: Small, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    statuses: list[int] = []
+    ended = threading.Event()
+
+    def leave(status: int) -> None:
+        statuses.append(status)
+        ended.set()
+
+    def hang(*_: object) -> None:
+        assert ended.wait(timeout=60)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(PlacedModule, "step", hang)
+    with opened(small, rounds=1, turn_timeout_s=0.01) as backend:
+        backend.evaluate(small[2][:1])
+    assert statuses == [STUCK]
+    assert "0.01 s" in capfd.readouterr().err
+
+
+def test_what_does_not_belong_here_is_a_failure(small: Small) -> None:
+    _, _, (good, *_) = small
+    with opened(small, rounds=1) as backend:
+        foreign, fine = backend.evaluate([replace(good, graph="0" * 64), good])
+    assert "made for graph 000000" in foreign.why
+    assert fine.feasible
+
+
+def test_ctrl_c_keeps_whole_rounds(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns: list[int] = []
+    steps = MeasuredModule._steps
+
+    def interrupted(backend: MeasuredModule, placement: Placement) -> float:
+        turns.append(1)
+        if len(turns) == 6:
+            raise KeyboardInterrupt
+        return steps(backend, placement)
+
+    monkeypatch.setattr(MeasuredModule, "_steps", interrupted)
+    with opened(small, rounds=3, warm_up=0) as backend:
+        seen: list[Measurement] = measurements(backend.evaluate(small[2][:2]))
+    assert backend.interrupted
+    assert [len(one.wall_s) for one in seen] == [2, 2]
+
+
+def test_ops_of_the_cpu_are_launched_after_what_runs_beside_them() -> None:
+    graph = new_graph("beside")
+    for name, seconds in (("host", 3e-3), ("a", 1e-3), ("b", 1e-3), ("after", 1e-3)):
+        add_op(graph, name, cost_s={"*": seconds})
+    for source in ("host", "b"):
+        add_edge(graph, source, "after")
+    add_edge(graph, "a", "b")
+    problem = Problem.of(GraphArrays.from_graph(graph), linked())
+    devices = np.array([1, 0, 0, 0], np.int32)
+    schedule = Simulator(problem).run(devices, np.zeros(4))
+    order = launch_order(problem, schedule)
+    assert [problem.graph.ids[i] for i in order] == ["a", "b", "host", "after"]
+    priority = np.empty(4)
+    priority[order] = -np.arange(4.0)
+    again = Simulator(problem).run(devices, priority)
+    assert again.start_ns.tolist() == schedule.start_ns.tolist()
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("extractor", ["auto", "modules"])
+def test_a_model_that_keeps_computed_tensors_is_measured(extractor: str) -> None:
+    normed = torch.nn.utils.weight_norm(nn.Linear(6, 6))
+    step = Workload.of(
+        nn.Sequential(normed, nn.ReLU(), nn.Linear(6, 3)),
+        (torch.randn(5, 6), torch.randn(5, 3)),
+        nn.MSELoss(),
+    )
+    found = placer.optimize(
+        step.model,
+        step.inputs,
+        loss=step.loss,
+        extractor=extractor,
+        devices="vdev:0,cpu",
+        constraints=placer.Constraints(memory=MEMORY, pins={"0": "vdev:0", "2": "cpu"}),
+        search=placer.SearchConfig(budget="5e", policy=None),
+        progress=False,
+    )
+    assert found.best.measurement is not None
+    assert found.best.measurement.ok
+    assert not normed.weight.is_leaf
+    with placer.apply(step.model, found) as placed:
+        assert placed.get_submodule("0").weight_v.device.type == "vdev"
+
+
+class Growing(nn.Module):
+    """Appends to the list that it is passed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, found: list[Tensor]) -> Tensor:
+        found.append(self.linear(sum(found)))
+        return found[-1]
+
+
+def test_every_step_of_a_turn_begins_with_the_same_lists() -> None:
+    step = Workload.of(Growing(), ([torch.randn(3, 4)], torch.randn(3, 4)), nn.MSELoss())
+    extraction = extract(step, "modules")
+    modules = module_map(extraction)
+    ones = dict.fromkeys((device.kind for device in pair().devices), np.ones(len(modules.graph)))
+    graph = with_costs(modules.graph, ones, dict.fromkeys(ones, "made"))
+    problem = Problem.of(GraphArrays.from_graph(graph), linked())
+    none = np.zeros(problem.op_count)
+    placement = Placement.of(problem.graph, problem.cluster, none.astype(int), none)
+    with MeasuredModule(extraction, modules, problem, rounds=2) as backend:
+        assert measurements(backend.evaluate([placement]))[0].ok
+        assert len(backend._extraction.step.inputs[0]) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_placement_over_the_limit_of_a_gpu_fails_and_the_others_go_on() -> None:
+    model = nn.Sequential(nn.Linear(4096, 4096), nn.Linear(4096, 4096))
+    step = Workload.of(model, (torch.randn(8, 4096), torch.randn(8, 4096)), nn.MSELoss())
+    extraction = extract(step)
+    calls = call_graph(extraction)
+    cluster = discover("cuda:0,cpu")
+    costs_s = profile_calls(extraction, calls, cluster)
+    assert all(np.isfinite(cost_s).all() for cost_s in costs_s.values())
+    link = Link(between=cluster.names, latency_s=1e-5, bandwidth_bytes_per_s=1e10)
+    graph = with_costs(calls.graph, costs_s, dict.fromkeys(costs_s, "made"))
+    problem = Problem.of(GraphArrays.from_graph(graph), replace(cluster, links=(link,)))
+    everywhere = [np.full(problem.op_count, d) for d in range(2)]
+    placements = [
+        Placement.of(problem.graph, problem.cluster, devices, np.zeros(problem.op_count))
+        for devices in everywhere
+    ]
+    with MeasuredModule(
+        extraction, calls, problem, limits={"cuda:0": 200 << 20}, rounds=1
+    ) as backend:
+        full, fine = backend.evaluate(placements)
+    assert "GB on cuda:0" in full.why
+    assert fine.feasible
+    with MeasuredModule(extraction, calls, problem, rounds=1) as backend:
+        (there,) = backend.evaluate(placements[:1])
+    assert there.feasible
+    assert there.peak_memory_bytes["cuda:0"] >= sum(2 * p.nbytes for p in model.parameters())

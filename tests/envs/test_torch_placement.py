@@ -1,0 +1,309 @@
+"""Placements on torch devices, with a fake second one: calibration, and the main job."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import placer
+from envs.backend import StepResult, measured_result
+from envs.costs import torch_speeds
+from envs.executors.torch.placed_module import PlacedModule
+from envs.hardware.discover import discover
+from envs.measured.torch_backend import MeasuredModule
+from envs.measurement import Measurement
+from envs.placement import Placement
+from envs.runtime import runtime_for
+from graphs.extract import Workload, extract
+from graphs.extract.placeable import placeable
+from graphs.graph import GraphArrays
+from placer.cli.main import main
+from tests.helpers.two_devices import pair
+from tests.helpers.vdev import TRANSFERS
+
+torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("second_device")
+
+
+# --- calibration
+
+
+def test_the_second_device_is_measured_like_any_other() -> None:
+    found = torch_speeds.measured_speeds(pair())
+    assert [device.kind for device in found.devices] == ["vdev", f"cpu*{torch.get_num_threads()}"]
+    for device in found.devices:
+        assert device.memory_bytes == 1 << 30
+    assert [link.between for link in found.links] == [("vdev:0", "cpu"), ("cpu", "vdev:0")]
+    assert all(link.one_way for link in found.links)
+    sent = {(source.type, destination.type) for source, destination, _ in TRANSFERS}
+    assert sent == {("vdev", "cpu"), ("cpu", "vdev")}
+
+
+def test_a_device_that_hides_its_memory_must_be_given_some() -> None:
+    with pytest.raises(ValueError, match="vdev:0 does not tell how much memory it has"):
+        discover("vdev:0,cpu")
+
+
+# --- the main job
+
+
+class Towers(nn.Module):
+    """Two branches with more parameters than the second device may hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(2000, 32)
+        self.left = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+        self.right = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.table(tokens)
+        product: torch.Tensor = self.left(x) * self.right(x)
+        return product.mean()
+
+
+def build() -> tuple[Towers, torch.Tensor]:
+    torch.manual_seed(0)
+    return Towers(), torch.randint(2000, (16,))
+
+
+def test_a_model_too_large_for_a_device_is_placed_and_runs_as_placed(tmp_path: Path) -> None:
+    model, tokens = build()
+    alone = copy.deepcopy(model)
+    found = placer.optimize(
+        model,
+        tokens,
+        devices="vdev:0,cpu",
+        constraints=placer.Constraints(
+            memory={"vdev:0": "100kB", "cpu": 1 << 30}, pins={"left": "vdev:0"}
+        ),
+        budget="300e",
+        progress=False,
+    )
+    assert found.best.measurement is not None
+    assert found.placement.measured is not None
+    assert found.devices_of("left").keys() == {"vdev:0"}
+    assert found.device_of("table") == "cpu"  # 256 kB
+    single = next(row for row in found.candidates if row.name == "single vdev:0")
+    assert single.why.startswith("vdev:0 needs") or not single.is_single
+    found.save(tmp_path / "placement.json")
+
+    expected = alone(tokens)
+    expected.backward()
+    for own, placement in ((model, found), (copy.deepcopy(alone), tmp_path / "placement.json")):
+        own.zero_grad()
+        TRANSFERS.clear()
+        with placer.apply(own, placement, tokens) as placed:
+            loss = placed(tokens)
+            loss.backward()
+        assert TRANSFERS
+        assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
+        assert placed.state_dict().keys() == alone.state_dict().keys()
+        for here, there in zip(placed.parameters(), alone.parameters(), strict=True):
+            assert here.grad is not None
+            assert there.grad is not None
+            torch.testing.assert_close(here.grad.to("cpu"), there.grad, atol=1e-6, rtol=0)
+    assert next(model.left.parameters()).device.type == "vdev"
+
+
+@pytest.mark.parametrize("extractor", ["export", "dispatch", "modules"])
+def test_a_model_that_runs_placed_is_extracted_as_before_and_stays_where_it_is(
+    extractor: str,
+) -> None:
+    device = torch.device("vdev", 0)
+    model, tokens = build()
+    model.left[2].weight = model.left[0].weight  # tied
+    step = Workload.of(model, tokens)
+    expected = GraphArrays.from_graph(extract(step, extractor).graph).hash
+    model.left.to(device)
+    model.left[2].weight = model.left[0].weight  # torch unties them on the fake device
+    before = {name: id(tensor) for name, tensor in step.named_state().items()}
+    for given in (step, Workload.of(model, tokens.to(device))):
+        found = extract(given, extractor)
+        assert GraphArrays.from_graph(found.graph).hash == expected
+        assert found.step is given
+    assert {name: id(tensor) for name, tensor in step.named_state().items()} == before
+    assert model.left[0].weight.device == device
+
+
+def test_what_is_timed_with_overlapping_copies_runs_with_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, tokens = build()
+    ran: list[str] = []
+    step = PlacedModule.step
+
+    def seen(module: PlacedModule, *batch: Any, **keywords: Any) -> Any:
+        ran.append(module.source)
+        return step(module, *batch, **keywords)
+
+    monkeypatch.setattr(PlacedModule, "step", seen)
+    found = placer.optimize(
+        model,
+        tokens,
+        devices="vdev:0,cpu",
+        constraints=placer.Constraints(
+            memory={"vdev:0": 1 << 30, "cpu": 1 << 30}, pins={"left": "vdev:0", "right": "cpu"}
+        ),
+        search=placer.SearchConfig(budget="20e", policy=None, overlap=True),
+        progress=False,
+    )
+    assert any("sending(" in source for source in ran)
+    assert "sending(" in placer.apply(model, found, overlap=True).source
+    assert "sending(" not in placer.apply(model, found).source
+
+
+def test_overlap_is_refused_where_nothing_overlaps() -> None:
+    model, tokens = build()
+    cluster = pair()
+    extraction = extract(Workload.of(model, tokens), "modules")
+    with pytest.raises(ValueError, match="graph of modules"):
+        runtime_for(extraction, cluster, overlap=True)
+    graph = GraphArrays.from_graph(placeable(extraction).graph)
+    nowhere = np.zeros(len(graph.ids))
+    of_modules = Placement.of(graph, cluster, nowhere.astype(int), nowhere)
+    with pytest.raises(ValueError, match="graph of modules"):
+        placer.apply(model, of_modules, tokens, extractor="modules", overlap=True)
+    core = discover(f"core:{min(os.sched_getaffinity(0))}")
+    with pytest.raises(ValueError, match="pinned cores"):
+        runtime_for(extract(Workload.of(model, tokens)), core, overlap=True)
+    ops = GraphArrays.from_graph(extract(Workload.of(model, tokens)).graph)
+    zeros = np.zeros(len(ops.ids))
+    on_core = Placement.of(ops, core, zeros.astype(int), zeros)
+    with pytest.raises(ValueError, match="pinned cores"):
+        placer.apply(model, on_core, tokens, overlap=True)
+
+
+def test_a_model_that_runs_placed_can_be_placed_and_exported_anew(tmp_path: Path) -> None:
+    model, tokens = build()
+    alone = copy.deepcopy(model)(tokens).item()
+
+    def place(**pins: str) -> placer.Result:
+        return placer.optimize(
+            model,
+            tokens,
+            devices="vdev:0,cpu",
+            search=placer.SearchConfig(budget="50e", policy=None),
+            constraints=placer.Constraints(memory={"vdev:0": 1 << 30, "cpu": 1 << 30}, pins=pins),
+            progress=False,
+        )
+
+    other = tmp_path / "other.json"
+    place(left="cpu", right="vdev:0", table="cpu").save(other)
+    first = place(left="vdev:0", right="cpu")
+    assert placer.apply(model, first)(tokens).item() == pytest.approx(alone, abs=1e-6)
+    assert model.left[0].weight.device.type == "vdev"
+    second = place(left="cpu", right="vdev:0")
+    assert model.left[0].weight.device.type == "vdev", "optimize leaves the model alone"
+    for placement in (second, other):
+        placed = placer.apply(model, placement, tokens)
+        assert placed(tokens).item() == pytest.approx(alone, abs=1e-6)
+        assert model.left[0].weight.device.type == "cpu"
+        assert model.right[0].weight.device.type == "vdev"
+    exported = placer.export(other, "device-map", model, tokens, main_device="cpu")
+    assert exported.content["left"] == "cpu"
+    assert exported.content["right.0"] == "vdev:0"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_model_too_large_for_a_gpu_is_placed_and_runs_as_placed() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(1_000_000, 64), *(nn.Linear(64, 64) for _ in range(8)))
+    tokens, target = torch.randint(1_000_000, (512,)), torch.randn(512, 64)
+    alone = copy.deepcopy(model)
+    found = placer.optimize(
+        model,
+        (tokens, target),
+        loss=nn.MSELoss(),
+        devices="cuda:0,cpu",
+        constraints=placer.Constraints(memory={"cuda:0": "256MiB"}),
+        budget="500e",
+        progress=False,
+    )
+    assert found.best.measurement is not None
+    assert found.device_of("0") == "cpu"  # 256 MB, and as much for its gradient
+    torch.empty(1 << 30, dtype=torch.uint8, device="cuda")  # the limit is lifted
+    placed = placer.apply(model, found)
+    loss = placed(tokens, target)
+    loss.backward()
+    nn.MSELoss()(alone(tokens), target).backward()
+    for here, there in zip(placed.parameters(), alone.parameters(), strict=True):
+        assert here.grad is not None
+        assert there.grad is not None
+        torch.testing.assert_close(here.grad.to("cpu"), there.grad, atol=1e-4, rtol=1e-4)
+
+
+def test_where_no_plan_fits_in_fact_it_is_planned_for_less_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planned: list[int] = []
+    evaluate = MeasuredModule.evaluate
+
+    def first_too_large(
+        backend: MeasuredModule, placements: list[Placement], *_: object
+    ) -> list[StepResult]:
+        planned.append(backend.problem.cluster.devices[0].memory_bytes)
+        seen = evaluate(backend, placements)
+        if len(planned) > 1:
+            return seen
+        nothing = np.array([])
+        full = Measurement(wall_s=nothing, cpu_clock_s=nothing, failure="no room", overfull=True)
+        return [
+            measured_result(full, {}) if len(set(p.devices)) > 1 else one
+            for p, one in zip(placements, seen, strict=True)
+        ]
+
+    monkeypatch.setattr(MeasuredModule, "evaluate", first_too_large)
+    model, tokens = build()
+    found = placer.optimize(
+        model,
+        tokens,
+        devices="vdev:0,cpu",
+        constraints=placer.Constraints(
+            memory={"vdev:0": "100kB", "cpu": 1 << 30}, pins={"left": "vdev:0", "table": "cpu"}
+        ),
+        budget="100e",
+        progress=False,
+    )
+    assert planned == [92_000, 78_200]
+    assert not found.best.failure
+    assert found.best.measurement is not None
+    assert found.devices_of("left").keys() == {"vdev:0"}
+    assert any("failed: no room" in remark for remark in found.remarks)
+
+
+TARGET = """
+import torch
+from torch import nn
+
+def build():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(500, 16), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    return model, (torch.randint(500, (8,)), torch.randn(8, 4)), nn.MSELoss()
+"""
+
+
+def test_the_command_takes_devices_of_torch_and_limits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model.py").write_text(TARGET)
+    out = tmp_path / "placement.json"
+    arguments = [f"{tmp_path / 'model.py'}:build", "--budget", "100e", "--out", str(out), "--json"]
+    limits = ["--devices", "vdev:0,cpu", "--memory", "vdev:0=16KiB,cpu=1GiB"]
+    assert main(["optimize", *arguments, *limits]) == 0
+    written = json.loads(out.read_text())
+    assert set(written["devices"].values()) <= {"vdev:0", "cpu"}
+    assert json.loads(capsys.readouterr().out)["measured"] is not None
+    assert main(["optimize", *arguments, "--devices", "vdev:0", "--memory", "cpu=1GB"]) == 2
+    assert "memory of cpu is limited" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["optimize", *arguments, "--memory", "vdev:0=much"])

@@ -1,0 +1,177 @@
+"""Models with a custom backward pass: extracted as torch runs them, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import Function
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from envs.executors.cores.lists import device_lists
+from graphs.extract import Extraction, ExtractionError, StepError, Workload, extract
+from graphs.extract.extraction import EXTRACTORS
+from tests.helpers import one_process
+from tests.helpers.tiny_models import Plain, assert_same, eager, squared
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+EVERY_WAY = pytest.mark.parametrize("extractor", ["auto", *EXTRACTORS])
+
+
+def two_layers(function: Callable[..., Any], training: bool = True) -> Workload:
+    torch.manual_seed(0)
+    model = Plain(function, first=nn.Linear(8, 8), second=nn.Linear(8, 8))
+    return Workload.of(model, (X, X.flip(0)), squared, training=training)
+
+
+def both(m: Any, x: Tensor) -> Tensor:
+    out: Tensor = m.second(torch.relu(m.first(x)))
+    return out
+
+
+def checkpointed(m: Any, x: Tensor) -> Any:
+    return checkpoint(lambda x: both(m, x), x, use_reentrant=False)
+
+
+def reentrant(m: Any, x: Tensor) -> Any:
+    return checkpoint(lambda x: both(m, x), x.requires_grad_(), use_reentrant=True)
+
+
+class StraightThrough(Function):
+    """Rounds, with the gradient of the identity."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def rounded(m: Any, x: Tensor) -> Any:
+    return m.second(StraightThrough.apply(m.first(x) * 4))  # type: ignore[no-untyped-call]
+
+
+class Hidden(Function):
+    """Runs its input function, and later the backward pass of that itself."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            ctx.out = function(x.detach())
+        out: Tensor = ctx.out.detach()
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        torch.autograd.backward(ctx.out, gradient)
+        return None, torch.zeros_like(gradient)
+
+
+def hidden(m: Any, x: Tensor) -> Any:
+    return m.second(Hidden.apply(m.first, x.requires_grad_()))  # type: ignore[no-untyped-call]
+
+
+def assert_runs_as_eager(extraction: Extraction) -> None:
+    count = extraction.program.op_count
+    lists = device_lists(extraction.program, [i % 2 for i in range(count)], range(count), 2)
+    found, expected = one_process.run(extraction, lists), eager(extraction.step)
+    assert_same(found.output, expected.output.detach())
+    assert_same(found.gradients, expected.gradients)
+
+
+@pytest.mark.parametrize("function", [checkpointed, rounded])
+def test_what_an_export_would_not_keep_is_recorded(function: Callable[..., Any]) -> None:
+    step = two_layers(function)
+    with pytest.raises(ExtractionError, match="backward") as refused:
+        extract(step, "export")
+    assert f'File "{__file__}", line {function.__code__.co_firstlineno + 1}' in str(refused.value)
+    extraction = extract(step)
+    assert extraction.extractor == "dispatch"
+    assert_runs_as_eager(extraction)
+
+
+def test_a_checkpointed_step_counts_what_is_computed_again_and_saves_less() -> None:
+    step = two_layers(checkpointed)
+    extraction, plain = extract(step), extract(two_layers(both))
+    with FlopCounterMode(display=False) as counter:
+        squared(step.model(X), X).backward()  # type: ignore[no-untyped-call]
+    nodes = [data for _, data in extraction.graph.nodes(data=True)]
+    assert sum(data["flops"] for data in nodes) == counter.get_total_flops()
+    saved = sum(data["saved_bytes"] for data in nodes)
+    assert saved < sum(data["saved_bytes"] for _, data in plain.graph.nodes(data=True))
+
+
+@pytest.mark.parametrize("function", [checkpointed, reentrant, rounded])
+def test_inference_has_no_backward_pass_to_settle(function: Callable[..., Any]) -> None:
+    extraction = extract(two_layers(function, training=False))
+    assert extraction.extractor == "export"
+    assert extraction.fell_back == ()
+
+
+def test_modules_do_not_show_what_is_computed_again() -> None:
+    with pytest.raises(ExtractionError, match="activation checkpointing") as refused:
+        extract(two_layers(checkpointed), "modules")
+    assert not isinstance(refused.value, StepError)
+
+
+@EVERY_WAY
+def test_reentrant_checkpointing_is_refused_with_the_other_kind(extractor: str) -> None:
+    with pytest.raises(StepError, match="give use_reentrant=False") as refused:
+        extract(two_layers(reentrant), extractor)
+    line = reentrant.__code__.co_firstlineno + 1
+    assert f'File "{__file__}", line {line}' in str(refused.value)
+
+
+@pytest.mark.parametrize("extractor", ["dispatch", "modules"])
+def test_a_step_that_lacks_gradients_is_refused(extractor: str) -> None:
+    with pytest.raises(ExtractionError, match=r"a gradient for first\.bias and 1 more, but"):
+        extract(two_layers(hidden), extractor)
+
+
+def test_a_step_that_every_way_lacks_gradients_of_is_not_placed() -> None:
+    with pytest.raises(ExtractionError, match="no extractor takes Plain"):
+        extract(two_layers(hidden))
+
+
+def test_a_parameter_that_the_loss_does_not_depend_on_needs_no_gradient() -> None:
+    step = two_layers(lambda m, x: m.first(x) + m.second(x).detach())
+    for extractor in EXTRACTORS:
+        extraction = extract(step, extractor)
+        if extractor != "modules":
+            assert set(extraction.program.gradients) == {"first.weight", "first.bias"}
+    assert all(own.grad is None for own in step.model.parameters())
+
+
+@EVERY_WAY
+def test_a_loss_without_a_backward_pass_is_a_fault_of_the_step(extractor: str) -> None:
+    with pytest.raises(StepError, match="does not depend on any parameter") as refused:
+        extract(two_layers(torch.no_grad()(both)), extractor)
+    assert "torch.no_grad()" in str(refused.value)
+
+
+def test_a_backward_pass_that_only_tracing_cannot_see_is_no_fault_of_the_step() -> None:
+    def either(m: Any, x: Tensor) -> Any:
+        return torch.cond(x.sum() > 0, m.first, m.second, (x,))
+
+    with pytest.raises(ExtractionError) as refused:
+        extract(two_layers(either))
+    assert "does not depend on any parameter" not in str(refused.value)
+
+
+def test_torch_is_left_as_it_was() -> None:
+    apply, enter = Function.__dict__["apply"], saved_tensors_hooks.__enter__
+    for function in (both, checkpointed, reentrant):
+        for extractor in EXTRACTORS:
+            try:
+                extract(two_layers(function), extractor)
+            except ExtractionError:
+                assert function is not both
+    assert Function.__dict__["apply"].__func__ is apply.__func__
+    assert saved_tensors_hooks.__enter__ is enter

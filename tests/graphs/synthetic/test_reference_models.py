@@ -1,0 +1,123 @@
+"""The published reference models as graphs: extracted, placed, and as examples."""
+
+from __future__ import annotations
+
+import functools
+import random
+import runpy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from envs.executors.cores.lists import device_lists, priority_order
+from graphs.extract import Extraction, extract
+from tests.helpers import one_process
+from tests.helpers.folders import ROOT
+from tests.helpers.in_turn import in_turn
+from tests.helpers.tiny_models import assert_same, eager
+from tests.helpers.tiny_reference_models import STEPS, TINY_MOE, parameter_count
+
+torch.set_num_threads(1)
+
+EXAMPLES = ROOT / "examples"
+EITHER_MODE = pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+
+
+@functools.cache
+def extracted(name: str, training: bool) -> Extraction:
+    torch.manual_seed(0)
+    return extract(replace(STEPS[name](), training=training))
+
+
+@EITHER_MODE
+@pytest.mark.parametrize("name", in_turn(STEPS))
+def test_a_step_on_one_device_is_bit_for_bit_what_torch_computes(name: str, training: bool) -> None:
+    extraction = extracted(name, training)
+    expected = eager(extraction.step)
+    count = extraction.program.op_count
+    found = one_process.run(
+        extraction, device_lists(extraction.program, [0] * count, range(count), 1)
+    )
+    assert_same(found.output, expected.output)
+    assert_same(found.state, expected.state)
+    assert_same(found.gradients, expected.gradients)
+
+
+@EITHER_MODE
+@pytest.mark.parametrize("name", in_turn(STEPS))
+def test_a_step_on_three_devices_is_bit_for_bit_what_torch_computes(
+    name: str, training: bool
+) -> None:
+    extraction = extracted(name, training)
+    expected = eager(extraction.step)
+    count = extraction.program.op_count
+    randomly = random.Random(name)
+    order = priority_order(extraction.program, [randomly.random() for _ in range(count)])
+    devices = [randomly.randrange(3) for _ in range(count)]
+    found = one_process.run(extraction, device_lists(extraction.program, devices, order, 3))
+    assert_same(found.output, expected.output)
+    assert_same(found.state, expected.state)
+    assert_same(found.gradients, expected.gradients)
+
+
+@pytest.mark.parametrize("name", in_turn(STEPS))
+def test_training_reaches_every_parameter(name: str) -> None:
+    extraction = extracted(name, True)
+    gradients = eager(extraction.step).gradients
+    assert gradients.keys() == {name for name, _ in extraction.step.model.named_parameters()}
+    assert all(torch.isfinite(gradient).all() for gradient in gradients.values())
+
+
+@EITHER_MODE
+@pytest.mark.parametrize("name", in_turn(STEPS))
+def test_every_module_with_parameters_of_its_own_has_an_op(name: str, training: bool) -> None:
+    extraction = extracted(name, training)
+    owners = {path.rpartition(".")[0] for path, _ in extraction.step.model.named_parameters()}
+    assert owners <= {module for _, module in extraction.graph.nodes(data="module")}
+
+
+@EITHER_MODE
+def test_experts_of_a_layer_do_not_wait_for_each_other(training: bool) -> None:
+    graph = extracted("separate_moe", training).graph
+    experts = [
+        [
+            op_id
+            for op_id, data in graph.nodes(data=True)
+            if data["module"].startswith(f"layers.0.block_sparse_moe.experts.{number}.")
+        ]
+        for number in range(TINY_MOE.experts)
+    ]
+    forward = [[op for op in own if graph.nodes[op]["phase"] == "forward"] for own in experts]
+    assert all(forward)
+    for own in forward:
+        below = {successor for op in own for successor in graph.successors(op)}
+        others = {op for other in forward if other is not own for op in other}
+        assert not below & others
+    groups = {graph.nodes[op]["colocate"] for own in experts for op in own}
+    assert groups == {None}, "every expert may be placed on its own"
+
+
+@pytest.mark.parametrize("name", in_turn(["resnet", "rnnlm", "moe", "dlrm", "nasnet"]))
+def test_example_builds_a_training_step_that_repeats_exactly(name: str) -> None:
+    build = runpy.run_path(str(EXAMPLES / f"{name}.py"))["build"]
+
+    def step() -> Tensor:
+        model, inputs, loss = build()
+        assert model.training
+        value = loss(model(*inputs[:-1]), inputs[-1])
+        assert isinstance(value, Tensor)
+        return value.detach()
+
+    first = step()
+    assert first.ndim == 0
+    assert torch.isfinite(first)
+    assert torch.equal(first, step())
+
+
+def test_the_stacked_example_is_as_large_as_the_separate_one() -> None:
+    example = runpy.run_path(str(EXAMPLES / "moe.py"))
+    separate, stacked = example["build"]()[0], example["build_stacked"]()[0]
+    assert parameter_count(stacked) == parameter_count(separate)
+    assert len(list(stacked.parameters())) < len(list(separate.parameters()))

@@ -1,0 +1,59 @@
+"""Extractions of the tiny steps, each with its own copy of the model, and simple placements."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from graphs.extract import Extraction, Workload, extract
+from tests.helpers import tiny_models, tiny_reference_models, tiny_transformers
+
+STEPS: dict[str, Callable[[], Workload]] = {
+    **tiny_models.STEPS,
+    **tiny_reference_models.STEPS,
+    **tiny_transformers.STEPS,  # dropout is on
+    "inception": functools.partial(tiny_models.inception, dropout=0.3),
+    "rnnlm": functools.partial(tiny_reference_models.rnnlm, dropout=0.3),
+    "nasnet": functools.partial(tiny_reference_models.nasnet, dropout=0.3),
+}
+DOUBLE = ("inception", "nasnet")
+"""Batch norm over few tiny images magnifies rounding errors: gradients reach 600."""
+
+
+@functools.cache
+def extracted(name: str) -> Extraction:
+    return extract(made(name))
+
+
+def made(name: str) -> Workload:
+    torch.manual_seed(0)
+    step = STEPS[name]()
+    if name in DOUBLE:
+        images, labels = step.inputs
+        images = torch.randn(3 * len(images), *images.shape[1:], dtype=torch.float64)
+        step = Workload.of(step.model.double(), (images, labels.repeat(3)), step.loss)
+    return step
+
+
+def fresh(name: str) -> Extraction:
+    """Return an extraction with its own copy of the model, for tests that change it."""
+    return copied(extracted(name))
+
+
+def copied(extraction: Extraction) -> Extraction:
+    memo: dict[int, Any] = {id(extraction.forward): extraction.forward}
+    step = copy.deepcopy(extraction.step, memo)
+    return replace(extraction, step=step)
+
+
+def on(
+    extraction: Extraction, device: torch.device, chosen: Callable[[str], bool]
+) -> dict[str, torch.device | str]:
+    """Return a placement with the chosen calls on the device and the others on the CPU."""
+    calls = extraction.forward.placed_calls
+    return {call.key: device if chosen(call.key) else "cpu" for call in calls}

@@ -1,0 +1,106 @@
+"""Runs of several ranks on a small target, started through the command line."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from envs.hardware.discover import present
+from envs.placement import Placement
+from graphs.extract import extract
+from graphs.extract.placeable import call_graph
+from graphs.graph import GraphArrays
+from placer.cli import run
+from placer.sources.target import load_step
+from tests.helpers.ranks import on_ranks
+
+TARGET = """
+import os, signal, torch
+from torch import nn
+from torch.nn import functional as F
+from placer.parallel import Blocks
+
+def build():
+    model = nn.Sequential(
+        nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout({dropout}), nn.Linear(16, 4)
+    )
+    return model, (torch.randn(4, 6), torch.randn(4, 4)), F.mse_loss
+
+def batch(number):
+    random = torch.Generator().manual_seed(number)
+    x = torch.randn(4, 6, generator=random)
+    return x, x[:, :4].sin()
+
+def same(number):
+    return batch(0)
+
+x = torch.linspace(-2, 2, 60 * 6).view(60, 6)
+blocks = Blocks((x, x[:, :4].sin()), batch=4, ranks=2, period=3)
+
+def deadly(number):
+    mark = __file__ + ".died"
+    if number == {deadly} and not os.path.exists(mark):
+        open(mark, "w").close()
+        os.kill(os.getpid(), signal.{signal})
+    return batch(number)
+"""
+
+
+def written(folder: Path, dropout: float = 0.0, deadly: int = -1, signal: str = "SIGKILL") -> str:
+    text = TARGET.format(dropout=dropout, deadly=deadly, signal=signal)
+    (folder / "target.py").write_text(text)
+    return str(folder / "target.py")
+
+
+def placed(target: str, path: Path, *names: str, shift: int = 0) -> Path:
+    """Save a placement of the target's ops on devices in turn, with groups on the first device."""
+    extraction = extract(load_step(target, training=True))
+    is_core = names[0].startswith("core")
+    graph = GraphArrays.from_graph(extraction.graph if is_core else call_graph(extraction).graph)
+    devices = (np.arange(len(graph)) + shift) % len(names)
+    devices[graph.group >= 0] = 0
+    Placement.of(graph, present(names), devices, np.zeros(len(graph))).save(path)
+    return path
+
+
+def rank(arguments: Sequence[str]) -> tuple[int, str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = run.main(arguments)
+    return code, out.getvalue(), err.getvalue()
+
+
+def ran(ranks: int, *arguments: str) -> dict[str, Any]:
+    """Return the JSON that rank 0 prints."""
+    results = on_ranks(ranks, rank, [*arguments, "--json"], joined=False)
+    for code, _, err in results:
+        assert code == 0, err
+    assert all(not out for _, out, _ in results[1:])
+    found: dict[str, Any] = json.loads(results[0][1])
+    return found
+
+
+def arguments(target: str, placement: Path, steps: int, **options: object) -> list[str]:
+    given = [
+        text
+        for key, value in options.items()
+        for text in (f"--{key.replace('_', '-')}", str(value))
+    ]
+    return [
+        *(f"{target}:build", "--placement", str(placement), "--steps", str(steps)),
+        *("--lr", "0.1", *given),
+    ]
+
+
+def told_to(path: Path, given: list[str]) -> None:
+    """Run and save the error output to a file, because the rank itself ends with the test."""
+    code, _, err = rank(given)
+    path.with_suffix(f".{os.environ['RANK']}").write_text(err)
+    assert code == 1

@@ -1,0 +1,61 @@
+"""Comparison of the training of a placed module with that of its model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from envs.executors.hooks.hooked_module import HookedModule
+from envs.executors.torch.placed_module import PlacedModule
+from graphs.extract import Workload
+from tests.helpers.tiny_models import forward
+
+
+def assert_trains_alike(
+    step: Workload,
+    placed: PlacedModule | HookedModule,
+    *,
+    run: Callable[..., Any] | None = None,
+    steps: int = 3,
+    tolerance: float = 1e-6,
+    rate: float = 0.01,
+) -> None:
+    """Assert that losses, gradients, parameters and buffers of some SGD steps equal the model's.
+
+    ``step`` is on the CPU and is not changed; ``run`` is called for each step, by default
+    ``placed``.
+    """
+    plain = copy.deepcopy(step)
+    plain_sgd = torch.optim.SGD(plain.model.parameters(), lr=rate)
+    placed_sgd = torch.optim.SGD(placed.parameters(), lr=rate)
+    for number in range(steps):
+        plain_sgd.zero_grad()
+        placed_sgd.zero_grad()
+        torch.manual_seed(number)
+        expected = forward(plain)
+        expected.backward()
+        torch.manual_seed(number)
+        loss = (placed if run is None else run)(*step.inputs, **step.keywords)
+        loss.backward()
+        assert_close(loss.detach(), expected.detach(), tolerance)
+        assert_close(on_cpu(gradients(placed)), on_cpu(gradients(plain.model)), tolerance)
+        plain_sgd.step()
+        placed_sgd.step()
+    assert_close(on_cpu(placed.state_dict()), on_cpu(plain.model.state_dict()), tolerance)
+
+
+def assert_close(found: Any, expected: Any, tolerance: float) -> None:
+    found = found.cpu() if isinstance(found, Tensor) else found
+    torch.testing.assert_close(found, expected, rtol=10 * tolerance, atol=tolerance)
+
+
+def on_cpu(found: Any) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu() for name, tensor in found.items()}
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}

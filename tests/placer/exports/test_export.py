@@ -1,0 +1,398 @@
+"""Placements exported as pipelines and layer counts, and the export command."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.pipelining import SplitPoint, pipeline
+from torch.utils._pytree import tree_leaves
+
+import placer
+from envs.placement import Placement
+from graphs.extract import Extraction, Workload, extract
+from graphs.extract.placeable import call_graph
+from graphs.graph import attributes_of
+from placer.cli.main import main
+from placer.exports import FORMATS, format_named, pipelining
+from placer.exports.format import export_extracted
+from placer.exports.layer_counts import layer_counts, titan_parts
+from placer.exports.pipelining import Stage
+from placer.exports.placed_modules import PlacedModules, Stack, stacks
+from placer.exports.renaming import ExportError
+from tests.helpers import tiny_models, tiny_reference_models, tiny_transformers
+from tests.helpers.placed_at_random import cut_placement, placement_of
+
+torch.set_num_threads(1)
+GPUS = ("cuda:0", "cuda:1")
+
+
+def normed(forward: Callable[..., Any]) -> Workload:
+    torch.manual_seed(0)
+    layers = {"norm": nn.LayerNorm(4), "first": nn.Linear(4, 4), "last": nn.Linear(4, 4)}
+    model = tiny_models.Plain(forward, **layers)
+    return Workload.of(model, (torch.randn(3, 4), torch.randn(3, 4)), tiny_models.squared)
+
+
+def transformer(name: str) -> Workload:
+    target = tiny_transformers.TARGETS[name] + tiny_transformers.WITHOUT_DROPOUT.get(name, "")
+    return tiny_transformers.load(target)
+
+
+STEPS: dict[str, Callable[[], Workload]] = {
+    "norm_later": lambda: normed(lambda m, x: m.last(m.norm(m.first(m.norm(x))))),
+    "norm_twice": lambda: normed(lambda m, x: m.last(m.norm(m.norm(m.first(x))))),
+    "conv_net": tiny_models.conv_net,
+    "inception": tiny_models.inception,
+    "separate_moe": tiny_reference_models.separate_moe,
+    **{name: functools.partial(transformer, name) for name in tiny_transformers.TARGETS},
+}
+
+
+@functools.cache
+def extracted(name: str) -> Extraction:
+    if name in tiny_transformers.TARGETS:
+        pytest.importorskip("transformers")
+    return extract(STEPS[name]())
+
+
+def cut(
+    name: str, *cuts: str, names: tuple[str, ...] = GPUS, of_calls: bool = True
+) -> PlacedModules:
+    extraction = extracted(name)
+    return PlacedModules.of(extraction, cut_placement(extraction, names, cuts, of_calls=of_calls))
+
+
+# --- pipelines
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch copies what it deprecates
+@pytest.mark.parametrize(
+    ("name", "cuts", "of_calls"),
+    [
+        ("conv_net", ("4",), True),
+        ("conv_net", ("4",), False),
+        ("bert", ("bert.encoder.layer.1",), True),
+        ("gpt2", ("transformer.h.0", "transformer.h.1"), False),
+        pytest.param("t5", ("decoder.block.0", "decoder.block.1"), True, marks=pytest.mark.slow),
+        pytest.param("inception", ("mixed_6c.branch7x7dbl_2",), True, marks=pytest.mark.slow),
+    ],
+)
+def test_torch_cuts_the_model_where_the_placement_does(
+    name: str, cuts: tuple[str, ...], of_calls: bool
+) -> None:
+    names = tuple(f"cuda:{i}" for i in range(len(cuts) + 1))
+    placed = cut(name, *cuts, names=names, of_calls=of_calls)
+    found = pipelining.pipeline(placed).content
+    assert found["stages"] == list(names)
+    assert len(found["split_points"]) == len(cuts)
+    for start, asked in zip(found["split_points"], cuts, strict=True):
+        assert start.startswith(asked)
+    step, model = placed.step, copy.deepcopy(placed.model)
+    split_spec = dict.fromkeys(found["split_points"], SplitPoint.BEGINNING)
+    pipe = pipeline(model, step.model_inputs, dict(step.keywords), split_spec=split_spec)
+    assert pipe.num_stages == len(names)
+    torch.manual_seed(0)
+    seen = pipe(*step.model_inputs, **step.keywords)
+    torch.manual_seed(0)
+    expected = copy.deepcopy(placed.model)(*step.model_inputs, **step.keywords)
+    torch.testing.assert_close(
+        [leaf for leaf in tree_leaves(seen) if isinstance(leaf, torch.Tensor)],
+        [leaf for leaf in tree_leaves(expected) if isinstance(leaf, torch.Tensor)],
+    )
+
+
+def test_a_placement_that_goes_back_is_no_pipeline_and_the_module_is_named() -> None:
+    placed = cut("conv_net", "1", "7", names=("cuda:0", "cuda:1", "cuda:2"))
+    back = [replace(op, device=op.device.replace("2", "0")) for op in placed.ops]
+    with pytest.raises(ExportError, match="then 7 is"):
+        pipelining.pipeline(replace(placed, ops=tuple(back)))
+
+
+def test_a_module_that_runs_again_later_is_named() -> None:
+    placed = cut("norm_later", "first")
+    with pytest.raises(ExportError, match="norm runs again"):
+        pipelining.pipeline(placed)
+
+
+def test_a_stage_does_not_begin_with_what_is_called_twice() -> None:
+    with pytest.raises(ExportError, match="begin with norm"):
+        pipelining.pipeline(cut("norm_twice", "norm"))
+    assert pipelining.pipeline(cut("norm_twice", "last")).content["split_points"].keys() == {"last"}
+
+
+def test_one_device_is_nothing_to_split() -> None:
+    with pytest.raises(ExportError, match="all modules are on cuda:0"):
+        pipelining.pipeline(cut("conv_net", names=("cuda:0",)))
+
+
+def test_a_shared_embedding_stays_where_it_is_reached_and_its_gradients_need_a_sum() -> None:
+    found = pipelining.pipeline(cut("gpt2", "transformer.h.1"))
+    assert found.content["split_points"] == {"transformer.h.1": "beginning"}
+    assert "transformer.wte and lm_head share" in found.remedy
+
+
+def test_backward_ops_run_with_their_forward_call_whichever_module_they_are_named_after() -> None:
+    layer = functools.partial(tiny_models.Plain, lambda m, x: m.norm(x + m.first(x)))
+    layers = (layer(first=nn.Linear(4, 4), norm=nn.LayerNorm(4)) for _ in "12")
+    model = nn.Sequential(*layers)
+    extraction = extract(Workload.of(model, (torch.ones(2, 4), torch.ones(2, 4)), nn.MSELoss()))
+    ids = list(extraction.graph)
+    by_layer = [
+        int(not attributes_of(extraction.graph, op)["module"].startswith("0")) for op in ids
+    ]
+    assert extraction.call_of[ids.index("1.norm:backward/add.gradient")].startswith("0.norm:")
+    placement = placement_of(extraction.graph, GPUS, by_layer)
+    assert export_extracted(pipelining.pipeline, extraction, placement).moved_op_count == 1
+
+
+# --- layers
+
+
+def test_stacks_are_the_outermost_lists_of_like_modules() -> None:
+    layer = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    body = nn.ModuleList([copy.deepcopy(layer), copy.deepcopy(layer)])
+    model = nn.ModuleDict({"body": body, "head": layer})
+    assert stacks(model) == [
+        Stack("body", ("body.0", "body.1")),
+        Stack("head", ("head.0", "head.1")),
+    ]
+    assert stacks(nn.Sequential(nn.Linear(2, 2), nn.ReLU())) == []
+
+
+def test_layers_are_counted_by_stage_and_every_module_is_in_one() -> None:
+    placed = cut("llama", "model.layers.1")
+    found = layer_counts(placed).content
+    assert found["counts"] == [1, 1]
+    assert found["stages"] == list(GPUS)
+    assert found["vllm"] == {"VLLM_PP_LAYER_PARTITION": "1,1"}
+    assert found["torchtitan"]["module_fqns_per_model_part"] == [
+        ["tok_embeddings", "layers.0", "rotary_emb"],
+        ["layers.1", "norm", "lm_head", "rotary_emb"],
+    ]
+
+
+def test_names_for_torchtitan_are_children_of_the_model_or_layers_of_its_list() -> None:
+    two = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    model = nn.ModuleDict(
+        {
+            "blocks": nn.ModuleList(two),
+            "tower": nn.Sequential(*two),
+            "model": nn.ModuleDict({"layers": nn.ModuleList(two), "h": nn.ModuleList(two)}),
+        }
+    )
+
+    def parts(stack: str, first: Sequence[str], second: Sequence[str]) -> list[list[str]] | None:
+        both = [Stage("cuda:0", tuple(first)), Stage("cuda:1", tuple(second))]
+        return titan_parts(model, Stack(stack, (f"{stack}.0", f"{stack}.1")), both)
+
+    as_they_are = ["stem", "blocks.0"], ["blocks.1", "head"]
+    assert parts("blocks", *as_they_are) == list(as_they_are)
+    assert parts("blocks", ["stem.conv", "blocks.0"], ["blocks.1"]) is None
+    assert parts("tower", ["tower.0"], ["tower.1"]) is None
+    assert parts("model.h", ["model.wte", "model.h.0"], ["model.h.1", "lm_head"]) is None
+    of_hugging_face = parts("model.layers", ["model.embed_tokens", "model.layers.0"], ["lm_head"])
+    assert of_hugging_face == [["tok_embeddings", "layers.0"], ["lm_head"]]
+
+
+def test_names_for_torchtitan_are_left_out_where_it_has_none() -> None:
+    found = layer_counts(cut("gpt2", "transformer.h.1"))
+    assert found.content["counts"] == [1, 1]
+    assert "torchtitan" not in found.content
+
+
+def test_counts_hold_although_what_is_around_the_layers_goes_back() -> None:
+    placed = cut("llama", "model.layers.1", "model.norm", names=("cuda:0", "cuda:1", "cuda:2"))
+    back = [replace(op, device=op.device.replace("2", "0")) for op in placed.ops]
+    found = layer_counts(replace(placed, ops=tuple(back)))
+    assert found.content["counts"] == [1, 1]
+    assert "torchtitan" not in found.content
+    assert not found.is_predictable
+
+
+def test_layers_on_one_device_are_nothing_to_split() -> None:
+    with pytest.raises(ExportError, match="all modules are on cuda:0"):
+        layer_counts(cut("llama", names=("cuda:0",)))
+    with pytest.raises(ExportError, match=r"all layers of model\.layers are on cuda:0"):
+        layer_counts(cut("llama", "model.norm"))
+
+
+def test_models_without_one_stack_have_no_counts() -> None:
+    with pytest.raises(ExportError, match=r"2 lists of layers, encoder\.block, decoder\.block"):
+        layer_counts(cut("t5", "decoder.block.0"))
+    with pytest.raises(ExportError, match="no list of like layers"):
+        layer_counts(cut("conv_net", "4"))
+
+
+# --- the command
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> tuple[str, Path]:
+    """Return a model file and a placement of its ops on two cores."""
+    path = tmp_path / "model.py"
+    path.write_text(
+        "import torch\nfrom torch import nn\n\n"
+        "def build():\n"
+        "    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in '123'))\n"
+        "    return model, (torch.ones(2, 4), torch.ones(2, 4)), nn.MSELoss()\n"
+    )
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in "123"))
+    extraction = extract(Workload.of(model, (torch.ones(2, 4), torch.ones(2, 4)), nn.MSELoss()))
+    placement = cut_placement(extraction, ("core:0", "core:1"), ("1",), of_calls=False)
+    placement.save(tmp_path / "placement.json")
+    return f"{path}:build", tmp_path / "placement.json"
+
+
+def export(target: tuple[str, Path], *arguments: str) -> int:
+    name, placement = target
+    return main(["export", str(placement), name, *arguments])
+
+
+def test_the_command_writes_what_the_formats_say(
+    target: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected: dict[str, Any] = {
+        "device-map": {"0": 0, "1": 1, "2": 1},
+        "pipeline": {"stages": ["cuda:0", "cuda:1"], "split_points": {"1": "beginning"}},
+    }
+    renamed = ("--as", "core:0=cuda:0,core:1=cuda:1")
+    for name, content in expected.items():
+        out = tmp_path / f"{name}.json"
+        assert export(target, "--format", name, "--out", str(out), *renamed) == 0
+        assert json.loads(out.read_text()) == content
+        assert str(out) in capsys.readouterr().err
+    assert export(target, "--format", "layer-counts") == 0
+    assert json.loads(capsys.readouterr().out)["counts"] == [1, 2]
+
+
+def test_the_command_says_what_is_in_the_way(
+    target: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export(target, "--format", "device-map") == 2
+    assert "--as core:0=cuda:0,core:1=cuda:1" in capsys.readouterr().err
+    assert export(target, "--format", "override-regex") == 1
+    assert "no layers with experts" in capsys.readouterr().err
+    assert export(target, "--format", "pipeline", "--as", "cuda:0=cuda:1") == 2
+    assert "the placement has core:0, core:1" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        export(target, "--format", "pipeline", "--as", "core:0")
+    assert "give NAME=DEVICE" in capsys.readouterr().err
+    assert export((str(tmp_path / "graph.json"), target[1]), "--format", "pipeline") == 2
+    assert "a graph file has no modules" in capsys.readouterr().err
+    other = Placement.load(target[1])
+    replace(other, graph="0" * 64).save(target[1])
+    assert export(target, "--format", "layer-counts") == 2
+    assert "was made for graph 000000000000" in capsys.readouterr().err
+
+
+def test_what_differs_from_the_step_that_was_placed_is_told_where_it_is_known(
+    target: tuple[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export(target, "--format", "layer-counts", "--inference") == 2
+    assert "leave --inference out" in capsys.readouterr().err
+    assert export(target, "--format", "layer-counts", "--dtype", "bf16") == 2
+    assert "--dtype" in capsys.readouterr().err
+    assert export(target, "--format", "layer-counts", "--optimizer", "sgd") == 2
+    assert "leave --optimizer out" in capsys.readouterr().err
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in "123"))
+    step = Workload.of(model, torch.ones(2, 4), training=False)
+    placement_of(extract(step).graph, ("core:0",), [0] * 6).save(target[1])
+    assert export(target, "--format", "layer-counts") == 2
+    assert "give --inference" in capsys.readouterr().err
+
+
+def test_devices_are_named_in_the_order_of_the_cluster_whatever_runs_first(
+    target: tuple[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    placement = Placement.load(target[1])
+    swapped = replace(placement, devices=tuple(1 - d for d in placement.devices))
+    swapped.save(target[1])
+    assert export(target, "--format", "device-map") == 2
+    assert "--as core:0=cuda:0,core:1=cuda:1" in capsys.readouterr().err
+    assert main(["show", str(target[1]), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["devices"] == ["core:0", "core:1"]
+
+
+def test_names_for_devices_that_the_placement_leaves_idle_do_no_harm(
+    target: tuple[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    renamed = "core:0=cuda:0,core:1=cuda:1,core:2=cuda:2"
+    assert export(target, "--format", "pipeline", "--as", renamed) == 0
+    assert json.loads(capsys.readouterr().out)["stages"] == ["cuda:0", "cuda:1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("device-map --as core:0=cuda:3", "=cuda:3,core:1=cuda:0"),
+        ("device-map --as core:0=gpu0,core:1=cuda:0", "--as core:0=cuda:1,core:1=cuda:0"),
+        ("layer-counts --as core:0=meta", "core:0=meta names no device"),
+        ("device-map --as core:0=cuda:0,core:1=cuda:1 --main-device gpu", "--main-device gpu"),
+    ],
+)
+def test_devices_that_there_cannot_be_are_bad_usage_and_the_whole_option_is_told(
+    target: tuple[str, Path], arguments: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export(target, "--format", *arguments.split()) == 2
+    assert re.search(told, capsys.readouterr().err)
+
+
+def test_devices_may_stand_for_each_other(
+    target: tuple[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    swapped = ("--format", "layer-counts", "--as", "core:0=core:1,core:1=core:0")
+    assert export(target, *swapped) == 0
+    assert json.loads(capsys.readouterr().out)["stages"] == ["core:1", "core:0"]
+
+
+def test_a_device_map_is_no_placement_to_export(
+    target: tuple[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    target[1].write_text('{"": 0}')
+    assert export(target, "--format", "pipeline") == 2
+    assert "placement.json is a device_map already" in capsys.readouterr().err
+    target[1].write_text("[]")
+    assert export(target, "--format", "pipeline") == 2
+    assert "device_map already" not in capsys.readouterr().err
+
+
+def test_python_exports_what_the_command_does(target: tuple[str, Path]) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in "123"))
+    inputs = (torch.ones(2, 4), torch.ones(2, 4))
+    renamed = {"core:0": "cuda:0", "core:1": "cuda:1"}
+    found = placer.export(
+        target[1], "device-map", model, inputs, loss=nn.MSELoss(), renamed=renamed
+    )
+    assert found.content == {"0": 0, "1": 1, "2": 1}
+    # Cut in the forward pass; everything after the cut is on core:1, all backward ops included.
+    assert (found.moved_op_count, found.op_count) == (3, 19)
+    with pytest.raises(ValueError, match="example_inputs are needed"):
+        placer.export(target[1], "pipeline", model)
+
+
+def test_a_loss_that_is_a_module_and_placed_elsewhere_moves() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in "12"))
+    extraction = extract(Workload.of(model, (torch.ones(2, 4), torch.ones(2, 4)), nn.MSELoss()))
+    graph = call_graph(extraction).graph
+    modules = [attributes_of(graph, node)["module"] for node in graph]
+    devices = [int(module.startswith("1")) for module in modules]
+    placed = PlacedModules.of(extraction, placement_of(graph, GPUS, devices))
+    moved = placed.moved_ops(pipelining.pipeline(placed).runs_on)
+    assert [op.module for op in moved if op in placed.ops] == ["loss"]
+
+
+def test_every_format_is_found_by_its_name() -> None:
+    for name in FORMATS:
+        assert callable(format_named(name))
+    with pytest.raises(ValueError, match="did you mean device-map"):
+        format_named("device_map")

@@ -1,0 +1,312 @@
+"""The predicted steps of a placement and of its export."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import placer
+from envs.costs.cache import CostCache, Session
+from envs.costs.cached_costs import conditions_of
+from envs.costs.signatures import op_signatures
+from envs.hardware.cluster import Cluster, Device, Link
+from envs.hardware.discover import discover
+from envs.placement import Placement
+from envs.problem import Problem
+from envs.runtime import calibrated_before
+from graphs.costs import with_costs
+from graphs.extract import Extraction, Workload, extract
+from graphs.extract.placeable import call_graph
+from graphs.graph import GraphArrays, attributes_of
+from placer.cli.main import main
+from placer.exports.device_map import device_map
+from placer.exports.format import FormatOutput, StepPredictor, export_extracted
+from placer.exports.layer_counts import layer_counts
+from placer.exports.pipelining import pipeline
+from placer.exports.placed_modules import PlacedModules, call_keys
+from placer.exports.renaming import ExportError
+from placer.milliseconds import milliseconds
+from tests.helpers.placed_at_random import cut_placement, placement_of
+from tests.helpers.tiny_models import Plain, squared
+
+torch.set_num_threads(1)
+
+CORES = sorted(os.sched_getaffinity(0))
+NAMES = ("cuda:0", "cuda:1")
+MILLISECOND = 1e-3
+
+
+def block() -> Extraction:
+    """Return a module whose two calls only op-level placements can split, then a layer."""
+
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        return torch.sin(m.get_submodule("first")(x)) + torch.cos(x)
+
+    inner = Plain(forward, first=nn.Linear(4, 4))
+    model = nn.Sequential(inner, nn.Linear(4, 4))
+    return extract(Workload.of(model, (torch.ones(2, 4), torch.ones(2, 4)), squared))
+
+
+def problem_of(
+    extraction: Extraction, memory_bytes: int = 1 << 30, *, of_calls: bool = True
+) -> Problem:
+    """Return a problem where each call or op, and each transfer, takes one millisecond."""
+    graph = call_graph(extraction).graph if of_calls else extraction.graph
+    costed = with_costs(graph, {"x": np.full(len(graph), MILLISECOND)}, {"x": "made up"})
+    devices = tuple(Device(name=n, kind="x", memory_bytes=memory_bytes) for n in NAMES)
+    link = Link(between=NAMES, latency_s=MILLISECOND, bandwidth_bytes_per_s=float("inf"))
+    cluster = Cluster(name="two", devices=devices, links=(link,))
+    return Problem.of(GraphArrays.from_graph(costed), cluster)
+
+
+def alternating(extraction: Extraction) -> Placement:
+    graph = call_graph(extraction).graph
+    return placement_of(graph, NAMES, [i % 2 for i in range(len(graph))])
+
+
+def calls_on(extraction: Extraction, device_of: dict[str, str]) -> dict[str, str]:
+    """Return {call: device} for modules on these devices."""
+    placed = PlacedModules.of(extraction, alternating(extraction))
+    return placed.by_module(device_of)
+
+
+def test_ops_go_where_their_call_is_and_others_stay() -> None:
+    extraction = block()
+    problem = problem_of(extraction)
+    renamed = {"cuda:0": "gpu one", "cuda:1": "gpu two"}
+    predictor = StepPredictor.of(problem, alternating(extraction), extraction, renamed)
+    placed = predictor.placement
+    found = predictor.exported_placement(calls_on(extraction, {"0": "gpu one", "1": "gpu two"}))
+    for module, before, after in zip(
+        problem.graph.modules, placed.devices, found.devices, strict=True
+    ):
+        if module.startswith(("0", "1")):
+            assert after == int(module[0])
+        else:
+            assert after == before
+    ranks = np.array(found.priority)[problem.graph.topological]
+    assert (np.diff(ranks) < 0).all(), "runtimes run a model in its own order"
+
+
+def test_ops_of_a_graph_of_ops_and_of_one_of_calls_have_the_same_calls() -> None:
+    extraction = block()
+    of_ops = call_keys(extraction, GraphArrays.from_graph(extraction.graph))
+    of_calls = call_keys(extraction, GraphArrays.from_graph(call_graph(extraction).graph))
+    assert of_ops == extraction.call_of
+    assert set(of_calls) == set(of_ops) == {call.key for call in extraction.forward.placed_calls}
+
+
+def four_calls() -> Extraction:
+    """Return a chain: N calls on one device take N ms, and every change of device takes 1 ms."""
+    layers = (nn.Sequential(nn.Tanh(), nn.Linear(4, 4)) for _ in "12")
+    return extract(Workload.of(nn.Sequential(*layers), torch.ones(2, 4), training=False))
+
+
+def placed_on(problem: Problem, *devices: int) -> Placement:
+    return Placement.of(problem.graph, problem.cluster, np.array(devices), np.zeros(len(devices)))
+
+
+def test_the_steps_as_placed_and_as_exported_are_predicted() -> None:
+    extraction = four_calls()
+    problem = problem_of(extraction)
+    predictor = StepPredictor.of(problem, placed_on(problem, 0, 1, 0, 1), extraction)
+    halves = calls_on(extraction, {"0": "cuda:0", "1": "cuda:1"})
+    assert predictor.placed_step.step_s == pytest.approx(7 * MILLISECOND)
+    assert predictor.step(halves).step_s == pytest.approx(5 * MILLISECOND)
+    assert predictor.step(calls_on(extraction, {"": "cuda:1"})).step_s == pytest.approx(
+        4 * MILLISECOND
+    )
+
+
+def test_an_export_that_does_not_fit_into_memory_says_so() -> None:
+    extraction = block()
+    problem = problem_of(extraction, memory_bytes=400)  # one layer with its gradients is 160 bytes
+    placement = cut_placement(extraction, NAMES, ("1",), of_calls=True)
+
+    def on_one_device(placed: PlacedModules) -> FormatOutput:
+        return FormatOutput(content="", runs_on=placed.by_module({"": "cuda:0"}))
+
+    found = export_extracted(on_one_device, extraction, placement, problem=problem)
+    assert found.exported_step is not None
+    assert not found.exported_step.feasible
+    assert "impossible as exported: cuda:0 needs " in found.summary[1]
+    assert found.to_dict()["exported_step"]["step_s"] is None
+
+
+def two_branches() -> Extraction:
+    """Return two branches whose outputs meet in a module."""
+    branches = {
+        name: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        for name in ("left", "right")
+    }
+    meet = Plain(lambda m, *parts: torch.add(*parts))
+    model = Plain(lambda m, x: m.meet(m.left(x), m.right(x)), **branches, meet=meet)
+    return extract(Workload.of(model, (torch.ones(2, 4), torch.ones(2, 4)), squared))
+
+
+@pytest.mark.parametrize(
+    ("apart", "modules"), [("right", ["right"]), ("", [])], ids=["a-branch", "everything"]
+)
+def test_modules_are_to_be_kept_together_only_where_that_is_predicted_to_win(
+    apart: str, modules: list[str]
+) -> None:
+    extraction = two_branches()
+    nodes = [attributes_of(extraction.graph, op) for op in extraction.graph]
+    devices = [
+        int(node["phase"] == "backward" and node["module"].startswith(apart)) for node in nodes
+    ]
+    placement = placement_of(extraction.graph, NAMES, devices)
+    problem = problem_of(extraction, of_calls=False)
+    found = export_extracted(device_map, extraction, placement, problem=problem)
+    assert found.content == {"": 0}
+    assert re.findall(r"--keep-together (\w+)", found.remedy) == modules
+    if modules:
+        predictor = StepPredictor.of(problem, placement, extraction)
+        held = predictor.step(calls_on(extraction, {"left": "cuda:0", "right": "cuda:1"}))
+        assert f"{milliseconds(held.step_s)} ms as exported" in found.remedy
+    assert export_extracted(device_map, extraction, placement).remedy == ""
+
+
+def test_no_step_is_predicted_where_only_the_layers_are_followed() -> None:
+    layers = nn.ModuleList(nn.Linear(4, 4) for _ in "12")
+    model = Plain(lambda m, x: m.norm(m.layers[1](m.layers[0](x))), layers=layers)
+    model.norm = nn.LayerNorm(4)
+    extraction = extract(Workload.of(model, torch.ones(2, 4), training=False))
+    problem = problem_of(extraction)
+    placement = placed_on(problem, 0, 1, 0)
+    found = export_extracted(layer_counts, extraction, placement, problem=problem)
+    assert found.content["counts"] == [1, 1]
+    assert found.placed_step is not None
+    assert found.exported_step is None
+    with pytest.raises(ExportError, match="and then norm is on cuda:0 again"):
+        export_extracted(pipeline, extraction, placement)
+
+
+def test_joined_modules_are_where_the_step_is_predicted_to_be_fastest() -> None:
+    left = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    right = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8))
+    model = Plain(lambda m, x: m.head(torch.cat([m.left(x), m.right(x)], 1)), left=left)
+    model.right, model.head = right, nn.Sequential(nn.Linear(12, 2), nn.Tanh())
+    extraction = extract(Workload.of(model, torch.ones(2, 4), training=False))
+    graph = call_graph(extraction).graph
+    placement = placement_of(graph, NAMES, [int(op.startswith("right")) for op in graph])
+    by_work = export_extracted(device_map, extraction, placement)
+    assert by_work.content == {"left.0": 0, "left.2": 1, "right": 1, "head": 0}
+    problem = problem_of(extraction)
+    fastest = export_extracted(device_map, extraction, placement, problem=problem)
+    assert fastest.content == {"left": 0, "right.0": 1, "right.2": 0, "head": 0}
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
+def test_pins_of_an_optimization_count_as_exported_too() -> None:
+    cores = tuple(f"core:{core}" for core in CORES[:2])
+    devices = tuple(
+        Device(
+            name=n,
+            kind="core",
+            memory_bytes=1 << 30,
+            peak_flop_per_s=1e11,
+            bandwidth_bytes_per_s=1e10,
+            launch_s=1e-6,
+        )
+        for n in cores
+    )
+    link = Link(between=cores, latency_s=1e-9, bandwidth_bytes_per_s=1e12)
+    cluster = Cluster(name="two", devices=devices, links=(link,))
+    extraction = block()
+    step = extraction.step
+    found = placer.optimize(
+        step.model,
+        step.inputs,
+        loss=step.loss,
+        devices=cluster,
+        search=placer.SearchConfig(budget="30e", measure=False),
+        progress=False,
+        constraints=placer.Constraints(
+            pins={"1": cores[1], "0.first": cores[0], "0:sin": cores[1]}
+        ),
+    )
+    renamed = dict(zip(cores, NAMES, strict=True))
+    exported = placer.export(found, "device-map", renamed=renamed)
+    assert exported.content == {"0": 0, "1": 1}
+    assert exported.exported_step is not None
+    assert exported.exported_step.why == (
+        f"op '0:sin' is on {cores[0]}, but may only run on {cores[1]}"
+    )
+
+
+MODEL = """
+import torch
+from torch import nn
+
+def build():
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4))
+    return model, (torch.ones(2, 4), torch.ones(2, 4)), nn.MSELoss()
+"""
+
+
+def built() -> Extraction:
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4))
+    return extract(Workload.of(model, (torch.ones(2, 4), torch.ones(2, 4)), nn.MSELoss()))
+
+
+@pytest.mark.slow
+def test_the_command_holds_exports_to_the_memory_that_it_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLACER_CACHE", str(tmp_path / "cache"))
+    core = f"core:{CORES[0]}"
+    model, given = tmp_path / "model.py", tmp_path / "placement.json"
+    model.write_text(MODEL)
+    extraction = built()
+    placement_of(extraction.graph, (core,), [0] * len(extraction.graph)).save(given)
+    command = ["export", str(given), f"{model}:build", "--format", "device-map"]
+    command += ["--as", f"{core}=cuda:0", "--memory"]
+    assert main([*command, f"{core}=300B"]) == 0
+    assert re.search(r"impossible as exported: .* has 300 B", capsys.readouterr().err)
+    assert main([*command, f"{core}=1MB"]) == 0
+    assert "impossible" not in capsys.readouterr().err
+    assert main([*command, "core:99=1MB"]) == 2
+    assert "core:99" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
+def test_the_command_predicts_on_the_devices_of_the_placement(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "envs.costs.calibrate.CONTENDED", np.inf
+    )  # accept speeds measured under load
+    cores = tuple(f"core:{core}" for core in CORES[:2])
+    model = tmp_path / "model.py"
+    model.write_text(MODEL)
+    extraction = built()
+    devices = [int(op.startswith("0.1")) for op in extraction.graph]
+    given = tmp_path / "placement.json"
+    placement_of(extraction.graph, cores, devices).save(given)
+    renamed = f"{cores[0]}=cuda:0,{cores[1]}=cuda:1"
+    command = ["export", str(given), f"{model}:build", "--format", "device-map", "--as", renamed]
+    assert main(command) == 0
+    plain = capsys.readouterr()
+    assert "predicted step" not in plain.err
+    assert main([*command, "--predict"]) == 0
+    predicted = capsys.readouterr()
+    assert f"predicted step on {', '.join(cores)}: " in predicted.err
+    assert predicted.out == plain.out
+    cached = calibrated_before(discover(",".join(cores)))
+    assert cached is not None
+    signatures = op_signatures(extraction.program)
+    calm = Session(
+        cost_s=dict.fromkeys(signatures, 1e-3), runs=1, spread=0.0, measured="2026-01-01"
+    )
+    CostCache().store(conditions_of(cached.devices[0]), calm)
+    assert main(command) == 0
+    known = capsys.readouterr()
+    assert "predicted step on " in known.err

@@ -1,0 +1,230 @@
+"""Reductions of a bucket: their error against the mean, and their state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from placer.parallel.buckets import Bucket, filled_buckets
+from placer.parallel.grad_sync import GradSync
+from placer.parallel.groups import new_group
+from placer.parallel.methods.hierarchical import Hierarchical, levels_of
+from placer.parallel.methods.onebit import OneBit
+from placer.parallel.methods.powersgd import PowerSgd
+from placer.parallel.methods.reductions import (
+    AllReduce,
+    BFloat16,
+    Float16,
+    HookReduction,
+    Reduction,
+    ddp_hook,
+)
+from tests.helpers.ranks import RankError, on_ranks
+from tests.helpers.replicas import backward, mlp, mse, own_batch, parameters
+
+SIZES = ((5, 3), (7,), (40, 2))
+
+
+def bucket_of(gradients: list[Tensor]) -> Bucket:
+    members = {str(i): nn.Parameter(torch.zeros_like(one)) for i, one in enumerate(gradients)}
+    [bucket] = filled_buckets(dict(reversed(members.items())), 1 << 20, 1)
+    for view, gradient in zip(bucket.gradients(), gradients, strict=True):
+        view.copy_(gradient)
+    return bucket
+
+
+def gradients_of(rank: int, step: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return [torch.randn(size, generator=generator) for size in SIZES]
+
+
+def reduced(make: Callable[[], Reduction], steps: int = 1) -> list[Tensor]:
+    reduction = make()
+    means = []
+    for step in range(steps):
+        bucket = bucket_of(gradients_of(dist.get_rank(), step))
+        reduction.start(bucket).wait()
+        means.append(bucket.flat.clone())
+    return means
+
+
+def flat_mean(ranks: int, step: int = 0) -> Tensor:
+    every = [torch.cat([g.flatten() for g in gradients_of(rank, step)]) for rank in range(ranks)]
+    return torch.stack(every).mean(0)
+
+
+@pytest.mark.parametrize(
+    ("make", "tolerance"),
+    [
+        (AllReduce, 1e-6),
+        (Float16, 3e-3),
+        (BFloat16, 3e-2),
+        (partial(Hierarchical, levels=(2, 2)), 1e-6),
+        (partial(Hierarchical, levels=(4, 1)), 1e-6),
+        (partial(Hierarchical, levels=(1, 4)), 1e-6),
+        (partial(HookReduction, default_hooks.fp16_compress_hook, None), 3e-3),
+    ],
+    ids=["allreduce", "fp16", "bf16", "2x2", "4x1", "1x4", "hook fp16"],
+)
+def test_the_mean_over_four_ranks_is_the_same_on_all(
+    make: Callable[[], Reduction], tolerance: float
+) -> None:
+    results = on_ranks(4, reduced, make)
+    for [mean] in results:
+        torch.testing.assert_close(mean, flat_mean(4), rtol=0, atol=tolerance)
+        assert torch.equal(mean, results[0][0])
+
+
+def test_three_levels_of_a_network_give_the_mean() -> None:
+    for [mean] in on_ranks(8, reduced, partial(Hierarchical, levels=(2, 2, 2))):
+        torch.testing.assert_close(mean, flat_mean(8), rtol=1e-5, atol=1e-6)
+
+
+def test_levels_that_do_not_fit_the_ranks_are_refused() -> None:
+    with pytest.raises(RankError, match="levels 2x3 have 6 ranks"):
+        on_ranks(2, reduced, partial(Hierarchical, levels=(2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "levels"),
+    [
+        ("aaaa", (4,)),
+        ("abcd", (4,)),
+        ("aabbcc", (2, 3)),
+        ("aaabbb", (3, 2)),
+        ("abab", (4,)),  # not contiguous
+        ("aaab", (4,)),
+        ("a", (1,)),
+    ],
+)
+def test_levels_are_the_ranks_of_a_host_and_hosts_where_all_have_as_many(
+    hosts: str, levels: tuple[int, ...]
+) -> None:
+    assert levels_of(list(hosts)) == levels
+
+
+def levels_of_groups() -> dict[str, tuple[int, ...]]:
+    """Return the default levels on simulated hosts of two ranks each."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("socket.gethostname", lambda: f"host{rank // 2}")
+        patch.setenv("LOCAL_WORLD_SIZE", "2")
+        of_host = new_group([rank - rank % 2, rank - rank % 2 + 1])
+        across = new_group(range(rank % 2, ranks, 2))
+        groups = {"all": None, "of a host": of_host, "across": across}
+        return {name: Hierarchical(group).levels for name, group in groups.items()}
+
+
+def test_a_group_that_is_not_all_ranks_has_levels_of_its_own() -> None:
+    expected = {"all": (2, 4), "of a host": (2,), "across": (4,)}
+    assert on_ranks(8, levels_of_groups) == [expected] * 8
+
+
+def one_bit_steps(steps: int) -> tuple[list[Tensor], dict[str, Any]]:
+    reduction = OneBit(warmup_steps=1)
+    means = reduced(lambda: reduction, steps)
+    return means, reduction.state_dict()["residuals"]["0"]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_bits_and_what_they_leave_out_add_up_to_all_gradients(ranks: int) -> None:
+    steps = 6
+    results = on_ranks(ranks, one_bit_steps, steps)
+    truth = sum(flat_mean(ranks, step) for step in range(steps))
+    left = torch.stack([kept["own"] for _, kept in results]).mean(0)  # (ranks, length)
+    left += torch.cat([kept["stripe"] for _, kept in results])
+    sent = torch.stack(results[0][0]).sum(0)
+    torch.testing.assert_close(sent + left.flatten()[: len(sent)], truth, rtol=1e-5, atol=1e-5)
+    assert left.abs().max() > 0.1  # encoding in bits leaves errors
+    for means, _ in results:
+        torch.testing.assert_close(means, results[0][0], rtol=0, atol=0)
+    torch.testing.assert_close(results[0][0][0], flat_mean(ranks))  # the warm-up step
+
+
+def interrupted(make: Callable[[], Reduction]) -> bool:
+    """Return whether steps after a reload equal those of an uninterrupted run."""
+    whole = reduced(make, 8)
+    first = make()
+    reduced(lambda: first, 5)
+    second = make()
+    second.load_state_dict(first.state_dict())
+    later = []
+    for step in range(5, 8):
+        bucket = bucket_of(gradients_of(dist.get_rank(), step))
+        second.start(bucket).wait()
+        later.append(bucket.buffer().clone())
+    return all(map(torch.equal, whole[5:], later))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [partial(OneBit, warmup_steps=2), partial(PowerSgd, approximation_rank=1, warmup_steps=2)],
+)
+def test_what_a_reduction_remembers_can_be_saved(make: Callable[[], Reduction]) -> None:
+    assert all(on_ranks(2, interrupted, make))
+
+
+def train(
+    steps: int, make: Callable[[dist.ProcessGroup | None], Reduction], under_ddp: bool
+) -> dict[str, Tensor]:
+    replica = mlp()
+    sgd = torch.optim.SGD(replica.parameters(), lr=0.1)
+    module: nn.Module = replica
+    if under_ddp:
+        module = DistributedDataParallel(replica)
+        module.register_comm_hook(make(None), ddp_hook)
+    else:
+        sync = GradSync(replica, reduction=make)
+    for number in range(steps):
+        sgd.zero_grad()
+        backward(mse(module, own_batch(number, 16, 8)))
+        if not under_ddp:
+            sync.finish()
+        sgd.step()
+    return parameters(replica)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [partial(OneBit, warmup_steps=2), partial(PowerSgd, warmup_steps=2), AllReduce],
+    ids=["onebit", "powersgd", "allreduce"],
+)
+def test_reductions_serve_ddp_as_they_serve_grad_sync(
+    make: Callable[[dist.ProcessGroup | None], Reduction],
+) -> None:
+    # one bucket in both; DDP keeps its parameters in the same order after the first step
+    for found, expected in zip(
+        on_ranks(2, train, 8, make, False), on_ranks(2, train, 8, make, True), strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def wrapped_powersgd(group: dist.ProcessGroup | None) -> HookReduction:
+    """Return the wrapper that torch's documentation recommends: factors are sent in fp16."""
+    state = PowerSGDState(group or dist.group.WORLD, 2, start_powerSGD_iter=2)
+    return HookReduction(default_hooks.fp16_compress_wrapper(powerSGD_hook), state)
+
+
+def test_powersgd_in_half_precision_trains_as_in_full() -> None:
+    halves = on_ranks(2, train, 8, wrapped_powersgd, False)
+    full = on_ranks(2, train, 8, partial(PowerSgd, warmup_steps=2), False)
+    for half, expected in zip(halves, full, strict=True):
+        assert set(half) == set(expected)
+        for name, tensor in half.items():
+            assert tensor.dtype == torch.float32
+            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-2)
+            torch.testing.assert_close(tensor, halves[0][name], rtol=0, atol=0)
+
+
+def test_powersgd_needs_two_plain_steps() -> None:
+    with pytest.raises(ValueError, match="after 2 steps"):
+        PowerSgd(warmup_steps=1)

@@ -1,0 +1,362 @@
+"""Gradients reduced across replicas equal those of one process and of DDP."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from placer.parallel.buckets import filled_buckets
+from placer.parallel.grad_sync import GradSync
+from placer.parallel.groups import groups_of_slots
+from tests.helpers.ranks import RankError, on_ranks
+from tests.helpers.replicas import (
+    backward,
+    batches,
+    gradients,
+    mean_gradients,
+    mlp,
+    model,
+    mse,
+    own_batch,
+    parameters,
+)
+from tests.helpers.vdev import vdev
+
+LR = 0.1
+
+
+def train(steps: int, **options: Any) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
+    replica = mlp()
+    sync = GradSync(replica, **options)
+    sgd = torch.optim.SGD(replica.parameters(), lr=LR, momentum=0.9)
+    for number in range(steps):
+        sync.zero_grad()
+        for part in range(sync.accumulate):
+            batch = own_batch(number * sync.accumulate + part, 16, 8)
+            backward(mse(replica, batch) / sync.accumulate)
+        sync.finish()
+        sgd.step()
+    return parameters(replica), gradients(replica)
+
+
+def train_with_ddp(steps: int, accumulate: int) -> tuple[dict[str, Tensor], Any]:
+    replica = mlp()
+    ddp = DistributedDataParallel(replica)
+    sgd = torch.optim.SGD(replica.parameters(), lr=LR, momentum=0.9)
+    for number in range(steps):
+        sgd.zero_grad()
+        for part in range(accumulate):
+            ddp.require_backward_grad_sync = part == accumulate - 1
+            batch = own_batch(number * accumulate + part, 16, 8)
+            backward(mse(ddp, batch) / accumulate)
+        sgd.step()
+    return parameters(replica), gradients(replica)
+
+
+def beside_ddp(steps: int, accumulate: int) -> Any:
+    # small buckets, so that several are in flight at once
+    ours = train(steps, accumulate=accumulate, bucket_bytes=1024)
+    return ours, train_with_ddp(steps, accumulate)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_two_replicas_train_as_under_ddp_bit_for_bit(accumulate: int) -> None:
+    for ours, ddp in on_ranks(2, beside_ddp, 10, accumulate):
+        torch.testing.assert_close(ours, ddp, rtol=0, atol=0)
+
+
+def test_four_replicas_train_as_under_ddp_but_for_the_order_of_additions() -> None:
+    results = on_ranks(4, beside_ddp, 10, 1)
+    for ours, ddp in results:
+        torch.testing.assert_close(ours, ddp, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(ours, results[0][0], rtol=0, atol=0)
+
+
+def branched_losses(number: int, replicas: int, module: nn.Module) -> list[Tensor]:
+    """Return the losses of all replicas; only one replica uses a certain branch."""
+    return [
+        F.mse_loss(module(x, use_seldom=rank == 1), y)
+        for rank, (x, y) in enumerate(batches(number, replicas))
+    ]
+
+
+def one_branched_step(zero: str) -> dict[str, Tensor | None]:
+    replica = model(seed=dist.get_rank())  # replicas start from the parameters of rank 0
+    sync = GradSync(replica, bucket_bytes=600)
+    sgd = torch.optim.SGD(replica.parameters(), lr=0.0)
+    for number in (7, 8):  # no gradient of the first step may remain
+        if zero == "own":
+            sync.zero_grad()
+        else:
+            sgd.zero_grad(set_to_none=zero == "to none")
+        x, y = own_batch(number)
+        backward(F.mse_loss(replica(x, use_seldom=dist.get_rank() == 1), y))
+        sync.finish()
+        sgd.step()
+    return gradients(replica)
+
+
+@pytest.mark.parametrize(("zero", "ranks"), [("own", 4), ("to none", 2), ("to zero", 2)])
+def test_gradients_equal_those_of_one_process(zero: str, ranks: int) -> None:
+    alone = model(seed=0)
+    mean_gradients(branched_losses(8, ranks, alone))
+    expected = gradients(alone)
+    for found in on_ranks(ranks, one_branched_step, zero):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+        assert found["frozen.weight"] is None
+
+
+class TwoDevices(nn.Module):
+    """First half on one device, second on the other, and the output on the first again."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.here = nn.Linear(6, 16)
+        self.there = nn.Linear(16, 4)
+        self.device = device
+        self.there.to(device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.here(x))
+        out: Tensor = self.there(hidden.to(self.device)).cpu()
+        return out
+
+
+def steps_on_two_device_types(groups: bool) -> dict[str, Tensor]:
+    with vdev() as device:
+        replica = TwoDevices(device)
+        own = {kind: dist.new_group() for kind in ("cpu", "vdev")} if groups else {}
+        sync = GradSync(replica, group_of=lambda device: own.get(device.type))
+        sgd = torch.optim.SGD(replica.parameters(), lr=LR)
+        for number in range(3):
+            sync.zero_grad()
+            backward(mse(replica, own_batch(number)))
+            sync.finish()
+            sgd.step()
+        return parameters(replica)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="vdev would take CUDA's place")
+@pytest.mark.parametrize("groups", [False, True])
+def test_a_replica_on_two_types_of_devices_trains_as_one_process_does(groups: bool) -> None:
+    alone = TwoDevices(torch.device("cpu"))
+    sgd = torch.optim.SGD(alone.parameters(), lr=LR)
+    for number in range(3):
+        sgd.zero_grad()
+        mean_gradients(mse(alone, batch) for batch in batches(number, 2))
+        sgd.step()
+    for found in on_ranks(2, steps_on_two_device_types, groups):
+        torch.testing.assert_close(found, parameters(alone), rtol=1e-5, atol=1e-6)
+
+
+def starts_where_half_of_a_replica_is_done(slots: bool) -> dict[str, bool]:
+    """Return for each device type whether its bucket has started once all CPU gradients exist."""
+    with vdev() as device:
+        replica = TwoDevices(device)
+        groups = groups_of_slots([torch.device("cpu"), device]) if slots else lambda device: None
+        sync = GradSync(replica, group_of=groups)
+        backward(replica.here(own_batch(0)[0]).sum())
+        started = {b.flat.device.type: b.pending is not None for b in sync.buckets}
+        sync.finish()
+        return started
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="vdev would take CUDA's place")
+@pytest.mark.parametrize("slots", [False, True])
+def test_with_a_group_for_each_device_none_waits_for_another(slots: bool) -> None:
+    expected = {"vdev": False, "cpu": slots}  # in one group buckets start in one order
+    assert on_ranks(2, starts_where_half_of_a_replica_is_done, slots) == [expected] * 2
+
+
+def starts_of_a_backward_pass() -> tuple[int, int]:
+    """Return the number of buckets started when backward returns, and the number of all buckets."""
+    replica = mlp()
+    sync = GradSync(replica, bucket_bytes=1024)
+    backward(mse(replica, own_batch(0, 16, 8)))
+    started = sum(bucket.pending is not None for bucket in sync.buckets)
+    sync.finish()
+    return started, len(sync.buckets)
+
+
+def test_buckets_start_during_the_backward_pass() -> None:
+    for started, count in on_ranks(2, starts_of_a_backward_pass):
+        assert started == count > 2
+
+
+def backward_twice_without_finish() -> None:
+    replica = mlp()
+    GradSync(replica)
+    backward(mse(replica, own_batch(0, 16, 8)))
+    backward(mse(replica, own_batch(0, 16, 8)))
+
+
+def test_a_backward_pass_too_many_is_refused() -> None:
+    with pytest.raises(RankError, match=r"gradient of 4\.\w+ arrived once more"):
+        on_ranks(2, backward_twice_without_finish)
+
+
+def different_replicas() -> None:
+    GradSync(mlp(width=32 if dist.get_rank() != 1 else 33))
+
+
+def test_replicas_of_different_shapes_are_refused_by_name() -> None:
+    with pytest.raises(RankError, match=r"ranks 0, 2 have \w+, rank 1 has"):
+        on_ranks(3, different_replicas)
+
+
+def buffers_after_a_step() -> tuple[Tensor, Tensor]:
+    norm = nn.BatchNorm1d(4)
+    mean = norm.get_buffer("running_mean")
+    mean.fill_(dist.get_rank() + 1.0)
+    replica = nn.Sequential(nn.Linear(6, 4), norm)
+    sync = GradSync(replica)
+    before = mean.clone()
+    backward(mse(replica, own_batch(0)))
+    sync.finish()
+    return before, mean.clone()
+
+
+def test_buffers_begin_as_those_of_rank_0_and_are_then_each_replicas_own() -> None:
+    (first, own), (second, other) = on_ranks(2, buffers_after_a_step)
+    assert torch.equal(first, torch.ones(4))
+    assert torch.equal(second, first)
+    assert not torch.equal(own, other)
+
+
+def nothing_to_train() -> None:
+    GradSync(mlp().requires_grad_(False))
+
+
+def test_a_model_without_gradients_is_refused() -> None:
+    with pytest.raises(RankError, match="no parameter needs a gradient"):
+        on_ranks(1, nothing_to_train)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 50), min_size=1, max_size=12),
+    kinds=st.lists(st.sampled_from([torch.float32, torch.float64]), min_size=12, max_size=12),
+    frozen=st.sets(st.integers(0, 11)),
+    largest_bytes=st.integers(1, 400),
+)
+def test_buckets_hold_every_parameter_once_in_reverse_order_and_few_bytes(
+    sizes: list[int], kinds: list[torch.dtype], frozen: set[int], largest_bytes: int
+) -> None:
+    parameters = {
+        str(i): nn.Parameter(torch.zeros(size, dtype=kinds[i]), requires_grad=i not in frozen)
+        for i, size in enumerate(sizes)
+    }
+    buckets = filled_buckets(parameters, largest_bytes, accumulate=1)
+    names = [[int(member.name) for member in bucket.members] for bucket in buckets]
+    assert sorted(chain.from_iterable(names)) == [i for i in range(len(sizes)) if i not in frozen]
+    for own, bucket in zip(names, buckets, strict=True):
+        assert own == sorted(own, reverse=True)
+        assert {kinds[i] for i in own} == {bucket.flat.dtype}
+        assert len(own) == 1 or bucket.flat.nbytes <= largest_bytes
+
+
+def test_gradients_stay_views_of_the_bucket_whatever_is_done_to_them() -> None:
+    layer = nn.Linear(3, 2)
+    [bucket] = filled_buckets(dict(layer.named_parameters()), 1 << 20, accumulate=1)
+    layer.weight.grad = torch.full((2, 3), 2.0)
+    layer.bias.grad = None
+    bucket.flat.fill_(7.0)
+    bucket.adopt_all()
+    assert bucket.flat.tolist() == [0.0] * 2 + [2.0] * 6  # the bias comes first, so it is last
+    for parameter in layer.parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.untyped_storage().data_ptr() == bucket.flat.data_ptr()
+
+
+LAYOUTS: dict[str, Tensor] = {
+    "contiguous": torch.empty(4, 3, 2, 2),
+    "channels last": torch.empty(4, 3, 2, 2).to(memory_format=torch.channels_last),
+    "transposed": torch.empty(3, 5).t(),
+    "single channel": torch.empty(4, 1, 2, 2).to(memory_format=torch.channels_last),
+    "part of another": torch.empty(4, 6)[:, :3],
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_gradient_has_the_strides_of_its_parameter_where_those_leave_no_gaps(name: str) -> None:
+    other, own = nn.Parameter(torch.zeros(7)), nn.Parameter(LAYOUTS[name])
+    [bucket] = filled_buckets({"own": own, "other": other}, 1 << 20, accumulate=1)
+    given = torch.arange(1.0, 1 + own.numel()).view(own.shape)
+    own.grad = given.clone()
+    bucket.adopt_all()
+    assert own.grad.untyped_storage().data_ptr() == bucket.flat.data_ptr()
+    assert torch.equal(own.grad, given)
+    assert bucket.flat[:7].tolist() == [0.0] * 7
+    assert set(bucket.flat[7:].tolist()) == set(given.flatten().tolist())
+    expected = own if name != "part of another" else given
+    assert own.grad.stride() == expected.stride()
+
+
+def convolutions(memory_format: torch.memory_format) -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 5, 3), nn.Flatten())
+    for own in layers.parameters():
+        if own.dim() == 4:
+            own.data = own.data.to(memory_format=memory_format)
+    return layers
+
+
+def images(number: int, ranks: int) -> list[list[Tensor]]:
+    flat = batches(number, ranks, 3 * 6 * 6, 5 * 2 * 2)
+    return [[x.view(-1, 3, 6, 6), y] for x, y in flat]
+
+
+def trained_convolutions() -> dict[str, Tensor]:
+    replica = convolutions(torch.channels_last)
+    sync = GradSync(replica, bucket_bytes=300)
+    sgd = torch.optim.SGD(replica.parameters(), lr=LR)
+    for number in range(3):
+        sync.zero_grad()
+        backward(mse(replica, images(number, dist.get_world_size())[dist.get_rank()]))
+        sync.finish()
+        sgd.step()
+    for own in replica.parameters():
+        assert own.grad is not None
+        assert own.grad.stride() == own.stride()
+    return parameters(replica)
+
+
+def test_replicas_whose_channels_come_last_train_as_one_process_does() -> None:
+    alone = convolutions(torch.contiguous_format)
+    sgd = torch.optim.SGD(alone.parameters(), lr=LR)
+    for number in range(3):
+        sgd.zero_grad()
+        mean_gradients(mse(alone, batch) for batch in images(number, 2))
+        sgd.step()
+    for found in on_ranks(2, trained_convolutions):
+        torch.testing.assert_close(found, parameters(alone), rtol=1e-5, atol=1e-6)
+
+
+def replicas_of_other_strides() -> None:
+    last = dist.get_rank() == 1
+    GradSync(convolutions(torch.channels_last if last else torch.contiguous_format))
+
+
+def test_replicas_of_other_strides_are_refused() -> None:
+    with pytest.raises(RankError, match="ranks differ, rank 0 has"):
+        on_ranks(2, replicas_of_other_strides)
+
+
+def failing_rank() -> None:
+    if dist.get_rank() == 1:
+        raise LookupError("on purpose")
+    dist.barrier()
+
+
+def test_a_rank_that_fails_fails_the_test_with_its_traceback() -> None:
+    with pytest.raises(RankError, match=r"(?s)rank 1: Traceback.*LookupError: on purpose"):
+        on_ranks(2, failing_rank)

@@ -1,0 +1,138 @@
+"""Pipelines of replicas: two stages times two replicas give the gradients of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from envs.hardware.cluster import Cluster, Device
+from envs.placement import Placement
+from graphs.extract import Extraction, Workload, extract
+from graphs.graph import GraphArrays
+from placer.parallel import SyncConfig
+from placer.parallel.pipelined import PipelinedReplica
+from tests.helpers.ranks import RankError, on_ranks
+from tests.helpers.replicas import backward, parameters
+
+MICRO_BATCHES = 4
+STEPS = 3
+LR = 0.2
+SECOND_STAGE = ("2", "3", "4")
+CLUSTER = Cluster(
+    name="two",
+    devices=tuple(Device(name=f"core:{i}", kind="core", memory_bytes=1 << 40) for i in range(2)),
+)
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)
+    )
+
+
+def batch(number: int) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(number)
+    return torch.randn(8, 6, generator=random), torch.randn(8, 4, generator=random)
+
+
+def chain() -> tuple[Extraction, Placement]:
+    """Place the model on two devices, one after the other."""
+    extraction = extract(Workload.of(model(), batch(0), F.mse_loss))
+    graph = GraphArrays.from_graph(extraction.graph)
+    devices = np.array([int(module.startswith(SECOND_STAGE)) for module in graph.modules])
+    for group in set(graph.group.tolist()) - {-1}:
+        devices[graph.group == group] = devices[graph.group == group].max()
+    return extraction, Placement.of(graph, CLUSTER, devices, np.zeros(len(graph)))
+
+
+def trained(schedule: Any, config: SyncConfig | None) -> tuple[dict[str, Tensor], list[Any]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "place"))
+    replica = PipelinedReplica(*chain(), mesh, micro_batches=MICRO_BATCHES, schedule=schedule)
+    own = mesh["dp"].get_local_rank()
+    losses = []
+    if config is None:  # DDP
+        sgd = torch.optim.SGD(replica.module.parameters(), lr=LR)
+        inner = replica.module
+        ddp: Any = DistributedDataParallel(inner, process_group=mesh["dp"].get_group())
+        ddp.graph = inner.graph  # graph of a traced stage, from which torch reads the shapes
+        replica.stage.submod = ddp
+        for number in range(STEPS):
+            sgd.zero_grad()
+            losses.append(replica.backward(*batch(2 * number + own)))
+            sgd.step()
+        return parameters(inner), losses
+    sync = replica.make_sync(lambda own: torch.optim.SGD(own, lr=LR), config)
+    for number in range(STEPS):
+        sync.zero_grad()
+        losses.append(replica.backward(*batch(2 * number + own)))
+        sync.step()
+    sync.finish()
+    return parameters(replica.module), losses
+
+
+def in_one_process() -> tuple[dict[str, Tensor], list[list[float]]]:
+    plain = model()
+    sgd = torch.optim.SGD(plain.parameters(), lr=LR)
+    losses = []
+    for number in range(STEPS):
+        sgd.zero_grad()
+        own = []
+        for replica in range(2):
+            inputs, target = batch(2 * number + replica)
+            own.append(F.mse_loss(plain(inputs), target))
+        losses.append([loss.item() for loss in own])
+        backward(torch.stack(own).mean())
+        sgd.step()
+    return parameters(plain), losses
+
+
+@pytest.mark.parametrize(
+    ("schedule", "config"),
+    [
+        (Schedule1F1B, SyncConfig()),
+        (Schedule1F1B, None),
+        (ScheduleGPipe, SyncConfig(method="ma", period=1)),
+    ],
+)
+def test_two_stages_of_two_replicas_train_as_one_process(
+    schedule: Any, config: SyncConfig | None
+) -> None:
+    results = on_ranks(4, trained, schedule, config)
+    expected, losses = in_one_process()
+    for rank, (found, own) in enumerate(results):
+        replica, stage = divmod(rank, 2)
+        assert set(found) == {n for n in expected if n.startswith(SECOND_STAGE) == bool(stage)}
+        torch.testing.assert_close(found, {n: expected[n] for n in found}, rtol=1e-5, atol=1e-6)
+        shown = [pair[replica] for pair in losses] if stage else [None] * STEPS
+        assert own == pytest.approx(shown, abs=1e-6)
+
+
+def of_the_wrong_size() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "place"))
+    PipelinedReplica(*chain(), mesh, micro_batches=MICRO_BATCHES)
+
+
+def test_a_mesh_of_another_number_of_stages_is_refused() -> None:
+    with pytest.raises(RankError, match="the placement has 2 stages, the mesh 1"):
+        on_ranks(2, of_the_wrong_size)
+
+
+def cut_badly() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "place"))
+    assert dist.get_world_size() == 2
+    PipelinedReplica(*chain(), mesh, micro_batches=3)
+
+
+def test_a_batch_that_cannot_be_cut_is_refused() -> None:
+    with pytest.raises(RankError, match=r"shape \(8, 6\) cannot be cut into 3 micro-batches"):
+        on_ranks(2, cut_badly)

@@ -1,0 +1,113 @@
+"""Saved models of runs equal the trained models."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, load_model
+from torch import Tensor, nn
+
+from envs.placement import Placement
+from placer.cli import run
+from placer.parallel import SyncConfig, make_sync
+from placer.parallel.data import FromFunction
+from placer.parallel.methods.block_averager import flat_of
+from placer.parallel.replica import placed_replica
+from placer.parallel.training import STATE_FORMAT, TrainingPlan, train, write_model
+from placer.sources.target import load_function, load_step
+from placer.state_file import read_state
+from tests.helpers.ranks import on_ranks
+from tests.helpers.runs import arguments, placed, ran, written
+
+
+def test_the_next_loss_of_a_model_that_was_saved_is_that_of_the_run(tmp_path: Path) -> None:
+    target = written(tmp_path)
+    placement = placed(f"{target}:build", tmp_path / "placement.json", "cpu")
+    data = f"{target}:batch"
+    saved = tmp_path / "model.safetensors"
+    ran(2, *arguments(target, placement, 4, data=data, save=saved))
+    expected = ran(2, *arguments(target, placement, 5, data=data))["losses"][4]
+    step = load_step(f"{target}:build", training=True)
+    load_model(step.model, saved)
+    assert step.model.get_buffer("1.num_batches_tracked") == 4
+    (x, y), _ = FromFunction(load_function(data), step)(4 * 2)
+    assert nn.functional.mse_loss(step.model(x), y).item() == pytest.approx(expected, rel=1e-6)
+
+
+def trained_by_blocks(
+    target: str, placement: Path, saved: Path
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Return a rank's parameters after two blocks, and those that a third would start from."""
+    step = load_step(f"{target}:build", training=True)
+    replica = placed_replica(step, Placement.load(placement))
+    config = SyncConfig(method="bmuf", period=2)
+    sync = make_sync(replica.module, lambda own: torch.optim.SGD(own, lr=0.1), config)
+    batches = FromFunction(load_function(f"{target}:batch"), step)
+    train(replica, sync, batches, TrainingPlan(steps=4, save=saved))
+    [base] = sync.state_dict()["averager"]["base"]
+    return dict(replica.module.state_dict()), base
+
+
+def test_of_block_updates_the_result_is_saved_not_where_the_next_would_begin(
+    tmp_path: Path,
+) -> None:
+    target = written(tmp_path)
+    placement = placed(f"{target}:build", tmp_path / "placement.json", "cpu")
+    results = on_ranks(2, trained_by_blocks, target, placement, tmp_path / "model.safetensors")
+    found = load_file(tmp_path / "model.safetensors")
+    names = dict(load_step(f"{target}:build", training=True).model.named_parameters())
+    for state, base in results:
+        torch.testing.assert_close(found, state, rtol=0, atol=0)
+        assert not torch.equal(flat_of(found[name] for name in names), base)
+
+
+class Tied(nn.Module):
+    """Two names of one weight, a persistent buffer and a non-persistent one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.rand(2, 3).t())
+        self.register_buffer("cache", torch.rand(2), persistent=False)
+
+
+def test_tied_weights_are_written_once_and_stay_tied_when_they_are_loaded(tmp_path: Path) -> None:
+    one, other = Tied(), Tied()
+    write_model(tmp_path / "model.safetensors", one)
+    assert set(load_file(tmp_path / "model.safetensors")) == {"embed.weight", "scale"}
+    load_model(other, tmp_path / "model.safetensors")  # strict
+    assert other.head.weight is other.embed.weight
+    assert torch.equal(other.head.weight, one.head.weight)
+    assert torch.equal(other.get_buffer("scale"), one.get_buffer("scale"))
+
+
+def test_a_model_of_pinned_cores_is_saved_too(tmp_path: Path) -> None:
+    target = written(tmp_path)
+    core = f"core:{min(os.sched_getaffinity(0))}"
+    placement = placed(f"{target}:build", tmp_path / "placement.json", core)
+    kept, saved = tmp_path / "run.json", tmp_path / "model.safetensors"
+    ran(1, *arguments(target, placement, 2, checkpoint=kept, save=saved))
+    expected = read_state(tmp_path / "run.json.2.0", STATE_FORMAT)["module"]
+    torch.testing.assert_close(load_file(saved), expected, rtol=0, atol=0)
+    first = saved.read_bytes()
+    saved.unlink()
+    ran(1, *arguments(target, placement, 2, checkpoint=kept, save=saved), "--resume")
+    assert saved.read_bytes() == first  # all steps were done; only the file is written
+
+
+def test_a_file_that_cannot_be_written_is_told_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = written(tmp_path)
+    placement = placed(f"{target}:build", tmp_path / "placement.json", "cpu")
+    for path, why in (
+        (tmp_path / "none" / "model", f"there is no folder {tmp_path / 'none'}"),
+        (placement, "--save and --placement are the same file"),
+    ):
+        assert run.main(arguments(target, placement, 2, save=path)) == 2
+        assert why in capsys.readouterr().err

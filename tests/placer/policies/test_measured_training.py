@@ -1,0 +1,224 @@
+"""Training with measured step times as reward."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+from envs.backend import StepResult, measured_result
+from envs.executors.cores.errors import WorkerError
+from envs.measurement import Measurement
+from envs.placement import Placement
+from envs.problem import Problem
+from envs.simulator import Simulator
+from envs.simulator.schedule import run_order
+from graphs.extract import Workload
+from placer.cli.main import main
+from placer.policies import load
+from placer.policies.measured_decoders import MeasuredDecoders
+from placer.policies.pool import exercise
+from placer.policies.scheduler_env import SchedulerEnv
+from placer.policies.training import Length, config_of, train
+from placer.search.list_scheduler.decoder import HEFT, WEIGHT_COUNT
+from tests.helpers.random_problems import random_problem
+
+torch.set_num_threads(1)
+
+two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+MODEL = """
+import torch
+from torch import nn
+
+class Towers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3)))
+        self.right = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3)))
+
+    def forward(self, x):
+        return (self.left(x) * self.right(x)).sum()
+
+def build():
+    torch.manual_seed(0)
+    return Towers(), torch.randn(128, 256)
+"""
+
+
+class Machine:
+    """A backend whose devices are slower than simulated, by a factor each, with 0.1 % noise."""
+
+    interrupted = False
+
+    def __init__(self, problem: Problem, factors: Sequence[float]) -> None:
+        slower = np.rint(problem.cost_ns * np.array(factors)).astype(np.int64)
+        self.simulator = Simulator(replace(problem, cost_ns=slower), memory=False)
+        self.broken = False
+        self.batches: list[int] = []
+        self.rng = np.random.default_rng(0)
+
+    def evaluate(self, placements: Sequence[Placement], progress: Any = None) -> list[StepResult]:
+        """Return nine rounds of each."""
+        self.batches.append(len(placements))
+        if self.broken:
+            nothing = np.array([])
+            failed = Measurement(wall_s=nothing, cpu_clock_s=nothing, failure="it died")
+            return [measured_result(failed, {})] * len(placements)
+        steps = [self.simulator.step_ns(*own.arrays())[0] / 1e9 for own in placements]
+        runs = [step * self.rng.normal(1.0, 1e-3, 9) for step in steps]
+        return [measured_result(Measurement(wall_s=run, cpu_clock_s=run), {}) for run in runs]
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class Order:
+    """The order of ops on such a machine."""
+
+    order = staticmethod(lambda problem, schedule: run_order(problem, schedule.start_ns))
+
+
+def decoders_on(
+    factors: Sequence[float], problem: Problem | None = None
+) -> tuple[MeasuredDecoders, Machine]:
+    problem = problem or random_problem(3, ops=60, devices=len(factors))
+    machine, order = Machine(problem, factors), Order()
+    return MeasuredDecoders(exercise(problem, "measured"), order, machine), machine  # type: ignore[arg-type]
+
+
+def test_costs_are_those_of_the_machine_and_not_of_the_simulator() -> None:
+    decoders, machine = decoders_on((1.0, 3.0, 3.0))
+    weights = HEFT + np.random.default_rng(0).normal(size=(5, WEIGHT_COUNT))
+    costs = decoders.costs(np.zeros(5, np.int64), weights)
+    devices, priority, simulated = decoders.evaluator.decode(weights)
+    steps = machine.simulator.step_ns(devices, priority)
+    assert costs == pytest.approx(steps, rel=0.05)  # in the simulated order
+    assert (steps > 1.2 * simulated).any()
+    known = {c.name: c.step_ns for c in decoders.item.known}
+    assert min(known.values()) == decoders.item.reference_ns
+
+
+def test_a_placement_is_measured_once_beside_the_reference() -> None:
+    decoders, machine = decoders_on((1.0, 1.0))
+    weights = HEFT + np.random.default_rng(0).normal(size=(40, WEIGHT_COUNT))
+    machine.batches.clear()
+    first = decoders.costs(np.zeros(40, np.int64), weights)
+    assert len(machine.batches) > 1
+    assert max(machine.batches) <= 17
+    ran = list(machine.batches)
+    assert (decoders.costs(np.zeros(40, np.int64), weights) == first).all()
+    assert machine.batches == ran
+
+
+def test_a_machine_that_fails_is_an_error_with_the_reason() -> None:
+    decoders, machine = decoders_on((1.0, 1.0))
+    machine.broken = True
+    weights = HEFT + np.random.default_rng(1).normal(size=(3, WEIGHT_COUNT))
+    with pytest.raises(WorkerError, match="cannot be run: it died"):
+        decoders.costs(np.zeros(3, np.int64), weights)
+
+
+def test_a_model_that_no_heuristic_fits_is_refused() -> None:
+    resident = int(random_problem(1, ops=24).graph.resident_bytes.sum())
+    tight = random_problem(1, ops=24, devices=3, memory_bytes=resident // 10)
+    with pytest.raises(ValueError, match="no heuristic placement fits"):
+        decoders_on((1.0, 1.0, 1.0), tight)
+
+
+def test_the_policy_learns_what_the_machine_prefers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoders, _ = decoders_on((1.0, 3.0, 3.0))
+    monkeypatch.setattr(MeasuredDecoders, "of", lambda *_: decoders)
+    config = config_of(backend="measured", length=Length(decodes=320))
+    measured: Any = (None, None)
+    card = train(tmp_path / "tuned", config, measured=measured)
+    policy = load(str(tmp_path / "tuned"))
+    assert policy.card == card == json.loads((tmp_path / "tuned.json").read_text())
+    assert card["scores_are"].endswith("measured")
+    assert card["trained_on"]["devices"] == list(decoders.evaluator.problem.cluster.names)
+    start = load("generalist")
+    before, after = (own.weights(decoders.item.summary)[0] for own in (start, policy))
+    costs = decoders.costs(np.zeros(2, np.int64), np.stack([before, after]))
+    assert costs[1] < costs[0]
+    ratio = round(costs[1] / decoders.item.reference_ns, 4)
+    assert card["seeds"][0]["validation"]["mean"] == ratio
+
+
+def test_a_model_is_needed_exactly_with_measured_steps(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="backend measured needs a model"):
+        train(tmp_path / "tuned", config_of(backend="measured"))
+    measured: Any = (None, None)
+    with pytest.raises(ValueError, match="backend simulated draws graphs"):
+        train(tmp_path / "tuned", config_of(seeds=1), measured=measured)
+
+
+@two_cores
+@pytest.mark.slow
+def test_training_by_measured_steps_on_two_cores_is_stopped_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "towers.py").write_text(MODEL)
+    out = tmp_path / "tuned"
+    command = ["train", "--backend", "measured", "--target", f"{tmp_path / 'towers.py'}:build"]
+    command += ["--devices", "core:0,core:1", "--decodes", "24", "--out", str(out)]
+    costs, calls = MeasuredDecoders.costs, []
+
+    def stopped(own: MeasuredDecoders, numbers: Any, weights: Any) -> Any:
+        calls.append(len(weights))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return costs(own, numbers, weights)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MeasuredDecoders, "costs", stopped)
+        assert main(command) != 0
+    assert "goes on from the last checkpoint" in capsys.readouterr().err
+    assert main(command) == 0
+    card = load(str(out)).card
+    assert card["config"]["start"] == "generalist"
+    assert card["trained_on"]["devices"] == ["core:0", "core:1"]
+    with (tmp_path / "tuned.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["decodes"]) for row in rows] == [8, 16, 24]
+    assert all(0.1 < float(row["mean_ratio"]) < 100 for row in rows)
+    assert not (tmp_path / "tuned.checkpoint").exists()
+
+
+@two_cores
+@pytest.mark.slow
+def test_the_scheduler_environment_measures_its_steps() -> None:
+    torch.manual_seed(0)
+    towers = torch.nn.ModuleList(torch.nn.Linear(256, 256) for _ in range(2))
+
+    class Towers(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.towers = towers
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.stack([tower(x) for tower in self.towers]).sum()
+
+    made = gym.make(
+        "placer/Scheduler-v0",
+        workload=Workload.of(Towers(), torch.randn(64, 256)),
+        cluster="core:0,core:1",
+        backend="measured",
+    )
+    environment = made.unwrapped
+    assert isinstance(environment, SchedulerEnv)
+    made.reset(seed=0)
+    _, reward, ended, _, info = made.step(np.zeros(WEIGHT_COUNT, np.float32))
+    assert ended
+    expected = -10.0 * np.log(info["step_ns"] / info["reference_ns"])
+    assert reward == pytest.approx(expected, abs=1e-3)
+    made.close()

@@ -1,0 +1,311 @@
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from placer.policies import Policy, load, names
+from placer.policies.maskable import maskable_ppo
+from placer.policies.network import ACTION_SCALE, FORMAT, RANGES
+from placer.policies.pool import draw_pool, exercise, families
+from placer.policies.scheduler_env import SchedulerBatch, SchedulerEnv
+from placer.policies.summary import FEATURES, summarise
+from placer.policies.training import scores, train
+from placer.policies.training.config import Ppo
+from placer.policies.training.scores import untrained_scores
+from placer.search.annealing.moves import below, exponential, seeded, uniform
+from placer.search.budget import Budget
+from placer.search.candidate import Kind
+from placer.search.evaluator import Evaluator
+from placer.search.heuristics import heuristics
+from placer.search.list_scheduler.decoder import HEFT, WEIGHT_COUNT
+from placer.search.portfolio import search
+from placer.search.request import SearchRequest
+from tests.helpers.random_problems import keeps_groups, random_problem
+from tests.helpers.tiny_training import TINY
+
+torch.set_num_threads(1)
+
+
+def made_up_policy(seed: int = 0) -> Policy:
+    rng = np.random.default_rng(seed)
+    sizes = (len(FEATURES), 8, WEIGHT_COUNT)
+    return Policy(
+        name="made-up",
+        card={"format": FORMAT},
+        feature_mean=rng.normal(size=len(FEATURES)).astype(np.float32),
+        feature_deviation=rng.uniform(0.5, 2.0, len(FEATURES)).astype(np.float32),
+        layers=tuple(
+            (
+                rng.normal(0.0, 0.3, (out, size)).astype(np.float32),
+                rng.normal(0.0, 0.3, out).astype(np.float32),
+            )
+            for size, out in pairwise(sizes)
+        ),
+        log_std=np.full(WEIGHT_COUNT, -1.6, np.float32),
+    )
+
+
+def test_a_policy_that_was_saved_says_the_same(tmp_path: Path) -> None:
+    policy = made_up_policy()
+    policy.save(tmp_path / "here" / "made-up")
+    again = load(str(tmp_path / "here" / "made-up"))
+    assert again.name == "made-up"
+    assert again.card == policy.card
+    for seed in range(5):
+        summary = np.random.default_rng(seed).normal(size=len(FEATURES))
+        for ours, theirs in zip(policy.weights(summary), again.weights(summary), strict=True):
+            assert (ours == theirs).all()
+    assert sorted(p.name for p in (tmp_path / "here").iterdir()) == [
+        "made-up.json",
+        "made-up.safetensors",
+    ]
+
+
+def test_the_name_of_a_policy_may_have_dots(tmp_path: Path) -> None:
+    policy = made_up_policy()
+    policy.save(tmp_path / "mine.v2")
+    for name in ("mine.v2", "mine.v2.safetensors", "mine.v2.json"):
+        assert load(str(tmp_path / name)).name == "mine.v2"
+    with pytest.raises(ValueError, match=r"mine\.v3\.safetensors does not exist"):
+        load(str(tmp_path / "mine.v3"))
+    with pytest.raises(ValueError, match="there is no policy ''"):
+        load("")
+
+
+def test_a_policy_keeps_the_proposals_of_other_seeds_beside_its_own(tmp_path: Path) -> None:
+    first = made_up_policy()
+    rest = tuple(
+        replace(
+            made_up_policy(seed),
+            feature_mean=first.feature_mean,
+            feature_deviation=first.feature_deviation,
+        )
+        for seed in range(1, 12)
+    )
+    replace(first, others=rest).save(tmp_path / "many")
+    many = load(str(tmp_path / "many"))
+    summary = np.random.default_rng(0).normal(size=len(FEATURES))
+    means, deviations = many.proposals(summary)
+    assert means.shape == deviations.shape == (12, WEIGHT_COUNT)
+    for row, policy in enumerate((first, *rest)):
+        assert (means[row] == policy.weights(summary)[0]).all()
+        assert (deviations[row] == policy.weights(summary)[1]).all()
+
+
+def test_a_policy_without_layers_proposes_heft() -> None:
+    policy = made_up_policy()
+    silent = tuple((0 * matrix, 0 * bias) for matrix, bias in policy.layers)
+    mean, deviation = replace(policy, layers=silent).weights(np.zeros(len(FEATURES)))
+    assert (mean == HEFT).all()
+    assert deviation == pytest.approx(ACTION_SCALE * np.exp(-1.6), abs=1e-6)
+
+
+def test_an_unknown_policy_is_named_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match="generalist"):
+        load("generalst")
+
+
+def test_files_that_are_no_policy_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mine"
+    made_up_policy().save(path)
+    card = path.with_suffix(".json")
+    for text, message in [
+        ("[]", "not an object"),
+        ("{}", "the format is not"),
+        ("{", "not JSON"),
+        ('{"x": ' + 3000 * "[" + 3000 * "]" + "}", "nested too deeply"),
+        (json.dumps({"format": FORMAT, "evaluations": [1]}), "evaluations"),
+    ]:
+        card.write_text(text)
+        with pytest.raises(ValueError, match=message) as caught:
+            load(str(path))
+        assert str(caught.value).startswith(str(card))
+    card.write_text(json.dumps({"format": FORMAT}))
+    path.with_suffix(".safetensors").write_bytes(b"nothing")
+    with pytest.raises(ValueError, match="not a policy"):
+        load(str(path))
+
+
+def test_a_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:
+    policy = made_up_policy()
+    replace(policy, log_std=policy.log_std[:5]).save(tmp_path / "short")
+    with pytest.raises(ValueError, match=rf"log_std .*\(5,\), not .*{WEIGHT_COUNT}"):
+        load(str(tmp_path / "short"))
+
+
+@pytest.mark.parametrize("key", [*RANGES, "layers.0.weight", "layers.0.bias", "layers.1.weight"])
+def test_tensors_of_another_shape_type_or_range_are_refused(key: str) -> None:
+    tensors = made_up_policy().tensors()
+    if key == "layers":
+        with pytest.raises(ValueError, match="there are no layers"):
+            Policy.of("x", {}, {k: v for k, v in tensors.items() if not k.startswith("layers.")})
+        return
+    low, high = RANGES[key.partition(".")[0]]
+    own = tensors[key]
+    for other in (
+        np.zeros((), np.float32),
+        own[..., None],
+        own.astype(np.int64),
+        own.astype(np.bool_),
+        own.astype(np.complex64),
+        *(
+            np.full_like(own, value)
+            for value in (math.nan, math.inf, 3e38, -3e38, low - 1, 2 * high)
+        ),
+    ):
+        with pytest.raises(ValueError, match=key.partition(".")[0]) as caught:
+            Policy.of("x", {}, tensors | {key: other})
+        assert len(str(caught.value)) < 200
+    with pytest.raises(ValueError, match=key.partition(".")[0]):
+        Policy.of("x", {}, {k: v for k, v in tensors.items() if k != key})
+
+
+def test_a_tensor_of_a_type_that_numpy_lacks_is_refused(tmp_path: Path) -> None:
+    made_up_policy().save(tmp_path / "mine")
+    header = b'{"log_std": {"dtype": "BF16", "shape": [1], "data_offsets": [0, 2]}}'
+    content = len(header).to_bytes(8, "little") + header + bytes(2)
+    (tmp_path / "mine.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match="dtype float32"):
+        load(str(tmp_path / "mine"))
+
+
+def test_policies_at_the_ends_of_their_ranges_propose_finite_weights() -> None:
+    tensors = made_up_policy().tensors()
+    for end in (0, 1):
+        filled = {
+            k: np.full_like(v, RANGES[k.partition(".")[0]][end], np.float32)
+            for k, v in tensors.items()
+        }
+        means, deviations = Policy.of("x", {}, filled).proposals(np.full(len(FEATURES), 1e3))
+        assert np.isfinite(means).all()
+        assert (deviations > 0).all()
+        assert np.isfinite(deviations).all()
+
+
+@pytest.mark.parametrize("name", ["generalist", "synthetic-only"])
+def test_the_shipped_policies_beat_heft_and_untrained_weights_on_unseen_graphs(name: str) -> None:
+    assert name in names()
+    pool = draw_pool(77, 21, 200) + draw_pool(79, 21, 300)
+    alone, sampled = scores(load(name), pool)
+    heft = [item.ratio(c.step_ns) for item in pool for c in item.known if c.kind is Kind.HEFT]
+    assert np.log(alone).mean() < np.log(heft).mean()
+    untrained = untrained_scores(math.exp(Ppo().log_std), pool)[1]
+    assert np.log(sampled).mean() < np.log(untrained).mean() - 0.01
+
+
+def test_a_search_with_a_policy_has_its_plan() -> None:
+    problem = random_problem(2, ops=80, devices=4)
+    found = search(SearchRequest(problem, Budget(evaluations=60)), load("generalist"))
+    assert "policy" in {c.name for c in found}
+
+
+def test_a_summary_says_how_many_ops_and_devices_and_how_heuristics_compare() -> None:
+    evaluator = Evaluator(random_problem(1, unequal=True))
+    summary = summarise(evaluator, heuristics(evaluator))
+    assert summary.shape == (len(FEATURES),)
+    assert np.isfinite(summary).all()
+    assert summary[0] == pytest.approx(np.log(30))
+    assert summary[1] == pytest.approx(np.log2(3))
+    assert summary[19:21].min() == pytest.approx(1.0)
+
+
+def test_summaries_of_extreme_problems_are_finite() -> None:
+    for problem in (
+        random_problem(1, ops=1),
+        random_problem(1, devices=1),
+        random_problem(1, memory_bytes=0),
+    ):
+        evaluator = Evaluator(problem)
+        assert np.isfinite(summarise(evaluator, heuristics(evaluator))).all()
+
+
+def test_a_pool_is_drawn_by_its_seed_and_families_take_turns() -> None:
+    first, second = (draw_pool(5, 8, 120, ["layered", "grid"]) for _ in range(2))
+    assert [item.family for item in first] == ["layered", "grid"] * 4
+    for ours, theirs in zip(first, second, strict=True):
+        assert (ours.summary == theirs.summary).all()
+    with pytest.raises(ValueError, match="layered"):
+        families(["layred"])
+
+
+def test_zero_action_is_heft_in_the_environment() -> None:
+    item = exercise(random_problem(3, devices=4), "made-up")
+    environment = SchedulerEnv(pool=[item])
+    environment.reset(seed=0)
+    _, reward, ended, _, info = environment.step(np.zeros(WEIGHT_COUNT, np.float32))
+    assert ended
+    heft = next(c.step_ns for c in item.known if c.kind is Kind.HEFT)
+    assert info == {"step_ns": heft, "reference_ns": item.reference_ns, "family": "made-up"}
+    assert reward == pytest.approx(-10.0 * np.log(heft / item.reference_ns))
+
+
+def test_the_same_seed_draws_the_same_problems() -> None:
+    pool = draw_pool(5, 6, 100)
+    observed = []
+    for seed in (1, 1, 2):
+        environment = SchedulerEnv(pool=pool)
+        first = environment.reset(seed=seed)[0]
+        observed.append(np.stack([first, *(environment.reset()[0] for _ in range(8))]))
+    assert (observed[0] == observed[1]).all()
+    assert (observed[0] != observed[2]).any()
+
+
+def test_the_batch_rewards_as_the_plain_environment_does() -> None:
+    pool = draw_pool(5, 4, 100)
+    batch = SchedulerBatch(pool, 16, seed=3)
+    observations = batch.reset()
+    plain = [SchedulerEnv(pool=[item]) for item in pool]
+    numbers = [
+        int(np.flatnonzero((batch._observations == row).all(axis=1))[0]) for row in observations
+    ]
+    actions = np.random.default_rng(0).uniform(-1, 1, (16, WEIGHT_COUNT)).astype(np.float32)
+    _, rewards, done, infos = batch.step(actions)
+    assert done.all()
+    for row, number in enumerate(numbers):
+        plain[number].reset(seed=0)
+        assert rewards[row] == np.float32(plain[number].step(actions[row])[1])
+        assert (infos[row]["terminal_observation"] == observations[row]).all()
+
+
+def test_maskable_ppo_places_a_small_graph_and_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    problem = random_problem(2, ops=12, devices=2, groups=True)
+    found = maskable_ppo(problem, Budget(evaluations=40), seed=0)
+    again = maskable_ppo(problem, Budget(evaluations=40), seed=0)
+    assert keeps_groups(problem, found.devices)
+    assert (found.step_ns, found.devices.tolist()) == (again.step_ns, again.devices.tolist())
+    assert found.name == "maskable ppo"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_learning_leaves_torchs_threads_as_they_were(tmp_path: Path) -> None:
+    problem = random_problem(2, ops=5, devices=2)
+    torch.set_num_threads(2)
+    try:
+        maskable_ppo(problem, Budget(evaluations=1), seed=0)
+        assert torch.get_num_threads() == 2
+        train(tmp_path / "tiny", TINY)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_compiled_random_numbers_have_the_right_means() -> None:
+    state = seeded(1)
+    draws = np.array([uniform(state) for _ in range(4000)])
+    assert draws.min() >= 0.0
+    assert draws.max() < 1.0
+    assert draws.mean() == pytest.approx(0.5, abs=0.02)
+    assert np.mean([exponential(state, 3.0) for _ in range(4000)]) == pytest.approx(3.0, abs=0.2)
+    assert {below(state, 3) for _ in range(100)} == {0, 1, 2}
+    assert seeded(1)[0] != seeded(2)[0]

@@ -1,0 +1,481 @@
+"""Content of a report, compared with its schedule, and the commands that write it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from envs.hardware.cluster import Cluster, Device, Link, cluster_to_toml
+from envs.measurement import Measurement
+from envs.placement import Placement
+from envs.problem import Problem
+from envs.simulator import INFEASIBLE_NS, Simulated, Simulator
+from envs.simulator.critical_path import critical_path
+from graphs.costs import with_costs
+from graphs.extract import Workload, extract
+from graphs.graph import GraphArrays, add_op, attributes_of, new_graph
+from graphs.graph_file import save_graph
+from graphs.synthetic.sketches import transformer
+from placer.cli.commands import build_parser
+from placer.cli.main import main
+from placer.cli.run import build_parser as run_parser
+from placer.job import SearchConfig
+from placer.pipeline import optimize_problem
+from placer.report.html import (
+    Source,
+    as_gpus,
+    export_trials,
+    next_commands,
+    page,
+    report_data,
+    reviewed,
+)
+from placer.report.html.page import embedded
+from placer.report.html.schedule import thinned, timeline_data
+from placer.result import Result
+from tests.helpers.random_problems import random_problem
+from tests.helpers.simulator_cases import fork, one_kind, problem_of, random_case
+
+
+def placed(problem: Problem, seed: int = 0) -> Placement:
+    """Return a random placement that keeps groups together."""
+    rng = np.random.default_rng(seed)
+    unit = np.where(problem.graph.group < 0, np.arange(problem.op_count), -1 - problem.graph.group)
+    devices = rng.integers(problem.device_count, size=problem.op_count).astype(np.int32)[unit]
+    return Placement.of(problem.graph, problem.cluster, devices, rng.random(problem.op_count))
+
+
+def found_in(problem: Problem, budget: str = "300e") -> Result:
+    return optimize_problem(problem, SearchConfig(policy=None, budget=budget, measure=False))
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(0, 10**7))
+def test_the_timeline_is_the_schedule(seed: int) -> None:
+    problem, devices, priority = problem_of(random_case(seed, bad_places=False))
+    schedule = Simulator(problem).run(devices, priority)
+    placement = Placement.of(problem.graph, problem.cluster, devices, priority)
+    if schedule.step_ns == INFEASIBLE_NS:
+        with pytest.raises(ValueError, match="no report of a placement that cannot run"):
+            timeline_data(Simulated(problem), placement)
+        return
+    shown = timeline_data(Simulated(problem), placement)
+    assert shown["step_ns"] == schedule.step_ns
+    assert shown["bars"]["op"] == list(range(problem.op_count))  # every op once
+    assert shown["bars"]["start_ns"] == schedule.start_ns.tolist()
+    assert shown["bars"]["end_ns"] == schedule.end_ns.tolist()
+    path = critical_path(problem, schedule)
+    critical = shown["critical"]
+    assert critical["bar"] == [part.op for part in path]
+    assert critical["end_ns"] == [part.end_ns for part in path]
+    assert [critical["kinds"][kind] for kind in critical["kind"]] == [part.kind for part in path]
+    assert (critical["start_ns"][0], critical["end_ns"][-1]) == (0, schedule.step_ns)
+    assert critical["end_ns"][:-1] == critical["start_ns"][1:]
+    idle = shown["idle"]
+    for d in range(problem.device_count):
+        busy = int((schedule.end_ns - schedule.start_ns)[schedule.devices == d].sum())
+        waits = sum(
+            end - start
+            for of, start, end in zip(idle["device"], idle["start_ns"], idle["end_ns"], strict=True)
+            if of == d
+        )
+        assert busy + waits == schedule.step_ns
+    on_tracks = [k for track in shown["tracks"] for k in track["transfers"]]
+    assert set(on_tracks) == set(range(len(schedule.transfers)))
+
+
+@given(seed=st.integers(0, 10**7))
+@settings(max_examples=30)
+def test_the_largest_of_a_memory_curve_is_the_simulated_peak(seed: int) -> None:
+    problem = random_problem(seed, devices=1 + seed % 4)
+    placement = placed(problem, seed)
+    peaks = Simulator(problem).run(*placement.arrays()).peak_bytes.tolist()
+    shown = timeline_data(Simulated(problem), placement)["memory"]
+    assert [max(curve["bytes"]) for curve in shown] == peaks
+    assert [curve["peak_bytes"] for curve in shown] == peaks
+    assert [curve["limit_bytes"] for curve in shown] == problem.memory_bytes.tolist()
+
+
+@given(used=st.lists(st.integers(0, 100), min_size=1, max_size=200), most=st.integers(2, 50))
+def test_a_thinned_curve_keeps_its_largest_and_its_last_value(used: list[int], most: int) -> None:
+    curve = list(enumerate(used))
+    kept = thinned(curve, most)
+    assert len(kept) <= max(most, 2)
+    assert kept == sorted(set(kept))
+    assert set(kept) <= set(curve)
+    assert kept[-1] == curve[-1]
+    assert max(value for _, value in kept) == max(used)
+
+
+def test_every_op_and_edge_is_shown_as_the_problem_has_it() -> None:
+    problem = random_problem(5, unequal=True)
+    found = found_in(problem)
+    shown = report_data(found)["ops"]
+    assert shown["id"] == list(problem.graph.ids)
+    assert [found.placement.device_names[d] for d in shown["device"]] == [
+        found.device_of(op_id) for op_id in shown["id"]
+    ]
+    assert shown["cost_ns"] == [problem.cost_ns[i, d] for i, d in enumerate(shown["device"])]
+    assert [shown["kinds"][k] for k in shown["kind"]] == list(problem.graph.ops)
+    assert len(shown["source"]) == len(shown["target"]) == problem.graph.edge_count
+    for u, v in zip(shown["source"], shown["target"], strict=True):
+        inputs = problem.graph.predecessors[
+            problem.graph.predecessor_start[v] : problem.graph.predecessor_start[v + 1]
+        ]
+        assert u in inputs
+
+
+def test_candidates_have_their_predictions_quartiles_and_the_chosen_one() -> None:
+    found = found_in(random_problem(6))
+    names = found.problem.cluster.names
+    times = np.arange(1.0, 10.0)
+    runs = Measurement(wall_s=times, cpu_clock_s=times, peak_memory_bytes={names[0]: 123})
+    best = replace(found.best, measurement=runs)
+    rows = tuple(best if row is found.best else row for row in found.candidates)
+    failed = Measurement(wall_s=np.zeros(0), cpu_clock_s=np.zeros(0), failure="a worker died")
+    rows = (*rows[:-1], replace(rows[-1], measurement=failed))
+    measured = replace(found, candidates=rows, best=best, all_cores=runs)
+    data = report_data(measured)
+    shown = {row["name"]: row for row in data["candidates"]}
+    assert [row.name for row in rows] == list(shown)[:-1]
+    assert [row["name"] for row in data["candidates"] if row["best"]] == [best.name]
+    assert shown[best.name]["measured"] == {
+        "step_s": 5.0,
+        "wall_s": 5.0,
+        "low_s": 3.0,
+        "high_s": 7.0,
+        "min_s": 1.0,
+        "rounds": 9,
+    }
+    assert shown[rows[-1].name]["measured"] is None
+    assert shown[rows[-1].name]["why"] == "a worker died"
+    assert shown["not placed"]["measured"]["step_s"] == 5.0
+    assert shown[best.name]["measured_memory_bytes"] == [123, None, None]
+    assert shown[rows[-1].name]["measured_memory_bytes"] == [None] * 3
+    assert (data["step_s"], data["judged"]) == (5.0, "measured")
+    assert data["verdict"] == measured.verdict
+
+
+def test_the_search_is_told_by_its_parts() -> None:
+    found = found_in(random_problem(7))
+    lines = report_data(found)["search"]["lines"]
+    assert {line["name"] for line in lines} >= {"heuristics", "evolution"}
+    best_s = min(row.predicted_s for row in found.candidates)
+    assert min(line["cost_s"][-1] for line in lines) == pytest.approx(best_s)
+    for line in lines:
+        assert len(line["evaluations"]) == len(line["seconds"]) == len(line["cost_s"])
+
+
+def test_micro_batches_have_a_bar_for_every_copy() -> None:
+    problem = random_problem(8, ops=10)
+    placement = replace(placed(problem), micro_batches=3)
+    shown = report_data(reviewed(problem, placement))
+    bars = shown["timeline"]["bars"]
+    _, schedule = Simulated(problem).run(placement)
+    assert len(bars["op"]) == len(schedule.start_ns) == 30
+    assert sorted(zip(bars["op"], bars["batch"], strict=True)) == [
+        (i, k) for i in range(10) for k in range(3)
+    ]
+    assert max(bars["end_ns"]) == shown["timeline"]["step_ns"]
+    assert shown["step_s"] == shown["timeline"]["step_ns"] / 1e9
+
+
+def test_a_placement_that_does_not_fit_says_so_and_is_shown() -> None:
+    problem = random_problem(9, memory_bytes=20_000_000)
+    alone = replace(placed(problem), devices=(0,) * problem.op_count)
+    shown = report_data(reviewed(problem, alone))
+    assert shown["verdict"].startswith("It does not fit.")
+    assert shown["step_s"] is None
+    curve = shown["timeline"]["memory"][0]
+    assert max(curve["bytes"]) > curve["limit_bytes"]
+
+
+def test_what_was_measured_when_a_placement_was_made_is_told_again() -> None:
+    problem = random_problem(10)
+    measured: dict[str, Any] = {
+        "step_s": 0.5,
+        "single_device_step_s": 1.0,
+        "spread": 0.1,
+        "rounds": 7,
+    }
+    measured |= {"wall_median_s": 0.5, "wall_min_s": 0.45, "single_device_wall_min_s": 0.9}
+    measured["peak_memory_bytes"] = {problem.cluster.names[0]: 7_000_000}
+    data = report_data(reviewed(problem, replace(placed(problem), measured=measured)))
+    assert data["verdict"].startswith("2.00x faster")
+    assert (data["step_s"], data["speed_up"], data["judged"]) == (0.5, 2.0, "measured")
+    [chosen] = [row for row in data["candidates"] if row["best"]]
+    assert (chosen["measured"]["low_s"], chosen["measured"]["high_s"]) == (0.475, 0.525)
+    [single] = [row for row in data["candidates"] if row["name"] == data["best_single"]]
+    assert single["measured"]["step_s"] == 1.0
+    assert (chosen["measured"]["min_s"], single["measured"]["min_s"]) == (0.45, 0.9)
+    of_best_and_single = {chosen["name"], data["best_single"]}
+    for row in data["candidates"]:  # the others were not run and are compared by prediction
+        is_known = row["name"] in of_best_and_single
+        assert row["speed_up_is"] == ("measured" if is_known else "predicted")
+    assert data["speed_up_is"] == "measured"
+    assert chosen["measured_memory_bytes"] == [7_000_000, None, None]
+    rebuilt = reviewed(problem, replace(placed(problem), measured={**measured, "step_s": 0.4}))
+    [chosen] = [row for row in report_data(rebuilt)["candidates"] if row["best"]]
+    assert chosen["measured"]["low_s"] is chosen["measured"]["high_s"] is None  # of the other clock
+    assert chosen["measured"]["min_s"] is None  # likewise
+
+
+def test_quartiles_that_a_file_does_not_keep_are_not_drawn_and_its_two_clocks_are_told() -> None:
+    problem = random_problem(10)
+    measured: dict[str, Any] = {
+        "step_s": 0.5,
+        "wall_median_s": 2.0,
+        "spread": 0.1,
+        "single_device_step_s": 1.0,
+        "single_device_wall_median_s": 2.5,
+    }
+    found = report_data(reviewed(problem, replace(placed(problem), measured=measured)))
+    assert found["verdict"].startswith("2.00x faster")
+    assert "(1.25x by the wall clock" in found["verdict"]
+    of_wall = replace(placed(problem), measured={**measured, "step_s": 2.0})
+    for data, known in ((found, 0), (report_data(reviewed(problem, of_wall)), 1)):
+        seen = [row["measured"] for row in data["candidates"] if row["measured"] is not None]
+        assert len(seen) == 2
+        assert sum(runs["low_s"] is not None for runs in seen) == known
+    del measured["single_device_wall_median_s"]
+    found = report_data(reviewed(problem, replace(placed(problem), measured=measured)))
+    assert "wall clock" not in found["verdict"]
+
+
+def test_a_step_that_takes_no_time_is_shown() -> None:
+    graph = new_graph("nothing")
+    add_op(graph, "a", cost_s={"*": 0.0})
+    problem = Problem.of(GraphArrays.from_graph(graph), one_kind(2))
+    data = report_data(reviewed(problem, placed(problem)))
+    assert (data["step_s"], data["speed_up"]) == (0.0, 1.0)
+
+
+def test_a_report_of_five_thousand_ops_stays_small() -> None:
+    graph = GraphArrays.from_graph(transformer(layers=78))
+    assert len(graph) >= 5000
+    problem = Problem.of(graph, one_kind(4))
+    assert len(page(report_data(reviewed(problem, placed(problem)))).encode()) < 2_000_000
+
+
+@settings(max_examples=50)
+@given(name=st.text())
+def test_no_name_ends_the_data_in_the_page(name: str) -> None:
+    text = embedded({"id": [name]})
+    assert "<" not in text
+    assert json.loads(text) == {"id": [name]}
+
+
+@pytest.mark.parametrize(
+    ("target", "cluster", "devices"),
+    [
+        ("graph.json", None, ("core:0", "core:1")),
+        ("my model.py:build", Path("a cluster.toml"), ("cuda:0", "cpu")),
+        ("my model.py:build", None, ("core:0", "core:1")),
+    ],
+)
+def test_every_command_that_is_named_can_be_given(
+    target: str, cluster: Path | None, devices: tuple[str, ...]
+) -> None:
+    source = Source(
+        placement=Path("out/the placement.json"),
+        target=target,
+        devices=devices,
+        cluster=cluster if target != "graph.json" else Path("cluster.toml"),
+        inference=target != "graph.json",
+        memory={} if cluster or target == "graph.json" else {devices[0]: 1 << 30},
+        search=["--pin", "embed=core:0"],
+    )
+    commands = [command.command for command in next_commands(source)]
+    assert len(set(commands)) == len(commands) >= 4
+    for command in commands:
+        program, *words = shlex.split(command)
+        assert program == "placer"
+        args = build_parser().parse_args(words)
+        assert Path("out/the placement.json") in vars(args).values()
+        if words[0] in ("optimize", "measure"):
+            assert args.memory == source.memory
+
+
+def test_exports_that_fail_are_not_offered_but_told_and_others_come_with_their_price() -> None:
+    class Towers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.head = nn.Linear(8, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.head(torch.cat([self.left(x), self.right(x)], 1))
+            return found
+
+    extraction = extract(Workload.of(Towers(), (torch.ones(2, 4), torch.ones(2, 2)), nn.MSELoss()))
+    names = ("core:0", "core:1")
+    graph = extraction.graph
+    costed = with_costs(graph, {"x": np.full(len(graph), 1e-3)}, {"x": "made up"})
+    devices = tuple(Device(name=name, kind="x", memory_bytes=1 << 30) for name in names)
+    link = Link(between=names, latency_s=1e-6, bandwidth_bytes_per_s=float("inf"))
+    problem = Problem.of(
+        GraphArrays.from_graph(costed), Cluster(name="two", devices=devices, links=(link,))
+    )
+    on_second = ["right" in attributes_of(graph, op)["module"] for op in graph]
+    placement = Placement.of(
+        problem.graph, problem.cluster, np.array(on_second, np.int64), np.zeros(len(graph))
+    )
+    exports = export_trials(extraction, placement, problem, as_gpus(names))
+    source = Source(
+        placement=Path("placement.json"), target="model.py:build", devices=names, exports=exports
+    )
+    commands = {command.what.split(":")[0]: command for command in next_commands(source)}
+    hugging_face = commands["Export for Hugging Face"]
+    assert "dispatch_model" in hugging_face.what
+    published = next_commands(replace(source, target="hf:gpt2"))
+    assert any("from_pretrained" in command.what for command in published)
+    assert "--as core:0=cuda:0,core:1=cuda:1" in hugging_face.command
+    assert " ops run elsewhere than placed. Predicted step on " in hugging_face.told
+    pipeline = commands["Export for torch.distributed.pipelining"]
+    assert pipeline.command == ""
+    assert "head is on cuda:0 again" in pipeline.told
+    assert [bool(command.command) for command in commands.values()].count(False) == 2
+
+
+def test_a_report_comes_with_an_optimization_and_again_from_its_placement(
+    files: Callable[..., tuple[Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    graph, cluster = files()
+    out, first, second = (tmp_path / name for name in ("p.json", "first.html", "second.html"))
+    arguments = [str(graph), "--cluster", str(cluster)]
+    made = ["--budget", "300e", "--out", str(out), "--report", str(first)]
+    assert main(["optimize", *arguments, *made]) == 0
+    assert f"report: {first}" in capsys.readouterr().err
+    assert main(["report", str(out), *arguments, "--out", str(second)]) == 0
+    one, two = (data_of(path) for path in (first, second))
+    assert one["timeline"] == two["timeline"]
+    assert one["ops"] == two["ops"]
+    assert one["step_s"] == two["step_s"]
+    assert one["commands"] == two["commands"]
+    assert one["search"]["lines"]
+    assert not two["search"]["lines"]
+    for command in one["commands"]:
+        words = shlex.split(command["command"].replace("--budget 5m", "--budget 50e"))
+        assert main(words[1:]) == 0
+
+
+ELSEWHERE = """
+format = "placer-cluster/1"
+[[device]]
+name = "n1:g0"
+kind = "gpu"
+memory_bytes = 1_000_000_000
+peak_flop_per_s = 1e9
+bandwidth_bytes_per_s = 1e9
+[[device]]
+name = "n1:g1"
+kind = "gpu"
+memory_bytes = 1_000_000_000
+peak_flop_per_s = 1e9
+bandwidth_bytes_per_s = 1e9
+[[link]]
+between = ["n1:g0", "n1:g1"]
+latency_s = 1e-9
+bandwidth_bytes_per_s = 1e12
+"""
+CROSSED = """
+import torch
+from torch import nn
+
+class Crossed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(64, 64), nn.Linear(64, 64)
+    def forward(self, x):
+        return self.left(x) + self.right(x)
+
+def build():
+    return Crossed(), (torch.ones(256, 64), torch.ones(256, 64)), nn.MSELoss()
+"""
+
+
+def test_reports_of_clusters_elsewhere_try_their_exports_too(tmp_path: Path) -> None:
+    model, cluster, out, first, second = (
+        tmp_path / name for name in ("m.py", "c.toml", "p.json", "1.html", "2.html")
+    )
+    model.write_text(CROSSED)
+    cluster.write_text(ELSEWHERE)
+    arguments = [f"{model}:build", "--cluster", str(cluster)]
+    made = ["--budget", "200e", "--out", str(out), "--report", str(first)]
+    assert main(["optimize", *arguments, *made]) == 0
+    assert len(set(json.loads(out.read_text())["devices"].values())) == 2
+    assert main(["report", str(out), *arguments, "--out", str(second)]) == 0
+    one, two = (data_of(path)["commands"] for path in (first, second))
+    assert one == two
+    [hugging_face] = [command for command in one if "Hugging Face" in command["what"]]
+    assert "Predicted step on n1:g0, n1:g1: " in hugging_face["told"]
+    assert not any("placer.run" in command["command"] for command in one)  # no torch knows n1:g0
+
+
+def test_the_page_says_how_to_train_with_the_placement(tmp_path: Path) -> None:
+    model, cluster, out, page = (tmp_path / name for name in ("m.py", "c.toml", "p.json", "1.html"))
+    model.write_text(CROSSED)
+    cluster.write_text(ELSEWHERE.replace("n1:g", "cuda:"))
+    arguments = [f"{model}:build", "--cluster", str(cluster), "--out", str(out)]
+    arguments += ["--budget", "50e", "--report", str(page)]
+    assert main(["optimize", *arguments, "--optimizer", "adam"]) == 0
+    first, *_ = data_of(page)["commands"]
+    words = shlex.split(first["command"])
+    assert words[:4] == ["torchrun", "--nproc-per-node=1", "-m", "placer.run"]
+    told = run_parser().parse_args(words[4:])
+    assert (told.target, told.placement, told.optimizer) == (f"{model}:build", out, "adam")
+    assert main(["optimize", *arguments, "--inference"]) == 0
+    assert not any("placer.run" in command["command"] for command in data_of(page)["commands"])
+
+
+def data_of(path: Path) -> dict[str, Any]:
+    text = path.read_text().partition('id="data">')[2].partition("</script>")[0]
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def test_a_report_that_cannot_be_made_says_why(
+    files: Callable[..., tuple[Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    graph, cluster = files()
+    placement = tmp_path / "p.json"
+    made = ["--budget", "50e", "--out", str(placement)]
+    assert main(["optimize", str(graph), "--cluster", str(cluster), *made]) == 0
+    capsys.readouterr()
+    out = ["--out", str(tmp_path / "report.html")]
+    for words, told in (
+        ([], "does not hold its graph"),
+        ([str(graph)], "--cluster"),
+        ([str(graph), "--cluster", str(cluster), "--devices", "core:0"], "not both"),
+        ([str(graph), "--cluster", str(cluster), "--inference"], "extracted already"),
+    ):
+        assert main(["report", str(placement), *words, *out]) == 2
+        assert told in capsys.readouterr().err
+    assert not (tmp_path / "report.html").exists()
+    assert main(["report", str(placement), str(graph), "--out", str(placement)]) == 2
+    assert "are the same file" in capsys.readouterr().err
+
+
+def test_a_placement_that_cannot_run_has_no_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    graph, cluster, out = (tmp_path / name for name in ("g.json", "c.toml", "p.json"))
+    save_graph(fork(1), graph)
+    cluster.write_text(cluster_to_toml(replace(one_kind(2), links=())))
+    out.write_text(json.dumps({"format": "placer-placement/1", "devices": {"s": "d0", "0": "d1"}}))
+    page_file = tmp_path / "report.html"
+    words = [str(out), str(graph), "--cluster", str(cluster), "--out", str(page_file)]
+    assert main(["report", *words]) == 2
+    assert "no link" in capsys.readouterr().err
+    assert not page_file.exists()

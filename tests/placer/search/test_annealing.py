@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+from itertools import permutations, product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from envs.hardware.cluster import Cluster, Device, Link
+from envs.problem import Problem
+from envs.simulator import INFEASIBLE_NS, OVERFULL_NS, Simulator
+from graphs.graph import GraphArrays, add_op, new_graph
+from placer.search.annealing.step_time import HOT, Annealing, initial_temperature
+from placer.search.evaluator import Evaluator
+from placer.search.heuristics import heuristics
+from tests.helpers.random_problems import keeps_groups, keeps_limits, random_problem
+
+
+def test_a_plan_that_cannot_run_costs_no_less_because_the_one_before_lacked_memory() -> None:
+    graph = new_graph("pair")
+    for name in ("first", "second"):
+        add_op(graph, name, cost_s={"*": 1e-3}, parameter_bytes=100)
+    graph.nodes["second"]["devices"] = ["device:0"]
+    names = ("device:0", "device:1")
+    devices = tuple(Device(name=name, kind="device", memory_bytes=150) for name in names)
+    link = Link(between=names, latency_s=1e-6, bandwidth_bytes_per_s=1e9)
+    cluster = Cluster(name="pair", devices=devices, links=(link,))
+    evaluator = Evaluator(Problem.of(GraphArrays.from_graph(graph), cluster))
+    plans = np.array([[0, 0], [0, 1]], np.int32)
+    overfull, forbidden = evaluator.costs(plans, np.zeros((2, 2))).tolist()
+    assert OVERFULL_NS <= overfull < forbidden == INFEASIBLE_NS
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_annealing_finds_the_optimum_of_a_tiny_graph(seed: int) -> None:
+    problem = random_problem(seed, ops=6, devices=2, unequal=seed % 2 == 1)
+    evaluator = Evaluator(problem)
+    orders = np.array(list(permutations(range(6))), np.float64)
+    plans = np.array(list(product(range(2), repeat=6)), np.int32)
+    optimum = min(
+        int(evaluator.costs(np.tile(plan, (len(orders), 1)), orders).min()) for plan in plans
+    )
+    best = min(
+        run.best_cost
+        for run in (annealed(evaluator, start, 2000) for start in range(len(plans[0])))
+    )
+    assert best == optimum
+
+
+def annealed(evaluator: Evaluator, start: int, steps: int) -> Annealing:
+    known = heuristics(evaluator)
+    run = Annealing(evaluator, known[start % len(known)], seed=start)
+    run.run(steps, first=0, stride=1, total=steps)
+    return run
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 1000), st.integers(1, 4), st.integers(0, 6), st.booleans(), st.booleans())
+def test_annealing_is_never_worse_than_its_start_and_keeps_all_rules(
+    seed: int, devices: int, start: int, tight: bool, wild: bool
+) -> None:
+    problem = random_problem(
+        seed,
+        devices=devices,
+        groups=True,
+        pins=True,
+        unequal=True,
+        memory_bytes=20_000_000 if tight else 10**12,
+    )
+    evaluator = Evaluator(problem)
+    known = heuristics(evaluator)
+    begin = known[start % len(known)]
+    options = {"hot": 0.02, "senders": 0.5} if wild else {}
+    run = Annealing(evaluator, begin, seed, **options)
+    run.run(300, first=0, stride=1, total=300)
+    best = run.best()
+    assert best.step_ns <= begin.step_ns
+    assert keeps_groups(problem, best.devices)
+    assert keeps_limits(problem, best.devices)
+    step_ns = Simulator(problem).step_ns(best.devices, best.priority)[0]
+    assert step_ns == best.step_ns
+    assert best.step_ns in (run.best_cost, INFEASIBLE_NS)
+
+
+def test_annealing_in_pieces_is_annealing_at_once() -> None:
+    evaluator = Evaluator(random_problem(5, groups=True))
+    start = heuristics(evaluator)[0]
+    whole, pieces = (Annealing(evaluator, start, 7, hot=0.01, senders=0.3) for _ in range(2))
+    whole.run(1000, first=0, stride=1, total=1000)
+    for first, steps in ((0, 1), (1, 399), (400, 600)):
+        pieces.run(steps, first=first, stride=1, total=1000)
+    assert whole.best_cost == pieces.best_cost
+    assert (whole.best().devices == pieces.best().devices).all()
+    assert (whole.best().priority == pieces.best().priority).all()
+
+
+def test_many_moves_for_an_op_begin_hotter_within_limits() -> None:
+    heats = [initial_temperature(moves, 100) for moves in (0, 1000, 50_000, 100_000, 10**9)]
+    assert heats == sorted(heats)
+    assert heats[:3] == [HOT] * 3
+    assert heats[3] == 4 * HOT
+    assert heats[4] == 20 * HOT
+
+
+def test_annealing_repairs_a_plan_that_does_not_fit() -> None:
+    roomy = random_problem(1, devices=3)
+    parameters = int(roomy.graph.parameter_bytes.sum())
+    problem = random_problem(1, devices=3, memory_bytes=int(0.75 * parameters))
+    evaluator = Evaluator(problem)
+    start = heuristics(evaluator)[0]
+    assert start.step_ns == INFEASIBLE_NS
+    run = Annealing(evaluator, start, 0)
+    assert run.best_cost >= OVERFULL_NS
+    run.run(2000, first=0, stride=1, total=2000)
+    assert run.best_cost < OVERFULL_NS
+    assert Simulator(problem).step_ns(run.best().devices, run.best().priority)[0] == run.best_cost

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from envs.hardware.cluster import SHARINGS, Sharing
+from envs.problem import Problem
+from placer.search.list_scheduler.arrays import scheduling_arrays, soft_log
+from placer.search.list_scheduler.decoder import HEFT, WEIGHT_COUNT, decode, decode_batch
+from placer.search.list_scheduler.etf import etf
+from tests.helpers.random_problems import keeps_groups, keeps_limits, random_problem
+
+
+def heft_twin(problem: Problem) -> tuple[list[int], list[int]]:
+    """Return devices and order of ops by HEFT on first-come links, in plain Python."""
+    graph, devices = problem.graph, range(problem.device_count)
+    count = problem.op_count
+    inputs: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+    outputs: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+    for u in range(count):
+        for k in range(graph.successor_start[u], graph.successor_start[u + 1]):
+            v, size = int(graph.successors[k]), int(graph.edge_bytes[k])
+            outputs[u].append((v, size))
+            inputs[v].append((u, size))
+
+    def send_ns(size: int, s: int, d: int) -> float:
+        return float(
+            problem.latency_s[s, d] * 1e9 + size * (1e9 / problem.bandwidth_bytes_per_s[s, d])
+        )
+
+    def mean_send_ns(size: int) -> float:
+        return send_ns(size, 0, 1) * (1 - 1 / len(devices))  # all links are equal here
+
+    level = [0.0] * count
+    for u in reversed(graph.topological.tolist()):
+        mean = sum(problem.cost_ns[u].tolist()) / len(devices)
+        level[u] = mean + max((mean_send_ns(b) + level[v] for v, b in outputs[u]), default=0.0)
+
+    home: dict[int, int] = {}
+    finish: dict[int, float] = {}
+    arrived: dict[tuple[int, int], float] = {}
+    free = dict.fromkeys(devices, 0.0)
+    queue = dict.fromkeys(range(problem.queue_count), 0.0)
+    order: list[int] = []
+
+    def arrival(u: int, size: int, d: int) -> float:
+        if home[u] == d:
+            return finish[u]
+        if (u, d) in arrived:
+            return arrived[u, d]
+        q = int(problem.queue[home[u], d])
+        begin = max(finish[u], queue[q]) if q >= 0 else finish[u]
+        return begin + send_ns(size, home[u], d)
+
+    while len(order) < count:
+        ready = [v for v in range(count) if v not in home and all(u in home for u, _ in inputs[v])]
+        v = max(ready, key=lambda i: (level[i], -i))
+        ends = {
+            d: max([free[d], *(arrival(u, b, d) for u, b in inputs[v])]) + problem.cost_ns[v, d]
+            for d in devices
+        }
+        d = min(devices, key=lambda k: (ends[k], k))
+        begin = free[d]
+        for u, size in inputs[v]:
+            at = arrival(u, size, d)
+            if home[u] != d and (u, d) not in arrived:
+                arrived[u, d] = at
+                if problem.queue[home[u], d] >= 0:
+                    queue[int(problem.queue[home[u], d])] = at
+            begin = max(begin, at)
+        finish[v] = free[d] = begin + float(problem.cost_ns[v, d])
+        home[v] = d
+        order.append(v)
+    return [home[v] for v in range(count)], order
+
+
+@pytest.mark.parametrize("sharing", SHARINGS)
+@pytest.mark.parametrize("seed", range(6))
+def test_heft_weights_decode_to_what_plain_heft_finds(seed: int, sharing: Sharing) -> None:
+    problem = random_problem(seed, devices=2 + seed % 3, unequal=seed % 2 == 1, sharing=sharing)
+    devices, order = heft_twin(problem)
+    decoded, priority = decode(scheduling_arrays(problem), HEFT)
+    assert decoded.tolist() == devices
+    assert np.argsort(-priority).tolist() == order
+
+
+weights = st.lists(st.floats(-3, 3), min_size=WEIGHT_COUNT, max_size=WEIGHT_COUNT)
+
+
+@settings(max_examples=40)
+@given(weights, st.integers(0, 1000), st.integers(1, 5))
+def test_any_weights_keep_groups_and_limits_and_order(
+    values: list[float], seed: int, devices: int
+) -> None:
+    problem = random_problem(seed, devices=devices, groups=True, pins=True, unequal=True)
+    decoded, priority = decode(scheduling_arrays(problem), np.array(values))
+    assert keeps_groups(problem, decoded)
+    assert keeps_limits(problem, decoded)
+    assert sorted(priority.tolist()) == list(range(1, problem.op_count + 1))
+    graph = problem.graph
+    source = np.repeat(np.arange(problem.op_count), np.diff(graph.successor_start))
+    assert (priority[source] > priority[graph.successors]).all()
+
+
+@settings(max_examples=20)
+@given(weights, st.integers(0, 1000))
+def test_a_batch_decodes_each_row_alone(values: list[float], seed: int) -> None:
+    problem = scheduling_arrays(random_problem(seed))
+    rows = np.stack([HEFT, np.array(values), HEFT])
+    devices, priority = decode_batch(problem, rows)
+    for row in range(3):
+        alone = decode(problem, rows[row])
+        assert (devices[row] == alone[0]).all()
+        assert (priority[row] == alone[1]).all()
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 1000), st.integers(1, 5))
+def test_etf_keeps_groups_and_limits(seed: int, devices: int) -> None:
+    problem = random_problem(seed, devices=devices, groups=True, pins=True, unequal=True)
+    found, priority = etf(scheduling_arrays(problem))
+    assert keeps_groups(problem, found)
+    assert keeps_limits(problem, found)
+    assert sorted(priority.tolist()) == list(range(1, problem.op_count + 1))
+
+
+def test_a_full_device_is_left_out_where_another_has_room() -> None:
+    roomy = random_problem(3, devices=2)
+    parameters = int(roomy.graph.parameter_bytes.sum())
+    tight = random_problem(3, devices=2, memory_bytes=int(0.8 * parameters))
+    devices, _ = decode(scheduling_arrays(tight), np.zeros(WEIGHT_COUNT))
+    held = np.bincount(devices, tight.graph.parameter_bytes, 2)
+    assert held.max() <= 0.8 * parameters
+    devices, _ = decode(scheduling_arrays(roomy), np.zeros(WEIGHT_COUNT))
+    assert (devices == 0).all()
+
+
+@pytest.mark.parametrize("shape", [(3, 20), (21,), (2, 3, 21)])
+def test_weights_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="shape"):
+        decode_batch(scheduling_arrays(random_problem(0)), np.zeros(shape))
+
+
+def test_weights_that_are_not_finite_are_refused() -> None:
+    with pytest.raises(ValueError, match="finite"):
+        decode(scheduling_arrays(random_problem(0)), np.full(WEIGHT_COUNT, np.nan))
+
+
+def test_the_soft_logarithm_is_close_to_the_logarithm_and_rises() -> None:
+    x = np.linspace(0.0, 10.0, 101)
+    assert soft_log(np.zeros(1)) == 0.0
+    assert np.allclose(soft_log(x), np.log1p(x), rtol=0.07)
+    assert (np.diff(soft_log(x)) > 0).all()

@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import json
+from itertools import permutations, product
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from envs.hardware.cluster import Sharing, cluster_to_toml
+from envs.problem import Problem
+from envs.simulator import INFEASIBLE_NS
+from envs.simulator.bounds import why_too_large
+from tests.helpers.random_problems import keeps_groups, keeps_limits, random_problem
+
+pytest.importorskip("ortools")
+
+from envs.simulator import OVERFULL_NS
+from graphs.graph_file import save_graph
+from graphs.synthetic.families import layered
+from placer.choose import PlacementError
+from placer.cli.main import main
+from placer.job import SearchConfig
+from placer.pipeline import optimize_problem
+from placer.placers import placer_named
+from placer.search.budget import Budget
+from placer.search.candidate import Candidate
+from placer.search.evaluator import Evaluator
+from placer.search.exact import LARGEST
+from placer.search.request import SearchRequest
+
+
+def best_of_all(problem: Problem) -> int:
+    """Return the shortest step over all placements and all orders."""
+    evaluator, count = Evaluator(problem), problem.op_count
+    orders = np.array(list(permutations(range(count))), np.float64)
+    steps = [
+        int(evaluator.costs(np.tile(plan, (len(orders), 1)), orders).min())
+        for plan in np.array(list(product(range(problem.device_count), repeat=count)), np.int32)
+        if keeps_groups(problem, plan) and keeps_limits(problem, plan)
+    ]
+    return min(steps)
+
+
+def solved(problem: Problem) -> tuple[Candidate, bool]:
+    """Return the best candidate and whether it is proven to be optimal."""
+    told: list[str] = []
+    [found] = placer_named("exact").place(
+        SearchRequest(problem, Budget(evaluations=3000), progress=lambda _, text: told.append(text))
+    )
+    return found, told[-1] == "exact, proven to be the best"
+
+
+@pytest.mark.parametrize("seed", [0, 3, 4])
+@pytest.mark.parametrize("sharing", ["none", "egress", "bus"])
+def test_it_is_the_best_of_all_plans_of_a_tiny_graph(seed: int, sharing: Sharing) -> None:
+    problem = random_problem(
+        seed,
+        ops=5,
+        devices=2,
+        unequal=seed % 2 == 1,
+        groups=seed > 2,
+        pins=seed == 4,
+        sharing=sharing,
+    )
+    found, proven = solved(problem)
+    assert proven
+    assert found.step_ns == best_of_all(problem)
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_without_queues_what_it_proves_is_never_beaten(seed: int) -> None:
+    problem = random_problem(seed, ops=18, devices=3, unequal=seed > 1, sharing="none")
+    found, proven = solved(problem)
+    annealed = placer_named("annealing").place(
+        SearchRequest(problem, Budget(evaluations=8000), seed=seed)
+    )
+    assert proven
+    assert found.step_ns <= annealed[0].step_ns
+
+
+def test_parameters_are_spread_where_one_device_cannot_hold_them() -> None:
+    parameters = int(random_problem(1, ops=10).graph.parameter_bytes.sum())
+    problem = random_problem(1, ops=10, devices=2, memory_bytes=int(0.9 * parameters))
+    found, _ = solved(problem)
+    assert found.step_ns < INFEASIBLE_NS
+    assert len(set(found.devices.tolist())) == 2
+
+
+def test_a_graph_with_too_many_ops_is_refused_in_a_sentence() -> None:
+    problem = random_problem(0, ops=LARGEST + 1)
+    with pytest.raises(ValueError, match=r"has 81 ops.*--groups 80"):
+        placer_named("exact").place(SearchRequest(problem, Budget(evaluations=10)))
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("share", [0.75, 1.1, 10.0])
+def test_no_plan_of_a_tiny_graph_is_below_the_bound_with_activations_or_without(
+    seed: int, share: float
+) -> None:
+    resident = int(random_problem(seed, ops=5).graph.resident_bytes.sum())
+    problem = random_problem(seed, ops=5, devices=2, memory_bytes=int(share * resident))
+    [found] = placer_named("exact").place(SearchRequest(problem, Budget(evaluations=300)))
+    best_ns = best_of_all(problem)
+    assert found.bound_ns is not None
+    assert found.bound_ns <= best_ns if best_ns < OVERFULL_NS else found.bound_ns > 0
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("sharing", ["egress", "bus"])
+def test_the_bound_of_a_solver_that_was_stopped_holds(seed: int, sharing: Sharing) -> None:
+    problem = random_problem(seed, ops=18, devices=3, unequal=True, sharing=sharing)
+    [found] = placer_named("exact").place(SearchRequest(problem, Budget(evaluations=60)))
+    annealed = placer_named("annealing").place(
+        SearchRequest(problem, Budget(evaluations=8000), seed=seed)
+    )
+    assert found.bound_ns is not None
+    assert found.bound_ns <= annealed[0].step_ns
+
+
+def test_that_parameters_fit_nowhere_is_proven() -> None:
+    problem = random_problem(0, ops=9, devices=2)
+    size = np.sort(problem.graph.resident_bytes)
+    room = int(size.sum()) // 2 + 1  # enough in total, but no half has exactly this size
+    tight = random_problem(0, ops=9, devices=2, memory_bytes=room)
+    assert not why_too_large(tight)
+    search = SearchConfig(placer=placer_named("exact"), budget=Budget(evaluations=3000))
+    with pytest.raises(PlacementError, match="fits nowhere"):
+        optimize_problem(tight, search)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> list[str]:
+    """Return a command that places twelve ops on two devices."""
+    graph, cluster = tmp_path / "graph.json", tmp_path / "cluster.toml"
+    save_graph(layered(np.random.default_rng(0), ops=12, width=4), graph)
+    problem = random_problem(0, ops=2, devices=2)
+    cluster.write_text(cluster_to_toml(problem.cluster))
+    out = str(tmp_path / "placement.json")
+    return ["optimize", str(graph), "--cluster", str(cluster), "--placer", "exact", "--out", out]
+
+
+def test_the_command_says_that_a_placement_is_proven_optimal(
+    small: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*small, "--budget", "3000e", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert "Proven optimal" in found["verdict"]
+    assert found["lower_bound_s"] == min(row["predicted_step_s"] for row in found["candidates"])
+
+
+def test_the_command_says_how_far_the_solver_was_from_a_proof(
+    small: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*small, "--budget", "3e", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    gap = 1 - found["lower_bound_s"] / min(row["predicted_step_s"] for row in found["candidates"])
+    assert f"Not proven optimal: the solver stopped with a gap of {gap:.1%}" in found["verdict"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--objective", "throughput", "--micro-batches", "2"], ["--groups", "4"]],
+)
+def test_what_is_not_proven_of_the_objective_or_of_single_ops_is_not_said_to_be(
+    options: list[str], small: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*small, "--budget", "3000e", "--json", *options]) == 0
+    assert "roven" not in json.loads(capsys.readouterr().out)["verdict"]

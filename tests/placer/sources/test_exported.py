@@ -1,0 +1,123 @@
+"""Programs saved by torch.export as workloads."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from envs.executors.cores.lists import device_lists
+from graphs.extract import extract
+from placer.sources.target import TargetError, load_step
+from tests.helpers import one_process
+from tests.helpers.tiny_models import assert_same
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 2)).eval()
+    path = tmp_path / "model.pt2"
+    torch.export.save(torch.export.export(model, (torch.randn(3, 4),)), path)
+    return path
+
+
+def test_a_saved_program_is_placed_as_it_was_exported(saved: Path) -> None:
+    step = load_step(str(saved), training=False)
+    extraction = extract(step)
+    assert {"0", "3"} <= {module for _, module in extraction.graph.nodes(data="module")}
+    count = extraction.program.op_count
+    lists = device_lists(extraction.program, [i % 2 for i in range(count)], range(count), 2)
+    program = torch.export.load(saved)
+    expected = program.module()(*program.example_inputs[0])
+    assert_same(one_process.run(extraction, lists).output, expected.detach())
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, factor: float, *, double: bool) -> torch.Tensor:
+        rows: torch.Tensor = self.linear(x).reshape(x.shape[0] * 2, 2)
+        return rows * factor * (2 if double else 1)
+
+
+def test_dynamic_sizes_are_those_of_the_example_and_numbers_are_part_of_the_program(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "dynamic.pt2"
+    model, inputs, keywords = Scaled().eval(), (torch.randn(3, 4), 2.5), {"double": True}
+    shapes = {"x": {0: torch.export.Dim("batch")}, "factor": None, "double": None}
+    program = torch.export.export(model, inputs, keywords, dynamic_shapes=shapes)
+    torch.export.save(program, path)
+    extraction = extract(load_step(str(path), training=False))
+    assert [tuple(value.shape) for value in extraction.program.values][-1] == (6, 2)
+    lists = device_lists(extraction.program, [0, 0, 0], range(3), 1)
+    found = one_process.run(extraction, lists).output
+    assert_same(found, model(*inputs, **keywords).detach())
+
+
+def refusal(path: Path, *, training: bool = False) -> str:
+    with pytest.raises(TargetError) as refused:
+        load_step(str(path), training=training)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_training_needs_the_model_itself(saved: Path) -> None:
+    assert "add --inference" in refusal(saved, training=True)
+
+
+def test_a_file_that_is_not_there_is_named(saved: Path) -> None:
+    assert f"did you mean {saved.name}?" in refusal(saved.with_name("modle.pt2"))
+
+
+def test_a_file_that_torch_did_not_write_is_refused(saved: Path) -> None:
+    saved.write_text("no archive")
+    assert "is not a program that torch.export.save wrote" in refusal(saved)
+
+
+@pytest.mark.parametrize(
+    "member",
+    ["data/constants/opaque_obj_0", "data/constants/custom_obj_0", "data/aotinductor/m.so"],
+)
+def test_what_would_have_to_be_unpickled_or_run_is_refused(saved: Path, member: str) -> None:
+    with zipfile.ZipFile(saved, "a") as archive:
+        archive.writestr(f"model/{member}", b"")
+    assert f"holds '{member}'" in refusal(saved)
+
+
+class Touch:
+    """Creates a file when unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("harmless", [True, False])
+def test_a_pickle_in_place_of_the_inputs_is_never_run(
+    saved: Path, tmp_path: Path, harmless: bool
+) -> None:
+    inputs: tuple[Any, ...] = ((torch.ones(3, 4),), {})
+    torch.save(inputs if harmless else (Touch(tmp_path / "touched"), {}), tmp_path / "inputs.pt")
+    other = saved.with_name("other.pt2")
+    with zipfile.ZipFile(saved) as before, zipfile.ZipFile(other, "w") as after:
+        for name in before.namelist():
+            swapped = name.endswith("sample_inputs/model.pt")
+            content = (tmp_path / "inputs.pt").read_bytes() if swapped else before.read(name)
+            after.writestr(name, content)
+    if harmless:
+        assert_same(load_step(str(other), training=False).inputs, inputs[0])
+    else:
+        assert "example inputs other than tensors" in refusal(other)
+    assert not (tmp_path / "touched").exists()

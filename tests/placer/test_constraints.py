@@ -1,0 +1,180 @@
+"""The user's constraints hold for every placement that a search returns."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import networkx as nx
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import placer
+from envs.hardware.cluster import Cluster, Device, Link
+from graphs.graph import add_edge, add_op, graph_hash, new_graph
+from graphs.selection import ConstraintError
+from placer.job import Constraints, Job, SearchConfig
+from placer.pipeline import optimize_job
+from placer.progress import Silent
+from placer.report.html.review import reviewed
+from tests.helpers import tiny_models
+
+torch.set_num_threads(1)
+
+CORES = sorted(os.sched_getaffinity(0))
+
+
+def pair(*names: str, kind: str) -> Cluster:
+    return Cluster(
+        name="pair",
+        devices=tuple(
+            Device(
+                name=name,
+                kind=kind,
+                memory_bytes=1 << 40,
+                peak_flop_per_s=1e9,
+                bandwidth_bytes_per_s=1e9,
+            )
+            for name in names
+        ),
+        links=(Link(between=names, latency_s=1e-5, bandwidth_bytes_per_s=1e9),),
+    )
+
+
+PAIR = pair("a", "b", kind="x")
+
+
+def two_branches() -> nx.DiGraph[str]:
+    """Return two equal independent chains: best on two devices, "left" and "right" apart."""
+    graph = new_graph("two branches")
+    for module in ("left", "right"):
+        for i in range(6):
+            add_op(graph, f"{module}:{i}", cost_s={"*": 1e-3}, output_bytes=8, module=module)
+            if i:
+                add_edge(graph, f"{module}:{i - 1}", f"{module}:{i}")
+    return graph
+
+
+def searched(
+    graph: nx.DiGraph[str] | None = None, cluster: Cluster = PAIR, budget: str = "50e", **kept: Any
+) -> placer.Result:
+    """Return what a search finds, by default for two branches on a pair, with constraints."""
+    return optimize_job(
+        Job(
+            source=two_branches() if graph is None else graph,
+            cluster=cluster,
+            search=SearchConfig(policy=None, budget=budget),
+            constraints=Constraints(**kept),
+        )
+    )
+
+
+def devices_by_module(**kept: Any) -> list[tuple[set[str], set[str]]]:
+    """Return the devices of left and right in every feasible candidate, the best first."""
+    found = searched(budget="200e", **kept)
+    placements = [row.placement for row in found.candidates if np.isfinite(row.predicted_s)]
+    return [
+        (
+            {p.device_names[d] for d in p.devices[:6]},
+            {p.device_names[d] for d in p.devices[6:]},
+        )
+        for p in (found.placement, *placements)
+    ]
+
+
+def test_pins_hold_for_every_candidate_though_no_single_device_can_take_all() -> None:
+    pins = {"left": "b", "right:3": "a"}
+    best, *others = devices_by_module(pins=pins)
+    assert best == ({"b"}, {"a"})
+    assert others
+    assert all(left == {"b"} and "a" in right for left, right in others)
+
+
+class Stages(Silent):
+    def __init__(self) -> None:
+        self.titles: list[str] = []
+
+    def stage(self, title: str) -> None:
+        self.titles.append(title)
+
+
+def test_only_what_is_on_one_device_is_called_single() -> None:
+    parted = searched(pins={"left": "b"})
+    names = {row.name for row in parted.candidates}
+    assert "a where allowed" in names
+    assert "single b" in names
+    assert "single a" not in names
+    pinned = searched(pins={"left": "b", "right": "a"})
+    assert pinned.best.name == "a where allowed"
+    assert pinned.placement.made_by.placer == "a where allowed"
+    shown = reviewed(pinned.problem, pinned.placement)
+    assert [row.name for row in shown.candidates].count("a where allowed") == 1
+
+
+def test_a_verdict_tells_pins_from_memory() -> None:
+    told = searched(pins={"left": "b", "right": "a"}).verdict
+    assert "pinned to a and b" in told
+    large = two_branches()
+    for op_id in ("left:0", "right:0"):
+        large.nodes[op_id]["parameter_bytes"] = 1000
+    small = replace(PAIR, devices=tuple(replace(d, memory_bytes=1500) for d in PAIR.devices))
+    told = searched(large, small).verdict
+    assert "has room" in told
+    told = searched(large, small, pins={"left:3": "b"}).verdict
+    assert "that the pins allow has room" in told
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
+def test_pins_that_part_tied_modules_are_refused_before_anything_is_measured() -> None:
+    one, two = (f"core:{core}" for core in CORES[:2])
+    step = tiny_models.tied_weights()
+    hear = Stages()
+    with pytest.raises(ConstraintError, match=r"'parameter embedding\.weight'"):
+        optimize_job(
+            Job(
+                source=step,
+                cluster=pair(one, two, kind="core"),
+                constraints=Constraints(pins={"embedding": one, "head": two}),
+            ),
+            hear,
+        )
+    assert hear.titles == ["Extracting the graph"]
+
+
+def test_ops_kept_together_share_a_device_in_every_candidate() -> None:
+    [(left, right), *_] = devices_by_module()
+    assert left != right
+    together = devices_by_module(keep_together=["*"])
+    assert all(left == right and len(left) == 1 for left, right in together)
+
+
+def test_a_placement_made_with_constraints_is_one_of_the_graph_without_them() -> None:
+    graph = two_branches()
+    assert Constraints().applied_to(graph, PAIR) is graph
+    kept = Constraints(keep_together=["left"], pins={"right": "a"})
+    assert graph_hash(kept.applied_to(graph, PAIR)) == graph_hash(graph)
+
+
+def test_one_name_in_place_of_a_list_is_refused() -> None:
+    with pytest.raises(ConstraintError, match="a list of names"):
+        Constraints(keep_together="left")
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
+def test_a_model_is_placed_within_constraints_from_python() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 1))
+    one, two = (f"core:{core}" for core in CORES[:2])
+    found = placer.optimize(
+        model,
+        (torch.randn(4, 8), torch.randn(4, 1)),
+        loss=nn.functional.mse_loss,
+        devices=pair(one, two, kind="core"),
+        search=placer.SearchConfig(budget="50e", measure=False),
+        constraints=placer.Constraints(keep_together=["[23]"], pins={"0": one, "2": two}),
+        progress=False,
+    )
+    assert (found.device_of("0"), found.device_of("2"), found.device_of("3")) == (one, two, two)

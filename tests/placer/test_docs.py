@@ -1,0 +1,298 @@
+"""README and docs are tested: commands run, and links are valid.
+
+Every line of a ``sh`` block and every ``python`` snippet is run, page by page and in order, in a
+folder with the files that the pages name. A block whose first line names a file (``# model.py``) is
+that file. Lines that measure steps or start processes are slow tests, and those with ``cuda:`` need
+a GPU; a preceding comment ``<!-- slow -->`` or ``<!-- gpu -->`` marks a whole block. Installations
+and make targets are not run (the targets run tests themselves); targets must only exist.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from envs.hardware.cluster import Device, Link, cluster_from_dict
+from envs.placement import Placement
+from envs.replication import Replication
+from graphs.graph import OpAttributes
+from graphs.graph_file import graph_from_dict
+from placer.cli.commands import build_parser
+from placer.cli.main import main
+from placer.cli.run import build_parser as build_run_parser
+from tests.helpers.docs_folder import file_blocks, furnish, furnish_models
+from tests.helpers.docs_pages import (
+    DOCS,
+    PAGES,
+    ROOT,
+    Block,
+    Command,
+    anchors,
+    blocks,
+    commands,
+    links,
+)
+
+RUN = "placer.run"
+REPLICAS = Replication(groups=(("a",),), coding_bytes_per_s=1.0, algorithms=("ring",), levels=(1,))
+IN_TEXT = re.compile(r"`(placer|make) ([^`]*)`")
+
+
+def runs(*pages: Path) -> list[Command]:
+    return [command for page in pages for block in blocks(page) for command in commands(block)]
+
+
+def with_snippets() -> list[Path]:
+    return [page for page in PAGES if any(_is_run(block) for block in blocks(page))]
+
+
+def without_searches() -> list[Path]:
+    """Return the pages with quick parts that search for less than seconds; slow tests run all."""
+    return [page for page in with_snippets() if page.stem not in ("README", "simulator")]
+
+
+def _is_run(block: Block) -> bool:
+    return bool(commands(block)) or (block.language == "python" and not block.file)
+
+
+@pytest.fixture(scope="module")
+def furnished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("docs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        furnish(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(
+    furnished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[], Path]]:
+    """Return a function that enters a folder of all files; modules from it are unloaded later."""
+    known = set(sys.modules)
+
+    def enter() -> Path:
+        place = tmp_path / "place"
+        shutil.copytree(furnished, place, symlinks=True)
+        monkeypatch.chdir(place)
+        monkeypatch.syspath_prepend(place)
+        return place
+
+    yield enter
+    for name in {Path(block.file).stem for block in file_blocks()} - known:
+        sys.modules.pop(name, None)
+
+
+def run_page(page: Path, wanted: Callable[[Block, Command | None], bool]) -> int:
+    """Run the wanted blocks and commands of a page in order; return their number."""
+    names: dict[str, Any] = {"__name__": page.stem}
+    count = 0
+    for block in blocks(page):
+        for command in commands(block):
+            if not command.is_setup and wanted(block, command):
+                run_command(command)
+                count += 1
+        if block.language == "python" and not block.file and wanted(block, None):
+            source = "\n" * (block.line - 1) + block.text  # errors name lines of the page
+            exec(compile(source, str(page), "exec"), names)
+            count += 1
+    return count
+
+
+def run_command(command: Command) -> None:
+    words = command.words
+    if words[0] == "placer":
+        code = main(words[1:])
+    else:
+        program = {
+            "mkdir": ["mkdir"],
+            "torchrun": [sys.executable, "-m", "torch.distributed.run"],
+        }[words[0]]
+        path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+        environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        code = subprocess.run(
+            [*program, *words[1:]], env=environment, timeout=300, check=False
+        ).returncode
+    assert code == 0, f"{command.where}: {' '.join(words)!r} ended with {code}"
+
+
+def is_quick(block: Block, command: Command | None) -> bool:
+    if block.mark:
+        return False
+    return command is None or (command.is_quick and not command.needs_gpu)
+
+
+def needs_gpu(block: Block, command: Command | None) -> bool:
+    return block.mark == "gpu" or (command is not None and command.needs_gpu)
+
+
+@pytest.mark.parametrize("page", without_searches(), ids=lambda page: page.stem)
+def test_what_is_quick_on_a_page_runs(page: Path, folder: Callable[[], Path]) -> None:
+    folder()
+    run_page(page, is_quick)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", with_snippets(), ids=lambda page: page.stem)
+def test_all_of_a_page_runs(page: Path, folder: Callable[[], Path]) -> None:
+    furnish_models(folder())
+    assert run_page(page, lambda block, command: not needs_gpu(block, command))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", with_snippets(), ids=lambda page: page.stem)
+def test_what_needs_a_gpu_on_a_page_runs(page: Path, folder: Callable[[], Path]) -> None:
+    furnish_models(folder())
+    run_page(page, lambda block, command: is_quick(block, command) or needs_gpu(block, command))
+
+
+@pytest.mark.parametrize("command", runs(*PAGES), ids=lambda command: command.where)
+def test_command_lines_are_understood(command: Command) -> None:
+    words = list(command.words)
+    match words[0]:
+        case "placer":
+            build_parser().parse_args(words[1:])
+        case "torchrun" if RUN in words:
+            build_run_parser().parse_args(words[words.index(RUN) + 1 :])
+        case "make":
+            assert set(words[1:]) <= targets_of_make()
+        case "pip":
+            extras = re.findall(r"device-placer\[([a-z,]+)\]", " ".join(words))
+            assert {name for found in extras for name in found.split(",")} <= known_extras()
+        case other:
+            assert other in ("mkdir", "torchrun"), f"{command.where}: nobody runs {other}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands_named_in_the_text_exist(page: Path) -> None:
+    for program, rest in IN_TEXT.findall(page.read_text()):
+        words = rest.split()
+        if program == "make":
+            assert words[0] in targets_of_make(), f"{page.name}: make {rest}"
+        if program == "placer" and not words[0].startswith("-"):
+            assert words[0] in known_commands(), f"{page.name}: placer {rest}"
+            options = known_options(words[0])
+            for word in words[1:]:
+                name = word.partition("=")[0].rstrip(",.")
+                assert not name.startswith("--") or name in options, f"{page.name}: placer {rest}"
+
+
+def test_the_readme_begins_with_two_commands_that_there_are() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()[:2]
+    assert [line.split()[0] for line in lines] == ["make", "make"]
+    assert {line.split()[1] for line in lines} <= targets_of_make()
+
+
+def test_a_file_of_the_docs_has_one_content() -> None:
+    contents: dict[str, str] = {}
+    for block in file_blocks():
+        known = contents.setdefault(block.file, block.text)
+        assert known == block.text, f"{block.where}: {block.file} is otherwise elsewhere"
+
+
+def test_files_that_are_shown_can_be_read() -> None:
+    seen = set()
+    for block in blocks(DOCS / "file-formats.md"):
+        if block.language == "json":
+            data = json.loads(block.text)
+            match data.get("format", "replicas"):
+                case "placer-placement/1":
+                    assert Placement.from_dict(data).to_dict() == data
+                case "placer-graph/1":
+                    assert len(graph_from_dict(data)) == len(data["nodes"])
+                case "replicas":
+                    assert Replication.from_dict(data, "").to_dict() == data
+            seen.add(data.get("format", "replicas"))
+    assert seen == {"placer-placement/1", "placer-graph/1", "replicas"}
+    clusters = [block for block in file_blocks() if "placer-cluster/1" in block.text]
+    assert clusters
+    for block in clusters:
+        cluster_from_dict(tomllib.loads(block.text))
+
+
+@pytest.mark.parametrize(
+    ("page", "names"),
+    [
+        ("devices.md", [field.name for kind in (Device, Link) for field in fields(kind)]),
+        ("file-formats.md", [*OpAttributes.__required_keys__]),
+        (
+            "file-formats.md",
+            [*REPLICAS.to_dict(), *REPLICAS.to_dict()["reduction"]],
+        ),
+    ],
+)
+def test_every_key_of_a_file_is_told_of(page: str, names: list[str]) -> None:
+    text = (DOCS / page).read_text()
+    assert [name for name in names if f"`{name}`" not in text and f'"{name}"' not in text] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in links(page):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.name}: {link}"
+        assert not anchor or anchor in anchors(target), f"{page.name}: {link} has no such heading"
+
+
+def test_every_page_is_reached_from_the_index_and_the_index_from_the_readme() -> None:
+    reached, waiting = set[Path](), [DOCS / "README.md"]
+    while waiting:
+        page = waiting.pop()
+        if page in reached:
+            continue
+        reached.add(page)
+        targets = ((page.parent / link.partition("#")[0]).resolve() for link in links(page))
+        waiting += [path for path in targets if path.suffix == ".md" and path.parent == DOCS]
+    assert set(DOCS.glob("*.md")) <= reached
+    assert any(link.startswith("docs/README.md") for link in links(ROOT / "README.md"))
+
+
+def test_every_command_and_every_option_of_optimize_is_told_of() -> None:
+    text = "\n".join(page.read_text() for page in PAGES)
+    untold = [name for name in known_commands() if f"placer {name}" not in text]
+    told = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text))
+    assert not untold
+    assert known_options("optimize") - {"--help"} <= told
+
+
+def test_pictures_are_drawn_by_the_script_beside_them() -> None:
+    pictures = DOCS / "pictures"
+    drawn = set(re.findall(r'"([a-z-]+\.svg)"', (pictures / "draw.py").read_text()))
+    assert {path.name for path in pictures.glob("*.svg")} == drawn
+
+
+def subparsers() -> dict[str, argparse.ArgumentParser]:
+    actions = build_parser()._actions
+    [found] = [a for a in actions if isinstance(a, argparse._SubParsersAction)]
+    return dict(found.choices)
+
+
+def known_commands() -> set[str]:
+    return set(subparsers())
+
+
+def known_options(command: str) -> set[str]:
+    names = {name for a in subparsers()[command]._actions for name in a.option_strings}
+    return {name for name in names if name.startswith("--")}
+
+
+def targets_of_make() -> set[str]:
+    return set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def known_extras() -> set[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return set(project["optional-dependencies"])

@@ -1,0 +1,236 @@
+"""Objectives other than latency, from the command line to the file."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from envs.placement import Placement
+from envs.simulator import Simulated
+from envs.simulator.max_load import max_load_ns
+from graphs.graph import add_edge, add_op, new_graph
+from placer.cli.main import main
+from placer.placers.objectives import Objective
+from placer.placers.portfolio import Portfolio
+from placer.placers.registry import placer_named
+from placer.search.annealing.max_load import minimize_max_load
+from placer.search.budget import Budget
+from placer.search.request import SearchRequest
+from tests.helpers.random_problems import random_problem
+from tests.helpers.simulator_cases import Case, one_kind, problem_of, random_case
+
+Files = Callable[..., tuple[Path, Path]]
+
+
+def optimized(files: Files, out: Path, *options: str) -> list[str]:
+    graph, cluster = files()
+    arguments = ["optimize", str(graph), "--cluster", str(cluster), "--budget", "2000e"]
+    assert main([*arguments, "--out", str(out), "--json", *options]) == 0
+    return ["simulate", str(graph), "--cluster", str(cluster), "--placement", str(out), "--json"]
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        (["--objective", "max-load"], "max_load_s"),
+        (["--objective", "throughput", "--micro-batches", "4"], "period_s"),
+        (["--micro-batches", "4"], "step_s"),
+        (["--micro-batches", "4", "--in-flight", "1"], "step_s"),
+    ],
+)
+def test_what_is_predicted_is_what_simulate_says(
+    files: Files,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    key: str,
+) -> None:
+    out = tmp_path / "placement.json"
+    simulate = optimized(files, out, *options)
+    found = json.loads(capsys.readouterr().out)
+    assert main(simulate) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["micro_batches"] == found["micro_batches"]
+    assert said["in_flight"] == found["in_flight"] == (1 if "--in-flight" in options else None)
+    for name in ("step_s", key):
+        assert said[name] == pytest.approx(found["predicted"][name], rel=0, abs=1e-15)
+    assert found["lower_bound_s"] <= said[key] * (1 + 1e-9)
+    assert json.loads(out.read_text())["objective"] == found["objective"]
+
+
+def test_each_objective_is_smallest_where_it_was_asked_for(
+    files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = {}
+    for name in ("latency", "max-load"):
+        simulate = optimized(files, tmp_path / "p.json", "--objective", name)
+        capsys.readouterr()
+        assert main(simulate) == 0
+        said[name] = json.loads(capsys.readouterr().out)
+    assert said["max-load"]["max_load_s"] < said["latency"]["max_load_s"]
+    assert said["max-load"]["step_s"] > said["latency"]["step_s"]
+
+
+def test_a_model_is_run_by_whole_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["optimize", "model.py:build", "--devices", "core:0"]
+    assert main([*arguments, "--objective", "max-load"]) == 2
+    assert "are for graphs with known costs" in capsys.readouterr().err
+    assert main([*arguments, "--micro-batches", "2"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "micro_batches", "message"),
+    [
+        ("speed", 1, "'speed'"),
+        ("throughput", 1, "2 or more"),
+        ("latency", 0, "micro_batches is 0"),
+    ],
+)
+def test_objectives_that_mean_nothing_are_refused(
+    name: str, micro_batches: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Objective(name=name, micro_batches=micro_batches)
+
+
+def test_micro_batches_in_flight_that_mean_nothing_are_refused(
+    files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ValueError, match="in_flight is 0, not within 1"):
+        Objective(micro_batches=2, in_flight=0)
+    with pytest.raises(ValueError, match="in_flight is of several micro-batches"):
+        Objective(in_flight=2)
+    simulate = optimized(files, tmp_path / "p.json")
+    assert main([*simulate, "--in-flight", "2"]) == 2
+    assert "give --micro-batches" in capsys.readouterr().err
+
+
+def test_a_full_device_has_its_own_reason_in_each_objective() -> None:
+    problem = random_problem(0, ops=20, devices=2, memory_bytes=12_000_000)
+    alone = Placement.of(problem.graph, problem.cluster, np.zeros(20, np.int32), np.zeros(20))
+    for name in ("latency", "max-load"):
+        said = Objective(name=name).predict(Simulated(problem), alone)
+        assert said.objective_s == np.inf
+        assert "device:0 needs" in said.why
+        assert said.times_s["step_s"] > 0
+
+
+def phased(seed: int) -> Case:
+    """Return a random case whose ops belong to all three phases."""
+    rng = random.Random(seed)
+    graph, cluster, devices, priority = random_case(seed, bad_places=False)
+    for op in graph:
+        last = graph.out_degree(op) == 0
+        graph.nodes[op]["phase"] = rng.choice(["forward", "backward", *["optimizer"] * last])
+    return graph, cluster, devices, priority
+
+
+def assert_no_period_below_the_bound(case: Case, micro_batches: int) -> None:
+    problem, devices, priority = problem_of(case)
+    placement = replace(
+        Placement.of(problem.graph, problem.cluster, devices, priority),
+        micro_batches=micro_batches,
+    )
+    objective = Objective(name="throughput", micro_batches=micro_batches)
+    said = objective.predict(Simulated(problem), placement)
+    loads_s = np.bincount(
+        devices,
+        problem.cost_ns[np.arange(len(devices)), devices] / 1e9 * (problem.graph.phase != 2),
+    )
+    if said.objective_s < np.inf:
+        assert said.objective_s >= objective.lower_bound_s(problem)
+        assert said.objective_s >= loads_s.max() * (1 - 1e-12)
+
+
+@settings(max_examples=100)
+@given(seed=st.integers(0, 10**7), micro_batches=st.integers(2, 4))
+def test_no_period_is_below_the_lower_bound(seed: int, micro_batches: int) -> None:
+    assert_no_period_below_the_bound(phased(seed), micro_batches)
+
+
+def test_a_period_is_not_the_difference_of_two_short_steps_where_no_pace_is_as_fast() -> None:
+    graph = new_graph("short")
+    for op in "dcbefa":
+        add_op(graph, op, cost_s={"*": 1e-6}, phase="backward" if op in "bce" else "forward")
+    for source, target in ("de", "cd", "bd", "bf", "ac", "ae"):
+        add_edge(graph, source, target, 1000 if source == "c" else 0)
+    plain = one_kind(5, latency_s=3.7e-6, bandwidth_bytes_per_s=7e8, sharing="none")
+    launch_s = (1e-6, 0.0, 0.0, 2.5e-7, 2.5e-7)
+    devices = [replace(d, launch_s=s) for d, s in zip(plain.devices, launch_s, strict=True)]
+    case = (graph, replace(plain, devices=tuple(devices)), [1, 3, 0, 4, 4, 2], [0.0] * 6)
+    problem, where, levels = problem_of(case)
+    placement = Placement.of(problem.graph, problem.cluster, where, levels)
+    simulated = Simulated(problem)
+    two, four = (simulated.run(replace(placement, micro_batches=m))[1].step_ns for m in (2, 4))
+    # The busiest device works 2.5 us per micro-batch; in any placement some device has 1.464 us.
+    assert (four - two) / 2 == 1250
+    objective = Objective(name="throughput", micro_batches=2)
+    assert objective.lower_bound_s(problem) == 1.464e-6
+    assert objective.predict(simulated, replace(placement, micro_batches=2)).objective_s == 2.5e-6
+
+
+def test_the_optimizer_is_no_part_of_the_bound_of_a_further_micro_batch() -> None:
+    graph = new_graph("training")
+    add_op(graph, "forward", cost_s={"*": 1e-6})
+    add_op(graph, "update", cost_s={"*": 5e-6}, phase="optimizer")
+    add_edge(graph, "forward", "update")
+    problem, devices, priority = problem_of((graph, one_kind(1), [0, 0], [0.0, 0.0]))
+    assert Objective(name="throughput", micro_batches=4).lower_bound_s(problem) == 1e-6
+    assert Objective(name="max-load").lower_bound_s(problem) == 6e-6
+    placement = Placement.of(problem.graph, problem.cluster, devices, priority)
+    objective = Objective(name="throughput", micro_batches=4)
+    said = objective.predict(Simulated(problem), replace(placement, micro_batches=4))
+    assert said.objective_s == 1e-6
+    assert said.times_s["step_s"] == pytest.approx(9e-6)
+
+
+def test_a_step_stays_feasible_where_twice_as_many_micro_batches_are_too_long() -> None:
+    graph = new_graph("long")
+    add_op(graph, "a", cost_s={"*": 100.0})
+    problem, devices, priority = problem_of((graph, one_kind(1), [0], [0.0]))
+    placement = replace(
+        Placement.of(problem.graph, problem.cluster, devices, priority), micro_batches=3
+    )
+    [result] = Simulated(problem).evaluate([placement])
+    assert (result.feasible, result.step_s, result.period_s) == (True, 300.0, None)
+    assert result.why_no_period.startswith("6 micro-batches cannot be simulated: a step of 'long'")
+    said = Objective(micro_batches=3).predict(Simulated(problem), placement)
+    assert (said.objective_s, said.why) == (300.0, "")
+    said = Objective(name="throughput", micro_batches=3).predict(Simulated(problem), placement)
+    assert said.objective_s == np.inf
+    assert said.why == result.why_no_period
+
+
+def test_plans_for_micro_batches_name_every_op_once() -> None:
+    problem = random_problem(1, ops=15, devices=3, groups=True)
+    plans = Objective(micro_batches=3).search(
+        SearchRequest(problem, Budget(evaluations=200)), Portfolio()
+    )
+    assert {plan.devices.shape for plan in plans} == {(15,)}
+    assert len(set(max_load_ns(problem, np.array([plan.devices for plan in plans])))) > 1
+
+
+def test_for_throughput_balanced_loads_are_a_candidate() -> None:
+    problem = random_problem(0, ops=40, devices=3)
+    budget = Budget(evaluations=2000)
+    balanced = minimize_max_load(problem, budget.part(0.3), 0)[0]
+    found = Objective(name="throughput", micro_batches=4).search(
+        SearchRequest(problem, budget), Portfolio()
+    )
+    assert found[-1].name == "balanced loads"
+    assert found[-1].devices.tolist() == balanced.devices.tolist()
+
+
+def test_a_rule_that_does_not_balance_is_not_asked_to() -> None:
+    problem = random_problem(1, ops=20, devices=2)
+    objective = Objective(name="throughput", micro_batches=2)
+    found = objective.search(SearchRequest(problem, Budget(evaluations=10)), placer_named("heft"))
+    assert "balanced loads" not in {plan.name for plan in found}

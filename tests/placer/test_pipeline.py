@@ -1,0 +1,536 @@
+"""The main job on real models and cores, and its decision rule."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import networkx as nx
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import placer
+from envs.core_runtime import CoreRuntime, rounds_for
+from envs.hardware.cluster import Cluster, Device, Link
+from envs.measurement import Measurement
+from envs.placement import Placement
+from envs.problem import Problem
+from envs.simulator import INFEASIBLE_NS, Schedule, Simulated, Simulator
+from envs.simulator.schedule import repeats, run_order
+from graphs.coarsen.groups import coarsen
+from graphs.extract import extract
+from graphs.graph import GraphArrays, add_edge, add_op, new_graph
+from graphs.synthetic.families import draw
+from placer.choose import PlacementError, choose
+from placer.cli.main import main
+from placer.job import Job, SearchConfig
+from placer.measuring import MEASURED_CANDIDATES, worth_running
+from placer.messages import extraction_remarks
+from placer.pipeline import optimize_job, optimize_problem
+from placer.placers.objectives import Objective
+from placer.placers.rules import Rule
+from placer.policies import load
+from placer.result import Result
+from placer.search.budget import Budget, Meter
+from placer.search.candidate import Candidate, Kind, Prediction
+from placer.search.evaluator import Evaluator
+from placer.search.heuristics import round_robin
+from placer.search.request import SearchRequest
+from tests.helpers import tiny_models
+from tests.helpers.folders import ROOT
+from tests.helpers.random_problems import random_problem
+from tests.helpers.simulator_cases import problem_of, random_case
+
+two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+PAIR = Cluster(
+    name="pair",
+    devices=(
+        Device(name="a", kind="x", memory_bytes=1 << 40),
+        Device(name="b", kind="x", memory_bytes=1 << 40),
+    ),
+    links=(Link(between=("a", "b"), latency_s=1e-5, bandwidth_bytes_per_s=1e9),),
+)
+
+
+def candidate(
+    kind: Kind,
+    predicted_s: float,
+    runs_s: list[float] | None,
+    *,
+    name: str = "",
+    why: str = "a needs 2 B but has 1 B",
+    missing_bytes: int = 0,
+) -> Candidate:
+    """Return a candidate of two ops with these measurements; CPU-clock time equals wall time."""
+    devices = np.array((0, 0) if kind is Kind.SINGLE_DEVICE else (0, 1), np.int32)
+    priority = np.array((1.0, 0.0))
+    placement = Placement(
+        graph="",
+        cluster="pair",
+        ops=("x", "y"),
+        device_names=("a", "b"),
+        devices=tuple(devices.tolist()),
+        priority=tuple(priority.tolist()),
+    )
+    measurement = None
+    if runs_s is not None:
+        times = np.array(runs_s)
+        measurement = Measurement(wall_s=times, cpu_clock_s=times, failure="" if runs_s else "died")
+    return Candidate(
+        kind=kind,
+        name=name or kind.value,
+        devices=devices,
+        priority=priority,
+        step_ns=0,
+        prediction=Prediction(
+            placement=placement,
+            objective_s=predicted_s,
+            peak_memory_bytes={"a": 1, "b": 1},
+            why="" if np.isfinite(predicted_s) else why,
+            missing_bytes=missing_bytes,
+        ),
+        measurement=measurement,
+    )
+
+
+def test_the_fastest_measured_wins_whatever_was_predicted() -> None:
+    heft = candidate(Kind.HEFT, 1.5, [1.5, 1.6, 1.5])
+    single = candidate(Kind.SINGLE_DEVICE, 3.0, [3.0, 3.0, 3.1])
+    assert choose([candidate(Kind.ANNEALING, 1.0, [2.0, 2.1, 2.0]), heft, single]) is heft
+
+
+def test_nothing_measured_slower_than_one_device_is_ever_best() -> None:
+    single = candidate(Kind.SINGLE_DEVICE, 3.0, [3.0, 3.0, 3.0])
+    assert choose([candidate(Kind.ANNEALING, 1.0, [3.2, 3.1, 3.2]), single]) is single
+
+
+def test_of_a_tie_the_simpler_wins() -> None:
+    split = candidate(Kind.LAYER_SPLIT, 1.0, [1.001, 1.040, 1.000])
+    candidates = [
+        candidate(Kind.ANNEALING, 1.0, [1.000, 1.050, 0.990]),
+        split,
+        candidate(Kind.SINGLE_DEVICE, 3.0, [3.0, 3.0, 3.1]),
+    ]
+    assert choose(candidates) is split
+
+
+def test_a_simpler_tie_that_is_slower_than_one_device_does_not_win() -> None:
+    candidates = [
+        candidate(Kind.ANNEALING, 1.0, [0.98, 1.30, 0.99]),
+        candidate(Kind.LAYER_SPLIT, 1.0, [1.02, 1.28, 0.98]),
+        candidate(Kind.SINGLE_DEVICE, 1.0, [1.0, 1.31, 1.005]),
+    ]
+    assert choose(candidates).kind is Kind.ANNEALING
+    assert choose(candidates[:2]).kind is Kind.LAYER_SPLIT
+
+
+def test_what_noise_cannot_tell_from_one_device_does_not_win_over_it() -> None:
+    candidates = [
+        candidate(Kind.ANNEALING, 1.0, [1.90, 1.95, 1.92]),
+        candidate(Kind.HEFT, 1.0, [1.91, 2.30, 1.99]),
+        candidate(Kind.SINGLE_DEVICE, 2.0, [2.00, 2.05, 2.01]),
+    ]
+    assert choose(candidates).kind is Kind.ANNEALING
+    assert choose(candidates[1:]).kind is Kind.SINGLE_DEVICE
+
+
+def test_kinds_are_ordered_by_simplicity_and_the_last_are_equal() -> None:
+    single, *several = (candidate(kind, 1.0, None).simplicity for kind in Kind)
+    ranked = several[: list(Kind).index(Kind.ANNEALING)]
+    assert [single, *ranked] == sorted({single, *ranked})
+    assert set(several[len(ranked) :]) == {ranked[-1] + 1}
+
+
+@pytest.mark.parametrize("name", ["given", "warm start", "policy-gradient", "single a", "HEFT"])
+def test_the_name_of_a_plug_in_decides_nothing(name: str) -> None:
+    plug_in = candidate(Kind.OTHER, 1.0, None, name=name)
+    annealed = candidate(Kind.ANNEALING, 1.0, None)
+    assert choose([plug_in, annealed]) is annealed
+    times = [1.0, 1.1, 1.0]
+    plug_in = candidate(Kind.OTHER, 1.0, times, name=name)
+    annealed = candidate(Kind.ANNEALING, 1.0, times)
+    assert choose([plug_in, annealed]) is annealed
+    slow = candidate(Kind.OTHER, 9.0, None, name=name)
+    faster = [candidate(Kind.ANNEALING, 1.0 + i, None) for i in range(MEASURED_CANDIDATES)]
+    assert len(faster) not in worth_running([*faster, slow], PAIR)
+    warm_start = candidate(Kind.WARM_START, 9.0, None, name=name)
+    assert len(faster) in worth_running([*faster, warm_start], PAIR)
+
+
+class Impostor(Rule):
+    """A plug-in whose placement has the name of a heuristic."""
+
+    def candidates(self, evaluator: Evaluator) -> list[Candidate]:
+        devices = round_robin(evaluator.problem)
+        return [
+            evaluator.candidate(Kind.OTHER, devices, evaluator.scheduling.bottom_level, name="ETF")
+        ]
+
+
+def test_a_plug_in_with_the_name_of_a_heuristic_replaces_none() -> None:
+    request = SearchRequest(random_problem(0), Budget(evaluations=1))
+    found = Objective().search(request, Impostor())
+    assert [own.kind for own in found if own.name == "ETF"].count(Kind.ETF) == 1
+    assert [own.kind for own in found if own.name == "ETF"].count(Kind.OTHER) == 1
+
+
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 10**7))
+def test_a_schedule_that_priorities_repeat_is_not_simulated_again(seed: int) -> None:
+    problem, devices, priority = problem_of(random_case(seed, bad_places=False))
+    schedule = Simulator(problem).run(devices, priority)
+    ordered = np.empty(problem.op_count)
+    ordered[run_order(problem, schedule.start_ns)] = np.arange(problem.op_count, 0, -1)
+    if schedule.step_ns < INFEASIBLE_NS and repeats(problem, schedule, ordered):
+        again = Simulator(problem).run(devices, ordered)
+        assert again.start_ns.tolist() == schedule.start_ns.tolist()
+        assert again.peak_bytes.tolist() == schedule.peak_bytes.tolist()
+        assert again.why == schedule.why
+
+
+def test_ops_that_start_at_one_instant_and_links_by_priority_are_simulated_again() -> None:
+    problem = random_problem(0)
+    devices, priority = np.zeros(problem.op_count, np.int32), np.arange(float(problem.op_count))
+    schedule = Simulator(problem).run(devices, priority)
+    by_start = -schedule.start_ns.astype(np.float64)
+    assert repeats(problem, schedule, by_start)
+    assert not repeats(problem, schedule, -by_start)
+    assert not repeats(problem, replace(schedule, start_ns=schedule.start_ns // 2**40), by_start)
+    assert not repeats(random_problem(0, order="priority"), schedule, by_start)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_what_is_predicted_is_the_step_of_the_placement(
+    micro_batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[int] = []
+    run = Simulator.run
+
+    def counted(simulator: Simulator, *args: Any, **named: Any) -> Schedule:
+        runs.append(simulator.problem.op_count)
+        return run(simulator, *args, **named)
+
+    monkeypatch.setattr(Simulator, "run", counted)
+    problem = random_problem(3, ops=20)
+    objective = Objective(micro_batches=micro_batches)
+    result = optimize_problem(problem, SearchConfig(placer="heft", objective=objective))
+    assert runs.count(problem.op_count) == len(result.candidates)
+    monkeypatch.undo()
+    placements = [own.placement for own in result.candidates]
+    for own, step in zip(result.candidates, Simulated(problem).evaluate(placements), strict=True):
+        assert own.predicted_s == step.step_s
+        assert own.peak_memory_bytes == step.peak_memory_bytes
+
+
+def result_of(candidates: list[Candidate]) -> Result:
+    """Return a result of two ops with these candidates."""
+    graph = new_graph("two")
+    for op_id in ("x", "y"):
+        add_op(graph, op_id, cost_s={"*": 1.0})
+    best = choose(candidates)
+    return Result(
+        placement=best.placement,
+        problem=Problem.of(GraphArrays.from_graph(graph), PAIR),
+        candidates=tuple(candidates),
+        best=best,
+        lower_bound_s=1.0,
+        search_s=0.0,
+        stopped=False,
+    )
+
+
+def test_a_result_is_plain_data_for_machines() -> None:
+    candidates = [
+        candidate(Kind.HEFT, 1.0, [1.0, 1.5, 2.0]),
+        candidate(Kind.SINGLE_DEVICE, 2.0, []),
+        candidate(Kind.ETF, np.inf, None, why="no room"),
+        candidate(Kind.SINGLE_DEVICE, 4.0, None),
+    ]
+    data = result_of(candidates).with_times().to_dict()
+    json.dumps(data, allow_nan=False)
+    assert (data["best"], data["step_s"], data["measured"]["clock"]) == ("HEFT", 1.5, "wall")
+    assert data["speed_up"] == 4.0
+    assert "died" in " ".join(data["remarks"])
+    heft, single, etf, other = data["candidates"]
+    assert [one["name"] for one in data["candidates"] if one["chosen"]] == ["HEFT"]
+    assert heft["measured"]["wall_median_s"] == 1.5
+    assert heft["measured"]["wall_min_s"] == 1.0
+    assert heft["measured"]["spread"] == pytest.approx(1 / 3)
+    assert (heft["predicted_step_s"], heft["speed_up"]) == (1.0, 4.0)
+    assert (single["measured"], single["why"]) == (None, "died")
+    assert (etf["predicted_step_s"], etf["speed_up"], etf["why"]) == (None, None, "no room")
+    assert (other["measured"], other["speed_up"], other["why"]) == (None, 1.0, "")
+
+
+def test_a_single_device_that_failed_is_no_yardstick() -> None:
+    candidates = [
+        candidate(Kind.HEFT, 1.0, [1.0, 1.0, 1.0]),
+        candidate(Kind.SINGLE_DEVICE, 2.0, []),
+    ]
+    result = result_of(candidates)
+    assert np.isnan(result.speed_up)
+    assert "died" in result.verdict
+    assert len(result.remarks) == 1
+    result = result_of([*candidates, candidate(Kind.SINGLE_DEVICE, 4.0, None)])
+    assert result.speed_up == pytest.approx(4.0)
+
+
+def test_remarks_tell_of_the_impossible_scatter_and_wrong_predictions() -> None:
+    candidates = [
+        candidate(Kind.HEFT, 0.5, [1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0]),
+        candidate(Kind.SINGLE_DEVICE, 4.0, [8.0] * 7),
+    ]
+    result = replace(result_of(candidates), lower_bound_s=2.0)
+    impossible, scatter, wrong = result.remarks
+    assert "2.00x" in impossible
+    assert "100%" in scatter
+    assert "0.50" in wrong
+    assert result.main_remarks == [impossible, scatter]
+
+
+def test_a_remark_tells_that_lstms_are_trained_by_another_kernel_where_nothing_is_placed() -> None:
+    step = tiny_models.lstm()
+    assert len(extraction_remarks(extract(step))) == 1
+    assert extraction_remarks(extract(replace(step, training=False))) == []
+    assert extraction_remarks(extract(tiny_models.tied_weights())) == []
+
+
+@pytest.mark.parametrize(("step_s", "rounds"), [(10.0, 7), (0.1, 15), (1e-4, 41), (0.0, 41)])
+def test_short_steps_are_run_more_often(step_s: float, rounds: int) -> None:
+    assert rounds_for(step_s) == rounds
+
+
+def test_failed_candidates_do_not_win_and_do_not_stop_the_rest() -> None:
+    single = candidate(Kind.SINGLE_DEVICE, 3.0, [3.0, 3.0])
+    failed = candidate(Kind.ANNEALING, 1.0, [])
+    assert choose([failed, single]) is single
+    with pytest.raises(PlacementError, match="died"):
+        choose([failed])
+
+
+def test_without_measurements_the_prediction_decides_and_memory_is_a_reason() -> None:
+    etf = candidate(Kind.ETF, 1.0, None)
+    assert choose([etf, candidate(Kind.SINGLE_DEVICE, 2.0, None)]) is etf
+    with pytest.raises(PlacementError, match="ETF: a needs 2 B but has 1 B"):
+        choose([candidate(Kind.ETF, np.inf, None)])
+
+
+@pytest.mark.parametrize("objective", [Objective(), Objective(name="max-load")])
+def test_what_was_not_found_to_fit_is_not_said_to_fit_nowhere(objective: Objective) -> None:
+    resident = int(random_problem(0, ops=24).graph.resident_bytes.sum())
+    share = 0.45 if objective.name == "latency" else 0.36
+    problem = random_problem(0, ops=24, devices=3, memory_bytes=int(share * resident))
+    name = "heft" if objective.name == "latency" else "layer-split"
+    search = SearchConfig(placer=name, objective=objective)
+    with pytest.raises(PlacementError, match="within the budget"):
+        optimize_problem(problem, search)
+
+
+def test_the_plan_that_misses_memory_by_least_is_named() -> None:
+    shortfalls = {Kind.MIN_CUT: 0, Kind.SINGLE_DEVICE: 30, Kind.HEFT: 10, Kind.ETF: 20}
+    candidates = [
+        candidate(kind, np.inf, None, missing_bytes=missing, why=f"a lacks {missing} B.")
+        for kind, missing in shortfalls.items()
+    ]
+    with pytest.raises(PlacementError, match="HEFT misses by least: a lacks 10 B"):
+        choose(candidates)
+
+
+def test_a_longer_search_finds_what_a_short_one_did_not() -> None:
+    resident = int(random_problem(1, ops=24).graph.resident_bytes.sum())
+    problem = random_problem(1, ops=24, devices=3, memory_bytes=int(0.45 * resident))
+    search = SearchConfig(policy=load("generalist"), budget=Budget(evaluations=20))
+    with pytest.raises(PlacementError, match="No placement that was found"):
+        optimize_problem(problem, search)
+    found = optimize_problem(problem, replace(search, budget=Budget(evaluations=2000)))
+    assert np.isfinite(found.best.predicted_s)
+
+
+def test_the_best_single_device_and_the_best_few_others_are_run() -> None:
+    candidates = [candidate(Kind.ANNEALING, 1.0 + i / 10, None) for i in range(4)]
+    candidates += [candidate(Kind.HEFT, 2.0, None), candidate(Kind.ETF, 2.1, None)]
+    candidates += [candidate(Kind.EVOLUTION, np.inf, None)]
+    candidates += [candidate(Kind.SINGLE_DEVICE, predicted_s, None) for predicted_s in (3.1, 3.0)]
+    assert worth_running(candidates, PAIR) == [8, 0, 1, 2, 3, 4]
+
+
+def chain(length: int) -> nx.DiGraph[str]:
+    graph = new_graph("chain")
+    for i in range(length):
+        add_op(graph, str(i), cost_s={"*": 1e-3}, output_bytes=1000)
+        if i:
+            add_edge(graph, str(i - 1), str(i))
+    return graph
+
+
+def optimized(graph: nx.DiGraph[str], **search: Any) -> Result:
+    config = SearchConfig(policy=None, **search)
+    return optimize_job(Job(source=graph, cluster=PAIR, search=config))
+
+
+def test_a_chain_has_no_headroom_and_stays_on_one_device() -> None:
+    found = optimized(chain(12), budget="200e")
+    assert found.best.is_single
+    assert "headroom" in found.verdict
+    assert found.best.predicted_s == pytest.approx(12e-3)
+    assert found.lower_bound_s == pytest.approx(12e-3)
+
+
+def test_independent_ops_are_split_and_the_gain_is_told() -> None:
+    graph = new_graph("independent")
+    for i in range(8):
+        add_op(graph, str(i), cost_s={"*": 1e-3})
+    found = optimized(graph, budget="200e")
+    assert found.best.predicted_s == pytest.approx(4e-3)
+    assert found.speed_up == pytest.approx(2.0)
+    assert found.verdict.startswith("2.00x")
+
+
+class Towers(nn.Module):
+    """Two independent branches, heavy enough for two cores to pay off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
+        self.right = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        product: torch.Tensor = self.left(x) * self.right(x)
+        return product.mean()
+
+
+def test_groups_of_ops_are_placed_as_one_and_simulated_op_by_op() -> None:
+    graph = draw(np.random.default_rng(3), "inception", max_ops=100)
+    found = optimized(graph, budget="400e", groups=12)
+    coarse = coarsen(graph, most_groups=12)
+    where = np.array(found.placement.devices)
+    assert all(len(set(where[coarse.members(g)])) == 1 for g in range(len(coarse)))
+    (again,) = Simulated(found.problem).evaluate([found.placement])
+    assert again.step_s == pytest.approx(found.best.predicted_s, rel=0, abs=1e-15)
+
+
+@pytest.mark.slow
+@two_cores
+def test_a_model_is_placed_measured_and_runs_as_placed(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model, x = Towers(), torch.randn(128, 256)
+    found = placer.optimize(model, x, devices="core:0,core:1", budget="300e", progress=False)
+    single = found.single
+    assert single is not None
+    assert single.measurement is not None
+    assert found.placement.measured is not None
+    assert found.placement.measured["rounds"] > 7
+    assert {key for key in found.placement.measured if key.startswith("all_cores")} == {
+        "all_cores_wall_median_s",
+        "all_cores_wall_min_s",
+    }
+    judged = "rebuilt_s" if found.placement.measured["clock"] == "cpu" else "wall_median_s"
+    for whose in ("", "single_device_"):
+        judged_s = found.placement.measured[f"{whose}{judged}"]
+        assert found.placement.measured[f"{whose}step_s"] == judged_s
+    assert found.device_of("left.0") in ("core:0", "core:1")
+    assert sum(found.devices_of("right").values()) > 3
+
+    found.save(tmp_path / "placement.json")
+    expected = model(x)
+    expected.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for placement in (found, tmp_path / "placement.json"):
+        model.zero_grad()
+        with placer.apply(model, placement, x) as placed:
+            assert torch.equal(placed.step(x), expected.detach())
+        for name, p in model.named_parameters():
+            assert p.grad is not None
+            assert torch.equal(p.grad, gradients[name])
+
+
+def test_a_placement_file_needs_example_inputs_and_its_own_graph(tmp_path: Path) -> None:
+    found = optimized(chain(3), budget="50e")
+    found.save(tmp_path / "placement.json")
+    with pytest.raises(ValueError, match="example_inputs"):
+        placer.apply(Towers(), tmp_path / "placement.json")
+
+
+TWO_TOWERS = ["optimize", f"{ROOT / 'examples' / 'two_towers.py'}:build"]
+
+
+@pytest.mark.parametrize("request_", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_the_search_and_keeps_the_best_so_far(
+    files: Callable[..., tuple[Path, Path]],
+    tmp_path: Path,
+    request_: signal.Signals,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    looks: list[int] = []
+    is_over, search = Meter.over, Objective.search
+
+    def stopped(meter: Meter, share: float = 1.0) -> bool:
+        looks.append(1)
+        if len(looks) == 3:
+            signal.raise_signal(request_)
+        return is_over(meter, share)
+
+    def searching(*arguments: Any) -> list[Candidate]:
+        monkeypatch.setattr(Meter, "over", stopped)
+        return search(*arguments)
+
+    monkeypatch.setattr(Objective, "search", searching)
+    out = tmp_path / "placement.json"
+    graph, cluster = map(str, files())
+    arguments = ["--cluster", cluster, "--budget", "60m", "--out", str(out)]
+    assert main(["optimize", graph, *arguments]) == 0
+    assert "stopped early" in capsys.readouterr().err
+    written = json.loads(out.read_text())
+    assert written["predicted"]["step_s"] > 0
+    assert written["measured"] is None
+
+
+def test_ctrl_c_before_there_is_anything_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(*_: object, **__: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(CoreRuntime, "costs", stopped)
+    out = tmp_path / "placement.json"
+    assert main([*TWO_TOWERS, "--devices", "core:0", "--out", str(out)]) == 1
+    assert "stopped before" in capsys.readouterr().err
+    assert not out.exists()
+
+
+@pytest.mark.slow
+@two_cores
+def test_ctrl_c_while_measuring_keeps_the_best_so_far(tmp_path: Path) -> None:
+    stage = "Running the best for real"
+    out = tmp_path / "placement.json"
+    arguments = ["--devices", "core:0,core:1", "--budget", "200e", "--out", str(out)]
+    with subprocess.Popen(
+        [sys.executable, "-m", "placer.cli.main", *TWO_TOWERS, *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        told = []
+        for line in process.stderr:
+            told.append(line)
+            if line.startswith(stage):
+                process.send_signal(signal.SIGINT)
+                break
+        told += process.stderr.readlines()
+        assert process.wait(timeout=60) == 0, told
+    assert "stopped early" in "".join(told)
+    assert json.loads(out.read_text())["predicted"]["step_s"] > 0
