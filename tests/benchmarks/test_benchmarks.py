@@ -44,7 +44,8 @@ from placer.policies import load
 from placer.policies.pool import Exercise
 from placer.search.budget import Budget
 from placer.search.request import SearchRequest
-from tests.helpers.docs_pages import PAGES, ROOT
+from tests.helpers.docs_pages import PAGES
+from tests.helpers.folders import ROOT
 
 TABLE = Table("Gaps", "above the optimum", ("problem", "gap"), (("small", "0.0%"), ("big", "2.0%")))
 QUOTED = re.compile(r"`python -m benchmarks((?: [^`]+)?)`")

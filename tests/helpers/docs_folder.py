@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from placer.cli.main import main
-from tests.helpers.docs_pages import PAGES, ROOT, Block, blocks
+from tests.helpers.docs_pages import PAGES, Block, blocks
+from tests.helpers.folders import ROOT
 from tests.helpers.onnx_files import exported
 
 

@@ -36,7 +36,6 @@ from tests.helpers.docs_folder import file_blocks, furnish, furnish_models
 from tests.helpers.docs_pages import (
     DOCS,
     PAGES,
-    ROOT,
     Block,
     Command,
     anchors,
@@ -44,6 +43,7 @@ from tests.helpers.docs_pages import (
     commands,
     links,
 )
+from tests.helpers.folders import ROOT
 
 RUN = "placer.run"
 REPLICAS = Replication(groups=(("a",),), coding_bytes_per_s=1.0, algorithms=("ring",), levels=(1,))

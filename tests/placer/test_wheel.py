@@ -17,8 +17,8 @@ from typing import TypeAlias
 import pytest
 
 from placer.report.html.page import SCRIPTS
-from tests.helpers.built_wheel import ROOT
 from tests.helpers.docs_pages import DOCS, Block, blocks, commands
+from tests.helpers.folders import ROOT
 
 Run: TypeAlias = Callable[..., str]
 FROM_PYTHON = """
