@@ -23,6 +23,7 @@ from placer.shadow_guard import refuse_shadows
 from placer.version import VERSION
 
 if TYPE_CHECKING:
+    from envs.backend import Backend, StepResult
     from envs.hardware.cluster import Cluster, Device, Link
     from envs.placement import Placement
     from envs.replication import Replication
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 __version__ = VERSION
 _HOMES = {  # name: module, or module:name there
+    "Backend": "envs.backend",
     "Candidate": "placer.search.candidate",
     "Cluster": "envs.hardware.cluster",
     "Constraints": "placer.job",
@@ -55,6 +57,7 @@ _HOMES = {  # name: module, or module:name there
     "Result": "placer.result",
     "SearchConfig": "placer.job",
     "Simulator": "envs.simulator",
+    "StepResult": "envs.backend",
     "Workload": "graphs.workload",
     "apply": "placer.applying",
     "export": "placer.applying",
@@ -64,6 +67,7 @@ _HOMES = {  # name: module, or module:name there
     "train": "placer.api",
 }
 __all__ = [
+    "Backend",
     "Candidate",
     "Cluster",
     "Constraints",
@@ -78,6 +82,7 @@ __all__ = [
     "Result",
     "SearchConfig",
     "Simulator",
+    "StepResult",
     "Workload",
     "__version__",
     "apply",

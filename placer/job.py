@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 import networkx as nx
 
+from envs.backend import Backend
 from envs.hardware.byte_size import parse_bytes
 from envs.hardware.cluster import Cluster, load_cluster
 from envs.hardware.discover import discover, is_here
@@ -50,6 +51,7 @@ class SearchConfig:
     measure: bool
     overlap: bool
     start_from: WarmStart | None
+    backend: Backend | None
 
     def __init__(
         self,
@@ -65,6 +67,7 @@ class SearchConfig:
         measure: bool = True,
         overlap: bool = False,
         start_from: WarmStart | Mapping[str, int | str] | str | Path | None = None,
+        backend: Backend | None = None,
     ) -> None:
         """Check the values and load what they name.
 
@@ -88,6 +91,8 @@ class SearchConfig:
                 sent as soon as it is computed. Only for models that can be exported.
             start_from: warm start: a placement, a Hugging Face device map, or a file of either. It
                 is an additional candidate and is always run.
+            backend: evaluates the best candidates in place of this machine's devices, also those
+                of a graph with known costs; the fastest by its step times is chosen.
 
         Raises:
             ValueError: a value is invalid, does not exist, or contradicts another.
@@ -97,8 +102,12 @@ class SearchConfig:
             raise ValueError(f"seed is {seed}, not a whole number from 0 to {SEEDS - 1}")
         if groups is not None and groups < 1:
             raise ValueError(f"groups is {groups}, below 1")
+        if backend is not None and not measure:
+            raise ValueError("a backend runs the best candidates, and measure=False runs none")
         if isinstance(objective, str):
             objective = Objective(name=objective, micro_batches=micro_batches, in_flight=in_flight)
+        if backend is not None and objective.name != LATENCY:
+            raise ValueError(f"a backend evaluates single steps, not {objective.name}")
         values = {
             "budget": Budget.parse(budget) if isinstance(budget, str) else budget,
             "seed": seed,
@@ -108,6 +117,7 @@ class SearchConfig:
             "measure": measure,
             "overlap": overlap,
             "start_from": None if start_from is None else warm_start_of(start_from),
+            "backend": backend,
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)

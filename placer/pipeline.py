@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 import networkx as nx
 import numpy as np
 
+from envs.backend import Backend
 from envs.compiled import loading_stage
 from envs.executors.cores.errors import WorkerError
 from envs.hardware.cluster import Cluster
@@ -202,7 +203,7 @@ class _Optimization:
     coarse: Coarsened | None = None  # groups of ops to place; None: single ops
     warm_start: Placement | None = None
     extraction: Extraction | None = None
-    runtime: Runtime | None = None  # runs the best candidates; None: the prediction decides
+    runtime: Runtime | None = None  # of devices that are all on this machine
     cost_source: Mapping[str, str] = field(default_factory=dict)
     runs: Runs = field(default_factory=lambda: Runs(candidates=[]))
     bounds_s: list[float] = field(default_factory=list)  # proved by the search
@@ -211,7 +212,7 @@ class _Optimization:
     search_s: float = 0.0
 
     def run(self) -> Result:
-        """Search, run the best candidates if there is a runtime, and choose.
+        """Search, run the best candidates where something can run them, and choose.
 
         From the search on no result is lost: Ctrl-C only ends the current stage, and if the workers
         cannot be started, the prediction decides.
@@ -238,6 +239,13 @@ class _Optimization:
         with self.interrupt.polled():
             return self._result(time.perf_counter() - began - self.search_s)
 
+    @property
+    def _source(self) -> Runtime | Backend | None:
+        """What evaluates the best candidates; None if the prediction decides."""
+        if self.search.backend is not None:
+            return self.search.backend
+        return self.runtime if self.search.measure else None
+
     def _search(self) -> None:
         self.progress.stage("Searching placements")
         with self.interrupt.polled():
@@ -247,11 +255,11 @@ class _Optimization:
 
     def _measure(self) -> None:
         """Run the best candidates; while they run out of memory, search again with less of it."""
-        runtime = self.runtime
-        if runtime is None or not self.search.measure or self.interrupt.requested:
+        source = self._source
+        if source is None or self.interrupt.requested:
             return
         self.progress.stage("Running the best for real")
-        self.runs = run_best(self.runs.candidates, runtime, self.problem, self.progress)
+        self.runs = run_best(self.runs.candidates, source, self.problem, self.progress)
         for share in SMALLER:
             if self.runs.interrupted or not overfull(self.runs.candidates):
                 return
@@ -261,7 +269,7 @@ class _Optimization:
                 found = self._candidates(smaller, search_trace)
             if not any(np.isfinite(own.predicted_s) for own in found):
                 return
-            runs = run_best(found, runtime, smaller, self.progress)
+            runs = run_best(found, source, smaller, self.progress)
             # Runs are only compared with runs of the same rounds.
             failed = [own for own in self.runs.candidates if own.failure]
             self.runs = replace(runs, candidates=[*runs.candidates, *failed])
@@ -277,7 +285,7 @@ class _Optimization:
             best=best,
             lower_bound_s=max(bound_s, *self.bounds_s, 0.0),
             search_s=self.search_s,
-            measuring_s=measuring_s if self.runtime is not None and self.search.measure else 0.0,
+            measuring_s=0.0 if self._source is None else measuring_s,
             stopped=self.interrupt.requested or self.runs.interrupted,
             extraction=self.extraction,
             all_cores=self.runs.all_cores,

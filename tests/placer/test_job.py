@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -151,3 +152,42 @@ def test_public_names_exist_and_functions_take_at_most_twelve_parameters(name: s
     public = getattr(placer, name)
     if inspect.isfunction(public) or public in (placer.SearchConfig, placer.Constraints):
         assert len(inspect.signature(public).parameters) <= 12
+
+
+class LastIsFastest:
+    """A backend that keeps what it is asked, and finds each placement faster than the one before.
+
+    A tie would be decided for the simplest.
+    """
+
+    def __init__(self) -> None:
+        self.seen: list[placer.Placement] = []
+
+    def evaluate(
+        self, placements: Sequence[placer.Placement], progress: Any = None
+    ) -> list[placer.StepResult]:
+        self.seen += placements
+        return [
+            placer.StepResult(step_s=1.0 / (1 + i), peak_memory_bytes={})
+            for i in range(len(placements))
+        ]
+
+
+def test_a_backend_of_the_user_decides_between_the_best_candidates(
+    files: tuple[Path, Path],
+) -> None:
+    backend = LastIsFastest()
+    search = placer.SearchConfig(budget="20e", policy=None, backend=backend)
+    found = placer.optimize(*files, search=search, progress=False)
+    ran = [own for own in found.candidates if own.measurement is not None]
+    assert len(ran) == len(backend.seen) > 1
+    assert found.placement.devices == backend.seen[-1].devices
+    assert (found.placement.measured or {})["step_s"] == 1.0 / len(ran)
+    assert found.best.predicted_s > min(own.predicted_s for own in ran)
+
+
+def test_a_backend_is_for_steps_that_are_run() -> None:
+    with pytest.raises(ValueError, match="measure=False runs none"):
+        placer.SearchConfig(backend=LastIsFastest(), measure=False)
+    with pytest.raises(ValueError, match="single steps, not max-load"):
+        placer.SearchConfig(backend=LastIsFastest(), objective="max-load")
