@@ -34,8 +34,8 @@ def two_devices() -> Iterator[Cluster]:
     if own_accelerators():
         yield discover("cuda:0,cpu")
         return
-    sys.path.append(str(Path(__file__).parents[2] / "tests"))
-    fake = importlib.import_module("vdev")
+    sys.path.append(str(Path(__file__).parents[2]))
+    fake = importlib.import_module("tests.helpers.vdev")
     with fake.vdev(FAKE_LINK_BYTES_PER_S):
         yield discover("vdev:0,cpu", FAKE_MEMORY)
 

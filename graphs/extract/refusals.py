@@ -32,7 +32,7 @@ from graphs.precision import FULL
 from graphs.workload import ExtractionError, StepError, Workload
 
 OWN: Final = str(Path(__file__).parent)
-RECORDING: Final = str(Path(OWN, "dispatch.py"))
+RECORDING: Final = str(Path(OWN, "dispatch", "trace.py"))
 """Callers of this file's code are not the model, so that the search for its line stops here."""
 TORCH: Final = str(Path(torch.__file__).parent)
 PYTHON: Final = str(Path(logging.__file__).parent.parent)

@@ -207,7 +207,7 @@ def running_server() -> ForkServer:
 def _started(theirs: socket.socket, errors: IO[bytes]) -> subprocess.Popen[bytes]:
     # The server must find this package, whatever is in its working directory (hence -P); last on
     # the path, so that files beside the package hide no other module.
-    root = str(Path(__file__).resolve().parents[2])
+    root = str(Path(__file__).resolve().parents[3])
     start = (
         f"import sys; sys.path.append({root!r}); "
         "import envs.executors.cores.fork_server as server; server.serve(int(sys.argv[1]))"

@@ -10,8 +10,8 @@ import pytest
 
 from envs.hardware.discover import own_cores
 from envs.hardware.noise import Noise, governors, noise_of, quota_cores
-from placer.cli.doctor import Checkup
 from placer.cli.main import main
+from placer.doctor import Checkup
 from tests.helpers.simulator_cases import one_kind
 
 QUIET = Noise(core=0, median_s=2e-4, spread=0.01, contention=1.0)

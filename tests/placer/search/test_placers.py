@@ -214,7 +214,11 @@ def plugged(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
 def test_a_plug_in_is_listed_and_used_but_replaces_nothing(
     monkeypatch: pytest.MonkeyPatch, files: Files, tmp_path: Path
 ) -> None:
-    plugged(monkeypatch, mine="test_placers:Turns", heft="test_placers:Turns")
+    plugged(
+        monkeypatch,
+        mine=f"{__name__}:Turns",
+        heft=f"{__name__}:Turns",
+    )
     assert [listing.name for listing in listings()] == [*NAMES, "mine"]
     assert type(placer_named("mine")) is Turns
     assert type(placer_named("heft")) is not Turns
@@ -245,14 +249,23 @@ class Idle:
 @pytest.mark.parametrize(
     ("value", "why"),
     [
-        ("test_placers:np", "test_placers:np is no class of placers"),
-        ("test_placers:Listless", "test_placers:Listless is no class of placers"),
+        (
+            f"{__name__}:np",
+            f"{__name__}:np is no class of placers",
+        ),
+        (
+            f"{__name__}:Listless",
+            f"{__name__}:Listless is no class of placers",
+        ),
         ("no_such_module:Mine", "No module named"),
-        ("test_placers:Nobody", "Nobody"),
-        ("test_placers", "no attribute"),
-        ("test_placers:Sampling", "TypeError: .*abstract"),
-        ("test_placers:Demanding", "TypeError: .*patience"),
-        ("test_placers:Idle", "test_placers:Idle has no method place"),
+        (f"{__name__}:Nobody", "Nobody"),
+        (__name__, "no attribute"),
+        (f"{__name__}:Sampling", "TypeError: .*abstract"),
+        (f"{__name__}:Demanding", "TypeError: .*patience"),
+        (
+            f"{__name__}:Idle",
+            f"{__name__}:Idle has no method place",
+        ),
     ],
 )
 def test_a_plug_in_that_is_no_placer_is_refused(
