@@ -1,7 +1,4 @@
-"""``placer doctor``: checks whether this machine is fit for measuring, and how to improve it.
-
-Checks whether this machine is fit for measuring: versions, noise and what to fix.
-"""
+"""``placer doctor``: a checkup of this machine for measuring: versions, noise, and what to fix."""
 
 from __future__ import annotations
 
