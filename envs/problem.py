@@ -1,11 +1,10 @@
-"""A graph and a cluster as flat arrays for the simulator and search.
+"""The problem to solve: a graph and a cluster as flat arrays for the simulator and search.
 
 Time is integer nanoseconds: an op's cost (seconds on the device's kind + the device's launch
 overhead) and a transfer (latency + bytes / bandwidth) are each rounded once, half to even.
 
-Validation of placement arrays before they are passed to compiled code.
-
-A small problem for defaults, examples and warm-up.
+Placements are checked by :func:`device_rows` and :func:`priority_rows` before they are passed to
+compiled code. :func:`toy_problem` is a small problem for defaults, examples and warm-up.
 """
 
 from __future__ import annotations

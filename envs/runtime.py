@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Runtime(Protocol):
-    """What runs an extracted step on one kind of devices: its ops, their costs, and backends."""
+    """Run an extracted step on one kind of devices: its ops, their costs, and backends."""
 
     extraction: Extraction
     graph: nx.DiGraph[str]  # whose nodes can be placed

@@ -1,6 +1,6 @@
-"""Op costs: FLOPs by torch's formulas, and seconds that were measured elsewhere.
+"""Op costs: FLOPs by torch's formulas, seconds measured elsewhere, and both at another batch size.
 
-Scaling the graph of a step to another batch size, without a model to trace again.
+:func:`with_part_of_batch` scales the graph of a step without a model to trace again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Reading files up to a size limit, and writing them atomically.
-
-Messages for files that are missing or cannot be read.
-"""
+"""Files: reads up to a size limit, atomic writes, and messages for files that cannot be read."""
 
 from __future__ import annotations
 

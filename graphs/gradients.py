@@ -44,8 +44,8 @@ def gradients_of(graph: GraphArrays, known: Mapping[str, Sequence[str]] | None =
     Args:
         graph: graph of the step.
         known: {op that parameters live with: ops that produce their gradients}, as
-            :func:`graphs.extract.placeable` finds them; ops that are not in the graph are
-            ignored.
+            :func:`graphs.extract.placeable.gradient_makers` finds them; ops that are not in the
+            graph are ignored.
     """
     own = graph.gradient_bytes if graph.gradient_bytes.any() else graph.parameter_bytes
     homes = np.flatnonzero(own)

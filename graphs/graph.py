@@ -5,10 +5,8 @@ those of :class:`OpAttributes`. Every edge has ``bytes``: the part of its source
 target needs. ``graph.graph`` holds ``name`` and ``cost_source`` ({device kind: source of its
 costs}); ops whose costs come from elsewhere have a ``cost_source`` of their own.
 
-Hot paths use :class:`GraphArrays`, made once per graph, and never networkx. Op ``i`` is the
-``i``-th node in insertion order, everywhere; ties between ops are broken by this index.
-
-Read-only arrays.
+Hot paths use :class:`GraphArrays`, made once per graph and read-only, and never networkx. Op ``i``
+is the ``i``-th node in insertion order, everywhere; ties between ops are broken by this index.
 """
 
 from __future__ import annotations

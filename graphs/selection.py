@@ -1,6 +1,6 @@
-"""Selecting ops by op id, module path or glob, as users write them.
+"""Selections of ops by op id, module path or glob, and what users ask of them.
 
-User constraints on a placement: ops pinned to devices, and ops kept together.
+Ops can be pinned to a device (:func:`pin`) or kept together on one (:func:`keep_together`).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def pin(graph: nx.DiGraph[str], devices: Mapping[str, str]) -> nx.DiGraph[str]:
 
     Args:
         graph: any graph.
-        devices: {op id, module path or glob: device name}, see :func:`graphs.selection.matching`.
+        devices: {op id, module path or glob: device name}, see :func:`matching`.
 
     Raises:
         ConstraintError: a pattern matches nothing, two patterns pin one op or one co-location group

@@ -1,6 +1,6 @@
-"""The step to be extracted: a model, example inputs, and how a loss is computed from them.
+"""The workload: one step of a model, with its example inputs and how a loss is computed from them.
 
-Copying a step whose model may keep computed tensors.
+:func:`step_copy` copies a step whose model may keep computed tensors.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class ModelAlone(nn.Module):
 
 
 def unwrapped(name: str) -> str:
-    """Return the name in :meth:`Step.named_state` of a parameter or buffer of such a wrapper."""
+    """Return the name that a wrapper's parameter or buffer has in :meth:`Workload.named_state`."""
     owner, _, rest = name.partition(".")
     return rest if owner == WRAPPED else f"{LOSS}.{rest}"
 

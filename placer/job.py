@@ -41,7 +41,7 @@ SEEDS: Final = 2**32
 
 @dataclass(frozen=True, slots=True, init=False)
 class SearchConfig:
-    """How placements are searched, and whether and how the best ones are run."""
+    """Settings of the search for placements, and of the runs of the best ones."""
 
     budget: Budget
     seed: int
@@ -125,7 +125,7 @@ class SearchConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
-    """What every placement must keep to.
+    """Conditions that every placement must meet.
 
     Attributes:
         keep_together: op ids, module paths or globs such as ``"layers.3.*"``; all ops that match

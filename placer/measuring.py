@@ -1,7 +1,4 @@
-"""Runs the best candidates.
-
-Predicts and measures the step time of an existing placement.
-"""
+"""Runs of the best candidates, and the predicted and measured step of an existing placement."""
 
 from __future__ import annotations
 

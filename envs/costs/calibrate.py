@@ -1,9 +1,9 @@
 """Calibration by measurement: speeds of devices, latency and bandwidth of links.
 
-Each machine, torch version and list of devices has one cache file. This module times cores;
-envs/costs/torch_speeds.py times torch devices. Everything is timed by the
-executor that will run the placement, with programs of the same form, so the numbers include the
-overheads of hand-offs and dispatch.
+Each machine, torch version and list of devices has one cache file. This module times cores,
+:mod:`envs.costs.torch_speeds` times torch devices. Everything is timed by the executor that will
+run the placement, with programs of the same form, so the numbers include the overheads of hand-offs
+and dispatch.
 """
 
 from __future__ import annotations

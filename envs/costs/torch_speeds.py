@@ -1,6 +1,7 @@
-"""Measure the speeds of torch devices, and of the copies between them.
+"""Measured speeds of torch devices, and of the copies between them.
 
-Timing on asynchronous devices: many calls in a row, synchronized once.
+Asynchronous devices are timed over many calls in a row, synchronized once
+(:func:`seconds_per_call`).
 """
 
 from __future__ import annotations

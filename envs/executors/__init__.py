@@ -1,1 +1,1 @@
-"""Execution of placed steps."""
+"""Executors of placed steps: worker processes on cores, torch devices, hooks on modules."""

@@ -1,1 +1,1 @@
-"""Devices, links and their speeds: files, discovery, noise."""
+"""Devices, the links between them and their speeds: cluster files, discovery, noise."""

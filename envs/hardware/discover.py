@@ -1,9 +1,8 @@
-"""Discover the devices of this machine by name.
+"""Devices of this machine, discovered by name, and the parts of device names.
 
-``cuda:0`` and ``cpu`` are torch devices, driven from one process; ``core:0`` and core sets are run
-by pinned worker processes. One placement uses either torch devices or cores, not both.
-
-Parse device names, also of multi-host clusters: ``core:0-3``, ``n1:g0``, ``n1:cuda:0``.
+``cuda:0`` and ``cpu`` are torch devices, driven from one process; ``core:0`` and core sets such as
+``core:0-3`` are run by pinned worker processes. One placement uses either torch devices or cores,
+not both. In clusters of several hosts the host comes first: ``n1:g0``, ``n1:cuda:0``.
 """
 
 from __future__ import annotations

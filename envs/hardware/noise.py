@@ -1,4 +1,4 @@
-"""Measure how quiet this machine is: other load on its cores, and the noise of a fixed task."""
+"""Noise of this machine: other load on its cores, and how much the time of a fixed task varies."""
 
 from __future__ import annotations
 

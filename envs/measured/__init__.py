@@ -1,1 +1,1 @@
-"""Measured backends: placements run on real devices, in turn."""
+"""Measured backends: placements run in turn on real devices, pinned cores or torch devices."""

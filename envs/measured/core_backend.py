@@ -1,16 +1,15 @@
-"""The Measured backend: runs placements on this machine's cores and times them.
+"""The backend that runs placements on this machine's pinned cores, and times them.
 
 All candidates are loaded at once and run in turn. Each round starts with another candidate, so that
 neither changes of the machine's load nor the position in a round favours one of them; each is
-judged by the median of its runs. The unplaced step on all cores can be run as often for comparison
-(envs/measured/core_backend.py). Besides the wall time, the CPU-clock time of a step is computed,
-see envs/executors/cores/lists.py. Their ratio is the contention: above ``CONTENDED`` other
-processes used the cores, and the CPU-clock time is more accurate.
+judged by the median of its runs. The baseline is the unplaced step, which one process runs on all
+cores (:class:`UnplacedStep`); it can be run as often. Besides the wall time, the CPU-clock time of
+a step is computed, see :func:`envs.executors.cores.lists.cpu_clock_s`. Their ratio is the
+contention: above ``CONTENDED`` other processes used the cores, and the CPU-clock time is more
+accurate.
 
 In one uncounted run the workers report their peak memory: a placement that exceeds a device's
 memory fails even if it ran.
-
-The unplaced step, a baseline of measured placements: one process runs it on all cores.
 """
 
 from __future__ import annotations

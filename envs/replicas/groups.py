@@ -1,4 +1,4 @@
-"""Choose the devices of replicas: groups of equal size, near each other and alike."""
+"""Groups of devices for replicas: of equal size, near each other and alike."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Lower bounds on the step time, and reasons why no placement can run or fit.
 
-Longest paths to and from every op, the ranks that list schedulers order ops by.
+:func:`levels` are the longest paths to and from every op, the ranks that list schedulers order ops
+by.
 """
 
 from __future__ import annotations

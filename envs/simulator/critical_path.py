@@ -1,6 +1,7 @@
-"""The critical path of a simulated step, without gaps from its start to its end.
+"""The critical path of a simulated step, and the idle times of its devices.
 
-Idle times of the devices in a simulated step, and what they wait for.
+The path has no gaps from the start of the step to its end; an idle time says what the device waits
+for.
 """
 
 from __future__ import annotations

@@ -2,12 +2,8 @@
 
 Devices and links are two processes of the trace. A device's track shows its ops, a link's track its
 transfers; one that occupies two ports appears on both. A link whose transfers do not wait for each
-other has as many tracks as overlap. Every device has a counter of the memory in use. Times are in
-microseconds.
-
-Tracks of a simulated step's links: rows of transfers that do not overlap.
-
-Memory in use on every device over the time of a simulated step.
+other has as many tracks as overlap (:func:`link_tracks`). Every device has a counter of the memory
+in use (:func:`memory_curves`). Times are in microseconds.
 """
 
 from __future__ import annotations

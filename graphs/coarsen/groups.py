@@ -1,15 +1,11 @@
-"""Coarsening: merge ops into fewer groups that are placed as one, and expand groups back to ops.
+"""Coarsened graphs: ops merged into fewer groups that are placed as one, and expanded back to ops.
 
 Ops that may not be split are merged first: co-location groups, and ops that the user keeps
-together. Then cheap ops join their only neighbour (:mod:`graphs.coarsen.merging`), then a
-topological order is cut into at most the requested number of pieces
-(:mod:`graphs.coarsen.merging`). Ops of different phases, allowed devices or device kinds are never
-merged. Where a path leaves a co-location group and returns, merging the group would make a cycle:
-its ops stay separate, and ``colocate`` keeps them on one device.
-
-Co-location groups of a coarsened graph: which are united, and which span several groups.
-
-Which ops may be merged: those with the same phase, allowed devices and costed device kinds.
+together. Then cheap ops join their only neighbour, and a topological order is cut into at most the
+requested number of pieces (:mod:`graphs.coarsen.merging`). Ops of different phases, allowed devices
+or costed device kinds are never merged (:class:`Limits`). Where a path leaves a co-location group
+and returns, merging the group would make a cycle: its ops stay separate, and ``colocate`` keeps
+them on one device. A group of ops from several co-location groups unites them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Merging ops into groups such that the graph between groups stays acyclic.
+"""Merges of ops into groups such that the graph between groups stays acyclic.
 
 Each function maps ``group_of`` (N,), the group of every op, to one with as many groups or fewer.
-
-The graph between groups of ops: distinct edges, cycles, and a depth-first topological order.
-
-Cutting a topological order of groups into a limited number of pieces.
+:class:`Quotient` is the graph between groups: distinct edges, cycles, and a depth-first topological
+order, which :func:`cut` divides into a limited number of pieces.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Tracking which call of which module is running, by hooks on every module of a step.
+"""Calls of a step's modules, tracked by hooks on every module, and stable keys of ops and calls.
 
-Stable keys of ops and calls, from the module they belong to and the operator they run.
+A key is made from the module that an op or call belongs to and the operator that it runs.
 """
 
 from __future__ import annotations

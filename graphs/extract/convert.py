@@ -1,9 +1,9 @@
-"""Converting a traced aten graph to the program that runs it, and the facts of its ops.
+"""Conversion of a traced aten graph to the program that runs it, and the facts of its ops.
 
 An op of the DAG is every call that computes something, and every view of a part of what another op
-computed. Other views belong to no op (see program.py), members of tuples to the call that returns
-the tuple. Backward convolutions are split into the part for the input and the part for the weight:
-torch computes them separately anyway, and then they can run on two devices.
+computed. Other views belong to no op (see :mod:`graphs.extract.program`), members of tuples to the
+call that returns the tuple. Backward convolutions are split into the part for the input and the
+part for the weight: torch computes them separately anyway, and then they can run on two devices.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Traced:
 
 @dataclass(frozen=True, slots=True)
 class OpFacts:
-    """What the trace says about an op, besides its calls."""
+    """Facts about an op from the trace, besides its calls."""
 
     name: str
     module: str

@@ -1,15 +1,15 @@
-"""Building the placeable DAG of a step from its program and the facts of its ops.
+"""The placeable DAG of a step, built from its program and the facts of its ops.
 
-Ops of a step that must share a device because they share state.
+Ops that share state must share a device. There are four reasons for such a co-location group: a
+view of a part shares its tensor's storage; ops read or write the same buffer that the step updates
+(BatchNorm statistics of a module that is called twice); they read one parameter that has several
+names (tied weights); or they read one that the step's optimizer updates. Such a parameter has one
+home, where all its readers run with its update: read elsewhere it would have to be sent there after
+every update, which no edge of the graph stands for. Other views and members of tuples need no
+group, because they are not ops (see :mod:`graphs.extract.program`).
 
-Four reasons: a view of a part shares its tensor's storage; ops read or write the same buffer that
-the step updates (BatchNorm statistics of a module that is called twice); they read one parameter
-that has several names (tied weights); or they read one that the step's optimizer updates. Such a
-parameter has one home, where all its readers run with its update: read elsewhere it would have to
-be sent there after every update, which no edge of the graph stands for. Other views and members of
-tuples need no group, because they are not ops (see program.py).
-
-The call of the exported forward pass that each op belongs to, and whose device it has.
+:func:`calls_of` gives the call of the exported forward pass that each op belongs to, and whose
+device it has.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Extraction of the graph of a step from its model.
+"""Extraction of the graph of a step from its model: :func:`extract` and what it returns.
 
 There are three extractors, tried in this order: torch.export, a recording of the ops that a real
 step dispatches, and the calls of the model's modules. Each accepts models that the one before does
-not, and gives less information about them.
-
-Checks that a step can be extracted at all, made before any extractor is tried.
+not, and gives less information about them. :func:`check_step` first finds steps that no extractor
+could accept.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Check that a traced training step computes all the gradients that torch computes."""
+"""A check that a traced training step computes all the gradients that torch computes."""
 
 from __future__ import annotations
 

@@ -1,20 +1,16 @@
-"""The graph of a step with its exported calls as nodes: what can be placed on torch devices.
+"""Graphs that torch devices can run: with the exported calls of a step as nodes, or its modules.
 
-Autograd runs the backward of a call on the device of the call. A call is therefore a forward node
-and, if it has backward ops, a backward node in the same co-location group.
+Autograd runs the backward of a call on the device of the call. In a :class:`CallGraph` a call is
+therefore a forward node and, if it has backward ops, a backward node in the same co-location group.
 
-Memory of sums of gradients, which autograd adds up in place as soon as each summand exists.
+Autograd adds up gradients in place, as soon as each summand exists; a trace has an op for every
+addition. As separate ops, each summand would wait for its addition, and each addition would write
+another tensor. :func:`summed_in_place` corrects the memory of these ops: besides the sum only one
+summand takes memory at a time.
 
-A trace has an op for every addition. As separate ops, each summand would wait for its addition, and
-each addition would write another tensor. Autograd adds a summand before anything else runs, so that
-besides the sum only one summand takes memory at a time.
-
-Ops of a traced step that produce the gradients of its parameters, according to its program.
-
-The graph of modules of a step, in which each module can be placed as a whole.
-
-Code of a module between two of its calls may use tensors from before them, so that all work that a
-module does itself, in every call, is on one device.
+In a :class:`ModuleMap` each module is placed as a whole. Code of a module between two of its calls
+may use tensors from before them, so that all work that a module does itself, in every call, is on
+one device.
 """
 
 from __future__ import annotations
@@ -112,7 +108,7 @@ class CallGraph:
 
     ``node_of`` (N,) int32 is the node of each op, by its position in ``graph``. Sizes are those of
     :class:`graphs.coarsen.sizes.GroupSizes`, sums are exact; gradients are added up in place
-    (:mod:`graphs.extract.placeable`). ``node_of_call`` gives, for the key of every call that has a
+    (:func:`summed_in_place`). ``node_of_call`` gives, for the key of every call that has a
     device, the node whose device it has.
     """
 

@@ -2,10 +2,9 @@
 
 Torch's own output is suppressed meanwhile: its reasons are in its exceptions.
 
-Refusing models that define parts of their backward pass which an extractor cannot follow.
-
-Torch.export traces into a function that has its own backward and decomposes it; of checkpointing it
-sees only the forward pass. Either way the traced step would be another one.
+Models that define parts of their backward pass are refused too, where an extractor cannot follow:
+torch.export traces into a function that has its own backward and decomposes it, and of
+checkpointing it sees only the forward pass. Either way the traced step would be another one.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Plain runs of a step, to see whether the model works at all on its inputs.
 
-Tracing a model on the meta device: the same step on fake tensors of the CPU.
-
-Fake tensors have shapes and devices but no memory, so that a model of any size can be traced. The
-meta device itself will not do: its ops are not those of a device that runs them.
+A model on the meta device runs on fake tensors of the CPU. They have shapes and devices but no
+memory, so that a model of any size can be traced. The meta device itself will not do: its ops are
+not those of a device that runs them.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Adding the optimizer to a training step: one op per parameter that has a gradient.
+"""The optimizer in a training step: one update op per parameter that has a gradient.
 
 An update is one call of torch's fused kernel, which changes the parameter and the optimizer state
 in place, as torch.optim does with ``fused=True``. It needs no further memory, and nothing is copied
 back. A tensor that changes in place must not be read afterwards, or elsewhere: an update shares its
-device with all readers of the parameter (see colocation.py), and workers run it after them (see
-:meth:`StepProgram.overwritten`). The graph has no edges for that order, because an edge would keep
-the output of its source in memory until the update.
+device with all readers of the parameter (:func:`graphs.extract.dag.colocation_groups`), and workers
+run it after them (:meth:`StepProgram.overwritten`). The graph has no edges for that order, because
+an edge would keep the output of its source in memory until the update.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Synthetic graphs: random families, and graphs with an optimum known by construction."""
+"""Synthetic graphs: random families, graphs with a known optimum, sketches of well-known models."""

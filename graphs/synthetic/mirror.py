@@ -1,4 +1,4 @@
-"""Mirroring a forward graph into its backward pass, for graphs that have no model."""
+"""Backward passes mirrored from forward graphs, for graphs that have no model."""
 
 from __future__ import annotations
 

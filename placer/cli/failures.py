@@ -1,7 +1,4 @@
-"""Error messages of one line, exit codes, and checks of output files.
-
-Standard output whose errors name it.
-"""
+"""Error messages of one line, exit codes, checks of output files, and errors of standard output."""
 
 from __future__ import annotations
 

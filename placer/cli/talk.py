@@ -1,8 +1,7 @@
-"""Progress and remarks of a command, on stderr; nothing with ``--quiet``.
+"""Progress, remarks and the duration of a command, on stderr; nothing with ``--quiet``.
 
-Errors are always printed, see :mod:`placer.cli.failures`.
-
-Duration of an optimization: an estimate before it, and a breakdown after it.
+The duration of an optimization is estimated before it and broken down after it. Errors are always
+printed, see :mod:`placer.cli.failures`.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ MOST_TOGETHER: Final = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormatOutput:
-    """What a format writes, and where the runtime then runs each call.
+    """The output of a format, and where the runtime then runs each call.
 
     Attributes:
         content: text, or plain data for JSON.

@@ -11,7 +11,7 @@ from torch import nn
 
 
 class GradientBucket(Protocol):
-    """What a reduction receives; ``torch.distributed.GradBucket`` conforms to it."""
+    """Gradients that a reduction receives; ``torch.distributed.GradBucket`` conforms to it."""
 
     def index(self) -> int:
         """Return its index among the buckets of its process group, in starting order."""

@@ -26,7 +26,7 @@ _AS_BACKENDS_DO: Final = ((AUTO,), ("ring",))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRequest:
-    """What a user asks of a run; ``overrides`` are fields of :class:`SyncConfig`."""
+    """Options of a run, as a user gives them; ``overrides`` are fields of :class:`SyncConfig`."""
 
     target: str
     placement: Path
@@ -47,7 +47,7 @@ class RunRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """How the ranks of a run are kept in sync, and which batches they take.
+    """Settings of a run: how its ranks are kept in sync, and which batches they take.
 
     Attributes:
         sync: the method and its options.

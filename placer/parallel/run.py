@@ -30,7 +30,7 @@ from placer.sources.target import load_function, load_step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What one rank of a run does, and with which model and data."""
+    """One rank's part in a run: its work, model and data."""
 
     request: RunRequest
     plan: RunPlan

@@ -1,4 +1,4 @@
-"""Contract tests for placers, for their authors to run.
+"""Contract tests for placers, for their authors to run, and the small problems they use.
 
 ::
 
@@ -9,13 +9,11 @@
         check(MyPlacer)
 
 A check takes a factory of the placer (its class, or a function without arguments) and raises an
-AssertionError that names the fault and the problem. Evaluations are counted in
-:class:`placer.search.evaluator.Evaluator`, :class:`envs.simulator.Simulator`,
+AssertionError that names the fault and the problem; each problem has one difficulty. Evaluations
+are counted in :class:`placer.search.evaluator.Evaluator`, :class:`envs.simulator.Simulator`,
 :class:`placer.search.annealing.step_time.Annealing` and
 :class:`placer.search.annealing.max_load.MaxLoadAnnealing`. For time budgets the checks replace the
 clock.
-
-Small problems with one difficulty each, for :mod:`placer.placers.contract`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The default search of ``optimize``.
+"""The default search of ``optimize``, a portfolio, and its annealing alone.
 
-Simulated annealing of devices and order alone: the baseline for learned policies.
+Simulated annealing of devices and order is the baseline for learned policies.
 """
 
 from __future__ import annotations

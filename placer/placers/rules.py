@@ -1,16 +1,8 @@
 """Placers that compute placements by a rule, without search.
 
-All ops on one device.
-
-Round robin over devices.
-
-Contiguous layers, balanced.
-
-Heterogeneous Earliest Finish Time (Topcuoglu et al. 2002), without insertion.
-
-Earliest Task First (Hwang et al. 1989).
-
-Earliest Task First with memory, as in Baechi (Jeon et al., SoCC 2020; arXiv 2301.08695).
+HEFT is Heterogeneous Earliest Finish Time (Topcuoglu et al. 2002), without insertion; ETF is
+Earliest Task First (Hwang et al. 1989); m-ETF is ETF with memory, as in Baechi (Jeon et al., SoCC
+2020; arXiv 2301.08695).
 """
 
 from __future__ import annotations

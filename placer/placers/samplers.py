@@ -1,10 +1,7 @@
 """Placers that evaluate placement after placement until the budget is spent.
 
-The cross-entropy method.
-
-Evolution of the list scheduler's weights.
-
-The learned policy alone.
+They are the cross-entropy method, evolution of the list scheduler's weights, and the learned policy
+alone.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Plans replicas: their number, devices, placement and gradient reduction.
+"""Plans of replicas: their number, devices, placement and gradient reduction.
 
 For every number of devices d = N // R, one search is run for each kind of device group of size d
-(and each batch size); then R replicas of its result are simulated with their reductions. Other
-values of d are not needed, as more devices never make a placement worse. All R up to MOST_REPLICAS
-are tried; beyond that, powers of two and the largest, as the curve is smooth. For a requested R,
-one replica per device and one replica on all devices are planned for comparison.
-
-Shares of budget and progress for several searches of one job.
+(and each batch size), with a share of the budget; then R replicas of its result are simulated with
+their reductions. Other values of d are not needed, as more devices never make a placement worse.
+All R up to MOST_REPLICAS are tried; beyond that, powers of two and the largest, as the curve is
+smooth. For a requested R, one replica per device and one replica on all devices are planned for
+comparison.
 """
 
 from __future__ import annotations

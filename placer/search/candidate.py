@@ -15,7 +15,7 @@ from envs.simulator import INFEASIBLE_NS
 
 
 class Kind(Enum):
-    """What made a candidate, the simplest first; the value is the usual display name.
+    """Origin of a candidate, the simplest first; the value is the usual display name.
 
     Of equally fast candidates the simplest wins. Kinds after ``ANNEALING`` are equally simple.
     """

@@ -1,0 +1,1 @@
+"""Models, problems, twins and processes that tests of several packages share."""

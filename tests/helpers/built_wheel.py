@@ -1,3 +1,5 @@
+"""A wheel of this repository, built without network access."""
+
 from __future__ import annotations
 
 import subprocess

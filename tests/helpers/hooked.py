@@ -1,3 +1,5 @@
+"""Hooked copies of small models, with their modules on given devices."""
+
 from __future__ import annotations
 
 import copy

@@ -1,3 +1,5 @@
+"""Parameters of tests that go through all models; large models are slow tests."""
+
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable

@@ -1,3 +1,5 @@
+"""Random layered problems, with or without co-location groups, pins and unequal devices."""
+
 from __future__ import annotations
 
 from itertools import product

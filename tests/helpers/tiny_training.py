@@ -1,3 +1,5 @@
+"""Training configurations that take seconds, and their TOML."""
+
 from __future__ import annotations
 
 import json

@@ -1,3 +1,5 @@
+"""Clusters of two torch devices: ``vdev:0`` and ``cpu``."""
+
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,1 +1,1 @@
-"""Pinned worker processes, one for each core device."""
+"""Pinned worker processes, one for each core device, that run a step op by op."""

@@ -1,4 +1,4 @@
-"""Compiles an instruction list into one Python function per instruction.
+"""Compiled instruction lists: one generated Python function per instruction.
 
 The functions work on a table of live tensors. Their source is generated: looking up arguments in
 nested containers for every call would cost more than the small ops themselves.

@@ -1,13 +1,12 @@
-"""Instruction lists: a program split over the devices of a placement.
+"""Instruction lists: a program split over the devices of a placement, and its CPU-clock time.
 
 Lists are read strictly in order. They follow one order of all ops in which every op comes after
 what it reads, so workers that wait for each other always make progress.
 
-The CPU-clock time of a step: its time without contention, computed from CPU times.
-
-On a busy machine a worker loses its core now and then, and the wall clock counts that. The thread's
-CPU clock does not: replaying the lists with CPU times gives the step time on a quiet machine. This
-holds for devices of one core: the thread's clock misses the other threads of a core set.
+The CPU-clock time of a step is its time without contention. On a busy machine a worker loses its
+core now and then, and the wall clock counts that. The thread's CPU clock does not: replaying the
+lists with CPU times (:func:`cpu_clock_s`) gives the step time on a quiet machine. This holds for
+devices of one core: the thread's clock misses the other threads of a core set.
 """
 
 from __future__ import annotations

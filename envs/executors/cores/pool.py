@@ -1,6 +1,6 @@
-"""The parent's side of the pinned workers: starts them, runs steps, detects failures.
+"""The pool of pinned workers, on the parent's side: starts them, runs steps, detects failures.
 
-Independent seeds derived from a shared one.
+Each worker has a random seed of its own, derived from a shared one (:func:`spread_seed`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Copies the inputs of a step into an arena: parameters, buffers and a batch."""
+"""State of a step in an arena: copies of its parameters, buffers and batch."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """One pinned worker process: maps the arena, compiles instruction lists, runs them on demand.
 
-It is forked for a WorkerPool by envs/executors/cores/fork_server.py;
-envs/executors/cores/messages.py defines the messages on its pipe. It never outlives its parent.
-
-Resident memory of a worker process, as the kernel counts it.
+It is forked for a :class:`envs.executors.cores.pool.WorkerPool` by
+:mod:`envs.executors.cores.fork_server`; :mod:`envs.executors.cores.messages` defines the messages
+on its pipe. It never outlives its parent. :class:`Resident` is its resident memory, as the kernel
+counts it.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Placed models that run their own code, with hooks on their modules."""
+"""Placed models that run their own code, with hooks that put their modules on devices."""

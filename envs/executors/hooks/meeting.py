@@ -1,6 +1,6 @@
-"""Moves tensors that meet in one operation of a model's own code to one device.
+"""Tensors that meet in one operation of a model's own code, moved to one device.
 
-Copies of tensors on another device, for one call that may write into them.
+:class:`Copies` holds copies on another device for one call, which may write into them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Hooks that run every module of a step on its device, for any caller.
 
-Replacement of tensors in lists, dicts and other torch pytrees.
+:func:`replaced` replaces the tensors in lists, dicts and other torch pytrees.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Placed modules on torch devices, in this process."""
+"""Placed modules on torch devices, in this process: exported calls as one generated function."""

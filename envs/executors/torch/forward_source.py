@@ -1,11 +1,9 @@
-"""Generates the Python function that runs a forward pass with a device for each call.
+"""The generated Python function that runs a forward pass with a device for each call.
 
 A tensor that is needed on another device is sent there once; where it is written in between, once
 for each state that is read. Free calls run on every device that reads their outputs. A tensor is
 deleted after its last use. With ``overlap`` a tensor is sent as soon as it is made, and awaited
-where it is read.
-
-The order in which one process launches the calls of a forward pass.
+where it is read. :class:`LaunchOrder` is the order in which the process launches the calls.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A placed model in one process: calls run on torch devices, the backward pass by autograd.
 
-A placed step in its other mode: the same model for validation between epochs of training.
-
-It is another program with its own calls. Each goes where the same call of the placed step is, or
+It also runs in the other mode: the same model for validation between epochs of training, or back.
+That is another program with its own calls. Each goes where the same call of the placed step is, or
 where most calls of its module are.
 """
 

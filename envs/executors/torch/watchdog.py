@@ -1,4 +1,4 @@
-"""End this process when work in it hangs: nothing else can end a hung torch op."""
+"""A watchdog that ends this process when work in it hangs: nothing else can end a hung torch op."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The compiled core of the simulator."""
+"""The compiled core of the simulator: its arrays, its queues and the two paths of a step."""

@@ -1,8 +1,7 @@
 """The full path: the end of every op and every transfer is an event.
 
-It supports every link, and follows memory over time.
-
-Transfers: they wait in the line of their link, occupy it, and end at their consumers.
+It supports every link, and follows memory over time. Transfers wait in the line of their link,
+occupy it, and end at their consumers.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Ready ops per device (one op, or a bitmap over ranks), and devices that may start one.
+"""Queues of the compiled simulator: ready ops, waiting transfers and the next event.
 
-Heaps of the transfers that wait in one line.
+Each device has its ready ops (one op, or a bitmap over ranks); devices that may start one are
+listed. Transfers that wait in one line are a heap.
 
-The next event of every device and queue, and of all other transfers.
-
-A device runs one op at a time and a queue serves one transfer, so each has one slot; transfers that
-never wait share one, with a heap behind it. Slots are the leaves of a tournament tree whose root is
-the earliest event: an update walks up one path without unpredictable branches.
+A device runs one op at a time and a queue serves one transfer, so each has one slot for its next
+event; transfers that never wait share one, with a heap behind it. Slots are the leaves of a
+tournament tree whose root is the earliest event: an update walks up one path without unpredictable
+branches.
 """
 
 from __future__ import annotations

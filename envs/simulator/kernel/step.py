@@ -1,15 +1,16 @@
-"""The compiled core: one step of a placed graph in integer nanoseconds.
+"""The simulation of one step of a placed graph, compiled, in integer nanoseconds.
 
-A step takes the express path (``envs.simulator.kernel.express``) where that is exact, else the full
-path (``envs.simulator.kernel.full``); their answers, starts and causes are the same.
+A step takes the express path (:mod:`envs.simulator.kernel.express`) where that is exact, else the
+full path (:mod:`envs.simulator.kernel.full`); their answers, starts and causes are the same.
 
 Time advances from instant to instant. An instant is a number of rounds (more than one only where
 something takes no time): first everything that ends is handled, then every idle device picks its
-ready op of highest priority, and every idle queue its first waiting transfer. A queue serves in
-order of request (instant, then producer, destination and edge), or, by priority, the transfer whose
-highest-priority consumer on the destination is highest, ties in order of request. On a half-duplex
-"egress" link, or one with ``ingress``, a transfer needs the ports of both its ends; waiting
-transfers of the link are checked in queue order, and each with two idle ports starts.
+ready op of highest priority (ties by lowest index, :func:`rank_ops`), and every idle queue its
+first waiting transfer. A queue serves in order of request (instant, then producer, destination and
+edge), or, by priority, the transfer whose highest-priority consumer on the destination is highest,
+ties in order of request. On a half-duplex "egress" link, or one with ``ingress``, a transfer needs
+the ports of both its ends; waiting transfers of the link are checked in queue order, and each with
+two idle ports starts.
 
 Memory of a device (in a round, frees come before allocations): parameters, gradients and optimizer
 state of its ops throughout; held bytes of an op from its start on; its output from its start until
@@ -18,8 +19,6 @@ consumers); its workspace while it runs; a received copy from the start of its t
 last consumer there has ended.
 
 All functions can be called from compiled code.
-
-Ranks of ops by priority: highest first, ties by lowest index.
 """
 
 from __future__ import annotations

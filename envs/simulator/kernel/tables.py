@@ -1,4 +1,4 @@
-"""Builds the arrays of a problem for the compiled simulator, and workspaces that fit them."""
+"""Arrays of a problem for the compiled simulator, and workspaces that fit them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Annotating graph nodes while they are traced: module, phase, and lines that read values."""
+"""Annotations of graph nodes while they are traced: module, phase, and lines that read values."""
 
 from __future__ import annotations
 

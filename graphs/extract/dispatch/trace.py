@@ -1,4 +1,4 @@
-"""Tracing an nn.Module to an aten graph by recording the ops that a real step dispatches.
+"""The aten graph of an nn.Module, recorded from the ops that a real step dispatches.
 
 The model's own Python code runs, on its own tensors (on fake ones if it is on the meta device), so
 that everything it does is recorded. What it does because of tensor values holds for these inputs

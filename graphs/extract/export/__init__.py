@@ -1,1 +1,1 @@
-"""Extraction by torch.export."""
+"""Extraction by torch.export: the traced aten graph, and the exported forward pass."""

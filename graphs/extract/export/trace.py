@@ -1,12 +1,11 @@
-"""Tracing an nn.Module to an aten graph by torch.export.
+"""The aten graph of an nn.Module, traced by torch.export.
 
 A training step becomes the joint forward and backward graph of AOTAutograd, an inference step the
 functional core graph. Both are functional: mutated state is returned as a result.
 
-Names that torch.export reserves among submodules: ``meta``, ``graph``, ``code`` and others.
-
-Its result is an ``fx.GraphModule`` with the submodules of the model as attributes: one that is
-named like an attribute of that class is lost.
+Torch.export reserves some names of submodules (``meta``, ``graph``, ``code`` and others). Its
+result is an ``fx.GraphModule`` with the submodules of the model as attributes, and one that is
+named like an attribute of that class is lost: :func:`reserved_modules` finds them.
 """
 
 from __future__ import annotations

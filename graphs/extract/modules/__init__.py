@@ -1,1 +1,1 @@
-"""Extraction of the graph of module calls."""
+"""Extraction of the graph of module calls, for models that no other extractor accepts."""

@@ -1,4 +1,4 @@
-"""Extraction of the graph of module calls, for models that no other extractor accepts.
+"""The graph of module calls of a step, for models that no other extractor accepts.
 
 Torch runs the step as it is, with hooks on its modules. An op of the graph is a unit: what a call
 of a module does itself, from one call that it makes to the next; for a module that calls no other

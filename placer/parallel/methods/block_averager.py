@@ -19,7 +19,7 @@ PERIOD: Final = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockUpdate:
-    """How the mean W̄(t) of the workers after block t updates the common model.
+    """Update of the common model by the mean W̄(t) of the workers after block t.
 
     Chen and Huo, "Scalable training of deep learning machines by incremental block training with
     intra-block parallel optimization and blockwise model-update filtering", ICASSP 2016::

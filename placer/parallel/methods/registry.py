@@ -106,7 +106,7 @@ METHODS: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncConfig:
-    """How the replicas of a run are kept in sync; None means the default of the method.
+    """Settings that keep the replicas of a run in sync; None means the default of the method.
 
     Attributes:
         method: name of the method, one of ``METHODS``.

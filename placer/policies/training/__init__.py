@@ -1,4 +1,4 @@
-"""Training policies by reinforcement learning: see :mod:`placer.policies.training.run`."""
+"""Training of policies by reinforcement learning, see :mod:`placer.policies.training.run`."""
 
 from placer.policies.training.config import Length, TrainingConfig, config_of, load_config
 from placer.policies.training.run import train

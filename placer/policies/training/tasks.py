@@ -43,7 +43,7 @@ Ratios: TypeAlias = tuple[NDArray[np.float64], NDArray[np.float64]]
 
 
 class Task(Protocol):
-    """What a policy learns, and how it is scored."""
+    """A task that a policy learns, and how it is scored."""
 
     format: str
     keeps: int

@@ -11,15 +11,13 @@
      "candidates": [{"name", "predicted_s", "measured", "speed_up", "speed_up_is", "best",
                      "memory_bytes": predicted, by device, "measured_memory_bytes": by device,
                      "why": why it cannot run}],
-     "ops": columns of N ops and E edges, see :mod:`placer.report.html.data`,
+     "ops": columns of N ops and E edges, see :func:`ops_data`,
      "timeline": the simulated step, see :mod:`placer.report.html.schedule`,
      "search": {"seconds", "lines": [{"name", "evaluations", "seconds", "cost_s"}]},
      "commands": [{"what", "command", "told"}]}
 
 Unknown numbers are null. Times are whole nanoseconds (``_ns``) where there are many, seconds
 (``_s``) elsewhere; "rebuilt" marks CPU-clock times.
-
-Ops and edges of a report's graph, as columns.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ CHAIN: Final = FREE + 1
 
 @by_pointer
 class Ranking(NamedTuple):
-    """What only this energy needs of N ops, and its options."""
+    """Data of N ops that only this energy needs, and its options."""
 
     priority: NDArray[np.float64]  # (N,) N - rank
     best_priority: NDArray[np.float64]  # (N,)

@@ -1,7 +1,4 @@
-"""Elementwise operators and casts.
-
-Reductions along axes, softmax and einsum.
-"""
+"""ONNX operators element by element and along axes: casts, reductions, softmax and einsum."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Products, convolutions and normalizations.
-
-Pooling and resizing of spatial dimensions.
-"""
+"""ONNX layers: products, convolutions, normalizations, pooling and resizing."""
 
 from __future__ import annotations
 

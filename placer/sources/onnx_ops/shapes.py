@@ -1,7 +1,4 @@
-"""Operators that change shapes, or create tensors of a shape.
-
-Indexing operators: gather, scatter, slice and their like.
-"""
+"""ONNX operators that change shapes, create tensors or select elements (gather, scatter, slice)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Conversion of tensors and attributes of ONNX files to torch and Python.
-
-Data types of ONNX.
-"""
+"""Tensors, data types and attributes of ONNX files, converted to torch and Python."""
 
 from __future__ import annotations
 
