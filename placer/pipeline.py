@@ -22,10 +22,10 @@ from envs.simulator.bounds import why_apart, why_too_large
 from envs.simulator.schedule import repeats, run_order
 from graphs.coarsen.groups import Coarsened, coarsen
 from graphs.graph import GraphArrays
+from placer.candidate_runs import Runs, overfull, run_best, with_less_memory
 from placer.choose import PlacementError, choose
 from placer.interrupt import Interrupt
 from placer.job import Job, SearchConfig
-from placer.measuring import Runs, overfull, run_best, with_less_memory
 from placer.progress import Progress, Silent
 from placer.result import Result
 from placer.search.candidate import Candidate, Kind

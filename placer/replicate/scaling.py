@@ -14,7 +14,7 @@ from envs.problem import Problem
 from envs.replicas.groups import replica_groups
 from envs.replicas.step import ReplicaStep, SlotNetwork, replicated, slot_networks
 from envs.replication import Replication
-from graphs.costs import with_part_of_batch
+from graphs.batch import with_part_of_batch
 from graphs.gradients import Gradients
 from graphs.graph import GraphArrays
 from placer.replicate.result import CurvePoint, Split, share_of_ideal

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import networkx as nx
 
 from envs.hardware.cluster import Cluster
-from graphs.costs import with_part_of_batch
+from graphs.batch import with_part_of_batch
 from placer.job import Job
 from placer.pipeline import costed_step
 from placer.progress import Progress

@@ -32,10 +32,10 @@ from graphs.coarsen.groups import coarsen
 from graphs.extract import extract
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 from graphs.synthetic.families import draw
+from placer.candidate_runs import MEASURED_CANDIDATES, worth_running
 from placer.choose import PlacementError, choose
 from placer.cli.main import main
 from placer.job import Job, SearchConfig
-from placer.measuring import MEASURED_CANDIDATES, worth_running
 from placer.messages import extraction_remarks
 from placer.pipeline import optimize_job, optimize_problem
 from placer.placers.objectives import Objective

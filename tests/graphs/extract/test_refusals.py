@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 from envs.executors.cores.lists import device_lists
-from graphs.extract import ExtractionError, StepError, Workload, extract
+from graphs.extract import ExtractionError, StepError, Workload, extract, refusals
+from graphs.extract.dispatch import trace
 from graphs.extract.extraction import EXTRACTORS
 from graphs.extract.refusals import first_line
 from tests.helpers import one_process
@@ -170,3 +171,7 @@ def test_attributes_of_a_model_are_left_as_they_were(extractor: str, device: str
     if device == "cpu":
         with torch.no_grad():
             assert_same(model(X), model.linear(X))
+
+
+def test_the_search_for_a_line_of_the_model_stops_where_the_recording_begins() -> None:
+    assert trace.record.__code__.co_filename == refusals.RECORDING

@@ -26,7 +26,7 @@ from envs.replicas.step import ReplicaStep, replicated, slot_networks
 from envs.replicas.topology import levels_of
 from envs.replication import Replication
 from envs.simulator import Simulator
-from graphs.costs import with_part_of_batch
+from graphs.batch import with_part_of_batch
 from graphs.extract import Workload
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 from graphs.graph_file import save_graph
