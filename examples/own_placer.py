@@ -1,8 +1,9 @@
 """Write your own placer and compare it with the default: ``python examples/own_placer.py``.
 
 An object that implements the protocol :class:`placer.placers.placer.Placer` can be passed to
-``placer.optimize``. To use it as ``placer optimize --placer hill-climbing``, name it in the entry
-points of a package, group ``placer.placers``; :mod:`placer.placers.contract` holds contract tests.
+:class:`placer.SearchConfig`; ``placer.register_placer`` gives its class a name. To use it as
+``placer optimize --placer hill-climbing``, name it in the entry points of a package, group
+``placer.placers``; :mod:`placer.placers.contract` holds contract tests.
 """
 
 from __future__ import annotations
