@@ -289,11 +289,11 @@ def devices_of(cluster: Cluster | str | Path, memory: Mapping[str, int] | None =
     """Return the devices to run a workload on: a cluster, its file, or names of devices here.
 
     Raises:
-        ValueError: a file or a device is invalid.
+        ValueError: a file or a device is invalid, or ``memory`` limits devices that have limits.
         OSError: the file cannot be read.
     """
-    if isinstance(cluster, Cluster):
-        return cluster
-    if Path(cluster).suffix == ".toml":
-        return load_devices(Path(cluster))
-    return discover(str(cluster), memory)
+    if isinstance(cluster, str) and not cluster.endswith(".toml"):
+        return discover(cluster, memory)
+    if memory:
+        raise ValueError("a cluster says how much memory its devices have: leave memory out")
+    return cluster if isinstance(cluster, Cluster) else load_devices(Path(cluster))

@@ -217,6 +217,8 @@ class Job:
                 )
             if self.search.start_from is not None:
                 raise ValueError("a warm start is for a single placement, not for replicas")
+            if self.search.backend is not None:
+                raise ValueError("a backend is for a single placement, not for replicas")
 
     @classmethod
     def of(

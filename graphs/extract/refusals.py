@@ -27,11 +27,13 @@ from torch.autograd.function import Function
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointFunction
 
+from graphs import workload
 from graphs.precision import FULL
 from graphs.workload import ExtractionError, StepError, Workload
 
-OWN: Final = str(Path(__file__).parent)
-RECORDING: Final = str(Path(OWN, "dispatch", "trace.py"))
+FOLDER: Final = Path(__file__).parent
+OWN: Final = (str(FOLDER), workload.__file__)
+RECORDING: Final = str(FOLDER / "dispatch" / "trace.py")
 """Callers of this file's code are not the model, so that the search for its line stops here."""
 TORCH: Final = str(Path(torch.__file__).parent)
 PYTHON: Final = str(Path(logging.__file__).parent.parent)
@@ -73,7 +75,9 @@ def explained(step: Workload, error: Exception, verb: str) -> str:
         reason = "torch takes no file names that are not UTF-8"
         advice = "Rename the file of the model and the folders that it is in, or set PYTHONUTF8=1"
     places = [line for line in lines if line.startswith('File "')]
-    place = next((p for p in reversed(places) if "torch/" not in p and OWN not in p), "")
+    place = next(
+        (p for p in reversed(places) if "torch/" not in p and not any(own in p for own in OWN)), ""
+    )
     kind = "training step" if step.training else "inference"
     text = f"{type(step.model).__name__} cannot be {verb} for {kind}: {reason}"
     if place := place or raised_at(error):
@@ -137,7 +141,7 @@ def running_line() -> str:
 def _is_of_model(frame: FrameType) -> bool:
     name = _file(frame)
     installed = "site-packages" in name
-    return not name.startswith((OWN, TORCH, "<")) and (installed or not name.startswith(PYTHON))
+    return not name.startswith((*OWN, TORCH, "<")) and (installed or not name.startswith(PYTHON))
 
 
 def _file(frame: FrameType) -> str:

@@ -48,7 +48,7 @@ class GraphSource:
         self.cluster = cluster
 
     def graph(self, parts: int) -> nx.DiGraph[str]:
-        """Return the scaled graph; see :func:`graphs.costs.with_part_of_batch`."""
+        """Return the scaled graph; see :func:`graphs.batch.with_part_of_batch`."""
         return with_part_of_batch(self.whole, parts)
 
 

@@ -37,7 +37,6 @@ class Kind(Enum):
     CROSS_ENTROPY = "cross-entropy"
     SEQUENCE_TO_SEQUENCE = "sequence-to-sequence"
     EXACT = "exact"
-    TUNED_POLICY = "tuned policy"
     OTHER = "other"  # of plug-ins, and of placements whose origin is unknown
 
 

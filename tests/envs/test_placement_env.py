@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from envs.backend import StepResult
 from envs.executors.cores.fork_server import running_server
 from envs.hardware.cluster import Cluster, Device, Link
+from envs.hardware.discover import discover
 from envs.measurement import CONTENDED
 from envs.placement import Placement
 from envs.placement_env import INVALID_REWARD, PlacementEnv
@@ -341,3 +342,9 @@ def test_the_reward_comes_from_the_given_backend() -> None:
     reward, info, _ = played(PlacementEnv(backend=Constant()), lambda: 1)
     assert reward == 0.0
     assert (info["step_s"], info["baseline_s"], info["parts"]) == (2.0, 2.0, {"all": 2.0})
+
+
+def test_a_cluster_has_its_own_limits_of_memory() -> None:
+    step = Workload.of(nn.Linear(4, 3), (torch.randn(5, 4), torch.randn(5, 3)), F.mse_loss)
+    with pytest.raises(ValueError, match="leave memory out"):
+        PlacementEnv(workload=step, cluster=discover("cpu"), memory={"cpu": 1 << 30})

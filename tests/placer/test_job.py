@@ -191,3 +191,9 @@ def test_a_backend_is_for_steps_that_are_run() -> None:
         placer.SearchConfig(backend=LastIsFastest(), measure=False)
     with pytest.raises(ValueError, match="single steps, not max-load"):
         placer.SearchConfig(backend=LastIsFastest(), objective="max-load")
+
+
+def test_a_backend_is_for_a_single_placement(files: tuple[Path, Path]) -> None:
+    search = placer.SearchConfig(budget="20e", policy=None, backend=LastIsFastest())
+    with pytest.raises(ValueError, match="a backend is for a single placement"):
+        placer.optimize(*files, search=search, replicas=2, progress=False)

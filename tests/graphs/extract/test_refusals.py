@@ -175,3 +175,11 @@ def test_attributes_of_a_model_are_left_as_they_were(extractor: str, device: str
 
 def test_the_search_for_a_line_of_the_model_stops_where_the_recording_begins() -> None:
     assert trace.record.__code__.co_filename == refusals.RECORDING
+
+
+@EVERY_WAY
+def test_an_error_of_a_plain_torch_model_names_no_line_of_this_project(extractor: str) -> None:
+    step = Workload.of(nn.Sequential(nn.Linear(7, 2)), (X, torch.zeros(4, 2)), nn.MSELoss())
+    with pytest.raises(ExtractionError) as refused:
+        extract(step, extractor)
+    assert 'File "' not in str(refused.value)
