@@ -1,4 +1,4 @@
-"""What results depend on: machine, devices, versions."""
+"""The machine, devices and versions that results depend on."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ Part: TypeAlias = Callable[[dict[str, Any]], Table | None]
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured."""
+    """The amount of measuring: quick, normal or full."""
 
     level: Literal["quick", "normal", "full"] = "normal"
     seeds: int | None = None  # instead of each benchmark's own number

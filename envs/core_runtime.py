@@ -95,14 +95,14 @@ class CoreRuntime:
             done = backend.runs_each * len(placements)
             total = done + backend.runs_each * (problem.device_count > 1)
 
-            def hear(runs: int, _: int, before: int = 0) -> None:
+            def report(runs: int, _: int, before: int = 0) -> None:
                 if progress is not None:
                     progress(before + runs, total)
 
-            results = backend.evaluate(placements, hear)
+            results = backend.evaluate(placements, report)
             unplaced = None
             if not backend.interrupted:
-                unplaced = backend.measure_unplaced(lambda runs, of: hear(runs, of, done))
+                unplaced = backend.measure_unplaced(lambda runs, of: report(runs, of, done))
             return Evaluation(
                 measurements=measurements(results),
                 unplaced=unplaced,

@@ -47,3 +47,19 @@ def parse_limits(text: str) -> dict[str, int]:
         if limits.setdefault(name.strip(), parse_bytes(size)) != parse_bytes(size):
             raise ValueError(f"{name.strip()} has two limits of its memory, in {text[:80]!r}")
     return limits
+
+
+def human_bytes(size: float) -> str:
+    """Return a size in decimal units, as in data sheets.
+
+    >>> human_bytes(21_400_000_000)
+    '21.4 GB'
+    >>> human_bytes(512)
+    '512 B'
+    """
+    value = float(size)
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if value < 999.95 or unit == "TB":
+            break
+        value /= 1000
+    return f"{size:.0f} B" if unit == "B" else f"{value:.1f} {unit}"

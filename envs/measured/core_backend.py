@@ -210,9 +210,9 @@ class Measured:
             for why in [misfit(self.problem, placement)]
         ]
         self.interrupted = False
-        hear = _counted(progress, self.runs_each * len(placements))
+        count_run = _counted(progress, self.runs_each * len(placements))
         try:
-            self._run_rounds(loaded, hear)
+            self._run_rounds(loaded, count_run)
         except KeyboardInterrupt:
             self.interrupted = True
             self._pool.close()
@@ -236,7 +236,7 @@ class Measured:
         """
         if self.problem.device_count < 2:
             return None
-        hear = _counted(progress, self.runs_each)
+        count_run = _counted(progress, self.runs_each)
         self.interrupted = False
         step = None
         try:
@@ -245,7 +245,7 @@ class Measured:
             )
             for number in range(self.runs_each):
                 step.run(keep=number >= self.warm_up)
-                hear()
+                count_run()
         except KeyboardInterrupt:
             self.interrupted = True
             self._pool.close()
@@ -257,7 +257,9 @@ class Measured:
         wall_s = np.array([run.wall_s for run in step.runs])
         return Measurement(wall_s=wall_s, cpu_clock_s=wall_s, failure=step.failure)
 
-    def _run_rounds(self, loaded: Sequence[_LoadedPlacement], hear: Callable[[], None]) -> None:
+    def _run_rounds(
+        self, loaded: Sequence[_LoadedPlacement], count_run: Callable[[], None]
+    ) -> None:
         numbers: dict[_LoadedPlacement, int] = {}
         for round_number in range(self.runs_each):
             for turn in range(len(loaded)):
@@ -273,7 +275,7 @@ class Measured:
                         for other in loaded:
                             other.failure = other.failure or ("" if other.runs else str(error))
                         return
-                hear()
+                count_run()
 
     def _run(self, loaded: _LoadedPlacement, numbers: dict[_LoadedPlacement, int]) -> StepRun:
         # Workers are replaced if the last placement ended them. New workers start cold, so their
@@ -337,8 +339,8 @@ class Measured:
 def _counted(progress: ProgressCallback | None, total: int) -> Callable[[], None]:
     done = itertools.count(1)
 
-    def hear() -> None:
+    def count_run() -> None:
         if progress is not None:
             progress(next(done), total)
 
-    return hear
+    return count_run

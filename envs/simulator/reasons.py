@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from envs.hardware.byte_size import human_bytes
 from envs.problem import Problem
 
 LARGEST_SHOWN = 3
@@ -64,19 +65,3 @@ def why_blocked(problem: Problem, devices: NDArray[np.int32]) -> str:
             f'["{names[devices[a]]}", "{names[devices[b]]}"] to the cluster.'
         )
     return ""
-
-
-def human_bytes(size: int) -> str:
-    """Return a size in decimal units, as in data sheets.
-
-    >>> human_bytes(21_400_000_000)
-    '21.4 GB'
-    >>> human_bytes(512)
-    '512 B'
-    """
-    value = float(size)
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < 999.95 or unit == "TB":
-            break
-        value /= 1000
-    return f"{size} B" if unit == "B" else f"{value:.1f} {unit}"

@@ -125,8 +125,8 @@ def _print(listing: dict[str, Any]) -> None:
     from rich import box
     from rich.table import Table
 
+    from envs.hardware.byte_size import human_bytes
     from placer.report.console import stdout_console
-    from placer.report.table import human_bytes
 
     console = stdout_console()
     console.print(listing["folder"], highlight=False)

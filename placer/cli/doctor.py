@@ -55,8 +55,9 @@ def _print(found: Checkup) -> None:
     from rich import box
     from rich.table import Table
 
+    from envs.hardware.byte_size import human_bytes
     from placer.report.console import stdout_console
-    from placer.report.table import human_bytes, print_cluster
+    from placer.report.table import print_cluster
 
     console = stdout_console()
     console.print(found.processor)

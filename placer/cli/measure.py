@@ -93,8 +93,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(found: Score) -> None:
+    from envs.hardware.byte_size import human_bytes
     from placer.milliseconds import milliseconds
-    from placer.report.table import human_bytes
 
     predicted, seen = found.predicted, found.measurement
     told = (

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final, cast
+
+from graphs.names import suggestion
 
 if TYPE_CHECKING:
     from placer.placers.placer import Placer
@@ -156,8 +157,7 @@ def asks_policy(name: str, *, objective: str = "latency") -> bool:
 def _listed(name: str) -> Listing:
     known = {listing.name: listing for listing in listings()}
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = suggestion(name, known, cutoff=0.4)
         raise ValueError(f"there is no placer {name!r}: there are {', '.join(known)}{hint}")
     return known[name]
 

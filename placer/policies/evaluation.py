@@ -18,7 +18,6 @@ Suites are named sets of graphs on clusters, in ``suites.toml`` beside the shipp
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from graphs.names import suggestion
 from graphs.strict_json import load_toml
 from placer.policies.network import Policy, load, shipped, write_card
 from placer.policies.pool import Clusters, Exercise, draw_pool, families
@@ -43,7 +43,6 @@ from placer.policies.training.scores import (
 )
 from placer.version import VERSION
 
-FORMAT: Final = "placer-suites/1"
 SEED: Final = 4_000_000
 """Default seed of suites; no graph for training, selection or testing is drawn from it."""
 SEEDS: Final = 5
@@ -108,8 +107,7 @@ def suite_named(name: str, suites: Mapping[str, Suite]) -> Suite:
     """
     if name in suites:
         return suites[name]
-    near = difflib.get_close_matches(name, suites, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
+    hint = suggestion(name, suites)
     raise ValueError(f"there is no suite {name!r}: there are {', '.join(suites)}{hint}")
 
 

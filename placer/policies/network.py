@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save
 
 from graphs.files import read_limited, write_whole
+from graphs.names import suggestion
 from graphs.strict_json import brief, load_checked, table, within
 from placer.policies.summary import FEATURES, summarise
 from placer.search.candidate import Candidate
@@ -216,8 +216,7 @@ def path_of(name: str) -> Path:
     path = path.with_suffix("") if path.suffix in (WEIGHTS, CARD) else path
     tensors_path = file_of(path, WEIGHTS)
     if not tensors_path.is_file():
-        near = difflib.get_close_matches(name, names(), n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = suggestion(name, names())
         raise ValueError(
             f"there is no policy {name!r}: {', '.join(names()) or 'none'} ship with placer, and "
             f"{tensors_path} does not exist{hint}"

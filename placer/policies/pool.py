@@ -137,7 +137,7 @@ def exercise(problem: Problem, family: str = "") -> Exercise:
     """Prepare a problem for training or testing."""
     evaluator = Evaluator(problem)
     known = heuristics(evaluator)
-    reference = min(c.step_ns for c in known if c.kind in REFERENCE_KINDS)
+    reference = min(c.step_ns for c in known if is_reference(c))
     return Exercise(
         family=family,
         evaluator=evaluator,

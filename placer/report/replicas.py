@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from envs.collectives import AllReduce
+from envs.hardware.byte_size import human_bytes
 from envs.replicas.step import ReplicatedStep
 from envs.runtime import reduces_in_backward
 from graphs.graph import PHASES
@@ -17,7 +18,7 @@ from placer.messages import NO_OPTIMIZER, extraction_remarks
 from placer.milliseconds import milliseconds
 from placer.parallel.plan import why_not_run
 from placer.replicate.result import CurvePoint, ReplicaPlan, Split
-from placer.report.table import CHOSEN, human_bytes
+from placer.report.table import CHOSEN
 
 COLUMNS: Final = ("samples/s", "exposed\nms", "hidden\nms", "efficiency")
 LEGEND: Final = (

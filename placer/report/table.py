@@ -12,6 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from envs.hardware.byte_size import human_bytes
 from envs.placement import ROOT, module_of
 from placer import messages
 from placer.milliseconds import milliseconds
@@ -189,14 +190,6 @@ def told_devices(placement: Placement, module: str) -> str:
         ops = ", ".join(f"{count} {phase}" for phase, count in counts.items())
         told.append(f"{name} ({ops} op{'s'[: sum(counts.values()) > 1]})")
     return ", ".join(told)
-
-
-def human_bytes(size: float) -> str:
-    """Format bytes with a decimal unit, as in "21.4 GB"."""
-    for unit, scale in UNITS:
-        if size >= scale:
-            return f"{size / scale:.1f} {unit}"
-    return f"{size:.0f} B"
 
 
 def human_flops(count: float) -> str:

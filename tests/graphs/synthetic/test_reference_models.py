@@ -99,7 +99,9 @@ def test_experts_of_a_layer_do_not_wait_for_each_other(training: bool) -> None:
     assert groups == {None}, "every expert may be placed on its own"
 
 
-@pytest.mark.parametrize("name", in_turn(["resnet", "rnnlm", "moe", "dlrm", "nasnet"]))
+@pytest.mark.parametrize(
+    "name", in_turn(["two_towers", "inception", "nmt", "resnet", "rnnlm", "moe", "dlrm", "nasnet"])
+)
 def test_example_builds_a_training_step_that_repeats_exactly(name: str) -> None:
     build = runpy.run_path(str(EXAMPLES / f"{name}.py"))["build"]
 

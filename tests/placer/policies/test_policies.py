@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import math
-import tempfile
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 import torch
 
 from placer.policies import Policy, load, names
-from placer.policies.maskable import maskable_ppo
 from placer.policies.network import ACTION_SCALE, FORMAT, RANGES
 from placer.policies.pool import draw_pool, exercise, families
 from placer.policies.scheduler_env import SchedulerBatch, SchedulerEnv
@@ -28,7 +26,7 @@ from placer.search.heuristics import heuristics
 from placer.search.list_scheduler.decoder import HEFT, WEIGHT_COUNT
 from placer.search.portfolio import search
 from placer.search.request import SearchRequest
-from tests.helpers.random_problems import keeps_groups, random_problem
+from tests.helpers.random_problems import random_problem
 from tests.helpers.tiny_training import TINY
 
 torch.set_num_threads(1)
@@ -275,25 +273,9 @@ def test_the_batch_rewards_as_the_plain_environment_does() -> None:
         assert (infos[row]["terminal_observation"] == observations[row]).all()
 
 
-def test_maskable_ppo_places_a_small_graph_and_leaves_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    problem = random_problem(2, ops=12, devices=2, groups=True)
-    found = maskable_ppo(problem, Budget(evaluations=40), seed=0)
-    again = maskable_ppo(problem, Budget(evaluations=40), seed=0)
-    assert keeps_groups(problem, found.devices)
-    assert (found.step_ns, found.devices.tolist()) == (again.step_ns, again.devices.tolist())
-    assert found.name == "maskable ppo"
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_learning_leaves_torchs_threads_as_they_were(tmp_path: Path) -> None:
-    problem = random_problem(2, ops=5, devices=2)
     torch.set_num_threads(2)
     try:
-        maskable_ppo(problem, Budget(evaluations=1), seed=0)
-        assert torch.get_num_threads() == 2
         train(tmp_path / "tiny", TINY)
         assert torch.get_num_threads() == 2
     finally:

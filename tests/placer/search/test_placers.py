@@ -191,7 +191,9 @@ print(sorted(loaded() - before))
 
 
 def test_a_wrong_name_is_answered_with_what_there_is() -> None:
-    with pytest.raises(ValueError, match=r"'anealing': .*portfolio, .*exact.*'annealing'"):
+    with pytest.raises(
+        ValueError, match=r"'anealing': .*portfolio, .*exact; did you mean annealing"
+    ):
         placer_named("anealing")
 
 
@@ -370,7 +372,7 @@ def test_the_command_refuses_what_it_cannot_have(
     graph, cluster = files()
     arguments = ["optimize", str(graph), "--cluster", str(cluster), "--out", str(tmp_path / "p")]
     assert main([*arguments, "--placer", "heff"]) == 2
-    assert "did you mean 'heft'" in capsys.readouterr().err
+    assert "did you mean heft" in capsys.readouterr().err
     assert main([*arguments, "--placer", "policy", "--policy", "none"]) == 2
     assert "is nothing without a trained policy" in capsys.readouterr().err
     for name in ("heft", "policy"):
