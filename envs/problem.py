@@ -11,16 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from envs.compiled import compiled_inline
 from envs.hardware.cluster import LONGEST_S, Cluster, Device, Link
-from envs.nanoseconds import each_in_nanoseconds, nanoseconds
 from graphs.graph import PHASES, GraphArrays, add_edge, add_op, frozen, new_graph
 
 NO_QUEUE = -1
+HORIZON_BITS: Final = 39
+HORIZON_NS: Final = 1 << HORIZON_BITS
+"""Upper bound on step times, 550 s."""
 LARGEST_TOTAL_BYTES: Final = 2.0**62
 """Limit on the bytes of all ops and edges, so that their sums stay within 63 bits."""
 
@@ -118,6 +121,27 @@ class Problem:
             + size / self.bandwidth_bytes_per_s[source, destination]
         )
         return nanoseconds(float(seconds))
+
+
+def nanoseconds(seconds: float, at_most: int = HORIZON_NS) -> int:
+    """Return seconds as whole nanoseconds, no more than ``at_most``.
+
+    >>> nanoseconds(1.5e-6), nanoseconds(1e30) == HORIZON_NS
+    (1500, True)
+    """
+    return round(min(seconds * 1e9, float(at_most)))
+
+
+def each_in_nanoseconds(seconds: NDArray[np.floating[Any]]) -> NDArray[np.int64]:
+    """Return every element of an array of seconds as nanoseconds, at most ``HORIZON_NS``."""
+    return np.asarray(np.rint(np.minimum(seconds * 1e9, float(HORIZON_NS))), np.int64)
+
+
+@compiled_inline
+def transfer_ns(latency_s: float, size: int, bandwidth_bytes_per_s: float) -> int:
+    """Return the nanoseconds of a transfer of ``size`` bytes, rounded as in :func:`nanoseconds`."""
+    seconds = latency_s + size / bandwidth_bytes_per_s
+    return int(np.rint(min(seconds * 1e9, float(HORIZON_NS))))
 
 
 def _costs(graph: GraphArrays, cluster: Cluster) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:

@@ -28,9 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.collectives import AllReduce, Level
-from envs.nanoseconds import nanoseconds
 from envs.placement import Placement
-from envs.problem import NO_QUEUE, Problem
+from envs.problem import NO_QUEUE, Problem, nanoseconds
 from envs.replicas.buckets import Buckets, buckets_of, busiest_ns, reduced_ns, serial_ns
 from envs.replicas.topology import levels_of
 from envs.replication import Replication

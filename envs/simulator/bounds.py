@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.compiled import compiled_borrowing
-from envs.nanoseconds import transfer_ns
-from envs.problem import Problem
+from envs.problem import Problem, transfer_ns
 from graphs.graph import PHASES
 
 Longs = NDArray[np.int64]

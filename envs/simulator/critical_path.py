@@ -11,8 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from envs.nanoseconds import HORIZON_NS
-from envs.problem import NO_QUEUE, Problem
+from envs.problem import HORIZON_NS, NO_QUEUE, Problem
 from envs.simulator.kernel.arrays import INFEASIBLE_NS
 from envs.simulator.schedule import Schedule
 

@@ -20,10 +20,8 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.compiled import compiled_borrowing, compiled_inline
-from envs.compiled_tables import by_pointer
-from envs.nanoseconds import nanoseconds, transfer_ns
-from envs.problem import Problem, device_row, device_rows
+from envs.compiled import by_pointer, compiled_borrowing, compiled_inline
+from envs.problem import Problem, device_row, device_rows, nanoseconds, transfer_ns
 from envs.simulator.kernel.arrays import INFEASIBLE_NS
 from envs.simulator.reasons import why_blocked, why_full
 

@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.backend import ProgressCallback, StepResult
-from envs.nanoseconds import HORIZON_NS
 from envs.placement import Placement
-from envs.problem import Problem, device_rows, priority_rows
+from envs.problem import HORIZON_NS, Problem, device_rows, priority_rows
 from envs.simulator.kernel.arrays import (
     IGNORE_MEMORY,
     INFEASIBLE_NS,

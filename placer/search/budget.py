@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from envs.nanoseconds import HORIZON_NS
+from envs.problem import HORIZON_NS
 from placer.search.trace import SearchTrace
 
 _FORM: Final = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:e[0-9]+(?=[a-z]))?)\s*(s|m|min|e|evals?)")

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from envs.hardware.cluster import LONGEST_S, MOST_DEVICES, RANGES, Cluster, Device, Link
-from envs.nanoseconds import HORIZON_NS
-from envs.problem import Problem
+from envs.problem import HORIZON_NS, Problem
 from envs.simulator import INFEASIBLE_NS, Simulator
 from envs.simulator.bounds import bounds_of, lower_bound_ns
 from envs.simulator.max_load import max_load_ns

@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from envs.compiled import compiled, compiled_borrowing, compiled_inline, loading_stage
-from envs.compiled_tables import by_pointer
+from envs.compiled import by_pointer, compiled, compiled_borrowing, compiled_inline, loading_stage
 from tests.helpers.folders import ROOT
 
 CALLER = """
@@ -73,9 +72,9 @@ def test_code_that_no_folder_can_keep_is_said_to_be_compiled_in_every_run(
     def no_folder(*_: object) -> None:
         raise RuntimeError("cannot cache function: no locator available for file")
 
-    monkeypatch.setattr("envs.compiled._not_kept", set())
+    monkeypatch.setattr("envs.compiled.functions._uncached", set())
     assert loading_stage() == "Loading compiled code (the first time it is compiled, 10 s)"
-    monkeypatch.setattr("envs.compiled._SharedCache", no_folder)
+    monkeypatch.setattr("envs.compiled.functions._SharedCache", no_folder)
     compiled(lambda x: x)
     assert loading_stage().startswith("Compiling code (10 s, in every run: ")
     assert "NUMBA_CACHE_DIR" in loading_stage()

@@ -11,8 +11,8 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.compiled_tables import by_pointer
-from envs.nanoseconds import HORIZON_BITS, HORIZON_NS
+from envs.compiled import by_pointer
+from envs.problem import HORIZON_BITS, HORIZON_NS
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.uint32]

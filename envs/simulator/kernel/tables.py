@@ -8,8 +8,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.nanoseconds import each_in_nanoseconds
-from envs.problem import NO_QUEUE, Problem
+from envs.problem import NO_QUEUE, Problem, each_in_nanoseconds
 from envs.simulator.kernel.arrays import (
     CODE_BITS,
     COPY_STATE,

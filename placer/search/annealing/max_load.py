@@ -18,8 +18,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.compiled import compiled_borrowing, compiled_inline
-from envs.compiled_tables import by_pointer
+from envs.compiled import by_pointer, compiled_borrowing, compiled_inline
 from envs.problem import Problem, toy_problem
 from envs.simulator import INFEASIBLE_NS
 from envs.simulator.max_load import (

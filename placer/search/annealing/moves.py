@@ -11,8 +11,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.compiled import compiled_borrowing, compiled_inline, int64
-from envs.compiled_tables import by_pointer
+from envs.compiled import by_pointer, compiled_borrowing, compiled_inline, int64
 from envs.problem import Problem
 
 COLD: Final = 1e-5

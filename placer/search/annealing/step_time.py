@@ -16,8 +16,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.compiled import compiled_borrowing, compiled_inline, int64
-from envs.compiled_tables import by_pointer
+from envs.compiled import by_pointer, compiled_borrowing, compiled_inline, int64
 from envs.simulator import (
     INFEASIBLE_NS,
     NO_LIMIT_NS,

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.compiled_tables import by_pointer
+from envs.compiled import by_pointer
 from envs.problem import Problem
 from envs.simulator.bounds import levels
 

@@ -13,11 +13,14 @@ from typing import Any, Final, ParamSpec, TypeVar, cast
 import numba
 import numpy as np
 from numba.core.caching import FunctionCache
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import CompilerBase, DefaultPassBuilder
+from numba.core.compiler_machinery import register_pass
 from numba.core.dispatcher import Dispatcher
+from numba.core.typed_passes import NativeLowering
 from numba.cpython.unsafe import numbers
 
-from envs import compiled_parts, compiled_tables
-from envs.compiled_parts import PartCompiler
+from envs.compiled import tables
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -35,13 +38,13 @@ int64 = cast("Callable[[int], int]", np.int64)
 number, that they are called with."""
 
 
-_not_kept: Final[set[str]] = set()
+_uncached: Final[set[str]] = set()
 """Functions whose machine code cannot be cached in any folder."""
 
 
 def loading_stage() -> str:
     """Return the name of the stage that loads compiled code, with the reason why it may be slow."""
-    if not _not_kept:
+    if not _uncached:
         return "Loading compiled code (the first time it is compiled, 10 s)"
     return (
         "Compiling code (10 s, in every run: neither the installation nor ~/.cache can be written; "
@@ -52,7 +55,7 @@ def loading_stage() -> str:
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
     """Compile a function of plain numbers, arrays and tables of them, at its first call.
 
-    Tables are named tuples, see :mod:`envs.compiled_tables`. Machine code is cached on disk, and
+    Tables are named tuples, see :mod:`envs.compiled.tables`. Machine code is cached on disk, and
     running it releases the interpreter lock; of several processes that need it, one compiles and
     the others wait. Other argument types, even 0 for 0.0 or a read-only array for a writable one,
     cause another compilation; so does a change of the function's file, or of a compiled function or
@@ -81,7 +84,7 @@ def compiled_inline(function: Callable[P, R]) -> Callable[P, R]:
         forceinline=True,
         no_cpython_wrapper=True,
         no_cfunc_wrapper=True,
-        pipeline_class=PartCompiler,
+        pipeline_class=_PartCompiler,
     )(function)
     if isinstance(dispatcher, Dispatcher):  # not with NUMBA_DISABLE_JIT
         _STAMPS[dispatcher] = _stamp(function)
@@ -114,11 +117,11 @@ def _compiled(function: Callable[P, R], **options: Any) -> Callable[P, R]:
         try:
             dispatcher._cache = _SharedCache(function, _STAMPS[dispatcher])
         except RuntimeError:  # no folder to write the cache to
-            _not_kept.add(function.__qualname__)
+            _uncached.add(function.__qualname__)
     return cast("Callable[P, R]", dispatcher)
 
 
-_OWN_FILES: Final = (__file__, compiled_parts.__file__, compiled_tables.__file__)
+_COMPILER_FILES: Final = (__file__, tables.__file__)
 _STAMPS: Final[dict[Dispatcher, str]] = {}
 """Cache key of each function's code: it changes with the function and with what it uses."""
 
@@ -130,7 +133,7 @@ def _stamp(function: Callable[..., Any]) -> str:
         if isinstance(value, int | float | Dispatcher)
     )
     content = _content(function.__code__.co_filename)
-    return sha256(repr((content, *map(_content, _OWN_FILES), used)).encode()).hexdigest()
+    return sha256(repr((content, *map(_content, _COMPILER_FILES), used)).encode()).hexdigest()
 
 
 @cache
@@ -197,3 +200,63 @@ class _SharedCache(FunctionCache):  # type: ignore[misc]  # numba has no types
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+class _PartCompiler(CompilerBase):  # type: ignore[misc]  # numba has no types
+    """Numba's default passes, except that the last one leaves the code for callers to link.
+
+    By default numba optimizes every function and makes machine code of it, again and again for one
+    that others inline: that was a third of the compile time.
+    """
+
+    def define_pipelines(self) -> list[Any]:
+        """Replace the lowering pass."""
+        manager = DefaultPassBuilder.define_nopython_pipeline(self.state)
+        manager.passes = [
+            (_PartLowering if step is NativeLowering else step, name)
+            for step, name in manager.passes
+        ]
+        manager._finalized = False
+        manager.finalize()
+        return [manager]
+
+
+@register_pass(mutates_CFG=True, analysis_only=False)
+class _PartLowering(NativeLowering):  # type: ignore[misc]  # numba has no types
+    _name = "part_lowering"
+
+    def run_pass(self, state: Any) -> bool:
+        state.library = _Part(state.targetctx.codegen(), state.func_id.func_qualname)
+        state.library.enable_object_caching()
+        return bool(super().run_pass(state))
+
+
+class _Part(JITCodeLibrary):  # type: ignore[misc]  # numba has no types
+    """Code of a function that is linked into its callers and has no address."""
+
+    @property
+    def codegen(self) -> Any:
+        return _WithoutEnvironments(self._codegen)
+
+    def get_pointer_to_function(self, _: str) -> int:
+        self._ensure_finalized()
+        return 0
+
+    def _optimize_final_module(self) -> None:
+        pass
+
+    def _finalize_final_module(self) -> None:
+        self._finalized = True
+
+
+class _WithoutEnvironments:
+    """A code generator for functions that have no address at which to store an environment."""
+
+    def __init__(self, codegen: Any) -> None:
+        self._codegen = codegen
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._codegen, name)
+
+    def set_env(self, *_: object) -> None:
+        """Do nothing."""

@@ -1,0 +1,25 @@
+"""Compilation by numba: functions cached on disk, and tables of arrays passed by pointer."""
+
+from envs.compiled.functions import (
+    compiled,
+    compiled_borrowing,
+    compiled_inline,
+    index,
+    int64,
+    is_cached,
+    loading_stage,
+    lowest_set_bit,
+)
+from envs.compiled.tables import by_pointer
+
+__all__ = [
+    "by_pointer",
+    "compiled",
+    "compiled_borrowing",
+    "compiled_inline",
+    "index",
+    "int64",
+    "is_cached",
+    "loading_stage",
+    "lowest_set_bit",
+]
