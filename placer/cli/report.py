@@ -146,25 +146,28 @@ def _why_not_left(page: str, path: Path) -> str | None:
 def _source(
     found: Result, args: argparse.Namespace, placement: Path, extraction: Extraction | None
 ) -> Source:
-    from placer.report.html import Source, as_gpus, export_trials
+    from graphs.optimizer import NONE
+    from graphs.precision import FULL
+    from placer.report.html import Source
 
-    devices = found.problem.cluster.names
-    exports = {}
-    if extraction is not None:
-        exports = export_trials(extraction, found.placement, found.problem, as_gpus(devices))
+    place = ["--cluster", str(args.cluster)] if args.cluster else []
+    model = []
+    if not args.target.endswith(".json"):
+        place = place or ["--devices", ",".join(found.problem.cluster.names)]
+        model = ["--inference"] if args.inference else []
+        for name, plain in (("optimizer", NONE), ("dtype", FULL), ("extractor", "auto")):
+            if (value := getattr(args, name)) != plain:
+                model += [f"--{name}", value]
+    if args.memory:
+        place += ["--memory", ",".join(f"{name}={size}" for name, size in args.memory.items())]
     return Source(
         placement=placement,
         target=args.target,
-        devices=devices,
-        exports=exports,
-        cluster=args.cluster,
-        memory=args.memory,
-        inference=args.inference,
-        optimizer=args.optimizer,
-        dtype=args.dtype,
-        extractor=args.extractor,
-        launch=_launch(found.placement, args, placement, extraction),
+        devices=found.problem.cluster.names,
+        place=place,
+        model=model,
         search=_search_words(found.placement, args),
+        launch=_launch(found.placement, args, placement, extraction),
     )
 
 

@@ -7,7 +7,7 @@ follow the number of ops that move and the predicted step.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final, Protocol
@@ -21,19 +21,12 @@ from envs.simulator import Simulated
 from graphs.extract import Extraction
 from placer.exports.placed_modules import (
     PlacedModules,
-    PlacedOp,
-    around,
     call_keys,
-    layer_of,
-    stacks,
 )
-from placer.exports.renaming import ExportError
 from placer.milliseconds import milliseconds
 
 SMALLEST_CHANGE: Final = 0.01
 """Relative difference below which two step times count as equal."""
-MOST_TOGETHER: Final = 4
-"""Largest number of modules that a remedy names; with more there is no remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,8 +225,7 @@ def export_extracted(
     if predictor is None:
         return result
     step = predictor.step(output.runs_on) if output.is_predictable else None
-    remedy = result.remedy or _keep_together(write, placed, runs_on, step)
-    return replace(result, placed_step=predictor.placed_step, exported_step=step, remedy=remedy)
+    return replace(result, placed_step=predictor.placed_step, exported_step=step)
 
 
 def is_faster(step: StepResult, other: StepResult) -> bool:
@@ -241,70 +233,6 @@ def is_faster(step: StepResult, other: StepResult) -> bool:
     if not (step.feasible and other.feasible):
         return step.feasible and not other.feasible
     return step.step_s < other.step_s * (1 - SMALLEST_CHANGE)
-
-
-def _keep_together(
-    write: Format,
-    placed: PlacedModules,
-    runs_on: Mapping[str, str],
-    exported_step: StepResult | None,
-) -> str:
-    """Return which modules to keep together in a new search, "" if that is not faster.
-
-    It helps if the placement separates backward ops of a module from its forward ops, which an
-    export cannot do.
-    """
-    modules = _split_modules(placed, runs_on)
-    if placed.predict_step is None or exported_step is None:
-        return ""
-    if not 0 < len(modules) <= MOST_TOGETHER:
-        return ""
-    try:
-        step = placed.predict_step(write(_with_whole(placed, modules)).runs_on)
-    except ExportError:
-        return ""
-    if not is_faster(step, exported_step):
-        return ""
-    options = " ".join(f"--keep-together {module}" for module in modules)
-    return f"place again with {options}: predicted step {_step_text(step)} as exported"
-
-
-def _split_modules(placed: PlacedModules, runs_on: Mapping[str, str]) -> list[str]:
-    """Return layers and modules whose moved backward ops are apart from their forward ops."""
-    layers, units = stacks(placed.model), placed.units()
-    leaves = {path for path, module in placed.model.named_modules() if not any(module.children())}
-    forward = {op.call: op for op in placed.ops}
-    found: dict[str, None] = {}
-    for op in placed.moved_ops(runs_on):
-        source = forward.get(op.call, op)
-        unit = around(source.module, units) or around(source.module, leaves)
-        if source.device != op.device and unit:
-            found[layer_of(unit, layers) or _list_around(unit)] = None
-    return list(found)
-
-
-def _list_around(module: str) -> str:
-    """Return the path of the list that a module is in, or the module's own path."""
-    outer, _, name = module.rpartition(".")
-    return _list_around(outer) if outer and name.isdigit() else module
-
-
-def _with_whole(placed: PlacedModules, modules: Sequence[str]) -> PlacedModules:
-    """Return the placement with each of ``modules`` on the device of most of its work."""
-    work: dict[str, dict[str, tuple[int, int]]] = {module: {} for module in modules}
-    for op in (*placed.ops, *placed.backward):
-        if (module := around(op.module, work)) is not None:
-            flops, size = work[module].get(op.device, (0, 0))
-            work[module][op.device] = (flops + op.flops, size + op.moved_bytes)
-    homes = {module: max(own, key=lambda d: own[d]) for module, own in work.items() if own}
-
-    def at_home(op: PlacedOp) -> PlacedOp:
-        module = around(op.module, homes)
-        return op if module is None else replace(op, device=homes[module])
-
-    return replace(
-        placed, ops=tuple(map(at_home, placed.ops)), backward=tuple(map(at_home, placed.backward))
-    )
 
 
 def _step_text(step: StepResult | None) -> str:

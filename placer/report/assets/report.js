@@ -302,20 +302,17 @@ function nextSection() {
     "next",
     "What to do next",
     ...(data.commands.length
-      ? data.commands.map(({ what, command, told }) =>
+      ? data.commands.map(({ what, command }) =>
           el(
             "div",
             { class: "command" },
             el("p", {}, what),
-            command
-              ? el(
-                  "div",
-                  {},
-                  el("code", {}, command),
-                  button("Copy", (event) => copy(command, event.target), `copy: ${what}`),
-                )
-              : "",
-            told ? el("p", { class: "hint" }, told) : "",
+            el(
+              "div",
+              {},
+              el("code", {}, command),
+              button("Copy", (event) => copy(command, event.target), `copy: ${what}`),
+            ),
           ),
         )
       : [el("p", {}, "Save the placement and see placer export --help.")]),

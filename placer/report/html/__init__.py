@@ -4,7 +4,7 @@
 ``placer/report/assets`` draw the page.
 """
 
-from placer.report.html.commands import Command, Source, as_gpus, export_trials, next_commands
+from placer.report.html.commands import Command, Source, next_commands
 from placer.report.html.data import report_data
 from placer.report.html.page import page, write_report
 from placer.report.html.review import reviewed
@@ -12,8 +12,6 @@ from placer.report.html.review import reviewed
 __all__ = [
     "Command",
     "Source",
-    "as_gpus",
-    "export_trials",
     "next_commands",
     "page",
     "report_data",

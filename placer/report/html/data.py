@@ -14,7 +14,7 @@
      "ops": columns of N ops and E edges, see :func:`ops_data`,
      "timeline": the simulated step, see :mod:`placer.report.html.schedule`,
      "search": {"seconds", "lines": [{"name", "evaluations", "seconds", "cost_s"}]},
-     "commands": [{"what", "command", "told"}]}
+     "commands": [{"what", "command"}]}
 
 Unknown numbers are null. Times are whole nanoseconds (``_ns``) where there are many, seconds
 (``_s``) elsewhere; "rebuilt" marks CPU-clock times.

@@ -23,7 +23,7 @@ from envs.runtime import calibrated_before
 from graphs.costs import with_costs
 from graphs.extract import Extraction, Workload, extract
 from graphs.extract.placeable import call_graph
-from graphs.graph import GraphArrays, attributes_of
+from graphs.graph import GraphArrays
 from placer.cli.main import main
 from placer.exports.device_map import device_map
 from placer.exports.format import FormatOutput, StepPredictor, export_extracted
@@ -31,7 +31,6 @@ from placer.exports.layer_counts import layer_counts
 from placer.exports.pipelining import pipeline
 from placer.exports.placed_modules import PlacedModules, call_keys
 from placer.exports.renaming import ExportError
-from placer.milliseconds import milliseconds
 from tests.helpers.placed_at_random import cut_placement, placement_of
 from tests.helpers.tiny_models import Plain, squared
 
@@ -137,40 +136,6 @@ def test_an_export_that_does_not_fit_into_memory_says_so() -> None:
     assert not found.exported_step.feasible
     assert "impossible as exported: cuda:0 needs " in found.summary[1]
     assert found.to_dict()["exported_step"]["step_s"] is None
-
-
-def two_branches() -> Extraction:
-    """Return two branches whose outputs meet in a module."""
-    branches = {
-        name: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-        for name in ("left", "right")
-    }
-    meet = Plain(lambda m, *parts: torch.add(*parts))
-    model = Plain(lambda m, x: m.meet(m.left(x), m.right(x)), **branches, meet=meet)
-    return extract(Workload.of(model, (torch.ones(2, 4), torch.ones(2, 4)), squared))
-
-
-@pytest.mark.parametrize(
-    ("apart", "modules"), [("right", ["right"]), ("", [])], ids=["a-branch", "everything"]
-)
-def test_modules_are_to_be_kept_together_only_where_that_is_predicted_to_win(
-    apart: str, modules: list[str]
-) -> None:
-    extraction = two_branches()
-    nodes = [attributes_of(extraction.graph, op) for op in extraction.graph]
-    devices = [
-        int(node["phase"] == "backward" and node["module"].startswith(apart)) for node in nodes
-    ]
-    placement = placement_of(extraction.graph, NAMES, devices)
-    problem = problem_of(extraction, of_calls=False)
-    found = export_extracted(device_map, extraction, placement, problem=problem)
-    assert found.content == {"": 0}
-    assert re.findall(r"--keep-together (\w+)", found.remedy) == modules
-    if modules:
-        predictor = StepPredictor.of(problem, placement, extraction)
-        held = predictor.step(calls_on(extraction, {"left": "cuda:0", "right": "cuda:1"}))
-        assert f"{milliseconds(held.step_s)} ms as exported" in found.remedy
-    assert export_extracted(device_map, extraction, placement).remedy == ""
 
 
 def test_no_step_is_predicted_where_only_the_layers_are_followed() -> None:

@@ -11,20 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
 
-from envs.hardware.cluster import Cluster, Device, Link, cluster_to_toml
+from envs.hardware.cluster import cluster_to_toml
 from envs.measurement import Measurement
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS, Simulated, Simulator
 from envs.simulator.critical_path import critical_path
-from graphs.costs import with_costs
-from graphs.extract import Workload, extract
-from graphs.graph import GraphArrays, add_op, attributes_of, new_graph
+from graphs.graph import GraphArrays, add_op, new_graph
 from graphs.graph_file import save_graph
 from graphs.synthetic.sketches import transformer
 from placer.cli.commands import build_parser
@@ -34,8 +30,6 @@ from placer.job import SearchConfig
 from placer.pipeline import optimize_problem
 from placer.report.html import (
     Source,
-    as_gpus,
-    export_trials,
     next_commands,
     page,
     report_data,
@@ -287,13 +281,13 @@ def test_no_name_ends_the_data_in_the_page(name: str) -> None:
 def test_every_command_that_is_named_can_be_given(
     target: str, cluster: Path | None, devices: tuple[str, ...]
 ) -> None:
+    place = ["--cluster", str(cluster)] if cluster else ["--devices", ",".join(devices)]
     source = Source(
         placement=Path("out/the placement.json"),
         target=target,
         devices=devices,
-        cluster=cluster if target != "graph.json" else Path("cluster.toml"),
-        inference=target != "graph.json",
-        memory={} if cluster or target == "graph.json" else {devices[0]: 1 << 30},
+        place=["--cluster", "cluster.toml"] if target == "graph.json" else place,
+        model=[] if target == "graph.json" else ["--inference"],
         search=["--pin", "embed=core:0"],
     )
     commands = [command.command for command in next_commands(source)]
@@ -303,49 +297,6 @@ def test_every_command_that_is_named_can_be_given(
         assert program == "placer"
         args = build_parser().parse_args(words)
         assert Path("out/the placement.json") in vars(args).values()
-        if words[0] in ("optimize", "measure"):
-            assert args.memory == source.memory
-
-
-def test_exports_that_fail_are_not_offered_but_told_and_others_come_with_their_price() -> None:
-    class Towers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
-            self.head = nn.Linear(8, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            found: Tensor = self.head(torch.cat([self.left(x), self.right(x)], 1))
-            return found
-
-    extraction = extract(Workload.of(Towers(), (torch.ones(2, 4), torch.ones(2, 2)), nn.MSELoss()))
-    names = ("core:0", "core:1")
-    graph = extraction.graph
-    costed = with_costs(graph, {"x": np.full(len(graph), 1e-3)}, {"x": "made up"})
-    devices = tuple(Device(name=name, kind="x", memory_bytes=1 << 30) for name in names)
-    link = Link(between=names, latency_s=1e-6, bandwidth_bytes_per_s=float("inf"))
-    problem = Problem.of(
-        GraphArrays.from_graph(costed), Cluster(name="two", devices=devices, links=(link,))
-    )
-    on_second = ["right" in attributes_of(graph, op)["module"] for op in graph]
-    placement = Placement.of(
-        problem.graph, problem.cluster, np.array(on_second, np.int64), np.zeros(len(graph))
-    )
-    exports = export_trials(extraction, placement, problem, as_gpus(names))
-    source = Source(
-        placement=Path("placement.json"), target="model.py:build", devices=names, exports=exports
-    )
-    commands = {command.what.split(":")[0]: command for command in next_commands(source)}
-    hugging_face = commands["Export for Hugging Face"]
-    assert "dispatch_model" in hugging_face.what
-    published = next_commands(replace(source, target="hf:gpt2"))
-    assert any("from_pretrained" in command.what for command in published)
-    assert "--as core:0=cuda:0,core:1=cuda:1" in hugging_face.command
-    assert " ops run elsewhere than placed. Predicted step on " in hugging_face.told
-    pipeline = commands["Export for torch.distributed.pipelining"]
-    assert pipeline.command == ""
-    assert "head is on cuda:0 again" in pipeline.told
-    assert [bool(command.command) for command in commands.values()].count(False) == 2
 
 
 def test_a_report_comes_with_an_optimization_and_again_from_its_placement(
@@ -403,24 +354,6 @@ class Crossed(nn.Module):
 def build():
     return Crossed(), (torch.ones(256, 64), torch.ones(256, 64)), nn.MSELoss()
 """
-
-
-def test_reports_of_clusters_elsewhere_try_their_exports_too(tmp_path: Path) -> None:
-    model, cluster, out, first, second = (
-        tmp_path / name for name in ("m.py", "c.toml", "p.json", "1.html", "2.html")
-    )
-    model.write_text(CROSSED)
-    cluster.write_text(ELSEWHERE)
-    arguments = [f"{model}:build", "--cluster", str(cluster)]
-    made = ["--budget", "200e", "--out", str(out), "--report", str(first)]
-    assert main(["optimize", *arguments, *made]) == 0
-    assert len(set(json.loads(out.read_text())["devices"].values())) == 2
-    assert main(["report", str(out), *arguments, "--out", str(second)]) == 0
-    one, two = (data_of(path)["commands"] for path in (first, second))
-    assert one == two
-    [hugging_face] = [command for command in one if "Hugging Face" in command["what"]]
-    assert "Predicted step on n1:g0, n1:g1: " in hugging_face["told"]
-    assert not any("placer.run" in command["command"] for command in one)  # no torch knows n1:g0
 
 
 def test_the_page_says_how_to_train_with_the_placement(tmp_path: Path) -> None:

@@ -67,7 +67,9 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     problem = Problem.of(GraphArrays.from_graph(graph), cluster)
     found = optimize_problem(problem, SearchConfig(policy=None, budget="300e", measure=False))
     path = tmp_path_factory.mktemp("report") / "report.html"
-    source = Source(placement=Path("placement.json"), target="model.py:build", devices=NAMES)
+    source = Source(
+        placement=Path("placement.json"), target="model.py:build", devices=NAMES, place=()
+    )
     write_report(report_data(measured(found), next_commands(source)), path)
     return path
 
