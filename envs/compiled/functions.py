@@ -155,7 +155,16 @@ class _SharedCache(FunctionCache):  # type: ignore[misc]  # numba has no types
         super().__init__(function)
         # No public API sets what code depends on; a test notices if this stops working.
         self._cache_file._source_stamp = stamp
+        self._load_current = self._cache_file._load_index
+        self._cache_file._load_index = self._load_index
         self._lock: int | None = None
+
+    def _load_index(self) -> dict[Any, str]:
+        """Return the cached code by signature: none if its types were renamed since."""
+        try:
+            return cast("dict[Any, str]", self._load_current())
+        except (ImportError, AttributeError):
+            return {}
 
     def has_code(self) -> bool:
         """Return whether there is code for any argument types."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import fcntl
+import io
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -64,6 +66,16 @@ def test_a_change_of_what_a_cached_function_uses_compiles_it_again(tmp_path: Pat
     assert run_caller(tmp_path, factor=2, shift=0) == [20, 1]
     assert run_caller(tmp_path, factor=3, shift=0) == [30, 0]
     assert run_caller(tmp_path, factor=3, shift=1) == [31, 0]
+
+
+def test_code_whose_types_were_renamed_is_compiled_again(tmp_path: Path) -> None:
+    assert run_caller(tmp_path, factor=2, shift=0) == [20, 0]
+    for index in tmp_path.rglob("*.nbi"):
+        stream = io.BytesIO(index.read_bytes())
+        version = pickle.load(stream)
+        index.write_bytes(pickle.dumps(version) + b"cenvs.gone\nTables\n.")  # refers to a type
+    assert run_caller(tmp_path, factor=2, shift=0) == [20, 0]
+    assert run_caller(tmp_path, factor=2, shift=0) == [20, 1]
 
 
 def test_code_that_no_folder_can_keep_is_said_to_be_compiled_in_every_run(
