@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, TypeAlias
+from typing import Final
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,18 +138,20 @@ def hierarchical(size_bytes: float, levels: Sequence[Level]) -> AllReduce:
     seconds, sharing, chosen = 0.0, 1, []
     outermost = max((i for i, level in enumerate(levels) if level.ranks > 1), default=0)
     for i, level in enumerate(levels):
-        able = FLAT if i == outermost else _scattering(level.ranks)
-        own = replace(level, bandwidth_bytes_per_s=_shared(level, sharing))
-        costs_s = {name: cost(size_bytes / sharing, own) for name, cost in able.items()}
-        name = min(costs_s, key=costs_s.__getitem__)
-        seconds += costs_s[name]
-        chosen.append(name)
+        names = ["ring"] if level.ranks & (level.ranks - 1) else ["ring", "halving-doubling"]
+        shared = replace(level, bandwidth_bytes_per_s=_shared(level, sharing))
+        costs_s = {
+            name: FLAT[name](size_bytes / sharing, shared)
+            for name in (FLAT if i == outermost else names)
+        }
+        cheapest = min(costs_s, key=costs_s.__getitem__)
+        seconds += costs_s[cheapest]
+        chosen.append(cheapest)
         sharing *= level.ranks
     return AllReduce(algorithm=HIERARCHICAL, seconds=seconds, by_level=tuple(chosen))
 
 
-_Cost: TypeAlias = Callable[[float, Level], float]
-FLAT: Final[Mapping[str, _Cost]] = {
+FLAT: Final[Mapping[str, Callable[[float, Level], float]]] = {
     "ring": ring_s,
     "tree": tree_s,
     "double-tree": double_tree_s,
@@ -160,7 +162,7 @@ FLAT: Final[Mapping[str, _Cost]] = {
 """Algorithms that treat all ranks as peers."""
 HIERARCHICAL: Final = "hierarchical"
 ALGORITHMS: Final = (*FLAT, HIERARCHICAL)
-CROWDED: Final = frozenset({"halving-doubling", "recursive-doubling"})
+ALL_SEND: Final = frozenset({"halving-doubling", "recursive-doubling"})
 """Algorithms in which all ranks of a node send to other nodes at once."""
 PAYLOADS: Final[Mapping[str, float]] = {"fp32": 1.0, "fp16": 0.5, "bf16": 0.5, "1-bit": 1 / 32}
 """Bytes sent per byte of an fp32 gradient. One-bit payloads (Seide et al., Interspeech 2014) are
@@ -168,55 +170,23 @@ exchanged all to all and gathered again, which sends the bytes of a ring; their 
 are not counted."""
 
 
-def all_reduce(
-    algorithm: str, size_bytes: float, levels: Sequence[Level], *, payload_factor: float = 1.0
-) -> AllReduce:
-    """Return the cost of an all-reduce of ``size_bytes`` over all ranks of a network.
+def all_reduce(algorithm: str, size_bytes: float, levels: Sequence[Level]) -> AllReduce:
+    """Return the cost of an all-reduce of ``size_bytes`` over the ranks of one or more levels.
 
-    Args:
-        algorithm: one of ``ALGORITHMS``. A flat one on several levels has neighbors in order,
-            so that few ranks of a node send to other nodes at a time, and runs at the pace of
-            the slowest level; in those of ``CROWDED`` all ranks do, and share the ports.
-        size_bytes: gradient bytes of one rank.
-        levels: levels of the network, innermost first.
-        payload_factor: bytes sent per byte of gradient, see ``PAYLOADS``.
-
-    Raises:
-        ValueError: the algorithm is unknown, there is no level, or a number is out of range.
+    A flat algorithm on several levels has neighbors in order, so that few ranks of a node send to
+    other nodes at a time, and runs at the pace of the slowest level; in those of ``ALL_SEND`` all
+    ranks do, and share the ports.
     """
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"there is no reduction {algorithm!r}: there are {', '.join(ALGORITHMS)}")
-    if not levels:
-        raise ValueError("a network has at least one level; this one has none")
-    if not (math.isfinite(size_bytes) and size_bytes >= 0):
-        raise ValueError(f"size_bytes is {size_bytes}, not a size >= 0")
-    if not (math.isfinite(payload_factor) and payload_factor > 0):
-        raise ValueError(f"payload_factor is {payload_factor}, not a factor above 0")
-    sent_bytes = size_bytes * payload_factor
     if algorithm == HIERARCHICAL:
-        return hierarchical(sent_bytes, levels)
-    seconds = FLAT[algorithm](sent_bytes, _flattened(algorithm, levels))
+        return hierarchical(size_bytes, levels)
+    seconds = FLAT[algorithm](size_bytes, _flattened(algorithm, levels))
     return AllReduce(algorithm=algorithm, seconds=seconds)
 
 
-def cheapest_all_reduce(
-    size_bytes: float, levels: Sequence[Level], *, payload_factor: float = 1.0
-) -> AllReduce:
-    """Return the all-reduce of least cost; ties go to the first of ``ALGORITHMS``.
-
-    Raises:
-        ValueError: as for :func:`all_reduce`.
-    """
-    every = (
-        all_reduce(name, size_bytes, levels, payload_factor=payload_factor) for name in ALGORITHMS
-    )
-    return min(every, key=lambda found: found.seconds)
-
-
-def _scattering(ranks: int) -> Mapping[str, _Cost]:
-    """Return the algorithms that leave every rank with an equal part."""
-    names = ["ring"] if ranks & (ranks - 1) else ["ring", "halving-doubling"]
-    return {name: FLAT[name] for name in names}
+def cheapest_all_reduce(size_bytes: float, levels: Sequence[Level]) -> AllReduce:
+    """Return the all-reduce of least cost; ties go to the first of ``ALGORITHMS``."""
+    costs = (all_reduce(name, size_bytes, levels) for name in ALGORITHMS)
+    return min(costs, key=lambda cost: cost.seconds)
 
 
 def _shared(level: Level, ranks: int) -> float:
@@ -230,6 +200,6 @@ def _flattened(algorithm: str, levels: Sequence[Level]) -> Level:
     for level in levels:
         if level.ranks > 1:
             latency_s = max(latency_s, level.latency_s)
-            bandwidth = min(bandwidth, _shared(level, inside if algorithm in CROWDED else 1))
+            bandwidth = min(bandwidth, _shared(level, inside if algorithm in ALL_SEND else 1))
         inside *= level.ranks
     return Level(ranks=inside, latency_s=latency_s, bandwidth_bytes_per_s=bandwidth)

@@ -116,39 +116,35 @@ class Replication:
         if self.replicas not in (None, len(self.groups)):
             raise ValueError(f"{self.replicas} replicas are on {len(self.groups)} groups")
         counts = Counter(name for group in self.groups for name in group)
-        if twice := sorted(name for name in counts if counts[name] > 1):
-            raise ValueError(f"replicas share {', '.join(twice)}; each has devices of its own")
+        if repeated := sorted(name for name in counts if counts[name] > 1):
+            raise ValueError(f"replicas share {', '.join(repeated)}; each needs devices of its own")
         if self.levels and math.prod(self.levels) != len(self.groups):
             shape = "x".join(map(str, self.levels))
-            raise ValueError(f"levels {shape} are not of the {len(self.groups)} replicas there are")
+            raise ValueError(f"levels {shape} do not multiply to the {len(self.groups)} replicas")
 
     @classmethod
-    def of(cls, given: int | str | Replication) -> Replication:
+    def of(cls, replicas: int | str | Replication) -> Replication:
         """Convert a number of replicas or "auto".
 
         Raises:
             ValueError: the argument is neither.
         """
-        if isinstance(given, Replication):
-            return given
-        if isinstance(given, str) and given != AUTO:
-            raise ValueError(f"replicas are {given!r}: give their number, or {AUTO!r}")
-        return cls(replicas=None if isinstance(given, str) else given)
+        if isinstance(replicas, Replication):
+            return replicas
+        if isinstance(replicas, str) and replicas != AUTO:
+            raise ValueError(f"replicas are {replicas!r}: give their number, or {AUTO!r}")
+        return cls(replicas=None if isinstance(replicas, str) else replicas)
 
     def parts(self, replicas: int) -> int:
         """Return into how many parts the step's batch is divided for one pass of one replica."""
         return replicas * self.accumulate if self.batch == "global" else 1
 
-    def why_not(self, parts: int) -> str:
+    def uneven_parts(self, parts: int) -> str:
         """Return why the batch cannot be divided so, "" if it can or its size is unknown."""
         if self.samples is None or self.samples % parts == 0:
             return ""
-        if self.samples < parts:
-            told = f"{parts} passes would have less than one of the {self.samples} samples each"
-        else:
-            told = f"The {self.samples} samples are not {parts} equal parts"
-        passes = f"{self.accumulate} pass{'es' if self.accumulate > 1 else ''}"
-        return f"{told} ({parts // self.accumulate} replicas x {passes})."
+        split = f"{parts // self.accumulate} replicas x accumulate {self.accumulate}"
+        return f"{self.samples} samples cannot be cut into {parts} equal parts ({split})."
 
     def largest_part(self, replicas: int) -> Fraction:
         """Return the batch size over the samples of the largest part."""
@@ -164,26 +160,27 @@ class Replication:
 
     def all_reduce(self, size_bytes: int, levels: Sequence[Level]) -> AllReduce:
         """Return the all-reduce of a bucket over a network, given as levels, innermost first."""
-        factor = PAYLOADS[self.payload]
+        sent_bytes = size_bytes * PAYLOADS[self.payload]
         if self.reduction == AUTO:
-            found = cheapest_all_reduce(size_bytes, levels, payload_factor=factor)
+            reduction = cheapest_all_reduce(sent_bytes, levels)
         else:
-            found = all_reduce(self.reduction, size_bytes, levels, payload_factor=factor)
-        rate = self.coding_bytes_per_s
-        coding_s = 0.0 if rate is None else size_bytes / rate
-        return replace(found, seconds=found.seconds + coding_s)
+            reduction = all_reduce(self.reduction, sent_bytes, levels)
+        if self.coding_bytes_per_s is None:
+            return reduction
+        coding_s = size_bytes / self.coding_bytes_per_s
+        return replace(reduction, seconds=reduction.seconds + coding_s)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the ``replicas`` part of a placement file."""
         reduction = {key: getattr(self, name) for key, (name, _) in _IN_FILE.items()}
-        found = {
+        chosen = {"algorithms": list(self.algorithms), "levels": list(self.levels)}
+        return {
             "groups": [list(group) for group in self.groups],
             "batch": self.batch,
             "accumulate": self.accumulate,
             "reduction": {key: value for key, value in reduction.items() if value is not None},
+            **{key: value for key, value in chosen.items() if value},
         }
-        chosen = {"algorithms": list(self.algorithms), "levels": list(self.levels)}
-        return found | {key: value for key, value in chosen.items() if value}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], where: str) -> Replication:
@@ -193,27 +190,31 @@ class Replication:
             ValueError: unknown or missing keys, or values of a wrong type or out of range.
         """
         top = fields(data, where, _KEYS, required=("groups",))
-        how = f"{where}.reduction"
-        given = fields(top.get("reduction", {}), how, frozenset(_IN_FILE), required=())
-        groups = tuple(
-            tuple(text(name, f"{where}.groups[{i}]") for name in array(group, f"{where}.groups"))
-            for i, group in enumerate(array(top["groups"], f"{where}.groups"))
+        reduction = fields(
+            top.get("reduction", {}), f"{where}.reduction", frozenset(_IN_FILE), required=()
         )
+        groups = _each(top, "groups", where, array)
         if not groups:
             raise ValueError("replicas are on one or more groups of equally many devices")
         batch = text(top.get("batch", "per-replica"), f"{where}.batch")
         return cls(
-            groups=groups,
+            groups=tuple(
+                tuple(text(name, f"{where}.groups[{i}]") for name in group)
+                for i, group in enumerate(groups)
+            ),
             batch=batch,  # type: ignore[arg-type]  # checked in __post_init__
             accumulate=whole(top.get("accumulate", 1), f"{where}.accumulate"),
-            algorithms=tuple(_each(top, "algorithms", where, text)),
-            levels=tuple(_each(top, "levels", where, whole)),
-            **{_IN_FILE[k][0]: _IN_FILE[k][1](v, f"{how}.{k}") for k, v in given.items()},
+            algorithms=_each(top, "algorithms", where, text),
+            levels=_each(top, "levels", where, whole),
+            **{
+                _IN_FILE[key][0]: _IN_FILE[key][1](value, f"{where}.reduction.{key}")
+                for key, value in reduction.items()
+            },
         )
 
 
 def _each(
-    top: Mapping[str, object], key: str, where: str, read: Callable[[object, str], Any]
-) -> list[Any]:
+    top: Mapping[str, object], key: str, where: str, parse: Callable[[object, str], Any]
+) -> tuple[Any, ...]:
     values = array(top.get(key, []), f"{where}.{key}")
-    return [read(value, f"{where}.{key}[{i}]") for i, value in enumerate(values)]
+    return tuple(parse(value, f"{where}.{key}[{i}]") for i, value in enumerate(values))

@@ -29,7 +29,9 @@ from envs.costs.roofline import roofline_costs
 from envs.hardware.cluster import Cluster, Device
 from envs.placement import Placement
 from envs.problem import Problem
-from envs.replicas.step import ReplicaStep, SlotNetwork, replicated
+from envs.replicas.reductions import replicated
+from envs.replicas.step import ReplicaSimulator, ReplicaStep
+from envs.replicas.topology import SlotNetwork
 from envs.replication import AUTO, BUCKET_BYTES, Replication
 from graphs.costs import with_costs
 from graphs.extract import Workload, extract
@@ -177,7 +179,7 @@ def resnet() -> tuple[ReplicaStep, float]:
     order = -np.arange(len(arrays), dtype=np.float64)
     placement = Placement.of(arrays, problem.cluster, nowhere_else, order)
     is_forward = arrays.phase == PHASES.index("forward")
-    return ReplicaStep.of(problem, placement), float(problem.cost_ns[is_forward].sum())
+    return ReplicaSimulator(problem).step(placement), float(problem.cost_ns[is_forward].sum())
 
 
 def resnet_step(step_s: float, *, backward_s: float) -> ReplicaStep:
@@ -202,7 +204,6 @@ def even_step(step_s: float, gradient_bytes: float) -> ReplicaStep:
         size_bytes=size,
         ready_ns=np.linspace(step_ns / 3, step_ns, GRADIENTS + 1)[1:].astype(np.int64),
         update_ns=np.zeros(1, np.int64),
-        trained_bytes=size.sum(keepdims=True),
         peak_bytes=np.zeros(1, np.int64),
     )
 

@@ -38,7 +38,9 @@ from benchmarks.record import Effort, Part
 from benchmarks.replicas.coding import coding_bytes_per_s, median_s
 from benchmarks.tables import Table
 from envs.collectives import Level
-from envs.replicas.step import ReplicaStep, SlotNetwork, replicated
+from envs.replicas.reductions import replicated
+from envs.replicas.step import ReplicaStep
+from envs.replicas.topology import SlotNetwork
 from envs.replication import Replication
 from placer.parallel import BlockAverager, SyncConfig, make_sync
 from placer.parallel.methods.block_averager import BMUF
@@ -180,7 +182,6 @@ def predicted(alone_s: float, coding: Mapping[str, float | None]) -> dict[str, f
         size_bytes=size,
         ready_ns=np.array([step_ns]),
         update_ns=np.zeros(1, np.int64),
-        trained_bytes=size,
         peak_bytes=np.zeros(1, np.int64),
     )
     planned = {

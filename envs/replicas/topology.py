@@ -1,10 +1,10 @@
-"""Levels of a network (node, rack, cluster), derived from the links of a cluster.
+"""The network of replicas, derived from the links of a cluster: its levels and groups of devices.
 
 The distance between two devices is the time that :data:`NOMINAL_BYTES` take between them. The
 devices nearest to each other form a block, the nearest of these blocks form a larger one, and so
-on; every step at which all blocks have equal size is a level. So nodes need no names: devices with
-faster links among them form a node, and without such links all devices are peers. A level is as
-slow as the slowest link across it.
+on; every step at which all blocks have equal size is a level (node, rack, cluster). So nodes need
+no names: devices with faster links among them form a node, and without such links all devices are
+peers. A level is as slow as the slowest link across it.
 
 What the devices of a block share follows from the queues of their links. Let each device of every
 block send to its peer in the next block at once: the number of streams through the busiest queue
@@ -14,8 +14,9 @@ device, half duplex, and a bus.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final, TypeAlias
 
@@ -35,57 +36,52 @@ def levels_of(problem: Problem, devices: Sequence[int]) -> tuple[Level, ...]:
     """Return the levels of the network of some devices, innermost first; () for a single device.
 
     Raises:
-        ValueError: two of the devices have no link; says which, and what to do.
+        ValueError: two of the devices have no link.
     """
-    _check_joined(problem, devices)
+    unlinked = np.argwhere(~problem.connected[np.ix_(devices, devices)])
+    if len(unlinked):
+        source, destination = (problem.cluster.names[devices[i]] for i in unlinked[0].tolist())
+        raise ValueError(
+            f"gradients cannot be reduced over {source} and {destination}: no link of cluster "
+            f"{problem.cluster.name!r} joins them. Add one that costs as much as their route"
+        )
     nested = nested_blocks(problem, devices)
     return tuple(_level(problem, inner, outer) for inner, outer in pairwise(nested))
 
 
 def nested_blocks(problem: Problem, devices: Sequence[int]) -> list[list[Block]]:
     """Return blocks of the devices by level: first each device alone, last all that are linked."""
-    far_s = _far_s(problem, devices)
+    distance_s = _distance_s(problem, devices)
     nested: list[list[Block]] = [[(d,) for d in devices]]
-    for limit_s in np.unique(far_s[(far_s > 0) & (far_s < np.inf)]):
-        blocks = _components(devices, far_s <= limit_s)
+    for limit_s in np.unique(distance_s[(distance_s > 0) & (distance_s < np.inf)]):
+        blocks = _components(devices, distance_s <= limit_s)
         are_even = len({len(block) for block in blocks}) == 1
         if are_even and len(blocks) < len(nested[-1]):
             nested.append(blocks)
     return nested
 
 
-def _check_joined(problem: Problem, devices: Sequence[int]) -> None:
-    apart = np.argwhere(~problem.connected[np.ix_(devices, devices)])
-    if len(apart):
-        source, destination = (problem.cluster.names[devices[i]] for i in apart[0].tolist())
-        raise ValueError(
-            f"gradients cannot be reduced over {source} and {destination}: no link of cluster "
-            f"{problem.cluster.name!r} joins them. List one that costs as much as the way they take"
-        )
-
-
-def _far_s(problem: Problem, devices: Sequence[int]) -> NDArray[np.float64]:
+def _distance_s(problem: Problem, devices: Sequence[int]) -> NDArray[np.float64]:
     # Seconds between devices, (G, G), the slower direction; 0 on the diagonal.
-    own = np.ix_(devices, devices)
-    far_s = problem.latency_s[own] + NOMINAL_BYTES / problem.bandwidth_bytes_per_s[own]
+    pairs = np.ix_(devices, devices)
+    distance_s = problem.latency_s[pairs] + NOMINAL_BYTES / problem.bandwidth_bytes_per_s[pairs]
     # distinct devices stay apart even if transfers between them take no time
-    far_s = np.maximum(far_s, np.finfo(np.float64).tiny)
-    far_s[~problem.connected[own]] = np.inf
-    far_s = np.maximum(far_s, far_s.T)
-    np.fill_diagonal(far_s, 0.0)
-    return far_s
+    distance_s = np.maximum(distance_s, np.finfo(np.float64).tiny)
+    distance_s[~problem.connected[pairs]] = np.inf
+    distance_s = np.maximum(distance_s, distance_s.T)
+    np.fill_diagonal(distance_s, 0.0)
+    return distance_s
 
 
 def _components(devices: Sequence[int], near: NDArray[np.bool_]) -> list[Block]:
-    # Connected components.
     left = np.ones(len(devices), np.bool_)
     blocks = []
     while left.any():
         inside = np.zeros(len(devices), np.bool_)
-        found = np.arange(len(devices)) == np.argmax(left)
-        while (found & ~inside).any():
-            inside |= found
-            found = near[inside].any(axis=0)
+        reached = np.arange(len(devices)) == np.argmax(left)
+        while (reached & ~inside).any():
+            inside |= reached
+            reached = near[inside].any(axis=0)
         blocks.append(tuple(devices[i] for i in np.flatnonzero(inside).tolist()))
         left &= ~inside
     return blocks
@@ -93,37 +89,136 @@ def _components(devices: Sequence[int], near: NDArray[np.bool_]) -> list[Block]:
 
 def _level(problem: Problem, inner: Sequence[Block], outer: Sequence[Block]) -> Level:
     # The level that joins inner blocks to outer blocks.
-    of = {d: i for i, whole in enumerate(outer) for d in whole}
+    outer_of = {d: i for i, block in enumerate(outer) for d in block}
     rings: list[list[Block]] = [[] for _ in outer]
     for block in inner:
-        rings[of[block[0]]].append(block)
-    lone = _most_streams(problem, ((ring, 1) for ring in rings))
-    every = _most_streams(problem, ((ring, len(inner[0])) for ring in rings))
+        rings[outer_of[block[0]]].append(block)
+    one_sends = _most_streams(problem, ((ring, 1) for ring in rings))
+    all_send = _most_streams(problem, ((ring, len(inner[0])) for ring in rings))
     devices = [d for block in inner for d in block]
-    across = _numbers(inner, devices) != _numbers(inner, devices)[:, None]
-    across &= _numbers(outer, devices) == _numbers(outer, devices)[:, None]
-    own = np.ix_(devices, devices)
+    across = _block_numbers(inner, devices) != _block_numbers(inner, devices)[:, None]
+    across &= _block_numbers(outer, devices) == _block_numbers(outer, devices)[:, None]
+    pairs = np.ix_(devices, devices)
+    slowest = float(problem.bandwidth_bytes_per_s[pairs][across].min())
     return Level(
         ranks=len(rings[0]),
-        latency_s=float(problem.latency_s[own][across].max()),
-        bandwidth_bytes_per_s=float(problem.bandwidth_bytes_per_s[own][across].min()) / lone,
-        ports=max(len(inner[0]) * lone // every, 1),
+        latency_s=float(problem.latency_s[pairs][across].max()),
+        bandwidth_bytes_per_s=slowest / one_sends,
+        ports=max(len(inner[0]) * one_sends // all_send, 1),
     )
 
 
-def _numbers(blocks: Sequence[Block], devices: Sequence[int]) -> NDArray[np.int64]:
-    # Index of each device's block, (G,).
+def _block_numbers(blocks: Sequence[Block], devices: Sequence[int]) -> NDArray[np.int64]:
     number = {d: i for i, block in enumerate(blocks) for d in block}
     return np.array([number[d] for d in devices])
 
 
 def _most_streams(problem: Problem, rings: Iterable[tuple[Sequence[Block], int]]) -> int:
     # Streams through the busiest queue if that many devices of each block send at once.
-    passed: Counter[int] = Counter()
+    streams: Counter[int] = Counter()
     for ring, senders in rings:
         for block, following in zip(ring, [*ring[1:], ring[0]], strict=True):
             for source, destination in zip(block[:senders], following[:senders], strict=True):
                 for queue in (problem.queue, problem.second_queue):
-                    passed[int(queue[source, destination])] += 1
-    del passed[NO_QUEUE]
-    return max(passed.values(), default=1)
+                    streams[int(queue[source, destination])] += 1
+    del streams[NO_QUEUE]
+    return max(streams.values(), default=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotNetwork:
+    """The network between the devices of one slot over all replicas."""
+
+    levels: tuple[Level, ...]  # none for a single replica
+    queues: frozenset[int]  # used by transfers between them
+
+    def repeated(self, factor: int) -> SlotNetwork:
+        """Return the network with ``factor`` times as many ranks at the outermost level."""
+        *inner, outermost = self.levels
+        larger = replace(outermost, ranks=outermost.ranks * factor)
+        return replace(self, levels=(*inner, larger))
+
+
+def slot_networks(problem: Problem, groups: Sequence[Sequence[int]]) -> tuple[SlotNetwork, ...]:
+    """Return the networks of all slots, for replicas on these groups of equal size.
+
+    Raises:
+        ValueError: devices of one slot have no link.
+    """
+    return tuple(_slot_network(problem, devices) for devices in zip(*groups, strict=True))
+
+
+def _slot_network(problem: Problem, devices: Sequence[int]) -> SlotNetwork:
+    pairs = np.ix_(devices, devices)
+    queues = {*problem.queue[pairs].ravel().tolist(), *problem.second_queue[pairs].ravel().tolist()}
+    return SlotNetwork(levels=levels_of(problem, devices), queues=frozenset(queues - {NO_QUEUE}))
+
+
+def replica_groups(problem: Problem, size: int) -> list[list[Block]]:
+    """Return disjoint groups of ``size`` devices, by classes of alike groups, largest class first.
+
+    A group lies within a node if the node is large enough, else on as few nodes as needed within
+    the smallest larger block, which it shares with no other group. Devices of one kind are grouped
+    together; leftover devices are in no group. Groups are alike if devices at equal positions are,
+    and the links among them: one placement then serves all.
+
+    Raises:
+        ValueError: ``size`` is not within 1 .. number of devices.
+    """
+    count = problem.device_count
+    if not 1 <= size <= count:
+        raise ValueError(f"a replica on {size} devices: there are 1 .. {count}")
+    classes: defaultdict[tuple[object, ...], list[Block]] = defaultdict(list)
+    sorts = _sorts(problem)
+    for nodes in _smallest_blocks(problem, size):
+        ordered = sorted(nodes, key=lambda node: (sorts[node[0]], node))
+        needed = -(-size // len(nodes[0]))
+        for first in range(0, len(nodes) - needed + 1, needed):
+            near = [d for node in ordered[first : first + needed] for d in node]
+            group = tuple(sorted(sorted(near, key=lambda d: (sorts[d], d))[:size]))
+            classes[_shape(problem, sorts, group)].append(group)
+    return sorted(classes.values(), key=len, reverse=True)
+
+
+def _smallest_blocks(problem: Problem, size: int) -> list[list[Block]]:
+    # The innermost blocks with at least ``size`` devices, each as the list of its sub-blocks.
+    devices = tuple(range(problem.device_count))
+    nested = [*nested_blocks(problem, devices), [devices]]
+    level = next(i for i, blocks in enumerate(nested) if len(blocks[0]) >= size)
+    if level == 0:
+        return [[block] for block in nested[0]]
+    return [
+        [node for node in nested[level - 1] if node[0] in block]
+        for block in map(set, nested[level])
+    ]
+
+
+def _sorts(problem: Problem) -> list[int]:
+    # Devices of equal kind, memory and op costs share a number, (D,), in order of appearance.
+    numbers: dict[tuple[object, ...], int] = {}
+    return [
+        numbers.setdefault(
+            (
+                device.kind,
+                device.memory_bytes,
+                problem.cost_ns[:, d].tobytes(),
+                problem.allowed[:, d].tobytes(),
+            ),
+            len(numbers),
+        )
+        for d, device in enumerate(problem.cluster.devices)
+    ]
+
+
+def _shape(problem: Problem, sorts: Sequence[int], group: Block) -> tuple[object, ...]:
+    # Equal for groups that are alike: queues count by order of appearance and by how they serve.
+    pairs = np.ix_(group, group)
+    by_priority = [*problem.queue_by_priority.tolist(), False]  # the last entry is for NO_QUEUE
+    numbers: dict[int, int] = {}
+    queues = tuple(
+        (numbers.setdefault(queue, len(numbers)), by_priority[queue])
+        for table in (problem.queue, problem.second_queue)
+        for queue in table[pairs].ravel().tolist()
+    )
+    links = (problem.latency_s, problem.bandwidth_bytes_per_s, problem.connected)
+    return tuple(sorts[d] for d in group), *(table[pairs].tobytes() for table in links), queues

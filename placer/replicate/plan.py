@@ -19,9 +19,8 @@ import networkx as nx
 from envs.compiled import loading_stage
 from envs.hardware.cluster import Cluster
 from envs.problem import Problem
-from envs.replicas.groups import replica_groups
-from envs.replicas.step import replicated, slot_networks
-from envs.replicas.topology import Block
+from envs.replicas.reductions import replicated
+from envs.replicas.topology import Block, replica_groups, slot_networks
 from envs.replication import Replication
 from graphs.gradients import Gradients, gradients_of, no_gradients
 from graphs.graph import GraphArrays
@@ -204,7 +203,9 @@ class _Planner:
         if self.wanted.replicas is not None:
             return [r for r in (self.wanted.replicas,) if r <= most]
         if self.wanted.batch == "global":
-            cut = [r for r in range(1, most + 1) if not self.wanted.why_not(self.wanted.parts(r))]
+            cut = [
+                r for r in range(1, most + 1) if not self.wanted.uneven_parts(self.wanted.parts(r))
+            ]
             return sorted({most, *cut[-1:]})
         powers = (1 << k for k in range(most.bit_length()))
         return sorted({*range(1, min(most, MOST_REPLICAS) + 1), *powers, most})
@@ -245,10 +246,10 @@ class _Planner:
             )
 
     def _is_search(self, parts: int, group: Block) -> bool:
-        return len(group) > 1 and not self.wanted.why_not(parts)
+        return len(group) > 1 and not self.wanted.uneven_parts(parts)
 
     def _searched(self, parts: int, cluster: Cluster, budget: Budget, hear: Progress) -> _Searched:
-        if why := self.wanted.why_not(parts):
+        if why := self.wanted.uneven_parts(parts):
             return _Searched(found=None, why=why)
         search = replace(self.search, budget=budget, measure=False)
         try:

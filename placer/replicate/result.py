@@ -12,7 +12,9 @@ import numpy as np
 from envs.collectives import HIERARCHICAL
 from envs.placement import Placement
 from envs.problem import Problem
-from envs.replicas.step import ReplicaStep, ReplicatedStep, slot_networks
+from envs.replicas.reductions import ReplicatedStep
+from envs.replicas.step import ReplicaStep
+from envs.replicas.topology import slot_networks
 from envs.replication import AUTO, Replication
 from placer.result import Result
 

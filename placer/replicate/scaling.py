@@ -11,8 +11,9 @@ import numpy as np
 
 from envs.hardware.cluster import Cluster
 from envs.problem import Problem
-from envs.replicas.groups import replica_groups
-from envs.replicas.step import ReplicaStep, SlotNetwork, replicated, slot_networks
+from envs.replicas.reductions import replicated
+from envs.replicas.step import ReplicaSimulator, ReplicaStep
+from envs.replicas.topology import SlotNetwork, replica_groups, slot_networks
 from envs.replication import Replication
 from graphs.batch import with_part_of_batch
 from graphs.gradients import Gradients
@@ -92,7 +93,7 @@ class Scaling:
         graph = GraphArrays.from_graph(with_part_of_batch(self.graphs[own], parts / own))
         problem = Problem.of(graph, _with_ample_memory(split.found.problem.cluster))
         placement = replace(split.found.placement, graph=graph.hash, cluster=problem.cluster.name)
-        return ReplicaStep.of(problem, placement, self.gradients(graph))
+        return ReplicaSimulator(problem, self.gradients(graph)).step(placement)
 
 
 def _with_ample_memory(cluster: Cluster) -> Cluster:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from envs.collectives import AllReduce
 from envs.hardware.byte_size import human_bytes
-from envs.replicas.step import ReplicatedStep
+from envs.replicas.reductions import ReplicatedStep
 from envs.runtime import reduces_in_backward
 from graphs.graph import PHASES
 from placer.messages import NO_OPTIMIZER, extraction_remarks
@@ -95,7 +95,7 @@ def _assumptions(plan: ReplicaPlan) -> Iterator[str]:
     trains = extraction is None or extraction.step.training
     phases = {PHASES[i] for i in set(plan.problem.graph.phase.tolist())}
     parts = [wanted.parts(split.replicas) for split in plan.splits]
-    if extraction is None and any(own > 1 and not wanted.why_not(own) for own in parts):
+    if extraction is None and any(own > 1 and not wanted.uneven_parts(own) for own in parts):
         yield (
             "Costs and activations for a smaller batch are those of the whole one, divided: "
             "ops that need a large batch to use their device take longer."

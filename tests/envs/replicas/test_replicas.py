@@ -13,11 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import ArrayLike
 
-from envs.collectives import Level
 from envs.placement import Placement
 from envs.problem import Problem
-from envs.replicas.buckets import Buckets, buckets_of, busiest_ns, reduced_ns, serial_ns
-from envs.replicas.step import ReplicaStep, SlotNetwork, replicated, slot_networks
+from envs.replicas.reductions import (
+    Buckets,
+    busiest_ns,
+    reduced_ns,
+    replicated,
+    serial_ns,
+)
+from envs.replicas.step import ReplicaSimulator, ReplicaStep
+from envs.replicas.topology import SlotNetwork, slot_networks
 from envs.replication import Replication
 from envs.simulator import Simulator
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
@@ -51,6 +57,12 @@ def placed(problem: Problem, devices: ArrayLike, *, micro_batches: int = 1) -> P
     return replace(placement, micro_batches=micro_batches)
 
 
+def step_of(problem: Problem, devices: ArrayLike | None = None) -> ReplicaStep:
+    """Simulate a replica with ops in graph order, by default all on the first device."""
+    where = np.zeros(problem.op_count, int) if devices is None else devices
+    return ReplicaSimulator(problem).step(placed(problem, where))
+
+
 def random_step(seed: int, devices: int, *, updates: bool) -> ReplicaStep:
     rng = np.random.default_rng(seed)
     graph = layered(rng, ops=int(rng.integers(4, 14)), width=3, weights=Weights(backward=True))
@@ -64,7 +76,9 @@ def random_step(seed: int, devices: int, *, updates: bool) -> ReplicaStep:
     where = rng.integers(0, devices, problem.op_count)
     micro_batches = int(rng.integers(1, 4))
     placement = placed(problem, where, micro_batches=micro_batches)
-    return ReplicaStep.of(problem, replace(placement, priority=tuple(rng.random(len(where)))))
+    return ReplicaSimulator(problem).step(
+        replace(placement, priority=tuple(rng.random(len(where))))
+    )
 
 
 NETWORKS = st.tuples(
@@ -92,7 +106,7 @@ def networks_of(
 def test_two_replicas_by_hand() -> None:
     """The last layer is ready after 5 ms, 10 MB take 10 ms; then two more, and an update."""
     alone = Problem.of(training_step(), nodes(1, 1))
-    step = ReplicaStep.of(alone, placed(alone, [0] * alone.op_count))
+    step = step_of(alone)
     assert step.step_ns == 10.5e6  # 3 + 6 ms, then the updates
     assert step.ready_ns.tolist() == [5e6, 7e6, 9e6]
     pair = Problem.of(training_step(), nodes(2, 1, across_bytes_per_s=1e9))
@@ -120,7 +134,7 @@ def test_updates_come_after_all_reductions_though_the_placement_has_them_early()
     assert first.start_ns[is_update].min() < last.start_ns[is_update].min()
     pair = Problem.of(training_step(), nodes(2, 1, across_bytes_per_s=1e9))
     networks = slot_networks(pair, [[0], [1]])
-    found = [ReplicaStep.of(problem, placement) for placement in (early, late)]
+    found = [ReplicaSimulator(problem).step(placement) for placement in (early, late)]
     assert [step.ready_ns.tolist() for step in found] == [[5e6, 7e6, 9e6]] * 2
     assert [step.update_ns.tolist() for step in found] == [[1.5e6]] * 2
     assert [replicated(step, networks, RING).step_s for step in found] == [38.5e-3] * 2
@@ -129,21 +143,9 @@ def test_updates_come_after_all_reductions_though_the_placement_has_them_early()
 def test_updates_of_an_idle_device_wait_for_the_pass() -> None:
     """The last layer has its own device, which could update it while the others run backward."""
     problem = Problem.of(training_step(updates=True), nodes(1, 2, inside_bytes_per_s=1e15))
-    step = ReplicaStep.of(problem, placed(problem, [0, 0, 1, 1, 0, 0, 0, 0, 1]))
+    step = step_of(problem, [0, 0, 1, 1, 0, 0, 0, 0, 1])
     assert step.update_ns.tolist() == [1e6, 0.5e6]
     assert step.step_ns == step.pass_ns + 1e6
-
-
-def test_gradients_wait_for_others_in_their_bucket() -> None:
-    buckets = buckets_of(
-        np.array([0, 1, 0, 0, 1], np.int32),
-        np.array([6, 5, 4, 1, 20], np.int64),
-        np.array([1, 2, 3, 4, 5], np.int64),
-        cap_bytes=10,
-    )
-    assert buckets.slot.tolist() == [0, 1, 0, 1]
-    assert buckets.size_bytes.tolist() == [10, 5, 1, 20]
-    assert buckets.ready_ns.tolist() == [3, 2, 4, 5]
 
 
 def test_slots_that_share_a_card_reduce_one_after_the_other() -> None:
@@ -164,7 +166,7 @@ def test_slots_that_share_a_card_reduce_one_after_the_other() -> None:
 
 def test_a_gradient_made_elsewhere_is_sent_to_its_parameters_before_the_step_ends() -> None:
     problem = Problem.of(training_step(2, updates=False), nodes(1, 2, inside_bytes_per_s=1e10))
-    step = ReplicaStep.of(problem, placed(problem, [0, 0, 1, 1]))
+    step = step_of(problem, [0, 0, 1, 1])
     assert step.slot.tolist() == [0, 0]
     assert step.step_ns == 6e6
     assert step.ready_ns.tolist() == [4e6 + 1e6, 6e6]  # 10 MB at 10 GB/s; updates take no time
@@ -172,8 +174,8 @@ def test_a_gradient_made_elsewhere_is_sent_to_its_parameters_before_the_step_end
 
 def test_with_micro_batches_a_gradient_is_ready_in_the_last() -> None:
     problem = Problem.of(training_step(2), nodes(1, 1))
-    one = ReplicaStep.of(problem, placed(problem, [0] * problem.op_count))
-    four = ReplicaStep.of(problem, placed(problem, [0] * problem.op_count, micro_batches=4))
+    one = step_of(problem)
+    four = ReplicaSimulator(problem).step(placed(problem, [0] * problem.op_count, micro_batches=4))
     assert four.step_ns == 4 * 6e6 + 1e6
     assert (four.ready_ns - one.ready_ns).tolist() == [3 * 6e6] * 2
     assert four.update_ns.tolist() == one.update_ns.tolist() == [1e6]
@@ -198,7 +200,7 @@ def test_pinned_cores_give_all_gradients_at_the_end_to_one_process(host: str) ->
     steps = []
     for cluster in (gpus, cores):
         replica = Problem.of(training_step(), cluster.part([0, 1]))
-        one = ReplicaStep.of(replica, placed(replica, [0, 1, 0, 0, 1, 0, 0, 1, 0]))
+        one = step_of(replica, [0, 1, 0, 0, 1, 0, 0, 1, 0])
         networks = slot_networks(Problem.of(training_step(), cluster), [[0, 1], [2, 3]])
         steps.append((one, replicated(one, networks, RING)))
     (free, overlapped), (one, found) = steps
@@ -207,7 +209,6 @@ def test_pinned_cores_give_all_gradients_at_the_end_to_one_process(host: str) ->
     assert one.update_ns.tolist() == [1.5e6] * 2
     assert one.step_ns == one.pass_ns + 1.5e6
     assert one.ready_ns.tolist() == [one.pass_ns] * 3
-    assert one.trained_bytes.tolist() == [30 * MB, 0]
     assert [size for size, _ in found.reductions] == [20 * MB, 10 * MB]
     assert found.step_s == pytest.approx((one.pass_ns + 30e6 + one.update_ns[0]) / 1e9)
     assert str(found.hidden_s) == "0.0"
@@ -215,8 +216,7 @@ def test_pinned_cores_give_all_gradients_at_the_end_to_one_process(host: str) ->
 
 
 def test_only_the_last_of_accumulated_passes_reduces() -> None:
-    problem = Problem.of(training_step(), nodes(1, 1))
-    step = ReplicaStep.of(problem, placed(problem, [0] * problem.op_count))
+    step = step_of(Problem.of(training_step(), nodes(1, 1)))
     networks = networks_of((1, 2, 1e9, 0.0, False))
     one, four = replicated(step, networks), replicated(step, networks, Replication(accumulate=4))
     assert four.alone_s - one.alone_s == pytest.approx(3 * 9e-3)  # without updates
@@ -224,16 +224,14 @@ def test_only_the_last_of_accumulated_passes_reduces() -> None:
 
 
 def test_averaging_parameters_every_so_often_costs_its_share_of_each_step() -> None:
-    problem = Problem.of(training_step(), nodes(1, 1))
-    step = ReplicaStep.of(problem, placed(problem, [0] * problem.op_count))
+    step = step_of(Problem.of(training_step(), nodes(1, 1)))
     found = replicated(step, networks_of((1, 2, 1e9, 0.0, False)), Replication(average_every=16))
     assert found.exposed_s == pytest.approx(30e-3 / 16)
     assert found.hidden_s == 0
 
 
 def test_coding_takes_its_time_in_every_bucket_or_average() -> None:
-    problem = Problem.of(training_step(), nodes(1, 1))
-    step = ReplicaStep.of(problem, placed(problem, [0] * problem.op_count))
+    step = step_of(Problem.of(training_step(), nodes(1, 1)))
     networks = networks_of((1, 2, 1e9, 0.0, False))
     bits = replace(RING, payload="1-bit", bucket_bytes=10 * MB)
     coded = replace(bits, coding_bytes_per_s=1e9)
@@ -246,21 +244,25 @@ def test_coding_takes_its_time_in_every_bucket_or_average() -> None:
     assert found.exposed_s == pytest.approx((30e-3 + 10e-3) / 16)
 
 
-def test_what_is_no_reduction_of_replicas_is_refused() -> None:
-    wrong: dict[str, Any] = {
-        "payload": "fp4",
-        "average_every": 0,
-        "accumulate": 0,
-        "bucket_bytes": 0,
-    }
-    for name, value in (wrong | {"coding_bytes_per_s": 0.0}).items():
-        with pytest.raises(ValueError, match=f"{name} is {value!r}, not"):
-            Replication(**{name: value})
-    with pytest.raises(ValueError, match="no reduction 'star'"):
-        Replication(reduction="star")
-    small = Problem.of(training_step(), nodes(1, 1, memory_bytes=MB))
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("payload", "fp4"),
+        ("average_every", 0),
+        ("accumulate", 0),
+        ("bucket_bytes", 0),
+        ("coding_bytes_per_s", 0.0),
+        ("reduction", "star"),
+    ],
+)
+def test_replication_out_of_range_is_refused(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{field}.* {value!r}"):
+        Replication(**{field: value})
+
+
+def test_a_placement_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="n0:g0"):
-        ReplicaStep.of(small, placed(small, [0] * small.op_count))
+        step_of(Problem.of(training_step(), nodes(1, 1, memory_bytes=MB)))
 
 
 @given(
@@ -332,16 +334,6 @@ def test_one_replica_and_a_network_that_takes_no_time_leave_the_plain_step(
         assert plain.step_s == step.step_ns / 1e9
 
 
-@given(factor=st.integers(1, 64))
-def test_a_network_is_repeated_at_its_outermost_level(factor: int) -> None:
-    network = networks_of((2, 3, 1e9, 0.0, False))[0]
-    [outermost] = network.levels
-    assert network.repeated(factor).levels == (
-        Level(ranks=3 * factor, latency_s=0.0, bandwidth_bytes_per_s=1e9),
-    )
-    assert outermost.ranks == 3
-
-
 def test_slots_of_a_node_share_its_card_and_no_others() -> None:
     shared, own = (networks_of((2, 2, 1e9, 0.0, cards)) for cards in (False, True))
     assert shared[0].queues & shared[1].queues
@@ -355,4 +347,4 @@ def test_the_step_alone_is_what_the_simulator_says(updates: bool, devices: int) 
     where = [i % devices for i in range(problem.op_count)]
     placement = placed(problem, where)
     schedule = Simulator(problem).run(*placement.arrays())
-    assert ReplicaStep.of(problem, placement).step_ns == schedule.step_ns
+    assert ReplicaSimulator(problem).step(placement).step_ns == schedule.step_ns

@@ -22,8 +22,9 @@ import placer as public
 from envs.hardware.cluster import Cluster, Device, Link, cluster_to_toml, load_cluster
 from envs.placement import Placement
 from envs.problem import Problem
-from envs.replicas.step import ReplicaStep, replicated, slot_networks
-from envs.replicas.topology import levels_of
+from envs.replicas.reductions import replicated
+from envs.replicas.step import ReplicaSimulator
+from envs.replicas.topology import levels_of, slot_networks
 from envs.replication import Replication
 from envs.simulator import Simulator
 from graphs.batch import with_part_of_batch
@@ -320,13 +321,13 @@ def test_a_model_is_extracted_again_for_a_smaller_batch() -> None:
 
 def test_a_batch_that_cannot_be_cut_is_named() -> None:
     step = training()
-    with pytest.raises(PlacementError, match="8 samples are not 3 equal parts"):
+    with pytest.raises(PlacementError, match="8 samples cannot be cut into 3 equal parts"):
         plan(step, rated(4), Replication(batch="global", replicas=3))
-    with pytest.raises(PlacementError, match="16 passes"):
+    with pytest.raises(PlacementError, match="into 16 equal parts"):
         plan(step, rated(4), Replication(batch="global", replicas=4, accumulate=4))
     found = plan(step, rated(3), Replication(batch="global"))
     why = {split.name: split.why for split in found.splits}
-    assert why["3 x 1"].startswith("The 8 samples are not 3 equal parts")
+    assert why["3 x 1"].startswith("8 samples cannot be cut into 3 equal parts")
     assert not why["2 x 1"]
     apart = Workload.of(step.model, (torch.randn(8, 16), torch.randn(4, 4)), lambda y, z: y.sum())
     with pytest.raises(PlacementError, match="no first dimension"):
@@ -404,7 +405,8 @@ def test_a_plan_fits_and_is_what_its_simulation_says(
         problem, placement = split.found.problem, split.found.placement
         assert Simulator(problem).run(*placement.arrays()).feasible
         groups = [[cluster.index(name) for name in group] for group in split.groups]
-        again = replicated(ReplicaStep.of(problem, placement), slot_networks(found.problem, groups))
+        alone = ReplicaSimulator(problem).step(placement)
+        again = replicated(alone, slot_networks(found.problem, groups))
         assert again.step_s == split.step_s
         assert split.samples_per_s <= found.best.samples_per_s
 
@@ -424,7 +426,8 @@ def test_on_tiny_clusters_no_split_is_better_than_the_plan(seed: int, bandwidth:
         part = cluster.part(groups[0])
         one = optimize_job(Job(source=graph, cluster=part, search=search))
         whole = Problem.of(GraphArrays.from_graph(graph), cluster)
-        step = replicated(ReplicaStep.of(one.problem, one.placement), slot_networks(whole, groups))
+        alone = ReplicaSimulator(one.problem).step(one.placement)
+        step = replicated(alone, slot_networks(whole, groups))
         assert found.best.samples_per_s >= replicas / step.step_s * (1 - 1e-12)
 
 
