@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envs.hardware.cluster import Cluster, Device
-from envs.placement import FORMAT, OBJECTIVES, MadeBy, Placement, module_of
+from envs.placement import OBJECTIVES, MadeBy, Placement, module_of
+from envs.placement_file import FORMAT
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 
 IDS = (
