@@ -17,7 +17,7 @@ def environment() -> dict[str, Any]:
     import torch
 
     import placer
-    from envs.hardware.torch_devices import own_accelerators
+    from envs.hardware.torch_devices import cuda_devices
 
     found: dict[str, Any] = {
         "placer": placer.__version__,
@@ -33,7 +33,7 @@ def environment() -> dict[str, Any]:
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "devices": {},
     }
-    for name in own_accelerators():
+    for name in cuda_devices():
         free, total = torch.cuda.mem_get_info(name)
         found["devices"][name] = {
             "name": torch.cuda.get_device_name(name),

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from benchmarks.record import Effort, Part
 from benchmarks.tables import Table
-from envs.hardware.torch_devices import own_accelerators
+from envs.hardware.torch_devices import cuda_devices
 from graphs.extract import Workload
 from graphs.models import Nmt, NmtConfig
 from placer.api import optimize
@@ -123,7 +123,7 @@ def measured(model: str, budget: str, found: dict[str, Any]) -> Table:
 
 def devices_here() -> str:
     """Return the devices of the benchmark on this machine."""
-    if accelerators := own_accelerators():
+    if accelerators := cuda_devices():
         return f"{accelerators[0]},cpu"
     return ",".join(f"core:{core}" for core in sorted(os.sched_getaffinity(0))[:2])
 

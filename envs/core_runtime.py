@@ -13,7 +13,7 @@ from envs.costs.roofline import SOURCE, check_cluster, roofline_costs
 from envs.executors.cores.lists import priority_order
 from envs.executors.cores.placed import PlacedModel
 from envs.hardware.cluster import Cluster
-from envs.hardware.discover import is_own_core_set, present
+from envs.hardware.discover import is_local_core_set, present
 from envs.measured.core_backend import Measured
 from envs.placement import Placement
 from envs.problem import Problem
@@ -47,7 +47,7 @@ class CoreRuntime:
         Kinds without a core set on this machine get a roofline estimate from their rates.
         """
         check_cluster(cluster)
-        here = first_of_kinds([own for own in cluster.devices if is_own_core_set(own.name)])
+        here = first_of_kinds([own for own in cluster.devices if is_local_core_set(own.name)])
         described = [device for device in cluster.devices if device.kind not in here]
         costs = core_costs(self.extraction, here, fresh=fresh, progress=progress) if here else {}
         for kind, cost_s in roofline_costs(self.graph, described).items():

@@ -13,7 +13,7 @@ import torch
 
 from envs.hardware.cache_folder import cache_folder, processor
 from envs.hardware.cluster import Cluster
-from envs.hardware.discover import available_memory_bytes, cores_in_use, own_cores
+from envs.hardware.discover import available_memory_bytes, cores_in_use, physical_cores
 from envs.hardware.noise import Noise, governors, noise_of, quota_cores
 from envs.measurement import CONTENDED, why_doubtful
 from placer.messages import CPU_CLOCK, NOISY
@@ -138,7 +138,7 @@ def check_machine(cluster: Cluster) -> Checkup:
         cluster=cluster,
         noise=tuple(noise_of(core) for core in cores),
         load=load,
-        cores=len(own_cores()),
+        cores=len(physical_cores()),
         quota_cores=quota_cores(),
         governors=frozenset(governors(cores)),
         free_bytes=available_memory_bytes(),

@@ -18,7 +18,7 @@ from envs.hardware.discover import is_here
 from envs.placement import MadeBy, Placement
 from envs.problem import Problem
 from envs.simulator import Simulated
-from envs.simulator.bounds import why_apart, why_too_large
+from envs.simulator.bounds import memory_shortfall, missing_link
 from envs.simulator.schedule import repeats, run_order
 from graphs.coarsen.groups import Coarsened, coarsen
 from graphs.graph import GraphArrays
@@ -217,9 +217,9 @@ class _Optimization:
         From the search on no result is lost: Ctrl-C only ends the current stage, and if the workers
         cannot be started, the prediction decides.
         """
-        if why := why_too_large(self.problem):
+        if why := memory_shortfall(self.problem):
             raise PlacementError(f"The model fits nowhere: {why}.")
-        if why := why_apart(self.problem):
+        if why := missing_link(self.problem):
             raise PlacementError(f"The model runs nowhere: {why}.")
         self.progress.stage(loading_stage())
         load_compiled_code()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from envs.hardware.cluster import Cluster
-from envs.hardware.discover import why_not_here
+from envs.hardware.discover import missing_reason
 from envs.placement import Placement
 from graphs.graph import GraphArrays
 from graphs.strict_json import load_checked, table
@@ -50,7 +50,7 @@ def check_here(start: WarmStart) -> None:
         ValueError: one is not; for a GPU number the message explains what numbers mean.
     """
     for name in () if isinstance(start, Placement) else start.device_names:
-        if why := why_not_here(name):
+        if why := missing_reason(name):
             kind, _, index = name.partition(":")
             number = f"{index} in a device map means {name}, and " if kind == "cuda" else ""
             hint = '; on pinned cores name them in the map, such as "core:0"' if number else ""

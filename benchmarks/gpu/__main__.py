@@ -31,7 +31,7 @@ from envs.costs.torch_speeds import copy_speed
 from envs.executors.torch.placed_module import PlacedModule
 from envs.hardware import torch_devices
 from envs.hardware.cluster import Cluster
-from envs.hardware.torch_devices import own_accelerators, torch_device
+from envs.hardware.torch_devices import cuda_devices, torch_device
 from envs.problem import Problem
 from envs.runtime import calibrated
 from envs.simulator import Simulator
@@ -72,7 +72,7 @@ def calibration(cluster: Cluster, found: dict[str, Any]) -> None:
         }
         for link in measured.links
     }
-    if own_accelerators():
+    if cuda_devices():
         pinned = copy_speed(torch_devices.CPU, torch_device(cluster.names[0]), pinned=True)
         found["links"][f"cpu -> {cluster.names[0]}, pinned"] = {
             "latency_s": pinned.latency_s,
@@ -277,7 +277,7 @@ def one_model(record: Record, cluster: Cluster, name: str, bench: Workbench) -> 
 def main() -> None:
     options = arguments("Everything of torch devices that can be measured.", 460)
     record = Record(options.out, options.limit)
-    small = options.small or not own_accelerators()
+    small = options.small or not cuda_devices()
     benches: dict[str, Workbench] = {}
     with two_devices() as cluster:
         record.part("calibration", partial(calibration, cluster))

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from envs.hardware.cluster import Cluster
 from envs.hardware.discover import discover
-from envs.hardware.torch_devices import own_accelerators
+from envs.hardware.torch_devices import cuda_devices
 from graphs.extract import Workload
 from graphs.models import Dlrm, DlrmConfig, Moe, MoeConfig, Nmt, NmtConfig
 from placer.sources import huggingface
@@ -31,7 +31,7 @@ def two_devices() -> Iterator[Cluster]:
     The fake one also computes on the CPU; copies from and to it are slowed down. The host is
     ``cpu``, not a pinned core: these benchmarks run placements on torch devices.
     """
-    if own_accelerators():
+    if cuda_devices():
         yield discover("cuda:0,cpu")
         return
     sys.path.append(str(Path(__file__).parents[2]))

@@ -30,7 +30,7 @@ from benchmarks.gpu.workbench import Workbench, arguments, everything_on, in_ord
 from benchmarks.record import Record, quartiles
 from envs.hardware import torch_devices
 from envs.hardware.cluster import Cluster
-from envs.hardware.torch_devices import own_accelerators, torch_device
+from envs.hardware.torch_devices import cuda_devices, torch_device
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS
 from graphs.extract import Workload
@@ -109,7 +109,7 @@ def inference(record: Record, cluster: Cluster, name: str, step: Workload) -> No
         own = replace(step, training=False)
         bench = Workbench(own, cluster)
         state = sum(t.nbytes for t in {id(t): t for t in own.named_state().values()}.values())
-        limit = int(0.5 * state) + (100 << 20 if own_accelerators() else 0)
+        limit = int(0.5 * state) + (100 << 20 if cuda_devices() else 0)
         problem = bench.problem(limit)
         plans = [everything_on(problem, 1), *found_by_search(problem)]
         found.update(limit_bytes=limit, rows=bench.measured(problem, plans, limit))
@@ -125,7 +125,7 @@ def accelerated(step: Workload, cluster: Cluster, limit_bytes: int) -> dict[str,
 
     device = torch_device(cluster.names[0])
     model = copy.deepcopy(step.model).eval()
-    is_real = bool(own_accelerators())
+    is_real = bool(cuda_devices())
     main_device = 0 if is_real else "cpu"  # hooks cannot send tensors to a fake device
     shares = ACCELERATE_SHARES if is_real else FAKE_SHARES
     for share in shares:
@@ -150,7 +150,7 @@ def auto_map(model: torch.nn.Module, cluster: Cluster, weights_bytes: int) -> di
     from accelerate import infer_auto_device_map
 
     first, host = cluster.devices
-    is_real = bool(own_accelerators())
+    is_real = bool(cuda_devices())
     blocks = {type(m).__name__ for n, m in model.named_modules() if re.search(r"\.\d+$", n)}
     found = infer_auto_device_map(
         model,
@@ -198,7 +198,7 @@ def main() -> None:
     options = arguments("One accelerator with too little memory, and a CPU.", 290)
     record = Record(options.out, options.limit)
     with two_devices() as cluster:
-        run(record, cluster, {}, small=options.small or not own_accelerators())
+        run(record, cluster, {}, small=options.small or not cuda_devices())
     record.save()
     record.say("done" if options.out is None else f"done: {options.out}")
 

@@ -22,8 +22,8 @@ from envs.hardware.discover import (
     check_cores,
     check_devices,
     is_here,
-    is_own_core_set,
-    why_not_here,
+    is_local_core_set,
+    missing_reason,
 )
 from graphs.graph import attributes_of
 
@@ -69,8 +69,8 @@ def check_cluster(cluster: Cluster) -> None:
     if all(map(is_here, cluster.names)):
         check_devices(cluster.names)
         return
-    check_cores([name for name in cluster.names if is_own_core_set(name)])
-    check_rates([device for device in cluster.devices if not is_own_core_set(device.name)])
+    check_cores([name for name in cluster.names if is_local_core_set(name)])
+    check_rates([device for device in cluster.devices if not is_local_core_set(device.name)])
 
 
 def load_devices(path: Path) -> Cluster:
@@ -100,7 +100,7 @@ def check_rates(devices: Sequence[Device]) -> None:
         lacking = [name for name in RATES if math.isnan(getattr(device, name))]
         if lacking:
             examples = " and ".join(f"{name} = {RATES[name]}" for name in lacking)
-            why = why_not_here(device.name) or _among_others(device.name)
+            why = missing_reason(device.name) or _among_others(device.name)
             raise ValueError(
                 f"{why}. To plan for a device that is elsewhere, say how "
                 f"fast it is: add to the [[device]] {device.name!r} such lines as {examples}, "

@@ -19,33 +19,26 @@ UNITS: Final[Mapping[str, int]] = {
 def parse_bytes(text: str) -> int:
     """Return a size in whole bytes; a fraction of a byte is dropped.
 
-    Raises:
-        ValueError: ``text`` is not a size; the message explains the format.
-
     >>> parse_bytes("1.5GiB"), parse_bytes("1.5 GB")
     (1610612736, 1500000000)
     """
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", text, re.ASCII)
-    if found is None or found[2] not in UNITS:
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", text, re.ASCII)
+    if match is None or match[2] not in UNITS:
         raise ValueError(
             f"{text[:40]!r} is no size: write a number and one of {', '.join(filter(None, UNITS))}"
         )
-    return int(Decimal(found[1]) * UNITS[found[2]])
+    return int(Decimal(match[1]) * UNITS[match[2]])
 
 
 def parse_limits(text: str) -> dict[str, int]:
-    """Parse memory limits such as ``cuda:0=8GiB,cpu=64GiB`` into {device name: bytes}.
-
-    Raises:
-        ValueError: a part has no name or no size, or a device has two different limits.
-    """
+    """Parse memory limits such as ``cuda:0=8GiB,cpu=64GiB`` into {device name: bytes}."""
     limits: dict[str, int] = {}
     for part in text.split(","):
-        name, equals, size = part.strip().rpartition("=")
-        if not equals or not name.strip():
-            raise ValueError(f"{part.strip()[:40]!r} is no limit: write DEVICE=SIZE, cuda:0=8GiB")
-        if limits.setdefault(name.strip(), parse_bytes(size)) != parse_bytes(size):
-            raise ValueError(f"{name.strip()} has two limits of its memory, in {text[:80]!r}")
+        name, _, size = (word.strip() for word in part.rpartition("="))
+        if not name:
+            raise ValueError(f"{size[:40]!r} is no limit: write a device and a size, cuda:0=8GiB")
+        if limits.setdefault(name, parse_bytes(size)) != parse_bytes(size):
+            raise ValueError(f"{name} has two limits of its memory, in {text[:80]!r}")
     return limits
 
 

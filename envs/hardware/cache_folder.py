@@ -27,8 +27,8 @@ def cache_folder() -> Path:
 
     Without a home folder, warn and return a folder that cannot be created.
     """
-    if own := os.environ.get("PLACER_CACHE"):
-        return Path(own)
+    if folder := os.environ.get("PLACER_CACHE"):
+        return Path(folder)
     if caches := os.environ.get("XDG_CACHE_HOME"):
         return Path(caches) / "device-placer"
     try:
@@ -51,8 +51,8 @@ def host() -> str:
 def processor() -> str:
     """Return the processor model of this host."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    named = (line for line in lines if line.startswith("model name"))
-    return escaped(next((line.partition(":")[2].strip() for line in named), platform.machine()))
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return escaped(next(models, platform.machine()))
 
 
 def speed_files() -> list[Path]:

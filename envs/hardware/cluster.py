@@ -44,20 +44,23 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, replace
+from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
 from graphs.names import suggestion
 from graphs.printable import check_printable
-from graphs.strict_json import load_toml, within
+from graphs.strict_json import array, fields, load_toml, number, text, whole, within
 
 Sharing: TypeAlias = Literal["none", "egress", "pair", "bus"]
 LinkOrder: TypeAlias = Literal["fifo", "priority"]
 SHARINGS: Final[tuple[Sharing, ...]] = ("none", "egress", "pair", "bus")
 LINK_ORDERS: Final[tuple[LinkOrder, ...]] = ("fifo", "priority")
 FORMAT: Final = "placer-cluster/1"
+_KEYS: Final = frozenset({"format", "name", "device", "link", "transfers"})
+_TRANSFER_KEYS: Final = frozenset({"once_per_destination"})
 RARE: Final = frozenset({"ports", "ingress", "price_per_hour", "contention"})
 """Keys that are only written where used: other readers of the format may not know them."""
 LARGEST_INT: Final = 2**63 - 1  # as TOML asks every reader to hold
@@ -227,11 +230,7 @@ class Cluster:
         return math.fsum(device.price_per_hour for device in self.devices)
 
     def index(self, name: str) -> int:
-        """Return the index of a device.
-
-        Raises:
-            ValueError: there is no such device; the message lists those there are.
-        """
+        """Return the index of a device; an unknown name is a ValueError that lists the devices."""
         if name in self.names:
             return self.names.index(name)
         hint = suggestion(name, self.names)
@@ -271,26 +270,17 @@ def cluster_from_dict(data: Mapping[str, Any]) -> Cluster:
     Raises:
         ValueError: unknown or missing keys, wrong types, or values out of range.
     """
-    _known(data, {"format", "name", "device", "link", "transfers"}, "")
-    if data.get("format") != FORMAT:
-        raise ValueError(f"format is {data.get('format')!r}, this version reads {FORMAT!r}")
-    transfers = _table(data.get("transfers", {}), "transfers")
-    _known(transfers, {"once_per_destination"}, "transfers.")
+    top = fields(data, "", _KEYS, required=("format",))
+    if top["format"] != FORMAT:
+        raise ValueError(f"format is {top['format']!r}, this version reads {FORMAT!r}")
+    transfers = fields(top.get("transfers", {}), "transfers", _TRANSFER_KEYS, required=())
     once = transfers.get("once_per_destination", True)
-    if not isinstance(once, bool):
-        raise ValueError("transfers.once_per_destination is not true or false")
-    devices = [
-        Device(**_record(Device, item, f"device[{i}]"))
-        for i, item in enumerate(_array(data.get("device", []), "device"))
-    ]
-    links = [
-        Link(**_record(Link, item, f"link[{i}]"))
-        for i, item in enumerate(_array(data.get("link", []), "link"))
-    ]
-    name = data.get("name", "cluster")
-    if not isinstance(name, str):
-        raise ValueError("name is not a string")
-    return Cluster(name=name, devices=tuple(devices), links=tuple(links), once_per_destination=once)
+    return Cluster(
+        name=text(top.get("name", "cluster"), "name"),
+        devices=tuple(Device(**values) for values in _records(Device, top, "device")),
+        links=tuple(Link(**values) for values in _records(Link, top, "link")),
+        once_per_destination=_typed(once, "bool", "transfers.once_per_destination"),
+    )
 
 
 def cluster_to_toml(cluster: Cluster) -> str:
@@ -299,13 +289,13 @@ def cluster_to_toml(cluster: Cluster) -> str:
     for table, items in (("device", cluster.devices), ("link", cluster.links)):
         for item in items:
             lines += ["", f"[[{table}]]"]
-            values = {f.name: getattr(item, f.name) for f in fields(item)}
-            lines += [f"{name} = {_toml(v)}" for name, v in values.items() if not _unsaid(name, v)]
+            values = {f.name: getattr(item, f.name) for f in dataclass_fields(item)}
+            lines += [f"{key} = {_toml(v)}" for key, v in values.items() if not _omitted(key, v)]
     lines += ["", "[transfers]", f"once_per_destination = {_toml(cluster.once_per_destination)}"]
     return "\n".join(lines) + "\n"
 
 
-def _unsaid(key: str, value: object) -> bool:
+def _omitted(key: str, value: object) -> bool:
     """Return whether a key is omitted: nan, which would not equal itself, or an unused rare key."""
     return (isinstance(value, float) and math.isnan(value)) or (key in RARE and not value)
 
@@ -317,67 +307,42 @@ def _toml(value: object) -> str:
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, tuple):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
-    if isinstance(value, int):
-        return str(int(value))
     if isinstance(value, float):  # also numpy's, whose repr names its type
         return repr(float(value))
-    raise TypeError(f"{value!r} cannot be written as TOML")
+    return str(value)
 
 
-def _record(kind: type[Device] | type[Link], item: object, where: str) -> dict[str, Any]:
-    table = _table(item, where)
-    own = {f.name: f for f in fields(kind)}
-    _known(table, set(own), f"{where}.")
-    missing = [n for n, f in own.items() if f.default is MISSING and n not in table]
-    if missing:
-        raise ValueError(f"{where} lacks {', '.join(missing)}")
-    return {
-        name: _typed(value, str(own[name].type), f"{where}.{name}") for name, value in table.items()
-    }
+def _records(
+    kind: type[Device] | type[Link], top: Mapping[str, Any], key: str
+) -> Iterator[dict[str, Any]]:
+    """Yield the fields of every device or link of a file, by name."""
+    types = {field.name: str(field.type) for field in dataclass_fields(kind)}
+    required = [field.name for field in dataclass_fields(kind) if field.default is MISSING]
+    for i, item in enumerate(array(top.get(key, []), key)):
+        where = f"{key}[{i}]"
+        values = fields(item, where, frozenset(types), required)
+        yield {
+            name: _typed(value, types[name], f"{where}.{name}") for name, value in values.items()
+        }
 
 
-def _typed(value: object, annotation: str, where: str) -> object:
-    if isinstance(value, int) and abs(value) > LARGEST_INT:
-        raise ValueError(f"{where} is too large a number")
-    if annotation == "float" and isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    if annotation == "int" and isinstance(value, int | float) and not isinstance(value, bool):
-        if math.isfinite(value) and value == int(value):
-            return int(value)
-        raise ValueError(f"{where} is {value}, not a whole number")
-    if annotation == "bool" and isinstance(value, bool):
-        return value
-    if annotation in ("str", "Sharing", "LinkOrder") and isinstance(value, str):
-        return value
-    if annotation == "tuple[str, ...]":
-        if isinstance(value, list) and all(isinstance(item, str) for item in value):
-            return tuple(value)
-        raise ValueError(f"{where} is not a list of device names")
-    if annotation.startswith("tuple"):
-        if isinstance(value, list):
-            return tuple(
-                _typed(item, "tuple[str, ...]", f"{where}[{i}]") for i, item in enumerate(value)
-            )
-        raise ValueError(f"{where} is not a list of lists of device names")
-    raise ValueError(f"{where} is {value!r}, not of type {annotation}")
-
-
-def _known(table: Mapping[str, Any], known: set[str], prefix: str) -> None:
-    for key in table:
-        if key not in known:
-            raise ValueError(f"unknown key {prefix}{key}{suggestion(key, known)}")
-
-
-def _table(value: object, where: str) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{where} is not a table")
-    return value
-
-
-def _array(value: object, where: str) -> Sequence[object]:
-    if not isinstance(value, list):
-        raise ValueError(f"{where} is not an array of tables: write [[{where}]]")
-    return value
+def _typed(value: object, annotation: str, where: str) -> Any:
+    match annotation:
+        case "float":
+            return number(value, where)
+        case "int":
+            return whole(value, where)
+        case "bool":
+            if not isinstance(value, bool):
+                raise ValueError(f"{where} is {value!r}, not true or false")
+            return value
+        case "tuple[str, ...]":
+            return tuple(text(item, f"{where}[{i}]") for i, item in enumerate(array(value, where)))
+        case "tuple[tuple[str, ...], ...]":
+            lists = enumerate(array(value, where))
+            return tuple(_typed(item, "tuple[str, ...]", f"{where}[{i}]") for i, item in lists)
+        case _:
+            return text(value, where)
 
 
 def _check_range(values: Device | Link, name: str, where: str) -> None:

@@ -37,8 +37,8 @@ def discover(names: str = "auto", memory: Mapping[str, int] | None = None) -> Cl
     if names.strip() == "auto":
         from envs.hardware import torch_devices
 
-        cuda = torch_devices.own_accelerators()
-        cores = [f"core:{core}" for core in own_cores()[:MOST_CORES]]
+        cuda = torch_devices.cuda_devices()
+        cores = [f"core:{core}" for core in physical_cores()[:MOST_CORES]]
         chosen = [*cuda, "cpu"] if cuda else cores
     else:
         chosen = [name.strip() for name in names.split(",") if name.strip()]
@@ -48,32 +48,23 @@ def discover(names: str = "auto", memory: Mapping[str, int] | None = None) -> Cl
     limits = dict(memory or {})
     for name in limits:
         if name not in chosen:
-            raise ValueError(f"memory of {name} is limited, but the devices are {_list(chosen)}")
-    on_cores = is_core(chosen[0])
-    make = _core_device if on_cores else _torch_device
-    shares = len(chosen) if on_cores else 1
-    devices = tuple(make(name, limits.get(name), shares) for name in chosen)
+            raise ValueError(
+                f"memory of {name} is limited, but the devices are {', '.join(chosen)}"
+            )
+    shares = len(chosen) if is_core(chosen[0]) else 1
+    devices = tuple(_device(name, limits.get(name), shares) for name in chosen)
     return Cluster(name="this-machine:" + ",".join(chosen), devices=devices)
 
 
 def present(names: Sequence[str]) -> Cluster:
-    """Return a cluster of the named devices with their kinds; memory is not queried and set to 0.
-
-    Raises:
-        ValueError: as for :func:`check_devices`.
-    """
+    """Return a cluster of the named devices with their kinds, and memory 0."""
     check_devices(names)
     devices = (Device(name=name, kind=device_kind(name), memory_bytes=0) for name in names)
     return Cluster(name="this-machine:" + ",".join(names), devices=tuple(devices))
 
 
 def check_devices(names: Sequence[str]) -> None:
-    """Check that all devices exist on this machine and that one executor can run them together.
-
-    Raises:
-        ValueError: a name has an unknown form, is repeated or names a device that does not exist,
-            or cores are mixed with torch devices.
-    """
+    """Check that all devices exist on this machine, once, and that one executor can run them."""
     cores = [name for name in names if is_core(name)]
     others = [name for name in names if not is_core(name)]
     if not others:
@@ -85,44 +76,33 @@ def check_devices(names: Sequence[str]) -> None:
         torch_device(name)
     if cores:
         raise ValueError(
-            f"{_list(cores)} and {_list(others)} cannot share a placement: pinned cores are run by "
-            "worker processes, devices of torch from one process. Name cpu for all cores together"
+            f"{', '.join(cores)} and {', '.join(others)} cannot share a placement: worker "
+            "processes run pinned cores, one process runs torch devices. Name cpu for all cores"
         )
     for name in others:
         if others.count(name) > 1:
             raise ValueError(f"device {name} is named more than once")
 
 
-def _core_device(name: str, limit: int | None, shares: int) -> Device:
-    free = available_memory_bytes()
-    size = free // shares if limit is None else _within(name, limit, free)
-    return Device(name=name, kind=device_kind(name), memory_bytes=size)
+def _device(name: str, limit: int | None, shares: int) -> Device:
+    """Return a device with its memory limit, or else its share of the free memory."""
+    free: int | None
+    if is_core(name) or name == "cpu":
+        free = available_memory_bytes()
+    else:
+        from envs.hardware import torch_devices
 
-
-def _torch_device(name: str, limit: int | None, _: int) -> Device:
-    from envs.hardware import torch_devices
-
-    device = torch_devices.torch_device(name)
-    host = device.type == "cpu"
-    free = available_memory_bytes() if host else torch_devices.free_bytes(device)
-    if free is None and limit is None:
-        raise ValueError(f"{name} does not tell how much memory it has: say so, {name}=8GiB")
-    size = limit if free is None else free if limit is None else _within(name, limit, free)
-    assert size is not None
-    return Device(name=name, kind=device_kind(name), memory_bytes=size)
-
-
-def _within(name: str, limit: int, free: int) -> int:
-    if limit > free:
+        free = torch_devices.free_bytes(torch_devices.torch_device(name))
+    if limit is None:
+        if free is None:
+            raise ValueError(f"{name} does not report its memory: set a limit for it, such as 8GiB")
+        limit = free // shares
+    elif free is not None and limit > free:
         raise ValueError(f"{name} cannot have {limit} bytes of memory: {free} bytes are free")
-    return limit
+    return Device(name=name, kind=device_kind(name), memory_bytes=limit)
 
 
-def _list(names: Sequence[str]) -> str:
-    return ", ".join(names)
-
-
-def own_cores() -> list[int]:
+def physical_cores() -> list[int]:
     """Return the cores this process may run on, one hardware thread per physical core."""
     allowed = sorted(os.sched_getaffinity(0))
     firsts: dict[str, int] = {}
@@ -134,11 +114,7 @@ def own_cores() -> list[int]:
 
 
 def check_cores(names: Sequence[str]) -> None:
-    """Check that all devices are cores of this machine and that no two of them overlap.
-
-    Raises:
-        ValueError: a name has an unknown form, repeats a core or names one that does not exist.
-    """
+    """Check that all devices are cores of this machine and that no two of them overlap."""
     taken: dict[int, str] = {}
     for name in names:
         for core in cores_of(name):
@@ -151,12 +127,7 @@ def check_cores(names: Sequence[str]) -> None:
 
 
 def cores_of(name: str) -> tuple[int, ...]:
-    """Return the cores of a device named ``core:0``, ``core:0-3`` or ``core:0+2-3``, in order.
-
-    Raises:
-        ValueError: the name has another form or repeats a core, or this process may not run on one
-            of the cores.
-    """
+    """Return the cores of a device named ``core:0``, ``core:0-3`` or ``core:0+2-3``, in order."""
     kind, _, text = name.partition(":")
     allowed = sorted(os.sched_getaffinity(0))
     cores: list[int] = []
@@ -169,13 +140,13 @@ def cores_of(name: str) -> tuple[int, ...]:
         low, high = int(first), int(last or first)
         if low > high:
             raise ValueError(f"device {name} is empty: write the lower core first")
-        found = [core for core in allowed if low <= core <= high]
-        if len(found) != high - low + 1:
+        part_cores = [core for core in allowed if low <= core <= high]
+        if len(part_cores) != high - low + 1:
             raise ValueError(
                 f"there is no device {name}: this process may run on cores "
                 f"{', '.join(map(str, allowed))}"
             )
-        cores += found
+        cores += part_cores
     if len(set(cores)) < len(cores):
         raise ValueError(f"device {name} names a core twice")
     return tuple(sorted(cores))
@@ -186,18 +157,18 @@ def is_core(name: str) -> bool:
     return name.partition(":")[0] == "core"
 
 
-def is_own_core_set(name: str) -> bool:
+def is_local_core_set(name: str) -> bool:
     """Return whether a device is a set of cores that this process may run on."""
     return is_core(name) and is_here(name)
 
 
 def is_here(name: str) -> bool:
     """Return whether a device is on this machine and usable by this process."""
-    return not why_not_here(name)
+    return not missing_reason(name)
 
 
-def why_not_here(name: str) -> str:
-    """Return why a device cannot be used on this machine, or "" if it can."""
+def missing_reason(name: str) -> str:
+    """Return the reason a device cannot be used on this machine, or ""."""
     try:
         device_kind(name)
     except ValueError as error:
@@ -206,8 +177,8 @@ def why_not_here(name: str) -> str:
 
 
 def cores_in_use(names: Iterable[str]) -> list[int]:
-    """Return the cores of the core sets among these devices; without any, :func:`own_cores`."""
-    return [core for name in names if is_core(name) for core in cores_of(name)] or own_cores()
+    """Return the cores of the core sets among these devices, or else all physical cores."""
+    return [core for name in names if is_core(name) for core in cores_of(name)] or physical_cores()
 
 
 def shifted(names: Sequence[str], steps: int) -> tuple[str, ...]:
@@ -220,16 +191,16 @@ def shifted(names: Sequence[str], steps: int) -> tuple[str, ...]:
     span = max(cores) - min(cores) + 1 if cores else 0
     indices = [int(name.rpartition(":")[2]) for name in names if _is_numbered(name)]
     width = max(indices) - min(indices) + 1 if indices else 0
-    found = []
-    for name in names:
+
+    def shift(name: str) -> str:
         if is_core(name):
-            found.append(core_set(core + steps * span for core in cores_of(name)))
-        elif _is_numbered(name):
-            backend, _, index = name.rpartition(":")
-            found.append(f"{backend}:{int(index) + steps * width}")
-        else:
-            found.append(name)
-    return tuple(found)
+            return core_set(core + steps * span for core in cores_of(name))
+        if not _is_numbered(name):
+            return name
+        backend, _, index = name.rpartition(":")
+        return f"{backend}:{int(index) + steps * width}"
+
+    return tuple(map(shift, names))
 
 
 def _is_numbered(name: str) -> bool:
@@ -248,11 +219,7 @@ def core_set(cores: Iterable[int]) -> str:
 
 
 def device_kind(name: str) -> str:
-    """Return the kind of a device of this machine.
-
-    Raises:
-        ValueError: there is no such device.
-    """
+    """Return the kind of a device of this machine."""
     if is_core(name):
         return kind_of(len(cores_of(name)))
     from envs.hardware import torch_devices  # importing torch is not needed for cores
@@ -285,7 +252,7 @@ def available_memory_bytes(groups: Path = Path("/sys/fs/cgroup")) -> int:
     return max(free, 0)
 
 
-_OWN: Final = re.compile(r"(?:(?P<host>.+):)?(?P<local>cpu|[a-z]\w*:[\d+-]+)")
+_LOCAL: Final = re.compile(r"(?:(?P<host>.+):)?(?P<local>cpu|[a-z]\w*:[\d+-]+)")
 _NUMBERED: Final = re.compile(r"(?:(?P<host>.+):)?[^:]*?(?P<number>\d+)")
 
 
@@ -297,10 +264,10 @@ def split_name(name: str) -> tuple[str, str]:
     >>> split_name("n1:g3"), split_name("n1:core:0-3"), split_name("cuda:2")
     (('n1', 'cuda:3'), ('n1', 'core:0-3'), ('', 'cuda:2'))
     """
-    if own := _OWN.fullmatch(name):
-        return own["host"] or "", own["local"]
-    if numbered := _NUMBERED.fullmatch(name):
-        return numbered["host"] or "", f"cuda:{int(numbered['number'])}"
+    if match := _LOCAL.fullmatch(name):
+        return match["host"] or "", match["local"]
+    if match := _NUMBERED.fullmatch(name):
+        return match["host"] or "", f"cuda:{int(match['number'])}"
     host, _, local = name.rpartition(":")
     return host, local
 

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 import torch
 
 CPU: Final = torch.device("cpu")
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 @contextlib.contextmanager
@@ -36,7 +36,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return named or "can't allocate memory" in str(error)
 
 
-def own_accelerators() -> list[str]:
+def cuda_devices() -> list[str]:
     """Return the names of all CUDA devices that torch can use."""
     if not torch.cuda.is_available():
         return []
@@ -44,11 +44,7 @@ def own_accelerators() -> list[str]:
 
 
 def torch_device(name: str) -> torch.device:
-    """Return the torch device of a name.
-
-    Raises:
-        ValueError: the name has another form, or there is no such device on this machine.
-    """
+    """Return the torch device of a name, if this machine has it."""
     if name == "cpu":
         return CPU
     backend, _, index = name.partition(":")
@@ -73,17 +69,17 @@ def kind_of(device: torch.device) -> str:
     """Return the device kind, such as ``cuda:NVIDIA H200`` or ``cpu*16``; op costs are by kind."""
     if device.type == "cpu":
         return f"cpu*{torch.get_num_threads()}"
-    named = _call(device, "get_device_name", device)
-    return device.type if named is None else f"{device.type}:{named}"
+    model = _call(device, "get_device_name", device)
+    return device.type if model is None else f"{device.type}:{model}"
 
 
 def free_bytes(device: torch.device) -> int | None:
     """Return the free memory of an accelerator, torch's own cache included; None if unknown."""
-    found = _call(device, "mem_get_info", device)
-    if found is None:
+    free_and_total = _call(device, "mem_get_info", device)
+    if free_and_total is None:
         return None
     reserved = int(_call(device, "memory_reserved", device) or 0)
-    return int(found[0]) + reserved - held_bytes(device)
+    return int(free_and_total[0]) + reserved - held_bytes(device)
 
 
 def held_bytes(device: torch.device) -> int:
@@ -102,7 +98,7 @@ def release(device: torch.device) -> None:
     _call(device, "empty_cache")
 
 
-def unless_out_of_memory(work: Callable[[], Found], device: torch.device) -> Found | None:
+def unless_out_of_memory(work: Callable[[], Result], device: torch.device) -> Result | None:
     """Return the result of ``work``, or None if it runs out of memory; then releases its memory."""
     try:
         return work()
@@ -122,8 +118,8 @@ def reset_peak(device: torch.device) -> None:
 
 def peak_bytes(device: torch.device) -> int | None:
     """Return the peak memory in tensors since the last reset; None if the device cannot tell."""
-    found = _call(device, "max_memory_allocated", device)
-    return None if found is None else int(found)
+    peak = _call(device, "max_memory_allocated", device)
+    return None if peak is None else int(peak)
 
 
 @contextlib.contextmanager
@@ -150,6 +146,6 @@ def limited(limits: dict[torch.device, int]) -> Iterator[None]:
 
 
 def _call(device: torch.device, function: str, *arguments: Any) -> Any:
-    # Calls a function of the device's torch module; None if it has no such function.
-    found = getattr(getattr(torch, device.type, None), function, None)
-    return None if found is None else found(*arguments)
+    """Call a function of the device's torch module; return None if it has no such function."""
+    call = getattr(getattr(torch, device.type, None), function, None)
+    return None if call is None else call(*arguments)

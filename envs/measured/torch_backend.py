@@ -34,7 +34,7 @@ from envs.measurement import Measurement
 from envs.placement import Placement
 from envs.problem import Problem
 from envs.simulator import Simulator
-from envs.simulator.reasons import why_full
+from envs.simulator.reasons import overfull_reason
 from envs.simulator.schedule import Schedule, run_order
 from graphs.extract import Extraction
 from graphs.extract.placeable import CallGraph, ModuleMap
@@ -192,7 +192,7 @@ class MeasuredModule:
             schedule = self._simulator.run(*placement.arrays())
         except ValueError:  # a step longer than the simulator counts
             return ""
-        return why_full(
+        return overfull_reason(
             self.problem, schedule.devices, schedule.peak_bytes, room_bytes=self._room_bytes
         )
 

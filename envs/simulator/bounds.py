@@ -58,10 +58,10 @@ def bounds_of(problem: Problem) -> Bounds:
     """Compute all bounds of a problem; takes about 0.05 s for 1,000 ops.
 
     Raises:
-        ValueError: no placement can run, see :func:`why_apart`.
+        ValueError: no placement can run, see :func:`missing_link`.
     """
     found = _paths(problem)
-    if why := _why_apart(problem, found):
+    if why := _missing_link(problem, found):
         raise ValueError(why)
     shares, total = _shares(problem.cost_ns, problem.allowed)
     work_ns = _whole(shares, total)
@@ -79,7 +79,7 @@ def lower_bound_ns(problem: Problem) -> int:
     """Return the nanoseconds that every step takes at least, for any placement and order.
 
     Raises:
-        ValueError: no placement can run, see :func:`why_apart`.
+        ValueError: no placement can run, see :func:`missing_link`.
     """
     return bounds_of(problem).lower_bound_ns
 
@@ -98,19 +98,19 @@ def load_bound_ns(problem: Problem) -> int:
     """Return a lower bound on the largest load: average work per device, or the costliest op.
 
     Raises:
-        ValueError: no placement can run, see :func:`why_apart`.
+        ValueError: no placement can run, see :func:`missing_link`.
     """
     never = np.iinfo(np.int64).max
     cost_ns = np.where(problem.allowed, problem.cost_ns, never).min(axis=1)
     return max(bounds_of(problem).work_ns, int(cost_ns.max(initial=0)))
 
 
-def why_apart(problem: Problem) -> str:
+def missing_link(problem: Problem) -> str:
     """Return why missing links let no placement run, or "" if none is known to be missing."""
-    return "" if problem.connected.all() else _why_apart(problem, _paths(problem))
+    return "" if problem.connected.all() else _missing_link(problem, _paths(problem))
 
 
-def why_too_large(problem: Problem) -> str:
+def memory_shortfall(problem: Problem) -> str:
     """Return why the parameters fit into memory under no placement, or "" if they may fit.
 
     Parameters are packed into devices as items into bins: ops that share a device are one item. No
@@ -155,7 +155,7 @@ def why_too_large(problem: Problem) -> str:
     return ""
 
 
-def _why_apart(problem: Problem, found: _Paths) -> str:
+def _missing_link(problem: Problem, found: _Paths) -> str:
     graph, names = problem.graph, np.array(problem.cluster.names)
     stuck = np.flatnonzero(_around(problem, found.head_ns, found.tail_ns) >= UNREACHABLE_NS)
     if not len(stuck):

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from envs.compiled import by_pointer, compiled_borrowing, compiled_inline
 from envs.problem import Problem, device_row, device_rows, nanoseconds, transfer_ns
 from envs.simulator.kernel.arrays import INFEASIBLE_NS
-from envs.simulator.reasons import why_blocked, why_full
+from envs.simulator.reasons import blocked_reason, overfull_reason
 
 HOST_KIND: Final = "cpu"
 
@@ -128,14 +128,14 @@ def loads_ns(problem: Problem, devices: NDArray[np.int32]) -> Longs:
     return _counted(problem, device_row(problem, devices)).load_ns
 
 
-def why_overloaded(problem: Problem, devices: NDArray[np.int32]) -> str:
+def overload_reason(problem: Problem, devices: NDArray[np.int32]) -> str:
     """Return why a placement (N,) is infeasible, or "" if it is feasible.
 
     Raises:
         ValueError: as for :func:`max_load_ns`.
     """
     row = device_row(problem, devices)
-    return why_blocked(problem, row) or why_full(problem, row, used_bytes(problem, row))
+    return blocked_reason(problem, row) or overfull_reason(problem, row, used_bytes(problem, row))
 
 
 def used_bytes(problem: Problem, devices: NDArray[np.int32]) -> Longs:

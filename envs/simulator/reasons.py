@@ -11,7 +11,7 @@ from envs.problem import Problem
 LARGEST_SHOWN = 3
 
 
-def why_full(
+def overfull_reason(
     problem: Problem,
     devices: NDArray[np.int32],
     peak_bytes: NDArray[np.int64],
@@ -45,7 +45,7 @@ def _lack(problem: Problem, devices: NDArray[np.int32], d: int, peak: int, room:
     )
 
 
-def why_blocked(problem: Problem, devices: NDArray[np.int32]) -> str:
+def blocked_reason(problem: Problem, devices: NDArray[np.int32]) -> str:
     """Return which op may not run on its device or which edge has no link, or "" if none."""
     graph, names = problem.graph, problem.cluster.names
     wrong = np.flatnonzero(~problem.allowed[np.arange(len(graph)), devices])

@@ -26,7 +26,7 @@ from envs.simulator.kernel.arrays import (
 from envs.simulator.kernel.step import simulate_batch
 from envs.simulator.kernel.tables import arrays_of, workspace_for
 from envs.simulator.micro_batches import Pipeline
-from envs.simulator.reasons import why_blocked, why_full
+from envs.simulator.reasons import blocked_reason, overfull_reason
 from envs.simulator.schedule import Schedule, Transfers, busy_ns, no_transfers
 
 BLOCKS_PER_THREAD: Final = 32
@@ -150,7 +150,7 @@ class Simulator:
         start_ns = self.work.start_ns.copy()
         end_ns = start_ns + self.problem.cost_ns[np.arange(len(where)), where]
         peak_bytes = self.work.devices["peak_bytes"].copy()
-        why = why_full(self.problem, where, peak_bytes) if self.memory else ""
+        why = overfull_reason(self.problem, where, peak_bytes) if self.memory else ""
         return Schedule(
             devices=where,
             step_ns=step_ns,
@@ -201,7 +201,7 @@ class Simulator:
             peak_bytes=np.zeros(self.problem.device_count, np.int64),
             transfers=no_transfers(),
             feasible=False,
-            why=why_blocked(self.problem, devices),
+            why=blocked_reason(self.problem, devices),
         )
 
 

@@ -11,7 +11,7 @@ from envs.placement import OBJECTIVES, Placement, check_micro_batches
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS, Simulated
 from envs.simulator.bounds import load_bound_ns, lower_bound_ns, pace_ns
-from envs.simulator.max_load import max_load_ns, used_bytes, why_overloaded
+from envs.simulator.max_load import max_load_ns, overload_reason, used_bytes
 from envs.simulator.micro_batches import Pipeline
 from envs.simulator.schedule import Schedule
 from placer.placers.placer import Placer
@@ -110,7 +110,7 @@ class Objective:
             times_s["period_s"] = step.period_s
         feasible, why, needed = step.feasible, step.why, schedule.peak_bytes
         if self.name == "max-load":
-            feasible, why = load_ns < INFEASIBLE_NS, why_overloaded(problem, devices)
+            feasible, why = load_ns < INFEASIBLE_NS, overload_reason(problem, devices)
             needed = used_bytes(problem, devices)
         if self.name == "throughput" and feasible:
             why = step.why_no_period

@@ -28,6 +28,7 @@ from envs.hardware.cluster import (
 )
 from envs.problem import NO_QUEUE, Problem
 from graphs.graph import GraphArrays, add_op, new_graph
+from tests.helpers.simulator_cases import random_case, run
 
 PRINTABLE = st.characters(exclude_categories=["C", "Z"], include_characters=" ")
 TEXT = st.text(PRINTABLE, max_size=8)
@@ -66,6 +67,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
             full_duplex=full_duplex,
             order=draw(st.sampled_from(LINK_ORDERS)),
             ports=draw(st.sampled_from([(), (between[:1],), (between[1:], between[:1])])),
+            one_way=len(between) == 2 and draw(st.booleans()),
             ingress=sharing == "egress" and full_duplex and draw(st.booleans()),
         )
 
@@ -93,6 +95,20 @@ def pair(**changes: Any) -> dict[str, Any]:
     return {"format": FORMAT, "name": "pair", "device": devices, "link": [link()]} | changes
 
 
+def test_optional_keys_have_defaults() -> None:
+    cluster = cluster_from_dict(pair())
+    assert cluster.once_per_destination
+    assert cluster.price_per_hour == 0.0
+    assert cluster.links[0].sharing == "egress"
+    text = cluster_to_toml(replace(cluster, once_per_destination=False))
+    assert not {"ports", "ingress", "price_per_hour"} & {
+        line.split(" ")[0] for line in text.splitlines()
+    }
+    assert not cluster_from_dict(tomllib.loads(text)).once_per_destination
+    prices = [device(price_per_hour=2), device(name="core:1", price_per_hour=0.49)]
+    assert cluster_from_dict(pair(device=prices)).price_per_hour == 2.49
+
+
 @settings(max_examples=60)
 @given(cluster=clusters())
 def test_cluster_survives_the_round_trip_through_toml(
@@ -118,25 +134,6 @@ def test_measured_numpy_numbers_are_written_as_plain_ones() -> None:
     assert "peak_flop_per_s = inf\n" in text
 
 
-def test_documented_file_is_read() -> None:
-    cluster = cluster_from_dict(
-        pair(
-            link=[link(bandwidth_bytes_per_s=math.inf, sharing="pair", full_duplex=False)],
-            transfers={"once_per_destination": False},
-        )
-    )
-    assert cluster.names == ("core:0", "core:1")
-    assert len(cluster) == 2
-    assert not cluster.once_per_destination
-    assert cluster.links[0] == Link(
-        between=("core:0", "core:1"),
-        latency_s=1e-6,
-        bandwidth_bytes_per_s=math.inf,
-        sharing="pair",
-        full_duplex=False,
-    )
-
-
 @given(clusters())
 def test_a_problem_joins_the_pairs_of_devices_that_links_join(cluster: Cluster) -> None:
     graph = new_graph("one op")
@@ -154,15 +151,6 @@ def test_a_problem_joins_the_pairs_of_devices_that_links_join(cluster: Cluster) 
             assert queued == (0 if link.sharing == "none" else 1 + both_ports)
 
 
-def test_first_link_listed_counts() -> None:
-    devices = [device(name=name) for name in "abc"]
-    fast, slow = link(between=["a", "b"], latency_s=1.0), link(between=["a", "b", "c"])
-    cluster = cluster_from_dict(pair(device=devices, link=[fast, slow]))
-    assert cluster.link_between("a", "b") is cluster.links[0]
-    assert cluster.link_between("b", "a") is cluster.links[0]
-    assert cluster.link_between("c", "a") is cluster.links[1]
-
-
 def test_devices_that_share_a_port_are_not_joined_by_its_link() -> None:
     devices = [device(name=name) for name in "abcd"]
     card = link(between=list("abcd"), ports=[["a", "b"]], ingress=True)
@@ -174,22 +162,6 @@ def test_devices_that_share_a_port_are_not_joined_by_its_link() -> None:
         ("a", "c", first), ("c", "b", first), ("c", "d", first), ("a", "b", second)
     ]:  # fmt: skip
         assert cluster.link_between(source, destination) is expected
-    assert cluster_from_dict(tomllib.loads(cluster_to_toml(cluster))) == cluster
-
-
-def test_a_cluster_costs_what_its_devices_cost() -> None:
-    devices = [device(price_per_hour=2), device(name="core:1", price_per_hour=0.49)]
-    cluster = cluster_from_dict(pair(device=devices))
-    assert cluster.price_per_hour == 2.49
-    assert cluster_from_dict(tomllib.loads(cluster_to_toml(cluster))) == cluster
-    assert cluster_from_dict(pair()).price_per_hour == 0.0
-
-
-def test_a_cluster_without_ports_or_prices_is_written_without_their_keys() -> None:
-    text = cluster_to_toml(cluster_from_dict(pair()))
-    assert not {"ports", "ingress", "price_per_hour"} & {
-        line.partition(" ")[0] for line in text.splitlines()
-    }
 
 
 def test_a_one_way_link_carries_from_the_first_to_the_second_only() -> None:
@@ -197,7 +169,6 @@ def test_a_one_way_link_carries_from_the_first_to_the_second_only() -> None:
     there, both = cluster.links
     assert cluster.link_between("core:0", "core:1") is there
     assert cluster.link_between("core:1", "core:0") is both
-    assert cluster_from_dict(tomllib.loads(cluster_to_toml(cluster))) == cluster
     with pytest.raises(ValueError, match="a one-way link leads"):
         Link(between=("a", "b", "c"), latency_s=0.0, bandwidth_bytes_per_s=1.0, one_way=True)
 
@@ -219,11 +190,11 @@ def test_device_is_found_by_name_or_the_nearest_one_is_suggested() -> None:
     ("content", "message"),
     [
         (pair(format="placer-cluster/2"), "format is 'placer-cluster/2', this version reads"),
-        ({"name": "no format"}, "format is None"),
+        ({"name": "no format"}, "the file lacks format"),
         (pair(devices=[]), "unknown key devices; did you mean device?"),
-        (pair(name=3), "name is not a string"),
-        (pair(device={}), r"device is not an array of tables: write \[\[device\]\]"),
-        (pair(device=[3]), r"device\[0\] is not a table"),
+        (pair(name=3), "name is 3, not a string"),
+        (pair(device={}), r"device is \{\}, not a list"),
+        (pair(device=[3]), r"device\[0\] is 3, not an object"),
         (pair(device=[]), "cluster 'pair' has no devices"),
         (pair(device=[{"name": "x"}]), r"device\[0\] lacks kind, memory_bytes"),
         (pair(device=[device(memory=3)]), r"unknown key device\[0\]\.memory; did you mean"),
@@ -235,25 +206,25 @@ def test_device_is_found_by_name_or_the_nearest_one_is_suggested() -> None:
         (pair(device=[device(launch_s=10**400)]), r"device\[0\]\.launch_s is too large a number"),
         (pair(device=[device(price_per_hour="2.49")]), r"device\[0\]\.price_per_hour is '2.49'"),
         (pair(link=[{"latency_s": 1}]), r"link\[0\] lacks between, bandwidth_bytes_per_s"),
-        (pair(link=[link(between="core:0")]), r"link\[0\]\.between is not a list of device names"),
+        (pair(link=[link(between="core:0")]), r"link\[0\]\.between is 'core:0', not a list"),
         (pair(link=[link(between=["core:0"])]), "name at least two different devices"),
         (pair(link=[link(between=["core:0"] * 2)]), "name at least two different devices"),
         (pair(link=[link(between=["core:0", "gpu"])]), "names device 'gpu'"),
         (pair(link=[link(latency_s=-1)]), "link between core:0, core:1: latency_s is -1.0, not"),
         (pair(link=[link(sharing="ring")]), "sharing is 'ring'"),
         (pair(link=[link(order="lifo")]), "order is 'lifo'"),
-        (pair(link=[link(ports="core:0")]), r"link\[0\]\.ports is not a list of lists of device"),
-        (pair(link=[link(ports=["core:0"])]), r"link\[0\]\.ports\[0\] is not a list of device"),
+        (pair(link=[link(ports="core:0")]), r"link\[0\]\.ports is 'core:0', not a list"),
+        (pair(link=[link(ports=["core:0"])]), r"link\[0\]\.ports\[0\] is 'core:0', not"),
         (pair(link=[link(ports=[["gpu"]])]), "ports names 'gpu'"),
         (pair(link=[link(ports=[["core:0"], ["core:0"]])]), "names 'core:0' more than once"),
         (pair(link=[link(ports=[["core:0"], []])]), "a list in ports is empty"),
         (pair(link=[link(ports=[["core:0", "core:1"]])]), "all devices share one port"),
-        (pair(link=[link(ingress=1)]), r"link\[0\]\.ingress is 1, not of type bool"),
+        (pair(link=[link(ingress=1)]), r"link\[0\]\.ingress is 1, not true or false"),
         (pair(link=[link(ingress=True, full_duplex=False)]), "ingress is for full-duplex links"),
         (pair(link=[link(ingress=True, sharing="pair")]), 'links with sharing = "egress"'),
-        (pair(transfers=[]), "transfers is not a table"),
+        (pair(transfers=[]), r"transfers is \[\], not an object"),
         (pair(transfers={"once": True}), r"unknown key transfers\.once"),
-        (pair(transfers={"once_per_destination": 1}), r"transfers\.once_per_destination is not"),
+        (pair(transfers={"once_per_destination": 1}), r"transfers\.once_per_destination is 1, not"),
     ],
 )
 def test_fault_is_refused_with_its_place(content: dict[str, Any], message: str) -> None:
@@ -279,9 +250,15 @@ def test_refusal_of_a_file_starts_with_its_name(text: str, message: str, tmp_pat
     assert str(refusal.value).startswith(f"{path}: ")
 
 
-def test_a_huge_file_is_refused_unread(tmp_path: Path) -> None:
-    path = tmp_path / "cluster.toml"
-    with path.open("wb") as file:
-        file.truncate(2 * 10**6)
-    with pytest.raises(ValueError, match=r"2\.0 MB .*\(1\.0 MB\)"):
-        load_cluster(path)
+@settings(max_examples=150)
+@given(seed=st.integers(0, 10**7))
+def test_a_placement_on_part_of_a_cluster_takes_the_same_step_on_that_part_alone(seed: int) -> None:
+    graph, cluster, _, priority = random_case(seed, bad_places=False)
+    rng = np.random.default_rng(seed)
+    part = np.sort(rng.permutation(len(cluster))[: rng.integers(1, len(cluster) + 1)])
+    places = rng.integers(0, len(part), len(graph))
+    whole = run(graph, cluster, part[places].tolist(), priority)
+    alone = run(graph, cluster.part(part.tolist()), places.tolist(), priority)
+    assert alone.step_ns == whole.step_ns
+    assert alone.start_ns.tolist() == whole.start_ns.tolist()
+    assert alone.peak_bytes.tolist() == whole.peak_bytes[part].tolist()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from envs.hardware.discover import own_cores
+from envs.hardware.discover import physical_cores
 from envs.hardware.noise import Noise, governors, noise_of, quota_cores
 from placer.cli.main import main
 from placer.doctor import Checkup
@@ -88,7 +88,7 @@ def test_the_verdict_names_cores_and_thresholds() -> None:
 
 def test_noise_leaves_the_process_where_it_was() -> None:
     before = os.sched_getaffinity(0)
-    noise_of(own_cores()[-1], bursts=2)
+    noise_of(physical_cores()[-1], bursts=2)
     assert os.sched_getaffinity(0) == before
 
 
@@ -97,7 +97,7 @@ def test_noise_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu_s = iter([0.0, 1.2])
     monkeypatch.setattr(time, "perf_counter", lambda: next(wall_s))
     monkeypatch.setattr(time, "thread_time", lambda: next(cpu_s))
-    noise = noise_of(own_cores()[0], bursts=5)
+    noise = noise_of(physical_cores()[0], bursts=5)
     assert noise.median_s == pytest.approx(0.3)
     assert noise.spread == pytest.approx((0.4 - 0.2) / 0.3)
     assert noise.contention == pytest.approx(1.5 / 1.2)
@@ -123,10 +123,10 @@ def test_governors_are_those_of_the_cores(tmp_path: Path) -> None:
 
 
 def test_the_doctor_answers_for_people_and_machines(capsys: pytest.CaptureFixture[str]) -> None:
-    name = f"core:{own_cores()[0]}"
+    name = f"core:{physical_cores()[0]}"
     assert main(["doctor", "--devices", name, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert [noise["core"] for noise in found["noise"]] == [own_cores()[0]]
+    assert [noise["core"] for noise in found["noise"]] == [physical_cores()[0]]
     assert main(["doctor", "--devices", name]) == 0
     assert name in capsys.readouterr().out
     assert main(["doctor", "--devices", "core:9999"]) == 2

@@ -40,7 +40,7 @@ def test_a_limit_that_cannot_be_kept_is_refused() -> None:
 
 
 def test_auto_takes_all_cuda_devices_and_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_devices, "own_accelerators", lambda: ["cuda:0", "cuda:1"])
+    monkeypatch.setattr(torch_devices, "cuda_devices", lambda: ["cuda:0", "cuda:1"])
     monkeypatch.setattr(torch_devices, "torch_device", torch.device)
     monkeypatch.setattr(torch_devices, "free_bytes", lambda device: 10 + device.index)
     monkeypatch.setattr(torch_devices, "kind_of", str)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from envs.hardware.cluster import Cluster, Device
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS, Schedule, Simulator
-from envs.simulator.bounds import bounds_of, lower_bound_ns, pace_ns, why_apart, why_too_large
+from envs.simulator.bounds import bounds_of, lower_bound_ns, memory_shortfall, missing_link, pace_ns
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 from graphs.synthetic.planted import Planted, planted
 from tests.helpers.simulator_cases import one_kind, problem_of, random_case
@@ -43,7 +43,7 @@ def test_no_step_is_below_the_bound(seed: int) -> None:
     shape = (20, problem.op_count)
     devices = rng.integers(0, problem.device_count, shape).astype(np.int32)
     steps = Simulator(problem, memory=False).step_ns(devices, np.tile(priority, (20, 1)))
-    if why_apart(problem):
+    if missing_link(problem):
         assert (steps == INFEASIBLE_NS).all()
     else:
         assert steps.min() >= lower_bound_ns(problem)
@@ -172,17 +172,17 @@ def apart(*limits: tuple[str, ...]) -> Problem:
 
 
 def test_ops_that_no_link_can_join_are_named_instead_of_a_bound() -> None:
-    assert why_apart(apart(("d0",), ("d1", "d2"), ("d1",))) == ""
+    assert missing_link(apart(("d0",), ("d1", "d2"), ("d1",))) == ""
     problem = apart(("d0", "d1"), ("d2",))
-    told = why_apart(problem)
+    told = missing_link(problem)
     assert told.startswith("op '1' may run on d2 and needs the output of '0'")
     assert '["d0", "d2"]' in told
     with pytest.raises(ValueError, match="op '1' may run on d2"):
         lower_bound_ns(problem)
     # Each edge has a link, but any device for op 1 cuts one of them.
     chain = apart(("d0",), ("d1", "d2"), ("d2",))
-    assert "op '0' may run on d0" in why_apart(chain)
-    assert why_apart(problem_of(random_case(3))[0]) == ""
+    assert "op '0' may run on d0" in missing_link(chain)
+    assert missing_link(problem_of(random_case(3))[0]) == ""
 
 
 def replayed(made: Planted, cluster: Cluster) -> tuple[Problem, Schedule]:
@@ -273,7 +273,7 @@ def too_large(graph: nx.DiGraph[str], *memory_bytes: int) -> str:
         for name, size in zip(names, memory_bytes, strict=True)
     )
     cluster = Cluster(name="bins", devices=devices)
-    return why_too_large(Problem.of(GraphArrays.from_graph(graph), cluster))
+    return memory_shortfall(Problem.of(GraphArrays.from_graph(graph), cluster))
 
 
 def test_what_cannot_be_packed_is_told_with_numbers() -> None:
@@ -293,4 +293,4 @@ def test_whatever_some_placement_fits_is_not_called_too_large(seed: int) -> None
     rng = np.random.default_rng(seed)
     devices = rng.integers(0, problem.device_count, (20, problem.op_count)).astype(np.int32)
     steps = Simulator(problem).step_ns(devices, np.tile(priority, (20, 1)))
-    assert not why_too_large(problem) or (steps == INFEASIBLE_NS).all()
+    assert not memory_shortfall(problem) or (steps == INFEASIBLE_NS).all()

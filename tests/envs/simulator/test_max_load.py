@@ -26,7 +26,7 @@ from envs.simulator.max_load import (
     loads_for,
     loads_ns,
     max_load_ns,
-    why_overloaded,
+    overload_reason,
 )
 from graphs.graph import GraphArrays, add_edge, add_op, new_graph
 from placer.search.annealing.max_load import minimize_max_load
@@ -67,9 +67,9 @@ def test_memory_is_the_sum_over_all_ops() -> None:
         graph.nodes[name].update(parameter_bytes=200_000_000, workspace_bytes=100_000_000)
     problem, devices, _ = problem_of((graph, one_kind(2), [0, 1], [0.0] * 2))
     assert max_load_ns(problem, devices).tolist() == [1000]
-    assert why_overloaded(problem, devices) == ""
+    assert overload_reason(problem, devices) == ""
     assert max_load_ns(problem, devices * 0).tolist() == [INFEASIBLE_NS]
-    assert "d0 needs 1.2 GB for 2 ops but has 1.0 GB" in why_overloaded(problem, devices * 0)
+    assert "d0 needs 1.2 GB for 2 ops but has 1.0 GB" in overload_reason(problem, devices * 0)
 
 
 def assert_loads_are_exact(case: Case) -> None:
@@ -78,7 +78,7 @@ def assert_loads_are_exact(case: Case) -> None:
     assert loads_ns(problem, devices).tolist() == load
     expected = max(load) if feasible else INFEASIBLE_NS
     assert max_load_ns(problem, devices).tolist() == [expected]
-    assert bool(why_overloaded(problem, devices)) != feasible
+    assert bool(overload_reason(problem, devices)) != feasible
 
 
 @settings(max_examples=200)
@@ -127,7 +127,7 @@ def test_a_batch_gives_what_single_placements_give() -> None:
     assert len(set(alone)) > 1
 
 
-@pytest.mark.parametrize("count", [max_load_ns, loads_ns, why_overloaded])
+@pytest.mark.parametrize("count", [max_load_ns, loads_ns, overload_reason])
 @pytest.mark.parametrize(
     ("devices", "message"),
     [

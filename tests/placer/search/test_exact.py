@@ -10,7 +10,7 @@ import pytest
 from envs.hardware.cluster import Sharing, cluster_to_toml
 from envs.problem import Problem
 from envs.simulator import INFEASIBLE_NS
-from envs.simulator.bounds import why_too_large
+from envs.simulator.bounds import memory_shortfall
 from tests.helpers.random_problems import keeps_groups, keeps_limits, random_problem
 
 pytest.importorskip("ortools")
@@ -123,7 +123,7 @@ def test_that_parameters_fit_nowhere_is_proven() -> None:
     size = np.sort(problem.graph.resident_bytes)
     room = int(size.sum()) // 2 + 1  # enough in total, but no half has exactly this size
     tight = random_problem(0, ops=9, devices=2, memory_bytes=room)
-    assert not why_too_large(tight)
+    assert not memory_shortfall(tight)
     search = SearchConfig(placer=placer_named("exact"), budget=Budget(evaluations=3000))
     with pytest.raises(PlacementError, match="fits nowhere"):
         optimize_problem(tight, search)
