@@ -25,14 +25,16 @@ from placer.version import VERSION
 if TYPE_CHECKING:
     from envs.backend import Backend, StepResult
     from envs.hardware.cluster import Cluster, Device, Link
+    from envs.measured.core_backend import Measured
     from envs.placement import Placement
     from envs.replication import Replication
-    from envs.simulator import Simulator
+    from envs.simulator import Simulated, Simulator
     from graphs.graph import Graph
     from graphs.optimizer import Optimizer
     from graphs.workload import Workload
-    from placer.api import optimize, train
+    from placer.api import evaluate, extract, optimize, train
     from placer.applying import apply, export
+    from placer.evaluation import Evaluation
     from placer.job import Constraints, SearchConfig
     from placer.placers import register_placer
     from placer.policies import load as load_policy
@@ -47,20 +49,25 @@ _HOMES = {  # name: module, or module:name there
     "Cluster": "envs.hardware.cluster",
     "Constraints": "placer.job",
     "Device": "envs.hardware.cluster",
+    "Evaluation": "placer.evaluation",
     "Graph": "graphs.graph",
     "Kind": "placer.search.candidate",
     "Link": "envs.hardware.cluster",
+    "Measured": "envs.measured.core_backend",
     "Optimizer": "graphs.optimizer",
     "Placement": "envs.placement",
     "ReplicatedResult": "placer.replicate.result",
     "Replication": "envs.replication",
     "Result": "placer.result",
     "SearchConfig": "placer.job",
+    "Simulated": "envs.simulator",
     "Simulator": "envs.simulator",
     "StepResult": "envs.backend",
     "Workload": "graphs.workload",
     "apply": "placer.applying",
+    "evaluate": "placer.api",
     "export": "placer.applying",
+    "extract": "placer.api",
     "load_policy": "placer.policies:load",
     "optimize": "placer.api",
     "register_placer": "placer.placers",
@@ -72,21 +79,26 @@ __all__ = [
     "Cluster",
     "Constraints",
     "Device",
+    "Evaluation",
     "Graph",
     "Kind",
     "Link",
+    "Measured",
     "Optimizer",
     "Placement",
     "ReplicatedResult",
     "Replication",
     "Result",
     "SearchConfig",
+    "Simulated",
     "Simulator",
     "StepResult",
     "Workload",
     "__version__",
     "apply",
+    "evaluate",
     "export",
+    "extract",
     "load_policy",
     "optimize",
     "register_placer",

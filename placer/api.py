@@ -1,4 +1,4 @@
-"""Public functions that search placements and train policies.
+"""Public functions that find and evaluate placements, extract graphs and train policies.
 
 See :mod:`placer.applying` for running and exporting a placement.
 """
@@ -6,28 +6,41 @@ See :mod:`placer.applying` for running and exporting a placement.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import networkx as nx
 
 from graphs.extract import AUTO
+from placer.costed_step import costed_step
+from placer.evaluation import (
+    Evaluation,
+    check_backend,
+    evaluate_job,
+    evaluate_result,
+    evaluation_job,
+)
 from placer.job import Constraints, Job, SearchConfig, Source
 from placer.pipeline import optimize_job
 from placer.policies import Policy, load
 from placer.progress import Progress, Silent, progress_for
 from placer.replicate.plan import plan_job
+from placer.result import Result
 from placer.sources.target import Target
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from envs.backend import Backend
     from envs.hardware.cluster import Cluster
+    from envs.placement import Placement
     from envs.replication import Replication
-    from graphs.extract import Workload
-    from placer.result import Result
+    from graphs.extract import Extraction, Workload
+
+Devices = TypeVar("Devices", "str | Path | Cluster", "str | Path | Cluster | None")
 
 
 def optimize(
@@ -105,36 +118,168 @@ def optimize(
         extractor=extractor,
         fresh=fresh,
     )
-    if not progress:
-        return run_job(job)
-    with progress_for(sys.stderr.isatty()) as shown:
+    with _shown(progress) as shown:
         return run_job(job, shown)
 
 
-def run_job(job: Job, progress: Progress | None = None) -> Result:
-    """Load what a job places, and place it.
+def run_job(job: Job, progress: Progress) -> Result:
+    """Load what a job places, and place it."""
+    job = job.loaded(progress)
+    return optimize_job(job, progress) if job.replicas is None else plan_job(job, progress).found
+
+
+def extract(
+    model: nn.Module | Workload | str | Path,
+    example_inputs: Any = None,
+    *,
+    loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    training: bool = True,
+    devices: str | Path | Cluster | None = "auto",
+    extractor: str = AUTO,
+    fresh: bool = False,
+    progress: bool = True,
+) -> nx.DiGraph[str]:
+    """Return the graph of one step of a model, with the costs of its ops.
+
+    ::
+
+        graph = placer.extract(model, inputs, loss=loss, devices="core:0")
+        graph = placer.extract(workload, "cluster.toml")
+        result = placer.optimize(graph, "cluster.toml")
+
+    Costs are measured on one device of each kind that is on this machine, and modelled by a
+    roofline for devices elsewhere.
+
+    Args:
+        model: the model, a workload, or a target of ``placer extract``.
+        example_inputs: as for :func:`optimize`.
+        loss: as for :func:`optimize`.
+        training: as for :func:`optimize`.
+        devices: as for :func:`optimize`; None extracts without costs.
+        extractor: as for :func:`optimize`.
+        fresh: measure ops again and ignore the cache.
+        progress: show progress on stderr.
+
+    Returns:
+        The graph; :class:`placer.Graph` describes its attributes.
 
     Raises:
-        TargetError: the target cannot be loaded.
-        ExtractionError: as for :func:`optimize`.
-        ValueError: as for :func:`optimize`.
-        PlacementError: as for :func:`optimize`.
-        KeyboardInterrupt: stopped before there was any placement.
+        ExtractionError: no extractor accepts the model, or it is on the meta device.
+        ValueError: an argument is invalid, or a device is neither on this machine nor described.
+        OSError: a file cannot be read.
     """
-    hear = progress or Silent()
-    job = job.loaded(hear)
-    return optimize_job(job, hear) if job.replicas is None else plan_job(job, hear).found
+    source, devices = _source(model, example_inputs, devices, loss, training=training)
+    with _shown(progress) as shown:
+        return extract_source(source, devices, shown, extractor=extractor, fresh=fresh)[0]
+
+
+def extract_source(
+    source: Source,
+    devices: str | Path | Cluster | None,
+    progress: Progress,
+    *,
+    extractor: str = AUTO,
+    fresh: bool = False,
+) -> tuple[nx.DiGraph[str], Extraction | None]:
+    """Return the graph of a source, with costs if there are devices, and its extraction."""
+    if isinstance(source, nx.DiGraph) or (isinstance(source, Target) and source.is_graph):
+        raise ValueError("a graph is extracted already: give a model")
+    if devices is not None:
+        job = Job.of(
+            source, devices, search=SearchConfig(policy=None), extractor=extractor, fresh=fresh
+        )
+        step = costed_step(job.loaded(progress), progress, simulates=False)
+        return step.graph, step.extraction
+    from graphs.extract import extract as extract_workload
+
+    if isinstance(source, Target):
+        progress.stage("Loading the model")
+        source = source.load(weights=False)
+    progress.stage("Extracting the graph")
+    extraction = extract_workload(source, extractor)
+    return extraction.graph, extraction
+
+
+def evaluate(
+    placement: Result | Placement | Mapping[str, int | str] | str | Path,
+    model: nn.Module | Workload | nx.DiGraph[str] | str | Path | None = None,
+    example_inputs: Any = None,
+    *,
+    loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    training: bool = True,
+    devices: str | Path | Cluster | None = None,
+    backend: str | Backend = "simulated",
+    overlap: bool = False,
+    extractor: str = AUTO,
+    fresh: bool = False,
+    progress: bool = True,
+) -> Evaluation:
+    """Return the step time of an existing placement, simulated or measured.
+
+    ::
+
+        placer.evaluate("placement.json", "graph.json", "cluster.toml").step_s
+        placer.evaluate("device_map.json", model, inputs, loss=loss, backend="measured")
+        placer.evaluate(result, backend="measured")
+
+    Args:
+        placement: a result of :func:`optimize`, a placement, a Hugging Face device map, or a file
+            of the latter two.
+        model: what was placed, as for :func:`optimize`; may be left out with a result.
+        example_inputs: as for :func:`optimize`.
+        loss: as for :func:`optimize`.
+        training: as for :func:`optimize`.
+        devices: as for :func:`optimize`, by default those of the placement.
+        backend: ``"simulated"``, ``"measured"``, which runs the model on devices of this machine as
+            :func:`optimize` runs candidates, or your own :class:`placer.Backend`.
+        overlap: as for :class:`placer.SearchConfig`.
+        extractor: as for :func:`optimize`.
+        fresh: measure devices and ops again and ignore the cache.
+        progress: show progress on stderr.
+
+    Raises:
+        ExtractionError: the model cannot be extracted, or its extraction cannot be run.
+        ValueError: an argument is invalid, the placement belongs to another model, graph or
+            cluster, or there is no model or device to measure.
+        OSError: a file cannot be read.
+        WorkerError: the workers do not start.
+    """
+    check_backend(backend)
+    with _shown(progress) as shown:
+        if model is None:
+            if not isinstance(placement, Result):
+                raise ValueError("a placement alone has no ops to evaluate: give model or graph")
+            return evaluate_result(placement, backend, shown, overlap=overlap)
+        source, devices = _source(model, example_inputs, devices, loss, training=training)
+        job = evaluation_job(
+            placement.placement if isinstance(placement, Result) else placement,
+            source,
+            devices,
+            overlap=overlap,
+            extractor=extractor,
+            fresh=fresh,
+        )
+        return evaluate_job(job, backend, shown)
+
+
+@contextmanager
+def _shown(progress: bool) -> Iterator[Progress]:
+    if not progress:
+        yield Silent()
+        return
+    with progress_for(sys.stderr.isatty()) as shown:
+        yield shown
 
 
 def _source(
     model: nn.Module | Workload | nx.DiGraph[str] | str | Path,
     second: Any,
-    devices: str | Path | Cluster,
+    devices: Devices,
     loss: Callable[[Any, Any], torch.Tensor] | None,
     *,
     training: bool,
-) -> tuple[Source, str | Path | Cluster]:
-    """Return what is placed, and the devices, from the arguments of :func:`optimize`."""
+) -> tuple[Source, Devices]:
+    """Return what is placed, and the devices, from the arguments of a public function."""
     source: Source
     if isinstance(model, nx.DiGraph):
         source = model
@@ -150,7 +295,7 @@ def _source(
         raise ValueError("loss and training are for a model alone: a workload has its own")
     if second is None:
         return source, devices
-    if devices != "auto":
+    if devices not in ("auto", None):
         raise ValueError("the devices are given twice, by position and by name")
     return source, second
 

@@ -13,8 +13,6 @@ import numpy as np
 from envs.backend import Backend
 from envs.compiled import loading_stage
 from envs.executors.cores.errors import WorkerError
-from envs.hardware.cluster import Cluster
-from envs.hardware.discover import is_here
 from envs.placement import MadeBy, Placement
 from envs.problem import Problem
 from envs.simulator import Simulated
@@ -24,18 +22,18 @@ from graphs.coarsen.groups import Coarsened, coarsen
 from graphs.graph import GraphArrays
 from placer.candidate_runs import Runs, overfull, run_best, with_less_memory
 from placer.choose import PlacementError, choose
+from placer.costed_step import costed_step
 from placer.interrupt import Interrupt
 from placer.job import Job, SearchConfig
 from placer.progress import Progress, Silent
 from placer.result import Result
 from placer.search.candidate import Candidate, Kind
-from placer.search.compilation import compiled_beside, load_compiled_code
+from placer.search.compilation import load_compiled_code
 from placer.search.evaluator import Evaluator
 from placer.search.heuristics import heuristics
 from placer.search.request import SearchRequest
 from placer.search.trace import SearchTrace
 from placer.version import VERSION
-from placer.warm_start import placement_of
 
 if TYPE_CHECKING:
     from envs.runtime import Runtime
@@ -43,17 +41,6 @@ if TYPE_CHECKING:
 
 SMALLER: Final = (0.85, 0.7)
 """Shares of device memory to search with, in turn, if candidates run out of memory."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CostedStep:
-    """An extracted step with op costs, ready for a search."""
-
-    extraction: Extraction
-    runtime: Runtime
-    graph: nx.DiGraph[str]  # with costs and user constraints
-    cluster: Cluster  # calibrated, with the memory that placements may use
-    warm_start: Placement | None
 
 
 def optimize_job(job: Job, progress: Progress | None = None) -> Result:
@@ -73,87 +60,20 @@ def optimize_job(job: Job, progress: Progress | None = None) -> Result:
         PlacementError: no placement that fits was found, or nothing could be run.
         KeyboardInterrupt: stopped before there was any placement.
     """
-    hear = progress or Silent()
+    progress = progress or Silent()
     with Interrupt() as interrupt:
-        if isinstance(job.source, nx.DiGraph):
-            return _optimize_graph(job, job.source, interrupt, hear)
-        all_here = all(map(is_here, job.cluster.names))
-        known = costed_step(job, hear)
-        problem = Problem.of(GraphArrays.from_graph(known.graph), known.cluster)
+        step = costed_step(job, progress)
         return _Optimization(
-            problem=problem,
+            problem=step.problem,
             search=job.search,
             interrupt=interrupt,
-            progress=hear,
-            coarse=grouped(known.graph, job.search),
-            warm_start=known.warm_start,
-            extraction=known.extraction,
-            runtime=known.runtime if all_here and known.runtime.runs else None,
-            cost_source=known.graph.graph["cost_source"],
+            progress=progress,
+            coarse=grouped(step.graph, job.search),
+            warm_start=step.warm_start,
+            extraction=step.extraction,
+            runtime=step.runtime if step.can_run else None,
+            cost_source=step.graph.graph["cost_source"],
         ).run()
-
-
-def _optimize_graph(
-    job: Job, graph: nx.DiGraph[str], interrupt: Interrupt, hear: Progress
-) -> Result:
-    graph = job.constraints.applied_to(graph, job.cluster)
-    problem = Problem.of(GraphArrays.from_graph(graph), job.cluster)
-    return _Optimization(
-        problem=problem,
-        search=job.search,
-        interrupt=interrupt,
-        progress=hear,
-        coarse=grouped(graph, job.search),
-        warm_start=_warm_start(job, None, graph, job.cluster),
-        cost_source=graph.graph["cost_source"],
-    ).run()
-
-
-def costed_step(job: Job, hear: Progress) -> CostedStep:
-    """Extract the step of a job's workload and measure or look up its op costs.
-
-    Raises:
-        ExtractionError: the model cannot be extracted, or is on the meta device.
-        ConstraintError: a constraint names ops or devices that do not exist, or contradicts
-            another.
-        ValueError: as for :func:`optimize_job`.
-    """
-    from envs.costs.roofline import check_cluster
-    from envs.runtime import calibrated, costed, runtime_for
-    from graphs.extract import Workload, extract
-    from graphs.extract.trial import check_has_memory
-
-    step, cluster = job.source, job.cluster
-    assert isinstance(step, Workload)  # loaded
-    check_cluster(cluster)
-    if any(map(is_here, cluster.names)):
-        check_has_memory(step)
-    hear.stage("Extracting the graph")
-    with compiled_beside() as compiles:
-        extraction = extract(step, job.extractor)
-        runtime = runtime_for(extraction, cluster, overlap=job.search.overlap)
-        graph = job.constraints.applied_to(runtime.graph, cluster)
-        warm_start = _warm_start(job, extraction, graph, cluster)
-        if compiles:  # before anything is timed
-            hear.stage(loading_stage())
-            load_compiled_code()
-    if all(map(is_here, cluster.names)) and not cluster.links:
-        hear.stage("Calibrating devices")
-        cluster = calibrated(cluster, again=job.fresh)
-    hear.stage("Measuring op costs")
-    return CostedStep(
-        extraction=extraction,
-        runtime=runtime,
-        graph=costed(
-            runtime,
-            graph,
-            cluster,
-            fresh=job.fresh,
-            progress=lambda done, total: hear.advance(done / total),
-        ),
-        cluster=runtime.planned(cluster),
-        warm_start=warm_start,
-    )
 
 
 def optimize_problem(
@@ -182,14 +102,6 @@ def optimize_problem(
 def grouped(graph: nx.DiGraph[str], search: SearchConfig) -> Coarsened | None:
     """Return the ops merged into groups, None if the search asks for none."""
     return None if search.groups is None else coarsen(graph, most_groups=search.groups)
-
-
-def _warm_start(
-    job: Job, extraction: Extraction | None, graph: nx.DiGraph[str], cluster: Cluster
-) -> Placement | None:
-    if job.search.start_from is None:
-        return None
-    return placement_of(job.search.start_from, extraction, GraphArrays.from_graph(graph), cluster)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -212,8 +212,8 @@ def _reviewed(
     from envs.problem import Problem
     from graphs.graph import GraphArrays
     from placer.cli.arguments import target_of
+    from placer.costed_step import costed_step
     from placer.job import Constraints, Job, SearchConfig
-    from placer.pipeline import costed_step
     from placer.report.html import reviewed
 
     if args.cluster is not None and (args.devices is not None or args.memory):

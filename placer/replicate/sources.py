@@ -11,8 +11,8 @@ import networkx as nx
 
 from envs.hardware.cluster import Cluster
 from graphs.batch import with_part_of_batch
+from placer.costed_step import costed_step
 from placer.job import Job
-from placer.pipeline import costed_step
 from placer.progress import Progress
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ class ModelSource:
         self.hear = hear
         known = costed_step(job, hear)
         self.extraction: Extraction | None = known.extraction
+        assert known.runtime is not None  # of a model
         self.makers: Mapping[str, Sequence[str]] = known.runtime.gradient_makers()
         self.cluster = known.cluster
         self.whole = known.graph

@@ -1,0 +1,114 @@
+"""The step of a job with its op costs, ready for a search, a simulation or a measurement."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import networkx as nx
+
+from envs.compiled import loading_stage
+from envs.hardware.cluster import Cluster
+from envs.hardware.discover import is_here
+from envs.placement import Placement
+from envs.problem import Problem
+from graphs.graph import GraphArrays
+from placer.job import Job
+from placer.progress import Progress
+from placer.search.compilation import compiled_beside, load_compiled_code
+from placer.warm_start import placement_of
+
+if TYPE_CHECKING:
+    from envs.runtime import Runtime
+    from graphs.extract import Extraction
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostedStep:
+    """A step with op costs; extraction and runtime are None for a graph with known costs."""
+
+    graph: nx.DiGraph[str]  # with costs and user constraints
+    cluster: Cluster  # calibrated, with the memory that placements may use
+    warm_start: Placement | None = None
+    extraction: Extraction | None = None
+    runtime: Runtime | None = None
+
+    @cached_property
+    def problem(self) -> Problem:
+        """The problem of placing the step."""
+        return Problem.of(GraphArrays.from_graph(self.graph), self.cluster)
+
+    @property
+    def can_run(self) -> bool:
+        """Return whether the step can be run: it has a model, and all devices are here."""
+        here = all(map(is_here, self.cluster.names))
+        return self.runtime is not None and self.runtime.runs and here
+
+
+def costed_step(job: Job, progress: Progress, *, simulates: bool = True) -> CostedStep:
+    """Extract the step of a loaded job and measure or look up its op costs.
+
+    What a simulation needs beyond op costs, calibrated links and compiled code, is made if
+    ``simulates`` is set.
+
+    Raises:
+        ExtractionError: the model cannot be extracted, or is on the meta device.
+        ConstraintError: a constraint names ops or devices that do not exist, or contradicts
+            another.
+        ValueError: a device is neither on this machine nor described, cores are mixed with torch
+            devices, the warm start belongs to another model, graph or cluster, or copies cannot
+            overlap.
+    """
+    if isinstance(job.source, nx.DiGraph):
+        graph = job.constraints.applied_to(job.source, job.cluster)
+        return CostedStep(
+            graph=graph, cluster=job.cluster, warm_start=_warm_start(job, None, graph)
+        )
+    from envs.costs.roofline import check_cluster
+    from envs.runtime import calibrated, costed, runtime_for
+    from graphs.extract import Workload, extract
+    from graphs.extract.trial import check_has_memory
+
+    workload, cluster = job.source, job.cluster
+    assert isinstance(workload, Workload)  # loaded
+    check_cluster(cluster)
+    if any(map(is_here, cluster.names)):
+        check_has_memory(workload)
+    progress.stage("Extracting the graph")
+    with compiled_beside() if simulates else nullcontext(False) as compiles:
+        extraction = extract(workload, job.extractor)
+        runtime = runtime_for(extraction, cluster, overlap=job.search.overlap)
+        graph = job.constraints.applied_to(runtime.graph, cluster)
+        warm_start = _warm_start(job, extraction, graph)
+        if compiles:  # before anything is timed
+            progress.stage(loading_stage())
+            load_compiled_code()
+    if simulates and all(map(is_here, cluster.names)) and not cluster.links:
+        progress.stage("Calibrating devices")
+        cluster = calibrated(cluster, again=job.fresh)
+    progress.stage("Measuring op costs")
+    graph = costed(
+        runtime,
+        graph,
+        cluster,
+        fresh=job.fresh,
+        progress=lambda done, total: progress.advance(done / total),
+    )
+    return CostedStep(
+        graph=graph,
+        cluster=runtime.planned(cluster),
+        warm_start=warm_start,
+        extraction=extraction,
+        runtime=runtime,
+    )
+
+
+def _warm_start(
+    job: Job, extraction: Extraction | None, graph: nx.DiGraph[str]
+) -> Placement | None:
+    start = job.search.start_from
+    if start is None:
+        return None
+    return placement_of(start, extraction, GraphArrays.from_graph(graph), job.cluster)

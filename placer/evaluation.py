@@ -1,0 +1,242 @@
+"""The step time of an existing placement, simulated or measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from envs.backend import Backend, StepResult
+from envs.compiled import loading_stage
+from envs.hardware.cluster import Cluster
+from envs.hardware.discover import is_here
+from envs.measurement import Measurement, contended
+from envs.placement import Placement
+from envs.problem import Problem
+from envs.runtime import runtime_for
+from envs.simulator import INFEASIBLE_NS, Simulated
+from envs.simulator.critical_path import critical_path, critical_path_to_list
+from envs.simulator.max_load import max_load_ns
+from graphs.extract import AUTO
+from graphs.names import suggestion
+from placer.costed_step import costed_step
+from placer.job import Constraints, Job, SearchConfig, Source
+from placer.progress import Progress
+from placer.warm_start import check_here, warm_start_of
+
+if TYPE_CHECKING:
+    from envs.runtime import Runtime
+    from placer.result import Result
+
+BACKENDS: Final = ("simulated", "measured")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """The step of one placement: the result of a backend beside that of the simulator.
+
+    ``step_s`` is inf for a placement that is not ``feasible``; ``why`` then gives the reason.
+    """
+
+    placement: Placement
+    problem: Problem
+    result: StepResult  # of the backend
+    predicted: StepResult  # of the simulator; the result itself if nothing else was asked
+    cost_source: Mapping[str, str] = field(default_factory=dict)  # {device kind: source}
+    remark: str = ""  # why accelerate could not run the device map
+
+    @property
+    def step_s(self) -> float:
+        """Return the step time; inf if the placement is not feasible."""
+        return self.result.step_s
+
+    @property
+    def feasible(self) -> bool:
+        """Return whether the placement can run."""
+        return self.result.feasible
+
+    @property
+    def why(self) -> str:
+        """Return why the placement is not feasible, or ""."""
+        return self.result.why
+
+    @property
+    def measurement(self) -> Measurement | None:
+        """Return the runs of the placement, None if nothing was run."""
+        return self.result.measurement
+
+    @property
+    def contended(self) -> bool:
+        """Return whether other processes used the cores: ``step_s`` is then CPU-clock time."""
+        return self.measurement is not None and contended([self.measurement])
+
+    @property
+    def max_load_s(self) -> float | None:
+        """Return the largest load of a device, see objective "max-load"; None if infeasible."""
+        load_ns = int(max_load_ns(self.problem, self.placement.arrays()[0])[0])
+        return load_ns / 1e9 if load_ns < INFEASIBLE_NS else None
+
+    def __str__(self) -> str:
+        """Return the step time, or why there is none."""
+        return f"{self.step_s * 1e3:.4g} ms" if self.feasible else f"not feasible: {self.why}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the numbers as plain data for JSON, with the critical path of the simulation."""
+        result = self.result
+        answer = {
+            "step_s": result.step_s if result.feasible else None,
+            "micro_batches": self.placement.micro_batches,
+            "in_flight": self.placement.in_flight,
+            "period_s": result.period_s,
+            "why_no_period": result.why_no_period,
+            "max_load_s": self.max_load_s,
+            "feasible": result.feasible,
+            "why": result.why,
+            "peak_memory_bytes": dict(result.peak_memory_bytes),
+            "parts": dict(result.parts),
+            "critical_path": self._critical_path() if self.predicted.feasible else [],
+        }
+        if self.predicted is result:
+            return answer
+        return answer | {
+            "rounds": 0 if result.measurement is None else len(result.measurement.wall_s),
+            "predicted": {
+                "step_s": self.predicted.step_s if self.predicted.feasible else None,
+                "feasible": self.predicted.feasible,
+                "why": self.predicted.why,
+                "peak_memory_bytes": dict(self.predicted.peak_memory_bytes),
+            },
+            "remarks": [self.remark] if self.remark else [],
+            "cost_source": dict(self.cost_source),
+        }
+
+    def _critical_path(self) -> list[dict[str, Any]]:
+        whole, schedule = Simulated(self.problem).run(self.placement)
+        return critical_path_to_list(whole, critical_path(whole, schedule))
+
+
+def evaluation_job(
+    placement: Placement | Mapping[str, int | str] | str | Path,
+    source: Source | str | Path,
+    devices: str | Path | Cluster | None = None,
+    *,
+    memory: Mapping[str, int | str] | None = None,
+    overlap: bool = False,
+    extractor: str = AUTO,
+    fresh: bool = False,
+) -> Job:
+    """Return the job of evaluating a placement of a source, by default on its own devices.
+
+    Raises:
+        ValueError: a value is invalid, or a device is not on this machine.
+        OSError: a file cannot be read.
+    """
+    start = warm_start_of(placement)
+    if devices is None:
+        check_here(start)
+        devices = ",".join(start.device_names)
+    return Job.of(
+        source,
+        devices,
+        search=SearchConfig(policy=None, start_from=start, overlap=overlap),
+        constraints=Constraints(memory=memory or {}),
+        extractor=extractor,
+        fresh=fresh,
+    )
+
+
+def evaluate_job(job: Job, backend: str | Backend, progress: Progress) -> Evaluation:
+    """Evaluate the warm start of a job as a placement of its step.
+
+    Raises:
+        ExtractionError: the model cannot be extracted, or its extraction cannot be run.
+        ValueError: the placement belongs to another model or has other devices, or "measured" has
+            no model or devices to run.
+        WorkerError: the workers do not start.
+        KeyboardInterrupt: stopped before the placement was run.
+    """
+    start = job.search.start_from
+    step = costed_step(job.loaded(progress), progress)
+    assert start is not None
+    assert step.warm_start is not None
+    remark = ""
+    if not isinstance(start, Placement) and step.extraction is not None:
+        remark = start.conflict(step.extraction)
+    return _evaluate(
+        step.problem,
+        step.warm_start,
+        step.runtime,
+        backend,
+        progress,
+        cost_source=step.graph.graph["cost_source"],
+        remark=remark,
+    )
+
+
+def evaluate_result(
+    result: Result, backend: str | Backend, progress: Progress, *, overlap: bool = False
+) -> Evaluation:
+    """Evaluate the placement of an optimization on its own devices.
+
+    Raises:
+        ValueError, WorkerError, KeyboardInterrupt: as for :func:`evaluate_job`.
+    """
+    problem, runtime = result.problem, None
+    if result.extraction is not None and backend == "measured":
+        runtime = runtime_for(result.extraction, problem.cluster, overlap=overlap)
+    return _evaluate(
+        problem, result.placement, runtime, backend, progress, cost_source=result.cost_source
+    )
+
+
+def _evaluate(
+    problem: Problem,
+    placement: Placement,
+    runtime: Runtime | None,
+    backend: str | Backend,
+    progress: Progress,
+    *,
+    cost_source: Mapping[str, str],
+    remark: str = "",
+) -> Evaluation:
+    def advance(done: int, total: int) -> None:
+        progress.advance(done / total)
+
+    progress.stage(loading_stage())
+    [predicted] = [result] = Simulated(problem).evaluate([placement])
+    if isinstance(backend, Backend):
+        [result] = backend.evaluate([placement], advance)
+    elif backend == "measured":
+        if runtime is None:
+            raise ValueError("a graph has no model to run: use backend 'simulated'")
+        if elsewhere := [name for name in problem.cluster.names if not is_here(name)]:
+            raise ValueError(f"{elsewhere[0]} is not on this machine: use backend 'simulated'")
+        progress.stage("Running it for real")
+        expected_s = predicted.step_s if predicted.feasible else 1.0
+        with closing(runtime.backend(problem, [expected_s])) as measured:
+            [result] = measured.evaluate([placement], advance)
+    if result.measurement is not None and not result.measurement.counts:
+        raise KeyboardInterrupt
+    return Evaluation(
+        placement=placement,
+        problem=problem,
+        result=result,
+        predicted=predicted,
+        cost_source=cost_source,
+        remark=remark,
+    )
+
+
+def check_backend(backend: str | Backend) -> None:
+    """Check that a backend has a known name or can evaluate.
+
+    Raises:
+        ValueError: there is no such backend.
+    """
+    if not isinstance(backend, Backend) and backend not in BACKENDS:
+        raise ValueError(
+            f"there is no backend {backend!r}: there are {' and '.join(BACKENDS)}, and objects "
+            f"with a method evaluate{suggestion(str(backend), BACKENDS)}"
+        )

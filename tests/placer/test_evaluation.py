@@ -1,0 +1,157 @@
+"""Graphs are extracted and placements evaluated from Python, simulated or measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import networkx as nx
+import pytest
+import torch
+from torch import nn
+
+import placer
+from envs.hardware.discover import discover
+from graphs.graph_file import load_graph
+from placer.cli.main import main
+from tests.helpers import tiny_models
+
+CLUSTER = """
+format = "placer-cluster/1"
+name = "elsewhere"
+[[device]]
+name = "near"
+kind = "x"
+memory_bytes = 1_000_000_000
+peak_flop_per_s = 1e9
+bandwidth_bytes_per_s = 1e9
+launch_s = 0.0
+"""
+
+
+@pytest.fixture
+def placed(files: Callable[..., tuple[Path, Path]]) -> tuple[placer.Result, Path, Path]:
+    """Return a result, and the files of its graph and cluster."""
+    graph, cluster = files()
+    return placer.optimize(graph, cluster, budget="20e", progress=False), graph, cluster
+
+
+def layers() -> placer.Workload:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    return placer.Workload.of(model, (torch.randn(3, 4), torch.randn(3, 2)), tiny_models.squared)
+
+
+def test_a_placement_is_simulated_as_the_search_did_and_as_the_command_does(
+    placed: tuple[placer.Result, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result, graph, cluster = placed
+    result.save(tmp_path / "placement.json")
+    evaluations = [
+        placer.evaluate(result, progress=False),
+        placer.evaluate(result, load_graph(graph), cluster, progress=False),
+        placer.evaluate(tmp_path / "placement.json", graph, devices=cluster, progress=False),
+    ]
+    command = ["simulate", str(graph), "--cluster", str(cluster), "--json", "--placement"]
+    assert main([*command, str(tmp_path / "placement.json")]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    for evaluation in evaluations:
+        assert evaluation.step_s == result.best.predicted_s
+        assert evaluation.to_dict() == printed
+
+
+def test_a_placement_that_does_not_fit_is_infeasible_with_a_reason(
+    placed: tuple[placer.Result, Path, Path], files: Callable[..., tuple[Path, Path]]
+) -> None:
+    result, graph, _ = placed
+    _, small = files(1)
+    evaluation = placer.evaluate(result, graph, small, progress=False)
+    assert not evaluation.feasible
+    assert evaluation.why in str(evaluation)
+    assert json.loads(json.dumps(evaluation.to_dict(), allow_nan=False))["step_s"] is None
+
+
+class TwiceAsSlow:
+    """Return twice the simulated step time."""
+
+    def __init__(self, problem: Any) -> None:
+        self.simulated = placer.Simulated(problem)
+
+    def evaluate(
+        self, placements: Sequence[placer.Placement], progress: Any = None
+    ) -> list[placer.StepResult]:
+        results = self.simulated.evaluate(placements, progress)
+        return [placer.StepResult(step_s=2 * own.step_s, peak_memory_bytes={}) for own in results]
+
+
+def test_a_backend_of_the_user_evaluates_beside_the_simulator(
+    placed: tuple[placer.Result, Path, Path],
+) -> None:
+    result = placed[0]
+    evaluation = placer.evaluate(result, backend=TwiceAsSlow(result.problem), progress=False)
+    assert evaluation.step_s == 2 * evaluation.predicted.step_s == 2 * result.best.predicted_s
+    assert evaluation.to_dict()["predicted"]["step_s"] == result.best.predicted_s
+
+
+def test_what_cannot_be_evaluated_is_refused(placed: tuple[placer.Result, Path, Path]) -> None:
+    result, graph, cluster = placed
+    refused: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
+        ("there is no backend 'mesured'", (result,), {"backend": "mesured"}),
+        ("a graph has no model to run", (result,), {"backend": "measured"}),
+        ("give model or graph", (result.placement,), {}),
+        ("no devices of its own", (result.placement, graph), {}),
+        ("a graph file has none", ({"0": "a"}, graph, cluster), {}),
+        ("given twice", (result, graph, cluster), {"devices": cluster}),
+    ]
+    for message, arguments, named in refused:
+        with pytest.raises(ValueError, match=message):
+            placer.evaluate(*arguments, **named, progress=False)
+
+
+def test_a_model_is_extracted_with_the_costs_of_devices_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    workload = layers()
+    graph = placer.extract(workload, tmp_path / "cluster.toml", progress=False)
+    assert isinstance(graph, placer.Graph)
+    costs_s = [node["cost_s"]["x"] for _, node in graph.nodes(data=True)]
+    result = placer.optimize(graph, tmp_path / "cluster.toml", budget="1e", progress=False)
+    assert result.best.predicted_s == pytest.approx(sum(costs_s))
+    assert placer.evaluate(
+        result, workload, tmp_path / "cluster.toml", progress=False
+    ).step_s == pytest.approx(sum(costs_s))
+    bare = placer.extract(
+        workload.model, workload.inputs, loss=workload.loss, devices=None, progress=False
+    )
+    assert nx.utils.graphs_equal(nx.DiGraph(bare.edges), nx.DiGraph(graph.edges))
+    assert not any(node["cost_s"] for _, node in bare.nodes(data=True))
+    with pytest.raises(ValueError, match="not on this machine"):
+        placer.evaluate(
+            result, workload, tmp_path / "cluster.toml", backend="measured", progress=False
+        )
+
+
+def test_a_graph_is_not_extracted_again(placed: tuple[placer.Result, Path, Path]) -> None:
+    with pytest.raises(ValueError, match="extracted already"):
+        placer.extract(placed[1], progress=False)
+
+
+@pytest.mark.usefixtures("second_device")
+def test_a_device_map_is_measured_and_predicted() -> None:
+    cluster = discover("vdev:0,cpu", {"vdev:0": 1 << 30, "cpu": 1 << 30})
+    workload = layers()
+    before = tiny_models.state_of(workload)
+    evaluation = placer.evaluate(
+        {"0": "vdev:0", "2": "cpu"}, workload, cluster, backend="measured", progress=False
+    )
+    assert evaluation.measurement is not None
+    assert evaluation.measurement.ok
+    assert set(evaluation.placement.devices_of("0")) == {"vdev:0"}
+    assert set(evaluation.placement.devices_of("2")) == {"cpu"}
+    content = json.loads(json.dumps(evaluation.to_dict(), allow_nan=False))
+    assert content["step_s"] == evaluation.step_s
+    assert content["rounds"] == len(evaluation.measurement.wall_s)
+    assert content["predicted"]["step_s"] == evaluation.predicted.step_s
+    [remark] = content["remarks"]
+    assert "2 would be computed on vdev:0" in remark
+    tiny_models.assert_same(tiny_models.state_of(workload), before)
